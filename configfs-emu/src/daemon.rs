@@ -138,6 +138,7 @@ mod tests {
             target: "t".to_owned(),
             initiator: "iqn.a:b,0x00023d000001".to_owned(),
             peer: peer.to_owned(),
+            provider: None,
             worker: 0,
             nexus,
             state: "live".to_owned(),

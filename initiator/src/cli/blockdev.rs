@@ -252,6 +252,7 @@ mod tests {
             capacity: 64 << 20,
             block_size: 512,
             read_only: false,
+            device: None,
             log: None,
             unit: None,
             link: None,

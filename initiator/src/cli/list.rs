@@ -2,6 +2,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use riser_transport::shm::PROVIDER;
+
 use super::args::Global;
 use super::exit::CliError;
 use super::state::{Attachment, Export, StateDir};
@@ -28,7 +30,7 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
         for a in &attachments {
             writeln!(
                 out,
-                "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} {}, {}",
+                "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} {}, {}{}",
                 a.id,
                 kind(a),
                 state(a),
@@ -36,7 +38,8 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                 process(a),
                 since(now.saturating_sub(a.since)),
                 a.export.path().display(),
-                a.url
+                a.url,
+                over(a)
             )?;
             // Further lines are indented and come only with something to say, so that a healthy
             // attachment stays one line that a script can read.
@@ -49,6 +52,15 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
         }
         Ok(())
     })
+}
+
+/// What an attachment goes over, where the address does not say.
+fn over(attachment: &Attachment) -> &'static str {
+    let device = attachment.device.as_deref().unwrap_or_default();
+    match device.starts_with(PROVIDER) {
+        true => " over shared memory",
+        false => "",
+    }
 }
 
 fn show_path(path: &PathReport) -> String {

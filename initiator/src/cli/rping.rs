@@ -15,6 +15,7 @@ use crate::rping::{self, Options, RpingError};
 
 #[derive(Serialize)]
 struct Document {
+    device: String,
     pings: u64,
     bytes: u64,
     seconds: f64,
@@ -47,6 +48,7 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     };
     let report = report.map_err(failed)?;
     let document = Document {
+        device: device.device_attr().name.clone(),
         pings: report.pings,
         bytes: report.bytes,
         seconds: report.elapsed.as_secs_f64(),
@@ -54,8 +56,8 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     output::result(&document, global, |out| {
         writeln!(
             out,
-            "{} pings, {} bytes each way, all as sent, in {:.3} s",
-            document.pings, document.bytes, document.seconds
+            "{} pings over {}, {} bytes each way, all as sent, in {:.3} s",
+            document.pings, document.device, document.bytes, document.seconds
         )
     })
 }

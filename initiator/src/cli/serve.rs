@@ -171,6 +171,7 @@ impl Ready<'_> {
             block_size: geometry.block_size,
             read_only: geometry.read_only,
             unit: disk.unit(),
+            device: disk.device(),
             log: self.args.supervised.clone(),
             link: report.as_ref().map(|report| report.link.clone()),
             cache: report.as_ref().and_then(|report| report.cache),

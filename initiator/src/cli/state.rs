@@ -115,6 +115,9 @@ pub struct Attachment {
     /// The logical unit's world-wide name, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
+    /// Name of the RDMA device that it is reached over, which begins with its provider's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     /// Log file of the process, if it does not log to its terminal.
     pub log: Option<PathBuf>,
     /// Report of its session, if it has one.
@@ -541,6 +544,7 @@ pub(super) mod fixture {
             capacity: 1 << 20,
             block_size: 512,
             read_only: false,
+            device: None,
             log: None,
             unit: None,
             link: None,

@@ -97,6 +97,9 @@ pub struct SessionView {
     pub initiator: String,
     /// Address of the initiator.
     pub peer: String,
+    /// Provider of the RDMA device that carries it, such as `roce` or `shm`; absent over TCP.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
     /// The worker that has it.
     pub worker: u16,
     /// The I_T nexus; connections of one session share it.

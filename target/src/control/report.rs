@@ -33,10 +33,11 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
             &s.target
         };
         lines.push(format!(
-            "{target}  {}  {} from {}: {}, {} under way, {} LUN(s), worker {}, {}",
+            "{target}  {}  {} from {}{}: {}, {} under way, {} LUN(s), worker {}, {}",
             s.protocol,
             s.initiator,
             s.peer,
+            over(s.provider.as_deref()),
             s.state,
             s.in_flight,
             s.luns,
@@ -52,6 +53,14 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
         lines.extend(own.map(|own| format!("    {own}")));
     }
     lines.join("\n")
+}
+
+/// What a connection goes over, where the address and protocol do not say.
+fn over(provider: Option<&str>) -> &'static str {
+    match provider {
+        Some(riser_transport::shm::PROVIDER) => " over shared memory",
+        _ => "",
+    }
 }
 
 /// Targets with their portals and logical units.

@@ -171,6 +171,7 @@ fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
             .map_or_else(String::new, |t| t.config.name.clone()),
         initiator: info.initiator.to_string(),
         peer: info.peer.to_string(),
+        provider: Some(info.provider.to_owned()),
         worker: info.worker,
         nexus: Some(info.nexus),
         state: format!("{:?}", info.state).to_lowercase(),
@@ -195,10 +196,9 @@ fn srp_terms(params: &ChannelParams) -> BTreeMap<String, String> {
 
 fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> SessionView {
     let info = &session.info;
-    let protocol = if session.is_rdma {
-        Protocol::Iser
-    } else {
-        Protocol::Iscsi
+    let protocol = match session.provider {
+        Some(_) => Protocol::Iser,
+        None => Protocol::Iscsi,
     };
     let target = info.identity.target.as_ref();
     let target = target.and_then(|name| catalog.target_named(name));
@@ -207,6 +207,7 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         target: target.map_or_else(String::new, |t| t.config.name.clone()),
         initiator: format!("{},{}", info.identity.initiator, info.identity.isid),
         peer: session.peer.to_string(),
+        provider: session.provider.map(str::to_owned),
         worker,
         nexus: (!info.params.discovery).then_some(info.nexus.0),
         state: phase(info.phase).to_owned(),

@@ -382,6 +382,11 @@ impl Devices {
         self.slots[device].addr
     }
 
+    /// Name of the provider of the device in a slot.
+    pub(super) fn provider(&self, device: usize) -> &'static str {
+        self.slots[device].provider
+    }
+
     /// Whether an address has its device. Memory shared beside it does not stand for it.
     pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
         let mut slots = self.slots.iter();

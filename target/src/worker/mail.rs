@@ -134,6 +134,8 @@ pub struct SessionInfo {
     pub target: TargetPortId,
     /// Address of the initiator's end.
     pub peer: SocketAddr,
+    /// Name of the provider of its device.
+    pub provider: &'static str,
     /// State of the channel at present.
     pub state: ChState,
     /// Requests that hold a context.
@@ -151,8 +153,8 @@ pub struct SessionInfo {
 pub struct IscsiSession {
     /// Address of the initiator's end.
     pub peer: SocketAddr,
-    /// Whether RDMA carries it.
-    pub is_rdma: bool,
+    /// Name of the provider of the RDMA device that carries it, if one does.
+    pub provider: Option<&'static str>,
     /// Memory of its connection, in bytes.
     pub memory: usize,
     /// State of the session and of its connection.

@@ -1,7 +1,8 @@
 //! The report of a worker about itself.
 
 use super::Worker;
-use super::conns::Conn;
+use super::conns::{Conn, Connection};
+use super::device::Devices;
 use super::fabrics::Fabric;
 use super::mail::{IscsiSession, SessionAccount, Snapshot};
 use crate::config::Protocol;
@@ -40,22 +41,22 @@ impl Totals {
 }
 
 /// The session of an iSCSI connection, once it has one.
-fn iscsi_session(conn: &Conn<Fabric>) -> Option<IscsiSession> {
-    let (is_rdma, memory, info) = match &conn.fabric {
+fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession> {
+    let (memory, info) = match &conn.fabric {
         Fabric::Srp(_) => return None,
         Fabric::Tcp(own) => {
             let channel = own.channel.channel();
             let memory = own.socket.memory() + channel.memory();
-            (false, memory, channel.session_info()?)
+            (memory, channel.session_info()?)
         }
         Fabric::Iser(own) => {
             let memory = own.channel.params().memory().total();
-            (true, memory, own.channel.channel().session_info()?)
+            (memory, own.channel.channel().session_info()?)
         }
     };
     Some(IscsiSession {
         peer: conn.peer,
-        is_rdma,
+        provider: conn.fabric.rdma().map(|link| devices.provider(link.device)),
         memory,
         info,
     })
@@ -105,9 +106,10 @@ impl Worker {
         for (_, conn) in self.conns.iter() {
             totals.add(&conn.fabric);
             if let Fabric::Srp(own) = &conn.fabric {
-                sessions.push(own.info(conn.peer, self.index));
+                let provider = self.devices.provider(own.rdma.device);
+                sessions.push(own.info(conn.peer, provider, self.index));
             }
-            iscsi_sessions.extend(iscsi_session(conn));
+            iscsi_sessions.extend(iscsi_session(conn, &self.devices));
             session_accounts.extend(accounts(conn));
         }
         Snapshot {

@@ -49,7 +49,12 @@ struct Parts {
 }
 
 impl SrpConn {
-    pub(super) fn info(&self, peer: SocketAddr, worker: u16) -> SessionInfo {
+    pub(super) fn info(
+        &self,
+        peer: SocketAddr,
+        provider: &'static str,
+        worker: u16,
+    ) -> SessionInfo {
         let config = self.channel.config();
         SessionInfo {
             worker,
@@ -58,6 +63,7 @@ impl SrpConn {
             initiator: self.key.initiator,
             target: self.key.target,
             peer,
+            provider,
             state: self.channel.state(),
             in_flight: self.channel.in_flight(),
             params: config.params,

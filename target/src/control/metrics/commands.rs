@@ -153,7 +153,10 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
         }
         for session in &snapshot.iscsi_sessions {
             let identity = &session.info.identity;
-            let protocol = if session.is_rdma { "iser" } else { "iscsi" };
+            let protocol = match session.provider {
+                Some(_) => "iser",
+                None => "iscsi",
+            };
             let initiator = format!("{},{}", identity.initiator, identity.isid);
             let who = (protocol.to_owned(), initiator);
             *under_way.entry(who).or_default() += session.info.in_flight as f64;

@@ -2,12 +2,17 @@
 
 #![allow(missing_docs, reason = "a test")]
 
+use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::net::IpAddr;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use riser_testkit::eventually;
 use riser_testkit::programs::folder;
+use riser_transport::shm::ShmListener;
 
 const IQN: &str = "iqn.2026-01.com.example:shm";
 
@@ -62,6 +67,15 @@ impl Daemon {
             .env_remove("RISER_PROVIDER")
             .output()
             .unwrap()
+    }
+
+    fn metrics(&self) -> String {
+        let mut stream = UnixStream::connect(self.dir.join("admin.sock")).unwrap();
+        let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        stream.write_all(request).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
     }
 
     /// Name of the device over which a disk was reached.
@@ -127,4 +141,44 @@ fn where_a_daemon_offers_no_shared_memory_the_network_is_used() {
     assert!(found.starts_with("roce-"), "{found}");
     let output = daemon.bench(url, "shm", &["--timeout", "3s"]);
     assert!(!output.status.success());
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    let reason = format!("no process of this host shares memory at {}", daemon.addr);
+    assert!(said.contains(&reason), "{said}");
+}
+
+#[test]
+fn metrics_tell_two_devices_of_one_address_apart() {
+    let daemon = Daemon::start(4, "{ shm: true }");
+    daemon.device(&daemon.urls()[0], "shm", &["--rw", "read"]);
+    let metrics = daemon.metrics();
+    let samples = metrics.lines().filter(|line| line.starts_with("riser_"));
+    let mut all = BTreeMap::new();
+    for (series, value) in samples.filter_map(|line| line.rsplit_once(' ')) {
+        let value: f64 = value.parse().unwrap();
+        assert_eq!(all.insert(series, value), None, "twice: {series}");
+    }
+    let sum = |name: &str, labels: &str| -> f64 {
+        let device = format!("{name}{{device=\"{}\",{labels}", daemon.addr);
+        let some = all.iter().filter(|(series, _)| series.starts_with(&device));
+        some.map(|(_, value)| value).sum()
+    };
+    for provider in ["provider=\"roce\"", "provider=\"shm\""] {
+        assert_eq!(sum("riser_device_open", provider), 2.0, "of two workers");
+    }
+    let packets = "riser_device_packets_total";
+    assert_eq!(sum(packets, "provider=\"roce\""), 0.0);
+    assert!(sum(packets, "provider=\"shm\"") > 0.0);
+    assert!(sum("riser_device_links_total", "provider=\"shm\"") > 0.0);
+}
+
+#[test]
+fn a_process_that_has_taken_the_name_for_shared_memory_leaves_the_network_alone() {
+    let addr = IpAddr::from([127, 88, 0, 5]);
+    let _taken = ShmListener::bind(addr).unwrap();
+    let daemon = Daemon::start(5, "{ shm: true }");
+    assert_eq!(daemon.addr, addr.to_string());
+    // It never answers.
+    let found = daemon.device(&daemon.urls()[0], "auto", &["--rw", "read"]);
+    assert!(found.starts_with("roce-"), "{found}");
 }

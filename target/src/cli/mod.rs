@@ -416,6 +416,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use clap::CommandFactory;
+    use riser_transport::shm::ShmListener;
 
     const MINIMAL: &str = include_str!("../../../deploy/examples/minimal.yaml");
 
@@ -587,6 +588,25 @@ mod tests {
         assert_eq!(document["problems"].as_array().unwrap().len(), 2);
         assert_eq!(document["backends"][0]["size"], 1 << 20);
         std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn check_names_the_process_that_has_the_name_for_shared_memory() {
+        let _taken = ShmListener::bind([127, 4, 0, 1].into()).unwrap();
+        let process = format!("process {} of user", std::process::id());
+        for (transport, part) in [
+            ("{ provider: shm }", "NOT SERVED: portal 127.4.0.1:5555: "),
+            ("{ shm: true }", "NOT SERVED: shared memory 127.4.0.1: "),
+        ] {
+            let text = format!(
+                "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\ntargets:\n- name: t\n  \
+                 portals: [{{ protocol: srp, listen: 127.4.0.1 }}]\n  luns: {{ 0: a }}\n  \
+                 access: open\ntransport: {transport}\nstate: {{ directory: none }}\n"
+            );
+            let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+            assert_eq!(code, FAILURE, "{said}");
+            assert!(said.contains(part) && said.contains(&process), "{said}");
+        }
     }
 
     #[test]

@@ -157,8 +157,8 @@ pub enum ProviderChoice {
     RdmaCore,
     /// Memory shared with the target, on this host only: no packets
     Shm,
-    /// Shared memory if the target is on this host and offers it, otherwise the RDMA device that has
-    /// the local address if there is one, otherwise the software NIC
+    /// Shared memory if all portals are of this host and offer it, otherwise the RDMA device that has
+    /// the local address if there is one, otherwise the software NIC; decided once, at the start
     Auto,
 }
 

@@ -25,6 +25,8 @@
 //! # Security
 //!
 //! - User ids, as the kernel reports them, decide which processes may connect ([`ShmUsers`]).
+//! - Both addresses of a link are of interfaces of this host ([`is_local`](crate::netif::is_local)),
+//!   or it ends within a second.
 //! - A peer can write anything into the rings at any time. Every value is read once, into private
 //!   memory, and checked as bytes from a network are.
 //! - Packets are attributed to the link that they came over, not to what they say, so no peer takes

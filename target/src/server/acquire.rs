@@ -90,6 +90,12 @@ impl Acquired {
         &self.missing
     }
 
+    /// Whether portals at an address are done without.
+    fn lacks(&self, addr: IpAddr) -> bool {
+        let mut missing = self.missing.iter();
+        missing.any(|(subject, _)| matches!(subject, Subject::RdmaPortal(at) if at.ip() == addr))
+    }
+
     /// Takes the error about an address in use if no portal of the catalog can be listened on.
     pub(super) fn take_in_use_of_all(&mut self, catalog: &Catalog) -> Option<ServerError> {
         let is_missing = |subject: &Subject| self.missing.iter().any(|(other, _)| other == subject);
@@ -220,6 +226,10 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     // In a simulation, workers get no turn while this waits.
     let patience = wanted.simulated.map_or(CLOSING, |_| Duration::ZERO);
     for (addr, kind, is_on_host) in addresses {
+        // Initiators that were let in would find no portal.
+        if kind == DeviceKind::Shared && acquired.lacks(addr) {
+            continue;
+        }
         let slot = match acquired.slot(addr, kind, patience) {
             Ok(Some(slot)) => slot,
             // It is open for another portal, or was with the catalog before.

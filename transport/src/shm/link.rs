@@ -271,7 +271,11 @@ impl Links {
         if self.free.is_empty() {
             return Err(io::ErrorKind::QuotaExceeded.into());
         }
-        let socket = hello::connect(peer, self.own, &self.users)?;
+        let socket = hello::connect(peer, self.own, &self.users).inspect_err(|error| {
+            if let Some(held_back) = self.faults.pass(now) {
+                info!(%peer, %error, held_back, "no memory can be shared");
+            }
+        })?;
         let state = State::AwaitsWelcome {
             until: now + GREETING,
             waiting: Vec::new(),

@@ -39,10 +39,11 @@ impl Daemon {
         );
         let config = dir.join("riserd.yaml");
         std::fs::write(&config, text).unwrap();
+        let log = std::fs::File::create(dir.join("log")).unwrap();
         let process = Command::new(folder().join("riserd"))
             .args(["run", "--config"])
             .arg(&config)
-            .stderr(Stdio::null())
+            .stderr(Stdio::from(log))
             .spawn()
             .unwrap();
         eventually("the daemon serves", Duration::from_secs(20), || {
@@ -67,6 +68,10 @@ impl Daemon {
             .env_remove("RISER_PROVIDER")
             .output()
             .unwrap()
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.join("log")).unwrap()
     }
 
     fn metrics(&self) -> String {
@@ -170,6 +175,24 @@ fn metrics_tell_two_devices_of_one_address_apart() {
     assert_eq!(sum(packets, "provider=\"roce\""), 0.0);
     assert!(sum(packets, "provider=\"shm\"") > 0.0);
     assert!(sum("riser_device_links_total", "provider=\"shm\"") > 0.0);
+}
+
+#[test]
+fn discovery_is_logged_with_the_address_of_the_initiator() {
+    let daemon = Daemon::start(6, "{ shm: true }");
+    let output = Command::new(folder().join("riser"))
+        .args(["discover", &format!("srp://{}", daemon.addr)])
+        .args(["--provider", "shm", "--addr", "127.88.0.66"])
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    // Not a link's own name, 240.0.0.1 and so on.
+    let log = daemon.log();
+    let mut lines = log.lines().filter(|line| line.contains("targets reported"));
+    let line = lines.next().expect("discovery is in the audit log");
+    assert!(line.contains("127.88.0.66"), "{line}");
+    assert!(!log.contains("240.0."), "{log}");
 }
 
 #[test]

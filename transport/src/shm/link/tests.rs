@@ -60,6 +60,18 @@ fn a_device_with_links_wakes_up_to_look_for_its_addresses() {
 }
 
 #[test]
+fn the_name_of_a_link_leads_to_its_peer_even_after_its_end() {
+    let (_client, mut server) = linked(addr(9), addr(10));
+    let slot = server.live[0];
+    let name = server.slots[slot].link.as_ref().unwrap().name;
+    assert_ne!(name, addr(9));
+    assert_eq!(server.peer_of(name), addr(9));
+    server.end(slot);
+    assert_eq!(server.peer_of(name), addr(9));
+    assert_eq!(server.peer_of(addr(11)), addr(11), "no name of a link");
+}
+
+#[test]
 fn a_look_accepts_one_process() {
     let (mut first, listener) = listening(addr(5));
     let mut second = Links::new(addr(5), ShmUsers::default(), Some(listener)).unwrap();

@@ -15,12 +15,12 @@ use riser_scsi::srp::LoginRejReason;
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
-use riser_transport::shm::{self, Shm, ShmConfig, ShmUsers};
 use riser_transport::verbs::CmError;
 
 use super::address::Address;
 use super::args::{ConnectOptions, Inject, ProviderChoice};
 use super::exit::{CliError, Exit};
+use super::shared;
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, Workload,
     ZeroOptions, task,
@@ -28,7 +28,7 @@ use crate::block::{
 use crate::disks::file::{FileConfig, FileError};
 use crate::disks::nbd::{NbdConfig, NbdError};
 use crate::disks::{self, ThreadDisk};
-use crate::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
+use crate::engine::{Client, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
 use crate::nbd::NbdUri;
 use crate::nbd::client::HandshakeError;
@@ -113,23 +113,13 @@ pub(super) fn login(
             ))) if attempts.again() => {}
             Err(error) => {
                 let failed = login_failed(&url, error);
-                return Err(match unshared(client, &url) {
+                return Err(match shared::refusal(client, &url) {
                     Some(reason) => failed.help(reason),
                     None => failed,
                 });
             }
         }
     }
-}
-
-/// Why no memory can be shared with a target, if that is how it should have been reached.
-fn unshared(client: &Client, url: &TargetUrl) -> Option<String> {
-    if !client.device().starts_with(shm::PROVIDER) {
-        return None;
-    }
-    let users = shm_users();
-    let reason = check_offer(url, |addr| shm::ask_listener(addr, &users)).err()?;
-    Some(format!("no memory is shared: {reason}"))
 }
 
 /// Attempts to log in, until a time limit.
@@ -272,7 +262,7 @@ pub(super) fn start_engine(
     // device has the address. One that was asked for by its name is never replaced, and shared
     // memory never stands in for the network: who asks for `roce` measures that.
     if matches!(link.provider, ProviderChoice::Shm | ProviderChoice::Auto)
-        && let Some(started) = start_shared(url, link, &builder)?
+        && let Some(started) = shared::start(url, resolve(url)?.ip(), link, &builder)?
     {
         return Ok(started);
     }
@@ -313,102 +303,6 @@ pub(super) fn start_engine(
         },
     };
     start(source).map_err(|error| no_device(source, error))
-}
-
-/// Starts on shared memory; `None` where it was not asked for by its name and the target does not
-/// offer it.
-fn start_shared(
-    url: &TargetUrl,
-    link: &ConnectOptions,
-    builder: &ClientBuilder,
-) -> Result<Option<Client>, CliError> {
-    let is_named = link.provider == ProviderChoice::Shm;
-    if link.inject.is_some() {
-        let what = "--inject makes the software NIC's wire bad, and shared memory has none";
-        return match is_named {
-            true => Err(CliError::new(Exit::Usage, what)),
-            false => Ok(None),
-        };
-    }
-    let target = resolve(url)?.ip();
-    let users = shm_users();
-    if !is_named && let Err(error) = check_offer(url, |addr| shm::ask_listener(addr, &users)) {
-        match error.kind() {
-            // A target of another host, or one that does not offer it, as most.
-            io::ErrorKind::AddrNotAvailable | io::ErrorKind::ConnectionRefused => {
-                tracing::debug!(%target, %error, "no memory is shared with the target");
-            }
-            _ => tracing::info!(%target, %error, "no memory is shared with the target"),
-        }
-        return Ok(None);
-    }
-    // The kernel, too, has a host talk to an address of its own from that address.
-    let addr = link.addr.or(url.src()).unwrap_or(target);
-    let open = move || {
-        Shm::open(ShmConfig {
-            users,
-            ..ShmConfig::new(addr)
-        })
-    };
-    match builder.clone().build(open) {
-        Ok(client) => {
-            tracing::info!(
-                device = client.device(),
-                "memory is shared with the target (shm)"
-            );
-            Ok(Some(client))
-        }
-        Err(error) if is_named => {
-            let what = format!("cannot share memory from {addr}");
-            let help = "the target must be on this host, and its daemon have `provider: shm`";
-            Err(CliError::new(Exit::NotFound, what)
-                .because(error)
-                .help(help))
-        }
-        Err(error) => {
-            tracing::info!(%error, "memory cannot be shared from {addr}");
-            Ok(None)
-        }
-    }
-}
-
-/// Checks that every portal of an address shares memory: a device of shared memory reaches no other
-/// one. `ask` is given the IP address of each.
-///
-/// # Errors
-/// The first error of `ask`, or a portal has no address;
-/// [`io::ErrorKind::Unsupported`] where the target is to name its portals itself.
-fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
-    if url.wants_all() {
-        let text = "the target may have portals on other hosts";
-        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
-    }
-    let others = url.portals().iter().map(|portal| url.by(portal.clone()));
-    let mut asked = Vec::new();
-    for portal in std::iter::once(url.first()).chain(others) {
-        let addr = portal.resolve()?.ip();
-        if !asked.contains(&addr) {
-            ask(addr)?;
-            asked.push(addr);
-        }
-    }
-    Ok(())
-}
-
-/// Whose daemons memory is shared with, beside our own and root's: that of the service.
-fn shm_users() -> ShmUsers {
-    // Made by the package, as a system user.
-    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-    ShmUsers {
-        also: user_id(&users, "riser").into_iter().collect(),
-    }
-}
-
-/// User id of a name in the text of passwd(5).
-fn user_id(users: &str, name: &str) -> Option<u32> {
-    let mut users = users.lines().map(|line| line.split(':'));
-    let mut user = users.find_map(|mut user| (user.next() == Some(name)).then_some(user))?;
-    user.nth(1)?.parse().ok()
 }
 
 /// Starts at a loopback address that no other program has.
@@ -885,36 +779,6 @@ mod tests {
         ] {
             assert_eq!(with_link(&url.parse().unwrap(), &link).to_string(), want);
         }
-    }
-
-    #[test]
-    fn memory_is_shared_where_every_portal_shares_it() {
-        let url = |text: &str| text.parse::<TargetUrl>().unwrap();
-        let two = url("srp://127.0.0.1/0?portal=127.0.0.2");
-        let one_of = |shared: &'static [u8]| {
-            move |addr: IpAddr| match addr {
-                IpAddr::V4(v4) if shared.contains(&v4.octets()[3]) => Ok(()),
-                _ => Err(io::ErrorKind::ConnectionRefused.into()),
-            }
-        };
-        check_offer(&two, one_of(&[1, 2])).unwrap();
-        for shared in [&[1u8] as &[u8], &[2], &[]] {
-            let refused = check_offer(&two, one_of(shared)).unwrap_err();
-            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "{shared:?}");
-        }
-        check_offer(&two.first(), one_of(&[1])).unwrap();
-        let all = url("iser://127.0.0.1/iqn.2026-01.com.example:x/0?paths=all");
-        let unknown = check_offer(&all, one_of(&[1, 2])).unwrap_err();
-        assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
-    }
-
-    #[test]
-    fn a_user_of_the_service_is_found_by_its_whole_name() {
-        let users = "root:x:0:0:root:/root:/bin/bash\n\
-            riserx:x:7:7::/:/bin/sh\nriser:x:998:997::/var/lib/riser:/usr/sbin/nologin\n";
-        assert_eq!(user_id(users, "riser"), Some(998));
-        assert_eq!(user_id(users, "rise"), None);
-        assert_eq!(user_id("riser:x:many:1::/:", "riser"), None);
     }
 
     #[test]

@@ -35,6 +35,7 @@ mod process;
 mod results;
 mod rping;
 mod serve;
+mod shared;
 pub mod state;
 mod sweep;
 mod target;

@@ -1,0 +1,152 @@
+//! Memory shared with a target on this host: where that is chosen, and why not.
+
+use std::io;
+use std::net::IpAddr;
+
+use riser_transport::shm::{self, Shm, ShmConfig, ShmUsers};
+
+use super::args::{ConnectOptions, ProviderChoice};
+use super::exit::{CliError, Exit};
+use crate::engine::{Client, ClientBuilder};
+use crate::url::TargetUrl;
+
+/// Starts on shared memory with a target, whose first portal is at `target`; `None` where it was not
+/// asked for by its name and the target does not offer it.
+pub(super) fn start(
+    url: &TargetUrl,
+    target: IpAddr,
+    link: &ConnectOptions,
+    builder: &ClientBuilder,
+) -> Result<Option<Client>, CliError> {
+    let is_named = link.provider == ProviderChoice::Shm;
+    if link.inject.is_some() {
+        let what = "--inject makes the software NIC's wire bad, and shared memory has none";
+        return match is_named {
+            true => Err(CliError::new(Exit::Usage, what)),
+            false => Ok(None),
+        };
+    }
+    let users = shm_users();
+    if !is_named && let Err(error) = check_offer(url, |addr| shm::ask_listener(addr, &users)) {
+        match error.kind() {
+            // A target of another host, or one that does not offer it, as most.
+            io::ErrorKind::AddrNotAvailable | io::ErrorKind::ConnectionRefused => {
+                tracing::debug!(%target, %error, "no memory is shared with the target");
+            }
+            _ => tracing::info!(%target, %error, "no memory is shared with the target"),
+        }
+        return Ok(None);
+    }
+    // The kernel, too, has a host talk to an address of its own from that address.
+    let addr = link.addr.or(url.src()).unwrap_or(target);
+    let open = move || {
+        Shm::open(ShmConfig {
+            users,
+            ..ShmConfig::new(addr)
+        })
+    };
+    match builder.clone().build(open) {
+        Ok(client) => {
+            tracing::info!(
+                device = client.device(),
+                "memory is shared with the target (shm)"
+            );
+            Ok(Some(client))
+        }
+        Err(error) if is_named => {
+            let what = format!("cannot share memory from {addr}");
+            let help = "the target must be on this host, and its daemon have `shm: true` or `provider: shm`";
+            Err(CliError::new(Exit::NotFound, what)
+                .because(error)
+                .help(help))
+        }
+        Err(error) => {
+            tracing::info!(%error, "memory cannot be shared from {addr}");
+            Ok(None)
+        }
+    }
+}
+
+/// Checks that every portal of an address shares memory: a device of shared memory reaches no other
+/// one. `ask` is given the IP address of each.
+///
+/// # Errors
+/// The first error of `ask`, or a portal has no address;
+/// [`io::ErrorKind::Unsupported`] where the target is to name its portals itself.
+fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
+    if url.wants_all() {
+        let text = "the target may have portals on other hosts";
+        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+    }
+    let others = url.portals().iter().map(|portal| url.by(portal.clone()));
+    let mut asked = Vec::new();
+    for portal in std::iter::once(url.first()).chain(others) {
+        let addr = portal.resolve()?.ip();
+        if !asked.contains(&addr) {
+            ask(addr)?;
+            asked.push(addr);
+        }
+    }
+    Ok(())
+}
+
+/// Whose daemons memory is shared with, beside our own and root's: that of the service.
+fn shm_users() -> ShmUsers {
+    // Made by the package, as a system user.
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    ShmUsers {
+        also: user_id(&users, "riser").into_iter().collect(),
+    }
+}
+
+/// User id of a name in the text of passwd(5).
+fn user_id(users: &str, name: &str) -> Option<u32> {
+    let mut users = users.lines().map(|line| line.split(':'));
+    let mut user = users.find_map(|mut user| (user.next() == Some(name)).then_some(user))?;
+    user.nth(1)?.parse().ok()
+}
+
+/// Why no memory can be shared with a target, if that is how it should have been reached.
+pub(super) fn refusal(client: &Client, url: &TargetUrl) -> Option<String> {
+    if !client.device().starts_with(shm::PROVIDER) {
+        return None;
+    }
+    let users = shm_users();
+    let reason = check_offer(url, |addr| shm::ask_listener(addr, &users)).err()?;
+    Some(format!("no memory is shared: {reason}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_shared_where_every_portal_shares_it() {
+        let url = |text: &str| text.parse::<TargetUrl>().unwrap();
+        let two = url("srp://127.0.0.1/0?portal=127.0.0.2");
+        let one_of = |shared: &'static [u8]| {
+            move |addr: IpAddr| match addr {
+                IpAddr::V4(v4) if shared.contains(&v4.octets()[3]) => Ok(()),
+                _ => Err(io::ErrorKind::ConnectionRefused.into()),
+            }
+        };
+        check_offer(&two, one_of(&[1, 2])).unwrap();
+        for shared in [&[1u8] as &[u8], &[2], &[]] {
+            let refused = check_offer(&two, one_of(shared)).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "{shared:?}");
+        }
+        check_offer(&two.first(), one_of(&[1])).unwrap();
+        let all = url("iser://127.0.0.1/iqn.2026-01.com.example:x/0?paths=all");
+        let unknown = check_offer(&all, one_of(&[1, 2])).unwrap_err();
+        assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
+    }
+
+    #[test]
+    fn a_user_of_the_service_is_found_by_its_whole_name() {
+        let users = "root:x:0:0:root:/root:/bin/bash\n\
+            riserx:x:7:7::/:/bin/sh\nriser:x:998:997::/var/lib/riser:/usr/sbin/nologin\n";
+        assert_eq!(user_id(users, "riser"), Some(998));
+        assert_eq!(user_id(users, "rise"), None);
+        assert_eq!(user_id("riser:x:many:1::/:", "riser"), None);
+    }
+}

@@ -3,8 +3,8 @@
 #![allow(missing_docs, reason = "a test")]
 
 use std::collections::BTreeMap;
-use std::io::{Read as _, Write as _};
-use std::net::IpAddr;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::{IpAddr, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use riser_testkit::eventually;
 use riser_testkit::programs::folder;
-use riser_transport::shm::ShmListener;
+use riser_transport::shm::{ShmListener, ShmUsers, ask_listener};
 
 const IQN: &str = "iqn.2026-01.com.example:shm";
 
@@ -31,7 +31,8 @@ impl Daemon {
         let text = format!(
             "backends:\n  a: {{ kind: ram, size: 16MiB }}\ntargets:\n  - name: demo\n    iqn: {IQN}\n    \
              portals:\n      - {{ protocol: srp, listen: \"{addr}\" }}\n      \
-             - {{ protocol: iser, listen: \"{addr}:3266\" }}\n    luns: {{ 0: a }}\n    access: open\n\
+             - {{ protocol: iser, listen: \"{addr}:3266\" }}\n      \
+             - {{ protocol: iscsi, listen: \"{addr}\" }}\n    luns: {{ 0: a }}\n    access: open\n\
              transport: {transport}\nadmin: {{ socket: {} }}\nstate: {{ directory: {} }}\n\
              workers: {{ count: 2 }}\n",
             socket.display(),
@@ -193,6 +194,17 @@ fn discovery_is_logged_with_the_address_of_the_initiator() {
     let line = lines.next().expect("discovery is in the audit log");
     assert!(line.contains("127.88.0.66"), "{line}");
     assert!(!log.contains("240.0."), "{log}");
+}
+
+#[test]
+fn no_memory_is_shared_at_an_address_whose_portals_cannot_be_served() {
+    let addr = IpAddr::from([127, 88, 0, 7]);
+    // The software NIC's port.
+    let _taken = UdpSocket::bind((addr, 4791)).unwrap();
+    let daemon = Daemon::start(7, "{ shm: true }");
+    assert_eq!(daemon.addr, addr.to_string());
+    let refused = ask_listener(addr, &ShmUsers::default()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
 #[test]

@@ -260,7 +260,10 @@ mod tests {
         }
         // TEST-NET-3, and addresses that sockets can be bound to all the same.
         let foreign = ["203.0.113.77", "2001:db8::77"];
-        for other in foreign.into_iter().chain(["239.1.2.3", "ff05::77", "0.0.0.0", "::"]) {
+        for other in foreign
+            .into_iter()
+            .chain(["239.1.2.3", "ff05::77", "0.0.0.0", "::"])
+        {
             assert!(!is_local(other.parse().unwrap()).unwrap(), "{other}");
         }
     }

@@ -133,7 +133,11 @@ mod tests {
         check_offer(&two, one_of(&[1, 2])).unwrap();
         for shared in [&[1u8] as &[u8], &[2], &[]] {
             let refused = check_offer(&two, one_of(shared)).unwrap_err();
-            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "{shared:?}");
+            assert_eq!(
+                refused.kind(),
+                io::ErrorKind::ConnectionRefused,
+                "{shared:?}"
+            );
         }
         check_offer(&two.first(), one_of(&[1])).unwrap();
         let all = url("iser://127.0.0.1/iqn.2026-01.com.example:x/0?paths=all");

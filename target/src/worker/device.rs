@@ -390,9 +390,7 @@ impl Devices {
     /// Whether an address has its device. Memory shared beside it does not stand for it.
     pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
         let mut slots = self.slots.iter();
-        slots.any(|slot| {
-            slot.addr == addr && slot.kind == DeviceKind::Portal && !slot.is_vacant()
-        })
+        slots.any(|slot| slot.addr == addr && slot.kind == DeviceKind::Portal && !slot.is_vacant())
     }
 
     /// Whether a device is the one that its address has, and not memory shared beside that.
@@ -580,7 +578,9 @@ impl Devices {
         } = state
         {
             let mut begun = Vec::new();
-            agent.poll(device.as_mut(), cq, &mut |peer, found| begun.push((peer, found)));
+            agent.poll(device.as_mut(), cq, &mut |peer, found| {
+                begun.push((peer, found))
+            });
             for (peer, found) in begun {
                 report(device.peer_of(peer), *addr, found);
             }

@@ -193,7 +193,11 @@ mod tests {
             let mut listeners = Listeners::default();
             listeners.insert(0, cm(1), listener(5000));
             let ports = listeners.ports(&devices);
-            assert_eq!(ports == [SocketAddr::new(at, 5000)], is_listening, "{ports:?}");
+            assert_eq!(
+                ports == [SocketAddr::new(at, 5000)],
+                is_listening,
+                "{ports:?}"
+            );
             assert_eq!(ports.is_empty(), !is_listening);
         }
     }

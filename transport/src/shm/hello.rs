@@ -419,7 +419,10 @@ mod tests {
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
         let text = taken.to_string();
         let holder = format!("process {} of user", std::process::id());
-        assert!(text.contains(&holder) && text.contains("127.1.2.3"), "{text}");
+        assert!(
+            text.contains(&holder) && text.contains("127.1.2.3"),
+            "{text}"
+        );
         // The question who it is.
         let asked = accept(&listener, &users).unwrap().unwrap();
         assert!(matches!(receive(&asked, &mut [0; 64]), Message::End));

@@ -121,7 +121,9 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         ];
         if let Some((key, _)) = useless.into_iter().find(|(_, is_set)| *is_set) {
             let message = match key {
-                "shm" => "shm shares memory without `shm: true`, which is for the other providers".into(),
+                "shm" => {
+                    "shm shares memory without `shm: true`, which is for the other providers".into()
+                }
                 key => format!("shm uses no network, which `{key}` is about"),
             };
             return Err(Mistake::new(provider.at, "transport.provider", message));

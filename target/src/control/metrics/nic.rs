@@ -228,14 +228,20 @@ const METRICS: &[NicMetric] = &[
         name: "riser_device_link_dropped_packets_total",
         help: "Packets lost because a ring in shared memory was full, or its link gone.",
         label: None,
-        series: |n| n.links.map_or_else(Vec::new, |links| vec![("", links.dropped)]),
+        series: |n| {
+            n.links
+                .map_or_else(Vec::new, |links| vec![("", links.dropped)])
+        },
     },
     NicMetric {
         kind: COUNTER,
         name: "riser_device_link_wakeups_total",
         help: "Wake-ups sent to processes that share memory and sleep.",
         label: None,
-        series: |n| n.links.map_or_else(Vec::new, |links| vec![("", links.bells)]),
+        series: |n| {
+            n.links
+                .map_or_else(Vec::new, |links| vec![("", links.bells)])
+        },
     },
     NicMetric {
         kind: COUNTER,

@@ -185,7 +185,12 @@ fn nexuses(server: &Server) -> Vec<(&'static str, u64)> {
     for snapshot in server.snapshot() {
         all.extend(snapshot.sessions.iter().map(|s| ("srp", s.nexus)));
         let iscsi = snapshot.iscsi_sessions.iter();
-        all.extend(iscsi.map(|s| (["iscsi", "iser"][usize::from(s.is_rdma)], s.info.nexus.0)));
+        all.extend(iscsi.map(|s| {
+            (
+                ["iscsi", "iser"][usize::from(s.provider.is_some())],
+                s.info.nexus.0,
+            )
+        }));
     }
     all.sort_unstable();
     all

@@ -228,7 +228,7 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
     for (name, iser) in [("TCP", false), ("iSER", true)] {
         let memory = sessions
             .iter()
-            .filter(|s| s.is_rdma == iser)
+            .filter(|s| s.provider.is_some() == iser)
             .map(|s| s.memory);
         assert_eq!(memory.clone().count() as u64, ISCSI_SESSIONS, "{name}");
         let memory = memory.max().unwrap();

@@ -579,7 +579,7 @@ impl Devices {
         {
             let mut begun = Vec::new();
             agent.poll(device.as_mut(), cq, &mut |peer, found| {
-                begun.push((peer, found))
+                begun.push((peer, found));
             });
             for (peer, found) in begun {
                 report(device.peer_of(peer), *addr, found);

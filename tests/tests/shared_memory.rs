@@ -90,7 +90,10 @@ impl Daemon {
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{url}, {provider}: {errors}");
         let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        report["device"].as_str().unwrap().to_owned()
+        report["jobs"][0]["riser"]["device"]
+            .as_str()
+            .unwrap()
+            .to_owned()
     }
 }
 

@@ -94,6 +94,9 @@ pub struct Outcome {
     pub name: String,
     /// Address of the disk.
     pub address: String,
+    /// Name of the RDMA device that it was reached over, which begins with its provider's: figures
+    /// of memory that is shared are never taken for those of a network.
+    pub device: Option<String>,
     /// Its options with fio's names, in fio's form: `("bs", "4k")`.
     pub options: Vec<(String, String)>,
     /// When the measurement began.
@@ -127,6 +130,12 @@ impl Measured {
 }
 
 impl Outcome {
+    /// The disk, with the RDMA device that it was reached over.
+    #[must_use]
+    pub fn disk(&self) -> String {
+        show_disk(&self.address, self.device.as_deref())
+    }
+
     /// Figures of one kind of operation.
     #[must_use]
     pub fn of(&self, kind: OpKind) -> &Measured {
@@ -147,5 +156,14 @@ impl Outcome {
 
     fn seconds(&self) -> f64 {
         self.runtime.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Writes a disk with the RDMA device that it was reached over.
+#[must_use]
+pub fn show_disk(address: &str, device: Option<&str>) -> String {
+    match device {
+        Some(device) => format!("{address} over {device}"),
+        None => address.to_owned(),
     }
 }

@@ -248,6 +248,7 @@ impl Running {
         Outcome {
             name: job.name.clone(),
             address: task.address.clone(),
+            device: task.rdma_device.clone(),
             options: job.options(),
             started: begun.unwrap_or(SystemTime::UNIX_EPOCH),
             runtime,

@@ -12,6 +12,8 @@ pub struct Task<D> {
     pub job: Job,
     /// Address of the device, for the result.
     pub address: String,
+    /// Name of the RDMA device that it is reached over, for the result.
+    pub rdma_device: Option<String>,
     /// Name of the device by which a state file knows it: the same at each address that leads to it,
     /// as far as that can be.
     pub identity: String,

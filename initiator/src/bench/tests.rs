@@ -39,6 +39,7 @@ fn run_on(device: &Arc<MemoryDevice>, job: Job) -> Result<Outcome, BenchError> {
     let task = Task {
         job,
         address: "mem".into(),
+        rdma_device: None,
         identity: "mem".into(),
         devices: vec![device.clone()],
     };
@@ -331,6 +332,7 @@ fn an_error_ends_jobs_whose_next_operation_is_far_away() {
     let task = |job| Task {
         job,
         address: "mem".into(),
+        rdma_device: None,
         identity: "mem".into(),
         devices: vec![device.clone()],
     };
@@ -397,6 +399,7 @@ fn clones_and_jobs_side_by_side_write_different_content() {
         let task = |job| Task {
             job,
             address: "mem".into(),
+            rdma_device: None,
             identity: "mem".into(),
             devices: vec![device.clone()],
         };
@@ -420,6 +423,7 @@ fn jobs_run_side_by_side_and_each_has_its_outcome() {
     let task = |job| Task {
         job,
         address: "mem".into(),
+        rdma_device: None,
         identity: "mem".into(),
         devices: vec![device.clone(), device.clone()],
     };
@@ -462,6 +466,7 @@ fn jobs_side_by_side_with_the_same_seed_do_different_operations() {
             ..job()
         },
         address: "mem".into(),
+        rdma_device: None,
         identity: "mem".into(),
         devices: vec![device()],
     };
@@ -575,6 +580,7 @@ fn a_state_file_is_for_one_layout_and_must_be_there_to_check() {
     let other = Task {
         job: write(4096),
         address: "mem".into(),
+        rdma_device: None,
         identity: "another".into(),
         devices: vec![device],
     };
@@ -621,6 +627,7 @@ fn what_a_state_file_records_is_checked_with_the_buffers_that_there_are() {
             ..Job::default()
         },
         address: "mem".into(),
+        rdma_device: None,
         identity: "mem".into(),
         devices: vec![device],
     };

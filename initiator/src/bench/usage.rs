@@ -130,6 +130,7 @@ mod tests {
             Outcome {
                 name: "job".into(),
                 address: "mem".into(),
+                device: None,
                 options: Vec::new(),
                 started: SystemTime::UNIX_EPOCH,
                 runtime: Duration::from_secs(seconds),

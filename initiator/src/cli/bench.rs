@@ -63,6 +63,7 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
             Ok(Task {
                 job: job.clone(),
                 identity: identity(&address, devices.first()),
+                rdma_device: devices.first().and_then(|disk| disk.device()),
                 address: address.to_string(),
                 devices,
             })

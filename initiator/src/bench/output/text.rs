@@ -34,7 +34,7 @@ fn block(out: &mut dyn Write, outcome: &Outcome) -> io::Result<()> {
         out,
         "{}: {}, {}: {}",
         show::printable(&outcome.name),
-        show::printable(&outcome.address),
+        show::printable(&outcome.disk()),
         seconds(outcome.runtime),
         show::options(&outcome.options)
     )?;
@@ -161,11 +161,11 @@ fn option<'a>(outcome: &'a Outcome, key: &str) -> &'a str {
 /// A row for each outcome and kind, with the options that vary.
 fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     let varying = varying(outcomes);
-    let differ = |of: fn(&Outcome) -> &str| outcomes.iter().any(|o| of(o) != of(&outcomes[0]));
-    let (names, addresses) = (differ(|o| &o.name), differ(|o| &o.address));
+    let names = outcomes.iter().any(|o| o.name != outcomes[0].name);
+    let disks = outcomes.iter().any(|o| o.disk() != outcomes[0].disk());
     let mut head: Vec<String> = Vec::new();
     head.extend(names.then(|| "job".into()));
-    head.extend(addresses.then(|| "address".into()));
+    head.extend(disks.then(|| "disk".into()));
     head.extend(varying.iter().map(|key| show::printable(key)));
     head.push("kind".into());
     let texts = head.len();
@@ -175,7 +175,7 @@ fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
         for kind in active(outcome) {
             let mut row = Vec::new();
             row.extend(names.then(|| show::printable(&outcome.name)));
-            row.extend(addresses.then(|| show::printable(&outcome.address)));
+            row.extend(disks.then(|| show::printable(&outcome.disk())));
             let options = varying.iter().map(|key| option(outcome, key));
             row.extend(options.map(show::printable));
             row.push(kind.name().into());

@@ -124,6 +124,8 @@ pub struct Case {
     /// Its options, in the order of their names; those of A's first round if only names are
     /// compared.
     pub options: Vec<(String, String)>,
+    /// Disks of A and B with the RDMA devices that they were reached over, where they are known.
+    pub disks: [Option<String>; 2],
     /// Numbers of rounds of A and B.
     pub rounds: (usize, usize),
     /// What both have.
@@ -158,7 +160,7 @@ pub struct Comparison {
 struct Group<'a> {
     name: &'a str,
     options: Vec<(String, String)>,
-    address: Option<&'a str>,
+    disk: Option<&'a str>,
     rounds: Vec<&'a RunSummary>,
 }
 
@@ -167,9 +169,8 @@ impl<'a> Group<'a> {
     fn partner<'g>(&self, own: &[Self], others: &'g [Group<'a>], by: MatchBy) -> Option<&'g Self> {
         let count = |groups: &[Group<'_>]| groups.iter().filter(|g| g.is_case_of(self, by)).count();
         let is_only = count(own) == 1 && count(others) == 1;
-        let is_it = |other: &&Group<'_>| {
-            other.is_case_of(self, by) && (is_only || other.address == self.address)
-        };
+        let is_it =
+            |other: &&Group<'_>| other.is_case_of(self, by) && (is_only || other.disk == self.disk);
         others.iter().find(is_it)
     }
 
@@ -213,11 +214,11 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
         let group = Group {
             name: &run.name,
             options: workload(&run.options),
-            address: run.address.as_deref(),
+            disk: run.disk.as_deref(),
             rounds: vec![run],
         };
         let is_round =
-            |known: &&mut Group<'_>| known.is_case_of(&group, by) && known.address == group.address;
+            |known: &&mut Group<'_>| known.is_case_of(&group, by) && known.disk == group.disk;
         match groups.iter_mut().find(is_round) {
             Some(known) => known.rounds.push(run),
             None => groups.push(group),
@@ -267,6 +268,7 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
     Case {
         name: a.name.to_owned(),
         options: a.options.clone(),
+        disks: [a, b].map(|side| side.disk.map(str::to_owned)),
         rounds: (a.rounds.len(), b.rounds.len()),
         figures,
         missing,
@@ -460,14 +462,23 @@ mod tests {
         assert!(comparison.cases.is_empty());
         let sides: String = comparison.unmatched.iter().map(|u| u.side).collect();
         assert_eq!(sides, "AAB");
+        // Memory that is shared is no round of the network.
+        let shared = Outcome {
+            device: Some("shm-127.0.0.1".into()),
+            ..run(one, 20)
+        };
+        let comparison = compare(&summaries(&[run(one, 0), shared]), &third, MatchBy::Options);
+        assert!(comparison.cases.is_empty(), "rounds of two disks");
         // Of one disk a side, it does not matter which.
         let comparison = compare(&rounds_at(one, &both), &third, MatchBy::Options);
         assert_eq!(comparison.cases[0].rounds, (4, 1));
         assert!(comparison.unmatched.is_empty());
+        let disks = comparison.cases[0].disks.each_ref().map(Option::as_deref);
+        assert_eq!(disks, [Some(one), Some("srp://127.0.0.1/disk/2")]);
     }
 
     fn rounds_at(address: &str, runs: &[RunSummary]) -> Vec<RunSummary> {
-        let at = |run: &&RunSummary| run.address.as_deref() == Some(address);
+        let at = |run: &&RunSummary| run.disk.as_deref() == Some(address);
         runs.iter().filter(at).cloned().collect()
     }
 

@@ -42,6 +42,11 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
     let (name, options) = (show::printable(&case.name), show::options(&case.options));
     let (a, b) = case.rounds;
     writeln!(out, "{name} ({options}), rounds: {a} of A, {b} of B")?;
+    for (side, disk) in ['A', 'B'].into_iter().zip(&case.disks) {
+        if let Some(disk) = disk {
+            writeln!(out, "  {side}: {}", show::printable(disk))?;
+        }
+    }
     if stats::cut(a, b).is_none() {
         writeln!(
             out,
@@ -122,6 +127,7 @@ mod tests {
             cases: vec![Case {
                 name: "job\x1b[2J".into(),
                 options: vec![("bs".into(), "4096".into())],
+                disks: [Some("srp://h/0 over roce-h".into()), None],
                 rounds: (4, 5),
                 figures: vec![
                     figure(
@@ -168,17 +174,18 @@ mod tests {
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
         let lines: Vec<_> = text.lines().map(words).collect();
         assert_eq!(lines[0], "job\u{fffd}[2J (bs=4096), rounds: 4 of A, 5 of B");
+        assert_eq!(lines[1], "A: srp://h/0 over roce-h");
         assert_eq!(
-            lines[2],
+            lines[3],
             "read iops 1.00k 1.10k 1.100 1.050 to 1.150 faster"
         );
         assert_eq!(
-            lines[3],
+            lines[4],
             "server cpu per op 1.00 us 1.10 us 1.100 1.050 to 1.150 more"
         );
-        assert!(lines[4].ends_with("0.900 to 1.300 no difference beyond noise"));
-        assert_eq!(lines[5], "not compared: a round of A has no trims");
-        assert_eq!(lines[6], "not compared: 2 rounds of B have no flushes");
+        assert!(lines[5].ends_with("0.900 to 1.300 no difference beyond noise"));
+        assert_eq!(lines[6], "not compared: a round of A has no trims");
+        assert_eq!(lines[7], "not compared: 2 rounds of B have no flushes");
         assert!(lines.contains(&"only in B: other ()".to_owned()));
     }
 
@@ -189,6 +196,7 @@ mod tests {
             cases: vec![Case {
                 name: "job".into(),
                 options: Vec::new(),
+                disks: [None, None],
                 rounds: (3, 3),
                 figures: vec![figure(
                     "read iops",

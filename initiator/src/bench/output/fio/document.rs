@@ -98,6 +98,7 @@ struct Flushes {
 #[derive(Serialize)]
 struct Extra<'a> {
     address: &'a str,
+    device: Option<&'a str>,
     started_ms: u64,
     open_loop: bool,
     mean_in_flight: f64,
@@ -306,6 +307,7 @@ fn extra(outcome: &Outcome) -> Extra<'_> {
         .sum();
     Extra {
         address: &outcome.address,
+        device: outcome.device.as_deref(),
         started_ms: millis(since_epoch(outcome.started)),
         open_loop: outcome.measured.iter().any(|m| m.response.is_some()),
         // Little's law: the sum of all latencies over the time that they are from.

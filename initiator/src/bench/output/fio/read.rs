@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 use thiserror::Error;
 
-use crate::bench::outcome::OpKind;
+use crate::bench::outcome::{OpKind, show_disk};
 
 /// Reason why a document cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -87,8 +87,8 @@ pub struct RunSummary {
     pub name: String,
     /// Its options, with the global ones that it does not override; the name is not among them.
     pub options: Vec<(String, String)>,
-    /// Address of the disk, in documents of ours.
-    pub address: Option<String>,
+    /// The disk with the RDMA device that it was reached over, in documents of ours.
+    pub disk: Option<String>,
     /// Kinds of which there were operations.
     pub kinds: Vec<KindSummary>,
     /// Costs of the process that ran the job.
@@ -186,9 +186,10 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
     Ok(RunSummary {
         name: name.to_owned(),
         options: options(job.value.get("job options"), global),
-        address: ours
-            .and_then(|ours| ours.get("address")?.as_str())
-            .map(str::to_owned),
+        disk: ours.and_then(|ours| {
+            let device = ours.get("device").and_then(Value::as_str);
+            Some(show_disk(ours.get("address")?.as_str()?, device))
+        }),
         kinds,
         client: match side("client") {
             Some(client) => Some(client),
@@ -419,7 +420,7 @@ mod tests {
         let runs = read(&written(&outcomes)).unwrap();
         assert_eq!(runs.len(), 2);
         assert_eq!(runs[0].options, outcomes[0].options);
-        assert_eq!(runs[0].address.as_deref(), Some("srp://127.0.0.1/disk/0"));
+        assert_eq!(runs[0].disk.as_deref(), Some("srp://127.0.0.1/disk/0"));
         let reads = &runs[1].kinds[0];
         let measured = outcomes[1].of(OpKind::Read);
         assert_eq!(reads.ios, measured.ios());

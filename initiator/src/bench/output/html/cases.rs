@@ -6,23 +6,19 @@ use crate::bench::outcome::Outcome;
 use crate::bench::output::figures::total_ios;
 use crate::bench::output::show;
 
-/// The name, address and options of a run.
-type Key<'a> = (&'a str, &'a str, &'a [(String, String)]);
+/// The name, disk and options of a run.
+type Key<'a> = (&'a str, String, &'a [(String, String)]);
 
-/// Groups runs of one name, address and options, which are rounds of a case, and names each case.
+/// Groups runs of one name, disk and options, which are rounds of a case, and names each case.
 /// Runs without operations are left out.
 pub(super) fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
     let mut order: Vec<(String, Vec<&Outcome>)> = Vec::new();
     let mut known: BTreeMap<Key<'_>, usize> = BTreeMap::new();
     for outcome in outcomes.iter().filter(|o| total_ios(o) > 0) {
         let options = show::options(&outcome.options);
-        let label = format!("{} {options} {}", outcome.name, outcome.address);
+        let label = format!("{} {options} {}", outcome.name, outcome.disk());
         // Not by what is shown, which is cut where it is long.
-        let key = (
-            outcome.name.as_str(),
-            outcome.address.as_str(),
-            &outcome.options[..],
-        );
+        let key = (outcome.name.as_str(), outcome.disk(), &outcome.options[..]);
         match known.get(&key) {
             Some(i) => order[*i].1.push(outcome),
             None => {

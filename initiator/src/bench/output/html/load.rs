@@ -45,7 +45,7 @@ fn loads(outcome: &Outcome) -> impl Iterator<Item = &(String, String)> {
     outcome.options.iter().filter(load)
 }
 
-/// Runs that differ in their load only, by name, address and other options; those of two loads and
+/// Runs that differ in their load only, by name, disk and other options; those of two loads and
 /// more are a sweep.
 fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
     let mut sweeps: Vec<(String, Numbered<'_>)> = Vec::new();
@@ -59,7 +59,7 @@ fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
         let same = |(_, runs): &&mut (String, Numbered<'_>)| {
             let first = runs[0].1;
             let same = first.options.iter().filter(others).eq(&kept);
-            same && first.name == outcome.name && first.address == outcome.address
+            same && first.name == outcome.name && first.disk() == outcome.disk()
         };
         match sweeps.iter_mut().find(same) {
             Some((_, runs)) => runs.push((i + 1, outcome)),

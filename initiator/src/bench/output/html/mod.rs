@@ -73,7 +73,7 @@ fn title(outcomes: &[Outcome]) -> String {
     format!("Benchmark: {}{more}", shown.join(", "))
 }
 
-/// Date, machine and addresses.
+/// Date, machine and disks.
 fn facts(page: &mut String, outcomes: &[Outcome], machine: &Machine) {
     let started = outcomes.iter().map(|o| o.started).min();
     let started = started.and_then(|time| Timestamp::try_from(time).ok());
@@ -81,9 +81,9 @@ fn facts(page: &mut String, outcomes: &[Outcome], machine: &Machine) {
         let local = time.to_zoned(TimeZone::system());
         local.strftime("%Y-%m-%d %H:%M:%S %:z").to_string()
     });
-    let mut addresses: Vec<&str> = outcomes.iter().map(|o| o.address.as_str()).collect();
-    addresses.sort_unstable();
-    addresses.dedup();
+    let mut disks: Vec<String> = outcomes.iter().map(Outcome::disk).collect();
+    disks.sort_unstable();
+    disks.dedup();
     let memory = super::show::bytes(machine.memory_bytes as f64);
     let facts = [
         ("Date", date),
@@ -91,7 +91,7 @@ fn facts(page: &mut String, outcomes: &[Outcome], machine: &Machine) {
         ("Processor", machine.cpu.clone()),
         ("Logical cores", machine.cores.to_string()),
         ("Memory", memory),
-        ("Disk", addresses.join(", ")),
+        ("Disk", disks.join(", ")),
     ];
     page.push_str("<dl class=\"facts\">");
     for (name, value) in facts {

@@ -1,11 +1,13 @@
-//! `cargo xtask path-cost`: packet buffers, system calls and copies of an operation, as tracepoints
-//! of the kernel count them.
+//! `cargo xtask path-cost`: packet buffers, system calls, copies and context switches of an
+//! operation, as tracepoints of the kernel count them.
 //!
 //! - Packet buffers (skbs) that are queued at a device: `net:net_dev_queue`. One that the kernel
 //!   sends by itself, as an acknowledgement of TCP, counts for the process that runs then.
 //! - System calls: `raw_syscalls:sys_enter`, and by name.
 //! - Copies out of packet buffers to processes: `skb:skb_copy_datagram_iovec`. Copies into them
 //!   have no tracepoint.
+//! - Context switches: `sched:sched_switch` away from a thread of the process, because it sleeps or
+//!   because another one gets its core.
 
 use std::fs;
 use std::path::Path;
@@ -21,11 +23,12 @@ use crate::{Failure, sh};
 /// Folder of the tracepoints.
 const EVENTS: &str = "/sys/kernel/tracing/events";
 
-/// Skbs, all system calls, copies.
-const TOTALS: [&str; 3] = [
+/// Skbs, all system calls, copies, context switches.
+const TOTALS: [&str; 4] = [
     "net:net_dev_queue",
     "raw_syscalls:sys_enter",
     "skb:skb_copy_datagram_iovec",
+    "sched:sched_switch",
 ];
 
 /// System calls that are counted by name, as far as the kernel has them.
@@ -86,13 +89,14 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         .collect();
     let rig = Rig::prepare(&options.setup, &systems)?;
     println!(
-        "| | | skbs | system calls | copies out of skbs | calls of the server | calls of the client |"
+        "| | | skbs | system calls | copies out of skbs | context switches | calls of the server | \
+         calls of the client |"
     );
-    println!("| --- | --- | --- | --- | --- | --- | --- |");
+    println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
     for workload in &selection.workloads {
         for system in systems.iter().filter(|system| system.runs(&workload.load)) {
             match rig.lacks(system) {
-                Some(why) => println!("| {} | {} | {why} | | | | |", system.label, workload.name),
+                Some(why) => println!("| {} | {} | {why} | | | | | |", system.label, workload.name),
                 None => println!("{}", row(&rig, system, workload)?),
             }
         }
@@ -195,13 +199,14 @@ mod tests {
 
     const TEXT: &str = "# started on Thu\n\n\
         200,,net:net_dev_queue,740525,100.00,,\n300,,raw_syscalls:sys_enter,740525,100.00,,\n\
-        0,,skb:skb_copy_datagram_iovec,740525,100.00,,\n50,,syscalls:sys_enter_sendmmsg,7,100.00,,\n\
+        0,,skb:skb_copy_datagram_iovec,740525,100.00,,\n25,,sched:sched_switch,740525,100.00,,\n\
+        50,,syscalls:sys_enter_sendmmsg,7,100.00,,\n\
         150,,syscalls:sys_enter_recvmmsg,7,100.00,,\n0,,syscalls:sys_enter_read,7,100.00,,\n";
 
     #[test]
     fn counts_are_for_each_operation() {
         let counts = counts(TEXT, 100.0).unwrap();
-        assert_eq!(TOTALS.map(|event| counts.of(event)), [2.0, 3.0, 0.0]);
+        assert_eq!(TOTALS.map(|event| counts.of(event)), [2.0, 3.0, 0.0, 0.25]);
         assert_eq!(counts.most(), "recvmmsg 1.50, sendmmsg 0.50");
     }
 
@@ -211,6 +216,8 @@ mod tests {
         let not = TEXT.replace("200,,net", "<not counted>,,net");
         assert!(why(&not).contains("net:net_dev_queue: <not counted>"));
         assert!(why("1,,net:net_dev_queue,1,1,,").contains("raw_syscalls:sys_enter"));
+        let without = TEXT.replace("sched:sched_switch", "sched:sched_wakeup");
+        assert!(why(&without).contains("sched:sched_switch"));
         assert!(why("nonsense").contains("nonsense"));
     }
 }

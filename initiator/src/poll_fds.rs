@@ -4,6 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use smallvec::SmallVec;
 
 /// A descriptor, and what it is waited for.
 #[derive(Clone, Copy, Debug)]
@@ -28,17 +29,20 @@ impl<'a> Waited<'a> {
     }
 }
 
+/// Descriptors that end a sleep. A thread under load sleeps for each of its operations where it
+/// has one at a time, so the usual number of them takes no memory of the heap.
+pub type WaitedFds<'a> = SmallVec<[Waited<'a>; 8]>;
+
 /// Sleeps until one of the descriptors is readable or the time is over; `None` waits without end.
 /// Interruption by a signal ends the wait too.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
-    let all: Vec<Waited<'_>> = fds.iter().copied().map(Waited::reading).collect();
-    wait(&all, timeout);
+    wait(fds.iter().copied().map(Waited::reading), timeout);
 }
 
 /// Sleeps until one of the descriptors is ready or the time is over, as [`wait_readable`].
-pub fn wait(fds: &[Waited<'_>], timeout: Option<Duration>) {
-    let mut set: Vec<_> = fds
-        .iter()
+pub fn wait<'a>(fds: impl IntoIterator<Item = Waited<'a>>, timeout: Option<Duration>) {
+    let mut set: SmallVec<[PollFd<'_>; 16]> = fds
+        .into_iter()
         .map(|waited| {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, waited.to_read);

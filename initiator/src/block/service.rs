@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::poll_fds::{Waited, wait};
+use crate::poll_fds::{WaitedFds, wait};
 
 /// What a turn of a service has come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub trait Service: Send {
     fn prepare_sleep(&mut self) -> bool;
 
     /// Adds the descriptors that end the sleep.
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>);
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>);
 
     /// The sleep is over, or did not take place, after [`Service::prepare_sleep`].
     fn end_sleep(&mut self);
@@ -44,9 +44,9 @@ pub fn serve(service: &mut dyn Service) {
             Turn::Waiting => {}
         }
         if service.prepare_sleep() {
-            let mut waited = Vec::new();
+            let mut waited = WaitedFds::new();
             service.put_waited(&mut waited);
-            wait(&waited, None::<Duration>);
+            wait(waited, None::<Duration>);
         }
         service.end_sleep();
     }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::operation::Operation;
-use crate::poll_fds::Waited;
+use crate::poll_fds::WaitedFds;
 
 /// Part of a disk that carries out operations. It lives on the disk's thread.
 pub(super) trait Backend {
@@ -20,7 +20,7 @@ pub(super) trait Backend {
     fn prepare_sleep(&mut self) -> bool;
 
     /// Adds the descriptors that end the sleep.
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>);
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>);
 
     /// Time of the next call of [`Backend::complete`] at the latest.
     fn deadline(&self) -> Option<Instant>;

@@ -19,6 +19,7 @@ use super::operation::{Command, Done, Ended, Operation};
 use super::workload::Workloads;
 use crate::block::{Buffer, Service, Turn, Workload};
 use crate::engine::{Mailbox, Sender};
+use crate::poll_fds::WaitedFds;
 
 /// Longest time of polling after the last work, as the engine of sessions has.
 const SPIN: Duration = Duration::from_micros(50);
@@ -195,7 +196,7 @@ impl<B: Backend> Round<B> {
             may_sleep &= service.prepare_sleep();
         }
         if may_sleep {
-            let mut waited = Vec::new();
+            let mut waited = WaitedFds::new();
             self.backend.put_waited(&mut waited);
             for service in &self.services {
                 service.put_waited(&mut waited);

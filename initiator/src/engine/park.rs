@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-pub(crate) use crate::poll_fds::Waited;
 use crate::poll_fds::wait;
+pub(crate) use crate::poll_fds::{Waited, WaitedFds};
 
 /// Longest sleep: waking once in an hour costs nothing and keeps sums of times small.
 const LONGEST: Duration = Duration::from_secs(3600);
@@ -89,10 +89,9 @@ impl<T> Mailbox<T> {
             self.parked.store(false, Ordering::SeqCst);
             return;
         }
-        let mut all = Vec::with_capacity(fds.len() + 1);
-        all.push(Waited::reading(self.bell.as_fd()));
-        all.extend_from_slice(fds);
-        wait(&all, timeout.map(|t| t.min(LONGEST)));
+        let bell = std::iter::once(Waited::reading(self.bell.as_fd()));
+        let all = bell.chain(fds.iter().copied());
+        wait(all, timeout.map(|t| t.min(LONGEST)));
         self.parked.store(false, Ordering::SeqCst);
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.bell, &mut count);

@@ -18,7 +18,7 @@ use super::proto::{self, Cookie, Errno};
 use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, NbdRequest};
 use crate::block::{BlockDevice, Buffer, ByteDevice, Service, Span, Turn, ZeroOptions, task};
-use crate::poll_fds::Waited;
+use crate::poll_fds::{Waited, WaitedFds};
 
 /// Size of the receive buffer: several options, or thousands of requests.
 const RECEIVE: usize = 64 << 10;
@@ -430,7 +430,7 @@ impl<D: BlockDevice> Service for Connection<D> {
         self.shared.prepare_sleep(self.seen)
     }
 
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         out.push(Waited::reading(self.shared.wake_fd()));
         let to_write = self.shared.backlog() > Some(0);
         // Without interest in the socket its hang-up must not end every sleep.

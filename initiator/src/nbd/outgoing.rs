@@ -311,7 +311,7 @@ mod tests {
         for _ in 0..2 {
             assert!(shared.prepare_sleep(shared.events()));
             wait(
-                &[Waited::reading(shared.wake_fd())],
+                [Waited::reading(shared.wake_fd())],
                 Some(Duration::from_millis(1)),
             );
             shared.end_sleep();

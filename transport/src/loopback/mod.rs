@@ -26,7 +26,6 @@ mod defects;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,7 +40,7 @@ use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Breakage, Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
 use crate::roce::steer::steer;
-use crate::verbs::{CmId, Mtu, PortSpace, Provider, QpId, RdmaCm, VerbsError};
+use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, QpId, RdmaCm, VerbsError};
 
 /// Packets that wait for one device.
 pub const QUEUE: usize = 8192;
@@ -825,8 +824,8 @@ impl Provider for Endpoint {
         all.into_iter().flatten().min()
     }
 
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
-        Vec::new()
+    fn event_fds(&self) -> EventFds<'_> {
+        EventFds::new()
     }
 }
 

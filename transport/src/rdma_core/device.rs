@@ -322,9 +322,9 @@ impl Provider for RdmaCoreDevice {
         is_waiting.then(Instant::now)
     }
 
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+    fn event_fds(&self) -> EventFds<'_> {
         // SAFETY: all four objects are open as long as the device is.
-        unsafe {
+        let fds = unsafe {
             [
                 (*self.comp).fd,
                 (*self.channel).fd,
@@ -332,8 +332,8 @@ impl Provider for RdmaCoreDevice {
                 self.seat.wake_fd(),
             ]
             .map(|fd| BorrowedFd::borrow_raw(fd))
-            .to_vec()
-        }
+        };
+        EventFds::from(fds)
     }
 }
 

@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -20,7 +19,7 @@ use super::steer::steer;
 use crate::cm::{CmCounters, MAX_WORKER_BITS};
 use crate::netif::interface_mtu;
 use crate::rc::RcCounters;
-use crate::verbs::{Mtu, Provider, QpId, VerbsError};
+use crate::verbs::{EventFds, Mtu, Provider, QpId, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
@@ -470,8 +469,8 @@ impl Provider for Roce {
         [nic, tx, rx].into_iter().flatten().min()
     }
 
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
-        vec![self.driver.fd()]
+    fn event_fds(&self) -> EventFds<'_> {
+        EventFds::from_iter([self.driver.fd()])
     }
 }
 

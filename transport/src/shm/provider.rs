@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use tracing::{debug, info};
@@ -15,7 +15,9 @@ use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, TxBatch};
 use crate::roce::delegate::{delegate_verbs_to_nic, forward_cm_calls};
 use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire};
-use crate::verbs::{CmError, CmEvent, CmEventKind, CmId, Mtu, Provider, QpId, RdmaCm, VerbsError};
+use crate::verbs::{
+    CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, QpId, RdmaCm, VerbsError,
+};
 use crate::wire::is_link_local;
 
 /// Name of the provider.
@@ -330,8 +332,8 @@ impl Provider for Shm {
         due.into_iter().flatten().min()
     }
 
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
-        vec![self.links.fd()]
+    fn event_fds(&self) -> EventFds<'_> {
+        EventFds::from_iter([self.links.fd()])
     }
 
     fn arm_fds(&self) {

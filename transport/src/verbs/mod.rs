@@ -39,6 +39,7 @@ mod wr;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use arrayvec::ArrayVec;
 use riser_memory::MemSlice;
 
 pub use attr::*;
@@ -384,6 +385,9 @@ pub trait RdmaCm {
     fn poll_cm_event(&mut self) -> Option<CmEvent>;
 }
 
+/// Descriptors of a device: a sleep asks for them, and allocates nothing for the answer.
+pub type EventFds<'a> = ArrayVec<BorrowedFd<'a>, 4>;
+
 /// A device with its connection manager, and how an event loop drives them.
 pub trait Provider: Verbs + RdmaCm {
     /// Does what can be done now without waiting: takes in packets or events, fires the timers due
@@ -397,7 +401,7 @@ pub trait Provider: Verbs + RdmaCm {
 
     /// Descriptors that become readable when there is something to do, provided that
     /// [`Provider::arm_fds`] was called after the last [`Provider::progress`].
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>>;
+    fn event_fds(&self) -> EventFds<'_>;
 
     /// Has the descriptors become readable for all that comes from now on, and for what has come
     /// since the last [`Provider::progress`]. To be called before each sleep: where a wake-up costs

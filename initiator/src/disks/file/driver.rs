@@ -16,7 +16,7 @@ use super::sys;
 use crate::block::{BlockError, Extent};
 use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::poll_fds::Waited;
+use crate::poll_fds::{Waited, WaitedFds};
 
 /// Operations in flight; further ones wait. One less than a power of two, since the ring adds one
 /// of its own.
@@ -348,7 +348,7 @@ impl Backend for FileBackend {
         }
     }
 
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         if self.failed.is_none() {
             out.push(Waited::reading(self.event.as_fd()));
             out.extend(self.helper_waker.descriptor().map(Waited::reading));
@@ -493,10 +493,10 @@ mod tests {
             assert_eq!(backend.deadline(), None, "no timer looks for the result");
             while !backend.in_flight.is_empty() {
                 if backend.prepare_sleep() {
-                    let mut waited = Vec::new();
+                    let mut waited = WaitedFds::new();
                     backend.put_waited(&mut waited);
                     let begun = Instant::now();
-                    crate::poll_fds::wait(&waited, Some(PATIENCE));
+                    crate::poll_fds::wait(waited, Some(PATIENCE));
                     assert!(begun.elapsed() < PATIENCE, "nothing has ended the sleep");
                 }
                 backend.complete(Instant::now());

@@ -15,7 +15,7 @@ use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
 use crate::nbd::client::{End, Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, Requests};
 use crate::nbd::proto::{Cookie, cmd, request_header};
-use crate::poll_fds::Waited;
+use crate::poll_fds::{Waited, WaitedFds};
 
 /// Room for replies that are received together and copied to their buffers.
 const RECEIVE: usize = 256 << 10;
@@ -344,7 +344,7 @@ impl Backend for NbdBackend {
         true
     }
 
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         // A socket that has failed would end every sleep.
         if self.failed.is_none() {
             out.push(Waited {

@@ -15,7 +15,7 @@ use crate::block::{MemoryDevice, Operation, Service, Turn, ZeroOptions};
 use crate::disks::testing::List;
 use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
 use crate::nbd::{Server, ServerHandle};
-use crate::poll_fds::Waited;
+use crate::poll_fds::WaitedFds;
 
 const CONFIG: NbdConfig = NbdConfig {
     connect: Duration::from_secs(20),
@@ -246,7 +246,7 @@ impl Service for Reader {
         true
     }
 
-    fn put_waited<'a>(&'a self, _: &mut Vec<Waited<'a>>) {}
+    fn put_waited<'a>(&'a self, _: &mut WaitedFds<'a>) {}
 
     fn end_sleep(&mut self) {}
 }

@@ -47,7 +47,7 @@ use crate::block::Service;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, WorkQueue, Workload};
 use crate::engine::oneshot::Sender;
-use crate::engine::park::{Mailbox, Waited};
+use crate::engine::park::{Mailbox, Waited, WaitedFds};
 use crate::engine::rdma::Device;
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
@@ -151,7 +151,7 @@ impl<E: Env> Driver<E> {
                 device.provider.arm_fds();
             }
             let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
-            let mut fds: Vec<Waited<'_>> = fds.into_iter().map(Waited::reading).collect();
+            let mut fds: WaitedFds<'_> = fds.into_iter().map(Waited::reading).collect();
             fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
             for service in &self.services {
                 service.put_waited(&mut fds);

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
     use crate::block::Service;
     use crate::engine::Client;
-    use crate::poll_fds::Waited;
+    use crate::poll_fds::{Waited, WaitedFds};
 
     /// Sends bytes back, with the name of the thread; a zero ends it.
     struct Echo(UnixStream);
@@ -62,7 +62,7 @@ mod tests {
             true
         }
 
-        fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+        fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
             out.push(Waited::reading(self.0.as_fd()));
         }
 

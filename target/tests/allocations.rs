@@ -2,14 +2,7 @@
 //! protocol: neither the channel nor the backend nor the software NIC, with real sockets and a real
 //! ring. Other commands may allocate, and so may what comes out of order or has to wait.
 
-#![allow(unsafe_code, reason = "the name of a thread takes a system call")]
-
-use std::backtrace::Backtrace;
-use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::pdu::{DataOut, FromTarget, TaskAttr};
@@ -23,42 +16,11 @@ use riser_test_peers::mini::{Mini, login_req, real};
 use riser_test_peers::pdus::cdb10;
 use riser_test_peers::tcp;
 use riser_testkit::alloc::Counting;
+use riser_testkit::allocations::{self, allocates_nothing};
 use riser_transport::roce::{Roce, RoceConfig};
 
-/// Whether allocations count; those of workers, that is.
-static COUNTS: AtomicBool = AtomicBool::new(false);
-/// How many there were, by the function of ours that made them and its callers.
-static ALLOCATIONS: Mutex<BTreeMap<String, u64>> = Mutex::new(BTreeMap::new());
-
-thread_local! {
-    /// An allocation is being recorded, which allocates.
-    static RECORDS: Cell<bool> = const { Cell::new(false) };
-}
-
-fn is_worker() -> bool {
-    let mut name = [0u8; 16];
-    // SAFETY: the kernel writes 16 bytes at most.
-    unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
-    name.starts_with(b"riser-worker")
-}
-
-fn count() {
-    if !COUNTS.load(Ordering::Relaxed) || !is_worker() || RECORDS.replace(true) {
-        return;
-    }
-    let trace = Backtrace::force_capture().to_string();
-    let ours = trace.lines().filter(|line| line.contains(": riser_"));
-    let site: Vec<&str> = ours.take(4).map(str::trim).collect();
-    *ALLOCATIONS
-        .lock()
-        .unwrap()
-        .entry(site.join(" < "))
-        .or_default() += 1;
-    RECORDS.set(false);
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting::new(count);
+static ALLOCATOR: Counting = Counting::new(allocations::record);
 
 const IQN: &str = "iqn.2026-01.org.example:disk";
 const LENGTHS: [usize; 4] = [512, 4096, 8192, 256 << 10];
@@ -69,25 +31,6 @@ fn at(host: u8) -> IpAddr {
 
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
-}
-
-/// Repeats the same commands until the worker allocates nothing for many of them. Lists grow to
-/// what the machine's load makes them hold, so the first rounds may allocate, and one may later;
-/// what is allocated for each command is so in every round.
-fn allocates_nothing(name: &str, mut round: impl FnMut(u8)) {
-    let mut found = BTreeMap::new();
-    for _ in 0..10 {
-        COUNTS.store(true, Ordering::Relaxed);
-        for n in 0..30 {
-            round(n);
-        }
-        COUNTS.store(false, Ordering::Relaxed);
-        found = std::mem::take(&mut *ALLOCATIONS.lock().unwrap());
-        if found.is_empty() {
-            return;
-        }
-    }
-    panic!("{name}: {found:#?}");
 }
 
 fn srp(server: &Server) {

@@ -4,7 +4,8 @@
 //! - [`skip`](mod@skip) reports that a test cannot run on this machine, so that it is counted.
 //! - [`programs`] starts `riserd` and `riser` as processes, and tools that judge them; [`daemon`]
 //!   runs a `riserd` in a folder of its own, and [`metered`] one that reports its metrics over TCP.
-//! - [`alloc`] counts allocations, and what is allocated and not freed.
+//! - [`alloc`] counts allocations, and what is allocated and not freed; [`allocations`] names the
+//!   places where the data path allocates.
 //! - [`fuzz`] lets a fuzzer's bytes choose what a strategy of a property test would choose by chance.
 //!
 //! No crate of ours is beneath this one, so every crate's tests can use it, unit tests included,
@@ -17,6 +18,7 @@
 )]
 
 pub mod alloc;
+pub mod allocations;
 pub mod daemon;
 pub mod fuzz;
 pub mod metered;

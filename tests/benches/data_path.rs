@@ -1,4 +1,5 @@
-//! What a message costs between two queue pairs in memory, and what the plan of a transfer costs.
+//! What messages cost between two queue pairs in memory, what a registration costs, and what the
+//! plan of a transfer costs.
 //!
 //! `cargo bench -p riser-tests --bench data_path [-- FILTER]`. The packets go through their wire
 //! format and back, and not through a NIC; the benchmark `parsers` has the ICRC. Instructions of a
@@ -18,7 +19,8 @@ use riser_transport::rc::{
     Env, RcConfig, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
 use riser_transport::verbs::{
-    Access, Handle, Mr, Mtu, PdId, QpCap, QpId, RKey, RecvWr, RemoteAddr, SendOp, SendWr, Sge, WrId,
+    Access, Handle, Mr, Mtu, PdId, QpCap, QpId, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
+    SendWr, Sge, WrId,
 };
 use riser_transport::wire::{Packet, Psn, Qpn, RnrTimer};
 
@@ -31,8 +33,9 @@ struct End {
     mrs: MrTable,
     rq: RecvQueue,
     out: Vec<RcEvent>,
-    _memory: Memory,
+    memory: Memory,
     mr: Mr,
+    fast: Mr,
 }
 
 impl End {
@@ -41,6 +44,7 @@ impl End {
         let memory = Memory::new(REGION).expect("a region");
         let access = Access::LOCAL_WRITE | Access::REMOTE;
         let mr = mrs.reg(PD, &memory.whole(), access).expect("a key");
+        let fast = mrs.alloc_fast(PD, 1).expect("a region");
         let cap = QpCap {
             max_send_wr: 16,
             max_recv_wr: 16,
@@ -70,8 +74,9 @@ impl End {
             mrs,
             rq: RecvQueue::new(16, 1),
             out: Vec::new(),
-            _memory: memory,
+            memory,
             mr,
+            fast,
         }
     }
 
@@ -111,6 +116,60 @@ impl Link {
         }
     }
 
+    /// Carries the data and the responses of this number of reads, in the order in which a target
+    /// posts them: all data first, and a completion with the last response.
+    fn responses(&mut self, remote: RemoteAddr, reads: u64) {
+        const RESPONSE: u32 = 36;
+        let [a, b] = &mut self.ends;
+        let sges = b.sge(RESPONSE);
+        let receive = RecvWr {
+            wr_id: WrId(1),
+            sges: &sges,
+        };
+        for _ in 0..reads {
+            b.run(|qp, env| qp.post_recv(&[receive], env))
+                .expect("room");
+        }
+        let (data, response) = (a.sge(4096), a.sge(RESPONSE));
+        for n in 0..reads {
+            let wr = SendWr::new(n, SendOp::Write(remote), &data).flags(SendFlags::empty());
+            a.run(|qp, env| qp.post_send(&[wr], env)).expect("room");
+        }
+        for n in 0..reads {
+            let wr = SendWr::new(n, SendOp::Send, &response);
+            let is_last = n + 1 == reads;
+            let wr = if is_last {
+                wr
+            } else {
+                wr.flags(SendFlags::empty())
+            };
+            a.run(|qp, env| qp.post_send(&[wr], env)).expect("room");
+        }
+        self.carry();
+        self.take([1, reads as usize]);
+    }
+
+    /// Registers 4 KiB for a remote read and invalidates the key, as an initiator does for a
+    /// command.
+    fn registration(&mut self) {
+        let [a, _] = &mut self.ends;
+        let segments = [a.memory.slice(0..4096).expect("a part")];
+        a.mrs.map_sg(a.fast.id, &segments).expect("no key is valid");
+        let key = a.mrs.query(a.fast.id).expect("it is there").mr.rkey.next();
+        let reg = SendOp::RegMr {
+            mr: a.fast.id,
+            key,
+            access: Access::REMOTE_READ,
+        };
+        let wrs = [
+            SendWr::new(1, reg, &[]),
+            SendWr::new(2, SendOp::LocalInv(key), &[]),
+        ];
+        a.run(|qp, env| qp.post_send(&wrs, env)).expect("room");
+        self.carry();
+        self.take([2, 0]);
+    }
+
     /// Carries one message of the first end to the second, with its acknowledgement.
     fn message(&mut self, op: SendOp, len: u32, receives: bool) {
         let [a, b] = &mut self.ends;
@@ -125,6 +184,12 @@ impl Link {
         let sges = a.sge(len);
         let wr = SendWr::new(2, op, &sges);
         a.run(|qp, env| qp.post_send(&[wr], env)).expect("room");
+        self.carry();
+        self.take([1, usize::from(receives)]);
+    }
+
+    /// Carries packets back and forth until there is none.
+    fn carry(&mut self) {
         let mut is_quiet = false;
         while !is_quiet {
             is_quiet = true;
@@ -141,7 +206,11 @@ impl Link {
                 }
             }
         }
-        for (end, expected) in self.ends.iter_mut().zip([1, usize::from(receives)]) {
+    }
+
+    /// Takes the completions of both ends, of which there must be that many, and no error.
+    fn take(&mut self, expected: [usize; 2]) {
+        for (end, expected) in self.ends.iter_mut().zip(expected) {
             let is_ok =
                 |e: &RcEvent| matches!(e, RcEvent::Send(c) | RcEvent::Recv(c) if c.status.is_ok());
             assert!(
@@ -174,6 +243,16 @@ fn rc(criterion: &mut Criterion) {
             });
         }
     }
+    for reads in [1_u64, 8] {
+        group.throughput(Throughput::Elements(reads));
+        group.bench_function(BenchmarkId::new("reads of 4 KiB", reads), |bencher| {
+            bencher.iter(|| link.responses(remote, reads));
+        });
+    }
+    group.throughput(Throughput::Elements(1));
+    group.bench_function("registration", |bencher| {
+        bencher.iter(|| link.registration());
+    });
 }
 
 /// Ranges of an initiator of one length.

@@ -1,5 +1,5 @@
-//! What a peer's bytes cost before anything is done for them: packets, PDUs, information units,
-//! CDBs, and the ICRC over a packet.
+//! What a peer's bytes cost before anything is done for them: packets, messages of the connection
+//! manager, PDUs, information units, keys of a login, CDBs, and the ICRC over a packet.
 //!
 //! `cargo bench -p riser-tests --bench parsers [-- FILTER]`. The inputs are the captures of
 //! `tests/data` and the seeds of the fuzz targets.
@@ -12,13 +12,22 @@ use std::net::SocketAddr;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::pdu::{FromInitiator as FromIscsiInitiator, FromTarget as FromIscsiTarget};
+use riser_scsi::iscsi::text;
 use riser_scsi::iser::Message;
 use riser_scsi::opcode::Opcode;
 use riser_scsi::srp::{FromInitiator, FromTarget, ImmediateDataOffset};
 use riser_tests::capture::packets;
 use riser_tests::seeds;
+use riser_transport::wire::cm_msg::CmMessage;
 use riser_transport::wire::icrc::IcrcFlow;
 use riser_transport::wire::packet::Packet;
+
+/// Text of an operational negotiation, as Linux sends it.
+const LOGIN_KEYS: &[u8] = b"HeaderDigest=None\0DataDigest=None\0DefaultTime2Wait=2\0\
+    DefaultTime2Retain=0\0IFMarker=No\0OFMarker=No\0ErrorRecoveryLevel=0\0InitialR2T=No\0\
+    ImmediateData=Yes\0MaxBurstLength=16776192\0FirstBurstLength=262144\0MaxOutstandingR2T=1\0\
+    MaxConnections=1\0DataPDUInOrder=Yes\0DataSequenceInOrder=Yes\0\
+    MaxRecvDataSegmentLength=262144\0";
 
 /// Adds a benchmark that takes each input once.
 fn each(
@@ -50,6 +59,10 @@ fn parsers(criterion: &mut Criterion) {
     each(criterion, "packets of RoCEv2", &datagrams, |bytes| {
         Packet::parse(bytes).is_ok()
     });
+    let mads = of_target("cm_message");
+    each(criterion, "messages of the CM", &mads, |bytes| {
+        CmMessage::parse(bytes).is_ok()
+    });
     let requests = of_target("from_initiator");
     each(criterion, "SRP of an initiator", &requests, |bytes| {
         let immediate = [None, ImmediateDataOffset::new(68)];
@@ -78,6 +91,12 @@ fn parsers(criterion: &mut Criterion) {
     each(criterion, "iSER", &of_target("message"), |bytes| {
         Message::parse(bytes).is_ok()
     });
+    each(
+        criterion,
+        "keys of a login",
+        &[LOGIN_KEYS.to_vec()],
+        |bytes| text::pairs(bytes).all(|pair| pair.is_ok()),
+    );
 }
 
 /// The way from a CDB to the row of the table of operation codes.
@@ -110,6 +129,18 @@ fn icrc(criterion: &mut Criterion) {
         group.bench_with_input(BenchmarkId::from_parameter(len), &body, |bencher, body| {
             bencher.iter(|| flow.compute(black_box(body), 7));
         });
+        // A wrong guess of the peer's identification takes a search for the right one.
+        let datagram = [
+            body,
+            flow.compute(&vec![0x5a; len], 7).to_le_bytes().to_vec(),
+        ]
+        .concat();
+        for (guess, id) in [("checked", 7), ("checked after a wrong guess", 8)] {
+            assert_eq!(flow.check(&datagram, id), Ok(7));
+            group.bench_function(BenchmarkId::new(guess, len), |bencher| {
+                bencher.iter(|| flow.check(black_box(&datagram), id));
+            });
+        }
     }
 }
 

@@ -1,14 +1,13 @@
-//! What `cargo xtask instructions` runs under callgrind.
+//! What `cargo xtask instructions --counting` runs under callgrind.
 //!
 //! ```text
 //! commands reads N      reads of 4 KiB, one after another, over SRP and the wire in memory
-//! commands tcp N        reads of 4 KiB, one after another, over iSCSI and a real socket
 //! commands counting N   what is done to count as many, and nothing else
 //! ```
 //!
 //! The instructions are the same in every run; the difference between two numbers belongs to that
-//! many commands alone. In the first two, only [`Worker::step`](riser_target::worker::Worker::step)
-//! is looked at.
+//! many commands alone. Of the reads, only [`Worker::step`](riser_target::worker::Worker::step) is
+//! looked at.
 
 #[path = "../tests/world/mod.rs"]
 mod world;
@@ -18,19 +17,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_reactor::RingConfig;
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{DataIn, Residual, Response, Status};
 use riser_target::config::Config;
-use riser_target::server::build_shared;
 use riser_target::stats::{CommandTimer, LunStats, SessionStats, Stage, TraceKey};
-use riser_target::worker::{TcpListener, Worker};
 use riser_test_peers::mini::{Mini, config, login_req};
-use riser_test_peers::tcp;
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
-
-const IQN: &str = "iqn.2026-01.org.example:disk";
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -39,9 +32,8 @@ fn main() {
     let commands = words.next().map_or(1000, |n| n.parse().expect("a number"));
     match subject {
         "reads" => reads(commands),
-        "tcp" => tcp_reads(commands),
         "counting" => counting(commands),
-        other => panic!("neither reads nor tcp nor counting: {other}"),
+        other => panic!("neither reads nor counting: {other}"),
     }
 }
 
@@ -60,55 +52,6 @@ fn reads(commands: u32) {
     for n in 0..commands {
         let answer = mini.read(n % 256 * 8, 8, 0, &mut |d| world.pump(d));
         assert_eq!(answer.status, 0);
-    }
-}
-
-/// A step of the worker that is counted. A login is not: its thread is not ready after the same
-/// number of steps every time.
-#[inline(never)]
-fn counted_step(worker: &mut Worker) {
-    worker.step(Instant::now()).unwrap();
-}
-
-/// Nothing waits here but the initiator's login: the kernel completes what the worker asks of a
-/// socket of the same host while the other end sends or receives, so a read takes the same steps
-/// every time.
-fn tcp_reads(commands: u32) {
-    let at = SocketAddr::from(([127, 80, 3, 1], 3260));
-    let text = format!(
-        "backends: {{ d: {{ kind: ram, size: 16MiB }} }}\n\
-         targets:\n  - name: t\n    iqn: {IQN}\n    \
-         portals: [{{ protocol: iscsi, listen: \"{at}\" }}]\n    \
-         luns: {{ 0: d }}\n    access: open\nworkers: {{ count: 1 }}\n"
-    );
-    let config = Config::parse(&text, "bench.yaml").unwrap();
-    let socket = TcpListener::bind(at).unwrap();
-    socket.listen().unwrap();
-    let shared = build_shared(&config, None).unwrap();
-    let (faults, ring) = (FaultConfig::default(), RingConfig::default());
-    let mut world = World::with(faults, shared, ring, vec![socket]);
-    let login = std::thread::spawn(move || tcp::Client::login_at(at, IQN, 1, None).unwrap());
-    while !login.is_finished() {
-        world.worker.step(Instant::now()).unwrap();
-    }
-    let mut client = login.join().unwrap();
-    client.socket.set_nonblocking(true).unwrap();
-    // An answer is a response, or Data-In with the status in it: a header and what follows at once.
-    let mut answer = |client: &mut tcp::Client, data: usize| {
-        let mut bytes = [0; 48 + 4096];
-        while client.socket.peek(&mut bytes).unwrap_or(0) < 48 + data {
-            counted_step(&mut world.worker);
-        }
-        client.answer()
-    };
-    // The first command reports the unit attention of a new nexus.
-    client.send_command(&[0; 6], false, 0, &[]);
-    answer(&mut client, 0);
-    for n in 0..commands {
-        let lba = (n % 32 * 8) as u8;
-        client.send_command(&[0x28, 0, 0, 0, 0, lba, 0, 0, 8, 0], false, 4096, &[]);
-        let (status, data) = answer(&mut client, 4096);
-        assert!(status == 0 && data.len() == 4096);
     }
 }
 

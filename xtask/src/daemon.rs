@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::{Failure, root, sh};
 
-/// Longest time for a start or a stop.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Longest time for a start or a stop. Under valgrind, either takes seconds on an idle machine.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The profile of programs and long simulations in tests.
 pub(crate) const OPTIMIZED: &str = "optimized";
@@ -57,6 +57,20 @@ impl Daemon {
     /// Starts the program with a configuration file and waits until it says that it serves, through
     /// the notification socket that systemd would give it. Its log goes to `log`.
     pub(crate) fn start(program: &Path, config: &Path, log: &Path) -> Result<Self, Failure> {
+        Self::spawn(serving(program, config), log)
+    }
+
+    /// The same behind another program that becomes it, as valgrind does.
+    pub(crate) fn start_behind(
+        tool: Command,
+        program: &Path,
+        config: &Path,
+        log: &Path,
+    ) -> Result<Self, Failure> {
+        Self::spawn(sh::behind(tool, &serving(program, config)), log)
+    }
+
+    fn spawn(mut command: Command, log: &Path) -> Result<Self, Failure> {
         let socket = log.with_extension("notify");
         let _ = std::fs::remove_file(&socket);
         let notify = UnixDatagram::bind(&socket)?;
@@ -65,14 +79,13 @@ impl Daemon {
         notify.set_read_timeout(Some(Duration::from_millis(200)))?;
         // Appended: a case that starts the daemon again must not lose what it said before.
         let out = File::options().create(true).append(true).open(log)?;
-        let child = sh::cmd(program, ["run", "--config"])
-            .arg(config)
+        let child = command
             .env("NOTIFY_SOCKET", &socket)
             .stdin(Stdio::null())
             .stdout(out.try_clone()?)
             .stderr(out)
             .spawn()
-            .map_err(|e| format!("{}: {e}", program.display()))?;
+            .map_err(|e| format!("{}: {e}", command.get_program().display()))?;
         let mut daemon = Self {
             child,
             log: log.to_path_buf(),
@@ -135,6 +148,12 @@ impl Drop for Daemon {
             let _ = self.child.wait();
         }
     }
+}
+
+fn serving(program: &Path, config: &Path) -> Command {
+    let mut command = sh::cmd(program, ["run", "--config"]);
+    command.arg(config);
+    command
 }
 
 /// Sends SIGTERM to a process that we started.

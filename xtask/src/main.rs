@@ -18,11 +18,12 @@
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask container`: the container's image ([`container`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
-//! - `cargo xtask path-cost`: packets, system calls and copies of an operation
+//! - `cargo xtask path-cost`: packets, system calls, copies and context switches of an operation
 //!   ([`bench::path_cost`]).
 //! - `cargo xtask neighbours`: what a noisy initiator does to a quiet one, with limits and without
 //!   ([`neighbours`]).
-//! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
+//! - `cargo xtask instructions`: what reads and writes cost, beside what was accepted
+//!   ([`instructions`]).
 //! - `cargo xtask interleavings`: state that threads share, in many orders ([`interleavings`]).
 //! - `cargo xtask miri`: undefined behaviour in unit tests ([`miri`]).
 //! - `cargo xtask tsan`: races of threads and software NICs ([`tsan`]).
@@ -129,13 +130,14 @@ enum Command {
     /// Measure our target beside nbdkit, qemu-nbd and tgt on the same file, and compare with targets;
     /// write docs/performance.md.
     Bench(bench::Options),
-    /// Count packet buffers, system calls and copies of an operation, of our target and of its peers;
-    /// needs root and perf.
+    /// Count packet buffers, system calls, copies and context switches of an operation, of our target
+    /// and of its peers; needs root and perf.
     PathCost(bench::path_cost::Options),
     /// Measure a quiet initiator's latency alone, beside a noisy one, and beside a limited one.
     Neighbours(neighbours::Options),
-    /// Count the instructions of a 4 KiB read, and those of counting it.
-    Instructions,
+    /// Count the instructions of 4 KiB reads and writes of each protocol in riserd, and fail where they
+    /// have grown.
+    Instructions(instructions::Options),
     /// Run tests of state that threads share in many interleavings of these.
     Interleavings(interleavings::Options),
     /// Run unit tests of memory, of the reactor and of wire formats in Miri.
@@ -175,7 +177,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => bench::run(&options),
         Command::PathCost(options) => bench::path_cost::run(&options),
         Command::Neighbours(options) => neighbours::run(&options),
-        Command::Instructions => instructions::run(),
+        Command::Instructions(options) => instructions::run(&options),
         Command::Interleavings(options) => interleavings::run(&options),
         Command::Miri(options) => miri::run(&options),
         Command::Tsan(options) => tsan::run(&options),

@@ -67,8 +67,8 @@ const NEEDS: &[Need] = &[
     ),
 ];
 
-/// Benchmarks of parsers, of a connection and of the planner. That of instructions is a step of its
-/// own.
+/// Benchmarks of parsers, of a connection and of the planner. What counts instructions is a step of
+/// its own.
 const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 
 /// Options of `cargo xtask test`.
@@ -77,7 +77,7 @@ pub(crate) struct Options {
     #[command(flatten)]
     selection: Selection,
     /// Everything that can fail: all interop cases, the package, sessions that come and go, the
-    /// container, the cost in instructions.
+    /// container, the cost of counting in instructions.
     #[arg(long)]
     all: bool,
     /// Test harnesses that run at once. More than one takes root: each has a network namespace
@@ -165,6 +165,9 @@ const STEPS: &[Step] = &[
         Outcome::of(demo::run(&demo::Options::for_test()))
     })
     .requiring(demo::NEEDS),
+    // In the programs that the demo has built.
+    step("instructions of reads and writes", |_| instructions_step())
+        .requiring(instructions::NEEDS),
     step("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
     step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
     step("package", |_| package_step())
@@ -173,9 +176,11 @@ const STEPS: &[Step] = &[
         .extra(),
     step("sessions that come and go", |_| again(&SOAK)).extra(),
     step("container", |_| container_step()).extra(),
-    step("instructions", |_| Outcome::of(instructions::run()))
-        .requiring(instructions::NEEDS)
-        .extra(),
+    step("instructions of counting", |_| {
+        Outcome::of(instructions::counting())
+    })
+    .requiring(instructions::NEEDS)
+    .extra(),
 ];
 
 /// Runs the steps; fails if one did.
@@ -280,6 +285,15 @@ fn deny() -> Outcome {
     let advisories = deny(&["advisories"]);
     both.merge(Tally::check(advisories.is_ok()));
     Outcome::Ran(both, advisories.err().map(|e| e.to_string()))
+}
+
+/// What reads and writes cost, beside what was accepted on such a machine.
+fn instructions_step() -> Outcome {
+    match instructions::compare_all() {
+        Ok(instructions::Ended::Compared(result)) => Outcome::of(result),
+        Ok(instructions::Ended::Unavailable(why)) => Outcome::skipped(why),
+        Err(e) => Outcome::of(Err(e)),
+    }
 }
 
 /// libiscsi's whole suite, against us alone.

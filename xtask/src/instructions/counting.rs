@@ -1,18 +1,13 @@
-//! `cargo xtask instructions`: what a read costs the target, and what counting it adds, in
-//! instructions.
+//! What counting a command adds to a read, in instructions.
 //!
-//! Instructions are the same in every run, on a busy machine as on an idle one.
+//! The read goes over a wire in memory, so that it takes the same steps in every run.
 
 use std::path::Path;
 
-use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
-
-pub(crate) const NEEDS: &[Need] = &[need("valgrind", "valgrind", "counting instructions")];
 
 /// Subject that is run, the function that is looked at, and two numbers of commands.
 const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
-const TCP_READS: (&str, &str, [u64; 2]) = ("tcp", "*counted_step*", [500, 1500]);
 const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
 
 /// Most that counting a command may add to it, in percent. A command in a deep queue shares the
@@ -20,20 +15,13 @@ const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1
 const LIMIT: f64 = 2.0;
 
 /// Measures and prints the costs, and the share of counting; fails where that is above the limit.
-pub(crate) fn run() -> Result<(), Failure> {
-    if !ensure(NEEDS).is_empty() {
-        return Err("there is no valgrind".into());
-    }
+pub(super) fn run() -> Result<(), Failure> {
     let args = ["bench", "-q", "-p", "riser-target", "--bench", "commands"];
     let program = sh::built(&args, "commands")?;
     let read = each(&program, READS)?;
-    let tcp_read = each(&program, TCP_READS)?;
     let counting = each(&program, COUNTING)?;
     println!(
         "a read of 4 KiB over SRP on `roce`, backend in memory: {read:.0} instructions of the worker"
-    );
-    println!(
-        "a read of 4 KiB over iSCSI on TCP, backend in memory: {tcp_read:.0} instructions of the worker"
     );
     let share = 100.0 * counting / read;
     println!("counting it, with its times by stage: {counting:.0} instructions, {share:.2} %");

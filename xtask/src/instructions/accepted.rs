@@ -1,0 +1,321 @@
+//! The counts that were accepted, and what has grown since.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::dump::Dump;
+use crate::{Failure, root};
+
+/// Growth beyond which the code is refused, in percent.
+const LIMIT: f64 = 3.0;
+
+/// Part of a path by which a group must grow as well, in percent of the path: small groups may double
+/// for a reason that is worth it.
+const GROUP_LIMIT: f64 = 1.0;
+
+/// Smallest part of a path of a function that is kept in the file, in percent of the path.
+const FLOOR: f64 = 0.3;
+
+/// Functions that are named where a path has grown.
+const NAMED: usize = 8;
+
+/// Instructions of an operation on one path, polling apart.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct Cost {
+    pub(super) total: f64,
+    /// Largest difference between the runs that it is the median of, in percent of it.
+    pub(super) spread: f64,
+    /// Of rounds in which nothing need have come; not compared.
+    pub(super) polling: f64,
+    /// Rounds of the worker's loop for each operation; not compared.
+    pub(super) rounds: f64,
+    /// By folder of our sources, or by library.
+    pub(super) groups: BTreeMap<String, f64>,
+    /// Of the functions that have a share worth naming.
+    pub(super) functions: BTreeMap<String, f64>,
+}
+
+impl Cost {
+    /// The run with the median total.
+    ///
+    /// # Panics
+    /// Without a run.
+    pub(super) fn median(mut runs: Vec<Dump>) -> Self {
+        runs.sort_by(|a, b| a.total().total_cmp(&b.total()));
+        let total = |at: usize| runs[at].total();
+        let spread = 100.0 * (total(runs.len() - 1) - total(0)) / total(runs.len() / 2);
+        let median = &runs[runs.len() / 2];
+        let floor = FLOOR / 100.0 * median.total();
+        let worth = |costs: &BTreeMap<String, f64>| {
+            let worth = costs.iter().filter(|(_, cost)| **cost >= floor);
+            let rounded = worth.map(|(name, cost)| (name.clone(), tenths(*cost)));
+            rounded.collect()
+        };
+        Self {
+            total: tenths(median.total()),
+            spread: tenths(spread),
+            polling: tenths(median.polling),
+            rounds: tenths(median.rounds),
+            groups: worth(&median.groups),
+            functions: worth(&median.functions),
+        }
+    }
+}
+
+fn tenths(number: f64) -> f64 {
+    (number * 10.0).round() / 10.0
+}
+
+/// The file with the accepted counts.
+#[derive(Debug, Default, Deserialize, Serialize)]
+pub(super) struct Accepted {
+    /// Versions on which the counts depend beside the code.
+    pub(super) made_with: BTreeMap<String, String>,
+    /// Costs by the name of their path.
+    pub(super) paths: BTreeMap<String, Cost>,
+}
+
+impl Accepted {
+    fn file() -> PathBuf {
+        root().join("xtask/instructions.json")
+    }
+
+    /// Reads the file; `None` if there is none.
+    ///
+    /// # Errors
+    /// It cannot be read, or says something else.
+    pub(super) fn load() -> Result<Option<Self>, Failure> {
+        let file = Self::file();
+        if !file.exists() {
+            return Ok(None);
+        }
+        let accepted = serde_json::from_str(&fs::read_to_string(&file)?);
+        Ok(Some(
+            accepted.map_err(|e| format!("{}: {e}", file.display()))?,
+        ))
+    }
+
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// That of the file system.
+    pub(super) fn save(&self) -> Result<(), Failure> {
+        let text = serde_json::to_string_pretty(self)?;
+        Ok(fs::write(Self::file(), text + "\n")?)
+    }
+
+    /// Versions that differ from those at hand, each as a sentence.
+    pub(super) fn other_versions(&self, here: &BTreeMap<String, String>) -> Vec<String> {
+        let none = "none".to_owned();
+        let of = |versions: &BTreeMap<String, String>, name| {
+            let version: Option<&String> = versions.get(name);
+            version.unwrap_or(&none).clone()
+        };
+        let differ = here
+            .keys()
+            .chain(self.made_with.keys().filter(|n| !here.contains_key(*n)));
+        let differ = differ.filter(|name| self.made_with.get(*name) != here.get(*name));
+        let said = differ.map(|name| {
+            let (theirs, ours) = (of(&self.made_with, name), of(here, name));
+            format!("{name}: the counts were accepted with {theirs}, here is {ours}")
+        });
+        said.collect()
+    }
+}
+
+/// Returns what has grown beyond the limits, for a person: the path or its groups, with functions
+/// that have grown. `None` where nothing has.
+pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> {
+    let mut grown = Vec::new();
+    if has_grown(before.total, after.total) {
+        grown.push(line(path, Some(before.total), after.total));
+    }
+    let least = GROUP_LIMIT / 100.0 * before.total;
+    for (group, cost) in &after.groups {
+        let old = before.groups.get(group).copied();
+        let accepted = old.unwrap_or(0.0);
+        if has_grown(accepted, *cost) && cost - accepted > least {
+            grown.push(line(&format!("{path}, {group}"), old, *cost));
+        }
+    }
+    if grown.is_empty() {
+        return None;
+    }
+    let functions = grown_functions(before, after);
+    grown.extend(functions.map(|(name, old, new)| format!("    {}", line(name, old, new))));
+    Some(grown.join("\n"))
+}
+
+/// Returns whether there is more than the limit allows. What is no number has grown.
+fn has_grown(before: f64, after: f64) -> bool {
+    let is_within = after <= before * (1.0 + LIMIT / 100.0);
+    !is_within
+}
+
+/// The functions that have grown most, with their costs before and after. What was not worth naming
+/// before has no cost from then.
+fn grown_functions<'a>(
+    before: &Cost,
+    after: &'a Cost,
+) -> impl Iterator<Item = (&'a str, Option<f64>, f64)> {
+    let floor = FLOOR / 100.0 * before.total;
+    let growth = |(name, new): (&'a String, &f64)| {
+        let old = before.functions.get(name).copied();
+        // It was below the floor, so at least the rest is growth.
+        let growth = new - old.unwrap_or(floor);
+        (growth > 0.0).then_some((growth, (name.as_str(), old, *new)))
+    };
+    let mut all: Vec<_> = after.functions.iter().filter_map(growth).collect();
+    all.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    all.into_iter().map(|(_, named)| named).take(NAMED)
+}
+
+fn line(what: &str, before: Option<f64>, after: f64) -> String {
+    match before {
+        Some(before) => {
+            let percent = 100.0 * (after - before) / before;
+            format!("{what}: {before:.0} before, {after:.0} after ({percent:+.1} %)")
+        }
+        None => format!("{what}: not named before, {after:.0} after"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn costs(entries: &[(&str, f64)]) -> BTreeMap<String, f64> {
+        let owned = |(name, cost): &(&str, f64)| ((*name).to_owned(), *cost);
+        entries.iter().map(owned).collect()
+    }
+
+    fn cost(groups: &[(&str, f64)], functions: &[(&str, f64)]) -> Cost {
+        Cost {
+            total: groups.iter().map(|(_, cost)| cost).sum(),
+            spread: 0.5,
+            polling: 2000.0,
+            rounds: 3.0,
+            groups: costs(groups),
+            functions: costs(functions),
+        }
+    }
+
+    fn accepted() -> Cost {
+        cost(
+            &[("rc", 5000.0), ("scsi", 4900.0), ("pool", 100.0)],
+            &[
+                ("rc::cut", 3000.0),
+                ("rc::poll", 2000.0),
+                ("scsi::start", 4900.0),
+            ],
+        )
+    }
+
+    #[test]
+    fn a_path_that_grows_is_refused_with_the_functions_that_grew() {
+        let grown = cost(
+            &[("rc", 5450.0), ("scsi", 4880.0), ("pool", 100.0)],
+            &[
+                ("rc::cut", 3350.0),
+                ("rc::poll", 2000.0),
+                ("rc::new", 100.0),
+                ("scsi::start", 4880.0),
+            ],
+        );
+        let why = growth("srp read 1", &accepted(), &grown).unwrap();
+        let lines: Vec<_> = why.lines().collect();
+        let expected = [
+            "srp read 1: 10000 before, 10430 after (+4.3 %)",
+            "srp read 1, rc: 5000 before, 5450 after (+9.0 %)",
+            "    rc::cut: 3000 before, 3350 after (+11.7 %)",
+            "    rc::new: not named before, 100 after",
+        ];
+        assert_eq!(lines, expected);
+    }
+
+    #[test]
+    fn noise_and_gains_are_no_growth() {
+        let noise = cost(&[("rc", 5090.0), ("scsi", 4950.0), ("pool", 190.0)], &[]);
+        assert_eq!(
+            growth("p", &accepted(), &noise),
+            None,
+            "2.3 %, and a small group"
+        );
+        let gain = cost(&[("rc", 2000.0), ("scsi", 4900.0)], &[("rc::cut", 100.0)]);
+        assert_eq!(growth("p", &accepted(), &gain), None);
+        assert_eq!(growth("p", &accepted(), &accepted()), None);
+        let polling = Cost {
+            polling: 9000.0,
+            rounds: 9.0,
+            ..accepted()
+        };
+        assert_eq!(
+            growth("p", &accepted(), &polling),
+            None,
+            "it is a matter of time"
+        );
+    }
+
+    #[test]
+    fn a_gain_elsewhere_does_not_hide_a_group_that_grows() {
+        let shifted = cost(&[("rc", 5200.0), ("scsi", 4700.0), ("pool", 100.0)], &[]);
+        let why = growth("p", &accepted(), &shifted).unwrap();
+        assert_eq!(why, "p, rc: 5000 before, 5200 after (+4.0 %)");
+        let new = cost(&[("rc", 4000.0), ("scsi", 4900.0), ("audit", 1100.0)], &[]);
+        let why = growth("p", &accepted(), &new).unwrap();
+        assert_eq!(why, "p, audit: not named before, 1100 after");
+    }
+
+    #[test]
+    fn the_limit_is_three_percent() {
+        assert!(!has_grown(100.0, 103.0) && has_grown(100.0, 103.1));
+        assert!(has_grown(100.0, f64::NAN) && has_grown(f64::NAN, 100.0));
+    }
+
+    #[test]
+    fn the_median_of_the_runs_counts() {
+        let run = |total: f64| Dump {
+            functions: costs(&[("big", total - 10.0), ("tiny", 0.2)]),
+            groups: costs(&[("rc", total)]),
+            polling: 50.04,
+            rounds: 2.0,
+        };
+        let cost = Cost::median(vec![run(1100.0), run(1000.0), run(1020.0)]);
+        assert_eq!((cost.total, cost.spread, cost.polling), (1020.0, 9.8, 50.0));
+        assert_eq!(cost.functions, costs(&[("big", 1010.0)]));
+    }
+
+    #[test]
+    fn the_file_keeps_what_was_accepted() {
+        let file = Accepted {
+            made_with: BTreeMap::from([("rustc".to_owned(), "1".to_owned())]),
+            paths: BTreeMap::from([("srp read 1".to_owned(), accepted())]),
+        };
+        let text = serde_json::to_string(&file).unwrap();
+        let read: Accepted = serde_json::from_str(&text).unwrap();
+        assert_eq!(read.paths["srp read 1"], accepted());
+        assert!(read.other_versions(&file.made_with).is_empty());
+        let newer = BTreeMap::from([("rustc".to_owned(), "2".to_owned())]);
+        let why = "rustc: the counts were accepted with 1, here is 2";
+        assert_eq!(read.other_versions(&newer), [why]);
+        let none = "rustc: the counts were accepted with 1, here is none";
+        assert_eq!(read.other_versions(&BTreeMap::new()), [none]);
+    }
+
+    #[test]
+    fn the_accepted_counts_are_those_of_every_path() {
+        let Some(accepted) = Accepted::load().unwrap() else {
+            return;
+        };
+        let names: Vec<_> = super::super::paths::all()
+            .map(|path| path.to_string())
+            .collect();
+        for name in &names {
+            assert!(accepted.paths[name].total > 1000.0, "{name}");
+        }
+        assert_eq!(accepted.paths.len(), names.len());
+    }
+}

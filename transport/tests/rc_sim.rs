@@ -548,7 +548,7 @@ impl Sim {
 
     /// Sends a side's batch; false if the socket is full before its end.
     fn flush(&mut self, me: usize) -> bool {
-        let mut batch = std::mem::take(&mut self.sides[me].batch);
+        let mut batch = std::mem::replace(&mut self.sides[me].batch, TxBatch::new(1));
         let outcome = batch.drain(self.instant(), |batch, groups| {
             if self.random.percent(self.wire.full) {
                 return Offered::Full;

@@ -10,8 +10,9 @@
 //! returns it.
 //!
 //! Payload is referred to, not copied: a piece of memory keeps its mapping alive until the batch
-//! is cleared. Headers, padding and ICRCs lie in one buffer whose neighbours are merged, so that a
-//! packet of one segment costs two vectors.
+//! is cleared. Headers, padding, ICRCs and short payload lie in one buffer whose neighbours are
+//! merged, so that a packet of one segment costs two vectors, and a group of short ones costs one.
+//! The ICRC is computed over each packet in one piece.
 //!
 //! # Whose memory a batch refers to
 //!
@@ -33,7 +34,8 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use riser_memory::MemSlice;
 
-use crate::wire::Qpn;
+use crate::rc::TxPacket;
+use crate::wire::{Bth, ICRC_LEN, IcrcFlow, MAX_DATAGRAM, Qpn};
 
 /// Most packets of a group: Linux's `UDP_MAX_SEGMENTS` of the kernels before 6.2.
 pub const MAX_GROUP_SEGMENTS: usize = 64;
@@ -125,9 +127,11 @@ pub struct Group {
 }
 
 /// Packets on their way out.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct TxBatch {
     bytes: Vec<u8>,
+    /// A packet in one piece, to compute its ICRC.
+    whole: Box<[u8]>,
     pieces: Vec<Piece>,
     groups: Vec<Group>,
     /// Groups that the socket has taken.
@@ -145,6 +149,7 @@ impl TxBatch {
     pub fn new(max_segments: usize) -> Self {
         Self {
             bytes: Vec::with_capacity(16 << 10),
+            whole: vec![0; MAX_DATAGRAM].into_boxed_slice(),
             pieces: Vec::with_capacity(1024),
             groups: Vec::with_capacity(64),
             taken: 0,
@@ -260,6 +265,46 @@ impl TxBatch {
         &self.bytes[range.clone()]
     }
 
+    /// Appends a packet with its ICRC; without a flow the ICRC is zero. Takes the segments of `tx`.
+    pub(super) fn push_packet(&mut self, flow: Option<&IcrcFlow>, way: &Way, tx: &mut TxPacket) {
+        let len = tx.len() + ICRC_LEN;
+        // The ICRC covers the IPv4 identification, which is the packet's place in its segmented
+        // send. Hence the place first.
+        let id = self.begin(*way, destination(&tx.headers), len);
+        let pad = &[0; 3][..tx.pad()];
+        let start = self.bytes.len();
+        self.bytes.extend_from_slice(&tx.headers);
+        let seal = |body: &mut [u8]| flow.map_or(0, |flow| flow.compute_in_place(body, id));
+        let Some(last) = tx.segments.pop() else {
+            self.bytes.extend_from_slice(&tx.inline);
+            if !pad.is_empty() {
+                self.bytes.extend_from_slice(pad);
+            }
+            let icrc = seal(&mut self.bytes[start..]);
+            self.bytes.extend_from_slice(&icrc.to_le_bytes());
+            self.name_bytes(start);
+            return;
+        };
+        // The ICRC is taken from memory now, and the kernel copies the payload when it sends. If
+        // the owner writes in between, the peer drops the packet as corrupt and it is sent again:
+        // owners must leave the memory of a request alone until it completes.
+        let icrc = match flow {
+            Some(_) => seal(gather(&mut self.whole, tx, &last)),
+            None => 0,
+        };
+        self.name_bytes(start);
+        if !tx.segments.is_empty() {
+            for slice in tx.segments.drain(..) {
+                self.push_memory(slice);
+            }
+        }
+        self.push_memory(last);
+        let start = self.bytes.len();
+        self.bytes.extend_from_slice(pad);
+        self.bytes.extend_from_slice(&icrc.to_le_bytes());
+        self.name_bytes(start);
+    }
+
     /// Begins a packet of `len` bytes to queue pair `qpn`. Returns its IPv4 identification.
     pub fn begin(&mut self, way: Way, qpn: Qpn, len: usize) -> u16 {
         self.total += len;
@@ -267,13 +312,13 @@ impl TxBatch {
         if let Some(g) = self.groups.last_mut() {
             // Datagrams of one segmented send have one destination and one length, but for the
             // last.
-            let fits = g.way == way
-                && g.qpn == qpn
-                && qpn != Qpn::GSI
-                && !g.closed
+            let fits = !g.closed
                 // A longer packet begins another group: the kernel cuts all segments to one
                 // length.
                 && len <= g.segment
+                && g.qpn == qpn
+                && qpn != Qpn::GSI
+                && g.way == way
                 && g.count < self.max_segments
                 && g.bytes + len <= MAX_GROUP_BYTES
                 && g.pieces.len() < MAX_GROUP_PIECES;
@@ -306,11 +351,16 @@ impl TxBatch {
     pub fn push_bytes(&mut self, data: &[u8]) {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(data);
+        self.name_bytes(start);
+    }
+
+    /// Makes the batch's own bytes from `start` on a piece of the packet.
+    fn name_bytes(&mut self, start: usize) {
         let end = self.bytes.len();
-        let first = self.group().pieces.start;
+        let group = self.groups.last_mut().expect("a packet was begun");
         // Bytes that follow on bytes of the same group are one vector. Those of the group before
         // must not grow into this one, which is another message.
-        if self.pieces.len() > first
+        if self.pieces.len() > group.pieces.start
             && let Some(Piece::Bytes(last)) = self.pieces.last_mut()
             && last.end == start
         {
@@ -318,7 +368,7 @@ impl TxBatch {
             return;
         }
         self.pieces.push(Piece::Bytes(start..end));
-        self.group().pieces.end += 1;
+        group.pieces.end += 1;
     }
 
     /// Appends registered memory to the packet.
@@ -347,6 +397,26 @@ impl TxBatch {
         debug_assert_eq!(all.len(), group.bytes);
         all.chunks(group.segment).map(<[u8]>::to_vec).collect()
     }
+}
+
+/// Copies a packet whose last segment is `last` to the beginning of `whole`, without its ICRC.
+fn gather<'a>(whole: &'a mut [u8], tx: &TxPacket, last: &MemSlice) -> &'a mut [u8] {
+    debug_assert!(tx.inline.is_empty(), "copied or referred to");
+    let mut at = tx.headers.len();
+    whole[..at].copy_from_slice(&tx.headers);
+    for slice in tx.segments.iter().chain([last]) {
+        slice.read(0, &mut whole[at..at + slice.len()]);
+        at += slice.len();
+    }
+    let end = at + tx.pad();
+    whole[at..end].fill(0);
+    &mut whole[..end]
+}
+
+/// The destination queue pair that a header names.
+pub(super) fn destination(headers: &[u8]) -> Qpn {
+    debug_assert!(headers.len() >= Bth::LEN);
+    Qpn::new(u32::from_be_bytes([0, headers[5], headers[6], headers[7]]))
 }
 
 #[cfg(test)]
@@ -417,6 +487,46 @@ mod tests {
         let mut b = TxBatch::new(1);
         assert_eq!(packet(&mut b, 1, 16), 0);
         assert_eq!(packet(&mut b, 1, 16), 0);
+    }
+
+    #[test]
+    fn packets_are_sealed_whole_whether_their_payload_is_copied_or_referred_to() {
+        let (src, dst) = (way(1).dst, way(2).dst);
+        let flow = IcrcFlow::new(src, dst).unwrap();
+        let m = Memory::new(4096).unwrap();
+        let payload: Vec<u8> = (0..301u16).map(|n| n as u8).collect();
+        m.write(7, &payload);
+        let cuts: [&[usize]; 3] = [&[7, 308], &[7, 8, 308], &[7, 100, 200, 308]];
+        let mut b = TxBatch::new(64);
+        let mut packet = |cuts: Option<&[usize]>| {
+            let mut tx = TxPacket {
+                payload_len: payload.len(),
+                ..TxPacket::default()
+            };
+            let bth = [4, 0x70, 0xff, 0xff, 0, 0, 0, 2, 0, 0, 0, 9];
+            tx.headers.try_extend_from_slice(&bth).unwrap();
+            match cuts {
+                Some(cuts) => {
+                    let slices = cuts.windows(2).map(|w| m.slice(w[0]..w[1]).unwrap());
+                    tx.segments.extend(slices);
+                }
+                None => tx.inline.extend_from_slice(&payload),
+            }
+            b.push_packet(Some(&flow), &way(2), &mut tx);
+        };
+        packet(None);
+        packet(None);
+        for cuts in cuts {
+            packet(Some(cuts));
+        }
+        assert_eq!(b.groups().len(), 1);
+        let packets = b.copy_packets(&b.groups()[0]);
+        for (id, packet) in packets.iter().enumerate() {
+            assert_eq!(packet[12..12 + 301], payload);
+            assert_eq!(flow.check_exact(packet, id as u16), Ok(()));
+        }
+        // Those with copied payload are one piece with the header that follows.
+        assert_eq!(b.pieces(&b.groups()[0]).len(), 1 + (1 + 2 + 3) + 3);
     }
 
     #[test]

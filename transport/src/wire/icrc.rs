@@ -20,6 +20,7 @@
 //! and is always exact.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::LazyLock;
 
 use crc32fast::Hasher;
 use thiserror::Error;
@@ -42,9 +43,17 @@ const PROTOCOL_UDP: u8 = 17;
 /// Offset of the bits a router may change inside the BTH.
 const BTH_CONGESTION: usize = 4;
 
-/// Longest piece of headers that is copied to be masked: the longest headers
-/// there are, and some payload to fill whole blocks.
+/// Longest packet that is copied whole to be masked: a short message and its
+/// headers are then one piece.
+const SHORT_COPIED: usize = 128;
+
+/// Bytes of a longer one that are copied: the longest headers there are, and
+/// some payload to fill whole blocks.
 const HEADERS_COPIED: usize = 64;
+
+/// A hasher of nothing. Each new one asks what the processor can do; a copy of
+/// this one knows.
+static HASHER: LazyLock<Hasher> = LazyLock::new(Hasher::new);
 
 /// Reason why a packet's ICRC is not accepted; such packets are dropped silently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -124,17 +133,23 @@ impl IcrcFlow {
     /// Begin the ICRC of a packet whose UDP payload, ICRC included, has
     /// `datagram_len` bytes. `ip_id` is ignored on IPv6.
     #[must_use]
-    #[expect(clippy::cast_possible_truncation, reason = "lengths of headers")]
     pub fn start(&self, datagram_len: u16, ip_id: u16) -> Icrc {
+        Icrc {
+            hasher: HASHER.clone(),
+            pseudo: self.pseudo_header(datagram_len, ip_id),
+        }
+    }
+
+    /// The CRC of the pseudo header.
+    #[expect(clippy::cast_possible_truncation, reason = "lengths of headers")]
+    fn pseudo_header(&self, datagram_len: u16, ip_id: u16) -> u32 {
         let udp_len = datagram_len.wrapping_add(UDP_LEN as u16);
         let ip = if self.is_v6 {
             IPV6_LENGTH.of(udp_len)
         } else {
             IPV4_LENGTH.of(udp_len.wrapping_add(IPV4_LEN as u16)) ^ IPV4_ID.of(ip_id)
         };
-        Icrc {
-            hasher: Hasher::new_with_initial(self.base ^ ip ^ UDP_LENGTH.of(udp_len)),
-        }
+        self.base ^ ip ^ UDP_LENGTH.of(udp_len)
     }
 
     /// The ICRC of a whole packet in one piece: `body` is everything from the
@@ -148,6 +163,28 @@ impl IcrcFlow {
         let mut icrc = self.start((body.len() + ICRC_LEN) as u16, ip_id);
         icrc.update_headers(body);
         icrc.finish()
+    }
+
+    /// As [`IcrcFlow::compute`], of a packet that the caller may change, so that
+    /// nothing has to be copied; it is as before when the call returns.
+    ///
+    /// # Panics
+    ///
+    /// If the packet is shorter than a BTH.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a datagram has less than 64 KiB"
+    )]
+    pub fn compute_in_place(&self, body: &mut [u8], ip_id: u16) -> u32 {
+        let pseudo = self.pseudo_header((body.len() + ICRC_LEN) as u16, ip_id);
+        let head = body.first_chunk_mut::<{ Bth::LEN }>();
+        let head = head.expect("a whole BTH");
+        let sent = *head;
+        mask(head, pseudo);
+        let mut hasher = HASHER.clone();
+        hasher.update(body);
+        body[..Bth::LEN].copy_from_slice(&sent);
+        hasher.finalize()
     }
 
     /// Check a received UDP payload. `likely_id` is the identification that the
@@ -190,6 +227,8 @@ impl IcrcFlow {
 #[derive(Clone, Debug)]
 pub struct Icrc {
     hasher: Hasher,
+    /// The CRC of the pseudo header, until the headers follow it.
+    pseudo: u32,
 }
 
 impl Icrc {
@@ -199,15 +238,22 @@ impl Icrc {
     ///
     /// If the piece is shorter than a BTH.
     pub fn update_headers(&mut self, headers: &[u8]) {
-        assert!(headers.len() >= Bth::LEN, "a whole BTH first");
-        // One copy with the masked byte, so that short packets are one piece.
-        let mut copy = [0; HEADERS_COPIED];
-        let (first, rest) = headers.split_at(headers.len().min(HEADERS_COPIED));
-        let copy = &mut copy[..first.len()];
+        // A copy with the masked byte, so that short packets are one piece.
+        let mut copy = [0; SHORT_COPIED];
+        let copied = if headers.len() > SHORT_COPIED {
+            HEADERS_COPIED
+        } else {
+            headers.len()
+        };
+        let (first, rest) = headers.split_at(copied);
+        let copy = &mut copy[..copied];
         copy.copy_from_slice(first);
-        copy[BTH_CONGESTION] = 0xff;
+        let head = copy.first_chunk_mut().expect("a whole BTH first");
+        mask(head, self.pseudo);
         self.hasher.update(copy);
-        self.hasher.update(rest);
+        if !rest.is_empty() {
+            self.hasher.update(rest);
+        }
     }
 
     /// Adds a further piece of the packet.
@@ -217,7 +263,9 @@ impl Icrc {
 
     /// The `count` zero bytes of padding, `0..=3`.
     pub fn update_pad(&mut self, count: usize) {
-        self.hasher.update(&[0; 3][..count]);
+        if count > 0 {
+            self.hasher.update(&[0; 3][..count]);
+        }
     }
 
     /// The ICRC as a number; on the wire it is little-endian.
@@ -231,6 +279,16 @@ impl Icrc {
     pub fn finish_bytes(self) -> [u8; ICRC_LEN] {
         self.finish().to_le_bytes()
     }
+}
+
+/// Makes a BTH what the ICRC covers of it, behind a pseudo header whose CRC is
+/// `pseudo`: a CRC adds the register before a piece to the first four bytes of
+/// that piece.
+fn mask(head: &mut [u8; Bth::LEN], pseudo: u32) {
+    for (byte, register) in head.iter_mut().zip(pseudo.to_le_bytes()) {
+        *byte ^= register;
+    }
+    head[BTH_CONGESTION] = 0xff;
 }
 
 /// The CRC polynomial, reflected: bit 31 is the coefficient of x⁰.
@@ -449,6 +507,17 @@ pub(super) mod tests {
             icrc.update(&body[split..100]);
             icrc.update_pad(pad);
             prop_assert_eq!(icrc.finish(), flow.compute(&body, 3));
+        }
+
+        #[test]
+        fn a_packet_that_may_be_changed_has_the_same_crc_and_comes_back(
+            body in proptest::collection::vec(any::<u8>(), 12..400),
+            id: u16,
+        ) {
+            let flow = v4();
+            let mut copy = body.clone();
+            prop_assert_eq!(flow.compute_in_place(&mut copy, id), flow.compute(&body, id));
+            prop_assert_eq!(copy, body);
         }
     }
 }

@@ -70,7 +70,6 @@ pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, 
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
 pub(crate) use rx::LinkPeer;
-pub(in crate::roce) use tx::emit;
 
 /// Packets that a queue pair sends before the next one has its turn.
 pub const TURN: usize = 64;

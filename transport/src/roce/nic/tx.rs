@@ -5,11 +5,10 @@ use std::time::Instant;
 
 use super::qp::with_env;
 use super::{MAX_LAST_ANSWERS, Machine, Nic, TURN};
-use crate::rc::{Env, TxPacket};
-use crate::roce::batch::{TxBatch, Way};
-use crate::roce::gather::update_icrc;
-use crate::verbs::QpId;
-use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
+use crate::rc::Env;
+use crate::roce::batch::{TxBatch, Way, destination};
+use crate::verbs::{QpId, QpType};
+use crate::wire::{IcrcFlow, Qpn};
 
 impl Nic {
     /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left.
@@ -24,7 +23,7 @@ impl Nic {
             self.tx.clear();
             self.tx.headers = headers;
             let flow = has_icrc.then_some(&peer.flow);
-            emit(batch, flow, Way::to(peer.addr), &mut self.tx);
+            batch.push_packet(flow, &Way::to(peer.addr), &mut self.tx);
         }
         // Then the messages of the CM, whose peers wait by timers. However many a stranger causes,
         // queue pairs share most of the budget.
@@ -34,8 +33,9 @@ impl Nic {
                 break;
             };
             // A queue pair that was destroyed while it waited for its turn.
-            let has_more = match self.qps.get(id) {
-                Ok(_) => self.take_turn(id, batch, budget),
+            let has_more = match self.qps.get(id).map(|qp| qp.qp_type) {
+                Ok(QpType::Rc) => self.take_rc_turn(id, batch, budget),
+                Ok(QpType::Ud | QpType::Gsi) => self.take_ud_turn(id, batch, budget),
                 Err(_) => continue,
             };
             // A turn may have completed or failed requests.
@@ -57,64 +57,75 @@ impl Nic {
         packets
     }
 
-    /// Lets a queue pair send; answers whether it was stopped before it had nothing left.
-    fn take_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
-        let now = self.now;
+    /// Lets a connection send; answers whether it was stopped before it had nothing left.
+    fn take_rc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
+        let (now, to_strangers) = (self.now, self.to_strangers);
+        let has_icrc = self.config.has_icrc();
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
         let peer = qp.peer;
-        let (local, to_strangers, cm) = (self.local, self.to_strangers, self.cm.machine());
-        let has_icrc = self.config.has_icrc();
         with_env!(self, qp, env);
+        // RESET forgets the peer; the turn was asked for before.
+        let (Machine::Rc(rc), Some(peer)) = (&mut qp.machine, peer) else {
+            return false;
+        };
+        // What is repeated for a peer that is gone may wait in the socket for its neighbour entry.
+        // By a socket of its own it holds up no other peer's packets.
+        let is_silent = rc.is_peer_silent(now);
+        let flow = match is_silent {
+            true => IcrcFlow::new(to_strangers, peer.addr),
+            false => Some(peer.flow),
+        };
+        let flow = flow.expect("addresses of one family");
+        let flow = has_icrc.then_some(&flow);
+        let mut way = Way {
+            is_to_stranger: is_silent,
+            ..Way::to(peer.addr)
+        };
         // Bounded also where the packets are small, so that a turn is short for those that wait.
         for _ in 0..TURN {
-            match &mut qp.machine {
-                Machine::Rc(rc) => {
-                    // RESET forgets the peer; the turn was asked for before.
-                    let Some(peer) = peer else {
-                        return false;
-                    };
-                    if !rc.poll_transmit(now, &mut env, &mut self.tx) {
-                        return false;
-                    }
-                    // What a congested router should make rarer is data.
-                    let is_data = self.tx.payload_len > 0;
-                    // What is repeated for a peer that is gone may wait in the socket for its
-                    // neighbour entry. By a socket of its own it holds up no other peer's
-                    // packets.
-                    let is_silent = rc.is_peer_silent(now);
-                    let flow = match is_silent {
-                        true => IcrcFlow::new(to_strangers, peer.addr),
-                        false => Some(peer.flow),
-                    };
-                    let flow = flow.expect("addresses of one family");
-                    let way = Way {
-                        dst: peer.addr,
-                        is_markable: is_data,
-                        is_to_stranger: is_silent,
-                    };
-                    emit(batch, has_icrc.then_some(&flow), way, &mut self.tx);
-                }
-                Machine::Ud(ud) => {
-                    let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
-                        return false;
-                    };
-                    // A question on queue pair 1 may bear a forged address.
-                    let is_answer = destination(&self.tx.headers) == Qpn::GSI;
-                    let is_stranger = is_answer && !cm.is_proven(dst.ip());
-                    let from = if is_stranger { to_strangers } else { local };
-                    // An address handle is checked for its family when it is made.
-                    if let Some(flow) = IcrcFlow::new(from, dst) {
-                        let way = Way {
-                            is_to_stranger: is_stranger,
-                            ..Way::to(dst)
-                        };
-                        emit(batch, has_icrc.then_some(&flow), way, &mut self.tx);
-                    }
-                }
+            if !rc.poll_transmit(now, &mut env, &mut self.tx) {
+                return false;
             }
+            // What a congested router should make rarer is data.
+            way.is_markable = self.tx.payload_len > 0;
+            batch.push_packet(flow, &way, &mut self.tx);
             // It has more, for all that is known: the next turn finds out.
+            if batch.total_bytes() >= budget {
+                break;
+            }
+        }
+        true
+    }
+
+    /// The same for a datagram queue pair.
+    fn take_ud_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
+        let (local, to_strangers, cm) = (self.local, self.to_strangers, self.cm.machine());
+        let has_icrc = self.config.has_icrc();
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return false;
+        };
+        with_env!(self, qp, env);
+        let Machine::Ud(ud) = &mut qp.machine else {
+            return false;
+        };
+        for _ in 0..TURN {
+            let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
+                return false;
+            };
+            // A question on queue pair 1 may bear a forged address.
+            let is_answer = destination(&self.tx.headers) == Qpn::GSI;
+            let is_stranger = is_answer && !cm.is_proven(dst.ip());
+            let from = if is_stranger { to_strangers } else { local };
+            // An address handle is checked for its family when it is made.
+            if let Some(flow) = IcrcFlow::new(from, dst) {
+                let way = Way {
+                    is_to_stranger: is_stranger,
+                    ..Way::to(dst)
+                };
+                batch.push_packet(has_icrc.then_some(&flow), &way, &mut self.tx);
+            }
             if batch.total_bytes() >= budget {
                 break;
             }
@@ -239,48 +250,4 @@ impl Nic {
     pub fn has_output(&self) -> bool {
         !self.ready.is_empty() || self.has_mads() || !self.last_answers.is_empty()
     }
-}
-
-/// Appends a packet with its ICRC; without a flow the ICRC is zero.
-pub(in crate::roce) fn emit(
-    batch: &mut TxBatch,
-    flow: Option<&IcrcFlow>,
-    way: Way,
-    tx: &mut TxPacket,
-) {
-    let len = tx.len() + ICRC_LEN;
-    // The ICRC covers the IPv4 identification, which is the packet's place in its segmented send.
-    // Hence the place first.
-    let id = batch.begin(way, destination(&tx.headers), len);
-    let mut icrc = flow.map(|flow| flow.start(len as u16, id));
-    batch.push_bytes(&tx.headers);
-    if !tx.inline.is_empty() {
-        batch.push_bytes(&tx.inline);
-    }
-    if let Some(icrc) = &mut icrc {
-        icrc.update_headers(&tx.headers);
-        icrc.update(&tx.inline);
-        // The ICRC is taken from memory now, and the kernel copies the payload when it sends. If
-        // the owner writes in between, the peer drops the packet as corrupt and it is sent again:
-        // owners must leave the memory of a request alone until it completes.
-        for slice in &tx.segments {
-            update_icrc(icrc, slice);
-        }
-    }
-    for slice in tx.segments.drain(..) {
-        batch.push_memory(slice);
-    }
-    let pad = tx.pad();
-    let mut tail = [0; 3 + ICRC_LEN];
-    if let Some(mut icrc) = icrc {
-        icrc.update_pad(pad);
-        tail[pad..pad + ICRC_LEN].copy_from_slice(&icrc.finish_bytes());
-    }
-    batch.push_bytes(&tail[..pad + ICRC_LEN]);
-}
-
-/// The destination queue pair that a header names.
-fn destination(headers: &[u8]) -> Qpn {
-    debug_assert!(headers.len() >= Bth::LEN);
-    Qpn::new(u32::from_be_bytes([0, headers[5], headers[6], headers[7]]))
 }

@@ -128,7 +128,7 @@ impl Nic {
                 ..Way::to(dst)
             };
             let flow = self.config().has_icrc().then_some(&flow);
-            crate::roce::nic::emit(batch, flow, way, &mut tx);
+            batch.push_packet(flow, &way, &mut tx);
         }
     }
 

@@ -6,33 +6,32 @@ pub(super) const INDEX_BITS: u32 = 24;
 /// The secret permutation behind the index part of keys: a four-round Feistel network on twice 12
 /// bits whose round functions are tables of random numbers.
 pub(super) struct Permutation {
-    rounds: [Box<[u16]>; 4],
+    // Of a known size, so that a masked index needs no check.
+    rounds: Box<[Round; 4]>,
 }
+
+type Round = [u16; 1 << HALF_BITS];
 
 const HALF_BITS: u32 = INDEX_BITS / 2;
 const HALF_MASK: u32 = (1 << HALF_BITS) - 1;
 
 impl Permutation {
     pub(super) fn new(random: &mut Prf) -> Self {
-        let table = |random: &mut Prf| {
-            let mut words = vec![0u16; 1 << HALF_BITS].into_boxed_slice();
-            for four in words.chunks_exact_mut(4) {
-                let bits = random.next();
-                for (i, word) in four.iter_mut().enumerate() {
-                    *word = (bits >> (16 * i)) as u16 & HALF_MASK as u16;
-                }
+        let mut rounds = vec![[0u16; 1 << HALF_BITS]; 4];
+        for four in rounds.as_flattened_mut().chunks_exact_mut(4) {
+            let bits = random.next();
+            for (i, word) in four.iter_mut().enumerate() {
+                *word = (bits >> (16 * i)) as u16 & HALF_MASK as u16;
             }
-            words
-        };
-        Self {
-            rounds: std::array::from_fn(|_| table(random)),
         }
+        let rounds = <Box<[Round; 4]>>::try_from(rounds).expect("four rounds");
+        Self { rounds }
     }
 
     pub(super) fn forward(&self, value: u32) -> u32 {
         let (mut left, mut right) = (value >> HALF_BITS & HALF_MASK, value & HALF_MASK);
-        for round in &self.rounds {
-            (left, right) = (right, left ^ u32::from(round[right as usize]));
+        for round in self.rounds.iter() {
+            (left, right) = (right, left ^ look_up(round, right));
         }
         left << HALF_BITS | right
     }
@@ -40,10 +39,14 @@ impl Permutation {
     pub(super) fn backward(&self, value: u32) -> u32 {
         let (mut left, mut right) = (value >> HALF_BITS & HALF_MASK, value & HALF_MASK);
         for round in self.rounds.iter().rev() {
-            (left, right) = (right ^ u32::from(round[left as usize]), left);
+            (left, right) = (right ^ look_up(round, left), left);
         }
         left << HALF_BITS | right
     }
+}
+
+fn look_up(round: &Round, half: u32) -> u32 {
+    u32::from(round[(half & HALF_MASK) as usize])
 }
 
 /// A stream of numbers indistinguishable from random without the seed: SipHash-2-4 of a counter.

@@ -26,6 +26,7 @@
 mod keys;
 mod span;
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 
 use riser_memory::MemSlice;
@@ -39,6 +40,13 @@ pub use self::span::Span;
 
 /// Most regions of a table: 2²⁰, which leaves four bits of the index for generations.
 pub const MAX_REGIONS: u32 = 1 << 20;
+
+/// Indices whose slots are remembered, a power of two: those of the few regions that the data path
+/// uses all the time. The tables of the permutation are larger than a processor's first cache.
+const RECENT: usize = 64;
+
+/// No index of a key.
+const NO_INDEX: u32 = u32::MAX;
 
 /// Reason why a key does not give access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -93,6 +101,10 @@ pub struct MrTable {
     slot_bits: u32,
     max_segments: u32,
     permutation: Permutation,
+    /// Indices that were looked up last, each with its slot, by their low bits. What an index
+    /// leads to never changes, so nothing is ever taken back here; whether a key works is asked
+    /// of the region.
+    recent: [Cell<(u32, u32)>; RECENT],
     random: Prf,
 }
 
@@ -130,6 +142,7 @@ impl MrTable {
             slot_bits: count.trailing_zeros(),
             max_segments,
             permutation,
+            recent: [const { Cell::new((NO_INDEX, 0)) }; RECENT],
             random,
         }
     }
@@ -384,11 +397,21 @@ impl MrTable {
         region.span(addr, len).ok_or(KeyError::Range)
     }
 
+    #[inline]
     fn find_key(&self, key: u32) -> Result<usize, KeyError> {
+        let index = key >> 8;
+        let recent = &self.recent[index as usize % RECENT];
+        let (known, slot) = recent.get();
+        let slot = if known == index {
+            slot
+        } else {
+            let slot = self.permutation.backward(index) & ((1 << self.slot_bits) - 1);
+            recent.set((index, slot));
+            slot
+        };
         // The whole key is compared. One of an earlier registration leads to the slot as well,
         // but differs in its generation or its low byte.
-        let index = self.permutation.backward(key >> 8);
-        let slot = (index & ((1 << self.slot_bits) - 1)) as usize;
+        let slot = slot as usize;
         let region = &self.slots[slot];
         if region.valid && region.key == key {
             Ok(slot)

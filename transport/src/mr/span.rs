@@ -48,14 +48,16 @@ impl Span<'_> {
             self.len
         );
         let mut at = self.start + offset as u64;
+        // Nearly all regions have one segment.
+        if let [only] = self.segments {
+            if len > 0 {
+                f(&only.slice, at as usize, 0, len);
+            }
+            return;
+        }
         let mut done = 0;
-        // Nearly all regions have one segment; in others the first one is searched for, not
-        // walked to.
-        let mut index = if self.segments.len() > 1 {
-            self.segments.partition_point(|s| s.end <= at)
-        } else {
-            0
-        };
+        // In others the first one is searched for, not walked to.
+        let mut index = self.segments.partition_point(|s| s.end <= at);
         while done < len {
             let segment = &self.segments[index];
             let begin = segment.end - segment.slice.len() as u64;
@@ -82,10 +84,17 @@ impl Span<'_> {
         });
     }
 
+    /// Appends a copy of `len` bytes of the range to `out`. Panics beyond the range's end.
+    pub fn append_to(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
+        let at = out.len();
+        out.resize(at + len, 0);
+        self.read(offset, &mut out[at..]);
+    }
+
     /// Appends the memory of `len` bytes of the range to `out`. Panics beyond the range's end.
     pub fn push_slices(&self, offset: usize, len: usize, out: &mut Vec<MemSlice>) {
         self.pieces(offset, len, |slice, within, _, take| {
-            out.extend(slice.slice(within..within + take));
+            out.push(slice.slice(within..within + take).expect("a part of it"));
         });
     }
 }

@@ -63,10 +63,22 @@ impl RecvWqe {
     }
 }
 
+/// Copies a scatter list to a place for one of the same length.
+pub(super) fn copy_sges(to: &mut [Sge], from: &[Sge]) {
+    // Nearly all lists have one entry, for which a call of `memcpy` is long.
+    match (&mut *to, from) {
+        ([to], [from]) => *to = *from,
+        _ => to.copy_from_slice(from),
+    }
+}
+
 /// The length of a scatter list, if a message may be that long.
 pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
     // Summed in 64 bits: the lengths of two entries may exceed 32.
-    let sum: u64 = sges.iter().map(|s| u64::from(s.length)).sum();
+    let sum: u64 = match sges {
+        [only] => only.length.into(),
+        _ => sges.iter().map(|s| u64::from(s.length)).sum(),
+    };
     match u32::try_from(sum) {
         Ok(sum) if sum <= MAX_MESSAGE => Ok(sum),
         _ => Err(PostReason::MessageTooLong),
@@ -148,7 +160,7 @@ impl RecvQueue {
             length,
         };
         let at = slot * self.max_sge as usize;
-        self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
+        copy_sges(&mut self.sges[at..at + wr.sges.len()], wr.sges);
         self.len += 1;
         Ok(())
     }
@@ -181,7 +193,7 @@ impl RecvQueue {
         let count = head.sges as usize;
         // Copied out, so that the slot is free for a new post while the message is still
         // arriving.
-        out.sges[..count].copy_from_slice(&self.sges[at..at + count]);
+        copy_sges(&mut out.sges[..count], &self.sges[at..at + count]);
         out.count = count;
         out.wr_id = head.wr_id;
         out.length = head.length;

@@ -299,9 +299,11 @@ impl Responder {
         let sges = self.recv.sges();
         // Two passes: an entry with a bad key behind a good one must not leave half a packet in
         // the good one.
-        walk(sges, offset, data.len(), |sge, _, _, _| {
-            mrs.resolve_local(pd, sge, true).map(drop)
-        })?;
+        if sges.len() > 1 {
+            walk(sges, offset, data.len(), |sge, _, _, _| {
+                mrs.resolve_local(pd, sge, true).map(drop)
+            })?;
+        }
         walk(sges, offset, data.len(), |sge, within, done, take| {
             let span = mrs.resolve_local(pd, sge, true)?;
             span.write(within, &data[done..done + take]);

@@ -211,9 +211,8 @@ pub struct Env<'a> {
 
 /// A packet to send, without addresses and ICRC: headers, then payload, then `pad` zero bytes.
 ///
-/// The payload is `segments`, or `inline` for data that was copied at the post; one of them is
-/// empty. A caller keeps one of these and hands it in again, so that its buffers are allocated
-/// once.
+/// The payload is `segments`, or `inline` for data that was copied; one of them is empty. A caller
+/// keeps one of these and hands it in again, so that its buffers are allocated once.
 #[derive(Debug, Default)]
 pub struct TxPacket {
     /// BTH and extended headers; the pad count is set.
@@ -221,7 +220,7 @@ pub struct TxPacket {
     /// Payload in memory, in order. The memory stays valid as long as the slices live; its bytes
     /// may change under them, as under any NIC.
     pub segments: Vec<MemSlice>,
-    /// Payload that was copied at the post.
+    /// Payload that was copied, at the post or because it is short.
     pub inline: Vec<u8>,
     /// Payload without padding, in bytes.
     pub payload_len: usize,

@@ -7,10 +7,11 @@
 
 use crate::mr::MrTable;
 use crate::verbs::{
-    PdId, PostReason, QpCap, QpId, RKey, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+    PdId, PostReason, QpCap, QpId, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode,
+    WcStatus, WrId,
 };
 
-use super::recv_queue::{NO_SGE, message_len};
+use super::recv_queue::{NO_SGE, copy_sges, message_len};
 
 /// Phase of a send request.
 ///
@@ -89,10 +90,7 @@ impl SendWqe {
     /// Returns whether it takes a receive of the peer's.
     #[must_use]
     pub fn consumes_receive(&self) -> bool {
-        matches!(
-            self.op,
-            SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) | SendOp::WriteImm(..)
-        )
+        consumes_receive(&self.op)
     }
 
     /// The opcode of its completion.
@@ -119,13 +117,43 @@ impl SendWqe {
     }
 }
 
+fn consumes_receive(op: &SendOp) -> bool {
+    matches!(
+        op,
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) | SendOp::WriteImm(..)
+    )
+}
+
+/// The data of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payload<'a> {
+    /// Copied at the post.
+    Inline(&'a [u8]),
+    /// In memory.
+    Sges(&'a [Sge]),
+}
+
 /// Places for what the requests of a queue name; a power of two.
 const NAMES: usize = 32;
+
+/// Content of a slot that no request has used.
+const UNUSED: SendWqe = SendWqe {
+    wr_id: WrId(0),
+    op: SendOp::Send,
+    flags: SendFlags::empty(),
+    length: 0,
+    phase: Phase::Executed,
+    first: 0,
+    packets: 0,
+    recv_seq: 0,
+    sges: 0,
+};
 
 /// Posted send requests, oldest first. Bound: [`QpCap::max_send_wr`].
 #[derive(Debug, Default)]
 pub struct SendQueue {
-    wqes: Box<[Option<SendWqe>]>,
+    /// Those from `head` to `tail` are requests; the others hold old ones.
+    wqes: Box<[SendWqe]>,
     sges: Box<[Sge]>,
     inline: Box<[u8]>,
     max_sge: usize,
@@ -148,7 +176,7 @@ impl SendQueue {
         let max_sge = cap.max_send_sge as usize;
         let max_inline = cap.max_inline as usize;
         Self {
-            wqes: vec![None; depth].into_boxed_slice(),
+            wqes: vec![UNUSED; depth].into_boxed_slice(),
             sges: vec![NO_SGE; depth * max_sge].into_boxed_slice(),
             inline: vec![0; depth * max_inline].into_boxed_slice(),
             max_sge,
@@ -207,14 +235,14 @@ impl SendQueue {
     #[must_use]
     pub fn wqe(&self, at: u64) -> &SendWqe {
         debug_assert!(self.head <= at && at < self.tail);
-        self.wqes[self.slot(at)].as_ref().expect("a posted request")
+        &self.wqes[self.slot(at)]
     }
 
     /// As [`SendQueue::wqe`], to change.
     pub fn wqe_mut(&mut self, at: u64) -> &mut SendWqe {
         debug_assert!(self.head <= at && at < self.tail);
         let slot = self.slot(at);
-        self.wqes[slot].as_mut().expect("a posted request")
+        &mut self.wqes[slot]
     }
 
     /// The request at a position, if there is one.
@@ -226,8 +254,24 @@ impl SendQueue {
     /// The scatter list of a request; empty for an inline one.
     #[must_use]
     pub fn sges(&self, at: u64) -> &[Sge] {
-        let from = self.slot(at) * self.max_sge;
-        &self.sges[from..from + self.wqe(at).sges as usize]
+        match self.payload(at) {
+            Payload::Inline(_) => &[],
+            Payload::Sges(sges) => sges,
+        }
+    }
+
+    /// The data of a request.
+    #[must_use]
+    pub fn payload(&self, at: u64) -> Payload<'_> {
+        let slot = self.slot(at);
+        let wqe = &self.wqes[slot];
+        if wqe.flags.contains(SendFlags::INLINE) {
+            let from = slot * self.max_inline;
+            Payload::Inline(&self.inline[from..from + wqe.length as usize])
+        } else {
+            let from = slot * self.max_sge;
+            Payload::Sges(&self.sges[from..from + wqe.sges as usize])
+        }
     }
 
     /// Whether a request before a position, which is not completed, reads or writes memory by a key.
@@ -236,16 +280,6 @@ impl SendQueue {
         // As a rule none does: owners invalidate keys that they gave to the peer.
         self.named[name_of(key.0)] > self.head
             && (self.head..before).any(|at| self.sges(at).iter().any(|sge| sge.lkey.0 == key.0))
-    }
-
-    /// The data of an inline request.
-    #[must_use]
-    pub fn inline(&self, at: u64) -> Option<&[u8]> {
-        let wqe = self.wqe(at);
-        let from = self.slot(at) * self.max_inline;
-        wqe.flags
-            .contains(SendFlags::INLINE)
-            .then(|| &self.inline[from..from + wqe.length as usize])
     }
 
     /// Posts one request.
@@ -274,26 +308,21 @@ impl SendQueue {
             return Err(PostReason::QueueFull);
         }
         let slot = self.slot(self.tail);
-        // Copied now, because the consumer may reuse its memory as soon as the post returns.
         if is_inline {
-            let mut at = slot * self.max_inline;
-            for sge in wr.sges {
-                let span = mrs
-                    .resolve_inline(pd, sge)
-                    .map_err(|_| PostReason::InvalidKey)?;
-                span.read(0, &mut self.inline[at..at + span.len()]);
-                at += span.len();
-            }
+            self.copy_inline(slot, wr.sges, pd, mrs)?;
         } else {
             let at = slot * self.max_sge;
-            self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
+            copy_sges(&mut self.sges[at..at + wr.sges.len()], wr.sges);
             for sge in wr.sges {
                 self.named[name_of(sge.lkey.0)] = self.tail + 1;
             }
         }
+        // Credits count receives of the peer's, so each request has the number of the receive
+        // that it will take. One that takes none has that of the request before it.
+        self.recv_seq += u64::from(consumes_receive(&wr.op));
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
         let sges = if is_inline { 0 } else { wr.sges.len() as u32 };
-        let mut wqe = SendWqe {
+        self.wqes[slot] = SendWqe {
             wr_id: wr.wr_id,
             op: wr.op,
             flags: wr.flags,
@@ -304,28 +333,41 @@ impl SendQueue {
             recv_seq: self.recv_seq,
             sges,
         };
-        // Credits count receives of the peer's, so each request has the number of the receive
-        // that it will take. One that takes none has that of the request before it.
-        if wqe.consumes_receive() {
-            self.recv_seq += 1;
-            wqe.recv_seq = self.recv_seq;
-        }
-        self.wqes[slot] = Some(wqe);
         self.tail += 1;
         Ok(())
     }
 
+    /// Copies the data of an inline request, because the consumer may reuse its memory as soon as
+    /// the post returns.
+    fn copy_inline(
+        &mut self,
+        slot: usize,
+        sges: &[Sge],
+        pd: PdId,
+        mrs: &MrTable,
+    ) -> Result<(), PostReason> {
+        let mut at = slot * self.max_inline;
+        for sge in sges {
+            let span = mrs
+                .resolve_inline(pd, sge)
+                .map_err(|_| PostReason::InvalidKey)?;
+            span.read(0, &mut self.inline[at..at + span.len()]);
+            at += span.len();
+        }
+        Ok(())
+    }
+
     /// Takes the oldest request out. Panics on an empty queue.
-    pub fn retire(&mut self) -> SendWqe {
-        let wqe = self.wqes[self.first].take().expect("a posted request");
+    pub fn retire(&mut self) -> &SendWqe {
+        assert!(!self.is_empty(), "a posted request");
+        let slot = self.first;
         self.first = self.slot(self.head + 1);
         self.head += 1;
-        wqe
+        &self.wqes[slot]
     }
 
     /// Forgets every request; positions start again at 0.
     pub fn clear(&mut self) {
-        self.wqes.fill(None);
         self.head = 0;
         self.tail = 0;
         self.first = 0;
@@ -345,33 +387,41 @@ fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
     // Shape is checked at the post, and keys when the request starts: a chain may register a
     // region in front of the request that uses it.
     let length = message_len(wr.sges)?;
-    let remote = match wr.op {
-        SendOp::CmpSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => Some(remote),
-        _ => None,
-    };
-    if let Some(remote) = remote {
-        // The peer would refuse these, and a refusal ends the connection.
-        if length != 8 {
-            return Err(PostReason::InvalidRequest("an atomic returns eight bytes"));
+    let is_inline = wr.flags.contains(SendFlags::INLINE);
+    // READs and atomics write into the scatter list, so it cannot be data that was copied.
+    let may_inline = match wr.op {
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => true,
+        SendOp::Write(_) | SendOp::WriteImm(..) => true,
+        SendOp::Read(_) => false,
+        SendOp::CmpSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => {
+            check_atomic(remote, length)?;
+            false
         }
-        if !remote.addr.is_multiple_of(8) {
+        SendOp::RegMr { .. } | SendOp::LocalInv(_) if !wr.sges.is_empty() => {
             return Err(PostReason::InvalidRequest(
-                "an atomic's address is a multiple of eight",
+                "a local operation has no scatter list",
             ));
         }
-    }
-    let is_local = matches!(wr.op, SendOp::RegMr { .. } | SendOp::LocalInv(_));
-    if is_local && !wr.sges.is_empty() {
-        return Err(PostReason::InvalidRequest(
-            "a local operation has no scatter list",
-        ));
-    }
-    // READs and atomics write into the scatter list, so it cannot be data that was copied.
-    let may_inline = !is_local && remote.is_none() && !matches!(wr.op, SendOp::Read(_));
-    if wr.flags.contains(SendFlags::INLINE) && !may_inline {
+        SendOp::RegMr { .. } | SendOp::LocalInv(_) => false,
+    };
+    if is_inline && !may_inline {
         return Err(PostReason::InvalidInline);
     }
     Ok(length)
+}
+
+/// Checks an atomic whose result has `length` bytes. The peer would refuse a wrong one, and a
+/// refusal ends the connection.
+fn check_atomic(remote: RemoteAddr, length: u32) -> Result<(), PostReason> {
+    if length != 8 {
+        return Err(PostReason::InvalidRequest("an atomic returns eight bytes"));
+    }
+    if !remote.addr.is_multiple_of(8) {
+        return Err(PostReason::InvalidRequest(
+            "an atomic's address is a multiple of eight",
+        ));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -379,7 +429,7 @@ mod tests {
     use riser_memory::Memory;
 
     use super::*;
-    use crate::verbs::{Access, Handle, LKey, RemoteAddr};
+    use crate::verbs::{Access, Handle, LKey};
 
     const PD: PdId = PdId(Handle::new(0, 0));
     const CAP: QpCap = QpCap {
@@ -413,7 +463,7 @@ mod tests {
         let wr = SendWr::new(1, SendOp::Send, &sges).flags(SendFlags::INLINE);
         q.push(&wr, PD, &mrs).unwrap();
         memory.write(10, b"changed");
-        assert_eq!(q.inline(0), Some(&b"payload"[..]));
+        assert_eq!(q.payload(0), Payload::Inline(b"payload"));
         let outside = [sge(8, 4)];
         let wr = SendWr::new(1, SendOp::Send, &outside).flags(SendFlags::INLINE);
         assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::InvalidKey));

@@ -44,6 +44,7 @@ pub use mad::{MAD_LEN, Mad, MadHeader, TransactionId};
 pub use opcode::{ExtHeader, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service};
 pub use packet::{
     ExtHeaders, HeaderBuf, MAX_HEADER_LEN, Packet, PacketError, ROCE_PORT, emit_headers,
+    push_header,
 };
 /// Whether an address is an IPv6 link-local one. It names a host only together with an interface,
 /// for which neither a GID nor [`std::net::IpAddr`] has room, so RoCE here does without such

@@ -115,6 +115,7 @@ fn take<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
 impl<'a> Packet<'a> {
     /// Parse the payload of a UDP datagram. The received length is the only
     /// authority on where things end.
+    #[inline]
     pub fn parse(datagram: &'a [u8]) -> Result<Self, PacketError> {
         let len = datagram.len();
         let Some((body, icrc)) = datagram.split_last_chunk::<ICRC_LEN>() else {
@@ -165,6 +166,7 @@ impl<'a> Packet<'a> {
 }
 
 impl ExtHeaders {
+    #[inline]
     fn parse(op: &OpcodeInfo, rest: &mut &[u8]) -> Option<Self> {
         let mut ext = Self::default();
         for header in op.headers {
@@ -202,6 +204,16 @@ pub const MAX_HEADER_LEN: usize = Bth::LEN + MAX_EXT_LEN;
 /// Room for the headers of one packet.
 pub type HeaderBuf = ArrayVec<u8, MAX_HEADER_LEN>;
 
+/// Appends one header.
+///
+/// # Panics
+///
+/// If there is no room for it: no packet has that many headers.
+pub fn push_header<T: IntoBytes + Immutable>(out: &mut HeaderBuf, header: &T) {
+    out.try_extend_from_slice(header.as_bytes())
+        .expect("the longest header fits");
+}
+
 /// The headers of one packet, ready to be followed by payload, padding and
 /// ICRC. `bth` must already carry the pad count for the payload.
 ///
@@ -213,7 +225,7 @@ pub type HeaderBuf = ArrayVec<u8, MAX_HEADER_LEN>;
 pub fn emit_headers(bth: &Bth, ext: &ExtHeaders) -> HeaderBuf {
     let op = OpcodeInfo::lookup(bth.raw_opcode()).expect("an opcode of the table");
     let mut out = HeaderBuf::new();
-    out.extend(bth.as_bytes().iter().copied());
+    push_header(&mut out, bth);
     for &header in op.headers {
         let bytes = ext.bytes(header);
         let bytes = bytes.unwrap_or_else(|| panic!("{:?} needs its {header:?}", op.opcode));

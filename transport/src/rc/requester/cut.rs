@@ -7,10 +7,25 @@ use crate::mr::KeyError;
 use crate::rc::TxPacket;
 use crate::rc::ctx::{Ctx, Fault};
 use crate::rc::message::{plan_packets, walk};
-use crate::rc::send_queue::{Phase, SendWqe};
+use crate::rc::send_queue::{Payload, Phase, SendWqe};
 use crate::rc::state::RequesterState;
 use crate::verbs::{SendFlags, SendOp, WcStatus};
-use crate::wire::{AtomicEth, Bth, ExtHeaders, Ieth, ImmDt, Opcode, Reth, emit_headers};
+use crate::wire::{AtomicEth, Bth, HeaderBuf, Ieth, ImmDt, Opcode, Reth, push_header};
+
+/// Longest payload that is copied, in bytes. To refer to memory, and to give it to the kernel as a
+/// piece of its own, costs more than to copy so little.
+const COPIED: usize = 256;
+
+/// A request packet: its place among those of its request.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    /// Packet numbers that it uses up.
+    count: u32,
+    /// Where it begins in the message, in bytes.
+    offset: u32,
+    is_first: bool,
+    is_last: bool,
+}
 
 impl Requester {
     /// The next request packet, if state, window, credits and fences allow one. `may_start` is
@@ -28,7 +43,7 @@ impl Requester {
             // The caller may poll before the timer has fired.
             self.end_rnr_wait();
         }
-        while let Some(&wqe) = self.sq.peek(self.cur) {
+        while let Some(wqe) = self.sq.peek(self.cur) {
             match wqe.phase {
                 // Its error is reported once the requests before it are complete; until then
                 // nothing behind it may start, since it would complete as flushed although the
@@ -39,37 +54,41 @@ impl Requester {
                 // starts no request at all.
                 Phase::Posted if !may_start => return Ok(false),
                 Phase::Posted if wqe.is_local() => {
+                    let wqe = *wqe;
                     if !self.execute(ctx, &wqe)? {
                         return Ok(false);
                     }
                 }
-                Phase::Posted => {
-                    // The request counts as started only when its first packet may leave: until
-                    // then it has no numbers.
-                    let mut plan = wqe;
-                    plan.phase = Phase::Started;
-                    plan.first = self.nxt;
-                    plan.packets = plan_packets(wqe.length, self.mtu);
-                    if !self.may_send(ctx.now, &plan) {
-                        return Ok(false);
-                    }
-                    if let Err(status) = self.check_start(ctx, &plan) {
-                        self.fail_current(ctx, status)?;
-                        return Ok(false);
-                    }
-                    let is_sent = self.cut(ctx, tx, &plan, may_start)?;
-                    if is_sent {
-                        *self.sq.wqe_mut(self.cur) = plan;
-                    }
-                    return Ok(is_sent);
-                }
+                Phase::Posted => return self.begin(ctx, tx),
                 Phase::Started if wqe.end() <= self.nxt => self.cur += 1,
                 Phase::Started => {
-                    return Ok(self.may_send(ctx.now, &wqe) && self.cut(ctx, tx, &wqe, may_start)?);
+                    return Ok(self.may_send(ctx.now) && self.cut(ctx, tx, may_start)?);
                 }
             }
         }
         Ok(false)
+    }
+
+    /// Sends the first packet of the current request, if it may leave now.
+    fn begin(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket) -> Result<bool, Fault> {
+        let (first, mtu) = (self.nxt, self.mtu);
+        let wqe = self.sq.wqe_mut(self.cur);
+        // The request counts as started only when this packet has been cut. Until then the
+        // numbers are a plan, which is made again the next time.
+        wqe.first = first;
+        wqe.packets = plan_packets(wqe.length, mtu);
+        if !self.may_send(ctx.now) {
+            return Ok(false);
+        }
+        if let Err(status) = self.check_start(ctx) {
+            self.fail_current(ctx, status)?;
+            return Ok(false);
+        }
+        let is_sent = self.cut(ctx, tx, true)?;
+        if is_sent {
+            self.sq.wqe_mut(self.cur).phase = Phase::Started;
+        }
+        Ok(is_sent)
     }
 
     /// Runs a local operation whose turn has come; false if it must wait.
@@ -113,8 +132,9 @@ impl Requester {
         matches!(wqe.op, SendOp::LocalInv(key) if self.sq.names(key, at))
     }
 
-    /// Checks what holds for all packets of a request, before the first one.
-    fn check_start(&self, ctx: &Ctx<'_>, wqe: &SendWqe) -> Result<(), WcStatus> {
+    /// Checks what holds for all packets of the current request, before the first one.
+    fn check_start(&self, ctx: &Ctx<'_>) -> Result<(), WcStatus> {
+        let wqe = self.sq.wqe(self.cur);
         // The peer has agreed to no READs or atomics. It would refuse the request and end the
         // connection; this way the owner sees which request was wrong.
         if wqe.has_response() && self.max_reads == 0 {
@@ -158,9 +178,29 @@ impl Requester {
         piece.min(wqe.packets - wqe.index_of(self.nxt))
     }
 
-    /// Returns whether window, initiator depth, fence and credits allow the next packet of a
-    /// request.
-    fn may_send(&mut self, now: Instant, wqe: &SendWqe) -> bool {
+    /// Returns whether window, initiator depth, fence, credits and pace allow the next packet of
+    /// the current request.
+    fn may_send(&mut self, now: Instant) -> bool {
+        let wqe = self.sq.wqe(self.cur);
+        if !self.is_allowed(wqe) {
+            return false;
+        }
+        if self.is_limited(wqe) {
+            // IBTA 9.7.7.2.5: one packet beyond the limit, when all before it is acknowledged. Its
+            // acknowledgement shows that the message has its receive.
+            return if self.nxt == wqe.first {
+                self.una == self.nxt
+            } else {
+                // Once the first packet has found a receive, the rest of the message has it as
+                // well.
+                self.una > wqe.first
+            };
+        }
+        self.is_paced(now)
+    }
+
+    /// Whether window, initiator depth and fence allow the next packet of a request.
+    fn is_allowed(&self, wqe: &SendWqe) -> bool {
         let in_flight = self.nxt - self.una;
         // The responses of a READ count as in flight as soon as they are asked for: the responder
         // sends them without regard to our window.
@@ -173,35 +213,23 @@ impl Requester {
                 return false;
             }
         }
-        // The part under way has to be answered first: the responder keeps one place for each
-        // request, and a second part would replace what it still has to send of the first.
-        if self.is_part_under_way(wqe) {
-            return false;
+        if wqe.has_response() {
+            // The part under way has to be answered first: the responder keeps one place for each
+            // request, and a second part would replace what it still has to send of the first.
+            if self.is_part_under_way(wqe) {
+                return false;
+            }
+            // One more than the peer has resources would be refused as an invalid request, and
+            // end the connection.
+            if self.reads.len() >= self.max_reads && self.max_reads > 0 {
+                return false;
+            }
         }
-        // One more than the peer has resources would be refused as an invalid request, and end
-        // the connection.
-        if wqe.has_response() && self.reads.len() >= self.max_reads && self.max_reads > 0 {
-            return false;
-        }
-        let is_first = self.nxt == wqe.first;
         // Only the first packet is held back: READs in front of the request have been answered
         // when it leaves. SENDs and WRITEs in front need no fence, since they take effect in
         // their order anyway.
-        if is_first && wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty() {
-            return false;
-        }
-        if self.is_limited(wqe) {
-            // IBTA 9.7.7.2.5: one packet beyond the limit, when all before it is acknowledged. Its
-            // acknowledgement shows that the message has its receive.
-            return if is_first {
-                self.una == self.nxt
-            } else {
-                // Once the first packet has found a receive, the rest of the message has it as
-                // well.
-                self.una > wqe.first
-            };
-        }
-        self.is_paced(now)
+        let is_fenced = wqe.flags.contains(SendFlags::FENCE) && self.nxt == wqe.first;
+        !is_fenced || self.reads.is_empty()
     }
 
     /// Whether a window of less than one packet allows a packet by now; if not, sees to it that it
@@ -241,26 +269,30 @@ impl Requester {
         wqe.consumes_receive() && self.limit.is_some_and(|limit| wqe.recv_seq > limit)
     }
 
-    /// Writes the packet `nxt` of a request into `tx`.
+    /// Writes the packet `nxt` of the current request into `tx`.
     fn cut(
         &mut self,
         ctx: &mut Ctx<'_>,
         tx: &mut TxPacket,
-        wqe: &SendWqe,
         may_start: bool,
     ) -> Result<bool, Fault> {
-        let count = self.next_count(wqe);
+        let wqe = self.sq.wqe(self.cur);
         let index = wqe.index_of(self.nxt);
-        let is_last = index + count == wqe.packets;
-        let offset = index * self.mtu;
-        let (opcode, ext) = plan_headers(wqe, index == 0, is_last, offset, count * self.mtu);
-        // The payload is gathered again for a repeated packet, since nothing was copied the first
+        let count = self.next_count(wqe);
+        let cut = Cut {
+            count,
+            offset: index * self.mtu,
+            is_first: index == 0,
+            is_last: index + count == wqe.packets,
+        };
+        let has_response = wqe.has_response();
+        // The payload is gathered again for a repeated packet, since nothing was kept the first
         // time.
-        if !wqe.has_response() {
-            let len = (wqe.length - offset).min(self.mtu) as usize;
+        if !has_response {
+            let len = (wqe.length - cut.offset).min(self.mtu) as usize;
             // The key may have been invalidated, or the region deregistered, since the last
             // packet.
-            if self.gather(ctx, tx, offset as usize, len).is_err() {
+            if self.gather(ctx, tx, cut.offset as usize, len).is_err() {
                 // Some entries may be gathered already, and `tx` goes on to the next user.
                 tx.clear();
                 self.fail_current(ctx, WcStatus::LocProtErr)?;
@@ -270,16 +302,26 @@ impl Requester {
         }
         // READs and atomics are answered in any case. They count as having asked, since their
         // answer moves the window like an acknowledgement.
-        let asks = wqe.has_response() || self.asks_for_ack(wqe, is_last, may_start);
-        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
+        let asks = has_response || self.asks_for_ack(wqe, cut.is_last, may_start);
         let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
+        let opcode = plan_opcode(&wqe.op, cut);
         let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
             .with_ack_request(asks)
             // The event is for the receiver's completion, which only the last packet makes.
-            .with_solicited(wakes && is_last)
+            .with_solicited(wakes && cut.is_last)
             .with_pad_for(tx.payload_len);
-        tx.headers = emit_headers(&bth, &ext);
+        push_header(&mut tx.headers, &bth);
+        push_extended(&mut tx.headers, wqe, cut, self.mtu);
+        debug_assert_eq!(tx.headers.len(), Bth::LEN + opcode.info().ext_len);
+        let is_read = matches!(wqe.op, SendOp::Read(_));
+        self.on_cut(ctx, count, asks, has_response.then_some(is_read));
+        Ok(true)
+    }
 
+    /// A packet that uses up `count` numbers leaves. `read` is whether it is a READ request, of a
+    /// request that has a response.
+    fn on_cut(&mut self, ctx: &mut Ctx<'_>, count: u32, asks: bool, read: Option<bool>) {
+        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
         if self.nxt < self.sent {
             ctx.counters.retransmits += 1;
         // Only first copies are timed, and only packets that are answered at once: what is not
@@ -290,10 +332,10 @@ impl Requester {
         let is_first_time = self.nxt == self.sent;
         self.nxt += u64::from(count);
         self.sent = self.sent.max(self.nxt);
-        if wqe.has_response() {
+        if let Some(is_read) = read {
             self.reads.push_back(self.nxt);
             // An atomic is never repeated in parts, so its end need not be remembered.
-            if is_first_time && matches!(wqe.op, SendOp::Read(_)) {
+            if is_first_time && is_read {
                 self.pieces.push_back(self.nxt);
             }
         }
@@ -306,7 +348,6 @@ impl Requester {
         if self.timer.is_none() {
             self.timer = Some(ctx.now + self.vary(self.interval));
         }
-        Ok(true)
     }
 
     /// Returns whether the packet `nxt` asks for an acknowledgement: so often that the window keeps
@@ -363,73 +404,71 @@ impl Requester {
         offset: usize,
         len: usize,
     ) -> Result<(), KeyError> {
-        // Copied at the post, so neither key nor memory is looked at again.
-        if let Some(data) = self.sq.inline(self.cur) {
-            tx.inline.extend_from_slice(&data[offset..offset + len]);
-            return Ok(());
-        }
-        walk(
-            self.sq.sges(self.cur),
-            offset,
-            len,
-            |sge, within, _, take| {
-                let span = ctx.mrs.resolve_local(ctx.cfg.pd, sge, false)?;
+        let sges = match self.sq.payload(self.cur) {
+            // Copied at the post, so neither key nor memory is looked at again.
+            Payload::Inline(data) => {
+                tx.inline.extend_from_slice(&data[offset..offset + len]);
+                return Ok(());
+            }
+            Payload::Sges(sges) => sges,
+        };
+        walk(sges, offset, len, |sge, within, _, take| {
+            let span = ctx.mrs.resolve_local(ctx.cfg.pd, sge, false)?;
+            if len <= COPIED {
+                span.append_to(within, take, &mut tx.inline);
+            } else {
                 span.push_slices(within, take, &mut tx.segments);
-                Ok(())
-            },
-        )
+            }
+            Ok(())
+        })
     }
 }
 
-/// Opcode and extended headers of a request packet (IBTA 9.2.1, tables 35 and 38). `offset` is
-/// where the packet begins in its message, `most` how many bytes a READ piece asks for at most.
-fn plan_headers(
-    wqe: &SendWqe,
-    is_first: bool,
-    is_last: bool,
-    offset: u32,
-    most: u32,
-) -> (Opcode, ExtHeaders) {
-    let mut ext = ExtHeaders::default();
+/// The opcode of a request packet (IBTA 9.2.1, table 35).
+fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
     // The operation decides the family of opcodes, the place in the message picks one of it.
-    let pick = |first, middle, last, only| match (is_first, is_last) {
+    let pick = |first, middle, last, only| match (cut.is_first, cut.is_last) {
         (true, false) => first,
         (false, false) => middle,
         (false, true) => last,
         (true, true) => only,
     };
-    let (first, middle) = (Opcode::RcSendFirst, Opcode::RcSendMiddle);
-    let opcode = match wqe.op {
-        SendOp::Send => pick(first, middle, Opcode::RcSendLast, Opcode::RcSendOnly),
-        SendOp::SendImm(imm) => {
-            ext.imm = Some(ImmDt::new(imm));
-            pick(first, middle, Opcode::RcSendLastImm, Opcode::RcSendOnlyImm)
-        }
-        SendOp::SendInv(key) => {
-            ext.ieth = Some(Ieth::new(key.0));
+    let send = |last, only| pick(Opcode::RcSendFirst, Opcode::RcSendMiddle, last, only);
+    let write = |last, only| pick(Opcode::RcWriteFirst, Opcode::RcWriteMiddle, last, only);
+    match op {
+        SendOp::Send => send(Opcode::RcSendLast, Opcode::RcSendOnly),
+        SendOp::SendImm(_) => send(Opcode::RcSendLastImm, Opcode::RcSendOnlyImm),
+        SendOp::SendInv(_) => {
             let (last, only) = (Opcode::RcSendLastInvalidate, Opcode::RcSendOnlyInvalidate);
-            pick(first, middle, last, only)
+            send(last, only)
         }
+        SendOp::Write(_) => write(Opcode::RcWriteLast, Opcode::RcWriteOnly),
+        SendOp::WriteImm(..) => write(Opcode::RcWriteLastImm, Opcode::RcWriteOnlyImm),
+        SendOp::Read(_) => Opcode::RcReadRequest,
+        SendOp::CmpSwap { .. } => Opcode::RcCmpSwap,
+        SendOp::FetchAdd { .. } => Opcode::RcFetchAdd,
+        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
+    }
+}
+
+/// Appends the extended headers of a request packet (IBTA 9.2.1, table 38).
+fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: Cut, mtu: u32) {
+    match wqe.op {
+        SendOp::SendImm(imm) if cut.is_last => push_header(headers, &ImmDt::new(imm)),
+        SendOp::SendInv(key) if cut.is_last => push_header(headers, &Ieth::new(key.0)),
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => {}
         SendOp::Write(to) | SendOp::WriteImm(to, _) => {
-            ext.reth = Some(Reth::new(to.addr, to.rkey.0, wqe.length));
-            let (first, middle) = (Opcode::RcWriteFirst, Opcode::RcWriteMiddle);
-            if let SendOp::WriteImm(_, imm) = wqe.op {
-                ext.imm = Some(ImmDt::new(imm));
-                pick(
-                    first,
-                    middle,
-                    Opcode::RcWriteLastImm,
-                    Opcode::RcWriteOnlyImm,
-                )
-            } else {
-                pick(first, middle, Opcode::RcWriteLast, Opcode::RcWriteOnly)
+            if cut.is_first {
+                push_header(headers, &Reth::new(to.addr, to.rkey.0, wqe.length));
+            }
+            if let (SendOp::WriteImm(_, imm), true) = (wqe.op, cut.is_last) {
+                push_header(headers, &ImmDt::new(imm));
             }
         }
         SendOp::Read(from) => {
-            let addr = from.addr.wrapping_add(u64::from(offset));
-            let len = (wqe.length - offset).min(most);
-            ext.reth = Some(Reth::new(addr, from.rkey.0, len));
-            Opcode::RcReadRequest
+            let addr = from.addr.wrapping_add(u64::from(cut.offset));
+            let len = (wqe.length - cut.offset).min(cut.count * mtu);
+            push_header(headers, &Reth::new(addr, from.rkey.0, len));
         }
         SendOp::CmpSwap {
             remote,
@@ -437,15 +476,14 @@ fn plan_headers(
             swap,
         } => {
             let eth = AtomicEth::compare_swap(remote.addr, remote.rkey.0, compare, swap);
-            ext.atomic_eth = Some(eth);
-            Opcode::RcCmpSwap
+            push_header(headers, &eth);
         }
         SendOp::FetchAdd { remote, add } => {
-            let eth = AtomicEth::fetch_add(remote.addr, remote.rkey.0, add);
-            ext.atomic_eth = Some(eth);
-            Opcode::RcFetchAdd
+            push_header(
+                headers,
+                &AtomicEth::fetch_add(remote.addr, remote.rkey.0, add),
+            );
         }
         SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
-    };
-    (opcode, ext)
+    }
 }

@@ -25,6 +25,26 @@ struct Received<'a> {
     follows: bool,
 }
 
+/// What the packets of a train have in common, as a rule.
+#[derive(Default)]
+struct Train<'a> {
+    /// Checks their ICRCs; without one these are not looked at.
+    verifier: Option<&'a mut IcrcVerifier>,
+    /// The queue pair of the last packet, by its number.
+    qp: Option<(Qpn, QpId)>,
+    /// A queue pair whose events wait in [`Nic::out`], and which may have something to send. It is
+    /// settled before anything else changes the device.
+    unsettled: Option<QpId>,
+}
+
+/// A packet that its queue pair has looked at.
+struct Taken {
+    /// It came from the peer of a connected queue pair.
+    is_peer: bool,
+    /// It is the first of a connection that was accepted.
+    is_first: bool,
+}
+
 /// Peer at the other end of a link.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkPeer {
@@ -67,6 +87,10 @@ impl Nic {
             return;
         };
         let mut is_peer = known.is_some();
+        let mut train = Train {
+            verifier: Some(&mut verifier),
+            ..Train::default()
+        };
         // A train of length 0 cannot be cut.
         for (at, bytes) in bytes.chunks(segment.max(1)).enumerate() {
             let received = Received {
@@ -76,8 +100,9 @@ impl Nic {
                 is_marked,
                 follows: at > 0,
             };
-            is_peer |= self.handle_packet(&received, Some(&mut verifier));
+            is_peer |= self.handle_packet(&received, &mut train);
         }
+        self.settle_train(&mut train);
         verifier.end_train();
         // Only peers are remembered, so that neither noise nor strangers fill the table. Most
         // packets of a peer teach nothing new.
@@ -98,7 +123,9 @@ impl Nic {
             is_marked: false,
             follows: false,
         };
-        self.handle_packet(&received, None);
+        let mut train = Train::default();
+        self.handle_packet(&received, &mut train);
+        self.settle_train(&mut train);
     }
 
     /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets
@@ -125,19 +152,8 @@ impl Nic {
     }
 
     /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
-    /// Without a verifier its ICRC is not looked at.
-    fn handle_packet(
-        &mut self,
-        received: &Received<'_>,
-        verifier: Option<&mut IcrcVerifier>,
-    ) -> bool {
-        let Received {
-            src,
-            datagram_src,
-            bytes,
-            is_marked,
-            ..
-        } = *received;
+    fn handle_packet(&mut self, received: &Received<'_>, train: &mut Train<'_>) -> bool {
+        let bytes = received.bytes;
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += bytes.len() as u64;
         let Ok(packet) = Packet::parse(bytes) else {
@@ -150,25 +166,52 @@ impl Nic {
             return false;
         }
         let qpn = packet.bth.dest_qpn();
+        let (src, verifier) = (received.src, train.verifier.as_deref_mut());
         if qpn == Qpn::GSI {
             if self.verify(received, verifier) {
+                self.settle_train(train);
                 self.handle_gsi(received, &packet);
             }
             return false;
         }
         // The number is looked up before the ICRC is computed over the whole packet, and the
         // sender compared: a flood that does not know both costs little.
-        let Some(&id) = self.by_qpn.get(&qpn.value()) else {
+        let found = train.qp.filter(|&(last, _)| last == qpn);
+        let found = found.map(|(_, id)| id);
+        let Some(id) = found.or_else(|| self.by_qpn.get(&qpn.value()).copied()) else {
             self.counters.rx_unknown_qp += 1;
             return false;
         };
         if !self.is_from_peer(id, src, &packet) || !self.verify(received, verifier) {
             return false;
         }
-        let now = self.now;
-        let Ok(qp) = self.qps.get_mut(id) else {
+        train.qp = Some((qpn, id));
+        if train.unsettled != Some(id) {
+            self.settle_train(train);
+        }
+        let Some(taken) = self.hand_over(id, received, &packet) else {
             return false;
         };
+        train.unsettled = Some(id);
+        // Data shows as well as an RTU that the peer is ready. The RTU may be lost, and the peer
+        // repeats it only when it is asked by another REP.
+        if taken.is_first {
+            self.settle_train(train);
+            self.on_first_packet(id);
+        }
+        taken.is_peer
+    }
+
+    /// Hands a packet that has been checked to its queue pair. `None` if that does not take it.
+    fn hand_over(
+        &mut self,
+        id: QpId,
+        received: &Received<'_>,
+        packet: &Packet<'_>,
+    ) -> Option<Taken> {
+        let Received { src, is_marked, .. } = *received;
+        let now = self.now;
+        let qp = self.qps.get_mut(id).ok()?;
         // A notification has no PSN that would have to be guessed, so it has to come from where
         // packets with a right one come from. So does a mark, which is answered with a
         // notification.
@@ -177,42 +220,49 @@ impl Nic {
         if is_cnp && is_new_port {
             qp.counters.wrong_source += 1;
             self.counters.rx_wrong_source += 1;
-            return false;
+            return None;
         }
         with_env!(self, qp, env);
-        let (is_peer, is_up) = match &mut qp.machine {
+        let taken = match &mut qp.machine {
             Machine::Rc(rc) => {
                 if is_marked && !is_new_port {
-                    rc.handle_mark(now, &packet);
+                    rc.handle_mark(now, packet);
                 }
                 // Only the queue pair knows whether the packet was in sequence. It counts what it
                 // does not take, so with an equal count the port is taken for the peer's.
-                let refused = rc.counters().refused();
-                rc.handle_packet(now, &packet, &mut env);
-                if is_new_port && refused == rc.counters().refused() {
+                let refused = is_new_port.then(|| rc.counters().refused());
+                rc.handle_packet(now, packet, &mut env);
+                if refused.is_some_and(|before| before == rc.counters().refused()) {
                     qp.source_port = Some(src.port());
                     // A mark on the first packet from a new port counts as soon as the port is
                     // proved.
                     if is_marked {
-                        rc.handle_mark(now, &packet);
+                        rc.handle_mark(now, packet);
                     }
                 }
-                (true, qp.awaits_first_packet && rc.has_received())
+                Taken {
+                    is_peer: true,
+                    is_first: qp.awaits_first_packet && rc.has_received(),
+                }
             }
             Machine::Ud(ud) => {
-                let dst = self.local.ip();
-                ud.handle_packet(&packet, datagram_src, dst, env.mrs, env.rq, env.out);
-                (false, false)
+                let (src, dst) = (received.datagram_src, self.local.ip());
+                ud.handle_packet(packet, src, dst, env.mrs, env.rq, env.out);
+                Taken {
+                    is_peer: false,
+                    is_first: false,
+                }
             }
         };
-        qp.awaits_first_packet &= !is_up;
-        self.settle(id);
-        // Data shows as well as an RTU that the peer is ready. The RTU may be lost, and the peer
-        // repeats it only when it is asked by another REP.
-        if is_up {
-            self.on_first_packet(id);
+        qp.awaits_first_packet &= !taken.is_first;
+        Some(taken)
+    }
+
+    /// Settles the queue pair of the last packets of a train.
+    fn settle_train(&mut self, train: &mut Train<'_>) {
+        if let Some(id) = train.unsettled.take() {
+            self.settle(id);
         }
-        is_peer
     }
 
     /// Whether a queue pair is of the packet's kind, and, if it has a peer, has this one.

@@ -44,6 +44,8 @@ pub struct RcQp {
     awaits_drain: bool,
     stream: Stream,
     burst: u32,
+    /// Requests that have been let go ahead of the acknowledgement that waits.
+    ahead: u32,
     /// The partition key of a marked packet that is to be answered with a notification.
     cnp: Option<u16>,
     /// Until when no other notification is sent.
@@ -79,6 +81,7 @@ impl RcQp {
             awaits_drain: false,
             stream: Stream::Requests,
             burst: 0,
+            ahead: 0,
             cnp: None,
             cnp_until: None,
             cfg,
@@ -382,8 +385,9 @@ impl RcQp {
 
     /// The next packet to send, written into `tx`; false if there is none for now.
     ///
-    /// Congestion notifications go first, then acknowledgements. READ responses and requests take
-    /// turns in bursts of 16, so that the packets of one message come in a row.
+    /// Congestion notifications go first. READ responses and requests take turns in bursts of 16, so
+    /// that the packets of one message come in a row. An acknowledgement waits for the requests that
+    /// are ready, up to such a burst; other short answers wait for none.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
             // Each turn begins with an empty packet: an attempt that fails may have gathered a
@@ -391,9 +395,8 @@ impl RcQp {
             tx.clear();
             // ERROR still sends what was done before it, and the NAK that explains it.
             let (responds, requests) = match self.state {
-                QpState::Rtr => (true, false),
                 QpState::Rts | QpState::Sqd => (true, true),
-                QpState::Error => (true, false),
+                QpState::Rtr | QpState::Error => (true, false),
                 _ => (false, false),
             };
             // A notification is useful only while the congestion lasts.
@@ -401,57 +404,79 @@ impl RcQp {
                 self.emit_cnp(tx);
                 return true;
             }
-            let responds = responds && self.responder.has_output();
-            if !responds && !requests {
-                return false;
-            }
-            let turn = self.stream == Stream::Responses && self.burst < BURST
-                || self.stream == Stream::Requests && self.burst >= BURST;
-            // Acknowledgements, NAKs and atomics' answers are single small packets that the
-            // peer's window waits for, so they do not wait for the end of a burst of requests.
-            let responds_first = responds && (self.responder.is_urgent() || turn || !requests);
-            let order = if responds_first {
-                [Stream::Responses, Stream::Requests]
-            } else {
-                [Stream::Requests, Stream::Responses]
+            let (first, second) = match (responds && self.responder.has_output(), requests) {
+                (false, false) => return false,
+                (false, true) => (Stream::Requests, None),
+                (true, false) => (Stream::Responses, None),
+                // If one stream has nothing or waits for its window or pace, the other may still
+                // send.
+                (true, true) => match self.plan_turn() {
+                    Stream::Responses => (Stream::Responses, Some(Stream::Requests)),
+                    Stream::Requests => (Stream::Requests, Some(Stream::Responses)),
+                },
             };
-            // If one stream has nothing or waits for its window or pace, the other may still send.
-            let mut failed = false;
-            for stream in order {
-                let result = match stream {
-                    Stream::Responses if responds => {
-                        self.responder.poll(&mut ctx!(self, now, env), tx)
-                    }
-                    Stream::Requests if requests => {
-                        // In SQD what has begun goes on, since its completion is what ends the
-                        // draining.
-                        let may_start = self.state == QpState::Rts;
-                        self.requester
-                            .poll(&mut ctx!(self, now, env), tx, may_start)
-                    }
-                    _ => continue,
-                };
-                match result {
-                    Ok(true) => {
-                        self.note_sent(stream, tx);
-                        return true;
-                    }
-                    Ok(false) => {}
-                    // The queue pair is in ERROR now. Another round, for a NAK that the fault may
-                    // have left.
-                    Err(Fault) => {
-                        self.settle(Err(Fault), env);
-                        failed = true;
-                        break;
-                    }
-                }
+            let mut result = self.poll_stream(first, now, env, tx);
+            if let (Ok(false), Some(second)) = (result, second) {
+                result = self.poll_stream(second, now, env, tx);
             }
-            // A local operation may have been the last to complete, which no packet will show.
-            self.check_drained(env);
-            if !failed {
-                return false;
+            match result {
+                Ok(true) => return true,
+                Ok(false) => {
+                    // A local operation may have been the last to complete, which no packet will
+                    // show.
+                    self.check_drained(env);
+                    return false;
+                }
+                // The queue pair is in ERROR now. Another round, for a NAK that the fault may have
+                // left.
+                Err(Fault) => self.enter_error(env),
             }
         }
+    }
+
+    /// The stream that goes first where both may have something to send.
+    fn plan_turn(&mut self) -> Stream {
+        // An acknowledgement alone goes behind the requests that are ready: the shortest packet of
+        // all, it ends a train of packets that it follows, and is a train of its own in front of
+        // them. Not behind more than a burst: the peer's window waits for it.
+        if self.responder.has_only_ack() {
+            if self.ahead < BURST {
+                self.ahead += 1;
+                return Stream::Requests;
+            }
+            return Stream::Responses;
+        }
+        let is_turn = self.stream == Stream::Responses && self.burst < BURST
+            || self.stream == Stream::Requests && self.burst >= BURST;
+        // NAKs and atomics' answers are single small packets that the peer waits for, so they do
+        // not wait for the end of a burst of requests.
+        if is_turn || self.responder.is_urgent() {
+            Stream::Responses
+        } else {
+            Stream::Requests
+        }
+    }
+
+    fn poll_stream(
+        &mut self,
+        stream: Stream,
+        now: Instant,
+        env: &mut Env<'_>,
+        tx: &mut TxPacket,
+    ) -> Result<bool, Fault> {
+        let mut ctx = ctx!(self, now, env);
+        let is_sent = match stream {
+            Stream::Responses => self.responder.poll(&mut ctx, tx)?,
+            Stream::Requests => {
+                // In SQD what has begun goes on, since its completion is what ends the draining.
+                let may_start = self.state == QpState::Rts;
+                self.requester.poll(&mut ctx, tx, may_start)?
+            }
+        };
+        if is_sent {
+            self.note_sent(stream, tx);
+        }
+        Ok(is_sent)
     }
 
     fn become_state(&mut self, next: QpState) {
@@ -469,6 +494,9 @@ impl RcQp {
     fn note_sent(&mut self, stream: Stream, tx: &TxPacket) {
         self.counters.tx_packets += 1;
         self.counters.tx_bytes += tx.payload_len as u64;
+        if stream == Stream::Responses {
+            self.ahead = 0;
+        }
         // The count goes on beyond `BURST` while the other stream has nothing: that one then has
         // its turn at once when it has something.
         if self.stream == stream {

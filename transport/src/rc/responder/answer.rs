@@ -48,6 +48,11 @@ impl Responder {
         self.waiting > 0 || self.ack.is_some() || self.nak.is_some()
     }
 
+    /// Whether an acknowledgement is all that there is to send.
+    pub(in crate::rc) fn has_only_ack(&self) -> bool {
+        self.waiting == 0 && self.nak.is_none() && self.ack.is_some()
+    }
+
     /// Whether the next answer is an acknowledgement, a NAK or an atomic's.
     pub(in crate::rc) fn is_urgent(&self) -> bool {
         // An acknowledgement that may leave before a READ's answer is as urgent as one that is

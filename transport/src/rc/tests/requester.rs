@@ -136,6 +136,34 @@ fn chained_messages_share_an_acknowledgement() {
 }
 
 #[test]
+fn an_acknowledgement_leaves_behind_the_requests_that_are_ready() {
+    let mut rig = Rig::with(&Options {
+        window: 64,
+        ..DEFAULT
+    });
+    let ask = |rig: &mut Rig, psn| {
+        rig.post_recv(9, 64);
+        rig.feed(&packet(0x04, psn, true, &[], &[1; 8]));
+    };
+    ask(&mut rig, RQ_PSN);
+    rig.post(1, SendOp::Write(PEER), 256);
+    rig.post(2, SendOp::Send, 16);
+    let sent = [(0x0a, SQ_PSN), (0x04, SQ_PSN + 1 | ASKS), (0x11, RQ_PSN)];
+    assert_eq!(rig.sent_brief(), sent);
+    ask(&mut rig, RQ_PSN + 1);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 1)], "it waits for none");
+    // Not behind more than a burst of them.
+    rig.post(3, SendOp::Send, 14 * 256);
+    rig.sent();
+    rig.ack(SQ_PSN + 15, UNLIMITED);
+    ask(&mut rig, RQ_PSN + 2);
+    rig.post(4, SendOp::Send, 24 * 256);
+    let sent = rig.sent_brief();
+    assert_eq!(sent.len(), 25);
+    assert_eq!(sent[16], (0x11, RQ_PSN + 2));
+}
+
+#[test]
 fn a_read_is_answered_packet_by_packet() {
     let mut rig = Rig::new();
     rig.post(1, READ, 600);

@@ -15,7 +15,10 @@
 //!   next call, and the descriptor becomes readable when the socket takes more.
 //! - [`Driver::receive`] hands every waiting datagram to a closure.
 //! - [`Driver::fd`] is what an event loop waits for: an epoll set, readable when there is something
-//!   to receive or a held-back batch may go on.
+//!   to receive or a held-back batch may go on. It watches the socket from [`Driver::arm`] to the
+//!   next receive only: a socket that is watched costs each packet that arrives a callback, which
+//!   on one host its sender makes. Not the socket itself, since a ring that a process leaves behind
+//!   would keep its port for a while.
 //!
 //! # Strangers
 //!
@@ -37,6 +40,7 @@
     reason = "sendmmsg and recvmmsg with control messages have no safe wrapper"
 )]
 
+use std::cell::Cell;
 use std::io;
 use std::mem::{size_of, zeroed};
 use std::net::{IpAddr, SocketAddr};
@@ -44,21 +48,26 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
 use std::time::Instant;
 
-use arrayvec::ArrayVec;
 use nix::sys::socket::sockopt;
-use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use rustix::event::epoll::{self, EventFlags};
+use socket2::{Domain, Protocol, Socket, Type};
 use tracing::{debug, info, warn};
 
 use super::batch::{Group, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch};
 use super::sys::{
     ControlWriter, UDP_SEGMENT, allow_no_checksum, attach_selector, check, enable_gro, grow_buffer,
-    has_gso, hop_limit, is_marked, open_epoll, read_addr, segment_size, set_ecn, set_hop_limit,
-    set_mtu_probe, tos_message, watch_output,
+    has_gso, hop_limit, is_marked, read_addr, segment_size, set_ecn, set_hop_limit, set_mtu_probe,
+    tos_message, watch, write_addr,
 };
 use crate::wire::{Qpn, ROCE_PORT};
 
-/// Datagrams taken by one receiving system call.
+/// Datagrams taken by one receiving system call. They come into the first slots, whose memory the
+/// last call has used and the cache still holds.
 const RX_SLOTS: usize = 8;
+/// The same while they are long trains, whose memory would otherwise not fit the cache.
+const RX_SLOTS_OF_TRAINS: usize = 4;
+/// Bytes of one call that show that.
+const RX_LONG: usize = 128 << 10;
 /// Room for the longest datagram, or the longest train of them.
 const RX_BUFFER: usize = 1 << 16;
 /// Groups sent by one system call.
@@ -125,6 +134,8 @@ pub struct Driver {
     strangers: Vec<Socket>,
     stranger_port: u16,
     epoll: OwnedFd,
+    /// What the set watches the socket for; nothing while nobody sleeps.
+    watched: Cell<EventFlags>,
     wants_write: bool,
     local: SocketAddr,
     segments: usize,
@@ -133,7 +144,40 @@ pub struct Driver {
     on_link: bool,
     counters: DriverCounters,
     rx: Box<[u8]>,
+    /// Datagrams that the next receiving call takes, and whether the last one was full.
+    rx_slots: usize,
+    has_more: bool,
+    rx_headers: Box<Headers<RX_SLOTS>>,
+    tx_headers: Box<Headers<TX_GROUPS>>,
     iovecs: Vec<libc::iovec>,
+}
+
+/// Headers of the messages of one system call, with addresses and control data. They are kept:
+/// zeroing them for each call would write kilobytes. What a call uses is written before it.
+struct Headers<const N: usize> {
+    messages: [libc::mmsghdr; N],
+    names: [libc::sockaddr_storage; N],
+    controls: [[u64; CONTROL / 8]; N],
+}
+
+impl<const N: usize> Headers<N> {
+    fn new() -> Box<Self> {
+        // SAFETY: all-zero bytes are valid for these plain C structures.
+        Box::new(unsafe { zeroed() })
+    }
+
+    /// Prepares one message to be received into each vector.
+    fn receive_into(&mut self, iovecs: &mut [libc::iovec]) {
+        for (i, iovec) in iovecs.iter_mut().enumerate() {
+            let header = &mut self.messages[i].msg_hdr;
+            header.msg_name = ptr::from_mut(&mut self.names[i]).cast();
+            header.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
+            header.msg_iov = iovec;
+            header.msg_iovlen = 1;
+            header.msg_control = self.controls[i].as_mut_ptr().cast();
+            header.msg_controllen = CONTROL as _;
+        }
+    }
 }
 
 impl std::fmt::Debug for Driver {
@@ -145,8 +189,9 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-// SAFETY: the only members that are not `Send` are the raw pointers of `iovecs`, which is empty
-// whenever no method of the driver runs.
+// SAFETY: the only members that are not `Send` are raw pointers: those of `iovecs`, which is empty
+// whenever no method of the driver runs, and those of the headers, which each call writes before it
+// uses them.
 unsafe impl Send for Driver {}
 
 impl Driver {
@@ -188,13 +233,14 @@ impl Driver {
         let gro = enable_gro(&socket);
         let gso = !config.no_segmentation && has_gso(&socket);
         info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
-        let epoll = open_epoll(&socket)?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let (strangers, stranger_port) = open_strangers(config)?;
         Ok(Self {
             socket,
             strangers,
             stranger_port,
             epoll,
+            watched: Cell::new(EventFlags::empty()),
             wants_write: false,
             local,
             segments: if gso { MAX_GROUP_SEGMENTS } else { 1 },
@@ -203,6 +249,10 @@ impl Driver {
             on_link: config.on_link,
             counters: DriverCounters::default(),
             rx: vec![0; RX_SLOTS * RX_BUFFER].into_boxed_slice(),
+            rx_slots: RX_SLOTS,
+            has_more: false,
+            rx_headers: Headers::new(),
+            tx_headers: Headers::new(),
             iovecs: Vec::with_capacity(4096),
         })
     }
@@ -243,10 +293,36 @@ impl Driver {
         self.counters
     }
 
-    /// The descriptor to wait for: readable when there is something to do.
+    /// The descriptor to wait for, after [`Driver::arm`]: readable when there is something to do.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
+    }
+
+    /// Has the descriptor become readable for what has come and for what comes, until the next
+    /// receive. To be called before each sleep.
+    pub fn arm(&self) {
+        let mut events = EventFlags::IN;
+        events.set(EventFlags::OUT, self.wants_write);
+        self.watch(events);
+    }
+
+    /// Has the set watch the socket for `events`, or forget it where they are none.
+    fn watch(&self, events: EventFlags) {
+        let watched = self.watched.get();
+        if watched == events {
+            return;
+        }
+        match watch(&self.epoll, &self.socket, watched, events) {
+            Ok(()) => self.watched.set(events),
+            Err(e) => warn!(%e, "cannot change what the device waits for"),
+        }
+    }
+
+    /// Returns whether the last call of [`Driver::receive`] may have left something.
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        self.has_more
     }
 
     /// Whether a batch was left half sent.
@@ -259,7 +335,7 @@ impl Driver {
     /// waits in the batch, as bytes of its own, until the descriptor is readable.
     pub fn send(&mut self, now: Instant, batch: &mut TxBatch) -> SendOutcome {
         let outcome = batch.drain(now, |batch, groups| self.offer(batch, groups));
-        self.want_write(outcome == SendOutcome::Blocked);
+        self.wants_write = outcome == SendOutcome::Blocked;
         outcome
     }
 
@@ -344,11 +420,6 @@ impl Driver {
     /// Sends as many groups as one system call takes; returns how many the socket took.
     fn send_some(&mut self, fd: RawFd, batch: &TxBatch, groups: &[Group]) -> io::Result<usize> {
         let groups = &groups[..groups.len().min(TX_GROUPS)];
-        let names: ArrayVec<SockAddr, TX_GROUPS> =
-            groups.iter().map(|group| group.way.dst.into()).collect();
-        // SAFETY: all-zero bytes are valid for this plain C structure.
-        let mut messages: [libc::mmsghdr; TX_GROUPS] = unsafe { zeroed() };
-        let mut controls = [[0u64; CONTROL / 8]; TX_GROUPS];
         self.iovecs.clear();
         // All vectors are laid down before any is pointed to, since the list may move as it grows.
         for group in groups {
@@ -365,14 +436,15 @@ impl Driver {
         }
         let tos = tos_message(self.local.is_ipv6());
         let mut at = 0;
+        let headers = &mut *self.tx_headers;
         for (i, group) in groups.iter().enumerate() {
-            let header = &mut messages[i].msg_hdr;
-            header.msg_namelen = names[i].len();
-            header.msg_name = names[i].as_ptr().cast_mut().cast();
+            let header = &mut headers.messages[i].msg_hdr;
+            header.msg_namelen = write_addr(&mut headers.names[i], group.way.dst);
+            header.msg_name = ptr::from_mut(&mut headers.names[i]).cast();
             header.msg_iov = self.iovecs[at..].as_mut_ptr();
             header.msg_iovlen = group.pieces.len() as _;
             at += group.pieces.len();
-            let mut control = ControlWriter::new(&mut controls[i]);
+            let mut control = ControlWriter::new(&mut headers.controls[i]);
             if group.count > 1 {
                 let segment = (group.segment as u16).to_ne_bytes();
                 control.push((libc::IPPROTO_UDP, UDP_SEGMENT), &segment);
@@ -381,9 +453,10 @@ impl Driver {
                 control.push(tos, &0i32.to_ne_bytes());
             }
             header.msg_controllen = control.len as _;
-            if control.len > 0 {
-                header.msg_control = controls[i].as_mut_ptr().cast();
-            }
+            header.msg_control = match control.len {
+                0 => ptr::null_mut(),
+                _ => headers.controls[i].as_mut_ptr().cast(),
+            };
         }
         self.counters.send_calls += 1;
         // SAFETY: every message points to an address, vectors and control data that live until the
@@ -392,7 +465,7 @@ impl Driver {
         let sent = unsafe {
             libc::sendmmsg(
                 fd,
-                messages.as_mut_ptr(),
+                headers.messages.as_mut_ptr(),
                 groups.len() as _,
                 libc::MSG_NOSIGNAL as _,
             )
@@ -401,48 +474,31 @@ impl Driver {
         check(sent).map(|n| n as usize)
     }
 
-    /// Returns whether the descriptor shall become readable when the socket takes more.
-    fn want_write(&mut self, on: bool) {
-        if self.wants_write == on {
-            return;
-        }
-        // Level-triggered: readiness to write that is of no use would wake the loop without end.
-        self.wants_write = on;
-        if let Err(e) = watch_output(&self.epoll, &self.socket, on) {
-            warn!(%e, "cannot change what the device waits for");
-        }
-    }
-
     /// Takes in what waits, at most about `limit` datagrams or trains: for each, `handle` gets the
     /// sender, the length of a segment (the last may be shorter), the bytes, and whether a router
-    /// has marked them for congestion. Answers how many.
+    /// has marked them for congestion. Answers how many. A limit of 1 is one system call.
     pub fn receive(
         &mut self,
         limit: usize,
         mut handle: impl FnMut(SocketAddr, usize, &[u8], bool),
     ) -> usize {
+        // Nobody sleeps now.
+        self.watch(EventFlags::empty());
         let mut taken = 0;
-        while taken < limit {
-            let n = match self.receive_some(&mut handle) {
-                Ok(n) => n,
+        self.has_more = true;
+        while taken < limit && self.has_more {
+            match self.receive_some(&mut handle) {
+                Ok(n) => taken += n,
                 Err(e) => match e.raw_os_error() {
-                    Some(libc::EINTR) => continue,
-                    Some(libc::EAGAIN) => break,
+                    Some(libc::EINTR) => {}
+                    Some(libc::EAGAIN) => self.has_more = false,
                     // An ICMP error of some earlier send, reported here; the next call goes on.
-                    Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => {
-                        taken += 1;
-                        continue;
-                    }
+                    Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => taken += 1,
                     errno => {
                         debug!(errno, "receive failed");
-                        break;
+                        self.has_more = false;
                     }
                 },
-            };
-            taken += n;
-            // Fewer than asked for: the socket is empty, and another call would only say so.
-            if n < RX_SLOTS {
-                break;
             }
         }
         taken
@@ -452,43 +508,39 @@ impl Driver {
         &mut self,
         handle: &mut impl FnMut(SocketAddr, usize, &[u8], bool),
     ) -> io::Result<usize> {
-        // SAFETY: all-zero bytes are valid for these plain C structures.
-        let mut names: [libc::sockaddr_storage; RX_SLOTS] = unsafe { zeroed() };
-        // SAFETY: as above.
-        let mut messages: [libc::mmsghdr; RX_SLOTS] = unsafe { zeroed() };
-        let mut controls = [[0u64; CONTROL / 8]; RX_SLOTS];
         let base = self.rx.as_mut_ptr();
         let mut iovecs: [libc::iovec; RX_SLOTS] = std::array::from_fn(|i| libc::iovec {
             // SAFETY: within the buffer, which has room for every slot.
             iov_base: unsafe { base.add(i * RX_BUFFER) }.cast(),
             iov_len: RX_BUFFER,
         });
-        for i in 0..RX_SLOTS {
-            let header = &mut messages[i].msg_hdr;
-            header.msg_name = ptr::from_mut(&mut names[i]).cast();
-            header.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
-            header.msg_iov = &raw mut iovecs[i];
-            header.msg_iovlen = 1;
-            header.msg_control = controls[i].as_mut_ptr().cast();
-            header.msg_controllen = CONTROL as _;
-        }
+        let headers = &mut *self.rx_headers;
+        let slots = self.rx_slots;
+        headers.receive_into(&mut iovecs[..slots]);
         // SAFETY: every message points to an address, a vector, control space and a part of the
         // receive buffer that is its own, all of which live until the call returns.
         let got = check(unsafe {
             libc::recvmmsg(
                 self.socket.as_raw_fd(),
-                messages.as_mut_ptr(),
-                RX_SLOTS as _,
+                headers.messages.as_mut_ptr(),
+                slots as _,
                 libc::MSG_DONTWAIT as _,
                 ptr::null_mut(),
             )
         })? as usize;
+        // Fewer than asked for: the socket is empty, and another call would only say so.
+        self.has_more = got == slots;
+        let received = headers.messages[..got].iter().map(|m| m.msg_len as usize);
+        self.rx_slots = match received.sum::<usize>() > RX_LONG {
+            true => RX_SLOTS_OF_TRAINS,
+            false => RX_SLOTS,
+        };
         self.counters.receive_calls += 1;
         self.counters.trains += got as u64;
         for i in 0..got {
-            let header = &messages[i].msg_hdr;
-            let len = messages[i].msg_len as usize;
-            let Some(src) = read_addr(&names[i]) else {
+            let header = &headers.messages[i].msg_hdr;
+            let len = headers.messages[i].msg_len as usize;
+            let Some(src) = read_addr(&headers.names[i]) else {
                 continue;
             };
             // What is left of it would fail its ICRC; the sender repeats it.
@@ -560,6 +612,7 @@ mod tests {
     use std::time::Duration;
 
     use nix::sys::socket::setsockopt;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::super::sys::{CE, ECT_0, ecn};
     use super::*;
@@ -637,6 +690,40 @@ mod tests {
             driver.receive(8, |_, _, _, is_marked| marked.push(is_marked));
         }
         assert_eq!(marked, [false, false, true]);
+    }
+
+    fn is_readable(driver: &Driver) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(driver.fd(), PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    }
+
+    #[test]
+    fn the_descriptor_shows_to_a_sleeper_what_came_in_and_that_a_batch_may_go_on() {
+        let mut driver = open("127.96.0.3");
+        driver.arm();
+        assert!(!is_readable(&driver));
+        let sender = UdpSocket::bind(("127.96.0.4", 0)).unwrap();
+        set_hop_limit(&sender, false, HOP_LIMIT, false).unwrap();
+        // More than one call takes.
+        for _ in 0..=RX_SLOTS {
+            sender.send_to(&[0; 16], driver.local_addr()).unwrap();
+        }
+        assert!(is_readable(&driver));
+        assert_eq!(driver.receive(1, |_, _, _, _| {}), RX_SLOTS);
+        assert!(driver.has_more());
+        assert!(!is_readable(&driver), "nobody sleeps");
+        driver.arm();
+        assert!(is_readable(&driver), "what has come before");
+        assert_eq!(driver.receive(1, |_, _, _, _| {}), 1);
+        assert!(!driver.has_more());
+        driver.arm();
+        assert!(!is_readable(&driver));
+        driver.wants_write = true;
+        driver.arm();
+        assert!(is_readable(&driver), "the socket takes more");
+        driver.wants_write = false;
+        driver.arm();
+        assert!(!is_readable(&driver));
     }
 
     #[test]

@@ -27,7 +27,7 @@
 //!     match nic.poll_cm_event().map(|e| e.kind) {
 //!         Some(CmEventKind::Established { .. }) => break, // and post work to `qp`
 //!         Some(CmEventKind::Rejected { reason, .. }) => panic!("refused: {reason}"),
-//!         _ => {} // nothing yet: sleep on nic.event_fds() until nic.deadline()
+//!         _ => {} // nothing yet: nic.arm_fds(), and sleep on nic.event_fds() until nic.deadline()
 //!     }
 //! }
 //! # Ok(())

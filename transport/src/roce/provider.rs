@@ -341,36 +341,35 @@ impl Roce {
         let local = nic.local_addr();
         let is_plain = capture.is_none() && faults.is_none();
         let is_ours = |packet: &[u8]| steer(packet, bits).is_none_or(|to| to == worker);
-        let taken = self
-            .driver
-            .receive(RX_LIMIT, |src, segment, bytes, is_marked| {
-                // The common case hands whole trains on. The kernel has chosen the worker by the
-                // first packet.
-                if is_plain && (bits == 0 || bytes.chunks(segment).all(is_ours)) {
-                    nic.handle_train(now, src, segment, bytes, is_marked);
-                    return;
-                }
-                for packet in bytes.chunks(segment) {
-                    if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
-                        // Bounded: workers that are busy elsewhere lose packets, as a full socket
-                        // would.
-                        if forwarded.len() < MAX_FORWARDED {
-                            forwarded.push_back(ForwardedPacket {
-                                worker: to,
-                                src,
-                                is_marked,
-                                bytes: packet.to_vec(),
-                            });
-                        }
-                        continue;
+        // One system call.
+        let taken = self.driver.receive(1, |src, segment, bytes, is_marked| {
+            // The common case hands whole trains on. The kernel has chosen the worker by the
+            // first packet.
+            if is_plain && (bits == 0 || bytes.chunks(segment).all(is_ours)) {
+                nic.handle_train(now, src, segment, bytes, is_marked);
+                return;
+            }
+            for packet in bytes.chunks(segment) {
+                if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
+                    // Bounded: workers that are busy elsewhere lose packets, as a full socket
+                    // would.
+                    if forwarded.len() < MAX_FORWARDED {
+                        forwarded.push_back(ForwardedPacket {
+                            worker: to,
+                            src,
+                            is_marked,
+                            bytes: packet.to_vec(),
+                        });
                     }
-                    capture_received(capture, now, src, local, packet);
-                    match faults {
-                        Some(f) => f.handle_packet(now, (src, is_marked), packet.to_vec()),
-                        None => nic.handle_train(now, src, packet.len(), packet, is_marked),
-                    }
+                    continue;
                 }
-            });
+                capture_received(capture, now, src, local, packet);
+                match faults {
+                    Some(f) => f.handle_packet(now, (src, is_marked), packet.to_vec()),
+                    None => nic.handle_train(now, src, packet.len(), packet, is_marked),
+                }
+            }
+        });
         if let Some(f) = faults {
             while let Some(((src, is_marked), packet)) = f.poll_packet(now) {
                 nic.handle_train(now, src, packet.len(), &packet, is_marked);
@@ -445,8 +444,14 @@ impl Provider for Roce {
         }
         // Sending comes first: what the user posted in answer to the last call's completions leaves
         // together with the acknowledgements of that call, in one system call.
-        let sent = self.transmit(now);
-        let received = self.receive(now);
+        let mut sent = self.transmit(now);
+        let mut received = self.receive(now);
+        while self.driver.has_more() && received < RX_LIMIT {
+            // Between two system calls, since the windows of busy peers wait for acknowledgements.
+            // Not after the last one: what the user posts next then takes them along.
+            sent += self.transmit(now);
+            received += self.receive(now);
+        }
         // Before the turns of strangers, whose messages must not be what it is behind with.
         self.nic.set_behind(received >= RX_LIMIT);
         let fired = self.nic.handle_timeouts(now);
@@ -471,6 +476,10 @@ impl Provider for Roce {
 
     fn event_fds(&self) -> EventFds<'_> {
         EventFds::from_iter([self.driver.fd()])
+    }
+
+    fn arm_fds(&self) {
+        self.driver.arm();
     }
 }
 

@@ -6,14 +6,14 @@
 )]
 
 use std::io;
-use std::mem::size_of;
+use std::mem::{size_of, zeroed};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 
 use nix::sys::socket::{GetSockOpt, SetSockOpt, getsockopt, setsockopt, sockopt};
 use nix::{setsockopt_impl, sockopt_impl};
-use rustix::event::epoll;
+use rustix::event::epoll::{self, EventFlags};
 
 use super::steer;
 
@@ -255,23 +255,51 @@ pub(super) fn read_addr(storage: &libc::sockaddr_storage) -> Option<SocketAddr> 
     }
 }
 
-/// An epoll set that is readable when the socket is.
-pub(super) fn open_epoll(socket: &impl AsFd) -> io::Result<OwnedFd> {
-    let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-    epoll::add(
-        &set,
-        socket,
-        epoll::EventData::new_u64(0),
-        epoll::EventFlags::IN,
-    )?;
-    Ok(set)
+/// Writes an address to where a message header points; returns its length in bytes.
+pub(super) fn write_addr(
+    storage: &mut libc::sockaddr_storage,
+    addr: SocketAddr,
+) -> libc::socklen_t {
+    match addr {
+        SocketAddr::V4(v4) => {
+            // SAFETY: all-zero bytes are valid for this plain C structure.
+            let mut a: libc::sockaddr_in = unsafe { zeroed() };
+            a.sin_family = libc::AF_INET as _;
+            a.sin_port = v4.port().to_be();
+            a.sin_addr.s_addr = u32::from(*v4.ip()).to_be();
+            // SAFETY: the storage has room for every kind of address, and is aligned for it.
+            unsafe { ptr::from_mut(storage).cast::<libc::sockaddr_in>().write(a) };
+            size_of::<libc::sockaddr_in>() as _
+        }
+        SocketAddr::V6(v6) => {
+            // SAFETY: as above.
+            let mut a: libc::sockaddr_in6 = unsafe { zeroed() };
+            a.sin6_family = libc::AF_INET6 as _;
+            a.sin6_port = v6.port().to_be();
+            a.sin6_addr.s6_addr = v6.ip().octets();
+            a.sin6_scope_id = v6.scope_id();
+            // SAFETY: as above.
+            unsafe { ptr::from_mut(storage).cast::<libc::sockaddr_in6>().write(a) };
+            size_of::<libc::sockaddr_in6>() as _
+        }
+    }
 }
 
-/// Changes whether the set is readable also when the socket takes more.
-pub(super) fn watch_output(set: &OwnedFd, socket: &impl AsFd, on: bool) -> io::Result<()> {
-    let mut events = epoll::EventFlags::IN;
-    events.set(epoll::EventFlags::OUT, on);
-    epoll::modify(set, socket, epoll::EventData::new_u64(0), events)?;
+/// Has a set that watches a socket for some events watch it for others; for none it forgets it.
+pub(super) fn watch(
+    set: &OwnedFd,
+    socket: &impl AsFd,
+    watched: EventFlags,
+    events: EventFlags,
+) -> io::Result<()> {
+    let data = epoll::EventData::new_u64(0);
+    if events.is_empty() {
+        epoll::delete(set, socket)?;
+    } else if watched.is_empty() {
+        epoll::add(set, socket, data, events)?;
+    } else {
+        epoll::modify(set, socket, data, events)?;
+    }
     Ok(())
 }
 

@@ -197,6 +197,7 @@ impl Requester {
 
     fn send(&mut self, now: Instant) {
         while self.driver.send(now, &mut self.batch) == SendOutcome::Blocked {
+            self.driver.arm();
             wait_readable(&[self.driver.fd()], Some(STALL));
         }
     }
@@ -225,6 +226,7 @@ impl Requester {
                     self.cookie = self.tally.cookie;
                     return Ok(());
                 }
+                self.driver.arm();
                 wait_readable(&[self.driver.fd()], Some(interval / 4));
             }
         }

@@ -78,6 +78,7 @@ impl Responder {
             if self.turn(now) {
                 last = now;
             } else if now.saturating_duration_since(last) > IDLE {
+                self.driver.arm();
                 wait_readable(&[self.driver.fd()], Some(NAP));
             }
         }
@@ -137,6 +138,7 @@ impl Responder {
 
     fn send(&mut self, now: Instant) {
         while self.driver.send(now, &mut self.batch) == SendOutcome::Blocked {
+            self.driver.arm();
             wait_readable(&[self.driver.fd()], Some(NAP));
         }
     }

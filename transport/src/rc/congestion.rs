@@ -70,9 +70,7 @@ impl Congestion {
         // By bytes, as that is what a queue on the path holds, so short packets may be more.
         let initial =
             (INITIAL_BYTES / mtu.max(1)).clamp(*INITIAL_PACKETS.start(), *INITIAL_PACKETS.end());
-        // At least one packet, or nothing would ever leave; at most what the fixed-point window
-        // can hold.
-        let max = max.clamp(1, u32::MAX / PACKET) * PACKET;
+        let max = window_of(max);
         Self {
             window: max.min(initial * PACKET),
             // No threshold is known before the first cut, so slow start goes on to the maximum.
@@ -83,6 +81,18 @@ impl Congestion {
             rounds: 0,
             is_marking: false,
         }
+    }
+
+    /// Changes the maximum to `max` packets.
+    pub(super) fn set_max(&mut self, max: u32) {
+        let max = window_of(max);
+        // A threshold at the maximum is none that a cut has found.
+        self.threshold = match self.threshold == self.max {
+            true => max,
+            false => self.threshold.min(max),
+        };
+        self.max = max;
+        self.window = self.window.min(max);
     }
 
     /// Packets that may be in flight; at least one.
@@ -193,9 +203,38 @@ impl Congestion {
     }
 }
 
+/// The widest window of `packets` at most.
+fn window_of(packets: u32) -> u32 {
+    // At least one packet, or nothing would ever leave; at most what the fixed-point window can
+    // hold.
+    packets.clamp(1, u32::MAX / PACKET) * PACKET
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_maximum_bounds_the_window_and_lets_slow_start_go_on_to_it() {
+        let mut window = Congestion::new(8, 4096);
+        let (mut una, mut nxt) = (0, 0);
+        let mut round = |window: &mut Congestion| {
+            let packets = window.packets();
+            (una, nxt) = (nxt, nxt + u64::from(packets));
+            window.on_progress(packets, una, nxt);
+            window.packets()
+        };
+        while round(&mut window) < 8 {}
+        window.set_max(64);
+        assert_eq!((round(&mut window), round(&mut window)), (16, 32));
+        window.set_max(20);
+        assert_eq!(window.packets(), 20);
+        assert_eq!(round(&mut window), 20);
+        // A threshold that a loss has found stays.
+        window.on_loss(nxt, nxt);
+        window.set_max(64);
+        assert_eq!(window.packets(), 10);
+    }
 
     /// Acknowledges whole windows until `f` answers true; how many round trips that took.
     fn rounds_until(c: &mut Congestion, una: &mut u64, f: impl Fn(&Congestion) -> bool) -> u32 {

@@ -100,7 +100,8 @@ pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
 /// Longest message, in bytes (IBTA 9.7.4.1.6).
 pub const MAX_MESSAGE: u32 = 1 << 31;
 
-/// Configuration of a queue pair, fixed when it is created.
+/// Configuration of a queue pair, fixed when it is created but for
+/// [`RcConfig::max_inflight_bytes`].
 #[derive(Clone, Copy, Debug)]
 pub struct RcConfig {
     /// Its handle, put into completions and events.

@@ -214,6 +214,14 @@ impl RcQp {
         self.responder.set_access(access);
     }
 
+    /// Changes the most bytes that may be unacknowledged ([`RcConfig::max_inflight_bytes`]).
+    pub fn set_max_inflight(&mut self, bytes: u32) {
+        self.cfg.max_inflight_bytes = bytes;
+        if let Some(link) = self.link {
+            self.requester.set_max_inflight(bytes, link.mtu);
+        }
+    }
+
     /// Changes the delay that our RNR NAKs ask for.
     pub fn set_min_rnr_timer(&mut self, timer: RnrTimer) {
         self.responder.set_min_rnr_timer(timer);

@@ -199,7 +199,8 @@ impl Requester {
         self.pieces = VecDeque::with_capacity(self.max_reads);
         // In packets, each at its cost in the peer's socket buffer and not at its payload: what
         // exceeds that buffer is dropped there.
-        self.congestion = Congestion::new(cfg.max_inflight_bytes / packet_cost(mtu), self.mtu);
+        let max = cfg.max_inflight_bytes / packet_cost(mtu);
+        self.congestion = Congestion::new(max, self.mtu);
         self.random = cfg.seed;
         self.ack_every = cfg.ack_every.max(1);
         self.ack_timeout = plan_ack_timeout(params.timeout);
@@ -273,6 +274,15 @@ impl Requester {
     )]
     pub(super) fn psn(&self, number: u64) -> Psn {
         self.base.add(number as u32)
+    }
+
+    /// Changes the most bytes that may be unacknowledged. What is under way beyond them stays so.
+    pub(super) fn set_max_inflight(&mut self, bytes: u32, mtu: Mtu) {
+        let max = bytes / packet_cost(mtu);
+        self.congestion.set_max(max);
+        if let Some((before, _)) = &mut self.undo {
+            before.set_max(max);
+        }
     }
 
     // ---- time ----

@@ -38,9 +38,16 @@ const TX_BATCHES: usize = 8;
 /// Datagrams of other workers that wait to be forwarded.
 const MAX_FORWARDED: usize = 1024;
 
-/// Bounds of the bytes that a queue pair has on the way.
+/// Bounds of the bytes that a queue pair has on the way, however many others its peer has.
 const INFLIGHT_MIN: usize = 64 << 10;
 const INFLIGHT_MAX: usize = 1 << 20;
+
+/// Most bytes that the queue pairs with one peer have on the way together, as long as that is more
+/// than each one's [`INFLIGHT_MAX`]. At [`packet_cost`](crate::rc::packet_cost) they are 481 packets
+/// of 4096 bytes: fourteen commands of 128 KiB, or what a receiver takes half a millisecond to take
+/// in. More would make no transfer faster, but keep other peers of the receiver waiting behind it,
+/// and push what waits out of its cache.
+const PEER_INFLIGHT_MAX: usize = 4 << 20;
 
 /// Faults of the wire, by direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -193,12 +200,11 @@ impl Roce {
         if config.seed.is_none() {
             getrandom::fill(&mut seed).map_err(io::Error::other)?;
         }
-        let inflight = config.max_inflight_bytes.unwrap_or_else(|| {
-            // Our own buffer stands for the peer's, which is not known. A quarter of it, since
-            // several queue pairs send at once.
-            (driver.receive_buffer() / 4).clamp(INFLIGHT_MIN, INFLIGHT_MAX) as u32
-        });
-        info!(addr = %config.addr, mtu = mtu.bytes(), inflight, "RoCE device");
+        let (inflight, peer_inflight) = match config.max_inflight_bytes {
+            Some(fixed) => (fixed, fixed),
+            None => plan_inflight(driver.receive_buffer()),
+        };
+        info!(addr = %config.addr, mtu = mtu.bytes(), inflight, peer_inflight, "RoCE device");
         let now = Instant::now();
         let mut nic = Nic::new(
             NicConfig {
@@ -206,6 +212,7 @@ impl Roce {
                 worker_index: config.worker_index,
                 worker_bits: config.worker_bits,
                 max_inflight_bytes: inflight,
+                peer_inflight_bytes: peer_inflight,
                 limits: config.limits,
                 ..NicConfig::new(config.addr, seed)
             },
@@ -481,6 +488,22 @@ impl Provider for Roce {
     fn arm_fds(&self) {
         self.driver.arm();
     }
+}
+
+/// Bytes that a queue pair may have on the way in any case, and that those of one peer may have
+/// together, by the bytes of our receive buffer.
+fn plan_inflight(receive_buffer: usize) -> (u32, u32) {
+    // What is on the way has to fit the receive buffer of the socket at the other end, which has
+    // dropped what does not. How large that is no packet says, so our own stands for it: peers of
+    // one configuration are granted the same. For the answers to our READs it is the right one. A
+    // quarter of it, since other peers send to that socket as well. These are upper bounds: a
+    // window begins with a few packets, grows while nothing is lost, and is cut by losses and by
+    // marks (`rc/congestion.rs`), so a peer whose buffer is smaller, or that more peers send to,
+    // costs a retransmission now and then and no more.
+    let quarter = receive_buffer / 4;
+    let each = quarter.clamp(INFLIGHT_MIN, INFLIGHT_MAX);
+    let together = quarter.clamp(INFLIGHT_MIN, PEER_INFLIGHT_MAX);
+    (each as u32, together as u32)
 }
 
 /// The largest path MTU that the interface of `addr` carries; `None` where that is not known.

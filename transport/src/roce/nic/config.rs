@@ -94,8 +94,11 @@ pub struct NicConfig {
     pub worker_bits: u8,
     /// From where all its random numbers come. Secret.
     pub seed: [u8; 32],
-    /// Most bytes that a queue pair has on the way.
+    /// Bytes that a queue pair may have on the way in any case.
     pub max_inflight_bytes: u32,
+    /// Bytes that the queue pairs with one peer may have on the way together. Each may have an
+    /// equal share of them, if that is more than [`NicConfig::max_inflight_bytes`].
+    pub peer_inflight_bytes: u32,
     /// What carries its packets.
     pub wire: Wire,
     /// Limits on the objects of the NIC.
@@ -114,6 +117,7 @@ impl NicConfig {
             worker_bits: 0,
             seed,
             max_inflight_bytes: 128 * 1024,
+            peer_inflight_bytes: 0,
             wire: Wire::Network,
             limits: NicLimits::default(),
         }

@@ -1,5 +1,7 @@
 //! Queue pairs: creating, modifying, destroying, posting.
 
+use std::net::IpAddr;
+
 use chacha20::rand_core::Rng as _;
 
 use super::objects::PORT;
@@ -203,6 +205,7 @@ impl Nic {
             self.leave_peer(id);
             *self.peers.entry(peer.addr.ip()).or_default() += 1;
             self.qps.get_mut(id)?.peer = Some(peer);
+            self.share_window(peer.addr.ip());
         }
         // While the peer is still known, since the last answers go to it.
         if matches!(to, QpState::Error | QpState::Reset) {
@@ -287,6 +290,9 @@ impl Nic {
         let Some(peer) = qp.peer.take() else {
             return;
         };
+        if let Machine::Rc(rc) = &mut qp.machine {
+            rc.set_max_inflight(self.config.max_inflight_bytes);
+        }
         let ip = peer.addr.ip();
         if let Some(n) = self.peers.get_mut(&ip) {
             *n -= 1;
@@ -295,6 +301,28 @@ impl Nic {
                 // of it goes as well.
                 self.peers.remove(&ip);
                 self.forget_peer(ip);
+            }
+        }
+        self.share_window(ip);
+    }
+
+    /// Divides what may be on the way to a peer among its queue pairs, whose number has changed.
+    fn share_window(&mut self, ip: IpAddr) {
+        let count = self.peers.get(&ip).copied().unwrap_or(0);
+        let each = self.config.max_inflight_bytes;
+        let together = self.config.peer_inflight_bytes;
+        let share = |count: u32| (together / count.max(1)).max(each);
+        // From some number on each has what it may have in any case, and one more or less changes
+        // nothing.
+        if count == 0 || share(count - 1) == each {
+            return;
+        }
+        let share = share(count);
+        for qp in self.qps.values_mut() {
+            if let Machine::Rc(rc) = &mut qp.machine
+                && qp.peer.is_some_and(|peer| peer.addr.ip() == ip)
+            {
+                rc.set_max_inflight(share);
             }
         }
     }

@@ -101,6 +101,43 @@ fn connected_to(nic: &mut Nic, peer: IpAddr) -> QpId {
     qp
 }
 
+/// Bytes that a queue pair may have on the way.
+fn inflight(nic: &Nic, qp: QpId) -> u32 {
+    match &nic.qps.get(qp).unwrap().machine {
+        Machine::Rc(rc) => rc.config().max_inflight_bytes,
+        Machine::Ud(_) => panic!("not a connection"),
+    }
+}
+
+#[test]
+fn queue_pairs_of_a_peer_share_what_may_be_on_the_way_to_it() {
+    let config = NicConfig {
+        max_inflight_bytes: 100,
+        peer_inflight_bytes: 400,
+        ..NicConfig::new("10.0.0.1".parse().unwrap(), [7; 32])
+    };
+    let mut nic = Nic::new(config, Instant::now());
+    let other = connected_to(&mut nic, "10.0.0.3".parse().unwrap());
+    let first = connected(&mut nic);
+    assert_eq!(inflight(&nic, first), 400);
+    let second = connected(&mut nic);
+    assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [200; 2]);
+    let more = [(); 5].map(|()| connected(&mut nic));
+    assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [100; 2]);
+    assert_eq!(
+        more.map(|qp| inflight(&nic, qp)),
+        [100; 5],
+        "what each may have"
+    );
+    for qp in more {
+        nic.destroy_qp(qp).unwrap();
+    }
+    assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [200; 2]);
+    nic.modify_qp(second, &to(QpState::Reset)).unwrap();
+    assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [400, 100]);
+    assert_eq!(inflight(&nic, other), 400);
+}
+
 /// A whole datagram from `src`, with its ICRC.
 fn sealed(nic: &Nic, src: SocketAddr, bth: &Bth, ext: &ExtHeaders, payload: &[u8]) -> Vec<u8> {
     let bth = bth.with_pad_for(payload.len());

@@ -399,8 +399,9 @@ impl<'a> Endpoint<'a> {
         }
         let until = self.provider.deadline().into_iter().chain(limit).min();
         let timeout = until.map(|u| u.saturating_duration_since(now) + Duration::from_millis(1));
-        self.provider.arm_fds();
-        wait_readable(&self.provider.event_fds(), timeout);
+        if !self.provider.arm_fds() {
+            wait_readable(&self.provider.event_fds(), timeout);
+        }
         self.provider.progress(Instant::now());
         Ok(())
     }

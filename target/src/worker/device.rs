@@ -619,8 +619,8 @@ impl Devices {
         }
     }
 
-    /// Has the descriptors of all devices end the sleep that follows; false where the ring has no
-    /// room for that.
+    /// Has the descriptors of all devices end the sleep that follows; false where there is to be
+    /// none: a device has something already, or the ring has no room.
     ///
     /// Only before a sleep, and once: while it is watched, each packet that arrives costs its
     /// sender a wake-up, although a worker that is awake looks for packets in any case.
@@ -628,19 +628,23 @@ impl Devices {
     /// # Errors
     /// The ring is of no further use.
     pub(super) fn arm_watches(&mut self, ring: &mut Ring) -> Result<bool, RingError> {
-        let (slots, watches) = (&self.slots, &mut self.watches);
-        // The descriptors of a device that is gone are always readable.
-        let is_open = |device: usize| slots[device].is_open();
-        for slot in slots {
+        let (slots, watches) = (&mut self.slots, &mut self.watches);
+        let mut has_something = false;
+        for slot in slots.iter_mut() {
+            // The descriptors of a device that is gone are always readable.
             if let State::Open {
                 device,
                 is_gone: false,
                 ..
-            } = &slot.state
+            } = &mut slot.state
             {
-                device.arm_fds();
+                has_something |= device.arm_fds();
             }
         }
+        if has_something {
+            return Ok(false);
+        }
+        let is_open = |device: usize| slots[device].is_open();
         for watch in watches
             .iter_mut()
             .filter(|w| !w.is_armed && is_open(w.device))

@@ -250,34 +250,12 @@ impl RdmaCoreDevice {
             Object::Device => None,
         }
     }
-
-    fn reap_cq_events(&mut self) -> usize {
-        let mut count = 0;
-        loop {
-            let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the channel is open and does not block; both results are written.
-            let r = unsafe {
-                (self.core.verbs.ibv_get_cq_event)(self.comp, &raw mut cq, &raw mut context)
-            };
-            if r != 0 {
-                return count;
-            }
-            // Acknowledged at once, or the destruction of the queue would wait for it.
-            // SAFETY: the event was just taken from this queue.
-            unsafe { (self.core.verbs.ibv_ack_cq_events)(cq, 1) };
-            count += 1;
-            let id = CqId(unpack(context as u64));
-            if !self.fired.contains(&id) {
-                self.fired.push_back(id);
-            }
-        }
-    }
 }
 
 impl RdmaCoreDevice {
     /// Returns whether there are completion events, connection events, asynchronous events: one
     /// system call where reading each would be three.
-    fn readable(&self) -> [bool; 3] {
+    pub(super) fn readable(&self) -> [bool; 3] {
         // SAFETY: all three objects are open as long as the device is.
         let fds = unsafe {
             [
@@ -298,27 +276,29 @@ impl RdmaCoreDevice {
 }
 
 impl Provider for RdmaCoreDevice {
-    fn progress(&mut self, _now: Instant) -> usize {
-        let [completions, connections, events] = self.readable();
-        if events {
-            self.read_async_events();
+    fn progress(&mut self, now: Instant) -> usize {
+        let mut count = self.poll_watched();
+        if self.notices.must_look(now, count > 0) {
+            let [completions, connections, events] = self.readable();
+            if events {
+                self.read_async_events();
+            }
+            if completions {
+                count += self.reap_cq_events();
+            }
+            if connections {
+                count += self.reap_cm_events();
+            }
         }
         // Events that another device has read come by the seat, which needs no system call to
         // look at.
-        let mut count = self.reap_async_events();
-        if completions {
-            count += self.reap_cq_events();
-        }
-        if connections {
-            count += self.reap_cm_events();
-        }
-        count
+        count + self.reap_async_events()
     }
 
     fn deadline(&self) -> Option<Instant> {
         // Everything else wakes its owner by a descriptor.
         let is_waiting =
-            !self.cm_events.is_empty() || !self.async_events.is_empty() || !self.fired.is_empty();
+            !self.cm_events.is_empty() || !self.async_events.is_empty() || self.notices.has_fired();
         is_waiting.then(Instant::now)
     }
 
@@ -334,6 +314,10 @@ impl Provider for RdmaCoreDevice {
             .map(|fd| BorrowedFd::borrow_raw(fd))
         };
         EventFds::from(fds)
+    }
+
+    fn arm_fds(&mut self) -> bool {
+        self.arm_watched()
     }
 }
 
@@ -581,12 +565,7 @@ impl Verbs for RdmaCoreDevice {
             return Err(VerbsError::InvalidParameter("number of entries"));
         }
         // The library gets our handle with the queue, so the handle exists first.
-        let id = self.cqs.insert(Cq {
-            ptr: ptr::null_mut(),
-            users: 0,
-            overrun: false,
-            peeked: Default::default(),
-        })?;
+        let id = self.cqs.insert(Cq::new())?;
         let context = pack(id.0) as usize as *mut _;
         // SAFETY: context and channel are open; our handle travels as a number.
         let ptr = unsafe {
@@ -616,9 +595,11 @@ impl Verbs for RdmaCoreDevice {
         if entry.users > 0 {
             return Err(VerbsError::ResourceBusy("completion queue"));
         }
+        let ptr = entry.ptr;
+        self.acknowledge(cq);
         // SAFETY: nothing uses it and all its events are acknowledged; it leaves the table.
-        checked(unsafe { (self.core.verbs.ibv_destroy_cq)(entry.ptr) })?;
-        self.fired.retain(|id| *id != cq);
+        checked(unsafe { (self.core.verbs.ibv_destroy_cq)(ptr) })?;
+        self.notices.forget(cq);
         self.cqs.remove(cq).map(drop)
     }
 
@@ -636,15 +617,11 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
-        let ptr = self.cqs.get(cq)?.ptr;
-        let solicited = notify == Notify::Solicited;
-        // SAFETY: the queue is alive and has a channel.
-        checked(unsafe { ops::ibv_req_notify_cq(ptr, solicited) })?;
-        Ok(self.peek(cq, 1)? > 0)
+        self.request_notice(cq, notify)
     }
 
     fn poll_cq_event(&mut self) -> Option<CqId> {
-        self.fired.pop_front()
+        self.notices.take_fired()
     }
 
     fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError> {

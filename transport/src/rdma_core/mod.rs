@@ -10,6 +10,8 @@
 //!   binds it, `LocalInv` and the peer's send-with-invalidate unbind it.
 //! - [`Notify::Count`](crate::verbs::Notify::Count) fires at the next completion; the hardware
 //!   counts no further.
+//! - A queue with a notification is polled while its user is awake, and armed in the device only
+//!   before a sleep (`notify`).
 //! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue
 //!   pair here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has
 //!   no InfiniBand service ids on RoCE.
@@ -39,7 +41,8 @@
 //! | --- | --- |
 //! | `objects` | what the handles stand for, and the order in which it is torn down |
 //! | `device` | the verbs that make and destroy objects |
-//! | `work` | post, poll and arm |
+//! | `work` | post and poll |
+//! | `notify` | when to arm a completion queue, and to look at descriptors |
 //! | `cm` | connections |
 //! | `shared` | what devices of one process at one RDMA device share |
 //! | `convert` | types, one into the other |
@@ -58,6 +61,9 @@
 mod cm;
 mod convert;
 mod device;
+#[cfg(test)]
+mod fake;
+mod notify;
 mod objects;
 mod shared;
 mod work;

@@ -1,15 +1,17 @@
 //! Objects of an rdma-core device, by their handles.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
+use std::time::Instant;
 
 use riser_memory::MemSlice;
 use riser_rdma_core_sys::RdmaCore;
 use riser_rdma_core_sys::bindings::*;
 
 use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
+use super::notify::{Arming, Notices};
 use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
@@ -110,8 +112,28 @@ pub(super) struct Cq {
     pub(super) ptr: *mut ibv_cq,
     pub(super) users: u32,
     pub(super) overrun: bool,
-    /// Completions that `peek_cq` took out of the library.
+    /// Completions taken out of the library before the user polls for them.
     pub(super) peeked: RefCell<VecDeque<ibv_wc>>,
+    /// One of them has come since the user asked for a notification.
+    pub(super) has_new: Cell<bool>,
+    pub(super) arming: Arming,
+    /// Events taken from the channel and not acknowledged.
+    pub(super) unacknowledged: u32,
+}
+
+impl Cq {
+    /// A queue that the library is still to make.
+    pub(super) fn new() -> Self {
+        Self {
+            ptr: ptr::null_mut(),
+            users: 0,
+            overrun: false,
+            peeked: RefCell::default(),
+            has_new: Cell::new(false),
+            arming: Arming::Idle,
+            unacknowledged: 0,
+        }
+    }
 }
 
 pub(super) struct Srq {
@@ -197,7 +219,7 @@ pub struct RdmaCoreDevice {
     pub(super) ids: Table<CmId, Id>,
     pub(super) by_id: HashMap<usize, CmId>,
     pub(super) slots: Table<SlotId, Slot>,
-    pub(super) fired: VecDeque<CqId>,
+    pub(super) notices: Notices,
     pub(super) async_events: VecDeque<AsyncEvent>,
     pub(super) cm_events: VecDeque<CmEvent>,
     pub(super) scratch: Scratch,
@@ -209,6 +231,17 @@ unsafe impl Send for RdmaCoreDevice {}
 
 /// Most objects of a kind that we keep track of.
 const MANY: u32 = 1 << 20;
+
+/// What a device is made of.
+pub(super) struct Parts {
+    pub(super) core: RdmaCore,
+    pub(super) context: *mut ibv_context,
+    pub(super) channel: *mut rdma_event_channel,
+    pub(super) comp: *mut ibv_comp_channel,
+    pub(super) probe: *mut rdma_cm_id,
+    pub(super) seat: Seat,
+    pub(super) port: u8,
+}
 
 impl RdmaCoreDevice {
     /// Opens the device that has a local address.
@@ -253,7 +286,46 @@ impl RdmaCoreDevice {
         // SAFETY: the context is open as long as the probe exists.
         let comp = unsafe { (core.verbs.ibv_create_comp_channel)(context) };
         // From here on the value's `Drop` tears down what a failure leaves.
-        let mut device = Self {
+        let parts = Parts {
+            core,
+            context,
+            channel,
+            comp,
+            probe,
+            seat,
+            port,
+        };
+        let mut device = Self::of_parts(parts, addr);
+        if comp.is_null() {
+            return Err(failed("ibv_create_comp_channel")());
+        }
+        device.attr = device.query_device().map_err(|source| OpenError::Call {
+            call: "ibv_query_device",
+            source,
+        })?;
+        // SAFETY: the three descriptors belong to objects that are open.
+        let fds = unsafe { [(*channel).fd, (*comp).fd, (*context).async_fd] };
+        for fd in fds {
+            set_non_blocking(fd).map_err(|source| OpenError::Call {
+                call: "fcntl",
+                source,
+            })?;
+        }
+        Ok(device)
+    }
+
+    /// A device without objects. Its limits are still to be asked for.
+    pub(super) fn of_parts(parts: Parts, addr: IpAddr) -> Self {
+        let Parts {
+            core,
+            context,
+            channel,
+            comp,
+            probe,
+            seat,
+            port,
+        } = parts;
+        Self {
             core,
             context,
             channel,
@@ -277,27 +349,11 @@ impl RdmaCoreDevice {
             ids: Table::new("connection identifiers", MANY),
             by_id: HashMap::new(),
             slots: Table::new("work requests", MANY << 4),
-            fired: VecDeque::new(),
+            notices: Notices::new(Instant::now()),
             async_events: VecDeque::new(),
             cm_events: VecDeque::new(),
             scratch: Scratch::default(),
-        };
-        if comp.is_null() {
-            return Err(failed("ibv_create_comp_channel")());
         }
-        device.attr = device.query_device().map_err(|source| OpenError::Call {
-            call: "ibv_query_device",
-            source,
-        })?;
-        // SAFETY: the three descriptors belong to objects that are open.
-        let fds = unsafe { [(*channel).fd, (*comp).fd, (*context).async_fd] };
-        for fd in fds {
-            set_non_blocking(fd).map_err(|source| OpenError::Call {
-                call: "fcntl",
-                source,
-            })?;
-        }
-        Ok(device)
     }
 
     /// The address that it was opened at.
@@ -397,6 +453,8 @@ impl Drop for RdmaCoreDevice {
                 }
             }
             for (_, cq) in self.cqs.iter() {
+                // The library waits for the acknowledgement of each event of the queue.
+                (verbs.ibv_ack_cq_events)(cq.ptr, cq.unacknowledged);
                 (verbs.ibv_destroy_cq)(cq.ptr);
             }
             for (_, pd) in self.pds.iter() {

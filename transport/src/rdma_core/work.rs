@@ -1,4 +1,4 @@
-//! Post, poll and arm: the data path.
+//! Post and poll: the data path.
 //!
 //! A request goes to the library under the number of a slot in our table. Requests of one queue
 //! complete in order, so a completion also retires the unsignaled requests before it.
@@ -13,7 +13,7 @@ use super::objects::{RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, p
 use crate::verbs::*;
 
 /// Completions taken from the library in one call.
-const BATCH: usize = 32;
+pub(super) const BATCH: usize = 32;
 
 /// Names no queue pair: generations begin at 1.
 const GONE: QpId = QpId(Handle::new(0, 0));
@@ -484,6 +484,7 @@ impl RdmaCoreDevice {
             if count == 0 {
                 break;
             }
+            self.notices.note_completions();
             for wc in &wcs[..count] {
                 out.extend(self.completion(wc));
             }
@@ -492,18 +493,15 @@ impl RdmaCoreDevice {
     }
 
     pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
-        // The library cannot look without taking, so what was taken is kept for the next poll.
         let entry = self.cqs.get(cq)?;
-        let mut peeked = entry.peeked.borrow_mut();
-        while peeked.len() < max {
-            let mut wc = ibv_wc::default();
-            // SAFETY: the queue is alive; one completion has room.
-            if unsafe { ops::ibv_poll_cq(entry.ptr, 1, &raw mut wc) } != 1 {
-                break;
+        // The library cannot look without taking, so what was taken is kept for the next poll.
+        loop {
+            let held = entry.peeked.borrow().len();
+            if held >= max || !matches!(entry.pull(max - held), Ok(1..)) {
+                let held = entry.peeked.borrow().len();
+                return Ok(held.min(max));
             }
-            peeked.push_back(wc);
         }
-        Ok(peeked.len().min(max))
     }
 
     /// Our form of a completion, or `None` where its request went with its queue pair, as those of
@@ -596,7 +594,59 @@ fn posted_before(at: Option<isize>, unnamed: usize, errno: i32) -> PostError {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fake::{library, receive, write};
     use super::*;
+
+    fn taken(device: &mut RdmaCoreDevice, cq: CqId) -> Vec<u64> {
+        let mut out = Vec::new();
+        device.poll_cq(cq, BATCH, &mut out).unwrap();
+        out.iter().map(|completion| completion.wr_id.0).collect()
+    }
+
+    /// What the library took completes once, and what it did not take is the caller's to post again.
+    #[test]
+    fn a_list_that_fails_in_the_middle_is_posted_up_to_there() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, qp) = device.fake_queues();
+        let list: Vec<_> = (0..5)
+            .map(|n| match n % 2 {
+                0 => write(n, SendFlags::empty()),
+                _ => write(n, SendFlags::SIGNALED),
+            })
+            .collect();
+        library(|library| library.room = 2);
+        let error = device.post_send(qp, &list).unwrap_err();
+        assert_eq!((error.index, error.reason), (2, PostReason::QueueFull));
+        assert_eq!(device.slots.len(), 2, "as many as may complete");
+        library(|library| library.room = usize::MAX);
+        device.post_send(qp, &list[error.index..]).unwrap();
+        let (posted, lists) = library(|l| (l.posted.clone(), l.lists.clone()));
+        assert_eq!(lists, [5, 3], "one call for each list");
+        let distinct: std::collections::HashSet<_> = posted.iter().collect();
+        assert_eq!((posted.len(), distinct.len()), (5, 5), "each once");
+        for signaled in [posted[1], posted[3]] {
+            device.fake_completion(cq, signaled);
+        }
+        assert_eq!(taken(&mut device, cq), [1, 3]);
+        assert_eq!(device.slots.len(), 1, "the last is not signaled");
+    }
+
+    #[test]
+    fn a_list_of_receives_that_fails_in_the_middle_is_posted_up_to_there() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, qp) = device.fake_queues();
+        let list: Vec<_> = (10..14).map(receive).collect();
+        library(|library| library.room = 3);
+        let error = device.post_recv(qp, &list).unwrap_err();
+        assert_eq!((error.index, device.slots.len()), (3, 3));
+        library(|library| library.room = usize::MAX);
+        device.post_recv(qp, &list[error.index..]).unwrap();
+        for number in library(|library| library.posted.clone()) {
+            device.fake_completion(cq, number);
+        }
+        assert_eq!(taken(&mut device, cq), [10, 11, 12, 13]);
+        assert_eq!(device.slots.len(), 0);
+    }
 
     #[test]
     fn a_chain_without_a_named_request_may_all_be_posted() {

@@ -1,6 +1,5 @@
 //! The provider: a device and its links.
 
-use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -119,7 +118,7 @@ pub struct Shm {
     links: Links,
     batch: TxBatch,
     /// Peers were asked for wake-ups.
-    is_armed: Cell<bool>,
+    is_armed: bool,
     /// When the sockets are looked at next.
     look_due: Instant,
 }
@@ -158,7 +157,7 @@ impl Shm {
             nic: Nic::new(nic, now),
             links: Links::new(addr, config.users, config.listener.map(|it| it.0))?,
             batch: TxBatch::new(1),
-            is_armed: Cell::new(false),
+            is_armed: false,
             look_due: now,
         })
     }
@@ -240,7 +239,7 @@ impl Shm {
 
     /// Looks at the sockets, where that is due.
     fn look(&mut self, now: Instant) -> usize {
-        let was_armed = self.is_armed.replace(false);
+        let was_armed = std::mem::take(&mut self.is_armed);
         if was_armed {
             self.links.wake();
         }
@@ -336,8 +335,9 @@ impl Provider for Shm {
         EventFds::from_iter([self.links.fd()])
     }
 
-    fn arm_fds(&self) {
-        self.is_armed.set(true);
+    fn arm_fds(&mut self) -> bool {
+        self.is_armed = true;
         self.links.sleep();
+        false
     }
 }

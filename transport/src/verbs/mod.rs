@@ -18,8 +18,8 @@
 //!     while let Some(e) = provider.poll_cm_event() { … }
 //!     provider.poll_cq(cq, &mut completions) … // and post more work
 //!     if idle { provider.req_notify_cq(cq, Notify::Next); poll once more;
-//!               provider.arm_fds();
-//!               wait for provider.event_fds() until provider.deadline() }
+//!               if !provider.arm_fds() {
+//!                   wait for provider.event_fds() until provider.deadline() } }
 //! }
 //! ```
 //!
@@ -167,6 +167,8 @@ pub trait Verbs {
 
     /// Arms a completion queue: one [`Verbs::poll_cq_event`] for the next completion that matches.
     /// Answers whether completions are waiting already, in which case poll again before sleeping.
+    /// A device that interrupts may be armed only by [`Provider::arm_fds`], so this costs no system
+    /// call while the user is awake.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -406,5 +408,11 @@ pub trait Provider: Verbs + RdmaCm {
     /// Has the descriptors become readable for all that comes from now on, and for what has come
     /// since the last [`Provider::progress`]. To be called before each sleep: where a wake-up costs
     /// the peer a system call, it makes one only for a sleeper.
-    fn arm_fds(&self) {}
+    ///
+    /// Returns whether something has come that no descriptor shows, so that the caller must not
+    /// sleep.
+    #[must_use]
+    fn arm_fds(&mut self) -> bool {
+        false
+    }
 }

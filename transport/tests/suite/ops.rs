@@ -502,8 +502,14 @@ pub(crate) fn notifications_come_when_armed<W: World>(mut w: W) {
     }
     let fired = w.until("a notification", |w| w.provider(End::B).poll_cq_event());
     assert_eq!(fired, b.cq);
-    assert_eq!(w.provider(End::B).peek_cq(b.cq, 9), Ok(2));
     let b_cq = b.cq;
+    // A device of the host's fires at the first of them already.
+    if w.is_kernel(End::B) {
+        w.until("both", |w| {
+            (w.provider(End::B).peek_cq(b_cq, 9) == Ok(2)).then_some(())
+        });
+    }
+    assert_eq!(w.provider(End::B).peek_cq(b_cq, 9), Ok(2));
     w.provider(End::B).resize_cq(b_cq, 2).unwrap();
     assert!(w.provider(End::B).resize_cq(b_cq, 1).is_err());
 }

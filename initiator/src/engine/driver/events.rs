@@ -28,6 +28,8 @@ impl<E: Env> Driver<E> {
             return false;
         };
         let mut worked = device.provider.progress(now) > 0;
+        // Every queue is polled in each round, so which of them has fired is of no interest.
+        while device.provider.poll_cq_event().is_some() {}
         while let Some(device) = &mut self.device
             && let Some(event) = device.provider.poll_cm_event()
         {

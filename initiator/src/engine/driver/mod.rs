@@ -145,11 +145,8 @@ impl<E: Env> Driver<E> {
         if self.arm() {
             return;
         }
-        if self.prepare_services() {
+        if self.prepare_services() && !self.arm_fds() {
             let device = self.device.as_ref();
-            if let Some(device) = device {
-                device.provider.arm_fds();
-            }
             let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
             let mut fds: WaitedFds<'_> = fds.into_iter().map(Waited::reading).collect();
             fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
@@ -223,13 +220,14 @@ impl<E: Env> Driver<E> {
 
     /// Arms every completion queue; whether completions wait already.
     fn arm(&mut self) -> bool {
-        let mut waiting = self.arm_discovery();
-        let Some(device) = &mut self.device else {
-            return waiting;
-        };
-        waiting |= device.arm();
-        while device.provider.poll_cq_event().is_some() {}
-        waiting
+        let is_found = self.arm_discovery();
+        self.device.as_mut().is_some_and(Device::arm) || is_found
+    }
+
+    /// Has the device's descriptors end the sleep that follows; whether something has come already.
+    fn arm_fds(&mut self) -> bool {
+        let device = self.device.as_mut();
+        device.is_some_and(|device| device.provider.arm_fds())
     }
 
     /// Gives a session's link an input, and carries out what follows from it: a machine never sees

@@ -38,8 +38,9 @@ pub(super) enum Posted {
     Nothing,
 }
 
-/// Work requests of one call.
-const POST_BATCH: usize = 16;
+/// Work requests of one call: those of [`CHAINS`] chains, as a rule, since a call may be a system
+/// call.
+const POST_BATCH: usize = 64;
 
 /// Chains that are posted together.
 const CHAINS: usize = 8;

@@ -49,6 +49,15 @@ impl<E: Env> Driver<E> {
         worked
     }
 
+    /// Posts what the round asks of the device; whether a connection has ended with that.
+    pub(super) fn flush_device(&mut self, now: Instant) -> bool {
+        let broken = self.device.as_mut().map(Device::flush).unwrap_or_default();
+        for owner in &broken {
+            self.break_channel(*owner, now);
+        }
+        !broken.is_empty()
+    }
+
     /// Handles the completions of every connection; whether there were any.
     pub(super) fn poll_completions(&mut self, now: Instant) -> bool {
         let (mut worked, mut at) = (false, 0);

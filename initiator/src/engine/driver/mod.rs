@@ -2,7 +2,7 @@
 //! reads no clock: the loop around it gives each round its time.
 //!
 //! One round: packets and timers of the provider, connection events, completions, clients of disks,
-//! messages of other threads, timeouts. After each input the session's outputs are carried out
+//! messages of other threads, timeouts; then what all these ask of the device. After each input the session's outputs are carried out
 //! until there are none, so that a session never sees an input with its outputs pending.
 
 mod context;
@@ -202,6 +202,8 @@ impl<E: Env> Driver<E> {
         // The outputs of a timeout may have results already, which no descriptor reports.
         worked |= self.handle_timeouts(now);
         worked |= self.run_paths(now);
+        // What all of it asks of the device leaves in one list for each queue pair.
+        worked |= self.flush_device(now);
         self.reap();
         worked
     }

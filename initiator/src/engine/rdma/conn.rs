@@ -10,8 +10,9 @@
 //! shows that the SEND is over.
 //!
 //! # Bounds
-//! Every queue's length is in [`RdmaLimits`]. A command that finds its slot, its send-queue entries
-//! or its regions used up is not started.
+//! Every queue's length is in [`RdmaLimits`]. What is posted leaves at the end of the round
+//! ([`Device::flush`]), and a list that the device does not take breaks the connection. A command
+//! that finds its slot, its send-queue entries or its regions used up is not started.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,7 @@ use riser_memory::{MemSlice, Memory};
 use riser_transport::mr_pool::{MrPool, PooledMr};
 use riser_transport::verbs::{
     Access, CmError, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId, PortSpace, Provider,
-    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, VerbsError,
+    QpCap, QpId, QpInitAttr, QpType, SendFlags, SendOp, SendWr, Sge, VerbsError,
 };
 
 use super::task::{NewTask, Tasks};
@@ -333,11 +334,15 @@ impl<const R: usize> RdmaConn<R> {
         let Some(rings) = &self.rings else {
             return false;
         };
-        let wr = RecvWr {
-            wr_id: WorkRequest::Recv(slot).id(),
-            sges: &[rings.own(at, len)],
-        };
-        device.provider.post_recv(rings.qp, &[wr]).is_ok()
+        let id = WorkRequest::Recv(slot).id();
+        device.post_recv(rings.qp, id, rings.own(at, len));
+        true
+    }
+
+    /// Posts at once what would be at the end of the round; false if the connection is broken.
+    pub(super) fn flush<P: Provider>(&self, device: &mut Device<P>) -> bool {
+        let rings = self.rings.as_ref();
+        rings.is_some_and(|rings| device.flush_qp(rings.qp))
     }
 
     /// Sends a message from the connection's memory; false if the connection is broken.
@@ -359,7 +364,8 @@ impl<const R: usize> RdmaConn<R> {
             flags: SendFlags::SIGNALED,
             ud: None,
         };
-        device.provider.post_send(rings.qp, &[wr]).is_ok()
+        device.post_send(rings.qp, &[wr]);
+        true
     }
 
     /// Takes what a command with that many regions needs; `None` where other commands use it.
@@ -437,9 +443,9 @@ impl<const R: usize> RdmaConn<R> {
             },
             ud: None,
         });
-        let is_posted = device.provider.post_send(rings.qp, &chain).is_ok();
+        device.post_send(rings.qp, &chain);
         self.tasks.insert(new);
-        is_posted
+        true
     }
 
     /// Handles the completion of a work request.
@@ -500,9 +506,7 @@ impl<const R: usize> RdmaConn<R> {
             r.inv_wr(WorkRequest::Invalidate(slot, key).id())
         };
         let chain: ArrayVec<SendWr<'_>, MAX_REGIONS> = task.retire().map(invalidate).collect();
-        if !chain.is_empty() && device.provider.post_send(rings.qp, &chain).is_err() {
-            return Retire::Broken;
-        }
+        device.post_send(rings.qp, &chain);
         match self.finish(device, slot) {
             Some(_) => Retire::Done,
             None => Retire::Pending,
@@ -674,6 +678,22 @@ mod tests {
         conn.retire(&mut device, RequestId(1));
         let back = invalidated(&mut conn, &mut device, slot, key);
         assert_eq!(back, Some(RequestId(1)));
+    }
+
+    #[test]
+    fn what_a_device_does_not_take_breaks_the_connection_and_is_not_posted_again() {
+        let (mut device, mut conn, buffer) = conn(LIMITS);
+        assert!(device.flush().is_empty());
+        assert!(conn.post_recv(&mut device, 0, 0, 64));
+        read(&mut conn, &mut device, 1, &buffer);
+        read(&mut conn, &mut device, 2, &buffer);
+        assert_eq!(device.flush(), [conn.owner]);
+        assert!(device.flush().is_empty(), "nothing is left");
+        // The end of the connection takes back what was posted and what was not.
+        let regions = device.provider.usage().mrs;
+        conn.release(&mut device, false, Instant::now());
+        assert!(device.provider.usage().mrs < regions);
+        assert!(device.flush().is_empty());
     }
 
     #[test]

@@ -5,8 +5,11 @@ use std::time::{Duration, Instant};
 use fnv::FnvHashMap;
 use riser_memory::MemSlice;
 use riser_transport::verbs::{
-    Access, CmEvent, CmEventKind, CmId, CqId, Mr, Notify, PdId, Provider, QpId, VerbsError,
+    Access, CmEvent, CmEventKind, CmId, CqId, Mr, Notify, PdId, Provider, QpId, SendWr, Sge,
+    VerbsError, WrId,
 };
+
+use super::posts::Posts;
 
 /// Longest duration of a disconnect, after which its identifier is destroyed anyway.
 const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
@@ -18,12 +21,19 @@ pub(in crate::engine) struct Owner {
     pub(in crate::engine) channel: u8,
 }
 
+struct OwnedQp {
+    owner: Owner,
+    posts: Posts,
+}
+
 /// A provider, with the owners of the connections on it.
 pub(in crate::engine) struct Device<P> {
     pub(in crate::engine) provider: P,
     /// By numbers of ours, as below: no peer can choose them for their hashes.
     ids: FnvHashMap<CmId, Owner>,
-    qps: FnvHashMap<QpId, Owner>,
+    qps: FnvHashMap<QpId, OwnedQp>,
+    /// Queue pairs for which something waits to be posted. One may be released by now.
+    unposted: Vec<QpId>,
     /// Completion queues, each of one connection, in the order in which they were made.
     cqs: Vec<(CqId, Owner)>,
     /// Identifiers without an owner, whose disconnect goes on until the given time at the latest.
@@ -36,6 +46,7 @@ impl<P: Provider> Device<P> {
             provider,
             ids: FnvHashMap::default(),
             qps: FnvHashMap::default(),
+            unposted: Vec::new(),
             cqs: Vec::new(),
             disconnecting: Vec::new(),
         }
@@ -43,7 +54,7 @@ impl<P: Provider> Device<P> {
 
     /// The owner of a queue pair; `None` if it has been released.
     pub(in crate::engine) fn owner(&self, qp: QpId) -> Option<Owner> {
-        self.qps.get(&qp).copied()
+        self.qps.get(&qp).map(|qp| qp.owner)
     }
 
     /// The owner of a completion queue; `None` if it has been released.
@@ -88,7 +99,60 @@ impl<P: Provider> Device<P> {
     }
 
     pub(super) fn own_qp(&mut self, qp: QpId, owner: Owner) {
-        self.qps.insert(qp, owner);
+        let posts = Posts::default();
+        self.qps.insert(qp, OwnedQp { owner, posts });
+    }
+
+    /// Has requests posted when the round ends, behind those that wait already.
+    pub(super) fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) {
+        if !wrs.is_empty()
+            && let Some(posts) = self.posts(qp)
+        {
+            wrs.iter().for_each(|wr| posts.push_send(wr));
+        }
+    }
+
+    /// Has a receive posted when the round ends.
+    pub(super) fn post_recv(&mut self, qp: QpId, id: WrId, sge: Sge) {
+        if let Some(posts) = self.posts(qp) {
+            posts.push_recv(id, sge);
+        }
+    }
+
+    /// What waits for a queue pair, to be added to.
+    fn posts(&mut self, qp: QpId) -> Option<&mut Posts> {
+        let posts = &mut self.qps.get_mut(&qp)?.posts;
+        if posts.is_empty() {
+            self.unposted.push(qp);
+        }
+        Some(posts)
+    }
+
+    /// Posts what waits for a queue pair; whether the device has taken all of it.
+    pub(super) fn flush_qp(&mut self, qp: QpId) -> bool {
+        let Some(entry) = self.qps.get_mut(&qp) else {
+            return true;
+        };
+        let posted = entry.posts.post(&mut self.provider, qp);
+        if let Err(error) = posted {
+            let owner = entry.owner;
+            tracing::debug!(%error, ?owner, "the device has not taken a list of requests");
+        }
+        posted.is_ok()
+    }
+
+    /// Posts what waits. Returns the owners of the queue pairs that have not taken all of it, whose
+    /// connections are broken.
+    pub(in crate::engine) fn flush(&mut self) -> Vec<Owner> {
+        let mut broken = Vec::new();
+        let mut unposted = std::mem::take(&mut self.unposted);
+        for qp in unposted.drain(..) {
+            if !self.flush_qp(qp) {
+                broken.extend(self.owner(qp));
+            }
+        }
+        self.unposted = unposted;
+        broken
     }
 
     pub(super) fn disown_qp(&mut self, qp: QpId) {

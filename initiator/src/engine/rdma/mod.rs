@@ -1,12 +1,14 @@
 //! An RDMA device and the connections on it, as SRP and iSER use them.
 //!
-//! [`Device`] is the provider with the owners of identifiers and queue pairs. [`Resources`] are
+//! [`Device`] is the provider with the owners of identifiers and queue pairs, and with what waits to
+//! be posted ([`Device::flush`]). [`Resources`] are
 //! what a session has of a device, [`RdmaConn`] is one reliable connection of it: from the address
 //! to the disconnect, with its own memory, its receives, and the keys of the commands on it.
 //! [`ConnSlot`] makes and ends connections, one after another, for a protocol's [`RdmaProtocol`].
 
 mod conn;
 mod device;
+mod posts;
 mod slot;
 mod task;
 mod work;

@@ -160,6 +160,8 @@ fn connect<const R: usize, P: Provider>(
 ) -> Result<(), ConnectError> {
     let made = conn.rdma_mut().set_up(device, resources);
     let prepared = made.and_then(|()| conn.prepare(device, resources));
+    // Before the request, whose answer may have a message right behind it.
+    let prepared = prepared.map(|is_prepared| is_prepared && conn.rdma().flush(device));
     if !prepared.map_err(ConnectError::Local)? {
         let error = VerbsError::InvalidState("queue pair takes no receives");
         return Err(ConnectError::Local(error));

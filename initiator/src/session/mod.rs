@@ -8,6 +8,7 @@ mod functions;
 mod lifecycle;
 mod machine;
 mod task_manager;
+mod writes;
 
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ pub(crate) use self::lifecycle::Lifecycle;
 pub use self::lifecycle::SessionState;
 pub use self::machine::Machine;
 pub(crate) use self::task_manager::TaskManager;
+pub(crate) use self::writes::WritePolicy;
 
 /// Silence of a target after which it is asked whether it is there.
 pub(crate) const PING: Duration = Duration::from_secs(5);

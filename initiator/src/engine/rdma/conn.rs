@@ -74,8 +74,8 @@ pub(in crate::engine) enum CmStep {
     Pending,
     /// The route is known: [`RdmaConn::set_up`] and [`RdmaConn::connect`].
     Connect,
-    /// Connected; the peer's private data.
-    Established(Vec<u8>),
+    /// Connected; the peer's parameters.
+    Established(ConnParam),
     /// Refused, with the CM's reason and private data.
     Rejected {
         reason: u16,
@@ -194,7 +194,7 @@ impl<const R: usize> RdmaConn<R> {
             },
             CmEventKind::Established { param } => {
                 self.is_connecting = false;
-                CmStep::Established(param.private_data)
+                CmStep::Established(param)
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => CmStep::Lost,
             CmEventKind::TimewaitExit | CmEventKind::ConnectRequest { .. } => CmStep::Pending,

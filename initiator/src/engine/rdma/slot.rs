@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use riser_transport::verbs::{CmEventKind, Provider, VerbsError};
+use riser_transport::verbs::{CmEventKind, ConnParam, Provider, VerbsError};
 
 use super::conn::{CmStep, RdmaConn, Retire};
 use super::{Device, Resources};
@@ -31,8 +31,8 @@ pub(in crate::engine) trait RdmaProtocol<const R: usize> {
 /// An event of a connection, for its session's machine.
 #[derive(Debug)]
 pub(in crate::engine) enum ConnEvent {
-    /// Connected; the peer's private data.
-    Established(Vec<u8>),
+    /// Connected; the peer's parameters.
+    Established(ConnParam),
     /// Refused and released, with the CM's reason and private data.
     Rejected { reason: u16, private_data: Vec<u8> },
     /// It could not be made, and has been released.
@@ -84,7 +84,7 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
                 Ok(()) => return None,
                 Err(error) => ConnEvent::Failed(error),
             },
-            CmStep::Established(private_data) => ConnEvent::Established(private_data),
+            CmStep::Established(param) => ConnEvent::Established(param),
             CmStep::Rejected {
                 reason,
                 private_data,

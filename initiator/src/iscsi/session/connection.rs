@@ -25,6 +25,7 @@ impl IscsiSession {
         self.login = None;
         self.params = None;
         self.slots.fill(Slot::default());
+        self.outstanding_writes = 0;
         self.free = (0..self.config.queue_size).rev().collect();
         self.cmd_sn = CmdSn(1);
         self.max_cmd_sn = CmdSn(1);

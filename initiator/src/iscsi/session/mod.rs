@@ -59,7 +59,7 @@ pub use self::types::{
     CommandPdu, ControlKind, ControlPdu, DataOrder, Output, Placement, SessionConfig,
 };
 use self::types::{ConnState, Ping, Slot};
-use crate::session::{Core, CoreConfig, SessionState};
+use crate::session::{Core, CoreConfig, SessionState, WritePolicy};
 
 /// Longest wait for the answer to a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
@@ -96,6 +96,10 @@ pub struct IscsiSession {
     moves: u8,
     slots: Vec<Slot>,
     free: Vec<u16>,
+    /// Whether a write carries data, where the target can fetch them.
+    writes: WritePolicy,
+    /// Writes among the tasks.
+    outstanding_writes: usize,
     cmd_sn: CmdSn,
     max_cmd_sn: CmdSn,
     exp_stat_sn: StatSn,
@@ -135,6 +139,8 @@ impl IscsiSession {
             slots: vec![Slot::default(); config.queue_size.into()],
             // The last is taken first, so slots in use stay close together.
             free: (0..config.queue_size).rev().collect(),
+            writes: WritePolicy::new(0),
+            outstanding_writes: 0,
             cmd_sn: CmdSn(1),
             max_cmd_sn: CmdSn(1),
             exp_stat_sn: StatSn(0),
@@ -145,6 +151,13 @@ impl IscsiSession {
         };
         session.connect(now);
         session
+    }
+
+    /// The connection that is made is one on RDMA, on which the target may have that many READs
+    /// outstanding. To be called before [`Self::handle_connected`]; without, as on TCP, a write has
+    /// all the unsolicited data that were agreed on.
+    pub fn set_reads(&mut self, reads: u8) {
+        self.writes = WritePolicy::new(reads);
     }
 
     /// State of the session's life.

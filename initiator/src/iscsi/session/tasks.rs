@@ -39,12 +39,20 @@ impl IscsiSession {
             received: 0,
             data_sn: 0,
             solicited: 0,
+            unsolicited: (0, 0),
             open_r2t: 0,
         });
         if let DataLen::Out(len) = len {
-            let (immediate, unsolicited) = self.plan_unsolicited(len);
+            self.outstanding_writes += 1;
+            // Decided once: the writes that are outstanding change until the command is written.
+            let unsolicited = match self.writes.carries_data(self.outstanding_writes) {
+                true => self.plan_unsolicited(len),
+                false => (0, 0),
+            };
             let task = self.slots[usize::from(slot)].task.as_mut();
-            task.expect("just made").solicited = immediate + unsolicited;
+            let task = task.expect("just made");
+            task.solicited = unsolicited.0 + unsolicited.1;
+            task.unsolicited = unsolicited;
         }
         self.cmd_sn = self.cmd_sn.next();
         let until = self.core.requests.start(index, 0, itt, now);
@@ -82,10 +90,7 @@ impl IscsiSession {
         let (expected_length, immediate, after) = match spec.len {
             DataLen::None => (0, 0, 0),
             DataLen::In(len) => (len, 0, 0),
-            DataLen::Out(len) => {
-                let (immediate, after) = self.plan_unsolicited(len);
-                (len, immediate, after)
-            }
+            DataLen::Out(len) => (len, task.unsolicited.0, task.unsolicited.1),
         };
         let mut cdb = spec
             .cdb
@@ -199,7 +204,10 @@ impl IscsiSession {
     /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free
     /// after that.
     pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd, now: Instant) {
-        self.slots[(itt.0 & 0xffff) as usize].task = None;
+        let task = self.slots[(itt.0 & 0xffff) as usize].task.take();
+        if task.is_some_and(|task| matches!(task.len, DataLen::Out(_))) {
+            self.outstanding_writes -= 1;
+        }
         let until = self.core.requests.end_attempt(index, 0, end, now);
         self.core.arm(until);
         self.core

@@ -548,6 +548,35 @@ fn a_write_goes_with_its_burst_and_then_what_is_asked_for() {
 }
 
 #[test]
+fn on_rdma_the_target_fetches_the_data_of_many_writes() {
+    let start = |rig: &mut Rig| {
+        rig.submit(out(4096, 0));
+        let (_, command) = rig.started();
+        assert_eq!(command.unsolicited, None);
+        (command.immediate, word(&command.bhs, 16))
+    };
+    let mut tcp = Rig::live();
+    let mut rdma = Rig::live();
+    rdma.session.set_reads(16);
+    for n in 0..4 {
+        assert_eq!(start(&mut tcp).0, 1024);
+        let (immediate, itt) = start(&mut rdma);
+        assert_eq!(immediate, if n < 3 { 1024 } else { 0 });
+        if n == 3 {
+            // Nothing was sent, so a target without RDMA would ask for all of it.
+            let mut r2t = bhs(0x31, 0x80, itt);
+            put(&mut r2t, 20, 9);
+            put(&mut r2t, 44, 4096);
+            rdma.receive(r2t, &[]);
+            let Output::SendData(order) = rdma.next() else {
+                panic!("no data");
+            };
+            assert_eq!((order.offset, order.len), (0, 4096));
+        }
+    }
+}
+
+#[test]
 fn an_r2t_for_what_was_sent_ends_the_connection() {
     let mut rig = Rig::live();
     rig.submit(out(4096, 0));

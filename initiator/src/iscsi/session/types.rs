@@ -231,6 +231,8 @@ pub(super) struct Task {
     pub(super) data_sn: u32,
     /// Bytes sent or asked for so far.
     pub(super) solicited: u32,
+    /// Unsolicited data, in bytes: those that go with the command, and those after it.
+    pub(super) unsolicited: (u32, u32),
     /// R2Ts not answered in full.
     pub(super) open_r2t: u16,
 }

@@ -61,6 +61,8 @@ pub struct InitiatorChannel {
     reserved: i64,
     slots: Vec<Slot>,
     free: Vec<u16>,
+    /// Commands with data for the target among those that are outstanding.
+    writes: usize,
     /// Tag of the outstanding task-management request.
     tmf: Option<Tag>,
     tmfs: u32,
@@ -85,6 +87,7 @@ impl InitiatorChannel {
             reserved: RESERVED,
             slots: vec![Slot::default(); config.queue_size.into()],
             free: (0..config.queue_size).rev().collect(),
+            writes: 0,
             tmf: None,
             tmfs: 0,
         }
@@ -106,6 +109,12 @@ impl InitiatorChannel {
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.slots.len() - self.free.len()
+    }
+
+    /// Commands with data for the target that have not been answered or given up.
+    #[must_use]
+    pub fn writes(&self) -> usize {
+        self.writes
     }
 
     /// Requests that the target still takes.
@@ -240,6 +249,7 @@ impl InitiatorChannel {
         slot.generation = slot.generation.wrapping_add(1) & 0x7fff_ffff;
         slot.owner = Some(owner);
         slot.len = len;
+        self.writes += usize::from(has_data_out(len));
         self.req_lim -= 1;
         Some(Tag(u64::from(slot.generation) << 16 | u64::from(index)))
     }
@@ -264,10 +274,17 @@ impl InitiatorChannel {
 
     fn release(&mut self, tag: Tag) -> Option<usize> {
         let index = self.slot_of(tag)?;
-        let slot = &mut self.slots[index];
-        slot.owner.take()?;
-        slot.given_up = None;
+        self.end(index)?;
         Some(index)
+    }
+
+    /// The command of a slot is no longer outstanding; returns its owner's value.
+    fn end(&mut self, index: usize) -> Option<u32> {
+        let slot = &mut self.slots[index];
+        let owner = slot.owner.take()?;
+        slot.given_up = None;
+        self.writes -= usize::from(has_data_out(slot.len));
+        Some(owner)
     }
 
     /// Frees the slot of a command that is over, once its memory is back. Not earlier: the
@@ -464,8 +481,7 @@ impl InitiatorChannel {
         let len = slot.len;
         check_residual(rsp.data_in, if let DataLen::In(n) = len { n } else { 0 })?;
         check_residual(rsp.data_out, if let DataLen::Out(n) = len { n } else { 0 })?;
-        let owner = slot.owner.take().expect("seen above");
-        slot.given_up = None;
+        let owner = self.end(index).expect("seen above");
         self.add_credit(rsp.req_lim_delta)?;
         Ok(Received::Response { owner, rsp })
     }
@@ -493,6 +509,10 @@ impl InitiatorChannel {
         self.req_lim = limit;
         Ok(())
     }
+}
+
+fn has_data_out(len: DataLen) -> bool {
+    matches!(len, DataLen::Out(1..))
 }
 
 /// An underflow cannot exceed the buffer. An overflow may be anything: it reports what a larger

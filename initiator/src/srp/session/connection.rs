@@ -7,7 +7,7 @@ use riser_state::become_state;
 
 use super::types::{ConnState, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, SessionState, SrpSession};
-use crate::session::TaskManager;
+use crate::session::{TaskManager, WritePolicy};
 use crate::srp::channel::InitiatorChannel;
 
 impl SrpSession {
@@ -31,14 +31,24 @@ impl SrpSession {
         self.members[usize::from(channel.0)].channel.begin_login()
     }
 
-    /// The connection is established; `private_data` is the target's.
-    pub fn handle_connected(&mut self, channel: ChannelIndex, private_data: &[u8], now: Instant) {
+    /// The connection is established; `private_data` is the target's, which may have that many
+    /// RDMA READs outstanding.
+    pub fn handle_connected(
+        &mut self,
+        channel: ChannelIndex,
+        private_data: &[u8],
+        reads: u8,
+        now: Instant,
+    ) {
         let member = &mut self.members[usize::from(channel.0)];
         if !matches!(member.conn, ConnState::Connecting(_)) {
             return;
         }
         match member.channel.handle_established(private_data) {
-            Ok(_) => become_state(&mut member.conn, ConnState::Established),
+            Ok(_) => {
+                become_state(&mut member.conn, ConnState::Established);
+                member.writes = WritePolicy::new(reads);
+            }
             Err(fault) => {
                 self.disconnect(channel);
                 // The session works without the channels beyond the first.

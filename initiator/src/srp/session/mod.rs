@@ -29,6 +29,10 @@
 //! cannot be aborted, no reset follows but a new connection, since a reset would end the commands
 //! of every other initiator.
 //!
+//! # Short writes
+//! Where the target takes immediate data, a short write carries its data while few writes are
+//! outstanding; where many are, the target reads the data by RDMA READ (`session/writes.rs`).
+//!
 //! # Replay
 //! When a connection breaks, it is not known which of its outstanding commands were carried out.
 //! After the new login those are sent again for which that makes no difference ([`Effect`]):

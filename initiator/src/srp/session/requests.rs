@@ -47,7 +47,11 @@ impl SrpSession {
             .reserve(index, len)
             .expect("the channel has room");
         let immediate = match (len, member.channel.agreed().and_then(|a| a.immediate)) {
-            (DataLen::Out(len), Some(immediate)) => len > 0 && len <= immediate.max_len,
+            (DataLen::Out(len @ 1..), Some(immediate)) => {
+                // Asked for long writes as well, which count among the outstanding.
+                let carries_data = member.writes.carries_data(member.channel.writes());
+                carries_data && len <= immediate.max_len
+            }
             _ => false,
         };
         let until = self.core.requests.start(index, channel, tag, now);

@@ -1,7 +1,9 @@
 use std::time::Duration;
 
 use proptest::prelude::*;
-use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
+use riser_scsi::srp::{
+    InitiatorPortId, LoginReq, MemDesc, MultiChannelAction, TargetPortId, TaskAttr,
+};
 use riser_state::testing::{assert_all_taken, table};
 use riser_testkit::{fuzz, one_of};
 
@@ -102,7 +104,7 @@ impl Rig {
     fn log_in(&mut self, channel: ChannelIndex) -> LoginReq {
         let login = self.session.begin_login(channel);
         self.session
-            .handle_connected(channel, &login_rsp(32), self.now);
+            .handle_connected(channel, &login_rsp(32), 16, self.now);
         login
     }
 
@@ -225,6 +227,82 @@ impl Rig {
     }
 }
 
+/// Logs in with a target that takes immediate data, and may have that many READs outstanding.
+fn taking_immediate_data(reads: u8) -> Rig {
+    let mut config = config(1);
+    (config.channel.queue_size, config.channel.max_immediate) = (8, 4096);
+    let mut rig = Rig::with(config);
+    rig.session.begin_login(CH0);
+    let mut rsp = login_rsp(32);
+    rsp[26] = 0x80;
+    rig.session.handle_connected(CH0, &rsp, reads, rig.now);
+    assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+    rig
+}
+
+/// Starts a write; returns whether its data travel with it.
+fn start_write(rig: &mut Rig, len: u32) -> (RequestId, bool) {
+    let at = u64::from(rig.session.requests() as u32) * 64;
+    let spec = RequestSpec {
+        len: DataLen::Out(len),
+        ..spec(rig, write(at, at + 8))
+    };
+    let id = rig.session.submit(spec, rig.now).unwrap();
+    let output = rig.next();
+    let Output::Start { immediate, .. } = output else {
+        panic!("{output:?}");
+    };
+    let data = match immediate {
+        true => CommandData::Immediate,
+        false => CommandData::Direct(MemDesc::new(0, 1, len)),
+    };
+    let mut iu = [0; 128];
+    rig.session.emit_command(id, data, &mut iu).unwrap();
+    let tag = u64::from_be_bytes(iu[8..16].try_into().unwrap());
+    rig.sent.push((id, CH0, tag));
+    (id, immediate)
+}
+
+fn end_write(rig: &mut Rig, id: RequestId) {
+    rig.answer(id, 0, &[]);
+    rig.completed(id).unwrap();
+}
+
+#[test]
+fn data_of_few_writes_travel_with_them_and_those_of_many_are_fetched() {
+    let mut rig = taking_immediate_data(16);
+    let ids: Vec<_> = (0..6).map(|_| start_write(&mut rig, 512)).collect();
+    let immediate: Vec<_> = ids.iter().map(|(_, immediate)| *immediate).collect();
+    assert_eq!(immediate, [true, true, true, false, false, false]);
+    for (id, _) in &ids[..4] {
+        end_write(&mut rig, *id);
+    }
+    let (third, immediate) = start_write(&mut rig, 512);
+    assert!(!immediate, "two others are under way, and there were many");
+    end_write(&mut rig, third);
+    end_write(&mut rig, ids[4].0);
+    let (second, immediate) = start_write(&mut rig, 512);
+    assert!(immediate, "one other is under way");
+    for id in [second, ids[5].0] {
+        end_write(&mut rig, id);
+    }
+    for _ in 0..4 {
+        let (id, immediate) = start_write(&mut rig, 512);
+        assert!(immediate, "one at a time");
+        end_write(&mut rig, id);
+    }
+    let (_, immediate) = start_write(&mut rig, 8192);
+    assert!(!immediate, "longer than was agreed on");
+}
+
+#[test]
+fn a_target_with_few_reads_is_always_sent_the_data() {
+    let mut rig = taking_immediate_data(1);
+    for _ in 0..6 {
+        assert!(start_write(&mut rig, 512).1);
+    }
+}
+
 fn write(start: u64, end: u64) -> Effect {
     Effect::Blocks { start, end }
 }
@@ -320,7 +398,7 @@ fn a_login_that_is_not_answered_times_out() {
 fn a_malformed_login_response_closes_the_channel() {
     let mut rig = Rig::connecting(1);
     rig.session.begin_login(CH0);
-    rig.session.handle_connected(CH0, &[0xc0; 20], rig.now);
+    rig.session.handle_connected(CH0, &[0xc0; 20], 16, rig.now);
     rig.gone(CH0);
     assert!(matches!(
         rig.next(),

@@ -8,7 +8,7 @@ use riser_state::State;
 #[cfg(doc)]
 use super::SrpSession;
 use crate::request::{RequestId, RequestResult};
-use crate::session::{SessionEvent, SessionOutput, Timing};
+use crate::session::{SessionEvent, SessionOutput, Timing, WritePolicy};
 use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
 
 /// Configuration of a session.
@@ -131,6 +131,8 @@ pub(super) struct Member {
     pub(super) conn: ConnState,
     /// Its connection had no room for a command, and the memory of no other has come back since.
     pub(super) is_full: bool,
+    /// How the data of short writes travel.
+    pub(super) writes: WritePolicy,
 }
 
 impl Member {
@@ -150,6 +152,7 @@ impl Member {
             channel,
             conn: ConnState::Free,
             is_full: false,
+            writes: WritePolicy::new(0),
         }
     }
 }

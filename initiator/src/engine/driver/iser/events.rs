@@ -30,7 +30,11 @@ impl IserMover {
         }
         match event {
             None => {}
-            Some(ConnEvent::Established(_)) => log_in(machine, cx.env, now),
+            Some(ConnEvent::Established(param)) => {
+                // Named from our point of view: the READs that the target may send us at once.
+                machine.set_reads(param.responder_resources);
+                log_in(machine, cx.env, now);
+            }
             Some(ConnEvent::Rejected { reason, .. }) => {
                 let error = ConnectError::Login(SrpLoginError::Refused(reason));
                 machine.handle_connect_failed(error, now);

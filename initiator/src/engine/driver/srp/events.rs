@@ -70,8 +70,10 @@ impl SrpLink {
         let (device, resources) = (cx.device(), &self.resources);
         match slot.handle_cm_event(device, resources, event, login, now) {
             None => {}
-            Some(ConnEvent::Established(private_data)) => {
-                machine.handle_connected(channel, &private_data, now);
+            Some(ConnEvent::Established(param)) => {
+                // Named from our point of view: the READs that the target may send us at once.
+                let reads = param.responder_resources;
+                machine.handle_connected(channel, &param.private_data, reads, now);
             }
             Some(ConnEvent::Rejected {
                 reason,

@@ -54,6 +54,9 @@ pub(super) struct Run<'a> {
     pub(super) warm_up: u32,
     /// Packets that the software NIC of the client loses in each direction, in percent.
     pub(super) loss: f64,
+    /// Operations per second that arrive at random (an open loop); without, the next begins when one
+    /// has ended.
+    pub(super) rate: Option<u64>,
     pub(super) nbd_client: NbdClient,
 }
 
@@ -118,6 +121,14 @@ impl Run<'_> {
         if self.loss > 0.0 {
             command.args(["--inject", &format!("loss={}", self.loss)]);
         }
+        if let Some(rate) = self.rate {
+            command.args([
+                "--rate-process",
+                "poisson",
+                "--rate-iops",
+                &rate.to_string(),
+            ]);
+        }
         command.args(["--rw", self.load.rw]);
         for (option, value) in [
             ("--bs", self.load.block_size),
@@ -171,6 +182,7 @@ mod tests {
             seconds: 5,
             warm_up: 0,
             loss: 0.5,
+            rate: None,
             nbd_client,
         }
     }
@@ -204,6 +216,13 @@ mod tests {
         assert_eq!(perf, "iscsi-perf -r -b 8 -m 32 -t 5 iscsi://h/t/1");
         let riser = words(Client::Riser, &url, NbdClient::Fio);
         assert!(riser.ends_with("--inject loss=0.5 --rw randwrite --bs 4096 --depth 32 --jobs 1 --warm-up 0s --runtime 5s"));
+        let place = place();
+        let open = Run {
+            rate: Some(700),
+            ..run(&place, NbdClient::Fio)
+        };
+        let command = open.command(Client::Riser, &url).unwrap();
+        assert!(command.get_args().any(|arg| arg == "700"));
         let file = Address::File {
             path: "/mnt/lun0".into(),
             direct: true,

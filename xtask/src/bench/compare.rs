@@ -119,6 +119,7 @@ mod tests {
                 iops: 500.4,
                 bytes_per_second: 2e6,
                 p50_ns: Some(12_345.0),
+                p99_9_ns: None,
             },
             server: Duration::from_millis(3),
             client: Duration::from_millis(2),

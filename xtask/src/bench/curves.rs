@@ -1,5 +1,6 @@
 //! Curves of the scaling run: their axes and systems.
 
+use super::cliffs::Rule;
 use super::systems::{ISCSI, ISER, NBDKIT, SRP};
 
 /// Quantity on the horizontal axis.
@@ -15,6 +16,10 @@ pub(super) enum Vary {
     BlockSize,
     /// Packets lost, in percent.
     Loss,
+    /// Arrivals in an open loop, in percent of what a closed loop reaches.
+    Share,
+    /// Sessions without commands.
+    IdleSessions,
 }
 
 /// A picture with a line for each system.
@@ -28,6 +33,8 @@ pub(super) struct Curve {
     pub(super) axis: &'static str,
     pub(super) xs: &'static [f64],
     pub(super) systems: &'static [&'static str],
+    /// What a step to the next place may cost.
+    pub(super) rule: Rule,
     /// Sentences about the load.
     pub(super) about: &'static str,
 }
@@ -46,6 +53,7 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "operations in flight",
         xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0],
         systems: &[NBDKIT, SRP, ISER, ISCSI],
+        rule: Rule::Keeps(0.9),
         about: "One session with more and more operations in flight.",
     },
     Curve {
@@ -55,6 +63,8 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "sessions",
         xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
         systems: &[NBDKIT, SRP, ISCSI],
+        // Processes that share the machine's cores.
+        rule: Rule::Keeps(0.8),
         about: "Sessions with four operations in flight each, all at one unit; each is a process of \
                 `riser`, or a job of fio with a connection of its own.",
     },
@@ -65,6 +75,7 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "units",
         xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
         systems: &[SRP, ISCSI],
+        rule: Rule::Keeps(0.8),
         about: "The same number of sessions, each at a unit of its own of one target.",
     },
     Curve {
@@ -83,6 +94,8 @@ pub(super) const CURVES: &[Curve] = &[
             4_194_304.0,
         ],
         systems: &[NBDKIT, SRP, ISER, ISCSI],
+        // Of bytes: that operations become fewer as they become longer is no loss.
+        rule: Rule::Keeps(0.8),
         about: "One session with eight operations in flight.",
     },
     Curve {
@@ -92,14 +105,55 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "packets lost in each direction, in percent",
         xs: &[0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0],
         systems: &[SRP, ISER],
+        // Each step loses several times as many packets, and a window is sent again for each.
+        rule: Rule::Keeps(0.3),
         about: "The software NIC of the client loses packets that it sends and receives.",
+    },
+    Curve {
+        id: "tail",
+        vary: Vary::Share,
+        title: "99.9th percentile of the latency, as a multiple of the median, by load",
+        axis: "arrivals, in percent of the peak",
+        xs: &[10.0, 30.0, 50.0, 70.0],
+        systems: &[SRP, ISER, ISCSI],
+        rule: Rule::Grows(3.0),
+        about: "4 KiB random reads that arrive at random times, whether or not others have ended; each \
+                is measured from the time at which it was due. The peak is what a session with 32 \
+                operations in flight reaches just before.",
+    },
+    Curve {
+        id: "idle",
+        vary: Vary::IdleSessions,
+        title: "Processor time of the target with idle sessions",
+        axis: "sessions",
+        xs: &[1.0, 10.0, 100.0],
+        systems: &[SRP, ISCSI],
+        // Ten times the sessions, and half of that again.
+        rule: Rule::Grows(15.0),
+        about: "Sessions that are attached and have no commands; the time is that of all threads of \
+                `riserd`.",
     },
 ];
 
 impl Curve {
-    /// Whether the vertical axis has bytes rather than operations.
-    pub(super) fn is_bandwidth(&self) -> bool {
-        self.vary == Vary::BlockSize
+    /// Name of the vertical axis.
+    pub(super) fn measure(&self) -> &'static str {
+        match self.vary {
+            Vary::BlockSize => "bytes per second",
+            Vary::Share => "99.9th percentile / median",
+            Vary::IdleSessions => "ns of processor time per second",
+            Vary::Depth | Vary::Sessions | Vary::Units | Vary::Loss => "IOPS",
+        }
+    }
+
+    /// Unit of its table, and how many of the axis it is.
+    pub(super) fn unit(&self) -> (&'static str, f64) {
+        match self.vary {
+            Vary::BlockSize => ("MB/s", 1e6),
+            Vary::Share => ("99.9th percentile / median", 1.0),
+            Vary::IdleSessions => ("µs of processor time per second", 1e3),
+            Vary::Depth | Vary::Sessions | Vary::Units | Vary::Loss => ("thousands of IOPS", 1e3),
+        }
     }
 
     /// Text of a place on the horizontal axis.

@@ -4,8 +4,9 @@
 //! - [`workloads`], [`systems`]: columns and rows of the tables; [`select`] takes some of them.
 //! - [`rig`]: the file, and one measurement: a server ([`servers`]), a client ([`clients`]),
 //!   its output ([`reading`]) and the cost of both ([`cpu`]).
-//! - [`compare`](mod@compare): the rounds; [`stats`] and [`targets`] judge them.
-//! - [`curves`], [`scaling`]: throughput by depth, sessions, units, block size and loss.
+//! - [`compare`]: the rounds; [`stats`] and [`targets`] judge them.
+//! - [`curves`], [`scaling`]: figures by depth, sessions, units, block size, loss and load;
+//!   [`cliffs`] judges their steps.
 //! - [`results`]: the file that keeps it all, with the [`machine`]; [`render`] and [`pictures`]
 //!   make documents of it.
 //!
@@ -13,6 +14,7 @@
 //! `.build/bench`, and not to `docs`.
 
 mod clients;
+mod cliffs;
 mod compare;
 mod cpu;
 mod curves;
@@ -52,7 +54,8 @@ pub(crate) struct Options {
     /// Do not compare with the targets. A try-out, whose results go to .build/bench.
     #[arg(long)]
     no_judge: bool,
-    /// Measure throughput by depth, sessions, units, block size and loss, and not the tables.
+    /// Measure curves by depth, sessions, units, block size, loss and load, and not the tables; fails
+    /// where a step of a curve costs more than it may.
     #[arg(long)]
     scaling: bool,
     /// Measure nothing: write the documents again from docs/performance/results.json.
@@ -132,11 +135,17 @@ fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failu
     Ok(())
 }
 
-fn compare(options: &Options) -> Result<(), Failure> {
+/// Fails where rounds are to be judged and too few.
+fn check_rounds(options: &Options) -> Result<(), Failure> {
     if !options.no_judge && options.rounds < MIN_ROUNDS {
         let why = "rounds do not show noise, which judging takes: more rounds, or --no-judge";
         return Err(format!("{} {why}", options.rounds).into());
     }
+    Ok(())
+}
+
+fn compare(options: &Options) -> Result<(), Failure> {
+    check_rounds(options)?;
     let selection = select::of(&options.only)?;
     let rig = Rig::prepare(&options.setup, &selection.systems)?;
     // Kept after each round, since a run takes long and may be interrupted.
@@ -190,6 +199,7 @@ fn shortfalls(judged: &[targets::Judged], is_whole: bool) -> Vec<String> {
 }
 
 fn scale(options: &Options) -> Result<(), Failure> {
+    check_rounds(options)?;
     let rig = Rig::prepare(&options.setup, &scaling::all_systems())?;
     let keep = |scaling: &results::Scaling| {
         save_draft(&Results {
@@ -199,7 +209,14 @@ fn scale(options: &Options) -> Result<(), Failure> {
     };
     let scaling = scaling::measure(&rig, &options.only, options.rounds, keep)?;
     drop(rig);
-    finish(options, |results| results.scaling = Some(scaling))
+    let steps = cliffs::steps(&scaling);
+    let broken = steps.iter().filter(|step| step.is_cliff());
+    let broken: Vec<_> = broken.map(cliffs::Step::describe).collect();
+    finish(options, |results| results.scaling = Some(scaling))?;
+    if options.no_judge || broken.is_empty() {
+        return Ok(());
+    }
+    Err(format!("curves have cliffs:\n  {}", broken.join("\n  ")).into())
 }
 
 #[cfg(test)]

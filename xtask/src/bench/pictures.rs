@@ -39,11 +39,8 @@ fn lines(curve: &Curve, scaling: &Scaling) -> Vec<Line> {
     let line = |id: &&str| {
         let system = systems::named(id)?;
         let place = |(at, x): (usize, &f64)| {
-            let is_here = |point: &&super::results::Point| {
-                point.curve == curve.id && point.system == *id && point.x == *x
-            };
-            let points = scaling.points.iter().filter(is_here);
-            let rounds: Vec<f64> = points.map(|point| point.y).collect();
+            let rounds = scaling.figures(curve.id, id, *x).into_iter();
+            let rounds: Vec<f64> = rounds.map(|(_, y)| y).collect();
             Some((at, Summary::of(&rounds)?.median))
         };
         let places = curve.xs.iter().enumerate().filter_map(place);
@@ -60,7 +57,7 @@ fn draw_lines(
     range: Summary,
     svg: &mut String,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    // Throughput rises with everything but loss, so there is room in the other corner.
+    // All but the throughput under loss rises, so there is room in the other corner.
     let corner = match curve.vary {
         Vary::Loss => SeriesLabelPosition::LowerLeft,
         _ => SeriesLabelPosition::LowerRight,
@@ -80,11 +77,7 @@ fn draw_lines(
         .configure_mesh()
         .x_labels(curve.xs.len())
         .x_desc(curve.axis)
-        .y_desc(if curve.is_bandwidth() {
-            "bytes per second"
-        } else {
-            "IOPS"
-        })
+        .y_desc(curve.measure())
         .x_label_formatter(&|at| curve.xs.get(*at).map_or(String::new(), |x| curve.label(*x)))
         .y_label_formatter(&|y| short(*y))
         .max_light_lines(1)

@@ -16,6 +16,8 @@ pub(super) struct Reading {
     pub(super) bytes_per_second: f64,
     /// Median latency, in nanoseconds; `iscsi-perf` has none.
     pub(super) p50_ns: Option<f64>,
+    /// 99.9th percentile of the latencies, likewise.
+    pub(super) p99_9_ns: Option<f64>,
 }
 
 impl Reading {
@@ -28,7 +30,7 @@ impl Reading {
     }
 }
 
-/// Places of the median latency, the best first. fio's `lat` begins when an operation is
+/// Places of the latencies' percentiles, the best first. fio's `lat` begins when an operation is
 /// submitted, as that of `riser bench` does, and its `clat` when it has been submitted, which
 /// leaves out all of an operation that is done in the call. `riser bench` has `p50`, or fio's
 /// layout.
@@ -36,6 +38,11 @@ const MEDIANS: [&str; 3] = [
     "/lat_ns/percentile/50.000000",
     "/lat_ns/p50",
     "/clat_ns/percentile/50.000000",
+];
+
+const TAILS: [&str; 2] = [
+    "/lat_ns/percentile/99.900000",
+    "/clat_ns/percentile/99.900000",
 ];
 
 /// Reads the JSON of fio or of `riser bench`; there may be warnings before it.
@@ -55,13 +62,16 @@ fn direction(figures: &Value) -> Result<Reading, Failure> {
         let number = figures[name].as_f64();
         number.ok_or_else(|| format!("no {name} in the result"))
     };
+    let first = |places: &[&str]| {
+        let mut places = places.iter();
+        places.find_map(|place| figures.pointer(place)?.as_f64())
+    };
     Ok(Reading {
         operations: number("total_ios")?,
         iops: number("iops")?,
         bytes_per_second: number("bw_bytes")?,
-        p50_ns: MEDIANS
-            .iter()
-            .find_map(|place| figures.pointer(place)?.as_f64()),
+        p50_ns: first(&MEDIANS),
+        p99_9_ns: first(&TAILS),
     })
 }
 
@@ -90,6 +100,7 @@ pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
         iops: number("operations_per_second")?,
         bytes_per_second: number("bytes_per_second")?,
         p50_ns: case["latency_ns"]["p50"].as_f64(),
+        p99_9_ns: None,
     })
 }
 
@@ -109,6 +120,7 @@ pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Readin
         // It prints whole MiB, fewer digits than this.
         bytes_per_second: iops * f64::from(load.block_size),
         p50_ns: None,
+        p99_9_ns: None,
     })
 }
 
@@ -156,10 +168,21 @@ mod tests {
             iops: 10.5,
             bytes_per_second: 43008.0,
             p50_ns: Some(900.0),
+            p99_9_ns: None,
         };
         for text in [today, layout, fio] {
             assert_eq!(json(text, &READ).unwrap(), expected, "{text}");
         }
+    }
+
+    /// Where arrivals are planned, the latencies from the planned times come first.
+    #[test]
+    fn the_tail_of_an_open_loop_is_that_of_its_response_times() {
+        let text = r#"{"jobs": [{"read": {"total_ios": 1, "iops": 1, "bw_bytes": 1,
+            "clat_ns": {"percentile": {"50.000000": 5, "99.900000": 6}},
+            "lat_ns": {"percentile": {"50.000000": 50, "99.900000": 600}}}}]}"#;
+        let read = json(text, &READ).unwrap();
+        assert_eq!((read.p50_ns, read.p99_9_ns), (Some(50.0), Some(600.0)));
     }
 
     #[test]

@@ -4,7 +4,8 @@ use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
-use super::curves::CURVES;
+use super::cliffs;
+use super::curves::{CURVES, Curve};
 use super::pictures;
 use super::results::{Comparison, Provenance, Results, Sample, Scaling};
 use super::stats::{Interval, Summary};
@@ -44,6 +45,9 @@ client remembers which blocks it has used. On the file itself there is nothing b
 this is shown for orientation and limits nothing, since the others need not make a system call for each \
 operation. `riser bench wire` moves packets like those of reads, with their checksums, and has no target; \
 both directions are compared with it.
+
+Curves are judged as well: a step from one place to the next may cost no more than the rule of its curve \
+allows, beyond noise as above. Peers are not judged.
 ";
 
 /// Writes the document and its pictures into a folder.
@@ -242,15 +246,51 @@ fn shown(summary: &Summary) -> String {
     format!("{median:.digits$} ({min:.digits$} to {max:.digits$})")
 }
 
-/// A picture with its text for each curve that was measured.
+/// A picture with its text and its table for each curve that was measured, and the steps that break
+/// its rule.
 fn curves(scaling: &Scaling) -> String {
+    let steps = cliffs::steps(scaling);
     let mut out = String::new();
     for curve in CURVES {
         let is_measured = scaling.points.iter().any(|point| point.curve == curve.id);
-        if is_measured {
-            let gap = if out.is_empty() { "" } else { "\n" };
-            let (title, id) = (curve.title, curve.id);
-            let _ = writeln!(out, "{gap}{}\n\n![{title}]({FOLDER}/{id}.svg)", curve.about);
+        if !is_measured {
+            continue;
+        }
+        let gap = if out.is_empty() { "" } else { "\n" };
+        let (title, id) = (curve.title, curve.id);
+        let _ = writeln!(out, "{gap}{}\n\n![{title}]({FOLDER}/{id}.svg)", curve.about);
+        let _ = write!(out, "\n{}", curve_table(curve, scaling));
+        let _ = writeln!(out, "\n{}", curve.rule.about());
+        let broken = steps.iter().filter(|s| s.is_of(curve) && s.is_cliff());
+        for (at, step) in broken.enumerate() {
+            let gap = if at == 0 { "\n" } else { "" };
+            let _ = writeln!(out, "{gap}- **{}**", step.describe());
+        }
+    }
+    out
+}
+
+/// Medians and extremes of a curve, with a row for each place: there are more places than systems.
+fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
+    let (unit, scale) = curve.unit();
+    let systems = || curve.systems.iter();
+    let names = systems().map(|id| label(id)).collect::<Vec<_>>();
+    let line = " --- |".repeat(names.len());
+    let mut out = format!(
+        "Median of the rounds, in {unit}:\n\n| {} | {} |\n| --- |{line}\n",
+        curve.axis,
+        names.join(" | ")
+    );
+    for x in curve.xs {
+        let cell = |id: &&str| {
+            let figures = scaling.figures(curve.id, id, *x);
+            let figures: Vec<_> = figures.into_iter().map(|(_, y)| y / scale).collect();
+            Summary::of(&figures).map(|summary| shown(&summary))
+        };
+        let cells: Vec<_> = systems().map(cell).collect();
+        if cells.iter().any(Option::is_some) {
+            let cells: Vec<_> = cells.into_iter().map(Option::unwrap_or_default).collect();
+            let _ = writeln!(out, "| {} | {} |", curve.label(*x), cells.join(" | "));
         }
     }
     out
@@ -390,10 +430,47 @@ mod tests {
             text.contains("](performance/loss.svg)") && !text.contains("depth.svg"),
             "{text}"
         );
+        // A table of what was measured, in the order of the curve's systems.
+        assert!(
+            text.contains(
+                "| SRP | iSER |\n| --- | --- | --- |\n| 0.5 |  | 1.00 (1.00 to 1.00) |\n"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains("keeps at least 30 %") && !text.contains("- **"),
+            "{text}"
+        );
         assert!(picture.exists() && !scratch.join("performance/depth.svg").exists());
         results.scaling = None;
         write(&results, scratch.path()).unwrap();
         assert!(!picture.exists());
+    }
+
+    #[test]
+    fn a_step_that_breaks_its_rule_is_named_below_its_table() {
+        let point = |x, y| Point {
+            curve: "depth".into(),
+            system: SRP.into(),
+            x,
+            round: 1,
+            y,
+        };
+        let scaling = Scaling {
+            measured: provenance(),
+            points: vec![point(64.0, 200_000.0), point(128.0, 100_000.0)],
+        };
+        let text = curves(&scaling);
+        assert!(
+            text.contains("| 128 |  | 100 (100 to 100) |  |  |"),
+            "{text}"
+        );
+        assert!(
+            text.ends_with(
+                "\n- **depth: SRP: 64 to 128: 0.50 (0.50 to 0.50), not at least 0.9**\n"
+            ),
+            "{text}"
+        );
     }
 
     #[test]

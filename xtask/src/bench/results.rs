@@ -92,7 +92,7 @@ pub(super) struct Point {
     /// Place on the horizontal axis: a number of the curve's list.
     pub(super) x: f64,
     pub(super) round: usize,
-    /// Operations or bytes per second.
+    /// Figure of the vertical axis.
     pub(super) y: f64,
 }
 
@@ -148,6 +148,16 @@ impl Comparison {
             .filter(|sample| sample.system == system && sample.workload == workload)
             .filter_map(|sample| Some((sample.round, figure(sample)?)))
             .collect()
+    }
+}
+
+impl Scaling {
+    /// A figure of each round at a place of a curve.
+    pub(super) fn figures(&self, curve: &str, system: &str, x: f64) -> Vec<(usize, f64)> {
+        let is_here =
+            |point: &&Point| point.curve == curve && point.system == system && point.x == x;
+        let points = self.points.iter().filter(is_here);
+        points.map(|point| (point.round, point.y)).collect()
     }
 }
 

@@ -160,6 +160,7 @@ impl Rig {
             seconds: self.seconds,
             warm_up: 0,
             loss: 0.0,
+            rate: None,
             nbd_client: self.nbd_client,
         }
     }

@@ -1,19 +1,29 @@
-//! `cargo xtask bench --scaling`: throughput by depth, sessions, units, block size and loss.
+//! `cargo xtask bench --scaling`: throughput by depth, sessions, units, block size and loss, the tail
+//! of latencies by load, and the cost of idle sessions.
 
 use std::path::PathBuf;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use super::clients::{NbdClient, Run};
 use super::curves::{CURVES, Curve, DEPTH_OF_BLOCKS, DEPTH_OF_MANY, Vary};
-use super::machine;
+use super::reading::Reading;
 use super::results::{Point, Scaling};
 use super::rig::Rig;
 use super::systems::{self, Client, System};
 use super::workloads::Load;
+use super::{cpu, machine};
 use crate::{Failure, sh};
 
 /// Seconds for which many clients run before they measure: until all are there.
 const GATHERING: u32 = 3;
+
+/// Operations in flight at the peak, and in one session under loss.
+const PEAK_DEPTH: u32 = 32;
+
+/// Operations that an open loop may have in flight. Those that are due beyond wait, and their wait
+/// counts.
+const OPEN_DEPTH: u32 = 256;
 
 /// Systems of all curves.
 pub(super) fn all_systems() -> Vec<&'static System> {
@@ -62,21 +72,23 @@ fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure>
     for (x, id) in places.flat_map(|x| curve.systems.iter().map(move |id| (*x, id))) {
         let system = systems::named(id).ok_or_else(|| format!("no system {id}"))?;
         let at = format!("{} {}: {}", curve.id, curve.label(x), system.label);
-        let y = throughput(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
-        println!("round {round}: {at}: {y:.0} per second");
+        let y = figure(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
+        // As many digits as matter, so that the results file is short.
+        let y = (y * 100.0).round() / 100.0;
+        println!("round {round}: {at}: {y} ({})", curve.measure());
         points.push(Point {
             curve: curve.id.to_owned(),
             system: system.id.to_owned(),
             x,
             round,
-            y: y.round(),
+            y,
         });
     }
     Ok(points)
 }
 
-/// Operations per second, or bytes, at a place of a curve.
-fn throughput(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Failure> {
+/// Figure at a place of a curve, as its vertical axis has it.
+fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Failure> {
     let load = load(curve.vary, x);
     let run = rig.run(&load);
     let single = |run: &Run<'_>| {
@@ -87,6 +99,8 @@ fn throughput(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, 
         Vary::Depth => Ok(single(&run)?.iops),
         Vary::BlockSize => Ok(single(&run)?.bytes_per_second),
         Vary::Loss => Ok(single(&Run { loss: x, ..run })?.iops),
+        Vary::Share => tail(&run, x / 100.0, single),
+        Vary::IdleSessions => idle(rig, system, x as usize),
         Vary::Sessions | Vary::Units => {
             let run = Run {
                 warm_up: GATHERING,
@@ -97,12 +111,52 @@ fn throughput(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, 
     }
 }
 
+/// 99.9th percentile of the latencies as a multiple of the median, where operations arrive at a
+/// share of the rate that a closed loop reaches.
+fn tail<'a>(
+    run: &Run<'a>,
+    share: f64,
+    measure: impl Fn(&Run<'a>) -> Result<Reading, Failure>,
+) -> Result<f64, Failure> {
+    let peak = measure(run)?.iops;
+    let open = Run {
+        place: run.place,
+        load: Load {
+            depth: OPEN_DEPTH,
+            ..run.load
+        },
+        rate: Some((peak * share).max(1.0) as u64),
+        ..*run
+    };
+    let read = measure(&open)?;
+    let (Some(median), Some(tail)) = (read.p50_ns, read.p99_9_ns) else {
+        return Err("the client reports no percentiles".into());
+    };
+    Ok(tail / median.max(1.0))
+}
+
+/// Processor time of the servers for each second, in nanoseconds, with sessions that do nothing.
+fn idle(rig: &Rig, system: &System, sessions: usize) -> Result<f64, Failure> {
+    let served = rig.served(system)?;
+    let attached = rig.place.idle_sessions(&served.disks[0], sessions)?;
+    // What they did to begin with is over then.
+    thread::sleep(Duration::from_secs(GATHERING.into()));
+    let (began, before) = (Instant::now(), cpu::on_processor(&served.processes())?);
+    thread::sleep(Duration::from_secs(rig.seconds.into()));
+    let spent = cpu::on_processor(&served.processes())?.saturating_sub(before);
+    let each_second = spent as f64 / began.elapsed().as_secs_f64();
+    drop(attached);
+    served.stop()?;
+    // None at all would have no place on a logarithmic axis.
+    Ok(each_second.max(1.0))
+}
+
 fn load(vary: Vary, x: f64) -> Load {
     let (block_size, depth) = match vary {
         Vary::Depth => (4 << 10, x as u32),
         Vary::BlockSize => (x as u32, DEPTH_OF_BLOCKS),
         Vary::Sessions | Vary::Units => (4 << 10, DEPTH_OF_MANY),
-        Vary::Loss => (4 << 10, 32),
+        Vary::Loss | Vary::Share | Vary::IdleSessions => (4 << 10, PEAK_DEPTH),
     };
     Load {
         rw: "randread",
@@ -152,6 +206,7 @@ fn many(
 
 #[cfg(test)]
 mod tests {
+    use super::super::servers::Place;
     use super::*;
 
     #[test]
@@ -164,6 +219,48 @@ mod tests {
         assert_eq!(of(Vary::BlockSize, 512.0), (512, DEPTH_OF_BLOCKS));
         assert_eq!(of(Vary::Sessions, 64.0), (4096, DEPTH_OF_MANY));
         assert_eq!(of(Vary::Loss, 5.0), (4096, 32));
+        assert_eq!(of(Vary::Share, 70.0), (4096, 32));
+    }
+
+    #[test]
+    fn a_tail_is_measured_at_a_share_of_the_peak() {
+        let place = Place {
+            scratch: PathBuf::from("/scratch"),
+            programs: PathBuf::from("/programs"),
+        };
+        let run = Run {
+            place: &place,
+            load: load(Vary::Share, 70.0),
+            jobs: 1,
+            seconds: 1,
+            warm_up: 0,
+            loss: 0.0,
+            rate: None,
+            nbd_client: NbdClient::Riser,
+        };
+        let measured = |run: &Run<'_>| -> Result<Reading, Failure> {
+            let reading = |p99_9_ns| Reading {
+                operations: 1.0,
+                iops: 1000.0,
+                bytes_per_second: 1.0,
+                p50_ns: Some(50.0),
+                p99_9_ns,
+            };
+            match (run.rate, run.load.depth) {
+                (None, PEAK_DEPTH) => Ok(reading(None)),
+                (Some(700), OPEN_DEPTH) => Ok(reading(Some(200.0))),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(tail(&run, 0.7, measured).unwrap(), 4.0);
+        let silent = |run: &Run<'_>| -> Result<Reading, Failure> {
+            let read = measured(run)?;
+            Ok(Reading {
+                p99_9_ns: None,
+                ..read
+            })
+        };
+        assert!(tail(&run, 0.7, silent).is_err());
     }
 
     #[test]

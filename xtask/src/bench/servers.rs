@@ -156,6 +156,30 @@ impl Place {
         Ok(served)
     }
 
+    /// Attaches a disk that many times, each by a process of its own, which then has nothing to do.
+    pub(super) fn idle_sessions(&self, disk: &Address, count: usize) -> Result<Idle, Failure> {
+        let Address::Url(url) = disk else {
+            return Err(format!("{disk:?} has no sessions").into());
+        };
+        let mut sessions = Vec::new();
+        for number in 0..count {
+            // A folder of its own, or they would be one initiator.
+            let folder = self.scratch.join(format!("idle{number}"));
+            fs::create_dir_all(&folder)?;
+            let socket = folder.join("nbd.sock");
+            let _ = fs::remove_file(&socket);
+            let mut command = self.riser(["attach", url, "--foreground", "--nbd"]);
+            command.arg(&socket);
+            command.env("XDG_RUNTIME_DIR", &folder);
+            command.env("RISER_STATE_DIR", folder.join("riser"));
+            let program = Program::start(&mut command, &folder.join("attach.log"))?;
+            sessions.push(program.once_there(&socket)?);
+        }
+        Ok(Idle {
+            _sessions: sessions,
+        })
+    }
+
     /// `riser`, with its files in the scratch folder.
     pub(super) fn riser<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = sh::cmd(self.programs.join("riser"), args);
@@ -193,6 +217,11 @@ fn configuration(images: &[PathBuf], scratch: &Path) -> String {
         luns.collect::<Vec<_>>().join(", "),
         scratch.join("state").display()
     )
+}
+
+/// Sessions without commands, which end with the value.
+pub(super) struct Idle {
+    _sessions: Vec<Program>,
 }
 
 /// A program that serves until the value goes.

@@ -61,8 +61,8 @@ pub(super) struct RangeWraps {
 ///
 /// The requests of all of them go first, and then the messages. So packets of one length come in a
 /// row, which the network's layers carry as one, and a reliable connection still carries each
-/// message out behind the data that it is about. A chain that would hold up the messages of others,
-/// with much data or with data that the peer has to send, goes behind these. The memory is kept, so
+/// message out behind the data that it is about. Chains that would hold up the messages of others,
+/// with much data or with data that the peer has to send, go behind these. The memory is kept, so
 /// that no chain allocates.
 #[derive(Debug, Default)]
 pub(super) struct Chains {
@@ -70,8 +70,6 @@ pub(super) struct Chains {
     requests: Vec<Request>,
     sges: Vec<Sge>,
     bytes: u64,
-    /// The last chain goes behind the others' messages.
-    is_last_apart: bool,
 }
 
 /// A work request of the chains, where they are posted.
@@ -88,6 +86,8 @@ struct Chain {
     work: Work,
     requests: Range<usize>,
     message: Option<ChainSend>,
+    /// It goes behind the messages of the others.
+    is_apart: bool,
 }
 
 /// An RDMA request with its scatter-gather entries.
@@ -146,18 +146,22 @@ impl Chains {
             last.id = work.id();
         }
         let fetches = |request: &Request| matches!(request.op, SendOp::Read(_));
-        self.is_last_apart = self.bytes >= CHAINS_BYTES || requests.iter().any(fetches);
+        let is_apart = self.bytes >= CHAINS_BYTES || requests.iter().any(fetches);
         self.chains.push(Chain {
             work,
             requests: first..self.requests.len(),
             message,
+            is_apart,
         });
         Ok(())
     }
 
     /// Whether the chains are to be posted before another one is added.
     pub(super) fn is_full(&self) -> bool {
-        self.chains.is_full() || self.is_last_apart
+        // Messages keep their order: none is added behind one that goes behind the others.
+        let last = self.chains.last();
+        let is_last = last.is_some_and(|chain| chain.is_apart && chain.message.is_some());
+        self.chains.is_full() || self.bytes >= CHAINS_BYTES || is_last
     }
 
     /// Posts the chains, and forgets them.
@@ -181,30 +185,26 @@ impl Chains {
         self.requests.clear();
         self.sges.clear();
         self.bytes = 0;
-        self.is_last_apart = false;
     }
 
     /// The work requests, in the order in which they are posted.
     fn places(&self) -> impl Iterator<Item = Place> + '_ {
-        let together = self.chains.len() - usize::from(self.is_last_apart);
-        let (first, apart) = self.chains.split_at(together);
-        let end = apart
-            .first()
-            .map_or(self.requests.len(), |chain| chain.requests.start);
-        let has_message = |chain: &Chain| chain.message.is_some();
-        let messages = move |chains: &[Chain], from: usize| {
-            let of = chains
-                .iter()
-                .enumerate()
-                .filter(move |(_, chain)| has_message(chain));
-            of.map(move |(at, _)| Place::Message(from + at))
-                .collect::<ArrayVec<_, CHAINS>>()
+        let chains = self.chains.as_slice();
+        let of = move |is_apart| {
+            let all = chains.iter().enumerate();
+            all.filter(move |(_, chain)| chain.is_apart == is_apart)
         };
-        (0..end)
-            .map(Place::Request)
-            .chain(messages(first, 0))
-            .chain((end..self.requests.len()).map(Place::Request))
-            .chain(messages(apart, together))
+        let requests = |chain: &Chain| chain.requests.clone().map(Place::Request);
+        let message = |(at, chain): (usize, &Chain)| {
+            let has_message = chain.message.is_some();
+            has_message.then_some(Place::Message(at))
+        };
+        let together = of(false).flat_map(move |(_, chain)| requests(chain));
+        let apart = of(true).flat_map(move |(at, chain)| {
+            let message = message((at, chain));
+            requests(chain).chain(message)
+        });
+        together.chain(of(false).filter_map(message)).chain(apart)
     }
 
     /// The chains that the device did not take in full, given the number of work requests it took.
@@ -424,16 +424,24 @@ mod tests {
         push(&mut chains, &[0]).unwrap();
         push(&mut chains, &[0]).unwrap();
         assert!(!chains.is_full() && chains.places().eq(together));
-        // Data that the initiator has to send.
+        // Data that the initiator has to send: behind messages that are added later as well.
         let pool = Memory::new(4096).unwrap();
-        let fetch = RdmaRequest {
-            direction: Direction::FromInitiator,
-            ..write_to(0)
+        let fetch = |chains: &mut Chains, task| {
+            let fetch = RdmaRequest {
+                direction: Direction::FromInitiator,
+                ..write_to(0)
+            };
+            let (work, fetch) = (Work::Post(TaskIdx(task)), std::iter::once(fetch));
+            chains.push(work, fetch, (&pool, LKey(3)), None).unwrap();
         };
-        let (work, fetch) = (Work::Post(TaskIdx(9)), std::iter::once(fetch));
-        chains.push(work, fetch, (&pool, LKey(3)), None).unwrap();
-        assert!(chains.is_full());
-        assert!(chains.places().eq([&together[..], &[request(2)]].concat()));
+        fetch(&mut chains, 7);
+        fetch(&mut chains, 8);
+        assert!(!chains.is_full(), "both in one list");
+        push(&mut chains, &[0]).unwrap();
+        let first = [0, 1, 4].map(request);
+        let then = [0, 1, 4].map(message);
+        let behind = [2, 3].map(request);
+        assert!(chains.places().eq([&first[..], &then, &behind].concat()));
         // Much data.
         let mut chains = Chains::default();
         push(&mut chains, &[]).unwrap();

@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
-use riser_transport::verbs::{Completion, Provider, Verbs, VerbsError};
+use riser_transport::verbs::{Completion, Provider, VerbsError};
 use slab::Slab;
 
 use self::context::{Context, Report};

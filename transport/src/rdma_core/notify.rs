@@ -183,7 +183,7 @@ impl RdmaCoreDevice {
     /// Polls the queues that are watched; answers how many have fired.
     pub(super) fn poll_watched(&mut self) -> usize {
         if self.gone {
-            // Its queues are read by nobody any more.
+            // No completion of it is of use any more.
             return 0;
         }
         let mut watched = std::mem::take(&mut self.notices.watched);
@@ -272,7 +272,7 @@ impl RdmaCoreDevice {
         };
         let count = std::mem::take(&mut entry.unacknowledged);
         if count > 0 {
-            // SAFETY: so many events were taken from this queue and not acknowledged.
+            // SAFETY: this number of events was taken from the queue and not acknowledged.
             unsafe { (self.core.verbs.ibv_ack_cq_events)(entry.ptr, count) };
         }
     }

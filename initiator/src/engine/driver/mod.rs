@@ -2,8 +2,9 @@
 //! reads no clock: the loop around it gives each round its time.
 //!
 //! One round: packets and timers of the provider, connection events, completions, clients of disks,
-//! messages of other threads, timeouts; then what all these ask of the device. After each input the session's outputs are carried out
-//! until there are none, so that a session never sees an input with its outputs pending.
+//! messages of other threads, timeouts; then what all these ask of the device. After each input the
+//! session's outputs are carried out until there are none, so that a session never sees an input with
+//! its outputs pending.
 
 mod context;
 mod discovery;

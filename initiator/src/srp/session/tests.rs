@@ -259,6 +259,7 @@ fn start_write(rig: &mut Rig, len: u32) -> (RequestId, bool) {
     let mut iu = [0; 128];
     rig.session.emit_command(id, data, &mut iu).unwrap();
     let tag = u64::from_be_bytes(iu[8..16].try_into().unwrap());
+    rig.sent.retain(|(request, ..)| *request != id);
     rig.sent.push((id, CH0, tag));
     (id, immediate)
 }

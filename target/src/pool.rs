@@ -40,9 +40,9 @@ use std::collections::hash_map::{Entry, OccupiedEntry};
 use std::io;
 use std::ops::Range;
 
-use fnv::FnvHashMap;
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::access::DataAccess;
+use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 /// The smallest block, in bytes: a page, so that blocks suit direct I/O.
@@ -123,7 +123,7 @@ pub struct Pool {
     lowest_free: usize,
     /// Owners that have or want something, by numbers of ours: no peer can choose them for their
     /// hashes.
-    owners: FnvHashMap<Owner, Holding>,
+    owners: FxHashMap<Owner, Holding>,
     /// Owners that wait for data memory, by turns; each once.
     line: VecDeque<Waiter>,
     /// The same owners, by turns at the reserve.
@@ -152,7 +152,7 @@ impl Pool {
             tables: Blocks::new(len, tables),
             reserve: Blocks::new(len + tables, reserve),
             lowest_free: len,
-            owners: FnvHashMap::default(),
+            owners: FxHashMap::default(),
             line: VecDeque::new(),
             queue: VecDeque::new(),
             refused: 0,

@@ -2,8 +2,8 @@
 
 use std::collections::hash_map::Entry;
 
-use fnv::FnvHashMap;
 use riser_state::become_state;
+use rustc_hash::FxHashMap;
 
 use super::entry::{GATE, MEDIUM, ORDER, QUEUE, Task, TaskState};
 use super::list::{List, NIL, Neighbours};
@@ -35,8 +35,8 @@ pub struct TaskSet {
     /// Tasks at most.
     capacity: usize,
     /// By numbers of ours, as below: no peer can choose them for their hashes.
-    by_tag: FnvHashMap<(NexusId, TaskTag), u32>,
-    nexuses: FnvHashMap<NexusId, NexusTasks>,
+    by_tag: FxHashMap<(NexusId, TaskTag), u32>,
+    nexuses: FxHashMap<NexusId, NexusTasks>,
     /// Tasks of one nexus at most.
     share: u32,
     next_id: u64,
@@ -69,8 +69,8 @@ impl TaskSet {
             slots: Vec::new(),
             free: Vec::new(),
             capacity: capacity as usize,
-            by_tag: FnvHashMap::default(),
-            nexuses: FnvHashMap::default(),
+            by_tag: FxHashMap::default(),
+            nexuses: FxHashMap::default(),
             share,
             next_id: 0,
             next_age: 0,

@@ -14,7 +14,6 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fnv::FnvHashMap;
 use riser_scsi::iscsi::login::{
     CompletedLogin, ConnectionParams, Identity, Refusal, SessionParams, TargetLogin, Terms,
 };
@@ -24,6 +23,7 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, Numbers, StatSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::step::StepResult;
 use riser_state::State;
+use rustc_hash::FxHashMap;
 
 use super::counters::Counters;
 use super::datamover::Datamover;
@@ -278,7 +278,7 @@ pub struct Channel<D> {
     /// The requests that are not answered, by their tags: at most one for each context, with the
     /// room for that. The tags are the initiator's; bad ones are found slowly, and there are no more of
     /// them than contexts.
-    pub(super) unanswered: FnvHashMap<Itt, TaskIdx>,
+    pub(super) unanswered: FxHashMap<Itt, TaskIdx>,
     pub(super) idle: Vec<TaskIdx>,
     /// Memory for data that come with a command, while none has it; FirstBurstLength at most.
     pub(super) staging: Vec<u8>,
@@ -380,7 +380,7 @@ impl<D: Datamover> Channel<D> {
             new_params: None,
             // Contexts come with full-feature phase: a stranger who never logs in costs no memory.
             tasks: Vec::new(),
-            unanswered: FnvHashMap::default(),
+            unanswered: FxHashMap::default(),
             idle: Vec::new(),
             staging: Vec::new(),
             has_place: false,

@@ -15,12 +15,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fnv::{FnvBuildHasher, FnvHashMap};
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason, Tag};
 use riser_scsi::step::StepResult;
 use riser_state::{State, become_state};
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use super::action::{Action, Counters};
 use super::credit::{ReqLim, SendQueue};
@@ -146,7 +146,7 @@ pub struct Channel {
     pub(super) idle: Vec<TaskIdx>,
     /// Commands that are not answered yet, by the tags that the initiator knows them by. Those that
     /// are chosen for their hashes are found slowly, and there are no more of them than credits.
-    pub(super) tags: FnvHashMap<Tag, TaskIdx>,
+    pub(super) tags: FxHashMap<Tag, TaskIdx>,
     pub(super) req_lim: ReqLim,
     pub(super) send_queue: SendQueue,
     /// Receives in the queue pair.
@@ -206,10 +206,7 @@ impl Channel {
             ioctx: (0..sends).map(|_| SendIoctx::new()).collect(),
             idle: (0..params.req_lim as u16).rev().map(TaskIdx).collect(),
             // Twice as large as it gets: a table at most half full never allocates again.
-            tags: FnvHashMap::with_capacity_and_hasher(
-                2 * params.req_lim as usize,
-                FnvBuildHasher::default(),
-            ),
+            tags: FxHashMap::with_capacity_and_hasher(2 * params.req_lim as usize, FxBuildHasher),
             req_lim: ReqLim::new(params.req_lim),
             send_queue: SendQueue::new(credits, params.req_lim as usize),
             posted_receives: 0,

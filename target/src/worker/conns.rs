@@ -10,8 +10,8 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Instant;
 
-use fnv::FnvHashMap;
 use riser_transport::verbs::{CmId, CqId, QpId};
+use rustc_hash::FxHashMap;
 use slab::Slab;
 
 use super::rdma::RdmaLink;
@@ -67,9 +67,9 @@ impl<F> Conn<F> {
 pub(super) struct Conns<F> {
     slab: Slab<Conn<F>>,
     // By numbers of ours: no peer can choose them for their hashes.
-    by_serial: FnvHashMap<u64, ConnKey>,
-    by_cm: FnvHashMap<(usize, CmId), ConnKey>,
-    by_cq: FnvHashMap<(usize, CqId), ConnKey>,
+    by_serial: FxHashMap<u64, ConnKey>,
+    by_cm: FxHashMap<(usize, CmId), ConnKey>,
+    by_cq: FxHashMap<(usize, CqId), ConnKey>,
     next_serial: u64,
     /// Connections that may ask for something; each once, or twice where its key was another's.
     dirty: VecDeque<ConnKey>,
@@ -85,9 +85,9 @@ impl<F> Default for Conns<F> {
     fn default() -> Self {
         Self {
             slab: Slab::new(),
-            by_serial: FnvHashMap::default(),
-            by_cm: FnvHashMap::default(),
-            by_cq: FnvHashMap::default(),
+            by_serial: FxHashMap::default(),
+            by_cm: FxHashMap::default(),
+            by_cq: FxHashMap::default(),
             next_serial: 0,
             dirty: VecDeque::new(),
             ready: VecDeque::new(),

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use fnv::FnvHashMap;
 use riser_memory::MemSlice;
 use riser_transport::verbs::{
     Access, CmEvent, CmEventKind, CmId, CqId, Mr, Notify, PdId, Provider, QpId, SendWr, Sge,
     VerbsError, WrId,
 };
+use rustc_hash::FxHashMap;
 
 use super::posts::Posts;
 
@@ -30,8 +30,8 @@ struct OwnedQp {
 pub(in crate::engine) struct Device<P> {
     pub(in crate::engine) provider: P,
     /// By numbers of ours, as below: no peer can choose them for their hashes.
-    ids: FnvHashMap<CmId, Owner>,
-    qps: FnvHashMap<QpId, OwnedQp>,
+    ids: FxHashMap<CmId, Owner>,
+    qps: FxHashMap<QpId, OwnedQp>,
     /// Queue pairs for which something waits to be posted. One may be released by now.
     unposted: Vec<QpId>,
     /// Completion queues, each of one connection, in the order in which they were made.
@@ -44,8 +44,8 @@ impl<P: Provider> Device<P> {
     pub(in crate::engine) fn new(provider: P) -> Self {
         Self {
             provider,
-            ids: FnvHashMap::default(),
-            qps: FnvHashMap::default(),
+            ids: FxHashMap::default(),
+            qps: FxHashMap::default(),
             unposted: Vec::new(),
             cqs: Vec::new(),
             disconnecting: Vec::new(),

@@ -23,6 +23,18 @@ struct NexusTasks {
     holding: List,
 }
 
+impl NexusTasks {
+    /// Returns whether a command that is newer than these is held by some of them: as
+    /// [`TaskSet::settle`] decides.
+    fn holds(&self, attribute: TaskAttribute) -> bool {
+        match attribute {
+            TaskAttribute::HeadOfQueue => false,
+            TaskAttribute::Ordered => self.arriving.first().is_some(),
+            TaskAttribute::Simple | TaskAttribute::Aca => self.holding.first().is_some(),
+        }
+    }
+}
+
 /// The tasks of a logical unit.
 ///
 /// Its tables grow to the most tasks that it has held: few units ever hold what they may, and one
@@ -111,6 +123,41 @@ impl TaskSet {
         tag: TaskTag,
         new: NewTask,
     ) -> Result<TaskKey, RegisterError> {
+        let (key, is_dormant) = self.insert(nexus, tag, new)?;
+        if is_dormant {
+            self.push_dormant(key.slot);
+        }
+        Ok(key)
+    }
+
+    /// Takes in a command that has arrived, and starts it if it may start; returns whether it did.
+    /// The same as [`register`](Self::register) and [`try_start`](Self::try_start), but a command
+    /// that starts at once enters no queue.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`register`](Self::register).
+    pub fn register_and_start(
+        &mut self,
+        nexus: NexusId,
+        tag: TaskTag,
+        new: NewTask,
+    ) -> Result<(TaskKey, bool), RegisterError> {
+        let (key, is_dormant) = self.insert(nexus, tag, new)?;
+        let is_due = is_dormant && self.is_due(self.at(key.slot));
+        if is_dormant && !is_due {
+            self.push_dormant(key.slot);
+        }
+        Ok((key, is_due && self.pass(key.slot)))
+    }
+
+    /// Enters a command. Returns whether it has its place in the order; it is in no queue then.
+    fn insert(
+        &mut self,
+        nexus: NexusId,
+        tag: TaskTag,
+        new: NewTask,
+    ) -> Result<(TaskKey, bool), RegisterError> {
         // The tag is looked at before the share: with TASK SET FULL an initiator would send the
         // command once more, and never learn that it uses a tag twice.
         let place = match self.by_tag.entry((nexus, tag)) {
@@ -120,7 +167,11 @@ impl TaskSet {
                 return Err(RegisterError::Overlapped(self.key(old)));
             }
         };
-        let tasks = self.nexuses.get(&nexus).map_or(0, |own| own.tasks);
+        let own = self.nexuses.entry(nexus);
+        let tasks = match &own {
+            Entry::Occupied(own) => own.get().tasks,
+            Entry::Vacant(_) => 0,
+        };
         // Without a share, one initiator that never lets its commands end could fill the set, and
         // every other one would get TASK SET FULL.
         if tasks >= self.share {
@@ -152,24 +203,34 @@ impl TaskSet {
             links: [Neighbours::default(); 4],
         });
         place.insert(slot);
-        self.nexuses.entry(nexus).or_default().tasks += 1;
-        self.push_arriving(slot);
-        if !new.awaits_data {
-            self.settle(slot);
+        let own = own.or_default();
+        own.tasks += 1;
+        let is_held = own.holds(new.attribute);
+        // Most commands bring their data and are held by nothing: they never are in the lists of
+        // those that are not in the order yet.
+        if new.awaits_data || is_held {
+            self.push_arriving(slot);
+            if !new.awaits_data {
+                become_state(&mut self.at_mut(slot).state, TaskState::Held);
+            }
+            return Ok((TaskKey { slot, id }, false));
         }
-        Ok(TaskKey { slot, id })
+        self.take_place(slot);
+        Ok((TaskKey { slot, id }, true))
     }
 
     /// Returns whether a command of a nexus that comes now could not take its place in the order
     /// before other commands of the nexus, whose data are on their way.
     #[must_use]
     pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
-        // As `settle` decides, for a command that is younger than all in the set.
-        self.nexuses.get(&nexus).is_some_and(|own| match attribute {
-            TaskAttribute::HeadOfQueue => false,
-            TaskAttribute::Ordered => own.arriving.first().is_some(),
-            TaskAttribute::Simple | TaskAttribute::Aca => own.holding.first().is_some(),
-        })
+        let own = self.nexuses.get(&nexus);
+        own.is_some_and(|own| own.holds(attribute))
+    }
+
+    /// The tag of the task in a slot.
+    #[must_use]
+    pub fn tag_at(&self, slot: usize) -> Option<TaskTag> {
+        Some(self.slots.get(slot)?.as_ref()?.tag)
     }
 
     /// Whether a nexus has tasks in the set.
@@ -205,6 +266,9 @@ impl TaskSet {
         let may = self
             .task(key)
             .is_some_and(|task| task.state == TaskState::Dormant && self.is_due(task));
+        if may {
+            self.leave_queue(key.slot);
+        }
         may && self.pass(key.slot)
     }
 
@@ -223,6 +287,7 @@ impl TaskSet {
             if !self.is_due(self.at(slot)) {
                 break;
             }
+            self.leave_queue(slot);
             if self.pass(slot) {
                 return Some(self.key(slot));
             }
@@ -247,29 +312,32 @@ impl TaskSet {
     /// Removes a task that has ended, or whose abort is done. `false` when it
     /// was not in the set.
     pub fn remove(&mut self, key: TaskKey) -> bool {
-        let Some(&task) = self.task(key) else {
+        // A task is large, so only what is needed of it is copied, here and below.
+        let Some(task) = self.task(key) else {
             return false;
         };
+        let (nexus, tag) = (task.nexus, task.tag);
+        let (has_place, has_passed) = (task.age.is_some(), task.pass.is_some());
         // A task can end in any state, so it is taken out of every list that it may be in: the
         // queue in which it waits, what stands for its place in the order, and what changes the
         // medium.
         let slot = key.slot;
         self.leave_queue(slot);
-        if task.age.is_none() {
-            self.leave_arriving(slot, false);
-        } else {
+        if has_place {
             self.leave_order(slot);
+        } else {
+            self.leave_arriving(slot, false);
         }
-        if task.pass.is_some() {
+        if has_passed {
             self.leave_medium(slot);
         }
         self.slots[slot as usize] = None;
         self.free.push(slot);
-        self.by_tag.remove(&(task.nexus, task.tag));
-        let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+        self.by_tag.remove(&(nexus, tag));
+        let own = self.nexuses.get_mut(&nexus).expect("it has a task");
         own.tasks -= 1;
         if own.tasks == 0 {
-            self.nexuses.remove(&task.nexus);
+            self.nexuses.remove(&nexus);
         }
         true
     }
@@ -367,9 +435,7 @@ impl TaskSet {
         } else {
             self.ordered
         };
-        ![self.heads, others]
-            .into_iter()
-            .any(|list| list.first().is_some_and(is_older))
+        !self.heads.first().is_some_and(is_older) && !others.first().is_some_and(is_older)
     }
 
     /// A command whose data are here goes into the order, unless older ones of its nexus are to
@@ -451,8 +517,14 @@ impl TaskSet {
         }
     }
 
-    /// Gives a task its place in the order.
+    /// Gives a task its place in the order, and has it wait for its turn.
     fn enter(&mut self, slot: u32) {
+        self.take_place(slot);
+        self.push_dormant(slot);
+    }
+
+    /// Gives a task its place in the order.
+    fn take_place(&mut self, slot: u32) {
         // The age is that of the entry, and not of the arrival: to other nexuses a command is as
         // old as its data, so none can hold them up by withholding its own.
         let age = self.next_age;
@@ -463,31 +535,39 @@ impl TaskSet {
         let (is_head, is_ordered) = (task.is_head(), task.is_ordered());
         if is_head {
             self.heads.push(&mut self.slots, ORDER, slot);
-            self.dormant_heads.push(&mut self.slots, QUEUE, slot);
             return;
         }
         self.order.push(&mut self.slots, ORDER, slot);
-        self.dormant.push(&mut self.slots, QUEUE, slot);
         if is_ordered {
             self.ordered.push(&mut self.slots, GATE, slot);
         }
     }
 
+    /// Puts a task that has its place in the order into the queue of those that wait for their
+    /// turn.
+    fn push_dormant(&mut self, slot: u32) {
+        let queue = match self.at(slot).is_head() {
+            true => &mut self.dormant_heads,
+            false => &mut self.dormant,
+        };
+        queue.push(&mut self.slots, QUEUE, slot);
+    }
+
     fn leave_order(&mut self, slot: u32) {
-        let task = *self.at(slot);
-        if task.is_head() {
+        let attribute = self.at(slot).attribute;
+        if attribute == TaskAttribute::HeadOfQueue {
             self.unlink(ORDER, slot, |set| &mut set.heads);
             return;
         }
         self.unlink(ORDER, slot, |set| &mut set.order);
-        if task.is_ordered() {
+        if attribute == TaskAttribute::Ordered {
             self.unlink(GATE, slot, |set| &mut set.ordered);
         }
     }
 
     /// Takes a task out of the list of what it waits in.
     fn leave_queue(&mut self, slot: u32) {
-        let task = *self.at(slot);
+        let task = self.at(slot);
         match task.state {
             TaskState::Dormant if task.is_head() => {
                 self.unlink(QUEUE, slot, |set| &mut set.dormant_heads);
@@ -503,16 +583,16 @@ impl TaskSet {
         }
     }
 
-    /// The order lets a dormant task start: whether its blocks do, too.
+    /// The order lets a dormant task start, which is in no queue any more: whether its blocks do,
+    /// too.
     fn pass(&mut self, slot: u32) -> bool {
-        self.leave_queue(slot);
         let pass = self.next_pass;
         self.next_pass += 1;
-        let task = *self.at(slot);
         // Blockers are counted once. Each of them takes itself off when it leaves, so no pass
         // looks again at tasks that still wait.
         let mut blockers = 0;
-        if task.footprint != Footprint::None {
+        if self.at(slot).footprint != Footprint::None {
+            let task = *self.at(slot);
             blockers = self.conflicts(&task, self.atomics);
             // It enters its list although it may be blocked itself: newer commands wait for it
             // then. Otherwise a steady stream of writes would keep it waiting for ever.
@@ -549,9 +629,12 @@ impl TaskSet {
 
     /// A task that changed the medium goes: those that it was in the way of may start.
     fn leave_medium(&mut self, slot: u32) {
-        let task = *self.at(slot);
-        match task.footprint {
+        let task = match self.at(slot).footprint {
             Footprint::None => return,
+            Footprint::Writes(_) | Footprint::Atomic(_) => *self.at(slot),
+        };
+        match task.footprint {
+            Footprint::None => {}
             Footprint::Writes(_) => self.unlink(MEDIUM, slot, |set| &mut set.writers),
             Footprint::Atomic(_) => {
                 // Plain writes have waited for atomic commands only, so only the end of one of

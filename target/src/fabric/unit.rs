@@ -6,9 +6,7 @@ use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId};
 use riser_scsi::reservation::Preemption;
-use riser_scsi::task::{
-    NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
-};
+use riser_scsi::task::{NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TmfResponse};
 use riser_sync::atomic::{AtomicU64, Ordering};
 use riser_sync::{Mutex, MutexGuard};
 
@@ -43,8 +41,8 @@ struct Tasks {
     set: TaskSet,
     /// By slot, as far as slots were used.
     refs: Vec<Option<TaskRef>>,
-    /// Likewise: the LUN that the initiator used for the unit, and the task's tag in the set.
-    names: Vec<(LunId, TaskTag)>,
+    /// Likewise: the LUN that the initiator used for the unit.
+    luns: Vec<LunId>,
     /// At most as many as all connections have contexts.
     left: Vec<PendingAnswer>,
     /// At most two for each connection.
@@ -111,7 +109,7 @@ impl Unit {
             tasks: Mutex::new(Tasks {
                 set: TaskSet::new(capacity, share),
                 refs: Vec::new(),
-                names: Vec::new(),
+                luns: Vec::new(),
                 left: Vec::new(),
                 limited: Vec::new(),
                 leaving: Vec::new(),
@@ -222,18 +220,17 @@ impl Unit {
         {
             return Err(TaskSetFull);
         }
-        let key = match tasks.set.register(nexus, task.tag(), new) {
-            Ok(key) => key,
+        let (key, started) = match tasks.set.register_and_start(nexus, task.tag(), new) {
+            Ok(registered) => registered,
             Err(RegisterError::Full) => return Err(TaskSetFull),
             Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
         };
         if tasks.refs.len() <= key.slot() {
             tasks.refs.resize(key.slot() + 1, None);
-            tasks.names.resize(key.slot() + 1, (lun, task.tag()));
+            tasks.luns.resize(key.slot() + 1, lun);
         }
         tasks.refs[key.slot()] = Some(task);
-        tasks.names[key.slot()] = (lun, task.tag());
-        let started = tasks.set.try_start(key);
+        tasks.luns[key.slot()] = lun;
         if let Some(line) = own {
             let same = |other: &&mut LimitQueue| other.nexus == nexus && other.line == line;
             match tasks.limited.iter_mut().find(same) {
@@ -305,16 +302,19 @@ impl Unit {
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
         // Before others start, which RESERVE of the nexus would still keep out.
-        leaving.retain(|&nexus| {
-            let has_tasks = set.has_tasks_of(nexus);
-            if !has_tasks {
-                self.lu.remove_nexus(nexus);
-            }
-            has_tasks
-        });
-        let started = std::iter::from_fn(|| set.poll_start())
-            .filter_map(|key| refs[key.slot()])
-            .collect();
+        if !leaving.is_empty() {
+            leaving.retain(|&nexus| {
+                let has_tasks = set.has_tasks_of(nexus);
+                if !has_tasks {
+                    self.lu.remove_nexus(nexus);
+                }
+                has_tasks
+            });
+        }
+        let mut started = Vec::new();
+        while let Some(key) = set.poll_start() {
+            started.extend(refs[key.slot()]);
+        }
         (was_cleared, started)
     }
 
@@ -405,14 +405,21 @@ impl Unit {
         let Tasks {
             set,
             refs,
-            names,
+            luns,
             left,
             ..
         } = &mut *tasks;
-        let all = refs.iter().zip(&*names).filter(|(_, (of, _))| *of == lun);
         let mut aborted = Vec::new();
-        // A task that has another name now keeps its tag.
-        for (task, tag) in all.filter_map(|(task, (_, tag))| Some(((*task)?, *tag))) {
+        for (slot, (task, _)) in refs
+            .iter()
+            .zip(&*luns)
+            .enumerate()
+            .filter(|(_, (_, of))| **of == lun)
+        {
+            // By its tag, which a task keeps that has another name now.
+            let (Some(task), Some(tag)) = (*task, set.tag_at(slot)) else {
+                continue;
+            };
             // One of another nexus is not there for this one.
             let outcome = set.manage(nexus, TaskManagement::AbortTask(tag));
             aborted.extend(outcome.aborted.iter().map(|_| task));

@@ -202,6 +202,42 @@ fn one_nexus_cannot_fill_the_set() {
     add(&mut set, A, 3, Simple);
 }
 
+/// A command of kind 0 to 11 for the blocks from `at` on.
+fn anything(kind: u8, at: u64) -> NewTask {
+    let range = blocks(at, at + 2);
+    NewTask {
+        attribute: [Simple, Ordered, HeadOfQueue][usize::from(kind % 3)],
+        footprint: [
+            Footprint::None,
+            Footprint::Writes(range),
+            Footprint::Atomic(range),
+        ][usize::from(kind / 4)],
+        awaits_data: kind % 4 == 1,
+    }
+}
+
+/// A SIMPLE command that nothing holds up runs without having been in a queue, and an ORDERED one
+/// behind it waits in one.
+#[test]
+fn a_command_that_starts_at_once_enters_no_queue() {
+    let mut set = TaskSet::new(8, 8);
+    let (simple, started) = set.register_and_start(A, TaskTag(1), of(Simple)).unwrap();
+    assert!(started);
+    assert_eq!(set.at(simple.slot).links[QUEUE], Neighbours::default());
+    assert_eq!(set.at(simple.slot).links[GATE], Neighbours::default());
+    assert_eq!(set.nexuses[&A].arriving, List::default());
+    let (ordered, started) = set.register_and_start(A, TaskTag(2), of(Ordered)).unwrap();
+    assert!(!started);
+    assert_eq!(set.dormant.first(), Some(ordered.slot));
+    let (behind, started) = set.register_and_start(B, TaskTag(1), of(Simple)).unwrap();
+    assert!(!started);
+    assert!(set.remove(simple));
+    assert_eq!(set.poll_start(), Some(ordered));
+    assert_eq!(set.poll_start(), None);
+    assert!(set.remove(ordered));
+    assert_eq!(set.poll_start(), Some(behind));
+}
+
 /// However many tasks run and wait, the start or the end of one looks at a few.
 #[test]
 fn each_event_looks_at_few_tasks() {
@@ -363,6 +399,54 @@ proptest! {
         prop_assert!([set.heads, set.order, set.ordered].iter().all(|list| *list == List::default()));
     }
 
+    /// A command that is registered and started in one call is where it would be after two, whatever
+    /// the set has in it.
+    #[test]
+    fn starting_at_once_is_registering_and_starting(
+        script in proptest::collection::vec((0..8_u8, 0..2_u64, 0..6_u64, 0..12_u8, 0..4_u64), 1..80),
+    ) {
+        let (mut once, mut twice) = (TaskSet::new(10, 7), TaskSet::new(10, 7));
+        for (what, nexus, tag, kind, at) in script {
+            let (nexus, tag) = (NexusId(nexus), TaskTag(tag.into()));
+            let new = anything(kind, at);
+            match what {
+                0..=3 => {
+                    let started = once.register_and_start(nexus, tag, new);
+                    let registered = twice.register(nexus, tag, new);
+                    prop_assert_eq!(started, registered.map(|key| (key, twice.try_start(key))));
+                }
+                4 => {
+                    let abort = TaskManagement::AbortTask(tag);
+                    prop_assert_eq!(once.manage(nexus, abort), twice.manage(nexus, abort));
+                }
+                5 => {
+                    for set in [&mut once, &mut twice] {
+                        if let Some(key) = set.find(nexus, tag) {
+                            set.data_arrived(key);
+                        }
+                    }
+                }
+                6 => {
+                    for set in [&mut once, &mut twice] {
+                        if let Some(key) = set.find(nexus, tag) {
+                            set.remove(key);
+                        }
+                    }
+                }
+                _ => prop_assert_eq!(once.poll_start(), twice.poll_start()),
+            }
+            let state = |set: &TaskSet| -> Vec<_> {
+                set.tasks().map(|(slot, task)| (slot, task.id, task.state)).collect()
+            };
+            prop_assert_eq!(state(&once), state(&twice));
+        }
+        // What is left starts in one order.
+        while let Some(key) = once.poll_start() {
+            prop_assert_eq!(twice.poll_start(), Some(key));
+        }
+        prop_assert_eq!(twice.poll_start(), None);
+    }
+
     /// After any history, the set starts the same tasks as a plain implementation of the rules.
     #[test]
     fn lists_agree_with_the_rules(
@@ -371,19 +455,11 @@ proptest! {
         let mut set = TaskSet::new(10, 7);
         for (what, nexus, tag, kind, at) in script {
             let (nexus, tag) = (NexusId(nexus), TaskTag(tag.into()));
-            let range = blocks(at, at + 2);
-            let new = NewTask {
-                attribute: [Simple, Ordered, HeadOfQueue][usize::from(kind % 3)],
-                footprint: [
-                    Footprint::None,
-                    Footprint::Writes(range),
-                    Footprint::Atomic(range),
-                ][usize::from(kind / 4)],
-                awaits_data: kind % 4 == 1,
-            };
+            let new = anything(kind, at);
             let key = set.find(nexus, tag);
             match what {
-                0..=2 => { let _ = set.register(nexus, tag, new); }
+                0..=1 => { let _ = set.register(nexus, tag, new); }
+                2 => { let _ = set.register_and_start(nexus, tag, new); }
                 3 => { let _ = set.manage(nexus, TaskManagement::AbortTask(tag)); }
                 4 => { let _ = key.map(|key| set.data_arrived(key)); }
                 5 => { let _ = key.map(|key| set.try_start(key)); }

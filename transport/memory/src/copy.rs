@@ -8,8 +8,8 @@
 //! The compiler merges no atomic accesses, so it makes slow code of such loops. On x86-64 the copies
 //! are therefore inline assembly, which means to the language what the loop means, and runs at the
 //! speed of `memcpy`: vector registers where there are blocks to fill them with and AVX, the
-//! processor's string instructions where there is none, which begin slowly, and words for what is
-//! short. Elsewhere, and for Miri and
+//! processor's string instructions where there is none, which begin slowly, and the vector
+//! registers that every such processor has for what is short. Elsewhere, and for Miri and
 //! ThreadSanitizer, which see no assembly (feature `loops`), they are the loops. Loops over words
 //! would be faster, but where two ranges overlap and do not begin at the same word, accesses of
 //! different sizes race, which the language's model does not allow ([`std::sync::atomic`], *Memory
@@ -61,34 +61,83 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
         // SAFETY: within both ranges, which are not empty; there is AVX.
         unsafe { copy_blocks(src, dst, done) };
     }
-    while len - done >= 8 {
-        // SAFETY: within both ranges. The word is loaded before it is stored.
+    while len - done >= 32 {
+        // SAFETY: within both ranges. Both parts are loaded before they are stored.
         unsafe {
             std::arch::asm!(
-                "mov {word}, qword ptr [{src}]",
-                "mov qword ptr [{dst}], {word}",
+                "movups {low}, xmmword ptr [{src}]",
+                "movups {high}, xmmword ptr [{src} + 16]",
+                "movups xmmword ptr [{dst}], {low}",
+                "movups xmmword ptr [{dst} + 16], {high}",
                 src = in(reg) src.add(done),
                 dst = in(reg) dst.add(done),
-                word = out(reg) _,
+                low = out(xmm_reg) _,
+                high = out(xmm_reg) _,
                 options(nostack, preserves_flags)
             );
         }
-        done += 8;
+        done += 32;
     }
-    while done < len {
-        // SAFETY: within both ranges.
-        unsafe {
-            std::arch::asm!(
-                "mov {byte}, byte ptr [{src}]",
-                "mov byte ptr [{dst}], {byte}",
-                src = in(reg) src.add(done),
-                dst = in(reg) dst.add(done),
-                byte = out(reg_byte) _,
-                options(nostack, preserves_flags)
-            );
-        }
-        done += 1;
+    // SAFETY: within both ranges, of which less than 32 bytes are left.
+    unsafe { copy_rest(src.add(done), dst.add(done), len - done) };
+}
+
+/// [`copy`] of less than 32 bytes: one step for each bit of the length, from the largest.
+///
+/// # Safety
+/// As [`copy`].
+#[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
+#[inline]
+unsafe fn copy_rest(src: *const u8, dst: *mut u8, len: usize) {
+    // Each step loads what it moves before it stores that.
+    macro_rules! step {
+        ($bytes:literal, $class:ident, $load:literal, $store:literal) => {
+            if len & $bytes != 0 {
+                let done = len & !(2 * $bytes - 1);
+                // SAFETY: the caller's promise: the steps before this one have moved `done` bytes.
+                unsafe {
+                    std::arch::asm!(
+                        $load,
+                        $store,
+                        src = in(reg) src.add(done),
+                        dst = in(reg) dst.add(done),
+                        part = out($class) _,
+                        options(nostack, preserves_flags)
+                    );
+                }
+            }
+        };
     }
+    step!(
+        16,
+        xmm_reg,
+        "movups {part}, xmmword ptr [{src}]",
+        "movups xmmword ptr [{dst}], {part}"
+    );
+    step!(
+        8,
+        reg,
+        "mov {part}, qword ptr [{src}]",
+        "mov qword ptr [{dst}], {part}"
+    );
+    step!(
+        4,
+        reg,
+        "mov {part:e}, dword ptr [{src}]",
+        "mov dword ptr [{dst}], {part:e}"
+    );
+    step!(
+        2,
+        reg,
+        "mov {part:x}, word ptr [{src}]",
+        "mov word ptr [{dst}], {part:x}"
+    );
+    step!(
+        1,
+        reg_byte,
+        "mov {part}, byte ptr [{src}]",
+        "mov byte ptr [{dst}], {part}"
+    );
 }
 
 /// [`copy`] with the string instruction.
@@ -115,27 +164,27 @@ unsafe fn copy_string(src: *const u8, dst: *mut u8, len: usize) {
 /// As [`copy`]. `len` is a multiple of [`BLOCK`] and not 0, and the processor has AVX.
 #[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 unsafe fn copy_blocks(src: *const u8, dst: *mut u8, len: usize) {
-    // SAFETY: the caller's promise; the loop ends after `len` bytes.
+    // SAFETY: the caller's promise; both pointers stay within their ranges or at their ends, and
+    // the loop ends after `len` bytes.
     unsafe {
         std::arch::asm!(
+            // One register counts from minus the length to zero for both sides.
             "2:",
-            "vmovdqu ymm0, ymmword ptr [{src}]",
-            "vmovdqu ymm1, ymmword ptr [{src} + 32]",
-            "vmovdqu ymm2, ymmword ptr [{src} + 64]",
-            "vmovdqu ymm3, ymmword ptr [{src} + 96]",
-            "vmovdqu ymmword ptr [{dst}], ymm0",
-            "vmovdqu ymmword ptr [{dst} + 32], ymm1",
-            "vmovdqu ymmword ptr [{dst} + 64], ymm2",
-            "vmovdqu ymmword ptr [{dst} + 96], ymm3",
-            "add {src}, {block}",
-            "add {dst}, {block}",
-            "dec {blocks}",
+            "vmovdqu ymm0, ymmword ptr [{src} + {at}]",
+            "vmovdqu ymm1, ymmword ptr [{src} + {at} + 32]",
+            "vmovdqu ymm2, ymmword ptr [{src} + {at} + 64]",
+            "vmovdqu ymm3, ymmword ptr [{src} + {at} + 96]",
+            "vmovdqu ymmword ptr [{dst} + {at}], ymm0",
+            "vmovdqu ymmword ptr [{dst} + {at} + 32], ymm1",
+            "vmovdqu ymmword ptr [{dst} + {at} + 64], ymm2",
+            "vmovdqu ymmword ptr [{dst} + {at} + 96], ymm3",
+            "add {at}, {block}",
             "jnz 2b",
             // Code that knows nothing of AVX runs next, and would be slowed down.
             "vzeroupper",
-            src = inout(reg) src => _,
-            dst = inout(reg) dst => _,
-            blocks = inout(reg) len / BLOCK => _,
+            src = in(reg) src.add(len),
+            dst = in(reg) dst.add(len),
+            at = inout(reg) len.wrapping_neg() => _,
             block = const BLOCK,
             out("ymm0") _,
             out("ymm1") _,

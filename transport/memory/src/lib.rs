@@ -328,14 +328,16 @@ impl MemSlice {
 
     /// Copies out, from `offset` within the range. Panics beyond its end.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
-        self.check(offset, out.len());
-        self.memory.read(self.offset + offset, out);
+        let from = self.part(offset, out.len());
+        // SAFETY: the source range was checked; `out` is an exclusive Rust slice.
+        unsafe { copy::load(from, out.as_mut_ptr(), out.len()) };
     }
 
     /// Copies in, at `offset` within the range. Panics beyond its end.
     pub fn write(&self, offset: usize, data: &[u8]) {
-        self.check(offset, data.len());
-        self.memory.write(self.offset + offset, data);
+        let to = self.part(offset, data.len());
+        // SAFETY: as in `read`, with the roles exchanged.
+        unsafe { copy::store(data.as_ptr(), to, data.len()) };
     }
 
     /// Fills a part of the range with `byte`. Panics beyond its end.
@@ -381,6 +383,13 @@ impl MemSlice {
             "range {offset}+{len} beyond {}",
             self.len
         );
+    }
+
+    /// The first byte of a part of the range, once it is checked that all of it lies there.
+    fn part(&self, offset: usize, len: usize) -> *mut u8 {
+        self.check(offset, len);
+        // SAFETY: the range lies in its mapping since it was cut from that, so the part does.
+        unsafe { self.memory.0.base.as_ptr().add(self.offset + offset) }
     }
 }
 

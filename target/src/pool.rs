@@ -588,18 +588,31 @@ impl Buffer {
 
     /// The ranges of the mapping that hold bytes `range` of the buffer, in order. What lies beyond
     /// the end is left out.
-    pub fn ranges(&self, range: Range<u32>) -> impl Iterator<Item = Range<usize>> + '_ {
-        let mut start = 0u32;
-        self.pieces.iter().filter_map(move |piece| {
-            let at = start;
-            start += piece.len;
-            let from = range.start.max(at);
-            let to = range.end.min(start);
-            (from < to).then(|| {
-                let base = piece.offset;
-                base + (from - at) as usize..base + (to - at) as usize
-            })
-        })
+    #[must_use]
+    pub fn ranges(&self, range: Range<u32>) -> Ranges<'_> {
+        Ranges {
+            pieces: self.pieces.iter(),
+            at: 0,
+            range,
+        }
+    }
+
+    /// The bytes of a part that lie in its first `pieces` pieces. The part begins within the
+    /// buffer.
+    pub(crate) fn len_of_pieces(&self, part: Range<u32>, pieces: usize) -> u32 {
+        // Nearly all buffers are of one piece, and no part has more pieces than its buffer.
+        if self.pieces.len() <= pieces {
+            return part.end.min(self.len) - part.start;
+        }
+        let ranges = self.ranges(part).take(pieces);
+        ranges.map(|range| range.len() as u32).sum()
+    }
+
+    /// Appends all of its pieces to a list, as slices that keep the mapping alive.
+    pub(crate) fn put_slices(&self, out: &mut Vec<MemSlice>) {
+        for range in self.ranges(0..self.len) {
+            out.push(self.memory.slice(range).expect("pieces lie in the mapping"));
+        }
     }
 
     /// The same ranges as slices that keep the mapping alive.
@@ -655,6 +668,35 @@ impl Buffer {
             // SAFETY: the caller's promise; the run belongs to this buffer alone.
             unsafe { self.memory.with_bytes(run.start, run.len(), &mut f) };
         }
+    }
+}
+
+/// Ranges of a pool's mapping that hold a part of a buffer, in order: see [`Buffer::ranges`].
+#[derive(Clone, Debug)]
+pub struct Ranges<'a> {
+    pieces: std::slice::Iter<'a, Piece>,
+    /// Offset of the next piece in the buffer.
+    at: u32,
+    range: Range<u32>,
+}
+
+impl Iterator for Ranges<'_> {
+    type Item = Range<usize>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Range<usize>> {
+        while self.at < self.range.end {
+            let piece = self.pieces.next()?;
+            let at = self.at;
+            self.at += piece.len;
+            let from = self.range.start.max(at);
+            let to = self.range.end.min(self.at);
+            if from < to {
+                let base = piece.offset;
+                return Some(base + (from - at) as usize..base + (to - at) as usize);
+            }
+        }
+        None
     }
 }
 

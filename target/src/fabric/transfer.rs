@@ -12,7 +12,7 @@ use std::ops::Range;
 use arrayvec::ArrayVec;
 use riser_transport::verbs::{RKey, RemoteAddr};
 
-use crate::pool::Buffer;
+use crate::pool::{Buffer, Ranges};
 
 /// Maximum number of scatter-gather entries of a work request.
 pub const MAX_SGE: usize = 8;
@@ -56,13 +56,25 @@ impl RemoteMemory for RemoteRange {
 
 /// One RDMA request of a chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RdmaRequest {
+pub struct RdmaRequest<L = ArrayVec<Range<usize>, MAX_SGE>> {
     /// Direction, which chooses READ or WRITE.
     pub direction: Direction,
     /// Start of the range in the initiator's memory.
     pub remote: RemoteAddr,
-    /// Our side: ranges of the pool's mapping.
-    pub local: ArrayVec<Range<usize>, MAX_SGE>,
+    /// Our side: ranges of the pool's mapping, as a list or as what yields them.
+    pub local: L,
+}
+
+impl RdmaRequest<Ranges<'_>> {
+    /// Returns the request with a list of its own, for those that keep it.
+    #[must_use]
+    pub fn to_list(self) -> RdmaRequest {
+        RdmaRequest {
+            direction: self.direction,
+            remote: self.remote,
+            local: self.local.collect(),
+        }
+    }
 }
 
 impl RdmaRequest {
@@ -222,6 +234,7 @@ pub struct Requests<'a, R> {
 impl<R: RemoteMemory> Requests<'_, R> {
     /// Passes a request: where it begins in the initiator's memory, and which bytes of the buffer
     /// it moves.
+    #[inline]
     fn pass(&mut self) -> Option<(RemoteAddr, Range<u32>)> {
         let at = &mut self.at;
         if at.bytes >= self.end {
@@ -241,25 +254,26 @@ impl<R: RemoteMemory> Requests<'_, R> {
             rkey: range.rkey,
         };
         let room = (range.len - at.offset).min(self.end - at.bytes);
-        let pieces = self.buffer.ranges(at.bytes..at.bytes + room);
-        let bytes: usize = pieces.take(self.sges).map(|piece| piece.len()).sum();
+        let part = at.bytes..at.bytes + room;
+        let bytes = self.buffer.len_of_pieces(part, self.sges);
         assert!(bytes > 0, "the buffer holds the transfer");
         let start = at.bytes;
-        at.bytes += bytes as u32;
-        at.offset += bytes as u32;
+        at.bytes += bytes;
+        at.offset += bytes;
         Some((remote, start..at.bytes))
     }
 }
 
-impl<R: RemoteMemory> Iterator for Requests<'_, R> {
-    type Item = RdmaRequest;
+impl<'a, R: RemoteMemory> Iterator for Requests<'a, R> {
+    type Item = RdmaRequest<Ranges<'a>>;
 
-    fn next(&mut self) -> Option<RdmaRequest> {
+    #[inline]
+    fn next(&mut self) -> Option<Self::Item> {
         let (remote, bytes) = self.pass()?;
         Some(RdmaRequest {
             direction: self.direction,
             remote,
-            local: self.buffer.ranges(bytes).collect(),
+            local: self.buffer.ranges(bytes),
         })
     }
 }
@@ -314,6 +328,7 @@ mod tests {
         assert_eq!(transfer.plan(&remote, &buffer, limits), 3);
         let shape: Vec<_> = transfer
             .requests(&remote, &buffer)
+            .map(RdmaRequest::to_list)
             .map(|r| {
                 let local: Vec<_> = r.local.iter().map(ExactSizeIterator::len).collect();
                 (r.remote.rkey.0, r.remote.addr & 0xffff_ffff, local)
@@ -370,7 +385,7 @@ mod tests {
                 prop_assert!(counted > 0 && counted <= wrs);
                 let mut posted = 0;
                 let mut bytes = 0;
-                for request in transfer.requests(&remote, &buffer) {
+                for request in transfer.requests(&remote, &buffer).map(RdmaRequest::to_list) {
                     posted += 1;
                     bytes += request.bytes();
                     prop_assert_eq!(request.direction, direction);

@@ -543,16 +543,10 @@ impl<D: Datamover> Channel<D> {
         self.actions.pop_front()
     }
 
-    /// The data buffer of a task, for its block operation.
-    pub fn block_slices(
-        &self,
-        task: TaskIdx,
-        range: std::ops::Range<u32>,
-    ) -> impl Iterator<Item = riser_memory::MemSlice> + '_ {
-        let buffer = self.tasks[usize::from(task.0)].exec.buffer.as_ref();
-        buffer
-            .into_iter()
-            .flat_map(move |b| b.slices(range.clone()))
+    /// Returns the data buffer of a task, for its block operation, if that needs one.
+    #[must_use]
+    pub fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
+        self.tasks[usize::from(task.0)].exec.buffer.as_ref()
     }
 
     /// Returns the connection's parameters after its login, once.

@@ -414,7 +414,8 @@ impl Rig {
             }
             _ => 0,
         };
-        let slices = self.channel.channel().block_slices(task, from..u32::MAX);
+        let buffer = self.channel.channel().data_buffer(task).into_iter();
+        let slices = buffer.flat_map(|buffer| buffer.slices(from..u32::MAX));
         let slices: Vec<_> = slices.collect();
         let mut done = 0;
         match op {

@@ -340,11 +340,9 @@ impl Rig {
             }
             _ => 0,
         };
-        let slices: Vec<_> = self
-            .conn
-            .channel()
-            .block_slices(task, from..u32::MAX)
-            .collect();
+        let buffer = self.conn.channel().data_buffer(task).into_iter();
+        let slices = buffer.flat_map(|buffer| buffer.slices(from..u32::MAX));
+        let slices: Vec<_> = slices.collect();
         let mut done = 0;
         match op {
             BlockOp::Read { offset, len, .. } => {

@@ -283,7 +283,8 @@ impl Iser {
             let limits = self.portion(reserve);
             let buffer = held.buffer(*task);
             chain.wrs = transfer.plan(remote, buffer, limits);
-            post.requests.extend(transfer.requests(remote, buffer));
+            let requests = transfer.requests(remote, buffer);
+            post.requests.extend(requests.map(RdmaRequest::to_list));
             chain.task = Some(*task);
             self.fetched = chain.task.filter(|_| chain.is_awaited);
             chain.is_last = transfer.is_last();

@@ -33,7 +33,7 @@ use crate::fabric::{
     RdmaRequest, TaskIdx, TaskRef,
 };
 use crate::log::RateLimit;
-use crate::pool::Pool;
+use crate::pool::{Buffer, Pool, Ranges};
 use crate::stats::Functions;
 use crate::warn_limited;
 
@@ -356,20 +356,14 @@ impl Channel {
         )
     }
 
-    /// The data buffer of a context, for its block operation; empty where the operation needs none.
-    pub fn block_slices(
-        &self,
-        ioctx: TaskIdx,
-        range: std::ops::Range<u32>,
-    ) -> impl Iterator<Item = MemSlice> + '_ {
-        let buffer = self.ioctx[usize::from(ioctx.0)].exec.buffer.as_ref();
-        buffer
-            .into_iter()
-            .flat_map(move |b| b.slices(range.clone()))
+    /// Returns the data buffer of a context, for its block operation, if that needs one.
+    #[must_use]
+    pub fn data_buffer(&self, ioctx: TaskIdx) -> Option<&Buffer> {
+        self.ioctx[usize::from(ioctx.0)].exec.buffer.as_ref()
     }
 
     /// Returns the RDMA requests of the chain that is being posted.
-    pub fn requests(&self, task: TaskIdx) -> impl Iterator<Item = RdmaRequest> + '_ {
+    pub fn requests(&self, task: TaskIdx) -> impl Iterator<Item = RdmaRequest<Ranges<'_>>> {
         self.ioctx[usize::from(task.0)].requests()
     }
 

@@ -246,7 +246,8 @@ impl Rig {
         match action {
             Action::PostRecv(recv) => self.receives[chan].push(recv),
             Action::Post { task, send } => {
-                let requests = self.channels[chan].requests(task).collect();
+                let requests = self.channels[chan].requests(task);
+                let requests = requests.map(RdmaRequest::to_list).collect();
                 self.pending.push(Pending::Chain {
                     chan,
                     ioctx: task,
@@ -415,8 +416,8 @@ impl Rig {
                 ..
             } => {
                 let mut at = offset as usize;
-                for s in self.channels[chan].block_slices(ioctx, buffer_offset..buffer_offset + len)
-                {
+                let buffer = self.channels[chan].data_buffer(ioctx).expect("a buffer");
+                for s in buffer.slices(buffer_offset..buffer_offset + len) {
                     s.write(0, &disk[at..at + s.len()]);
                     at += s.len();
                 }
@@ -428,8 +429,8 @@ impl Rig {
                 ..
             } => {
                 let mut at = offset as usize;
-                for s in self.channels[chan].block_slices(ioctx, buffer_offset..buffer_offset + len)
-                {
+                let buffer = self.channels[chan].data_buffer(ioctx).expect("a buffer");
+                for s in buffer.slices(buffer_offset..buffer_offset + len) {
                     s.read(0, &mut disk[at..at + s.len()]);
                     at += s.len();
                 }

@@ -13,6 +13,7 @@ use crate::fabric::task_mgmt::{Function, PendingFunction};
 use crate::fabric::{
     Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Unit, Wait,
 };
+use crate::pool::Ranges;
 
 /// Number of a receive context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -305,7 +306,7 @@ impl SendIoctx {
     }
 
     /// Returns the work requests of the planned portion.
-    pub(super) fn requests(&self) -> impl Iterator<Item = RdmaRequest> + '_ {
+    pub(super) fn requests(&self) -> impl Iterator<Item = RdmaRequest<Ranges<'_>>> {
         self.transfer.iter().flat_map(|transfer| {
             let data = self.exec.buffer.as_ref();
             let (table, buffer) = self.tables.sides(transfer.direction(), data);

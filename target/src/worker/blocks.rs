@@ -246,7 +246,9 @@ fn submit(
         return true;
     };
     slices.clear();
-    conn.fabric.put_slices(owner.task, slices);
+    if let Some(buffer) = conn.fabric.data_buffer(owner.task) {
+        buffer.put_slices(slices);
+    }
     let is_taken = driver.submit(ring, store, op, slices, owner.user());
     // The driver keeps handles of its own: the buffer goes back to the pool with the last of them.
     slices.clear();

@@ -8,7 +8,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_memory::MemSlice;
 use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
 use riser_scsi::step::StepResult;
@@ -26,7 +25,7 @@ use crate::config::Protocol;
 use crate::fabric::{Accounts, ConnRef, LunMap, TaskIdx, TaskRef, UnitIdx};
 use crate::iscsi::{self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, TcpChannel};
 use crate::iser::{IserAction, IserChannel};
-use crate::pool::Pool;
+use crate::pool::{Buffer, Pool};
 use crate::sessions::catalog::Entrance;
 use crate::sessions::guard::SessionGuard;
 use crate::sessions::iscsi::Membership;
@@ -191,13 +190,12 @@ impl Fabric {
         }
     }
 
-    /// Appends the data buffer of a task, for a block operation.
-    pub(super) fn put_slices(&self, task: TaskIdx, out: &mut Vec<MemSlice>) {
-        let all = 0..u32::MAX;
+    /// Returns the data buffer of a task, for a block operation, if that needs one.
+    pub(super) fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
         match self {
-            Self::Srp(conn) => out.extend(conn.channel.block_slices(task, all)),
-            Self::Tcp(conn) => out.extend(conn.channel.channel().block_slices(task, all)),
-            Self::Iser(conn) => out.extend(conn.channel.channel().block_slices(task, all)),
+            Self::Srp(conn) => conn.channel.data_buffer(task),
+            Self::Tcp(conn) => conn.channel.channel().data_buffer(task),
+            Self::Iser(conn) => conn.channel.channel().data_buffer(task),
         }
     }
 

@@ -347,13 +347,18 @@ impl Channel {
     /// Returns the memory of a send context's message.
     #[must_use]
     pub fn send_slot(&self, ioctx: TaskIdx) -> MemSlice {
-        let params = &self.config.params;
-        let offset = usize::from(ioctx.0) * params.send_stride();
-        slot(
-            &self.config.send_ring,
-            offset,
-            params.max_ti_iu_len as usize,
-        )
+        let len = self.config.params.max_ti_iu_len as usize;
+        slot(&self.config.send_ring, self.send_offset(ioctx), len)
+    }
+
+    /// Returns the address of a send context's message, for the device.
+    #[must_use]
+    pub fn send_addr(&self, ioctx: TaskIdx) -> u64 {
+        self.config.send_ring.addr() + self.send_offset(ioctx) as u64
+    }
+
+    pub(super) fn send_offset(&self, ioctx: TaskIdx) -> usize {
+        usize::from(ioctx.0) * self.config.params.send_stride()
     }
 
     /// Returns the data buffer of a context, for its block operation, if that needs one.

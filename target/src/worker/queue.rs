@@ -1,5 +1,6 @@
 //! Posting on queue pairs, for the channels of every RDMA protocol.
 
+use std::convert::Infallible;
 use std::ops::Range;
 
 use arrayvec::ArrayVec;
@@ -23,8 +24,8 @@ pub(super) type Receive = (WrId, MemSlice);
 /// The message that a chain ends with.
 #[derive(Debug)]
 pub(super) struct ChainSend {
-    pub(super) bytes: MemSlice,
-    pub(super) lkey: LKey,
+    /// Where its bytes lie. The connection keeps that memory for at least as long as the chains.
+    pub(super) bytes: Sge,
     pub(super) op: SendOp,
     pub(super) flags: SendFlags,
 }
@@ -105,17 +106,29 @@ impl Chains {
     ///
     /// The whole chain is checked before any of it is posted: the buffer of a chain that failed
     /// goes back to the pool, so no request of it may be under way.
-    pub(super) fn push(
+    pub(super) fn push<L: IntoIterator<Item = Range<usize>>>(
         &mut self,
         work: Work,
-        requests: impl Iterator<Item = RdmaRequest>,
+        requests: impl Iterator<Item = RdmaRequest<L>>,
         (pool, lkey): (&Memory, LKey),
         message: Option<ChainSend>,
     ) -> Result<(), RangeWraps> {
+        let base = pool.addr();
         let (first, first_sge, before) = (self.requests.len(), self.sges.len(), self.bytes);
+        let mut fetches = false;
         for request in requests {
+            let at = self.sges.len();
+            let mut len = 0;
+            for range in request.local {
+                let length = range.len() as u32;
+                self.sges.push(Sge {
+                    addr: base + range.start as u64,
+                    length,
+                    lkey,
+                });
+                len += length;
+            }
             let RemoteAddr { addr, .. } = request.remote;
-            let len = request.bytes();
             // The last byte may be the address space's last.
             if addr.checked_add(u64::from(len) - 1).is_none() {
                 self.requests.truncate(first);
@@ -123,30 +136,24 @@ impl Chains {
                 self.bytes = before;
                 return Err(RangeWraps { addr, len });
             }
-            let at = self.sges.len();
-            self.sges.extend(request.local.iter().map(|range| Sge {
-                addr: pool.addr() + range.start as u64,
-                length: range.len() as u32,
-                lkey,
-            }));
+            let op = match request.direction {
+                Direction::FromInitiator => SendOp::Read(request.remote),
+                Direction::ToInitiator => SendOp::Write(request.remote),
+            };
+            fetches |= request.direction == Direction::FromInitiator;
             self.requests.push(Request {
                 id: Work::Inner.id(),
-                op: match request.direction {
-                    Direction::FromInitiator => SendOp::Read(request.remote),
-                    Direction::ToInitiator => SendOp::Write(request.remote),
-                },
+                op,
                 sges: at..self.sges.len(),
             });
             self.bytes += u64::from(len);
         }
-        let requests = &mut self.requests[first..];
         if message.is_none()
-            && let Some(last) = requests.last_mut()
+            && let Some(last) = self.requests[first..].last_mut()
         {
             last.id = work.id();
         }
-        let fetches = |request: &Request| matches!(request.op, SendOp::Read(_));
-        let is_apart = self.bytes >= CHAINS_BYTES || requests.iter().any(fetches);
+        let is_apart = self.bytes >= CHAINS_BYTES || fetches;
         self.chains.push(Chain {
             work,
             requests: first..self.requests.len(),
@@ -187,37 +194,54 @@ impl Chains {
         self.bytes = 0;
     }
 
+    /// Goes through the work requests, in the order in which they are posted.
+    fn visit<E>(&self, mut f: impl FnMut(Place) -> Result<(), E>) -> Result<(), E> {
+        for chain in self.chains.iter().filter(|chain| !chain.is_apart) {
+            for at in chain.requests.clone() {
+                f(Place::Request(at))?;
+            }
+        }
+        for (at, chain) in self.chains.iter().enumerate() {
+            if !chain.is_apart && chain.message.is_some() {
+                f(Place::Message(at))?;
+            }
+        }
+        for (at, chain) in self.chains.iter().enumerate() {
+            if !chain.is_apart {
+                continue;
+            }
+            for at in chain.requests.clone() {
+                f(Place::Request(at))?;
+            }
+            if chain.message.is_some() {
+                f(Place::Message(at))?;
+            }
+        }
+        Ok(())
+    }
+
     /// The work requests, in the order in which they are posted.
-    fn places(&self) -> impl Iterator<Item = Place> + '_ {
-        let chains = self.chains.as_slice();
-        let of = move |is_apart| {
-            let all = chains.iter().enumerate();
-            all.filter(move |(_, chain)| chain.is_apart == is_apart)
-        };
-        let requests = |chain: &Chain| chain.requests.clone().map(Place::Request);
-        let message = |(at, chain): (usize, &Chain)| {
-            let has_message = chain.message.is_some();
-            has_message.then_some(Place::Message(at))
-        };
-        let together = of(false).flat_map(move |(_, chain)| requests(chain));
-        let apart = of(true).flat_map(move |(at, chain)| {
-            let message = message((at, chain));
-            requests(chain).chain(message)
+    fn places(&self) -> Vec<Place> {
+        let mut places = Vec::new();
+        let Ok(()) = self.visit(|place| {
+            places.push(place);
+            Ok::<_, Infallible>(())
         });
-        together.chain(of(false).filter_map(message)).chain(apart)
+        places
     }
 
     /// The chains that the device did not take in full, given the number of work requests it took.
     fn left(&self, taken: usize) -> ArrayVec<(Work, Posted), CHAINS> {
         let mut left = ArrayVec::new();
+        let places = self.places();
+        let (begun, rest) = places.split_at(taken.min(places.len()));
         for (at, chain) in self.chains.iter().enumerate() {
             let is_of_it = |place: &Place| match place {
                 Place::Request(request) => chain.requests.contains(request),
                 Place::Message(of) => *of == at,
             };
-            if self.places().skip(taken).any(|place| is_of_it(&place)) {
-                let is_begun = self.places().take(taken).any(|place| is_of_it(&place));
-                let posted = match is_begun {
+            if rest.iter().any(is_of_it) {
+                let posted = match begun.iter().any(is_of_it) {
                     true => Posted::Part,
                     false => Posted::Nothing,
                 };
@@ -232,21 +256,37 @@ impl Chains {
     /// # Errors
     /// The number of work requests that it took.
     fn post_all(&self, device: &mut (dyn Device + 'static), qp: QpId) -> Result<(), usize> {
-        let messages: ArrayVec<_, CHAINS> = self
-            .chains
-            .iter()
-            .map(|chain| {
-                let send = chain.message.as_ref();
-                send.map(|send| {
-                    [Sge {
-                        addr: send.bytes.addr(),
-                        length: send.bytes.len() as u32,
-                        lkey: send.lkey,
-                    }]
-                })
-            })
-            .collect();
-        let mut all = self.places().map(|place| match place {
+        let mut taken = 0;
+        let mut post = |batch: &mut ArrayVec<SendWr<'_>, POST_BATCH>| {
+            if let Err(error) = device.post_send(qp, batch) {
+                taken += error.index;
+                tracing::warn!(%error, taken, "a chain was not taken");
+                return Err(taken);
+            }
+            taken += batch.len();
+            batch.clear();
+            Ok(())
+        };
+        // In batches, since the list lies on the stack: nothing is allocated for a command. It is
+        // filled where it lies: one that is collected is moved there, with the room that it does
+        // not use.
+        let mut batch = ArrayVec::new();
+        self.visit(|place| {
+            batch.push(self.work_request(place));
+            match batch.is_full() {
+                true => post(&mut batch),
+                false => Ok(()),
+            }
+        })?;
+        match batch.is_empty() {
+            true => Ok(()),
+            false => post(&mut batch),
+        }
+    }
+
+    #[inline]
+    fn work_request(&self, place: Place) -> SendWr<'_> {
+        let (wr_id, op, flags, sges) = match place {
             Place::Request(at) => {
                 let Request { id, op, sges } = &self.requests[at];
                 // That of a chain without a message ends it.
@@ -258,36 +298,22 @@ impl Chains {
             }
             Place::Message(at) => {
                 let chain = &self.chains[at];
-                let (send, sges) = (chain.message.as_ref(), messages[at].as_ref());
-                let (send, sges) = send.zip(sges).expect("a chain with a message");
+                let send = chain.message.as_ref().expect("a chain with a message");
                 let flags = send.flags | SendFlags::SIGNALED;
-                (chain.work.id(), send.op, flags, &sges[..])
+                (
+                    chain.work.id(),
+                    send.op,
+                    flags,
+                    std::slice::from_ref(&send.bytes),
+                )
             }
-        });
-        let mut taken = 0;
-        // In batches, since the list lies on the stack: nothing is allocated for a command. It is
-        // filled where it lies: one that is collected is moved there, with the room that it does
-        // not use.
-        let mut batch = ArrayVec::<SendWr<'_>, POST_BATCH>::new();
-        loop {
-            batch.clear();
-            let next = all.by_ref().take(POST_BATCH);
-            batch.extend(next.map(|(wr_id, op, flags, sges)| SendWr {
-                wr_id,
-                op,
-                sges,
-                flags,
-                ud: None,
-            }));
-            if batch.is_empty() {
-                return Ok(());
-            }
-            if let Err(error) = device.post_send(qp, &batch) {
-                taken += error.index;
-                tracing::warn!(%error, taken, "a chain was not taken");
-                return Err(taken);
-            }
-            taken += batch.len();
+        };
+        SendWr {
+            wr_id,
+            op,
+            sges,
+            flags,
+            ud: None,
         }
     }
 }
@@ -381,9 +407,13 @@ mod tests {
     fn push(chains: &mut Chains, to: &[u64]) -> Result<(), RangeWraps> {
         let pool = Memory::new(4096).unwrap();
         let writes = to.iter().map(|addr| write_to(*addr));
-        let send = ChainSend {
-            bytes: pool.slice(0..64).unwrap(),
+        let bytes = Sge {
+            addr: 64,
+            length: 64,
             lkey: LKey(4),
+        };
+        let send = ChainSend {
+            bytes,
             op: SendOp::Send,
             flags: SendFlags::empty(),
         };
@@ -423,7 +453,8 @@ mod tests {
         let mut chains = Chains::default();
         push(&mut chains, &[0]).unwrap();
         push(&mut chains, &[0]).unwrap();
-        assert!(!chains.is_full() && chains.places().eq(together));
+        assert!(!chains.is_full());
+        assert_eq!(chains.places(), together);
         // Data that the initiator has to send: behind messages that are added later as well.
         let pool = Memory::new(4096).unwrap();
         let fetch = |chains: &mut Chains, task| {
@@ -441,7 +472,7 @@ mod tests {
         let first = [0, 1, 4].map(request);
         let then = [0, 1, 4].map(message);
         let behind = [2, 3].map(request);
-        assert!(chains.places().eq([&first[..], &then, &behind].concat()));
+        assert_eq!(chains.places(), [&first[..], &then, &behind].concat());
         // Much data.
         let mut chains = Chains::default();
         push(&mut chains, &[]).unwrap();
@@ -449,7 +480,8 @@ mod tests {
         push(&mut chains, &vec![0; many]).unwrap();
         assert!(chains.is_full());
         let apart = (0..many).map(request).chain([message(1)]);
-        assert!(chains.places().eq([message(0)].into_iter().chain(apart)));
+        let expected: Vec<_> = [message(0)].into_iter().chain(apart).collect();
+        assert_eq!(chains.places(), expected);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use arrayvec::ArrayVec;
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
-use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp};
+use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp, Sge};
 
 use super::Worker;
 use super::conns::ConnKey;
@@ -410,12 +410,12 @@ impl Worker {
         let Some(conn) = self.conns.srp(key) else {
             return;
         };
-        let slot = conn.channel.send_slot(task);
         let send = send.map(|iu| ChainSend {
-            bytes: slot
-                .slice(0..iu.len as usize)
-                .expect("the message lies in its slot"),
-            lkey: conn.rdma.hardware.send_key,
+            bytes: Sge {
+                addr: conn.channel.send_addr(task),
+                length: iu.len,
+                lkey: conn.rdma.hardware.send_key,
+            },
             op: SendOp::Send,
             flags: if iu.solicited {
                 SendFlags::SOLICITED

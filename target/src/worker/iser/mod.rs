@@ -12,7 +12,7 @@
 
 mod connect;
 
-use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp};
+use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp, Sge};
 
 use super::Worker;
 use super::conns::{Conn, ConnKey, Conns};
@@ -119,8 +119,11 @@ impl Worker {
             }
             let pool = (self.pool.memory(), conn.rdma.hardware.pool_key);
             let send = post.send.take().map(|send| ChainSend {
-                bytes: send.bytes,
-                lkey: conn.rdma.hardware.send_key,
+                bytes: Sge {
+                    addr: send.bytes.addr(),
+                    length: send.bytes.len() as u32,
+                    lkey: conn.rdma.hardware.send_key,
+                },
                 op: match send.invalidate {
                     Some(stag) => SendOp::SendInv(RKey(stag.0)),
                     None => SendOp::Send,

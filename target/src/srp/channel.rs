@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::nexus::NexusId;
-use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason, Tag};
+use riser_scsi::srp::{Cmd, FromInitiator, Opcode, SrpError, TLogoutReason, Tag};
 use riser_scsi::step::StepResult;
 use riser_state::{State, become_state};
 use rustc_hash::{FxBuildHasher, FxHashMap};
@@ -165,6 +165,8 @@ pub struct Channel {
     pub(super) data_deadline: Option<Instant>,
     /// No later than the end of the time that a command has for all its pieces after the first.
     pieces_deadline: Option<Instant>,
+    /// That time.
+    pieces_timeout: Duration,
     pub(super) pace: Pace,
     notified: bool,
     pub(super) drained: bool,
@@ -218,6 +220,7 @@ impl Channel {
             transfers: 0,
             data_deadline: None,
             pieces_deadline: None,
+            pieces_timeout: config.data_out_timeout * MAX_DATA_TIMEOUTS,
             pace: Pace::new(params.req_lim),
             notified: false,
             drained: false,
@@ -536,24 +539,31 @@ impl Channel {
     /// What every input ends with: deferred requests, chains that wait for credit, our own
     /// messages, and whether the channel is done.
     pub(super) fn settle_round(&mut self, cx: &mut Cx<'_>) {
-        self.retry_deferred(cx);
-        self.retry_posts(cx);
+        // Each input of each command comes here, and as a rule there is nothing to do.
+        if !self.deferred.is_empty() {
+            self.retry_deferred(cx);
+        }
+        if self.send_queue.front().is_some() {
+            self.retry_posts(cx);
+        }
         self.poll_own(cx);
         self.watch_chains(cx.now);
-        self.check_drained();
+        if self.state == ChState::Draining {
+            self.check_drained();
+        }
     }
 
     /// Limits the time in which chains complete. An initiator that does not take its answers holds
     /// memory, and blocks what waits for credit behind them.
     fn watch_chains(&mut self, now: Instant) {
-        let timeout = self.config.data_out_timeout;
+        if self.send_queue.is_idle() && self.send_queue.front().is_none() && self.transfers == 0 {
+            return;
+        }
         // An answer alone, with nothing behind it, has longer than what others wait for.
         let at = if self.transfers > 0 || self.send_queue.front().is_some() {
-            now + timeout
-        } else if !self.send_queue.is_idle() {
-            now + timeout * MAX_DATA_TIMEOUTS
+            now + self.config.data_out_timeout
         } else {
-            return;
+            now + self.pieces_timeout
         };
         self.data_deadline = Some(self.data_deadline.map_or(at, |other| other.min(at)));
     }
@@ -562,14 +572,15 @@ impl Channel {
     /// may wait for its end: all later pieces together have a time, and the answer what is left of
     /// it. Data that are moved meanwhile extend it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
-        let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
         let io = &mut self.ioctx[usize::from(idx.0)];
         if io.exec.is_gathering() {
             return;
         }
         io.wait = Some(self.pace.begin(now));
-        let deadlines = [self.pieces_deadline, io.piece_due(time, &self.pace)];
-        self.pieces_deadline = deadlines.into_iter().flatten().min();
+        let due = io.piece_due(self.pieces_timeout, &self.pace);
+        if self.pieces_deadline.is_none() || due < self.pieces_deadline {
+            self.pieces_deadline = due;
+        }
     }
 
     /// Whether the initiator has had all the time that there is to give or take data.
@@ -577,7 +588,7 @@ impl Channel {
         let is_over = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         if is_over(self.pieces_deadline) {
             // The piece may have come or gone meanwhile.
-            let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
+            let time = self.pieces_timeout;
             let dues = self
                 .ioctx
                 .iter()
@@ -613,11 +624,33 @@ impl Channel {
         if self.idle.is_empty() && matches!(opcode, Ok(Opcode::Cmd | Opcode::TskMgmt)) {
             return false;
         }
-        match FromInitiator::parse(bytes, self.config.params.immediate) {
-            Ok(FromInitiator::Cmd(cmd)) => {
-                self.on_cmd(cx, recv, &cmd);
-                return true;
-            }
+        let immediate = self.config.params.immediate;
+        // Nearly all are commands, which are large to move: they are parsed by themselves.
+        let other = match opcode {
+            Ok(Opcode::Cmd) => match Cmd::parse(bytes, immediate) {
+                Ok(cmd) => {
+                    self.on_cmd(cx, recv, &cmd);
+                    return true;
+                }
+                Err(error) => Err(error),
+            },
+            _ => FromInitiator::parse(bytes, immediate),
+        };
+        self.on_other(cx, opcode, bytes, other);
+        self.recycle_recv(recv);
+        true
+    }
+
+    /// Looks at a message that is no command, or is not legal.
+    fn on_other(
+        &mut self,
+        cx: &mut Cx<'_>,
+        opcode: Result<Opcode, SrpError>,
+        bytes: &[u8],
+        message: Result<FromInitiator<'_>, SrpError>,
+    ) {
+        match message {
+            Ok(FromInitiator::Cmd(_)) => unreachable!("commands are parsed by themselves"),
             Ok(FromInitiator::TskMgmt(request)) => self.on_tsk_mgmt(cx, &request),
             Ok(FromInitiator::ILogout(_)) => self.on_i_logout(cx),
             Ok(FromInitiator::CredRsp(rsp)) => self.on_cred_rsp(cx, rsp.tag),
@@ -644,8 +677,6 @@ impl Channel {
                 }
             }
         }
-        self.recycle_recv(recv);
-        true
     }
 
     /// Ends the channel because of what its peer did.

@@ -84,8 +84,82 @@ pub enum IoctxState {
     MgmtRspSent,
 }
 
+/// States by their numbers; one of them is not used.
+pub(super) const STATES: [Option<IoctxState>; 18] = {
+    use IoctxState::*;
+
+    [
+        Some(AwaitCredit(ChainKind::FetchTable)),
+        Some(AwaitCredit(ChainKind::NeedData)),
+        Some(AwaitCredit(ChainKind::SendData)),
+        Some(AwaitCredit(ChainKind::Respond)),
+        Some(Done),
+        Some(New),
+        Some(AwaitLimit),
+        Some(AwaitTask),
+        Some(FetchTable),
+        Some(AwaitBuffer),
+        Some(NeedData),
+        Some(SendData),
+        Some(DataIn),
+        Some(WriteData),
+        None,
+        Some(CmdRspSent),
+        Some(Mgmt),
+        Some(MgmtRspSent),
+    ]
+};
+
+/// The states that may follow each one: a bit for the number of each of them. Every command goes
+/// through several states, and what it pays for the check is one look here.
+const MAY_FOLLOW: [u32; STATES.len()] = {
+    let mut table = [0; STATES.len()];
+    let mut from = 0;
+    while from < STATES.len() {
+        let mut to = 0;
+        while to < STATES.len() {
+            if let (Some(state), Some(next)) = (STATES[from], STATES[to])
+                && state.leads_to(next)
+            {
+                table[from] |= 1 << to;
+            }
+            to += 1;
+        }
+        from += 1;
+    }
+    table
+};
+
 impl State for IoctxState {
     fn may_become(&self, next: &Self) -> bool {
+        MAY_FOLLOW[self.number()] & 1 << next.number() != 0
+    }
+}
+
+impl IoctxState {
+    /// Its place in `STATES`. These are the numbers that the compiler gives the states as well, so
+    /// this costs nothing.
+    pub(super) const fn number(self) -> usize {
+        match self {
+            Self::AwaitCredit(then) => then as usize,
+            Self::Done => 4,
+            Self::New => 5,
+            Self::AwaitLimit => 6,
+            Self::AwaitTask => 7,
+            Self::FetchTable => 8,
+            Self::AwaitBuffer => 9,
+            Self::NeedData => 10,
+            Self::SendData => 11,
+            Self::DataIn => 12,
+            Self::WriteData => 13,
+            Self::CmdRspSent => 15,
+            Self::Mgmt => 16,
+            Self::MgmtRspSent => 17,
+        }
+    }
+
+    /// The transitions, from which the table is made.
+    const fn leads_to(self, next: Self) -> bool {
         use IoctxState::*;
 
         // What every command that is not answered yet may come to.
@@ -99,7 +173,7 @@ impl State for IoctxState {
             New => {
                 let waits = matches!(next, AwaitLimit | AwaitTask | AwaitBuffer);
                 let begins = is_fetch || is_receive || matches!(next, DataIn | WriteData | Mgmt);
-                waits || begins || (is_end && *next != Done)
+                waits || begins || (is_end && !matches!(next, Done))
             }
             AwaitLimit => {
                 is_end || is_fetch || is_receive || matches!(next, AwaitTask | AwaitBuffer)

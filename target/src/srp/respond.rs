@@ -1,6 +1,7 @@
 //! Chains: RDMA requests and answers, planned, posted when there is credit, completed.
 
-use riser_scsi::srp::{Residual, Rsp, RspCode};
+use riser_scsi::sense::SENSE_MAX;
+use riser_scsi::srp::{RSP_LEN, Residual, Rsp, RspCode};
 use riser_scsi::step::{self, BackendError, Status, StepResult, TransferError};
 use riser_state::become_state;
 
@@ -9,6 +10,12 @@ use super::channel::{Channel, Cx};
 use super::ioctx::{ChainKind, IoctxState};
 use super::login::MAX_TI_IU;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, Transfer};
+
+/// Length of the longest answer in bytes: one with response data and sense data.
+const MAX_RSP: usize = RSP_LEN + 4 + SENSE_MAX;
+
+// It fits the place of its context in the send ring.
+const _: () = assert!(MAX_RSP <= MAX_TI_IU as usize);
 
 impl Channel {
     /// A command leaves the task set with its answer. What is left of that must not follow the
@@ -89,11 +96,10 @@ impl Channel {
         // From here on the initiator may use the tag again, before we hear that the answer arrived.
         self.forget_tag(self.ioctx[usize::from(idx.0)].tag, idx);
         self.counters.answered += 1;
-        let slot = self.send_slot(idx);
+        let offset = self.send_offset(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.token.take().expect("answered once").answered();
-        let response = io.response.take();
-        let (status, sense, data_out, data_in) = match &response {
+        let (status, sense, data_out, data_in) = match &io.response {
             Some(r) => (
                 r.status,
                 &r.sense[..],
@@ -118,9 +124,10 @@ impl Channel {
             response: io.code,
             sense: (!sense.is_empty()).then_some(sense),
         };
-        let mut bytes = [0; MAX_TI_IU as usize];
+        let mut bytes = [0; MAX_RSP];
         let len = rsp.emit(&mut bytes);
-        slot.write(0, &bytes[..len]);
+        self.config.send_ring.write(offset, &bytes[..len]);
+        io.response = None;
         SendIu {
             len: len as u32,
             solicited,

@@ -73,7 +73,7 @@ impl Table {
     ) -> Result<bool, TableError> {
         match data {
             DataBuffer::None | DataBuffer::Immediate { .. } => {}
-            DataBuffer::Direct(desc) => *self = Self::inline([*desc]),
+            DataBuffer::Direct(desc) => self.set_inline(&[*desc]),
             DataBuffer::Indirect(table) => {
                 // Before any memory is taken: the number is the peer's.
                 let entries = table.entries();
@@ -90,7 +90,7 @@ impl Table {
                 // A transfer would run past the last descriptor if they described less.
                 check_sum(table.inline.iter(), table.len)?;
                 if table.inline.len() <= INLINE_DESCRIPTORS {
-                    *self = Self::inline(table.inline.iter().copied());
+                    self.set_inline(table.inline);
                 } else {
                     let bytes = table.inline.as_bytes();
                     let Some(buffer) = pool.take_table(owner, bytes.len() as u32) else {
@@ -106,6 +106,16 @@ impl Table {
 
     fn inline(descs: impl IntoIterator<Item = MemDesc>) -> Self {
         Self::Inline(descs.into_iter().collect())
+    }
+
+    /// Takes over descriptors in the place of an empty table, filled where it lies: one that is
+    /// made elsewhere is moved with the room that it does not use.
+    fn set_inline(&mut self, descs: &[MemDesc]) {
+        *self = Self::Inline(ArrayVec::new());
+        if let Self::Inline(list) = self {
+            let taken = list.try_extend_from_slice(descs);
+            taken.expect("no more than there is room for");
+        }
     }
 
     /// Number of descriptors at hand.

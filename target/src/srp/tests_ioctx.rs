@@ -570,6 +570,9 @@ fn the_table_is_the_diagram() {
         Mgmt: Done New AwaitCredit(Respond) MgmtRspSent\n\
         MgmtRspSent: Done\n";
     assert_eq!(table(&STATES), expected);
+    // The number of a state is its place in the table.
+    let of = |state: IoctxState| super::ioctx::STATES[state.number()];
+    assert!(STATES.into_iter().all(|state| of(state) == Some(state)));
 }
 
 #[test]

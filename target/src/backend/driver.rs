@@ -18,10 +18,11 @@ use super::medium::Medium;
 use super::plan::{self, Bounds, Lacks, Stage};
 use super::request::{
     BlockCommand, Bounce, DriverConfig, MAX_OPERATION, State, StoreId, buffer_range, cut_transfer,
-    fill_window,
+    fill_window, uncut,
 };
 use super::store::Store;
 use super::sys;
+use super::turns::Turn;
 use crate::log::RateLimit;
 use crate::warn_limited;
 
@@ -143,6 +144,14 @@ fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
             Err(_) => (Some(file.clone()), true),
         },
         Medium::Ram(_) | Medium::Null | Medium::Absent => (None, false),
+    }
+}
+
+/// An operation of a store has succeeded.
+fn note_success(store: &Store, now: Instant, op: &BlockOp) {
+    if store.note_success(now, matches!(op, BlockOp::Write { .. })) {
+        // At most once in ten seconds for each backend, however often it fails meanwhile.
+        tracing::info!(backend = store.label(), "a backend works again");
     }
 }
 
@@ -296,15 +305,23 @@ impl Driver {
         if !self.has_room(store) {
             return Err(DriverFull);
         }
-        let attached = &mut self.stores[store.0];
-        let block = u64::from(attached.store.geometry().block_size);
+        let block = u64::from(self.stores[store.0].store.geometry().block_size);
         let (offset, len) = plan::range(&op);
         assert!(
             offset.is_multiple_of(block) && len.is_multiple_of(block),
             "{op:?} is not in whole blocks"
         );
+        let turn = match self.move_at_once(store, &op, data) {
+            Ok(()) => {
+                let result = StepResult::Done;
+                self.done.push_back(Done { user, result });
+                return Ok(());
+            }
+            Err(turn) => turn,
+        };
         // From here on the request is accepted, and each way out goes through `finish`, which
         // counts it back.
+        let attached = &mut self.stores[store.0];
         attached.requests += 1;
         // Taken before anything else can end the request, so that faults with a number of times
         // strike the same requests in each run.
@@ -326,7 +343,7 @@ impl Driver {
             renewals: attached.renewals,
             bounce: None,
             is_changing: false,
-            turn: None,
+            turn,
             window: self.spare.pop().unwrap_or_default(),
         });
         // A flush that has failed is not tried again: the kernel reports a lost page once, and the
@@ -354,6 +371,58 @@ impl Driver {
             Some((_, Some(error))) => self.fail_on_purpose(index, error),
             _ => self.begin(ring, index),
         }
+        Ok(())
+    }
+
+    /// Reads or writes in this call, without making a request, where that is all there is to do: a
+    /// file in memory, and no other request for the same bytes.
+    ///
+    /// # Errors
+    /// It has not moved all of the data, and a request is to be made that begins from the start.
+    /// That one has the turn for the bytes, if it was taken here.
+    fn move_at_once(
+        &mut self,
+        store: StoreId,
+        op: &BlockOp,
+        data: &[MemSlice],
+    ) -> Result<(), Option<Turn>> {
+        let attached = &self.stores[store.0];
+        let store = &attached.store;
+        let Medium::File {
+            file,
+            align,
+            in_memory: true,
+            ..
+        } = &store.medium
+        else {
+            return Err(None);
+        };
+        let is_write = matches!(op, BlockOp::Write { .. });
+        // What is to be durable has further steps, or errors that say more.
+        match op {
+            BlockOp::Read { fua: false, .. } => {}
+            BlockOp::Write { .. } if !plan::is_durable(op, store.geometry().write_cache) => {}
+            _ => return Err(None),
+        }
+        let (at, len) = plan::range(op);
+        let is_held_up = is_write && store.changing.load(Ordering::Relaxed) > 0;
+        if len > LONGEST_AT_ONCE.min(self.at_once) || is_held_up || store.faults.is_some() {
+            return Err(None);
+        }
+        let mut part = None;
+        let list = uncut(op, data, *align, &mut part).ok_or(None)?;
+        let turn = store.turns.enter(at..at + len, is_write).ok_or(None)?;
+        let moved = match is_write {
+            true => sys::write_now(file, at, list, false),
+            false => sys::read_now(file, at, list),
+        };
+        if moved != Some(Ok(len as usize)) {
+            // The request does it once more in the same turn, and deals with what is wrong.
+            return Err(Some(turn.into_turn()));
+        }
+        drop(turn);
+        self.at_once -= len;
+        note_success(store, self.now, op);
         Ok(())
     }
 
@@ -498,14 +567,15 @@ impl Driver {
     /// Starts a request on its medium.
     fn begin(&mut self, ring: &mut Ring, index: usize) {
         let request = &self.requests[index];
-        let (op, done) = (request.op, request.done);
-        let store = self.stores[request.store.0].store.clone();
+        let store = &self.stores[request.store.0].store;
+        // A file's operations end with a completion; all others are done below, in this call.
+        if let Medium::File { .. } = store.medium {
+            self.follow_renewals(index);
+            return self.issue(ring, index);
+        }
+        let (op, done, store) = (request.op, request.done, Arc::clone(store));
         let result = match &store.medium {
-            // A file's operations end with a completion; all others are done below, in this call.
-            Medium::File { .. } => {
-                self.follow_renewals(index);
-                return self.issue(ring, index);
-            }
+            Medium::File { .. } => unreachable!("a file's operations are put into the ring"),
             Medium::Ram(ram) => {
                 let (offset, len) = plan::range(&op);
                 match op {
@@ -600,6 +670,12 @@ impl Driver {
         let request = &self.requests[index];
         let faults = &self.stores[request.store.0].store.faults;
         faults.as_ref().is_some_and(|f| f.holds(&request.op))
+    }
+
+    /// Whether a request was made that has ended: each leaves lists for the next one.
+    #[cfg(test)]
+    pub(super) fn has_ended_requests(&self) -> bool {
+        !self.spare.is_empty()
     }
 
     /// As if requests of a store that hangs had all shared bounce buffers, and its own, and its
@@ -1067,12 +1143,8 @@ impl Driver {
     fn finish(&mut self, index: usize, result: StepResult) {
         self.free_bounce(index);
         let request = self.requests.remove(index);
-        let store = &self.stores[request.store.0].store;
-        if !matches!(result, StepResult::Failed(_))
-            && store.note_success(self.now, matches!(request.op, BlockOp::Write { .. }))
-        {
-            // At most once in ten seconds for each backend, however often it fails meanwhile.
-            tracing::info!(backend = store.label(), "a backend works again");
+        if !matches!(result, StepResult::Failed(_)) {
+            note_success(&self.stores[request.store.0].store, self.now, &request.op);
         }
         for mut list in [request.data, request.window] {
             // Drops the references to the command's memory here, not when the list is used again,

@@ -111,6 +111,32 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     }
 }
 
+/// The part of a command's buffer that an operation moves, where that needs no list of its own: all
+/// of the buffer, or what lies in its first piece, which is put into `part`. `None` where it needs
+/// one, or direct I/O cannot use the memory as it lies.
+pub(super) fn uncut<'a>(
+    op: &BlockOp,
+    data: &'a [MemSlice],
+    align: Option<Align>,
+    part: &'a mut Option<MemSlice>,
+) -> Option<&'a [MemSlice]> {
+    let (start, len) = buffer_range(op);
+    let is_whole = start == 0 && data.iter().map(MemSlice::len).sum::<usize>() == len;
+    let list = if is_whole {
+        data
+    } else {
+        let first = data.first()?.slice(start..start + len)?;
+        std::slice::from_ref(part.insert(first))
+    };
+    let fits = |piece: &MemSlice| {
+        align.is_none_or(|align| {
+            piece.addr().is_multiple_of(align.memory.into())
+                && piece.len().is_multiple_of(align.offset as usize)
+        })
+    };
+    list.iter().all(fits).then_some(list)
+}
+
 /// Aligned memory in the place of a command's.
 #[derive(Debug)]
 pub(super) struct Bounce {

@@ -507,6 +507,14 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     };
     assert_eq!(in_ring(write(4096, 128 << 10), 1), 0);
     assert_eq!(in_ring(read(4096, 128 << 10), 2), 0);
+    // What is in the middle of the buffer, too.
+    let middle = BlockOp::Write {
+        offset: 0,
+        len: 4096,
+        buffer_offset: 8192,
+        fua: false,
+    };
+    assert_eq!(in_ring(middle, 2), 0);
     // The worker serves others meanwhile.
     assert_eq!(in_ring(write(0, 256 << 10), 3), 1);
     let flush = BlockOp::Flush { offset: 0, len: 0 };
@@ -552,6 +560,92 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
         assert_eq!(ring.in_flight(), usize::from(user == 8));
     }
     rig.wait(9);
+}
+
+/// A store on a file in memory, if the host has a place for one.
+fn store_in_shared_memory(name: &str) -> Option<(Dir, Arc<Store>)> {
+    let place = Path::new("/dev/shm");
+    if !place.is_dir() {
+        skip("files in memory", "there is no /dev/shm");
+        return None;
+    }
+    let dir = Dir::new(place, name);
+    let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
+    Some((dir, store))
+}
+
+#[test]
+fn what_a_file_in_memory_moves_at_once_makes_no_request() {
+    let Some((_dir, store)) = store_in_shared_memory("no-request") else {
+        return;
+    };
+    let mut rig = Rig::new(store);
+    let m = Memory::new(8192).unwrap();
+    let (first, second) = (m.slice(0..4096).unwrap(), m.slice(4096..8192).unwrap());
+    m.fill(0, 4096, 1);
+    m.fill(4096, 4096, 2);
+    let pieces = [second.clone(), first.clone()];
+    assert_eq!(rig.run(write(4096, 8192), &pieces), StepResult::Done);
+    assert_eq!(rig.run(read(4096, 8192), &[m.whole()]), StepResult::Done);
+    assert_eq!(
+        (first.to_vec(), second.to_vec()),
+        (vec![2; 4096], vec![1; 4096])
+    );
+    assert!(!rig.driver.has_ended_requests());
+    assert!(
+        rig.driver.poll_done(&mut rig.ring).is_none(),
+        "each ends once"
+    );
+    // What is to be durable has more to it.
+    let durable = BlockOp::Write {
+        offset: 0,
+        len: 4096,
+        buffer_offset: 0,
+        fua: true,
+    };
+    assert_eq!(rig.run(durable, &[first]), StepResult::Done);
+    assert!(rig.driver.has_ended_requests());
+}
+
+/// Another worker changes or reads the same bytes: what comes meanwhile waits for its end, and what
+/// comes for other bytes does not.
+#[test]
+fn what_a_file_in_memory_moves_at_once_takes_its_turn() {
+    let Some((_dir, store)) = store_in_shared_memory("turns") else {
+        return;
+    };
+    let mut rig = Rig::new(store.clone());
+    let m = Memory::new(4096).unwrap();
+    for (other, op) in [(true, read(4096, 4096)), (false, write(4096, 4096))] {
+        let waker = rig.ring.waker();
+        let turn = store.turns.join(4608..5120, other, || waker);
+        rig.submit(op, &[m.whole()], 1);
+        assert!(rig.driver.poll_done(&mut rig.ring).is_none(), "{op:?}");
+        assert_eq!(rig.run(read(8192, 4096), &[m.whole()]), StepResult::Done);
+        drop(turn);
+        assert_eq!(rig.wait(1)[0].user, 1);
+        // And it has left its place.
+        assert!(store.turns.enter(4096..8192, !other).is_some());
+        assert!(store.turns.enter(4096..8192, other).is_some());
+    }
+}
+
+#[test]
+fn what_cannot_be_moved_at_once_ends_as_any_other_request() {
+    let Some((dir, store)) = store_in_shared_memory("short") else {
+        return;
+    };
+    let mut rig = Rig::new(store.clone());
+    let m = Memory::new(8192).unwrap();
+    let file = File::options().write(true).open(dir.file("lun")).unwrap();
+    file.set_len(4096).unwrap();
+    let beyond = StepResult::Failed(BackendError::Medium { offset: Some(4096) });
+    assert_eq!(rig.run(read(0, 8192), &[m.whole()]), beyond);
+    assert!(rig.driver.has_ended_requests());
+    // Nothing is left in the way of others.
+    assert!(store.turns.enter(0..8192, true).is_some());
+    assert_eq!(rig.run(write(0, 8192), &[m.whole()]), StepResult::Done);
+    assert_eq!(rig.run(read(0, 8192), &[m.whole()]), StepResult::Done);
 }
 
 #[test]

@@ -56,6 +56,15 @@ impl Place {
     }
 }
 
+/// The place of a request whose turn has come at once, and that ends in the call that began it:
+/// nothing is kept for it but the place, which it leaves with this.
+#[derive(Debug)]
+pub(super) struct ShortTurn<'a> {
+    turns: &'a Arc<Turns>,
+    key: usize,
+    changes: bool,
+}
+
 /// A request's place in the line, which it leaves with this.
 #[derive(Debug)]
 pub(super) struct Turn {
@@ -99,6 +108,51 @@ impl Turns {
         }
     }
 
+    /// Takes a place as [`Turns::join`], but only where no older request is in the way.
+    pub(super) fn enter(
+        self: &Arc<Self>,
+        bytes: Range<u64>,
+        changes: bool,
+    ) -> Option<ShortTurn<'_>> {
+        let mut line = self.line();
+        let number = line.next;
+        let (own, others) = line.sides(changes);
+        if others.iter().any(|(_, place)| place.overlaps(&bytes)) {
+            return None;
+        }
+        let key = own.insert(Place {
+            number,
+            bytes,
+            blockers: 0,
+            wait: None,
+        });
+        line.next = number + 1;
+        Some(ShortTurn {
+            turns: self,
+            key,
+            changes,
+        })
+    }
+
+    /// Removes a place, and lets those go on for which it was the last in the way.
+    fn leave(&self, key: usize, changes: bool) {
+        let mut line = self.line();
+        let (own, others) = line.sides(changes);
+        let gone = own.remove(key);
+        for (_, place) in others.iter_mut() {
+            if place.number < gone.number || !place.overlaps(&gone.bytes) {
+                continue;
+            }
+            place.blockers -= 1;
+            if place.blockers == 0
+                && let Some(wait) = &place.wait
+            {
+                wait.is_over.store(true, Ordering::Release);
+                wait.waker.wake();
+            }
+        }
+    }
+
     /// A panic elsewhere leaves no place half taken.
     fn line(&self) -> MutexGuard<'_, Line> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -115,21 +169,26 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        let mut line = self.turns.line();
-        let (own, others) = line.sides(self.changes);
-        let gone = own.remove(self.key);
-        for (_, place) in others.iter_mut() {
-            if place.number < gone.number || !place.overlaps(&gone.bytes) {
-                continue;
-            }
-            place.blockers -= 1;
-            if place.blockers == 0
-                && let Some(wait) = &place.wait
-            {
-                wait.is_over.store(true, Ordering::Release);
-                wait.waker.wake();
-            }
+        self.turns.leave(self.key, self.changes);
+    }
+}
+
+impl ShortTurn<'_> {
+    /// Keeps the place for a request that does not end in this call.
+    pub(super) fn into_turn(self) -> Turn {
+        let this = std::mem::ManuallyDrop::new(self);
+        Turn {
+            turns: Arc::clone(this.turns),
+            key: this.key,
+            changes: this.changes,
+            is_over: None,
         }
+    }
+}
+
+impl Drop for ShortTurn<'_> {
+    fn drop(&mut self) {
+        self.turns.leave(self.key, self.changes);
     }
 }
 
@@ -182,6 +241,31 @@ mod tests {
         assert!(!read.has_come());
         drop(second);
         assert!(read.has_come());
+    }
+
+    #[test]
+    fn a_short_turn_is_a_place_as_any_other_or_none() {
+        let turns = Arc::new(Turns::default());
+        let waker = Waker::simulated();
+        let join = |changes| turns.join(0..512, changes, || waker.clone());
+        let read = turns.enter(0..512, false).unwrap();
+        assert!(turns.enter(511..600, true).is_none(), "a read is under way");
+        assert!(turns.enter(512..600, true).is_some(), "other bytes");
+        let change = join(true);
+        assert!(!change.has_come());
+        assert!(turns.enter(0..1, false).is_none(), "behind the change");
+        drop(read);
+        assert!(change.has_come() && waker.is_pending());
+        drop(change);
+        // One that did not end in its call keeps its place.
+        let kept = turns.enter(0..512, true).unwrap().into_turn();
+        assert!(kept.has_come());
+        let late = join(false);
+        assert!(!late.has_come());
+        drop(kept);
+        assert!(late.has_come());
+        drop(late);
+        assert!(turns.line().reads.is_empty() && turns.line().changes.is_empty());
     }
 
     /// A request that is canceled while it waits releases only those behind it.

@@ -347,6 +347,13 @@ impl Channel {
         slot(&self.config.receive_ring, self.receive_offset(recv), len)
     }
 
+    /// Returns the address and the length of a receive context, for the device.
+    #[must_use]
+    pub fn receive_place(&self, recv: RecvIdx) -> (u64, u32) {
+        let addr = self.config.receive_ring.addr() + self.receive_offset(recv) as u64;
+        (addr, self.config.params.max_it_iu_len)
+    }
+
     /// Returns the memory of a send context's message.
     #[must_use]
     pub fn send_slot(&self, ioctx: TaskIdx) -> MemSlice {

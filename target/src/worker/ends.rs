@@ -56,8 +56,8 @@ impl Worker {
             return Ok(());
         };
         let (device, cm) = (link.device, link.cm);
-        let (qp, lkey) = (link.hardware.qp, link.hardware.receive_key);
-        if self.post_recvs(device, qp, lkey, &receives) < receives.len() {
+        let qp = link.hardware.qp;
+        if self.post_recvs(device, qp, &receives) < receives.len() {
             return Err(SetupError::Receives);
         }
         self.devices[device].accept(cm, &answer(param, private_data))?;

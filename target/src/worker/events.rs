@@ -248,11 +248,11 @@ impl Worker {
     )]
     pub(super) fn with_received(
         &mut self,
-        slot: &MemSlice,
+        slot: MemSlice,
         len: usize,
         input: impl FnOnce(&mut Self, &[u8]),
     ) {
-        let (memory, offset) = (slot.memory().clone(), slot.offset());
+        let (memory, offset) = (slot.memory(), slot.offset());
         let len = len.min(slot.len());
         // SAFETY: the receive has completed, so the device no longer writes there, and it is posted
         // again only by an action, which is carried out after this call. The channel itself only

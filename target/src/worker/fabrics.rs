@@ -19,7 +19,6 @@ use super::mail::Mail;
 use super::queue::Receive;
 use super::rdma::RdmaLink;
 use super::stream::Stream;
-use super::work::Work;
 use crate::audit::Parting;
 use crate::config::Protocol;
 use crate::fabric::{Accounts, ConnRef, LunMap, TaskIdx, TaskRef, UnitIdx};
@@ -168,9 +167,7 @@ impl Fabric {
                 // Collected first, since the channel is asked for their slots next.
                 let actions: Vec<_> = actions.collect();
                 let receive = |action| match action {
-                    srp::Action::PostRecv(recv) => {
-                        (Work::Recv(recv).id(), conn.channel.receive_slot(recv))
-                    }
+                    srp::Action::PostRecv(recv) => conn.receive(recv),
                     other => unreachable!("{other:?} before the first input"),
                 };
                 actions.into_iter().map(receive).collect()
@@ -180,9 +177,7 @@ impl Fabric {
                 let actions = std::iter::from_fn(|| conn.channel.poll_action());
                 let actions: Vec<_> = actions.collect();
                 let receive = |action| match action {
-                    IserAction::PostRecv(rx) => {
-                        (Work::IserRecv(rx).id(), conn.channel.receive_slot(rx))
-                    }
+                    IserAction::PostRecv(rx) => conn.receive(rx),
                     other => unreachable!("{other:?} before the first input"),
                 };
                 actions.into_iter().map(receive).collect()

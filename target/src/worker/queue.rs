@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 
 use arrayvec::ArrayVec;
-use riser_memory::{MemSlice, Memory};
+use riser_memory::Memory;
 use riser_transport::verbs::{
     CmId, LKey, QpAttr, QpId, QpState, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     WrId,
@@ -18,8 +18,8 @@ use crate::fabric::{Direction, RdmaRequest};
 /// Receives posted in one call.
 pub(super) const RECV_BATCH: usize = 32;
 
-/// A receive to post: its name and its place.
-pub(super) type Receive = (WrId, MemSlice);
+/// A receive to post: its name and its place, in memory of its connection.
+pub(super) type Receive = (WrId, Sge);
 
 /// The message that a chain ends with.
 #[derive(Debug)]
@@ -320,29 +320,17 @@ impl Chains {
 
 impl Worker {
     /// Posts receives; how many were taken.
-    pub(super) fn post_recvs(
-        &mut self,
-        device: usize,
-        qp: QpId,
-        lkey: LKey,
-        receives: &[Receive],
-    ) -> usize {
+    pub(super) fn post_recvs(&mut self, device: usize, qp: QpId, receives: &[Receive]) -> usize {
         let mut taken = 0;
         for batch in receives.chunks(RECV_BATCH) {
-            // Filled where they lie, as in `Chains::post_all`.
-            let mut sges = ArrayVec::<[Sge; 1], RECV_BATCH>::new();
-            sges.extend(batch.iter().map(|(_, slot)| {
-                [Sge {
-                    addr: slot.addr(),
-                    length: slot.len() as u32,
-                    lkey,
-                }]
-            }));
+            // Filled where it lies, as in `Chains::post_all`.
             let mut wrs = ArrayVec::<RecvWr<'_>, RECV_BATCH>::new();
-            wrs.extend(batch.iter().zip(&sges).map(|((wr_id, _), sges)| RecvWr {
-                wr_id: *wr_id,
-                sges,
-            }));
+            for (wr_id, place) in batch {
+                wrs.push(RecvWr {
+                    wr_id: *wr_id,
+                    sges: std::slice::from_ref(place),
+                });
+            }
             if let Err(error) = self.devices[device].post_recv(qp, &wrs) {
                 tracing::warn!(%error, "a receive was not taken");
                 // Those before it are posted, and will complete or be flushed.

@@ -49,6 +49,14 @@ struct Parts {
 }
 
 impl SrpConn {
+    /// The receive of a context of the ring.
+    pub(super) fn receive(&self, recv: RecvIdx) -> Receive {
+        let (addr, length) = self.channel.receive_place(recv);
+        let lkey = self.rdma.hardware.receive_key;
+        let place = Sge { addr, length, lkey };
+        (Work::Recv(recv).id(), place)
+    }
+
     pub(super) fn info(
         &self,
         peer: SocketAddr,
@@ -330,7 +338,7 @@ impl Worker {
 
     /// Carries out the actions of a channel.
     pub(super) fn pump_srp(&mut self, key: ConnKey) {
-        let mut receives = ArrayVec::<RecvIdx, RECV_BATCH>::new();
+        let mut receives = ArrayVec::<Receive, RECV_BATCH>::new();
         let mut chains = std::mem::take(&mut self.chains);
         let mut released = false;
         // The connection is looked up for each action: carrying one out may have removed it.
@@ -343,7 +351,7 @@ impl Worker {
             };
             match action {
                 Action::PostRecv(recv) => {
-                    receives.push(recv);
+                    receives.push(conn.receive(recv));
                     if receives.is_full() {
                         self.post_srp_receives(key, &mut receives);
                     }
@@ -382,20 +390,18 @@ impl Worker {
         }
     }
 
-    fn post_srp_receives(&mut self, key: ConnKey, receives: &mut ArrayVec<RecvIdx, RECV_BATCH>) {
+    fn post_srp_receives(&mut self, key: ConnKey, receives: &mut ArrayVec<Receive, RECV_BATCH>) {
         let Some(conn) = self.conns.srp(key).filter(|_| !receives.is_empty()) else {
             return;
         };
-        let named = |recv: &RecvIdx| (Work::Recv(*recv).id(), conn.channel.receive_slot(*recv));
-        let mut slots = ArrayVec::<Receive, RECV_BATCH>::new();
-        slots.extend(receives.iter().map(named));
-        let (device, hardware) = (conn.rdma.device, &conn.rdma.hardware);
-        let (qp, lkey) = (hardware.qp, hardware.receive_key);
-        let taken = self.post_recvs(device, qp, lkey, &slots);
+        let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
+        let taken = self.post_recvs(device, qp, receives);
         // One that was not taken never completes. It counts as flushed, or the end of the channel
         // would wait for it.
-        for recv in receives.drain(..).skip(taken) {
-            self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
+        for (id, _) in receives.drain(..).skip(taken) {
+            if let Work::Recv(recv) = Work::of(id) {
+                self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
+            }
         }
     }
 
@@ -481,7 +487,7 @@ impl Worker {
             return;
         };
         let slot = conn.channel.receive_slot(recv);
-        self.with_received(&slot, len, |worker, bytes| {
+        self.with_received(slot, len, |worker, bytes| {
             worker.with_srp(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
         });
     }

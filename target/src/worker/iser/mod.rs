@@ -16,7 +16,7 @@ use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp, Sge};
 
 use super::Worker;
 use super::conns::{Conn, ConnKey, Conns};
-use super::fabrics::{Fabric, Input};
+use super::fabrics::{Fabric, Input, IserConn};
 use super::queue::{ChainSend, Chains, Posted, Receive};
 use super::work::Work;
 use crate::iscsi::Action;
@@ -28,6 +28,19 @@ use crate::sessions::unconfirmed::Unconfirmed;
 pub(super) struct Scratch {
     post: Post,
     receives: Vec<Receive>,
+}
+
+impl IserConn {
+    /// The receive of a descriptor of the ring.
+    pub(super) fn receive(&self, rx: RxIdx) -> Receive {
+        let slot = self.channel.receive_slot(rx);
+        let place = Sge {
+            addr: slot.addr(),
+            length: slot.len() as u32,
+            lkey: self.rdma.hardware.receive_key,
+        };
+        (Work::IserRecv(rx).id(), place)
+    }
 }
 
 impl Conns<Fabric> {
@@ -57,8 +70,7 @@ impl Worker {
             };
             match action {
                 IserAction::PostRecv(rx) => {
-                    let slot = conn.channel.receive_slot(rx);
-                    receives.push((Work::IserRecv(rx).id(), slot));
+                    receives.push(conn.receive(rx));
                 }
                 IserAction::NotifyEstablished => self.notify_established(key),
                 IserAction::Disconnect => self.disconnect(key),
@@ -94,12 +106,8 @@ impl Worker {
         let Some(conn) = self.conns.iser(key).filter(|_| !receives.is_empty()) else {
             return;
         };
-        let (device, qp, lkey) = (
-            conn.rdma.device,
-            conn.rdma.hardware.qp,
-            conn.rdma.hardware.receive_key,
-        );
-        let taken = self.post_recvs(device, qp, lkey, receives);
+        let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
+        let taken = self.post_recvs(device, qp, receives);
         // One that was not taken never completes. It counts as flushed, or the end of the
         // connection would wait for it.
         for (id, _) in receives.drain(..).skip(taken) {
@@ -207,7 +215,7 @@ impl Worker {
             return;
         };
         let slot = conn.channel.receive_slot(rx);
-        self.with_received(&slot, len, |worker, bytes| {
+        self.with_received(slot, len, |worker, bytes| {
             worker.with_iser(key, |conn, cx| conn.handle_recv(cx, rx, bytes));
         });
     }

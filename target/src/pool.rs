@@ -36,7 +36,6 @@
 //! Growing: the size is fixed when the worker starts.
 
 use std::collections::VecDeque;
-use std::collections::hash_map::{Entry, OccupiedEntry};
 use std::io;
 use std::ops::Range;
 
@@ -214,7 +213,11 @@ impl Pool {
             return None;
         };
         buffer.owner = Some(owner);
-        self.owners.entry(owner).or_default().data += buffer.held();
+        let held = buffer.held();
+        match self.owners.get_mut(&owner) {
+            Some(holding) => holding.data += held,
+            None => self.owners.entry(owner).or_default().data = held,
+        }
         if let Some(at) = self.turn() {
             if self.line[at].owner != owner {
                 self.line[at].passed += need;
@@ -294,15 +297,23 @@ impl Pool {
 
     /// An owner waits no longer.
     pub fn leave_line(&mut self, owner: Owner) {
-        let Entry::Occupied(mut holding) = self.owners.entry(owner) else {
+        let Some(holding) = self.owners.get_mut(&owner) else {
             return;
         };
-        if std::mem::take(&mut holding.get_mut().waits) {
+        if std::mem::take(&mut holding.waits) {
             self.line.retain(|waiter| waiter.owner != owner);
             self.queue.retain(|&other| other != owner);
             self.has_changed = true;
         }
-        forget_idle(holding);
+        self.forget_idle(owner);
+    }
+
+    /// Forgets an owner that has and wants nothing.
+    fn forget_idle(&mut self, owner: Owner) {
+        let holding = self.owners.get(&owner);
+        if holding.is_some_and(|holding| *holding == Holding::default()) {
+            self.owners.remove(&owner);
+        }
     }
 
     /// Returns whether memory has come back, or the line has moved, since the last call, while an
@@ -346,21 +357,21 @@ impl Pool {
         } else {
             &mut self.data
         };
-        for piece in buffer.pieces.drain(..) {
+        for piece in &buffer.pieces {
             blocks.put(piece.offset);
         }
+        buffer.pieces.clear();
         self.has_changed = true;
         if let Some(owner) = buffer.owner
-            && let Entry::Occupied(mut holding) = self.owners.entry(owner)
+            && let Some(holding) = self.owners.get_mut(&owner)
         {
-            let parts = holding.get_mut();
             let part = if is_table {
-                &mut parts.tables
+                &mut holding.tables
             } else {
-                &mut parts.data
+                &mut holding.data
             };
             *part -= held;
-            forget_idle(holding);
+            self.forget_idle(owner);
         }
     }
 
@@ -378,13 +389,16 @@ impl Pool {
 
     /// Place in the line of the owner whose turn it is.
     fn turn(&self) -> Option<usize> {
+        if self.line.is_empty() {
+            return None;
+        }
         let mut line = self.line.iter();
         line.position(|waiter| self.is_within_share(waiter.owner, waiter.need))
     }
 
     fn may_take(&self, owner: Owner, need: usize) -> bool {
         // No other owner waits, so there is nothing to share.
-        if self.line.iter().all(|waiter| waiter.owner == owner) {
+        if self.line.is_empty() || self.line.iter().all(|waiter| waiter.owner == owner) {
             return true;
         }
         if !self.is_within_share(owner, need) {
@@ -394,13 +408,6 @@ impl Pool {
             let waiter = &self.line[at];
             waiter.owner == owner || waiter.passed + need <= self.size() / 2
         })
-    }
-}
-
-/// Forgets an owner that has and wants nothing.
-fn forget_idle(holding: OccupiedEntry<'_, Owner, Holding>) {
-    if *holding.get() == Holding::default() {
-        holding.remove();
     }
 }
 
@@ -483,9 +490,12 @@ impl Blocks {
     fn take_block(&mut self, order: usize) -> Option<(u32, usize)> {
         // The smallest that is large enough, to keep large blocks whole. A smaller one only where
         // memory is in pieces: the buffer has more of them then.
-        let from = (order..=MAX_ORDER)
-            .chain((0..order).rev())
-            .find(|&o| self.heads[o] != NIL)?;
+        let from = match self.heads[order] {
+            NIL => (order + 1..=MAX_ORDER)
+                .chain((0..order).rev())
+                .find(|&o| self.heads[o] != NIL)?,
+            _ => order,
+        };
         let unit = self.heads[from];
         self.unlink(unit);
         let order = order.min(from);
@@ -553,9 +563,8 @@ impl Blocks {
 
 /// The order of the smallest block that holds `len` bytes, at most [`MAX_ORDER`].
 fn order_of(len: usize) -> usize {
-    (0..MAX_ORDER)
-        .find(|&o| MIN_BLOCK << o >= len)
-        .unwrap_or(MAX_ORDER)
+    let blocks = len.div_ceil(MIN_BLOCK).next_power_of_two();
+    (blocks.trailing_zeros() as usize).min(MAX_ORDER)
 }
 
 /// Data of one command: blocks of a pool, in order.

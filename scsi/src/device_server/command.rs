@@ -79,14 +79,14 @@ impl Flight {
 }
 
 impl Command {
-    /// Starts a plan: the command and its first step.
+    /// Starts a plan: makes the command in its place, and returns its first step.
     pub(crate) fn begin(
         lu: &LogicalUnit,
-        nexus: NexusId,
-        expected: Expected,
+        (nexus, expected): (NexusId, Expected),
         plan: Result<Plan<Machine>, Refusal>,
-    ) -> (Self, Step) {
-        let mut command = Self {
+        place: &mut Option<Self>,
+    ) -> Step {
+        let command = place.insert(Self {
             nexus,
             expected,
             transfer: Transfer::default(),
@@ -95,8 +95,8 @@ impl Command {
             sent: 0,
             flight: Flight::Other,
             machine: None,
-        };
-        let step = match plan {
+        });
+        match plan {
             Ok(plan) => {
                 command.transfer = plan.transfer;
                 command.buffer_len = plan.buffer_len;
@@ -113,8 +113,7 @@ impl Command {
                     Reason::Conflict => command.conflict(),
                 }
             }
-        };
-        (command, step)
+        }
     }
 
     /// Bytes of data buffer the command needs before its first step that is

@@ -61,8 +61,16 @@ impl LogicalUnit {
     /// A command whose CDB is refused comes back with its response as first step. Nothing in the
     /// request makes this panic.
     pub fn start(&self, request: &Request<'_>) -> (Command, Step) {
+        let mut command = None;
+        let step = self.start_in(request, &mut command);
+        (command.expect("the command was started"), step)
+    }
+
+    /// Starts a command as [`start`](Self::start), in the place where it stays: it is large to
+    /// move.
+    pub fn start_in(&self, request: &Request<'_>, command: &mut Option<Command>) -> Step {
         let plan = plan(self, request);
-        Command::begin(self, request.nexus, request.expected, plan)
+        Command::begin(self, (request.nexus, request.expected), plan, command)
     }
 
     /// The Data-Out that a command begins with, according to its CDB, so that its data can be

@@ -204,21 +204,27 @@ impl Execution {
         now: Instant,
     ) {
         self.opcode = Opcode::of(&self.cdb);
-        self.lun = addressed.as_ref().map_or(LunId::ZERO, |a| a.lun);
-        self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
-        self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
-        self.stale = addressed.as_ref().and_then(|a| a.stale.clone());
         self.names_unit = false;
-        self.unit = addressed.map(|AddressedUnit { unit, account, .. }| {
-            let cdb = &self.cdb;
-            let subject = || TraceKey {
-                tag,
-                nexus: nexus.0,
-                cdb: cdb.iter().copied().take(CDB_TRACED).collect(),
-            };
-            self.timer.begin(account, subject, now);
-            unit
-        });
+        let Some(addressed) = addressed else {
+            self.lun = LunId::ZERO;
+            self.read_only = false;
+            self.limiter = None;
+            self.stale = None;
+            self.unit = None;
+            return;
+        };
+        self.lun = addressed.lun;
+        self.read_only = addressed.read_only;
+        self.limiter = addressed.limiter;
+        self.stale = addressed.stale;
+        self.unit = Some(addressed.unit);
+        let cdb = &self.cdb;
+        let subject = || TraceKey {
+            tag,
+            nexus: nexus.0,
+            cdb: cdb.iter().copied().take(CDB_TRACED).collect(),
+        };
+        self.timer.begin(addressed.account, subject, now);
     }
 
     /// Returns what the command has to pay before it goes on, once. `None` where nothing limits it,
@@ -380,18 +386,23 @@ impl Execution {
     /// buffer of the pool can ever hold is refused.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
         self.timer.enter(Stage::Scsi, now);
-        let request = self.request(nexus, luns);
+        // Field by field, and not by `request`: the command is made where it stays.
+        let request = Request {
+            nexus,
+            cdb: &self.cdb,
+            opcode: self.opcode,
+            expected: self.expected,
+            attribute: self.attribute,
+            luns,
+            read_only: self.read_only,
+        };
         let step = match &self.unit {
             Some(unit) if self.stale.is_some() && !self.opcode.is_free_of_attention() => {
                 let sense = Attention::LunsChanged.sense();
                 let format = unit.lu.sense_format();
                 Step::Respond(Response::check_condition(&sense, format, self.expected))
             }
-            Some(unit) => {
-                let (command, step) = unit.lu.start(&request);
-                self.command = Some(command);
-                step
-            }
+            Some(unit) => unit.lu.start_in(&request, &mut self.command),
             None => Step::Respond(respond_absent(&request)),
         };
         let early = std::mem::take(&mut self.early);

@@ -67,7 +67,8 @@ pub(super) struct RangeWraps {
 /// that no chain allocates.
 #[derive(Debug, Default)]
 pub(super) struct Chains {
-    chains: ArrayVec<Chain, CHAINS>,
+    /// At most [`CHAINS`]. On the heap as the others: the whole is moved for each connection.
+    chains: Vec<Chain>,
     requests: Vec<Request>,
     sges: Vec<Sge>,
     bytes: u64,
@@ -168,7 +169,7 @@ impl Chains {
         // Messages keep their order: none is added behind one that goes behind the others.
         let last = self.chains.last();
         let is_last = last.is_some_and(|chain| chain.is_apart && chain.message.is_some());
-        self.chains.is_full() || self.bytes >= CHAINS_BYTES || is_last
+        self.chains.len() == CHAINS || self.bytes >= CHAINS_BYTES || is_last
     }
 
     /// Posts the chains, and forgets them.

@@ -161,7 +161,10 @@ impl<D: Datamover> Channel<D> {
 
     /// Gives a context back.
     pub(super) fn give_back(&mut self, idx: TaskIdx) {
-        self.release_tag(idx);
+        // The tag of one that was answered has been released already.
+        if self.tasks[usize::from(idx.0)].state != TaskState::Sent {
+            self.release_tag(idx);
+        }
         let task = &mut self.tasks[usize::from(idx.0)];
         let counted = std::mem::take(&mut task.counted);
         let lingers = std::mem::take(&mut task.lingers);

@@ -321,6 +321,10 @@ impl Tcp {
 
     /// PDUs of the data between two offsets, if they are queued now.
     fn pieces(&self, from: u32, to: u32) -> u32 {
+        // Most data are one PDU.
+        if from == 0 && to <= self.max_burst.min(self.max_send_segment) {
+            return u32::from(to > 0);
+        }
         let of = |bytes: u32| bytes.div_ceil(self.max_send_segment);
         let first = (self.max_burst - from % self.max_burst).min(to - from);
         let rest = to - from - first;
@@ -430,8 +434,8 @@ impl Tcp {
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let len = self.piece(item);
         let is_last = len == put.end - item.sent;
-        let asks = |of: &&Unacknowledged| of.task == put.task;
-        let ack = self.unacknowledged.iter().find(asks).filter(|_| is_last);
+        let asks = |of: &&Unacknowledged| is_last && of.task == put.task;
+        let ack = self.unacknowledged.iter().find(asks);
         let pdu = DataIn {
             is_final: is_last || len == in_burst,
             acknowledge: ack.is_some(),
@@ -453,17 +457,19 @@ impl Tcp {
         batch.push_head(start);
         let at = item.sent - put.base;
         let range = at..at + len;
-        batch
-            .chunks
-            .extend(buffer.slices(range.clone()).map(Chunk::Data));
-        batch.len += len as usize;
-        let start = batch.heads.len();
-        let pad = &[0; 3][..padding(len as usize)];
-        batch.heads.extend_from_slice(pad);
-        if self.digests.data {
-            batch.heads.extend(digest_of(buffer, range, pad));
+        for slice in buffer.slices(range.clone()) {
+            batch.chunks.push(Chunk::Data(slice));
         }
-        batch.push_head(start);
+        batch.len += len as usize;
+        let pad = &[0; 3][..padding(len as usize)];
+        if self.digests.data || !pad.is_empty() {
+            let start = batch.heads.len();
+            batch.heads.extend_from_slice(pad);
+            if self.digests.data {
+                batch.heads.extend(digest_of(buffer, range, pad));
+            }
+            batch.push_head(start);
+        }
         item.sent += len;
         item.data_sn += 1;
         is_last

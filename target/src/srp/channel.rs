@@ -584,7 +584,11 @@ impl Channel {
             return;
         }
         io.wait = Some(self.pace.begin(now));
-        let due = io.piece_due(self.pieces_timeout, &self.pace);
+        // The first wait of a command has all of the time, and most commands wait once.
+        let due = match io.waited.is_zero() {
+            true => Some(now + self.pieces_timeout),
+            false => io.piece_due(self.pieces_timeout, &self.pace),
+        };
         if self.pieces_deadline.is_none() || due < self.pieces_deadline {
             self.pieces_deadline = due;
         }

@@ -208,12 +208,12 @@ impl Tables {
     /// Says where the descriptors are.
     #[must_use]
     pub fn descriptors(&self) -> Descriptors {
-        let both = [&self.data_out, &self.data_in];
-        let has = |is_so: fn(&Table) -> bool| both.into_iter().any(is_so);
-        Descriptors {
-            external: has(|table| matches!(table, Table::External { .. })),
-            pooled: has(|table| matches!(table, Table::Pooled { .. })),
+        let mut descriptors = Descriptors::default();
+        for table in [&self.data_out, &self.data_in] {
+            descriptors.external |= matches!(table, Table::External { .. });
+            descriptors.pooled |= matches!(table, Table::Pooled { .. });
         }
+        descriptors
     }
 
     /// Returns the descriptor of an external table that has not been fetched.

@@ -510,20 +510,23 @@ impl Worker {
         let Some(conn) = self.conns.get_mut(key) else {
             return;
         };
-        let (now, peer) = (self.now, conn.peer);
+        let now = self.now;
+        // Before the rest is put together, which SRP does not need.
+        if let Fabric::Srp(own) = &mut conn.fabric {
+            let mut cx = srp::Cx {
+                now,
+                pool: &mut self.pool,
+            };
+            input(Machine::Srp(&mut own.channel, &mut cx));
+            return self.conns.mark_dirty(key);
+        }
+        let peer = conn.peer;
         let channel = ConnRef {
             worker: self.index,
             serial: conn.serial(),
         };
         let (machine, login, transport, commands) = match &mut conn.fabric {
-            Fabric::Srp(own) => {
-                let mut cx = srp::Cx {
-                    now,
-                    pool: &mut self.pool,
-                };
-                input(Machine::Srp(&mut own.channel, &mut cx));
-                return self.conns.mark_dirty(key);
-            }
+            Fabric::Srp(_) => unreachable!("it has its input"),
             Fabric::Tcp(own) => {
                 let own = &mut **own;
                 let commands = own.channel.channel().config().commands;
@@ -570,7 +573,9 @@ impl Worker {
         self.conns.mark_dirty(key);
         // Not before the call has ended: a connection of this worker that ends is an input to the
         // table, and may be of the same session.
-        self.end_all(ending);
+        if !ending.is_empty() {
+            self.end_all(ending);
+        }
     }
 }
 

@@ -102,6 +102,13 @@ struct Holding {
     waits: bool,
 }
 
+impl Holding {
+    /// Whether its owner has and wants nothing, and need not be known.
+    fn is_idle(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// An owner in the line.
 #[derive(Clone, Copy, Debug)]
 struct Waiter {
@@ -305,13 +312,7 @@ impl Pool {
             self.queue.retain(|&other| other != owner);
             self.has_changed = true;
         }
-        self.forget_idle(owner);
-    }
-
-    /// Forgets an owner that has and wants nothing.
-    fn forget_idle(&mut self, owner: Owner) {
-        let holding = self.owners.get(&owner);
-        if holding.is_some_and(|holding| *holding == Holding::default()) {
+        if holding.is_idle() {
             self.owners.remove(&owner);
         }
     }
@@ -371,7 +372,9 @@ impl Pool {
                 &mut holding.data
             };
             *part -= held;
-            self.forget_idle(owner);
+            if holding.is_idle() {
+                self.owners.remove(&owner);
+            }
         }
     }
 

@@ -18,8 +18,8 @@ use crate::fabric::{Backlog, CommandFlow, Descriptors, Execution, Hold, TaskActi
 use crate::stats::Stage;
 
 impl<D: Datamover> Channel<D> {
-    pub(super) fn on_command(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, command: ScsiCommand) {
-        if let Err((reason, why)) = self.check_command(&command, frame.data.len()) {
+    pub(super) fn on_command(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, command: &ScsiCommand) {
+        if let Err((reason, why)) = self.check_command(command, frame.data.len()) {
             return self.reject(cx, frame, reason, &why);
         }
         let state = TaskState::New;
@@ -28,7 +28,7 @@ impl<D: Datamover> Channel<D> {
                 let reason = RejectReason::TooManyImmediate;
                 return self.reject(cx, frame, reason, &"immediate commands");
             }
-            return self.refuse_command(&command);
+            return self.refuse_command(command);
         };
         // Only here it is known which context the PDU's RDMA buffers are for.
         self.mover.begin(idx);

@@ -24,9 +24,10 @@ impl<D: Datamover> Channel<D> {
         self.last_input = cx.now;
         // Any PDU shows that the initiator is there, not its answer to the ping alone.
         self.ping = None;
-        match FromInitiator::parse(frame) {
+        // By reference from here on: a command is large to move.
+        match &FromInitiator::parse(frame) {
             Ok(FromInitiator::LoginRequest(request)) if self.phase == Phase::Login => {
-                self.on_login(cx, &request, frame.data);
+                self.on_login(cx, request, frame.data);
             }
             _ if self.phase == Phase::Login => {
                 warn_limited!(self.complaints, cx.now, "something else than a login");
@@ -57,32 +58,37 @@ impl<D: Datamover> Channel<D> {
                     PduError::Opcode(_) => RejectReason::CommandNotSupported,
                     _ => RejectReason::InvalidPduField,
                 };
-                self.reject(cx, frame, reason, &error);
+                self.reject(cx, frame, reason, error);
             }
         }
         self.settle(cx);
     }
 
     /// Carries out a PDU whose turn it is.
-    pub(super) fn carry_out_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
+    pub(super) fn carry_out_pdu(
+        &mut self,
+        cx: &mut Cx<'_>,
+        frame: &Frame<'_>,
+        pdu: &FromInitiator,
+    ) {
         let is_discovery = self.session.as_ref().is_none_or(|s| s.params.discovery);
         match pdu {
-            FromInitiator::TextRequest(request) => self.on_text(cx, frame, &request),
+            FromInitiator::TextRequest(request) => self.on_text(cx, frame, request),
             // Nothing new follows a logout on its connection (RFC 7143 11.14). One that was kept
             // until its turn may also come after the connection has begun to close.
             FromInitiator::LogoutRequest(_) if self.phase != Phase::FullFeature => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"a second logout");
             }
-            FromInitiator::LogoutRequest(request) => self.on_logout(cx, &request),
-            FromInitiator::NopOut(nop) => self.on_nop(cx, frame, &nop),
-            FromInitiator::DataOut(data) => self.on_data_out(cx, frame, &data),
+            FromInitiator::LogoutRequest(request) => self.on_logout(cx, request),
+            FromInitiator::NopOut(nop) => self.on_nop(cx, frame, nop),
+            FromInitiator::DataOut(data) => self.on_data_out(cx, frame, data),
             FromInitiator::LoginRequest(_) => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"a second login");
             }
             FromInitiator::Snack(snack) if snack.kind == SnackKind::DataAck => {
-                self.on_data_ack(cx, frame, &snack);
+                self.on_data_ack(cx, frame, snack);
             }
-            FromInitiator::Snack(snack) => self.on_snack(cx, frame, &snack),
+            FromInitiator::Snack(snack) => self.on_snack(cx, frame, snack),
             FromInitiator::ScsiCommand(_) | FromInitiator::TmfRequest(_) if is_discovery => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"discovery session");
             }
@@ -92,7 +98,7 @@ impl<D: Datamover> Channel<D> {
                 self.reject(cx, frame, RejectReason::WaitingForLogout, &"logout");
             }
             FromInitiator::ScsiCommand(command) => self.on_command(cx, frame, command),
-            FromInitiator::TmfRequest(request) => self.on_tmf(cx, frame, &request),
+            FromInitiator::TmfRequest(request) => self.on_tmf(cx, frame, request),
         }
     }
 
@@ -102,7 +108,7 @@ impl<D: Datamover> Channel<D> {
         &mut self,
         cx: &mut Cx<'_>,
         frame: &Frame<'_>,
-        pdu: FromInitiator,
+        pdu: &FromInitiator,
     ) {
         self.has_place = true;
         let window = self.window();

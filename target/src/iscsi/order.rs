@@ -25,16 +25,16 @@ fn number_of(pdu: &FromInitiator) -> Option<(CmdSn, bool, Itt)> {
 
 impl<D: Datamover> Channel<D> {
     /// A PDU of full-feature phase, with its digests checked: carried out now, later, or never.
-    pub(super) fn on_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
-        let Some((sn, immediate, itt)) = number_of(&pdu) else {
-            if !self.keep_data(frame, &pdu) {
+    pub(super) fn on_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &FromInitiator) {
+        let Some((sn, immediate, itt)) = number_of(pdu) else {
+            if !self.keep_data(frame, pdu) {
                 self.carry_out_pdu(cx, frame, pdu);
             }
             return;
         };
         let me = self.conn_ref();
         let window = self.window();
-        let (admission, sn) = match (&pdu, immediate) {
+        let (admission, sn) = match (pdu, immediate) {
             (FromInitiator::TmfRequest(request), true) => self.admit_function(request),
             (_, true) => (Admission::AtOnce, sn),
             (_, false) if self.keeps(sn) => (Admission::Never, sn),
@@ -158,9 +158,9 @@ impl<D: Datamover> Channel<D> {
             let frame = kept.frame();
             let pdu = FromInitiator::parse(&frame).expect("it was parsed when it came");
             if at == 0 && !waiting.immediate {
-                self.carry_out_admitted(cx, &frame, pdu);
+                self.carry_out_admitted(cx, &frame, &pdu);
             } else {
-                self.carry_out_pdu(cx, &frame, pdu);
+                self.carry_out_pdu(cx, &frame, &pdu);
             }
         }
         if waiting.immediate {

@@ -64,6 +64,11 @@ pub struct ScsiCommand {
     pub bidi_read_length: Option<u32>,
 }
 
+/// The beginning of a CDB, as one copy.
+fn cdb_of(bytes: &[u8; 16]) -> ArrayVec<u8, MAX_CDB> {
+    ArrayVec::try_from(&bytes[..]).expect("there is room for more")
+}
+
 const AHS_EXTENDED_CDB: u8 = 1;
 const AHS_BIDI_READ: u8 = 2;
 
@@ -91,7 +96,7 @@ impl ScsiCommand {
             cmd_sn: CmdSn(raw.cmd_sn.get()),
             exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
             // All 16 bytes, padding included: where the CDB ends is for its operation code to say.
-            cdb: raw.cdb.into_iter().collect(),
+            cdb: cdb_of(&raw.cdb),
             bidi_read_length: None,
         };
         command.parse_ahs(frame.ahs)?;

@@ -406,6 +406,8 @@ impl Driver {
             _ => return Err(None),
         }
         let (at, len) = plan::range(op);
+        // A write would wait for long changes that are under way, and the worker with it. Faults on
+        // purpose strike requests.
         let is_held_up = is_write && store.changing.load(Ordering::Relaxed) > 0;
         if len > LONGEST_AT_ONCE.min(self.at_once) || is_held_up || store.faults.is_some() {
             return Err(None);

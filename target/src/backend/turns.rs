@@ -117,7 +117,8 @@ impl Turns {
         let mut line = self.line();
         let number = line.next;
         let (own, others) = line.sides(changes);
-        if others.iter().any(|(_, place)| place.overlaps(&bytes)) {
+        // A walk goes over the places that are free as well, of which there may be many.
+        if !others.is_empty() && others.iter().any(|(_, place)| place.overlaps(&bytes)) {
             return None;
         }
         let key = own.insert(Place {
@@ -139,6 +140,9 @@ impl Turns {
         let mut line = self.line();
         let (own, others) = line.sides(changes);
         let gone = own.remove(key);
+        if others.is_empty() {
+            return;
+        }
         for (_, place) in others.iter_mut() {
             if place.number < gone.number || !place.overlaps(&gone.bytes) {
                 continue;

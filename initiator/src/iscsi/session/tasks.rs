@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use riser_scsi::iscsi::pdu::{ScsiCommand, TaskAttr as IscsiAttr};
+use riser_scsi::iscsi::pdu::{CdbBytes, ScsiCommand, TaskAttr as IscsiAttr};
 use riser_scsi::iscsi::{Itt, Ttt};
 use riser_scsi::srp::TaskAttr;
 
@@ -92,12 +92,7 @@ impl IscsiSession {
             DataLen::In(len) => (len, 0, 0),
             DataLen::Out(len) => (len, task.unsolicited.0, task.unsolicited.1),
         };
-        let mut cdb = spec
-            .cdb
-            .as_bytes()
-            .iter()
-            .copied()
-            .collect::<arrayvec::ArrayVec<u8, 260>>();
+        let mut cdb = spec.cdb.as_bytes().iter().copied().collect::<CdbBytes>();
         while cdb.len() < 16 {
             cdb.push(0);
         }

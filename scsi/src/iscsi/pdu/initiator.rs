@@ -1,10 +1,10 @@
 //! What initiators send.
 
-use arrayvec::ArrayVec;
 use nom::bytes::complete::take;
 use nom::number::complete::{be_u8, be_u16};
 use nom::{IResult, Parser};
 use num_enum::{IntoPrimitive, TryFromPrimitive};
+use smallvec::SmallVec;
 use zerocopy::big_endian::U32;
 
 use super::super::frame::Frame;
@@ -18,6 +18,10 @@ use crate::lun::WireLun;
 
 /// Longest CDB that a command carries, in bytes (SPC-4 4.2.3).
 pub const MAX_CDB: usize = 260;
+
+/// A CDB of at most [`MAX_CDB`] bytes. Those that disks have fit without memory of the heap; room for
+/// the longest one would be moved with each command.
+pub type CdbBytes = SmallVec<[u8; 32]>;
 
 /// Task attribute (RFC 7143 11.3.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
@@ -59,14 +63,9 @@ pub struct ScsiCommand {
     /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
     /// The CDB; at least 16 bytes, as far as the PDU carries it.
-    pub cdb: ArrayVec<u8, MAX_CDB>,
+    pub cdb: CdbBytes,
     /// Expected length of the read of a bidirectional command, in bytes.
     pub bidi_read_length: Option<u32>,
-}
-
-/// The beginning of a CDB, as one copy.
-fn cdb_of(bytes: &[u8; 16]) -> ArrayVec<u8, MAX_CDB> {
-    ArrayVec::try_from(&bytes[..]).expect("there is room for more")
 }
 
 const AHS_EXTENDED_CDB: u8 = 1;
@@ -96,7 +95,7 @@ impl ScsiCommand {
             cmd_sn: CmdSn(raw.cmd_sn.get()),
             exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
             // All 16 bytes, padding included: where the CDB ends is for its operation code to say.
-            cdb: cdb_of(&raw.cdb),
+            cdb: CdbBytes::from_slice(&raw.cdb),
             bidi_read_length: None,
         };
         command.parse_ahs(frame.ahs)?;
@@ -113,7 +112,11 @@ impl ScsiCommand {
                     // A CDB is extended once. A second segment would make it of parts that no
                     // initiator sent as one.
                     let is_first = self.cdb.len() == 16;
-                    is_first && self.cdb.try_extend_from_slice(content).is_ok()
+                    let fits = self.cdb.len() + content.len() <= MAX_CDB;
+                    if is_first && fits {
+                        self.cdb.extend_from_slice(content);
+                    }
+                    is_first && fits
                 }
                 AHS_BIDI_READ => {
                     // Of another length than four bytes it is no length at all, and guessing one

@@ -11,7 +11,8 @@ mod target;
 mod task_management;
 
 pub use initiator::{
-    DataOut, FromInitiator, MAX_CDB, NopOut, ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest,
+    CdbBytes, DataOut, FromInitiator, MAX_CDB, NopOut, ScsiCommand, Snack, SnackKind, TaskAttr,
+    TextRequest,
 };
 pub use login::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
 pub use logout::{LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus};

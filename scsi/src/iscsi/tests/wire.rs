@@ -68,6 +68,27 @@ fn additional_headers_carry_long_cdbs_and_read_lengths() {
     }
 }
 
+#[test]
+fn the_longest_cdb_has_260_bytes() {
+    for (more, is_legal) in [(244_u16, true), (245, false)] {
+        let mut ahs = [&(more + 1).to_be_bytes()[..], &[1, 0]].concat();
+        ahs.extend((0..more).map(|n| n as u8));
+        ahs.resize(ahs.len().next_multiple_of(4), 0);
+        let mut bhs = WRITE;
+        bhs[4] = (ahs.len() / 4) as u8;
+        match FromInitiator::parse(&frame_of(&bhs, &ahs, &[])) {
+            Ok(FromInitiator::ScsiCommand(pdu)) => {
+                assert!(is_legal && pdu.cdb.len() == 260);
+                assert_eq!(
+                    (pdu.cdb[15], pdu.cdb[16], pdu.cdb[259]),
+                    (WRITE[47], 0, 243)
+                );
+            }
+            other => assert!(!is_legal && other == Err(PduError::Ahs)),
+        }
+    }
+}
+
 /// CVE-2026-53176, CVE-2026-90413, CVE-2026-90414, CVE-2021-28361: lengths that promise more than
 /// there is, or nothing at all.
 #[test]

@@ -1,7 +1,5 @@
 //! The task set itself.
 
-use std::collections::hash_map::Entry;
-
 use riser_state::become_state;
 use rustc_hash::FxHashMap;
 
@@ -158,34 +156,36 @@ impl TaskSet {
         tag: TaskTag,
         new: NewTask,
     ) -> Result<(TaskKey, bool), RegisterError> {
-        // The tag is looked at before the share: with TASK SET FULL an initiator would send the
-        // command once more, and never learn that it uses a tag twice.
-        let place = match self.by_tag.entry((nexus, tag)) {
-            Entry::Vacant(place) => place,
-            Entry::Occupied(old) => {
-                let old = *old.get();
-                return Err(RegisterError::Overlapped(self.key(old)));
-            }
-        };
-        let own = self.nexuses.entry(nexus);
-        let tasks = match &own {
-            Entry::Occupied(own) => own.get().tasks,
-            Entry::Vacant(_) => 0,
-        };
+        let own = self.nexuses.get_mut(&nexus);
         // Without a share, one initiator that never lets its commands end could fill the set, and
         // every other one would get TASK SET FULL.
-        if tasks >= self.share {
+        let has_share = own.as_ref().map_or(0, |own| own.tasks) < self.share;
+        let slot = self.free.last().copied();
+        let slot = slot.unwrap_or(self.slots.len() as u32);
+        let has_room = has_share && (slot as usize) < self.capacity;
+        let old = match has_room {
+            // One look-up both for the other task and for this one's entry.
+            true => self.by_tag.insert((nexus, tag), slot),
+            false => self.by_tag.get(&(nexus, tag)).copied(),
+        };
+        // The tag counts before the share: with TASK SET FULL an initiator would send the command
+        // once more, and never learn that it uses a tag twice.
+        if let Some(old) = old {
+            self.by_tag.insert((nexus, tag), old);
+            return Err(RegisterError::Overlapped(self.key(old)));
+        }
+        if !has_room {
             return Err(RegisterError::Full);
         }
-        // Nothing is entered before the last refusal, so none has to be undone.
-        let slot = match self.free.pop() {
-            Some(slot) => slot,
-            None if self.slots.len() < self.capacity => {
-                self.slots.push(None);
-                self.slots.len() as u32 - 1
-            }
-            None => return Err(RegisterError::Full),
+        let own = match own {
+            Some(own) => own,
+            None => self.nexuses.entry(nexus).or_default(),
         };
+        own.tasks += 1;
+        let is_held = own.holds(new.attribute);
+        if self.free.pop().is_none() {
+            self.slots.push(None);
+        }
         // Slots are used again and ids are not, so a key that outlives its task names none.
         let id = self.next_id;
         self.next_id += 1;
@@ -202,10 +202,6 @@ impl TaskSet {
             blockers: 0,
             links: [Neighbours::default(); 4],
         });
-        place.insert(slot);
-        let own = own.or_default();
-        own.tasks += 1;
-        let is_held = own.holds(new.attribute);
         // Most commands bring their data and are held by nothing: they never are in the lists of
         // those that are not in the order yet.
         if new.awaits_data || is_held {

@@ -1,7 +1,6 @@
 //! The way of an SRP_CMD: taken in, its task ordered, its table and data fetched, its steps carried
 //! out, answered.
 
-use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
@@ -69,14 +68,11 @@ impl Channel {
                 len,
             });
         }
-        match self.tags.entry(cmd.tag) {
-            Entry::Vacant(place) => _ = place.insert(idx),
-            Entry::Occupied(older) => {
-                let older = *older.get();
-                self.recycle_recv(recv);
-                self.ioctx[usize::from(idx.0)].immediate = None;
-                return self.on_overlapped(cx, idx, older);
-            }
+        if let Some(older) = self.tags.insert(cmd.tag, idx) {
+            self.tags.insert(cmd.tag, older);
+            self.recycle_recv(recv);
+            self.ioctx[usize::from(idx.0)].immediate = None;
+            return self.on_overlapped(cx, idx, older);
         }
         let owner = self.backlog.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -188,10 +184,11 @@ impl Channel {
 
     /// A tag stands for this command no longer.
     pub(super) fn forget_tag(&mut self, tag: Tag, idx: TaskIdx) {
-        if let Entry::Occupied(named) = self.tags.entry(tag)
-            && *named.get() == idx
+        // It may stand for another one, whose tag this one has used as well.
+        if let Some(named) = self.tags.remove(&tag)
+            && named != idx
         {
-            named.remove();
+            self.tags.insert(tag, named);
         }
     }
 

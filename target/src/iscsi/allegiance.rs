@@ -23,6 +23,7 @@
 //! What was handed over is known by its old name for [`LINGER`] longer, for mail that is on its
 //! way.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::Cid;
@@ -193,7 +194,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Ends what was not claimed, and cannot be any more.
     fn end_unclaimed(&mut self, pool: &mut Pool) {
-        let window = self.window();
+        let window = Arc::clone(self.window());
         for idx in self.all() {
             let task = &self.tasks[usize::from(idx.0)];
             let name = self.task_ref(idx);
@@ -278,7 +279,7 @@ impl<D: Datamover> Channel<D> {
         if self.recovery_level() < 2 {
             return Err(FunctionAnswer::ReassignmentNotSupported);
         }
-        let window = self.window();
+        let window = Arc::clone(self.window());
         let tag = window.tag(request.referenced);
         let tag = tag.ok_or(FunctionAnswer::NoSuchTask)?;
         if !tag.is_free {

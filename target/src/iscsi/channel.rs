@@ -712,9 +712,9 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// The session's command numbers.
-    pub(super) fn window(&self) -> Arc<Window> {
+    pub(super) fn window(&self) -> &Arc<Window> {
         let session = self.session.as_ref().expect("full-feature phase");
-        Arc::clone(&session.window)
+        &session.window
     }
 
     fn numbers(&self) -> Numbers {

@@ -2,6 +2,7 @@
 //! command is answered.
 
 use std::fmt::Display;
+use std::sync::Arc;
 use std::time::Instant;
 
 use riser_scsi::iscsi::frame::Frame;
@@ -111,7 +112,7 @@ impl<D: Datamover> Channel<D> {
         pdu: &FromInitiator,
     ) {
         self.has_place = true;
-        let window = self.window();
+        let window = Arc::clone(self.window());
         self.carry_out_pdu(cx, frame, pdu);
         window.on_carried_out();
         if std::mem::take(&mut self.has_place) {
@@ -215,8 +216,10 @@ impl<D: Datamover> Channel<D> {
     fn release_tag(&mut self, idx: TaskIdx) {
         let itt = self.tasks[usize::from(idx.0)].itt;
         // The tag of one that was answered may be that of another one by now.
-        if self.find(itt) == Some(idx) {
-            self.unanswered.remove(&itt);
+        if let Some(named) = self.unanswered.remove(&itt)
+            && named != idx
+        {
+            self.unanswered.insert(itt, named);
         }
     }
 

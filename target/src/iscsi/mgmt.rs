@@ -125,7 +125,7 @@ impl<D: Datamover> Channel<D> {
     /// ABORT TASK of a command that is none of this connection: it may be one of another, or on its
     /// way still.
     fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<FunctionAnswer> {
-        let window = self.window();
+        let window = Arc::clone(self.window());
         if let Some(task) = window.abort_tag(request.referenced) {
             self.mgmt_mut(idx).await_tasks(1);
             let watcher = self.task_ref(idx);

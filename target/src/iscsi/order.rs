@@ -1,5 +1,7 @@
 //! Requests in the order of their numbers: which is carried out at once, which is kept for later.
 
+use std::sync::Arc;
+
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{FromInitiator, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt};
@@ -32,17 +34,16 @@ impl<D: Datamover> Channel<D> {
             }
             return;
         };
-        let me = self.conn_ref();
-        let window = self.window();
         let (admission, sn) = match (pdu, immediate) {
             (FromInitiator::TmfRequest(request), true) => self.admit_function(request),
             (_, true) => (Admission::AtOnce, sn),
             (_, false) if self.keeps(sn) => (Admission::Never, sn),
-            (_, false) => (window.admit(sn, me), sn),
+            (_, false) => (self.window().admit(sn, self.conn_ref()), sn),
         };
         match admission {
             Admission::AtOnce => self.carry_out_pdu(cx, frame, pdu),
             Admission::Now if immediate => {
+                let window = Arc::clone(self.window());
                 self.carry_out_pdu(cx, frame, pdu);
                 window.on_carried_out();
             }
@@ -134,7 +135,7 @@ impl<D: Datamover> Channel<D> {
     /// Carries out the request of this connection that is next; whether there was one.
     fn take_turn(&mut self, cx: &mut Cx<'_>) -> bool {
         let me = self.conn_ref();
-        let window = self.window();
+        let window = Arc::clone(self.window());
         let due = |waiting: &QueuedRequest| {
             if waiting.immediate {
                 window.is_due(waiting.sn, me)

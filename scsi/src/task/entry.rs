@@ -3,7 +3,7 @@
 use riser_state::State;
 
 use super::list::{Linked, Neighbours};
-use super::{Footprint, TaskTag};
+use super::{Footprint, NewTask, TaskTag};
 use crate::nexus::NexusId;
 use crate::step::TaskAttribute;
 
@@ -80,6 +80,23 @@ impl Linked for Task {
 }
 
 impl Task {
+    /// A task that is in no list yet.
+    pub(super) fn new(nexus: NexusId, tag: TaskTag, new: NewTask, id: u64) -> Self {
+        Self {
+            nexus,
+            tag,
+            attribute: new.attribute,
+            footprint: new.footprint,
+            state: TaskState::Arriving,
+            is_cleared: false,
+            id,
+            age: None,
+            pass: None,
+            blockers: 0,
+            links: [Neighbours::default(); 4],
+        }
+    }
+
     pub(super) fn is_head(&self) -> bool {
         self.attribute == TaskAttribute::HeadOfQueue
     }

@@ -4,7 +4,7 @@ use riser_state::become_state;
 use rustc_hash::FxHashMap;
 
 use super::entry::{GATE, MEDIUM, ORDER, QUEUE, Task, TaskState};
-use super::list::{List, NIL, Neighbours};
+use super::list::{List, NIL};
 use super::{
     Footprint, NewTask, RegisterError, TaskKey, TaskManagement, TaskTag, TmfOutcome, TmfResponse,
 };
@@ -189,19 +189,7 @@ impl TaskSet {
         // Slots are used again and ids are not, so a key that outlives its task names none.
         let id = self.next_id;
         self.next_id += 1;
-        self.slots[slot as usize] = Some(Task {
-            nexus,
-            tag,
-            attribute: new.attribute,
-            footprint: new.footprint,
-            state: TaskState::Arriving,
-            is_cleared: false,
-            id,
-            age: None,
-            pass: None,
-            blockers: 0,
-            links: [Neighbours::default(); 4],
-        });
+        self.slots[slot as usize] = Some(Task::new(nexus, tag, new, id));
         // Most commands bring their data and are held by nothing: they never are in the lists of
         // those that are not in the order yet.
         if new.awaits_data || is_held {

@@ -312,14 +312,26 @@ impl Driver {
             (offset | len) & (block - 1) == 0,
             "{op:?} is not in whole blocks"
         );
-        let turn = match self.move_at_once(store, &op, data) {
+        match self.move_at_once(store, &op, data) {
             Ok(()) => {
                 let result = StepResult::Done;
                 self.done.push_back(Done { user, result });
-                return Ok(());
             }
-            Err(turn) => turn,
-        };
+            Err(turn) => self.accept(ring, store, op, data, (user, turn)),
+        }
+        Ok(())
+    }
+
+    /// Makes a request of an operation, with the turn that it may have already, and begins it.
+    fn accept(
+        &mut self,
+        ring: &mut Ring,
+        store: StoreId,
+        op: BlockOp,
+        data: &[MemSlice],
+        (user, turn): (u64, Option<Turn>),
+    ) {
+        let offset = plan::range(&op).0;
         // From here on the request is accepted, and each way out goes through `finish`, which
         // counts it back.
         let attached = &mut self.stores[store.0];
@@ -356,8 +368,7 @@ impl Driver {
         };
         if let Some(failure) = failure {
             let error = from_errno(failure.errno, offset);
-            self.finish(index, StepResult::Failed(error));
-            return Ok(());
+            return self.finish(index, StepResult::Failed(error));
         }
         match strike {
             _ if self.is_held(index) => {
@@ -372,7 +383,6 @@ impl Driver {
             Some((_, Some(error))) => self.fail_on_purpose(index, error),
             _ => self.begin(ring, index),
         }
-        Ok(())
     }
 
     /// Reads or writes in this call, without making a request, where that is all there is to do: a

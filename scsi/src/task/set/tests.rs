@@ -4,6 +4,7 @@ use riser_state::testing::{assert_all_taken, table};
 
 use super::*;
 use crate::task::Blocks;
+use crate::task::list::Neighbours;
 
 const A: NexusId = NexusId(1);
 const B: NexusId = NexusId(2);

@@ -111,21 +111,14 @@ fn resources(nic: &mut Roce) -> (PdId, CqId, Memory, Mr) {
 }
 
 fn init(pd: PdId, cq: CqId) -> QpInitAttr {
-    QpInitAttr {
-        pd,
-        send_cq: cq,
-        recv_cq: cq,
-        srq: None,
-        qp_type: QpType::Rc,
-        cap: QpCap {
-            max_send_wr: 256,
-            max_recv_wr: 256,
-            max_send_sge: 4,
-            max_recv_sge: 4,
-            max_inline: 64,
-        },
-        sq_sig_all: false,
-    }
+    let cap = QpCap {
+        max_send_wr: 256,
+        max_recv_wr: 256,
+        max_send_sge: 4,
+        max_recv_sge: 4,
+        max_inline: 64,
+    };
+    QpInitAttr::new(pd, cq, QpType::Rc, cap)
 }
 
 fn param(mr: &Mr) -> ConnParam {

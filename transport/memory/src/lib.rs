@@ -118,6 +118,25 @@ impl Memory {
         Ok(Self(Arc::new(Mapping { base, len, address })))
     }
 
+    /// As [`Memory::new`], for a mapping of which little is used as a rule: a page takes memory only
+    /// once it is written, and no larger piece does in its place.
+    ///
+    /// # Errors
+    /// As of [`Memory::new`].
+    pub fn sparse(len: usize) -> io::Result<Self> {
+        let memory = Self::new(len)?;
+        // With transparent huge pages the first byte that is written would take 2 MiB, since the
+        // kernel joins neighbouring mappings to one.
+        // SAFETY: the range is that of the mapping, whose contents the advice does not change.
+        let advised =
+            unsafe { libc::madvise(memory.ptr(0).cast(), memory.len(), libc::MADV_NOHUGEPAGE) };
+        // A kernel without huge pages refuses the advice, and needs none.
+        debug_assert!(
+            advised == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
+        );
+        Ok(memory)
+    }
+
     /// Length in bytes: a multiple of [`PAGE`].
     #[must_use]
     pub fn len(&self) -> usize {

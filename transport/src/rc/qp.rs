@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::verbs::{
-    Access, AsyncEvent, Completion, PostError, PostReason, QpState, QpType, RecvWr, SendWr,
+    Access, AsyncEvent, Completion, PostError, PostReason, QpCap, QpState, QpType, RecvWr, SendWr,
     WcOpcode, WcStatus, qp_state,
 };
 use crate::wire::{
@@ -110,6 +110,15 @@ impl RcQp {
     #[must_use]
     pub fn sends_outstanding(&self) -> usize {
         self.requester.outstanding()
+    }
+
+    /// Bytes of memory that a queue pair of the given depths holds in RTS, without the receive
+    /// queue. `reads` of its own may be under way, and `resources` of the peer's.
+    #[must_use]
+    pub const fn memory(cap: &QpCap, reads: u8, resources: u8) -> usize {
+        size_of::<Self>()
+            + Requester::memory(cap, reads)
+            + Responder::memory(cap.max_recv_sge, resources)
     }
 
     /// Bytes of memory that the queue pair holds, without the receive queue. It does not change

@@ -1,10 +1,10 @@
 //! The ring of posted receives: a queue pair's own, or a shared one.
 
-use crate::verbs::{LKey, PostError, PostReason, RecvWr, Sge, WrId};
+use crate::verbs::{LKey, PostError, PostReason, RecvOrder, RecvWr, Sge, WrId};
 
 use super::MAX_MESSAGE;
 
-/// Posted receives, oldest first. Bound: the depth that it was created with; posting beyond it is
+/// Posted receives, in the order in which they were posted. Bound: the depth that it was created with; posting beyond it is
 /// [`PostReason::QueueFull`].
 #[derive(Debug)]
 pub struct RecvQueue {
@@ -12,6 +12,7 @@ pub struct RecvQueue {
     /// `max_sge` entries for each slot.
     sges: Box<[Sge]>,
     max_sge: u32,
+    order: RecvOrder,
     first: usize,
     len: usize,
 }
@@ -94,9 +95,17 @@ impl RecvQueue {
             heads: vec![Head::default(); depth].into_boxed_slice(),
             sges: vec![NO_SGE; depth * max_sge as usize].into_boxed_slice(),
             max_sge,
+            order: RecvOrder::OldestFirst,
             first: 0,
             len: 0,
         }
+    }
+
+    /// The same queue, empty, with another order.
+    #[must_use]
+    pub fn with_order(mut self, order: RecvOrder) -> Self {
+        self.order = order;
+        self
     }
 
     /// Number of posted receives.
@@ -121,6 +130,12 @@ impl RecvQueue {
     #[must_use]
     pub fn max_sge(&self) -> u32 {
         self.max_sge
+    }
+
+    /// Bytes of memory that a queue for `max_wr` receives of up to `max_sge` entries each holds.
+    #[must_use]
+    pub const fn memory(max_wr: u32, max_sge: u32) -> usize {
+        max_wr as usize * (size_of::<Head>() + max_sge as usize * size_of::<Sge>())
     }
 
     /// Bytes of memory that the queue holds.
@@ -174,22 +189,40 @@ impl RecvQueue {
         }
     }
 
-    /// Bytes that the oldest receive holds, if there is one.
-    #[must_use]
-    pub fn next_length(&self) -> Option<u32> {
-        (self.len > 0).then(|| self.heads[self.first].length)
+    /// The slot of the receive that is next, if there is one.
+    fn next(&self) -> Option<usize> {
+        let last = self.len.checked_sub(1)?;
+        Some(match self.order {
+            RecvOrder::OldestFirst => self.first,
+            RecvOrder::NewestFirst => self.slot(last),
+        })
     }
 
-    /// Takes the oldest receive into `out`; false if there is none.
+    /// Removes the receive that is next.
+    fn advance(&mut self) {
+        // The newest one lies behind the others, whose places stay.
+        if self.order == RecvOrder::OldestFirst {
+            self.first = self.slot(1);
+        }
+        self.len -= 1;
+    }
+
+    /// Bytes that the next receive holds, if there is one.
+    #[must_use]
+    pub fn next_length(&self) -> Option<u32> {
+        self.next().map(|slot| self.heads[slot].length)
+    }
+
+    /// Takes the next receive into `out`; false if there is none.
     ///
     /// # Panics
     /// If `out` was created with fewer entries than this queue allows and the receive needs them.
     pub fn pop(&mut self, out: &mut RecvWqe) -> bool {
-        if self.len == 0 {
+        let Some(slot) = self.next() else {
             return false;
-        }
-        let head = self.heads[self.first];
-        let at = self.first * self.max_sge as usize;
+        };
+        let head = self.heads[slot];
+        let at = slot * self.max_sge as usize;
         let count = head.sges as usize;
         // Copied out, so that the slot is free for a new post while the message is still
         // arriving.
@@ -197,19 +230,14 @@ impl RecvQueue {
         out.count = count;
         out.wr_id = head.wr_id;
         out.length = head.length;
-        self.first = self.slot(1);
-        self.len -= 1;
+        self.advance();
         true
     }
 
-    /// Takes the oldest receive and answers its id only, for flushing.
+    /// Takes the next receive and answers its id only, for flushing.
     pub fn pop_id(&mut self) -> Option<WrId> {
-        if self.len == 0 {
-            return None;
-        }
-        let id = self.heads[self.first].wr_id;
-        self.first = self.slot(1);
-        self.len -= 1;
+        let id = self.heads[self.next()?].wr_id;
+        self.advance();
         Some(id)
     }
 
@@ -223,8 +251,10 @@ impl RecvQueue {
         if (max_wr as usize) < self.len {
             return false;
         }
-        // Posted again one by one, since the ring may wrap at another place now.
-        let mut next = Self::new(max_wr, self.max_sge);
+        // Posted again one by one, since the ring may wrap at another place now; the oldest first,
+        // in whichever order they are taken.
+        let order = std::mem::replace(&mut self.order, RecvOrder::OldestFirst);
+        let mut next = Self::new(max_wr, self.max_sge).with_order(order);
         let mut wqe = RecvWqe::new(self.max_sge);
         while self.pop(&mut wqe) {
             let wr = RecvWr {
@@ -271,6 +301,32 @@ mod tests {
             [q.pop_id(), q.pop_id(), q.pop_id()],
             [Some(WrId(2)), Some(WrId(3)), None]
         );
+    }
+
+    #[test]
+    fn the_newest_first_leaves_the_oldest_untouched() {
+        let mut q = RecvQueue::new(3, 1).with_order(RecvOrder::NewestFirst);
+        let entry = [sge(5)];
+        let wr = |id| RecvWr {
+            wr_id: WrId(id),
+            sges: &entry,
+        };
+        q.post(&[wr(1), wr(2), wr(3)]).unwrap();
+        let mut wqe = RecvWqe::new(1);
+        // One message at a time takes the same receive again and again.
+        for _ in 0..5 {
+            assert_eq!(q.next_length(), Some(5));
+            assert!(q.pop(&mut wqe));
+            assert_eq!(wqe.wr_id, WrId(3));
+            q.post(&[wr(3)]).unwrap();
+        }
+        let full = q.post(&[wr(4)]).unwrap_err();
+        assert_eq!(full.reason, PostReason::QueueFull);
+        assert!(q.resize(4));
+        q.post(&[wr(4)]).unwrap();
+        let ids: Vec<_> = std::iter::from_fn(|| q.pop_id()).collect();
+        assert_eq!(ids, [WrId(4), WrId(3), WrId(2), WrId(1)]);
+        assert!(!q.pop(&mut wqe) && q.next_length().is_none());
     }
 
     #[test]

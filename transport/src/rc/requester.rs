@@ -226,6 +226,11 @@ impl Requester {
         self.sq.len()
     }
 
+    /// Bytes of memory of one with these depths and READs at once, besides itself.
+    pub(super) const fn memory(cap: &QpCap, reads: u8) -> usize {
+        SendQueue::memory(cap) + 2 * reads as usize * size_of::<u64>()
+    }
+
     pub(super) fn footprint(&self) -> usize {
         self.sq.footprint() + (self.reads.capacity() + self.pieces.capacity()) * size_of::<u64>()
     }

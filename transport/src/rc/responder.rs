@@ -25,7 +25,7 @@ use super::pacing::Pacer;
 use super::state::{Inbound, ResponderState};
 use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
 use crate::mr::KeyError;
-use crate::verbs::{Access, AsyncEvent, Completion, RKey, WcOpcode, WcStatus, WrId};
+use crate::verbs::{Access, AsyncEvent, Completion, RKey, Sge, WcOpcode, WcStatus, WrId};
 use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 
 #[derive(Debug)]
@@ -94,6 +94,11 @@ impl Responder {
         self.max_resources = usize::from(params.max_dest_rd_atomic);
         // The room for all of them is allocated here, so that accepting a READ allocates nothing.
         self.resources = VecDeque::with_capacity(self.max_resources);
+    }
+
+    /// Bytes of memory of one with these bounds, besides itself.
+    pub(super) const fn memory(max_recv_sge: u32, resources: u8) -> usize {
+        resources as usize * size_of::<Resource>() + max_recv_sge as usize * size_of::<Sge>()
     }
 
     pub(super) fn footprint(&self) -> usize {

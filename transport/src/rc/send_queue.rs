@@ -150,12 +150,19 @@ const UNUSED: SendWqe = SendWqe {
 };
 
 /// Posted send requests, oldest first. Bound: [`QpCap::max_send_wr`].
+///
+/// The memory of all requests is allocated with the queue, so that no post allocates. A slot is
+/// written only when a request takes it, and an empty queue begins again with its first slot: so
+/// the pages that become resident are those of the deepest queue that there was.
 #[derive(Debug, Default)]
 pub struct SendQueue {
-    /// Those from `head` to `tail` are requests; the others hold old ones.
-    wqes: Box<[SendWqe]>,
-    sges: Box<[Sge]>,
-    inline: Box<[u8]>,
+    /// Slots that were used: those from `head` to `tail` are requests, the others hold old ones. Of the capacity of the queue, as the next two.
+    wqes: Vec<SendWqe>,
+    /// `max_sge` entries for each of them.
+    sges: Vec<Sge>,
+    /// `max_inline` bytes for each of them.
+    inline: Vec<u8>,
+    depth: usize,
     max_sge: usize,
     max_inline: usize,
     head: u64,
@@ -176,9 +183,10 @@ impl SendQueue {
         let max_sge = cap.max_send_sge as usize;
         let max_inline = cap.max_inline as usize;
         Self {
-            wqes: vec![UNUSED; depth].into_boxed_slice(),
-            sges: vec![NO_SGE; depth * max_sge].into_boxed_slice(),
-            inline: vec![0; depth * max_inline].into_boxed_slice(),
+            wqes: Vec::with_capacity(depth),
+            sges: Vec::with_capacity(depth * max_sge),
+            inline: Vec::with_capacity(depth * max_inline),
+            depth,
             max_sge,
             max_inline,
             head: 0,
@@ -214,10 +222,30 @@ impl SendQueue {
         self.head == self.tail
     }
 
+    /// Bytes of memory that a queue of the given depths holds.
+    #[must_use]
+    pub const fn memory(cap: &QpCap) -> usize {
+        let list = cap.max_send_sge as usize * size_of::<Sge>();
+        let slot = size_of::<SendWqe>() + list + cap.max_inline as usize;
+        cap.max_send_wr as usize * slot
+    }
+
     /// Bytes of memory that the queue holds.
     #[must_use]
     pub fn footprint(&self) -> usize {
-        size_of_val(&*self.wqes) + size_of_val(&*self.sges) + self.inline.len()
+        self.wqes.capacity() * size_of::<SendWqe>()
+            + self.sges.capacity() * size_of::<Sge>()
+            + self.inline.capacity()
+    }
+
+    /// Makes the slot that a request takes, if none has taken it before. That is the one behind the
+    /// others, since slots are taken in turn.
+    fn make_slot(&mut self, slot: usize) {
+        if slot == self.wqes.len() {
+            self.wqes.push(UNUSED);
+            self.sges.resize((slot + 1) * self.max_sge, NO_SGE);
+            self.inline.resize((slot + 1) * self.max_inline, 0);
+        }
     }
 
     /// The slot of a position from the head to the tail.
@@ -225,7 +253,7 @@ impl SendQueue {
     fn slot(&self, at: u64) -> usize {
         // Without a division, since it is looked up several times for each packet.
         let slot = self.first + (at - self.head) as usize;
-        match slot.checked_sub(self.wqes.len()) {
+        match slot.checked_sub(self.depth) {
             Some(wrapped) => wrapped,
             None => slot,
         }
@@ -304,10 +332,11 @@ impl SendQueue {
             return Err(PostReason::TooManySges);
         }
         // All checks come before the first write, so that a refused request leaves no trace.
-        if self.len() == self.wqes.len() {
+        if self.len() == self.depth {
             return Err(PostReason::QueueFull);
         }
         let slot = self.slot(self.tail);
+        self.make_slot(slot);
         if is_inline {
             self.copy_inline(slot, wr.sges, pd, mrs)?;
         } else {
@@ -363,6 +392,9 @@ impl SendQueue {
         let slot = self.first;
         self.first = self.slot(self.head + 1);
         self.head += 1;
+        if self.is_empty() {
+            self.first = 0;
+        }
         &self.wqes[slot]
     }
 
@@ -504,6 +536,37 @@ mod tests {
         q.retire();
         q.push(&wr, PD, &mrs).unwrap();
         assert_eq!((q.head(), q.tail(), q.wqe(2).recv_seq), (1, 3, 3));
+    }
+
+    #[test]
+    fn a_slot_is_made_for_the_deepest_queue_only() {
+        let mrs = MrTable::new(4, 4, [3; 16]);
+        let cap = QpCap {
+            max_send_wr: 3,
+            ..CAP
+        };
+        let mut q = SendQueue::new(&cap);
+        let most = q.footprint();
+        let list = [sge(1, 8), sge(2, 8)];
+        let wr = SendWr::new(0, SendOp::Send, &list);
+        for _ in 0..5 {
+            q.push(&wr, PD, &mrs).unwrap();
+            q.retire();
+        }
+        assert_eq!((q.wqes.len(), q.sges.len(), q.head()), (1, 2, 5));
+        // Around the end of the ring, which is never empty meanwhile.
+        q.push(&wr, PD, &mrs).unwrap();
+        for n in 6..20 {
+            let other = [sge(n, 8)];
+            q.push(&SendWr::new(n, SendOp::Send, &other), PD, &mrs)
+                .unwrap();
+            assert_eq!((q.wqe(n).wr_id, q.sges(n)), (WrId(n), &other[..]));
+            q.retire();
+        }
+        q.push(&wr, PD, &mrs).unwrap();
+        q.push(&wr, PD, &mrs).unwrap();
+        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::QueueFull));
+        assert_eq!((q.wqes.len(), q.footprint()), (3, most));
     }
 
     #[test]

@@ -57,6 +57,12 @@ impl Cq {
         self.capacity
     }
 
+    /// Bytes of memory that a queue for `capacity` completions holds when it is full.
+    #[must_use]
+    pub const fn memory(capacity: u32) -> usize {
+        size_of::<Self>() + capacity as usize * size_of::<Completion>()
+    }
+
     /// Number of completions that wait.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -140,6 +146,11 @@ impl Cq {
         }
         let n = max.min(self.entries.len());
         out.extend(self.entries.drain(..n));
+        if self.entries.is_empty() {
+            // Begins again at the front of its memory, so that one which is never deep touches
+            // little of it.
+            self.entries.clear();
+        }
         Ok(n)
     }
 

@@ -254,6 +254,18 @@ impl QpCap {
     }
 }
 
+/// Order in which the receives of a queue pair's own queue are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RecvOrder {
+    /// As posted. All of them are used in turn, and so the memory of all becomes resident.
+    #[default]
+    OldestFirst,
+    /// The one that was posted last, so that a peer touches the memory of no more receives than it
+    /// has messages under way, and that memory is in the cache. This is a wish: a device that takes
+    /// receives in order ignores it, so the owner relies on the ids of completions only.
+    NewestFirst,
+}
+
 /// Attributes that a queue pair is created with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpInitAttr {
@@ -271,6 +283,8 @@ pub struct QpInitAttr {
     pub cap: QpCap,
     /// Every send completes visibly, signaled or not.
     pub sq_sig_all: bool,
+    /// Order of its own receives.
+    pub recv_order: RecvOrder,
 }
 
 impl QpInitAttr {
@@ -286,6 +300,7 @@ impl QpInitAttr {
             qp_type,
             cap,
             sq_sig_all: false,
+            recv_order: RecvOrder::OldestFirst,
         }
     }
 }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
     Access, AsyncEvent, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId,
-    PortSpace, Provider, QpCap, QpId, QpInitAttr, QpType, RdmaCm as _, RecvWr, RemoteAddr, SendOp,
-    SendWr, Sge, SrqId, Verbs as _, WrId,
+    PortSpace, Provider, QpCap, QpId, QpInitAttr, QpType, RdmaCm as _, RecvOrder, RecvWr,
+    RemoteAddr, SendOp, SendWr, Sge, SrqId, Verbs as _, WrId,
 };
 
 /// Which of the two devices.
@@ -200,6 +200,7 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
         qp_type: QpType::Rc,
         cap: wants.cap,
         sq_sig_all: false,
+        recv_order: RecvOrder::OldestFirst,
     }
 }
 

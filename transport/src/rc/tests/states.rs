@@ -102,3 +102,17 @@ fn a_responder_fails_for_good() {
         rig.sent();
     });
 }
+
+#[test]
+fn the_memory_of_a_queue_pair_is_known_before_it_is_made() {
+    let mut rig = Rig::new();
+    let cap = rig.qp.config().cap;
+    let known = RcQp::memory(&cap, 2, 2);
+    assert_eq!(rig.qp.footprint(), known);
+    for n in 0..u64::from(cap.max_send_wr) {
+        rig.post(n, SendOp::Send, 8);
+    }
+    assert_eq!(rig.qp.footprint(), known, "posts allocate nothing");
+    let (wr, sge) = (cap.max_recv_wr, cap.max_recv_sge);
+    assert_eq!(rig.rq.footprint(), RecvQueue::memory(wr, sge));
+}

@@ -7,6 +7,7 @@ use chacha20::rand_core::Rng as _;
 use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters};
 use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
+use crate::roce::cq::Cq;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
 use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
@@ -91,7 +92,7 @@ impl Nic {
                 false,
                 0,
             ))),
-            rq: RecvQueue::new(cap.max_recv_wr, cap.max_recv_sge),
+            rq: RecvQueue::new(cap.max_recv_wr, cap.max_recv_sge).with_order(init.recv_order),
             srq: init.srq,
             send_cq: init.send_cq,
             recv_cq: init.recv_cq,
@@ -144,6 +145,15 @@ impl Nic {
             init.sq_sig_all,
             mtu,
         )))
+    }
+
+    /// Bytes of memory of a reliable queue pair with these depths and a completion queue of its own
+    /// for `completions`. `reads` of its own may be under way, and `resources` of the peer's.
+    pub const fn queue_memory(cap: &QpCap, reads: u8, resources: u8, completions: u32) -> usize {
+        size_of::<Qp>()
+            + RcQp::memory(cap, reads, resources)
+            + RecvQueue::memory(cap.max_recv_wr, cap.max_recv_sge)
+            + Cq::memory(completions)
     }
 
     fn check_cap(&self, cap: &QpCap, qp_type: QpType) -> Result<(), VerbsError> {

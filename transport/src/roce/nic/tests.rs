@@ -11,7 +11,7 @@ use super::*;
 use crate::roce::batch::{Group, Offered, SendOutcome, TxBatch};
 use crate::verbs::{
     Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
-    RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
+    RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
 };
 use crate::wire::{
     Aeth, AethSyndrome, AtomicEth, Bth, Credit, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn,
@@ -46,6 +46,7 @@ fn init(nic: &mut Nic, qp_type: QpType) -> QpInitAttr {
         qp_type,
         cap: CAP,
         sq_sig_all: false,
+        recv_order: RecvOrder::OldestFirst,
     }
 }
 

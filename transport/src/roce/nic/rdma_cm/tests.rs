@@ -96,20 +96,10 @@ fn resolved(nic: &mut Nic) -> CmId {
 }
 
 fn with_qp(nic: &mut Nic, id: CmId) {
+    let (pd, send_cq) = (nic.alloc_pd().unwrap(), nic.create_cq(8).unwrap());
     let init = QpInitAttr {
-        pd: nic.alloc_pd().unwrap(),
-        send_cq: nic.create_cq(8).unwrap(),
         recv_cq: nic.create_cq(8).unwrap(),
-        srq: None,
-        qp_type: QpType::Rc,
-        cap: QpCap {
-            max_send_wr: 2,
-            max_recv_wr: 2,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline: 0,
-        },
-        sq_sig_all: false,
+        ..QpInitAttr::new(pd, send_cq, QpType::Rc, QpCap::new(2, 2))
     };
     nic.create_cm_qp(id, &init).unwrap();
 }

@@ -31,6 +31,8 @@ pub(super) struct Stream {
     /// The receive buffer, which is taken out while the channel reads it.
     pub(super) receive: Option<Memory>,
     pub(super) receiving: bool,
+    /// A receive has filled the buffer: there is more at once than it has room for.
+    pub(super) is_filled: bool,
     /// What was received and not looked at: the channel has enough to do.
     pub(super) unread: Range<usize>,
     pub(super) batch: Batch,
@@ -49,6 +51,7 @@ impl Stream {
             handle,
             receive: Some(Memory::new(LOGIN_RECEIVE)?),
             receiving: false,
+            is_filled: false,
             unread: 0..0,
             batch: Batch::default(),
             heads: Memory::new(HEADS)?,

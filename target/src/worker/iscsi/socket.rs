@@ -24,7 +24,8 @@ use crate::worker::stream::{Sending, Stream};
 /// The top byte of our tokens; the kind of operation is in the next one.
 const ISCSI: u64 = 3 << 56;
 
-/// Bytes taken from a socket at once, in full-feature phase of a normal session.
+/// Bytes taken from a socket at once, in full-feature phase of a normal session, once it has sent
+/// more at once than the first buffer has room for.
 const RECEIVE: usize = 128 << 10;
 
 /// Bytes of a round that are sent in the calls that begin it. What is beyond goes through the ring:
@@ -271,8 +272,10 @@ impl Worker {
             return;
         };
         // Only now: before full-feature phase the peer may be anyone, and many of them together
-        // must not take much memory. Where there is none, the small buffer does.
-        if channel.takes_commands()
+        // must not take much memory; nor must sessions that send little. Where there is none, the
+        // small buffer does.
+        if connection.is_filled
+            && channel.takes_commands()
             && buffer.len() < RECEIVE
             && let Ok(memory) = Memory::new(RECEIVE)
         {
@@ -303,6 +306,8 @@ impl Worker {
             return self.shut_down_socket(key);
         };
         conn.socket.unread = 0..len;
+        let buffer = conn.socket.receive.as_ref();
+        conn.socket.is_filled |= buffer.is_some_and(|buffer| buffer.len() == len);
         self.read_on(key);
         self.check_gone(key);
     }

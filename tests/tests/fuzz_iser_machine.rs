@@ -21,7 +21,9 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
 use riser_target::fabric::{LunMap, Mapping, TaskAction, TaskIdx, Unit, UnitIdx};
-use riser_target::iscsi::{Action, Channel, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, Window};
+use riser_target::iscsi::{
+    Action, Channel, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, SpareTasks, Window,
+};
 use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
 };
@@ -120,6 +122,7 @@ fn unit() -> Arc<Unit> {
 struct Rig {
     now: Instant,
     pool: Pool,
+    spare: SpareTasks,
     gate: Open,
     conn: IserChannel,
     receives: VecDeque<RxIdx>,
@@ -151,6 +154,7 @@ impl Rig {
         let mut rig = Self {
             now,
             pool: Pool::new(2 << 20).unwrap(),
+            spare: SpareTasks::default(),
             gate: Open(unit()),
             conn,
             receives: VecDeque::new(),
@@ -183,6 +187,7 @@ impl Rig {
         let mut cx = Cx {
             now: self.now,
             pool: &mut self.pool,
+            spare: &mut self.spare,
             gate: &mut self.gate,
         };
         input(&mut self.conn, &mut cx);

@@ -17,6 +17,7 @@
 //! - `accounts`: [`Accounts`], where a session's commands are counted.
 //! - `throttle`: [`Throttle`], the commands of a connection that wait for limits.
 //! - `pace`: [`Pace`], how long a command may wait for its initiator.
+//! - `contexts`: [`Spare`], contexts that no command has.
 //! - `memory`: [`ConnectionMemory`], the bytes that a connection occupies.
 
 #![forbid(unsafe_code)]
@@ -24,6 +25,7 @@
 mod accounts;
 mod action;
 mod command;
+mod contexts;
 mod flow;
 #[cfg(test)]
 mod interleavings;
@@ -39,9 +41,11 @@ mod unit;
 pub use accounts::{Accounts, AddressedUnit};
 pub use action::TaskAction;
 pub use command::{Descriptors, Entry, Execution, MAX_CDB, MAX_DATA_TIMEOUTS};
+pub(crate) use contexts::Contexts;
+pub use contexts::Spare;
 pub(crate) use flow::{Backlog, CommandFlow, End, Hold, Lent};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
-pub use memory::ConnectionMemory;
+pub use memory::{ConnectionMemory, INITIATOR_DEPTH, RESPONDER_RESOURCES};
 pub use pace::{Pace, SLOWEST, Wait};
 pub use riser_config::MAX_WAIT;
 pub use task::{ConnRef, TaskIdx, TaskRef};

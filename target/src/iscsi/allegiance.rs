@@ -36,11 +36,11 @@ use riser_state::become_state;
 use super::channel::{Action, Channel, Cx, Ending, Phase};
 use super::datamover::{Datamover, Progress, Start};
 use super::reassigned::{ReassignRequest, ReassignedTask, ResumePoint};
-use super::task::{Incoming, Piece, TaskState};
+use super::task::{Incoming, Piece, Task, TaskState};
 use crate::audit::Parting;
 use crate::fabric::task_mgmt::FunctionAnswer;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, TaskRef};
-use crate::pool::{Buffer, Pool};
+use crate::pool::Buffer;
 
 /// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
 pub const TIME2RETAIN: u32 = 20;
@@ -150,7 +150,7 @@ impl<D: Datamover> Channel<D> {
                 self.allegiance.by_itself = false;
                 // However far they have come: what is claimed may wait for them in the order of a
                 // unit, and is still handed over.
-                self.end_unclaimed(cx.pool);
+                self.end_unclaimed(cx);
                 if self.allegiance.claims.is_empty() {
                     self.drop_connection();
                 } else {
@@ -168,7 +168,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
             Phase::CleanupWait | Phase::Retaining if self.is_quiet() => {
-                self.give_up_memory(cx.pool);
+                self.give_up_memory(cx);
             }
             Phase::FullFeature => self.check_data(cx),
             _ => {}
@@ -177,12 +177,13 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Ends what has memory, waits for nothing but another connection, and was not claimed.
-    fn give_up_memory(&mut self, pool: &mut Pool) {
-        for idx in self.all() {
-            let has_buffer = self.tasks[usize::from(idx.0)].exec.buffer.is_some();
+    fn give_up_memory(&mut self, cx: &mut Cx<'_>) {
+        for idx in self.tasks.numbers() {
+            let task = self.tasks.get(idx);
+            let has_buffer = task.is_some_and(|task| task.exec.buffer.is_some());
             let is_claimed = self.allegiance.is_claimed(self.task_ref(idx));
             if has_buffer && self.is_at_rest(idx) && !is_claimed {
-                self.cut_short(pool, idx, End::TornDown);
+                self.cut_short(cx, idx, End::TornDown);
             }
         }
     }
@@ -193,31 +194,28 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Ends what was not claimed, and cannot be any more.
-    fn end_unclaimed(&mut self, pool: &mut Pool) {
+    fn end_unclaimed(&mut self, cx: &mut Cx<'_>) {
         let window = Arc::clone(self.window());
-        for idx in self.all() {
-            let task = &self.tasks[usize::from(idx.0)];
-            let name = self.task_ref(idx);
-            let may_end = match task.state {
-                TaskState::Idle => false,
-                TaskState::Sent => self.is_flushed,
-                _ => true,
+        for idx in self.tasks.numbers() {
+            let Some(task) = self.tasks.get(idx) else {
+                continue;
             };
+            let name = self.task_ref(idx);
+            let may_end = task.state != TaskState::Sent || self.is_flushed;
             if may_end && !self.allegiance.is_claimed(name) {
                 // Now, as one at a device ends later.
                 window.remove_tag(task.itt, name);
-                self.cut_short(pool, idx, End::TornDown);
+                self.cut_short(cx, idx, End::TornDown);
             }
         }
     }
 
     /// Whether a command has come as far as it can without the initiator.
     fn is_at_rest(&self, idx: TaskIdx) -> bool {
-        let task = &self.tasks[usize::from(idx.0)];
-        matches!(
-            task.state,
-            TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited | TaskState::Sent
-        )
+        use TaskState::{AwaitUnsolicited, Receive, Send, Sent};
+
+        let task = self.tasks.get(idx);
+        task.is_some_and(|task| matches!(task.state, Receive | Send | AwaitUnsolicited | Sent))
     }
 
     /// Ends every input while the connection is lost.
@@ -225,12 +223,14 @@ impl<D: Datamover> Channel<D> {
         if !self.is_quiet() {
             return;
         }
-        for idx in self.all() {
-            let task = &self.tasks[usize::from(idx.0)];
-            let is_function = task.state == TaskState::Sent && task.response.is_none();
+        let is_function = |task: &Task| {
+            let is_answered = task.state == TaskState::Sent && task.response.is_none();
+            is_answered || task.state == TaskState::Mgmt
+        };
+        for idx in self.tasks.numbers() {
             // Functions are not reassigned.
-            if is_function || task.state == TaskState::Mgmt {
-                self.finish(cx.pool, idx, End::TornDown);
+            if self.tasks.get(idx).is_some_and(is_function) {
+                self.finish(cx, idx, End::TornDown);
             }
         }
         if self.phase == Phase::CleanupWait && self.allegiance.detached {
@@ -261,8 +261,8 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// TASK REASSIGN. The answer goes before everything that follows from it.
-    pub(super) fn on_task_reassign(&mut self, idx: TaskIdx, request: &TmfRequest) {
-        match self.claim(idx, request) {
+    pub(super) fn on_task_reassign(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, request: &TmfRequest) {
+        match self.claim(cx, idx, request) {
             Ok(reassign) => {
                 self.answer_tmf(idx, FunctionAnswer::Complete);
                 self.actions.push_back(Action::Reassign(reassign));
@@ -273,6 +273,7 @@ impl<D: Datamover> Channel<D> {
 
     fn claim(
         &mut self,
+        cx: &mut Cx<'_>,
         function: TaskIdx,
         request: &TmfRequest,
     ) -> Result<ReassignRequest, FunctionAnswer> {
@@ -290,12 +291,14 @@ impl<D: Datamover> Channel<D> {
         if found.is_some_and(|found| found != function) {
             return Err(FunctionAnswer::Rejected);
         }
-        let idx = self.take_context(request.referenced, tag.immediate, TaskState::Expected);
+        let (itt, immediate) = (request.referenced, tag.immediate);
+        let idx = self.take_context(cx, itt, immediate, TaskState::Expected);
         let idx = idx.ok_or(FunctionAnswer::Rejected)?;
         let to = self.task_ref(idx);
         // Another connection may have claimed it since the look at the tag.
         if !window.claim_tag(request.referenced, tag.task, to) {
-            self.give_back(idx);
+            let context = self.take_back(idx);
+            cx.spare.0.put(context);
             return Err(FunctionAnswer::StillAllegiant);
         }
         self.tasks[usize::from(idx.0)].expected = !tag.immediate;
@@ -310,7 +313,7 @@ impl<D: Datamover> Channel<D> {
     /// Another connection claims a command of this one.
     pub fn handle_reassign(&mut self, cx: &mut Cx<'_>, reassign: ReassignRequest) {
         let idx = reassign.task.index;
-        let is_idle = self.tasks[usize::from(idx.0)].state == TaskState::Idle;
+        let is_idle = self.tasks.get(idx).is_none();
         if is_idle || self.task_ref(idx) != reassign.task {
             self.deliver(reassign.to, None);
         } else {
@@ -422,7 +425,8 @@ impl<D: Datamover> Channel<D> {
         };
         self.counted -= u16::from(counted);
         self.lingering -= u16::from(lingers);
-        self.give_back(idx);
+        let context = self.take_back(idx);
+        cx.spare.0.put(context);
         self.allegiance.moved.push((claim.task, claim.to));
         self.deliver(claim.to, Some(Box::new(moved)));
     }
@@ -448,7 +452,7 @@ impl<D: Datamover> Channel<D> {
         self.expected -= u16::from(std::mem::take(&mut task.expected));
         match moved {
             Some(moved) => self.resume_reassigned(cx, idx, *moved),
-            None => self.finish(cx.pool, idx, End::Aborted),
+            None => self.finish(cx, idx, End::Aborted),
         }
         self.settle(cx);
     }

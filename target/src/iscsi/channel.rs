@@ -29,11 +29,12 @@ use super::counters::Counters;
 use super::datamover::Datamover;
 use super::pending::{LoginResult, QueuedRequest, TextState};
 use super::reassigned::{Allegiance, ReassignRequest};
-use super::task::{Task, TaskState};
+use super::task::{SpareTasks, Task, TaskState};
 use super::window::{WINDOWS, Window};
 use crate::audit::Parting;
 use crate::fabric::{
-    Accounts, Backlog, CommandFlow, ConnRef, Lent, LunMap, Pace, TaskAction, TaskIdx, TaskRef,
+    Accounts, Backlog, CommandFlow, ConnRef, Contexts, Lent, LunMap, Pace, TaskAction, TaskIdx,
+    TaskRef,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
@@ -125,6 +126,8 @@ pub struct Cx<'a> {
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
+    /// The worker's contexts that no request has.
+    pub spare: &'a mut SpareTasks,
     /// Decides about logins and discovery.
     pub gate: &'a mut dyn Gate,
 }
@@ -274,12 +277,11 @@ pub struct Channel<D> {
     pub(super) session: Option<SessionContext>,
     pub(super) mover: D,
     pub(super) new_params: Option<ConnectionParams>,
-    pub(super) tasks: Vec<Task>,
+    pub(super) tasks: Contexts<Task>,
     /// The requests that are not answered, by their tags: at most one for each context, with the
     /// room for that. The tags are the initiator's; bad ones are found slowly, and there are no more of
     /// them than contexts.
     pub(super) unanswered: FxHashMap<Itt, TaskIdx>,
-    pub(super) idle: Vec<TaskIdx>,
     /// Memory for data that come with a command, while none has it; FirstBurstLength at most.
     pub(super) staging: Vec<u8>,
     /// The request that is being carried out has taken a place of the command window, and no
@@ -350,15 +352,16 @@ impl ChannelConfig {
     /// session on.
     #[must_use]
     pub fn memory(&self) -> usize {
+        let contexts = usize::from(self.contexts());
         // The index by tags is half empty at most.
         let index = 2 * size_of::<(Itt, TaskIdx)>();
-        usize::from(self.contexts()) * (size_of::<Task>() + size_of::<TaskIdx>() + index)
+        Contexts::<Task>::memory(contexts) + contexts * index
     }
 }
 
 /// The contexts' buffers, for the datamover.
 #[derive(Clone, Copy)]
-pub struct TaskBuffers<'a>(&'a [Task]);
+pub struct TaskBuffers<'a>(&'a Contexts<Task>);
 
 impl<'a> TaskBuffers<'a> {
     /// The buffer of a task that has data under way.
@@ -379,9 +382,8 @@ impl<D: Datamover> Channel<D> {
             mover,
             new_params: None,
             // Contexts come with full-feature phase: a stranger who never logs in costs no memory.
-            tasks: Vec::new(),
+            tasks: Contexts::default(),
             unanswered: FxHashMap::default(),
-            idle: Vec::new(),
             staging: Vec::new(),
             has_place: false,
             counted: 0,
@@ -421,21 +423,19 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Makes the contexts. Connections before login and discovery sessions have none.
-    pub(super) fn make_contexts(&mut self, now: Instant) {
+    /// From here on requests may have contexts. Connections before login and discovery sessions
+    /// have none.
+    pub(super) fn make_contexts(&mut self) {
         let tasks = self.config.contexts();
-        let wait = self.pace.begin(now);
-        self.tasks = (0..tasks).map(|_| Task::new(wait)).collect();
+        self.tasks = Contexts::new(tasks);
         self.unanswered.reserve(usize::from(tasks));
-        // A stack: the context that was used last, and may still be in the cache, is the next one.
-        self.idle = (0..tasks).rev().map(TaskIdx).collect();
     }
 
     /// Whether commands may come, or might have come: not before full-feature phase, and not in a
     /// discovery session.
     #[must_use]
     pub fn takes_commands(&self) -> bool {
-        !self.tasks.is_empty()
+        self.tasks.bound() > 0
     }
 
     /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in
@@ -446,7 +446,7 @@ impl<D: Datamover> Channel<D> {
             return 0;
         };
         let most = session.params.first_burst as usize * 2;
-        let own = self.tasks.iter().map(|task| &task.incoming.staged);
+        let own = self.tasks.iter().map(|(_, task)| &task.incoming.staged);
         let lists = own.chain([&self.staging]);
         let staged = lists.map(|list| list.capacity().min(most));
         self.config.memory() + staged.sum::<usize>()
@@ -485,7 +485,7 @@ impl<D: Datamover> Channel<D> {
     /// Returns the number of requests that hold a context.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.tasks.len() - self.idle.len()
+        self.tasks.len()
     }
 
     /// Whether commands wait for pool memory.
@@ -738,7 +738,7 @@ impl<D: Datamover> Channel<D> {
             worker: self.config.worker,
             channel: self.config.serial,
             index: idx,
-            generation: self.tasks[usize::from(idx.0)].generation,
+            generation: self.tasks.generation(idx),
         }
     }
 

@@ -23,7 +23,7 @@ impl<D: Datamover> Channel<D> {
             return self.reject(cx, frame, reason, &why);
         }
         let state = TaskState::New;
-        let Some(idx) = self.take_in(command.itt, command.immediate, state) else {
+        let Some(idx) = self.take_in(cx, command.itt, command.immediate, state) else {
             if command.immediate {
                 let reason = RejectReason::TooManyImmediate;
                 return self.reject(cx, frame, reason, &"immediate commands");
@@ -293,7 +293,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         become_state(&mut task.state, TaskState::Receive);
         if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
             // The initiator is logging out, and sends no further data.
-            self.abort(cx.pool, idx, None);
+            self.abort(cx, idx, None);
             return None;
         }
         self.check_received(cx.now, idx)

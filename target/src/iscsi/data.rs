@@ -291,7 +291,10 @@ impl<D: Datamover> Channel<D> {
     /// Requests for data of some tasks have been sent: the initiator's time to answer begins.
     pub(crate) fn note_asked(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
         for task in tasks(&self.mover) {
-            self.tasks[usize::from(task.0)].asked = now;
+            // It may have ended since.
+            if let Some(task) = self.tasks.get_mut(*task) {
+                task.asked = now;
+            }
         }
     }
 
@@ -348,8 +351,10 @@ impl<D: Datamover> Channel<D> {
             };
             due.min(last.max(task.wait.since) + patience)
         };
-        let tasks = (0..).map(TaskIdx).zip(&self.tasks);
-        let waiting = tasks.filter(|(_, task)| task.waits_for_initiator());
+        let waiting = self
+            .tasks
+            .iter()
+            .filter(|(_, task)| task.waits_for_initiator());
         let Some(at) = waiting
             .map(due)
             .min()
@@ -368,11 +373,11 @@ impl<D: Datamover> Channel<D> {
             "the initiator does not send its data, or does not take them"
         );
         self.ended.get_or_insert(Parting::Silent);
-        for idx in self.all() {
+        for idx in self.tasks.numbers() {
             // What is answered ends when it has left the socket or the device.
-            let task = &self.tasks[usize::from(idx.0)];
-            if task.waits_for_initiator() && task.state != TaskState::Sent {
-                self.cut_short(cx.pool, idx, End::TornDown);
+            let meant = |task: &Task| task.waits_for_initiator() && task.state != TaskState::Sent;
+            if self.tasks.get(idx).is_some_and(meant) {
+                self.cut_short(cx, idx, End::TornDown);
             }
         }
         self.lose_connection(cx.now);

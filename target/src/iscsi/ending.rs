@@ -3,8 +3,8 @@
 use riser_scsi::step::Status;
 
 use super::channel::{Channel, Cx, Phase};
-use super::datamover::{Datamover, Start};
-use super::task::{Incoming, Piece, TaskState};
+use super::datamover::Datamover;
+use super::task::{Task, TaskState};
 use crate::fabric::{CommandFlow as _, End, TaskAction, TaskIdx, TaskRef};
 use crate::pool::Pool;
 
@@ -32,11 +32,17 @@ impl<D: Datamover> Channel<D> {
         let answer = self.tasks[usize::from(idx.0)].response.as_ref();
         self.pace
             .on_moved(answer.map_or(0, |answer| answer.data_in.len()));
-        self.finish(cx.pool, idx, End::Answered);
+        self.finish(cx, idx, End::Answered);
     }
 
     /// Ends a request: releases its resources and notifies its watchers.
-    pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+    pub(super) fn finish(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
+        let context = self.end_request(cx.pool, idx, end);
+        cx.spare.0.put(context);
+    }
+
+    /// As [`Channel::finish`]; returns the request's context, which holds nothing any more.
+    pub(super) fn end_request(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) -> Box<Task> {
         self.leave_task_set(idx);
         self.forget_tag(idx);
         // Another connection may wait for the command, and would keep its context for ever.
@@ -48,20 +54,12 @@ impl<D: Datamover> Channel<D> {
             End::TornDown => self.counters.torn_down += 1,
         }
         let watchers = task.exec.finish(pool);
-        task.incoming = Incoming::default();
-        task.response = None;
-        task.mgmt = None;
-        task.r2ts = 0;
-        task.waited = 0;
-        task.data_start = Start::default();
-        task.piece = Piece::default();
-        task.is_lacking = false;
         self.report_gone(watchers);
-        self.give_back(idx);
+        self.take_back(idx)
     }
 
     /// Ends a command without an answer, at once or as soon as no device uses its buffer.
-    pub(super) fn abort(&mut self, pool: &mut Pool, idx: TaskIdx, watcher: Option<TaskRef>) {
+    pub(super) fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: Option<TaskRef>) {
         let task = &mut self.tasks[usize::from(idx.0)];
         if !task.is_command() {
             // Its answer is on its way before ours: the task is gone for the initiator.
@@ -72,7 +70,7 @@ impl<D: Datamover> Channel<D> {
         }
         task.exec.watchers.extend(watcher);
         task.exec.renounce();
-        self.cut_short(pool, idx, End::Aborted);
+        self.cut_short(cx, idx, End::Aborted);
     }
 
     /// Ends a command that task management has ended, here or on another channel, at once or as
@@ -80,7 +78,7 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn end_managed(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let task = &mut self.tasks[usize::from(idx.0)];
         if !task.is_command() {
-            return self.abort(cx.pool, idx, Some(watcher));
+            return self.abort(cx, idx, Some(watcher));
         }
         task.exec.watchers.push(watcher);
         if task.exec.aborted {
@@ -101,7 +99,7 @@ impl<D: Datamover> Channel<D> {
         let is_awaited = !is_over && task.exec.is_cleared();
         // Its own nexus may have ended it from another connection.
         if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
-            return self.finish(cx.pool, idx, End::Aborted);
+            return self.finish(cx, idx, End::Aborted);
         }
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
         let watchers = exec.interrupt(cx.pool);
@@ -110,14 +108,14 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
-    pub(super) fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+    pub(super) fn cut_short(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
         if self.tasks[usize::from(idx.0)].exec.aborted {
             return;
         }
-        if self.stop(pool, idx) {
+        if self.stop(cx.pool, idx) {
             self.tasks[usize::from(idx.0)].exec.aborted = true;
         } else {
-            self.finish(pool, idx, end);
+            self.finish(cx, idx, end);
         }
     }
 
@@ -146,8 +144,10 @@ impl<D: Datamover> Channel<D> {
     /// Aborts what waits for the initiator, who is logging out, or for limits, which would delay
     /// that.
     pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
-        for idx in self.all() {
-            let task = &self.tasks[usize::from(idx.0)];
+        for idx in self.tasks.numbers() {
+            let Some(task) = self.tasks.get(idx) else {
+                continue;
+            };
             let waits = match task.state {
                 TaskState::Receive | TaskState::AwaitUnsolicited | TaskState::AwaitLimit => true,
                 // For an acknowledgment.
@@ -155,24 +155,19 @@ impl<D: Datamover> Channel<D> {
                 _ => false,
             };
             if waits {
-                self.abort(cx.pool, idx, None);
+                self.abort(cx, idx, None);
             }
         }
     }
 
     /// Ends everything that no device and no socket holds any more.
-    pub(super) fn tear_down(&mut self, pool: &mut Pool, is_sending: bool) {
-        for idx in self.all() {
-            let task = &mut self.tasks[usize::from(idx.0)];
-            match task.state {
-                TaskState::Idle => {}
-                TaskState::Sent if is_sending => {}
-                _ => self.cut_short(pool, idx, End::TornDown),
+    pub(super) fn tear_down(&mut self, cx: &mut Cx<'_>, is_sending: bool) {
+        for idx in self.tasks.numbers() {
+            match self.tasks.get(idx).map(|task| task.state) {
+                None => {}
+                Some(TaskState::Sent) if is_sending => {}
+                Some(_) => self.cut_short(cx, idx, End::TornDown),
             }
         }
-    }
-
-    pub(super) fn all(&self) -> impl Iterator<Item = TaskIdx> + use<D> {
-        (0..self.tasks.len() as u16).map(TaskIdx)
     }
 }

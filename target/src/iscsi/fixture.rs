@@ -19,7 +19,8 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{
-    Action, Batch, ChannelConfig, Cx, Ending, Gate, LoginGrant, ReassignedTask, TcpChannel, Window,
+    Action, Batch, ChannelConfig, Cx, Ending, Gate, LoginGrant, ReassignedTask, SpareTasks,
+    TcpChannel, Window,
 };
 use crate::fabric::{LunMap, Mapping, TaskAction, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
@@ -128,6 +129,7 @@ impl Gate for FakeGate {
 pub(super) struct Rig {
     pub(super) now: Instant,
     pub(super) pool: Pool,
+    pub(super) spare: SpareTasks,
     pub(super) gate: FakeGate,
     pub(super) channel: TcpChannel,
     pub(super) disk: Vec<u8>,
@@ -194,6 +196,7 @@ impl Rig {
         Self {
             now,
             pool: Pool::new(4 << 20).unwrap(),
+            spare: SpareTasks::default(),
             gate: FakeGate::new(offer),
             channel: TcpChannel::new(config, now),
             disk: vec![0; DISK],
@@ -317,6 +320,7 @@ impl Rig {
         let mut cx = Cx {
             now: self.now,
             pool: &mut self.pool,
+            spare: &mut self.spare,
             gate: &mut self.gate,
         };
         input(&mut self.channel, &mut cx)

@@ -14,7 +14,7 @@ use riser_state::become_state;
 
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
 use super::datamover::{Control, Datamover};
-use super::task::TaskState;
+use super::task::{Task, TaskState};
 use crate::fabric::TaskIdx;
 use crate::stats::SessionEvent;
 use crate::warn_limited;
@@ -123,11 +123,12 @@ impl<D: Datamover> Channel<D> {
     /// Takes a request into an idle context; `None` if there is none for it.
     pub(super) fn take_in(
         &mut self,
+        cx: &mut Cx<'_>,
         itt: Itt,
         immediate: bool,
         state: TaskState,
     ) -> Option<TaskIdx> {
-        let idx = self.take_context(itt, immediate, state)?;
+        let idx = self.take_context(cx, itt, immediate, state)?;
         if !immediate {
             // From here on the place is the context's.
             self.has_place = false;
@@ -144,12 +145,13 @@ impl<D: Datamover> Channel<D> {
         // The window does not count immediate requests. Without a bound of their own, an initiator
         // could fill with them the contexts that the window has promised.
         let is_bounded = !immediate || others < usize::from(IMMEDIATE_TASKS);
-        is_bounded && !self.idle.is_empty()
+        is_bounded && !self.tasks.is_full()
     }
 
     /// Takes an idle context; `None` if too many have no place in the window, or none is idle.
     pub(super) fn take_context(
         &mut self,
+        cx: &mut Cx<'_>,
         itt: Itt,
         immediate: bool,
         state: TaskState,
@@ -157,32 +159,34 @@ impl<D: Datamover> Channel<D> {
         if !self.has_context(immediate) {
             return None;
         }
-        let idx = self.idle.pop()?;
+        let wait = self.pace.begin(cx.now);
+        let idx = self.tasks.insert(cx.spare.0.take(|| Task::new(wait)));
         let task = &mut self.tasks[usize::from(idx.0)];
         become_state(&mut task.state, state);
-        task.generation = task.generation.wrapping_add(1);
         task.itt = itt;
+        (task.wait, task.asked) = (wait, wait.since);
         self.unanswered.insert(itt, idx);
         Some(idx)
     }
 
-    /// Gives a context back.
-    pub(super) fn give_back(&mut self, idx: TaskIdx) {
+    /// Takes the context of a request back; it holds nothing any more.
+    pub(super) fn take_back(&mut self, idx: TaskIdx) -> Box<Task> {
         // The tag of one that was answered has been released already.
         if self.tasks[usize::from(idx.0)].state != TaskState::Sent {
             self.release_tag(idx);
         }
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let mut task = self.tasks.remove(idx);
         let counted = std::mem::take(&mut task.counted);
         let lingers = std::mem::take(&mut task.lingers);
         self.expected -= u16::from(std::mem::take(&mut task.expected));
         become_state(&mut task.state, TaskState::Idle);
+        task.clear();
         self.counted -= u16::from(counted);
         self.lingering -= u16::from(lingers);
         if counted || lingers {
             self.window().on_gone(lingers);
         }
-        self.idle.push(idx);
+        task
     }
 
     /// The answer goes to the datamover: the window has a place again.
@@ -203,8 +207,8 @@ impl<D: Datamover> Channel<D> {
     #[must_use]
     pub fn task_state(&self, itt: Itt) -> Option<TaskState> {
         let mut tasks = self.tasks.iter();
-        let found = tasks.find(|task| task.itt == itt && task.state != TaskState::Idle);
-        found.map(|task| task.state)
+        let found = tasks.find(|(_, task)| task.itt == itt);
+        found.map(|(_, task)| task.state)
     }
 
     /// A request with this tag that has not been answered.

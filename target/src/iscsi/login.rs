@@ -102,7 +102,7 @@ impl<D: Datamover> Channel<D> {
         self.phase_deadline = if entering.session.discovery {
             Some(now + DISCOVERY_TIMEOUT)
         } else {
-            self.make_contexts(now);
+            self.make_contexts();
             None
         };
     }

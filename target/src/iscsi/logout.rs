@@ -10,9 +10,8 @@ use riser_state::become_state;
 
 use super::channel::{Action, Channel, Cx, Ending, Phase};
 use super::datamover::Datamover;
-use super::task::TaskState;
 use crate::audit::Parting;
-use crate::fabric::{End, TaskIdx};
+use crate::fabric::End;
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
@@ -198,7 +197,7 @@ impl<D: Datamover> Channel<D> {
             _ => {}
         }
         if self.phase == Phase::Closed {
-            self.tear_down(cx.pool, !self.is_flushed);
+            self.tear_down(cx, !self.is_flushed);
         }
         // A socket reads buffers until the batch has ended, a device until its operation has.
         let is_over = self.phase == Phase::Closed
@@ -216,9 +215,9 @@ impl<D: Datamover> Channel<D> {
         if self.phase != Phase::Closed {
             become_state(&mut self.phase, Phase::Closed);
         }
-        for idx in (0..self.tasks.len() as u16).map(TaskIdx) {
-            if self.tasks[usize::from(idx.0)].state != TaskState::Idle {
-                self.finish(pool, idx, End::TornDown);
+        for idx in self.tasks.numbers() {
+            if self.tasks.get(idx).is_some() {
+                drop(self.end_request(pool, idx, End::TornDown));
             }
         }
         self.actions.clear();

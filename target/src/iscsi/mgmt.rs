@@ -28,7 +28,8 @@ impl<D: Datamover> Channel<D> {
                 &"the tag is in use",
             );
         }
-        let taken = self.take_in(request.itt, request.immediate, TaskState::Mgmt);
+        let (itt, immediate) = (request.itt, request.immediate);
+        let taken = self.take_in(cx, itt, immediate, TaskState::Mgmt);
         let Some(idx) = taken else {
             if request.immediate {
                 return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
@@ -44,7 +45,7 @@ impl<D: Datamover> Channel<D> {
         self.tasks[usize::from(idx.0)].mgmt = Some(PendingFunction::new(function));
         // It is answered before the command goes on, so it does not wait as others do.
         if function == Function::TaskReassign {
-            return self.on_task_reassign(idx, request);
+            return self.on_task_reassign(cx, idx, request);
         }
         match self.carry_out(cx, idx, function, request) {
             Some(answer) => self.answer_tmf(idx, answer),
@@ -87,7 +88,7 @@ impl<D: Datamover> Channel<D> {
             }
             Function::QueryTaskSet => {
                 let mut tasks = self.tasks.iter();
-                let any = tasks.any(|task| task.is_command() && task.exec.is_of_any(&units));
+                let any = tasks.any(|(_, task)| task.is_command() && task.exec.is_of_any(&units));
                 Some(presence(any))
             }
             Function::QueryAsyncEvent => Some(FunctionAnswer::Complete),
@@ -118,7 +119,7 @@ impl<D: Datamover> Channel<D> {
         units[0].count_abort(true);
         self.mgmt_mut(idx).await_tasks(1);
         let watcher = self.task_ref(idx);
-        self.abort(cx.pool, task, Some(watcher));
+        self.abort(cx, task, Some(watcher));
         None
     }
 
@@ -187,9 +188,9 @@ impl<D: Datamover> Channel<D> {
     /// A task of this channel may start: those that held it back are gone.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
         let idx = name.index;
-        let task = &self.tasks[usize::from(idx.0)];
         // The mail may be late, and the context another command's by now.
-        if task.generation == name.generation && task.state == TaskState::AwaitTask {
+        let task = self.tasks.of_use(idx, name.generation);
+        if task.is_some_and(|task| task.state == TaskState::AwaitTask) {
             self.start(cx, idx);
         }
         self.settle(cx);
@@ -201,7 +202,7 @@ impl<D: Datamover> Channel<D> {
         // It was handed over while the mail was on its way, which follows it.
         if let Some(task) = self.allegiance.moved(name) {
             self.ask(TaskAction::AbortTask { task, watcher });
-        } else if self.tasks[usize::from(idx.0)].generation == name.generation {
+        } else if self.tasks.of_use(idx, name.generation).is_some() {
             self.end_managed(cx, idx, watcher);
         } else {
             self.ask(TaskAction::TaskGone(watcher));
@@ -212,8 +213,8 @@ impl<D: Datamover> Channel<D> {
     /// A task that a function of this channel waited for is gone.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
         let idx = watcher.index;
-        let task = &mut self.tasks[usize::from(idx.0)];
-        if task.generation == watcher.generation
+        let task = self.tasks.of_use(idx, watcher.generation);
+        if let Some(task) = task
             && task.state == TaskState::Mgmt
             && let Some(pending) = &mut task.mgmt
         {

@@ -83,6 +83,6 @@ pub use counters::Counters;
 pub use datamover::{Control, Datamover, GetData, PutData, SolicitedData};
 pub use reassigned::{ReassignRequest, ReassignedTask};
 pub use report::SessionInfo;
-pub use task::TaskState;
+pub use task::{SpareTasks, TaskState};
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
 pub use window::Window;

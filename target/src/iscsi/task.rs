@@ -9,7 +9,7 @@ use riser_state::State;
 
 use super::datamover::Start;
 use crate::fabric::task_mgmt::{Function, PendingFunction};
-use crate::fabric::{Execution, Pace, Wait};
+use crate::fabric::{Execution, Pace, Spare, Wait};
 
 /// State of a context.
 ///
@@ -154,8 +154,6 @@ pub(super) struct Piece {
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) state: TaskState,
-    /// Counts the uses of this context.
-    pub(super) generation: u32,
     pub(super) itt: Itt,
     /// It takes a place of the command window.
     pub(super) counted: bool,
@@ -186,6 +184,18 @@ pub(super) struct Task {
     pub(super) mgmt: Option<PendingFunction<Function>>,
 }
 
+/// Contexts of one worker that no request has.
+#[derive(Debug, Default)]
+pub struct SpareTasks(pub(super) Spare<Task>);
+
+impl SpareTasks {
+    /// Returns the memory of the contexts in bytes.
+    #[must_use]
+    pub fn memory(&self) -> usize {
+        self.0.memory()
+    }
+}
+
 impl Task {
     pub(super) fn new(wait: Wait) -> Self {
         Self {
@@ -193,7 +203,6 @@ impl Task {
             asked: wait.since,
             waited: 0,
             state: TaskState::Idle,
-            generation: 0,
             itt: Itt::NONE,
             counted: false,
             lingers: false,
@@ -208,6 +217,18 @@ impl Task {
             r2ts: 0,
             mgmt: None,
         }
+    }
+
+    /// Releases what is left of a command that has ended, or that another connection carries on.
+    pub(super) fn clear(&mut self) {
+        self.incoming = Incoming::default();
+        self.response = None;
+        self.mgmt = None;
+        self.r2ts = 0;
+        self.waited = 0;
+        self.data_start = Start::default();
+        self.piece = Piece::default();
+        self.is_lacking = false;
     }
 
     /// Milliseconds that its waits for pieces count by now, while others may have waited for it.

@@ -12,6 +12,7 @@
 
 use std::collections::VecDeque;
 use std::fmt::Display;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -117,6 +118,8 @@ pub struct IserChannel {
     receive_ring: MemSlice,
     state: ConnState,
     posted_receives: u32,
+    /// Receives that are not posted yet, since the connection is new.
+    first_receives: Range<u16>,
     /// Messages that came before the connection was known to be there; each in a receive of its
     /// own.
     deferred: VecDeque<(RxIdx, u32)>,
@@ -146,11 +149,14 @@ impl IserChannel {
         let channel_config = params.channel_config(config.worker, config.serial);
         let tasks = channel_config.contexts();
         let mover = Iser::new(params, config.send_ring, usize::from(tasks));
-        let mut this = Self {
+        let receives = params.receives();
+        Self {
             channel: Channel::new(channel_config, mover, now),
             receive_ring: config.receive_ring,
             state: ConnState::Init,
-            posted_receives: 0,
+            posted_receives: receives,
+            // All of them, since the initiator may send as soon as it has our answer.
+            first_receives: 0..receives as u16,
             deferred: VecDeque::new(),
             held_back: VecDeque::new(),
             recv_segment: params.recv_segment,
@@ -161,12 +167,7 @@ impl IserChannel {
             parting: None,
             actions: VecDeque::new(),
             params,
-        };
-        // All of them, since the initiator may send as soon as it has our answer.
-        for i in 0..params.receives() as u16 {
-            this.post_recv(RxIdx(i));
         }
-        this
     }
 
     /// Returns the channel, for looks at its state.
@@ -216,6 +217,9 @@ impl IserChannel {
 
     /// Returns the next action, in order.
     pub fn poll_action(&mut self) -> Option<IserAction> {
+        if let Some(first) = self.first_receives.next() {
+            return Some(IserAction::PostRecv(RxIdx(first)));
+        }
         self.actions.pop_front()
     }
 
@@ -348,6 +352,7 @@ impl IserChannel {
     /// Ends everything at once, for a worker that ends without a shutdown; the connection is of no
     /// use then. The devices are closed already, so nothing touches a buffer.
     pub fn abandon(&mut self, pool: &mut Pool) {
+        self.first_receives = 0..0;
         self.actions.clear();
         self.channel.abandon(pool);
     }

@@ -19,7 +19,7 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
 use crate::fabric::{Direction, RdmaRequest, TaskAction, TaskIdx};
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
-use crate::iscsi::{Action, Channel, Cx};
+use crate::iscsi::{Action, Channel, Cx, SpareTasks};
 use crate::pool::Pool;
 use riser_test_peers::pdus::{data_out, nop_out, scsi_command, tmf_request};
 
@@ -52,6 +52,7 @@ pub(super) struct Chain {
 pub(super) struct Rig {
     pub(super) now: Instant,
     pub(super) pool: Pool,
+    pub(super) spare: SpareTasks,
     pub(super) gate: FakeGate,
     pub(super) conn: IserChannel,
     pub(super) disk: Vec<u8>,
@@ -113,6 +114,7 @@ impl Rig {
         let mut rig = Self {
             now,
             pool: Pool::new(4 << 20).unwrap(),
+            spare: SpareTasks::default(),
             gate: FakeGate::new(offer()),
             conn,
             disk: vec![0; DISK],
@@ -200,6 +202,7 @@ impl Rig {
         let mut cx = Cx {
             now: self.now,
             pool: &mut self.pool,
+            spare: &mut self.spare,
             gate: &mut self.gate,
         };
         input(&mut self.conn, &mut cx);

@@ -143,7 +143,9 @@ pub struct Iser {
     fetched: Option<TaskIdx>,
     /// Data that wait for the answer that they go with.
     put: Option<(PutData, RemoteBuffer)>,
+    /// Records of the tasks, up to the largest number that was in use: small ones are used first.
     known: Vec<TaskRecord>,
+    /// The chains, likewise.
     chains: Vec<Option<Chain>>,
     free_chains: Vec<ChainIdx>,
     /// Work requests that the send queue still takes.
@@ -176,8 +178,8 @@ impl Iser {
             queue: VecDeque::new(),
             fetched: None,
             put: None,
-            known: vec![TaskRecord::default(); tasks],
-            chains: (0..chains).map(|_| None).collect(),
+            known: Vec::with_capacity(tasks),
+            chains: Vec::with_capacity(usize::from(chains)),
             free_chains: (0..chains).rev().map(ChainIdx).collect(),
             credits: params.credits(),
             max_send_segment: LARGE_SEGMENT,
@@ -216,7 +218,7 @@ impl Iser {
 
     /// Number of chains under way.
     pub(super) fn outstanding(&self) -> usize {
-        self.chains.len() - self.free_chains.len()
+        self.params.credits() as usize - self.free_chains.len()
     }
 
     /// Numbers of the chains under way.
@@ -302,7 +304,11 @@ impl Iser {
         self.credits -= chain.wrs;
         let idx = self.free_chains.pop().expect("a chain takes credit");
         post.chain = idx;
-        self.chains[usize::from(idx.0)] = Some(chain);
+        let at = usize::from(idx.0);
+        if at >= self.chains.len() {
+            self.chains.resize_with(at + 1, || None);
+        }
+        self.chains[at] = Some(chain);
         Some(is_last)
     }
 
@@ -359,7 +365,8 @@ impl Iser {
 
     /// The key that a command's answer invalidates, where that was agreed on.
     fn advertised(&self, task: TaskIdx) -> Option<Stag> {
-        let buffers = self.known[usize::from(task.0)].buffers;
+        // A function is a task without buffers.
+        let buffers = self.known.get(usize::from(task.0))?.buffers;
         let buffer = buffers.read.or(buffers.write);
         buffer
             .filter(|_| self.params.remote_invalidate)
@@ -445,7 +452,11 @@ impl Datamover for Iser {
     }
 
     fn begin(&mut self, task: TaskIdx) {
-        let known = &mut self.known[usize::from(task.0)];
+        let at = usize::from(task.0);
+        if at >= self.known.len() {
+            self.known.resize(at + 1, TaskRecord::default());
+        }
+        let known = &mut self.known[at];
         debug_assert_eq!(
             known.chains, 0,
             "nothing touches the buffer of an idle task"

@@ -104,13 +104,15 @@ impl IserParams {
         self.send_queue - RESERVED
     }
 
-    /// Returns the memory of a connection with these parameters, its queue pair aside.
+    /// Returns the memory of a connection with these parameters, when it has as many commands as
+    /// it may.
     #[must_use]
     pub fn memory(&self) -> ConnectionMemory {
         ConnectionMemory {
             receive_ring: self.receives() as usize * self.receive_stride(),
             send_ring: self.sends() as usize * SMALL + LARGE_SLOTS * LARGE,
             contexts: self.channel_config(0, 0).memory(),
+            queues: ConnectionMemory::of_queues(self.send_queue, self.receives()),
         }
     }
 

@@ -12,6 +12,7 @@
 //!    dropped.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,8 +30,8 @@ use super::login::{ChannelParams, OWN_MESSAGES};
 use super::own::OwnMessages;
 use crate::audit::Parting;
 use crate::fabric::{
-    Accounts, Backlog, CommandFlow, Lent, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits,
-    RdmaRequest, TaskIdx, TaskRef,
+    Accounts, Backlog, CommandFlow, Contexts, Lent, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits,
+    RdmaRequest, Spare, TaskIdx, TaskRef,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool, Ranges};
@@ -101,6 +102,8 @@ pub struct Cx<'a> {
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
+    /// The worker's contexts that no request has.
+    pub spare: &'a mut Spare<SendIoctx>,
 }
 
 impl Lent for Cx<'_> {
@@ -141,9 +144,7 @@ pub struct ChannelConfig {
 pub struct Channel {
     pub(super) config: ChannelConfig,
     pub(super) state: ChState,
-    pub(super) ioctx: Vec<SendIoctx>,
-    /// Command contexts that no request has.
-    pub(super) idle: Vec<TaskIdx>,
+    pub(super) ioctx: Contexts<SendIoctx>,
     /// Commands that are not answered yet, by the tags that the initiator knows them by. Those that
     /// are chosen for their hashes are found slowly, and there are no more of them than credits.
     pub(super) tags: FxHashMap<Tag, TaskIdx>,
@@ -151,9 +152,11 @@ pub struct Channel {
     pub(super) send_queue: SendQueue,
     /// Receives in the queue pair.
     posted_receives: u32,
+    /// Receives that are not posted yet, since the channel is new.
+    pub(super) first_receives: Range<u16>,
     /// Received and not yet looked at, oldest first; bounded by the receive ring.
     pub(super) deferred: VecDeque<(RecvIdx, u32)>,
-    /// Scratch for a deferred information unit.
+    /// Scratch for a deferred information unit, once there was one.
     scratch: Vec<u8>,
     /// Commands that wait for memory or limits.
     pub(super) backlog: Backlog,
@@ -198,22 +201,23 @@ impl Channel {
     #[must_use]
     pub fn new(config: ChannelConfig, now: Instant) -> Self {
         let params = config.params;
-        let (receives, sends) = (params.receives(), params.sends());
+        let receives = params.receives();
         assert!(config.receive_ring.len() >= receives as usize * params.receive_stride());
-        assert!(config.send_ring.len() >= sends as usize * params.send_stride());
+        assert!(config.send_ring.len() >= params.sends() as usize * params.send_stride());
         let credits = params.send_queue - RESERVED;
         assert!(credits >= 2, "a send queue for a transfer and an answer");
-        let mut channel = Self {
+        Self {
             state: ChState::Connecting,
-            ioctx: (0..sends).map(|_| SendIoctx::new()).collect(),
-            idle: (0..params.req_lim as u16).rev().map(TaskIdx).collect(),
+            ioctx: Contexts::new(params.req_lim as u16),
             // Twice as large as it gets: a table at most half full never allocates again.
             tags: FxHashMap::with_capacity_and_hasher(2 * params.req_lim as usize, FxBuildHasher),
             req_lim: ReqLim::new(params.req_lim),
             send_queue: SendQueue::new(credits, params.req_lim as usize),
-            posted_receives: 0,
+            posted_receives: receives,
+            // All of them, since the initiator may send as soon as it has our answer.
+            first_receives: 0..receives as u16,
             deferred: VecDeque::with_capacity(receives as usize),
-            scratch: vec![0; params.max_it_iu_len as usize],
+            scratch: Vec::new(),
             backlog: Backlog::new(config.serial, params.req_lim as usize),
             own: OwnMessages::default(),
             blocks_in_flight: 0,
@@ -236,12 +240,7 @@ impl Channel {
             accounts: Accounts::default(),
             complaints: RateLimit::default(),
             config,
-        };
-        // All of them, since the initiator may send as soon as it has our answer.
-        for i in 0..receives as u16 {
-            channel.post_recv(RecvIdx(i));
         }
-        channel
     }
 
     /// Returns the state of the channel.
@@ -306,13 +305,13 @@ impl Channel {
     /// Returns the number of requests that hold a context.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.config.params.req_lim as usize - self.idle.len()
+        self.ioctx.len()
     }
 
     /// The state of a context.
     #[must_use]
     pub fn ioctx_state(&self, idx: TaskIdx) -> IoctxState {
-        self.ioctx[usize::from(idx.0)].state
+        self.ioctx.get(idx).map_or(IoctxState::Done, |io| io.state)
     }
 
     /// Whether commands wait for pool memory.
@@ -337,7 +336,16 @@ impl Channel {
 
     /// Returns the next action, in order.
     pub fn poll_action(&mut self) -> Option<Action> {
-        self.actions.pop_front()
+        if let Some(first) = self.first_receives.next() {
+            return Some(Action::PostRecv(RecvIdx(first)));
+        }
+        let action = self.actions.pop_front();
+        if action.is_none() {
+            // Begins again at the front of its memory, most of which a shallow session never
+            // touches.
+            self.actions.clear();
+        }
+        action
     }
 
     /// Returns the memory of a receive context.
@@ -379,7 +387,9 @@ impl Channel {
 
     /// Returns the RDMA requests of the chain that is being posted.
     pub fn requests(&self, task: TaskIdx) -> impl Iterator<Item = RdmaRequest<Ranges<'_>>> {
-        self.ioctx[usize::from(task.0)].requests()
+        // A message of our own has none.
+        let ioctx = self.ioctx.get(task);
+        ioctx.into_iter().flat_map(SendIoctx::requests)
     }
 
     /// A message arrived in this receive context.
@@ -528,9 +538,12 @@ impl Channel {
     /// complete.
     pub fn handle_queues_gone(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
-        for idx in (0..self.ioctx.len() as u16).map(TaskIdx) {
-            let wrs = std::mem::take(&mut self.ioctx[usize::from(idx.0)].wrs);
-            if wrs > 0 {
+        for idx in self.ioctx.numbers() {
+            let wrs = self
+                .ioctx
+                .get_mut(idx)
+                .map(|io| std::mem::take(&mut io.wrs));
+            if let Some(wrs) = wrs.filter(|wrs| *wrs > 0) {
                 self.send_queue.give_back(wrs);
                 self.on_chain_done(cx, idx, false);
             }
@@ -603,7 +616,7 @@ impl Channel {
             let dues = self
                 .ioctx
                 .iter()
-                .filter_map(|io| io.piece_due(time, &self.pace));
+                .filter_map(|(_, io)| io.piece_due(time, &self.pace));
             self.pieces_deadline = dues.min();
         }
         is_over(self.data_deadline) || is_over(self.pieces_deadline)
@@ -614,11 +627,12 @@ impl Channel {
             let Some(&(recv, len)) = self.deferred.front() else {
                 break;
             };
-            if self.idle.is_empty() {
+            if self.ioctx.is_full() {
                 break;
             }
             let mut scratch = std::mem::take(&mut self.scratch);
-            let bytes = &mut scratch[..len as usize];
+            scratch.resize(len as usize, 0);
+            let bytes = &mut scratch[..];
             self.receive_slot(recv).read(0, bytes);
             let taken = self.dispatch(cx, recv, bytes);
             self.scratch = scratch;
@@ -632,7 +646,7 @@ impl Channel {
     /// Looks at a message; `false` if it has to wait for a context.
     fn dispatch(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, bytes: &[u8]) -> bool {
         let opcode = Opcode::of(bytes);
-        if self.idle.is_empty() && matches!(opcode, Ok(Opcode::Cmd | Opcode::TskMgmt)) {
+        if self.ioctx.is_full() && matches!(opcode, Ok(Opcode::Cmd | Opcode::TskMgmt)) {
             return false;
         }
         let immediate = self.config.params.immediate;
@@ -744,7 +758,7 @@ impl Channel {
             worker: self.config.worker,
             channel: self.config.serial,
             index: idx,
-            generation: self.ioctx[usize::from(idx.0)].generation,
+            generation: self.ioctx.generation(idx),
         }
     }
 
@@ -755,7 +769,7 @@ impl Channel {
         let done = self.state == ChState::Draining
             && self.drained
             && self.posted_receives == 0
-            && self.idle.len() == self.config.params.req_lim as usize
+            && self.ioctx.is_empty()
             && self.blocks_in_flight == 0
             && !self.own.is_sending()
             && !self.probing;

@@ -10,7 +10,7 @@ use riser_state::become_state;
 
 use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
-use super::ioctx::{ChainKind, CommandToken, Immediate, IoctxState, RecvIdx};
+use super::ioctx::{ChainKind, CommandToken, Immediate, IoctxState, RecvIdx, SendIoctx};
 use crate::fabric::{
     Backlog, CommandFlow, Descriptors, Direction, End, Execution, Hold, TaskAction, TaskIdx,
     Transfer,
@@ -24,14 +24,12 @@ impl Channel {
     ///
     /// # Panics
     /// If there is none.
-    pub(super) fn take_in(&mut self, tag: Tag, state: IoctxState) -> TaskIdx {
-        let idx = self.idle.pop().expect("an idle context");
+    pub(super) fn take_in(&mut self, cx: &mut Cx<'_>, tag: Tag, state: IoctxState) -> TaskIdx {
+        let idx = self.ioctx.insert(cx.spare.take(SendIoctx::new));
         self.req_lim.on_request();
         let io = &mut self.ioctx[usize::from(idx.0)];
         become_state(&mut io.state, state);
-        io.generation = io.generation.wrapping_add(1);
         io.tag = tag;
-        io.exec.unit = None;
         io.notify_success = false;
         io.notify_failure = false;
         io.exec.expected = Expected::default();
@@ -41,11 +39,10 @@ impl Channel {
 
     pub(super) fn on_cmd(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, cmd: &Cmd<'_>) {
         self.counters.commands += 1;
-        let idx = self.take_in(cmd.tag, IoctxState::New);
+        let idx = self.take_in(cx, cmd.tag, IoctxState::New);
         let (luns, worker) = (&self.config.luns, self.config.worker);
         let addressed = self.accounts.addressed(luns, cmd.lun, worker);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        io.lun = cmd.lun;
         io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
@@ -100,7 +97,7 @@ impl Channel {
 
     /// A request that could not be parsed, except for its tag.
     pub(super) fn refuse(&mut self, cx: &mut Cx<'_>, tag: Tag) {
-        let idx = self.take_in(tag, IoctxState::New);
+        let idx = self.take_in(cx, tag, IoctxState::New);
         self.ioctx[usize::from(idx.0)].notify_failure = true;
         self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
     }
@@ -158,7 +155,7 @@ impl Channel {
             return true;
         }
         if self.torn_down {
-            self.finish(cx.pool, idx, End::TornDown);
+            self.finish(cx, idx, End::TornDown);
             return true;
         }
         false
@@ -169,7 +166,7 @@ impl Channel {
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;
         if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {
-            return self.finish(cx.pool, idx, End::Aborted);
+            return self.finish(cx, idx, End::Aborted);
         }
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.transfer = None;
@@ -193,7 +190,18 @@ impl Channel {
     }
 
     /// Ends a request: releases its resources and notifies its watchers.
-    pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+    pub(super) fn finish(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
+        let context = self.end_request(cx.pool, idx, end);
+        cx.spare.put(context);
+    }
+
+    /// As [`Channel::finish`]; returns the request's context, which holds nothing any more.
+    pub(super) fn end_request(
+        &mut self,
+        pool: &mut Pool,
+        idx: TaskIdx,
+        end: End,
+    ) -> Box<SendIoctx> {
         self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
         debug_assert_eq!(io.wrs, 0, "its chain has completed");
@@ -234,7 +242,7 @@ impl Channel {
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }
-        self.idle.push(idx);
+        self.ioctx.remove(idx)
     }
 }
 

@@ -18,10 +18,12 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, ChannelConfig, Cx};
-use super::ioctx::RecvIdx;
+use super::ioctx::{RecvIdx, SendIoctx};
 use super::login::{ChannelParams, MAX_TI_IU};
 use crate::config::DATA_OUT_TIMEOUT;
-use crate::fabric::{Direction, LunMap, Mapping, RdmaRequest, TaskAction, TaskIdx, Unit, UnitIdx};
+use crate::fabric::{
+    Direction, LunMap, Mapping, RdmaRequest, Spare, TaskAction, TaskIdx, Unit, UnitIdx,
+};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::LunStats;
@@ -55,6 +57,7 @@ pub(super) enum Pending {
 pub(super) struct Rig {
     pub(super) now: Instant,
     pub(super) pool: Pool,
+    pub(super) spare: Spare<SendIoctx>,
     pub(super) units: Vec<Arc<Unit>>,
     /// What is counted of them.
     pub(super) stats: Vec<Arc<LunStats>>,
@@ -104,6 +107,7 @@ impl Rig {
         Self {
             now: Instant::now(),
             pool: Pool::new(4 << 20).unwrap(),
+            spare: Spare::default(),
             units,
             stats: (0..2)
                 .map(|i| Arc::new(LunStats::new("t", i, None)))
@@ -189,6 +193,7 @@ impl Rig {
         let mut cx = Cx {
             now: self.now,
             pool: &mut self.pool,
+            spare: &mut self.spare,
         };
         let result = f(&mut self.channels[chan], &mut cx);
         self.pump();
@@ -227,6 +232,7 @@ impl Rig {
                     let mut cx = Cx {
                         now: self.now,
                         pool: &mut self.pool,
+                        spare: &mut self.spare,
                     };
                     self.channels[chan].handle_pool(&mut cx);
                     while let Some(action) = self.channels[chan].poll_action() {
@@ -242,6 +248,7 @@ impl Rig {
         let mut cx = Cx {
             now: self.now,
             pool: &mut self.pool,
+            spare: &mut self.spare,
         };
         match action {
             Action::PostRecv(recv) => self.receives[chan].push(recv),

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_scsi::lun::WireLun;
 use riser_scsi::srp::{RspCode, Tag};
 use riser_scsi::step::Response;
 use riser_state::State;
@@ -271,12 +270,8 @@ pub struct Immediate {
 pub struct SendIoctx {
     /// State of the request.
     pub state: IoctxState,
-    /// Counts the uses of this context.
-    pub generation: u32,
     /// Tag that the initiator knows the request by.
     pub tag: Tag,
-    /// LUN that the request addresses.
-    pub lun: WireLun,
     /// Command, its steps and its data buffer.
     pub exec: Execution,
     /// Notify the initiator of success.
@@ -312,9 +307,7 @@ impl SendIoctx {
     pub fn new() -> Self {
         Self {
             state: IoctxState::Done,
-            generation: 0,
             tag: Tag(0),
-            lun: [0; 8],
             exec: Execution::new(),
             notify_success: false,
             notify_failure: false,

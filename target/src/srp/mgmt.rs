@@ -19,7 +19,7 @@ use crate::warn_limited;
 impl Channel {
     pub(super) fn on_tsk_mgmt(&mut self, cx: &mut Cx<'_>, request: &TskMgmt) {
         self.counters.task_management += 1;
-        let idx = self.take_in(request.tag, IoctxState::Mgmt);
+        let idx = self.take_in(cx, request.tag, IoctxState::Mgmt);
         let function = function_of(request.function);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.notify_success = request.notify_success;
@@ -91,8 +91,10 @@ impl Channel {
         let unit = units.first().ok_or(FunctionAnswer::NoSuchLun)?;
         let watcher = self.task_ref(idx);
         // Not by `tags`, which forgets a command as soon as its answer is written.
-        for other in (0..self.config.params.req_lim as u16).map(TaskIdx) {
-            let io = &self.ioctx[usize::from(other.0)];
+        for other in self.ioctx.numbers() {
+            let Some(io) = self.ioctx.get(other) else {
+                continue;
+            };
             let named = io.tag == request.task_tag && io.exec.is_of_any(&units);
             if named && other != idx && io.is_command() {
                 self.mgmt_mut(idx).await_tasks(1);
@@ -143,8 +145,9 @@ impl Channel {
 
     /// A task of this channel may start: those that held it back are gone.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, task: TaskRef) {
-        let io = &self.ioctx[usize::from(task.index.0)];
-        if io.generation == task.generation && io.state == IoctxState::AwaitTask {
+        // The mail may be late, and the context another command's by now.
+        let io = self.ioctx.of_use(task.index, task.generation);
+        if io.is_some_and(|io| io.state == IoctxState::AwaitTask) {
             self.start(cx, task.index);
         }
         self.settle_round(cx);
@@ -152,8 +155,8 @@ impl Channel {
 
     /// Task management, here or on another channel, ends a task of this one.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, task: TaskRef, watcher: TaskRef) {
-        let io = &self.ioctx[usize::from(task.index.0)];
-        if io.generation == task.generation && io.is_command() {
+        let io = self.ioctx.of_use(task.index, task.generation);
+        if io.is_some_and(|io| io.is_command()) {
             self.abort(cx, task.index, watcher);
         } else {
             self.ask(TaskAction::TaskGone(watcher));
@@ -163,8 +166,8 @@ impl Channel {
 
     /// A task that a function of this channel waited for is gone.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
-        let io = &mut self.ioctx[usize::from(watcher.index.0)];
-        if io.generation == watcher.generation
+        let io = self.ioctx.of_use(watcher.index, watcher.generation);
+        if let Some(io) = io
             && io.state == IoctxState::Mgmt
             && let Some(pending) = &mut io.mgmt
         {

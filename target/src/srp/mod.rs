@@ -58,7 +58,7 @@ mod tests_stream;
 
 pub use action::{Action, Counters, SendIu};
 pub use channel::{ChState, Channel, ChannelConfig, Cx, JOIN_TIMEOUT, KEEPALIVE};
-pub use ioctx::{IoctxState, RecvIdx};
+pub use ioctx::{IoctxState, RecvIdx, SendIoctx};
 pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginRefused, LoginView, plan_login,
 };

@@ -148,7 +148,7 @@ impl Channel {
             } else {
                 io.exec.timer.arrive(cx.now);
             }
-            return self.finish(cx.pool, idx, End::Answered);
+            return self.finish(cx, idx, End::Answered);
         }
         let is_awaited = matches!(
             io.state,

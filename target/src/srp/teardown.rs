@@ -119,13 +119,13 @@ impl Channel {
     /// Ends everything at once, for a worker that ends without a shutdown; the channel is of no use
     /// then. The devices are closed already, so nothing touches a buffer.
     pub fn abandon(&mut self, pool: &mut Pool) {
-        for idx in (0..self.config.params.req_lim as u16).map(TaskIdx) {
-            let io = &mut self.ioctx[usize::from(idx.0)];
-            if io.state != IoctxState::Done {
+        for idx in self.ioctx.numbers() {
+            if let Some(io) = self.ioctx.get_mut(idx) {
                 io.wrs = 0;
-                self.finish(pool, idx, End::TornDown);
+                drop(self.end_request(pool, idx, End::TornDown));
             }
         }
+        self.first_receives = 0..0;
         self.actions.clear();
     }
 
@@ -190,7 +190,7 @@ impl Channel {
             return;
         }
         self.deferred.clear();
-        for idx in (0..self.config.params.req_lim as u16).map(TaskIdx) {
+        for idx in self.ioctx.numbers() {
             match self.ioctx_state(idx) {
                 IoctxState::Done => {}
                 IoctxState::DataIn => {
@@ -203,7 +203,7 @@ impl Channel {
                 _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}
                 _ => {
                     self.stop_waiting(cx.pool, idx);
-                    self.finish(cx.pool, idx, End::TornDown);
+                    self.finish(cx, idx, End::TornDown);
                 }
             }
         }

@@ -11,7 +11,7 @@ use riser_state::testing::{assert_all_taken, table};
 
 use super::channel::Channel;
 use super::fixture::*;
-use super::ioctx::{ChainKind, IoctxState, SendIoctx};
+use super::ioctx::{ChainKind, IoctxState};
 use super::login::ChannelParams;
 use crate::fabric::{TaskIdx, TaskRef};
 use crate::pool::{Buffer, MIN_BLOCK, Owner};
@@ -96,9 +96,9 @@ impl Bench {
     /// The state of the command's context.
     fn state(&self) -> IoctxState {
         let contexts = &self.rig.channels[0].ioctx;
-        let of_it = |io: &&SendIoctx| io.tag.0 == TAG && io.state != IoctxState::Done;
-        let found = contexts.iter().find(of_it);
-        found.map_or(IoctxState::Done, |io| io.state)
+        let mut contexts = contexts.iter();
+        let found = contexts.find(|(_, io)| io.tag.0 == TAG);
+        found.map_or(IoctxState::Done, |(_, io)| io.state)
     }
 
     #[track_caller]

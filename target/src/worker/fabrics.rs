@@ -21,8 +21,10 @@ use super::rdma::RdmaLink;
 use super::stream::Stream;
 use crate::audit::Parting;
 use crate::config::Protocol;
-use crate::fabric::{Accounts, ConnRef, LunMap, TaskIdx, TaskRef, UnitIdx};
-use crate::iscsi::{self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, TcpChannel};
+use crate::fabric::{Accounts, ConnRef, LunMap, Spare, TaskIdx, TaskRef, UnitIdx};
+use crate::iscsi::{
+    self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, SpareTasks, TcpChannel,
+};
 use crate::iser::{IserAction, IserChannel};
 use crate::pool::{Buffer, Pool};
 use crate::sessions::catalog::Entrance;
@@ -31,6 +33,20 @@ use crate::sessions::iscsi::Membership;
 use crate::sessions::nexus::NexusKey;
 use crate::srp;
 use crate::stats::Functions;
+
+/// Contexts of commands that no connection has, for those of each kind.
+#[derive(Debug, Default)]
+pub(super) struct Spares {
+    pub(super) srp: Spare<srp::SendIoctx>,
+    pub(super) iscsi: SpareTasks,
+}
+
+impl Spares {
+    /// Returns their memory in bytes.
+    pub(super) fn memory(&self) -> usize {
+        self.srp.memory() + self.iscsi.memory()
+    }
+}
 
 /// A connection of some fabric. Boxed, since their sizes differ.
 #[derive(Debug)]
@@ -516,6 +532,7 @@ impl Worker {
             let mut cx = srp::Cx {
                 now,
                 pool: &mut self.pool,
+                spare: &mut self.spares.srp,
             };
             input(Machine::Srp(&mut own.channel, &mut cx));
             return self.conns.mark_dirty(key);
@@ -563,6 +580,7 @@ impl Worker {
         let mut cx = iscsi::Cx {
             now,
             pool: &mut self.pool,
+            spare: &mut self.spares.iscsi,
             gate: &mut gate,
         };
         match machine {

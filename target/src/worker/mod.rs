@@ -100,7 +100,7 @@ use conns::{ConnKey, Conns};
 use device::Devices;
 use device_slots::DeviceSlots;
 use disconnects::Disconnects;
-use fabrics::Fabric;
+use fabrics::{Fabric, Spares};
 use login_log::LoginLog;
 use mail::{Mail, Outbox};
 use portals::{Portals, Unserved};
@@ -220,6 +220,8 @@ pub struct Worker {
     /// Catalog that this worker has followed last.
     catalog: Arc<Catalog>,
     pool: Pool,
+    /// Contexts of commands that no connection has.
+    spares: Spares,
     mailbox: MailReceiver<Mail>,
     outbox: Outbox,
     reports: Sender<Report>,
@@ -300,6 +302,7 @@ impl Worker {
             blocks,
             catalog,
             pool,
+            spares: Spares::default(),
             mailbox,
             outbox,
             reports,

@@ -4,16 +4,11 @@
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
     Access, CmError, CmId, ConnParam, CqId, LKey, MrId, Notify, PdId, QpCap, QpId, QpInitAttr,
-    QpType, VerbsError,
+    QpType, RecvOrder, VerbsError,
 };
 
 use super::device::Device;
-
-/// Incoming READs and atomics that we allow: initiators have no business reading our memory.
-const RESPONDER_RESOURCES: u8 = 1;
-
-/// Outgoing READs at once, if the initiator allows as many.
-const INITIATOR_DEPTH: u8 = 16;
+use crate::fabric::{INITIATOR_DEPTH, RESPONDER_RESOURCES};
 
 /// A connection at its device and at the connection manager.
 #[derive(Debug)]
@@ -168,7 +163,12 @@ impl Hardware {
             max_send_sge: queues.max_sge as u32,
             ..QpCap::new(queues.sends, queues.receives)
         };
-        let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
+        // Completions name their receives, so any order will do, and with this one an idle session
+        // occupies a few pages of its ring rather than all of it.
+        let init = QpInitAttr {
+            recv_order: RecvOrder::NewestFirst,
+            ..QpInitAttr::new(pd, cq, QpType::Rc, cap)
+        };
         let armed = dev.req_notify_cq(cq, Notify::Next).map(|_| ());
         let qp = armed
             .map_err(CmError::from)

@@ -78,7 +78,8 @@ fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
 pub struct Announced {
     /// Connections, those that have not logged in included.
     pub connections: usize,
-    /// Bytes of their contexts. Excludes rings, which are memory-mapped, and queue pairs.
+    /// Bytes of their contexts at most, and of those that no connection has. Excludes rings, which
+    /// are memory-mapped, and queue pairs.
     pub bytes: usize,
 }
 
@@ -92,7 +93,11 @@ impl Worker {
             Fabric::Iser(own) => own.channel.params().memory().contexts,
         };
         let all = self.conns.iter();
-        all.fold(Announced::default(), |sum, (_, conn)| Announced {
+        let spare = Announced {
+            connections: 0,
+            bytes: self.spares.memory(),
+        };
+        all.fold(spare, |sum, (_, conn)| Announced {
             connections: sum.connections + 1,
             bytes: sum.bytes + bytes(&conn.fabric),
         })

@@ -313,8 +313,8 @@ impl Worker {
         let memory = params.memory();
         // In full before the answer: no request of the initiator can make the channel's memory
         // grow.
-        let receive_ring = Memory::new(memory.receive_ring)?.whole();
-        let send_ring = Memory::new(memory.send_ring)?.whole();
+        let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
+        let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let dev = &mut self.devices[device];
         let max_sge = (dev.device_attr().max_sge as usize).min(MAX_SGE);
         let queues = Queues {

@@ -131,8 +131,8 @@ impl Worker {
         let memory = params.memory();
         // The rings are made in full before the answer: what the peer sends later cannot make them
         // grow, and a lack of memory is a refusal rather than a connection that breaks.
-        let receive_ring = Memory::new(memory.receive_ring)?.whole();
-        let send_ring = Memory::new(memory.send_ring)?.whole();
+        let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
+        let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let queues = Queues {
             receives: params.receives(),
             sends: params.send_queue,

@@ -113,7 +113,7 @@ pub struct SessionView {
     pub digest_errors: u64,
     /// Logical units that it sees.
     pub luns: usize,
-    /// Memory that the connection occupies, in bytes.
+    /// Memory that the connection may occupy, in bytes.
     pub memory: usize,
     /// Values that the login agreed on, by the names of the protocol.
     pub negotiated: BTreeMap<String, String>,

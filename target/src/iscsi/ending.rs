@@ -19,9 +19,9 @@ impl<D: Datamover> Channel<D> {
 
     /// The answer to a command has gone, and the command is kept until that is acknowledged.
     pub(super) fn note_answered(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
-        let task = &mut self.tasks[usize::from(idx.0)];
         // It may have been acknowledged before we heard that it was sent.
-        if task.state == TaskState::Sent {
+        let task = self.tasks.get_mut(idx);
+        if let Some(task) = task.filter(|task| task.state == TaskState::Sent) {
             task.exec.timer.arrive(cx.now);
         }
     }

@@ -221,6 +221,7 @@ impl Task {
 
     /// Releases what is left of a command that has ended, or that another connection carries on.
     pub(super) fn clear(&mut self) {
+        self.lun = [0; 8];
         self.incoming = Incoming::default();
         self.response = None;
         self.mgmt = None;

@@ -149,6 +149,7 @@ impl Nic {
 
     /// Bytes of memory of a reliable queue pair with these depths and a completion queue of its own
     /// for `completions`. `reads` of its own may be under way, and `resources` of the peer's.
+    #[must_use]
     pub const fn queue_memory(cap: &QpCap, reads: u8, resources: u8, completions: u32) -> usize {
         size_of::<Qp>()
             + RcQp::memory(cap, reads, resources)

@@ -233,7 +233,7 @@ fn a_thousand_idle_sessions_occupy_little() {
     println!(
         "figure: resident memory of {IDLE} idle sessions: {} KiB, {} KiB each",
         all >> 10,
-        all / IDLE >> 10
+        (all / IDLE) >> 10
     );
     assert!(all <= OF_IDLE, "{all} bytes for {IDLE} sessions");
     // They are still there.

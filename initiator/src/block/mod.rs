@@ -6,7 +6,8 @@
 //! - [`Buffer`]: memory for one transfer, given by the device, so that it may come from memory
 //!   that a NIC knows.
 //! - [`ByteDevice`]: serves requests of any byte offset and length on top of a block device.
-//! - [`Service`]: a client's connection that a device may serve on its own thread.
+//! - [`Service`]: a client's connection, or a queue of the kernel's, that a device may serve on its
+//!   own thread.
 //! - [`Workload`]: a load that a device may run on its own thread; [`drive`] runs it in any case.
 //! - [`task`]: the executor that exports run requests on: the thread that completes an operation
 //!   continues the request, without waking another thread.
@@ -17,6 +18,7 @@
 //!
 //! Not here: queue-depth limits. The server that accepts requests from a peer bounds them.
 
+mod bell;
 mod buffer;
 mod bytes;
 mod error;
@@ -31,11 +33,13 @@ use std::future::{Future, poll_fn};
 use std::ops::Range;
 use std::task::{Poll, Waker};
 
+pub(crate) use bell::Bell;
 pub use buffer::{Buffer, BufferWaiters};
 pub use bytes::{ByteDevice, Span};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
 pub use memory::MemoryDevice;
+pub(crate) use service::Looks;
 pub use service::{Service, Turn, serve};
 pub use tasks::drive;
 pub use workload::{Completion, Operation, Submissions, Workload};

@@ -1,6 +1,6 @@
 //! Servers of a device's clients that share a thread with others: [`Service`].
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::poll_fds::{WaitedFds, wait};
 
@@ -33,6 +33,58 @@ pub trait Service: Send {
 
     /// The sleep is over, or did not take place, after [`Service::prepare_sleep`].
     fn end_sleep(&mut self);
+}
+
+/// Looks in vain after which a service looks at its descriptor only once in [`LOOK`].
+const VAIN: u32 = 64;
+const LOOK: Duration = Duration::from_micros(50);
+
+/// Times at which a service looks at its descriptor, which costs a system call: a thread that is
+/// awake for others gives it many turns.
+#[derive(Debug)]
+pub(crate) struct Looks {
+    /// Looks in a row that found nothing.
+    vain: u32,
+    last: Instant,
+}
+
+impl Looks {
+    pub(crate) fn new() -> Self {
+        Self {
+            vain: 0,
+            last: Instant::now(),
+        }
+    }
+
+    /// Returns whether this turn looks.
+    pub(crate) fn is_due(&mut self) -> bool {
+        if self.vain < VAIN {
+            return true;
+        }
+        let now = Instant::now();
+        let is_due = now.saturating_duration_since(self.last) >= LOOK;
+        if is_due {
+            self.last = now;
+        }
+        is_due
+    }
+
+    /// A look has found nothing.
+    pub(crate) fn note_vain(&mut self) {
+        self.vain = self.vain.saturating_add(1);
+    }
+
+    /// Something has come, or is likely to come soon: an answer was sent, a sleep is over.
+    pub(crate) fn expect(&mut self) {
+        self.vain = 0;
+    }
+
+    /// Makes it look no more by time, so that a test sees what else makes it look.
+    #[cfg(test)]
+    pub(crate) fn put_off(&mut self) {
+        self.vain = VAIN;
+        self.last = Instant::now() + Duration::from_secs(3600);
+    }
 }
 
 /// Serves on the calling thread until it is over.

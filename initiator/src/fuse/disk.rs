@@ -1,40 +1,29 @@
-//! The file system: a directory with one file, or the file alone.
+//! The file system without I/O: a directory with one file, or the file alone. It judges requests,
+//! and answers those that are about the file and not about its contents.
 
-use std::ffi::OsStr;
-use std::io;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::mpsc;
-use std::time::{Duration, SystemTime};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use fuser::{
-    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
-    INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory,
-    ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
-    TimeOrNow, WriteFlags,
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::sys::{
+    self, Attr, AttrOut, Dirent, EntryOut, FallocateIn, IoIn, LseekIn, Opcode, OpenOut, ROOT,
+    StatfsOut, dirent_len,
 };
+use crate::block::{Geometry, ZeroOptions};
 
-use super::transfer::{Piece, seek, send, send_all, write_pieces};
-use crate::block::{BlockDevice, BlockError, ByteDevice, Span, ZeroOptions, task};
+/// Nothing about the file ever changes, so the kernel may believe what it knows for long. In
+/// seconds.
+const VALID: u64 = 86_400;
 
-/// Largest request that the kernel is asked to send, in bytes.
-const MAX_REQUEST: u32 = 1 << 20;
-
-/// Requests without a waiting process (readahead, direct I/O in the background) that the kernel
-/// may have in flight.
-const MAX_BACKGROUND: u16 = 128;
-
-/// Replies of more bytes than this are copied to the kernel by a thread of their own.
-const LARGE_REPLY: usize = 32 << 10;
-
-/// Nothing about the file ever changes, so the kernel may believe what it knows for long.
-const TTL: Duration = Duration::from_secs(86_400);
-
-const FILE_IN_DIRECTORY: INodeNo = INodeNo(2);
-
-type Job = Box<dyn FnOnce() + Send>;
+const FILE_IN_DIRECTORY: u64 = 2;
 
 /// The cache between readers of the file and the disk.
+///
+/// The kernel's write-back cache (`FUSE_WRITEBACK_CACHE`) is not used. With it the kernel owns the
+/// size of the file: a write beyond the disk's end would grow the file and succeed, and fail later
+/// for another process or for none; and each error of a write would be reported at the next
+/// `fsync(2)` only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Caching {
     /// None: every read and write is one of the disk. Right for a loop device, which has the
@@ -52,415 +41,434 @@ pub(super) enum Layout {
     File,
 }
 
+/// What becomes of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// The kernel expects no answer.
+    Silent,
+    /// It succeeds with these bytes.
+    Answer(Vec<u8>),
+    /// It fails with this error number.
+    Refuse(i32),
+    /// It is about the contents of the disk.
+    Start(Work),
+}
+
+/// An operation on the contents of the disk, within its size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    Read(Range<u64>),
+    /// The bytes are the first of those that follow the request.
+    Write {
+        range: Range<u64>,
+        fua: bool,
+    },
+    Flush,
+    Zero(Range<u64>, ZeroOptions),
+    Seek {
+        from: u64,
+        want_data: bool,
+    },
+}
+
 /// The file system of one disk.
-pub(super) struct DiskFs<D> {
-    device: Arc<ByteDevice<D>>,
+#[derive(Debug)]
+pub(super) struct DiskFs {
+    geometry: Geometry,
     layout: Layout,
     caching: Caching,
     started: SystemTime,
-    replier: mpsc::Sender<Job>,
 }
 
-impl<D: BlockDevice> DiskFs<D> {
-    pub(super) fn new(
-        device: Arc<ByteDevice<D>>,
-        layout: Layout,
-        caching: Caching,
-    ) -> io::Result<Self> {
-        let (replier, jobs) = mpsc::channel::<Job>();
-        std::thread::Builder::new()
-            .name("fuse-reply".into())
-            .spawn(move || jobs.into_iter().for_each(|job| job()))?;
-        Ok(Self {
-            device,
+impl DiskFs {
+    pub(super) fn new(geometry: Geometry, layout: Layout, caching: Caching) -> Self {
+        Self {
+            geometry,
             layout,
             caching,
             started: SystemTime::now(),
-            replier,
+        }
+    }
+
+    /// Judges a request at a node, whose argument is in `body`, and may be followed by more.
+    pub(super) fn handle(&self, opcode: u32, node: u64, body: &[u8]) -> Verdict {
+        let Ok(opcode) = Opcode::try_from(opcode) else {
+            // The kernel does not ask most of these again.
+            return Verdict::Refuse(libc::ENOSYS);
+        };
+        match opcode {
+            Opcode::Forget | Opcode::BatchForget => Verdict::Silent,
+            Opcode::Lookup => self.lookup(node, body),
+            Opcode::Getattr => self.getattr(node),
+            Opcode::Setattr => self.setattr(node, body),
+            Opcode::Symlink | Opcode::Link => Verdict::Refuse(libc::EPERM),
+            Opcode::Open => self.open(node),
+            Opcode::Read => parsed(body, |io| self.read(io)),
+            Opcode::Write => parsed(body, |io| self.write(io)),
+            Opcode::Statfs => self.statfs(),
+            Opcode::Fsync => Verdict::Start(Work::Flush),
+            // Closing a block device does not flush it either.
+            Opcode::Flush | Opcode::Release | Opcode::Releasedir | Opcode::Destroy => {
+                Verdict::Answer(Vec::new())
+            }
+            Opcode::Opendir => answer(OpenOut::default()),
+            Opcode::Readdir => parsed(body, |io| self.readdir(node, io)),
+            Opcode::Fallocate => parsed(body, |arg| self.fallocate(arg)),
+            Opcode::Lseek => parsed(body, |arg| self.lseek(arg)),
+        }
+    }
+
+    fn file(&self) -> u64 {
+        match self.layout {
+            Layout::Directory { .. } => FILE_IN_DIRECTORY,
+            Layout::File => ROOT,
+        }
+    }
+
+    fn attr(&self, node: u64) -> Option<Attr> {
+        let is_file = node == self.file();
+        if !is_file && node != ROOT {
+            return None;
+        }
+        let geometry = &self.geometry;
+        let (size, mode) = match (is_file, geometry.read_only) {
+            (true, false) => (geometry.capacity, libc::S_IFREG | 0o600),
+            (true, true) => (geometry.capacity, libc::S_IFREG | 0o400),
+            (false, _) => (0, libc::S_IFDIR | 0o500),
+        };
+        let time = self.started.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let (seconds, nanos) = (time.as_secs().into(), time.subsec_nanos().into());
+        Some(Attr {
+            ino: node.into(),
+            size: size.into(),
+            blocks: size.div_ceil(512).into(),
+            atime: seconds,
+            mtime: seconds,
+            ctime: seconds,
+            atimensec: nanos,
+            mtimensec: nanos,
+            ctimensec: nanos,
+            mode: mode.into(),
+            nlink: if is_file { 1 } else { 2 }.into(),
+            uid: rustix::process::geteuid().as_raw().into(),
+            gid: rustix::process::getegid().as_raw().into(),
+            blksize: geometry.physical_block_size.max(4096).into(),
+            ..Attr::default()
         })
     }
 
-    fn file(&self) -> INodeNo {
-        match self.layout {
-            Layout::Directory { .. } => FILE_IN_DIRECTORY,
-            Layout::File => INodeNo::ROOT,
-        }
-    }
-
-    fn capacity(&self) -> u64 {
-        self.device.geometry().capacity
-    }
-
-    fn attr(&self, ino: INodeNo) -> Option<FileAttr> {
-        let is_file = ino == self.file();
-        if !is_file && ino != INodeNo::ROOT {
-            return None;
-        }
-        let geometry = self.device.geometry();
-        let (size, kind, perm) = match (is_file, geometry.read_only) {
-            (true, false) => (geometry.capacity, FileType::RegularFile, 0o600),
-            (true, true) => (geometry.capacity, FileType::RegularFile, 0o400),
-            (false, _) => (0, FileType::Directory, 0o500),
+    fn lookup(&self, parent: u64, body: &[u8]) -> Verdict {
+        let Layout::Directory { name } = &self.layout else {
+            return Verdict::Refuse(libc::ENOENT);
         };
-        Some(FileAttr {
-            ino,
-            size,
-            blocks: size.div_ceil(512),
-            atime: self.started,
-            mtime: self.started,
-            ctime: self.started,
-            crtime: self.started,
-            kind,
-            perm,
-            nlink: if is_file { 1 } else { 2 },
-            uid: rustix::process::geteuid().as_raw(),
-            gid: rustix::process::getegid().as_raw(),
-            rdev: 0,
-            blksize: geometry.physical_block_size.max(4096),
-            flags: 0,
+        let asked = body.split(|byte| *byte == 0).next();
+        if parent != ROOT || asked != Some(name.as_bytes()) {
+            return Verdict::Refuse(libc::ENOENT);
+        }
+        let attr = self.attr(FILE_IN_DIRECTORY).expect("it is the file");
+        answer(EntryOut {
+            nodeid: FILE_IN_DIRECTORY.into(),
+            entry_valid: VALID.into(),
+            attr_valid: VALID.into(),
+            attr,
+            ..EntryOut::default()
+        })
+    }
+
+    fn getattr(&self, node: u64) -> Verdict {
+        match self.attr(node) {
+            Some(attr) => answer(AttrOut {
+                attr_valid: VALID.into(),
+                attr,
+                ..AttrOut::default()
+            }),
+            None => Verdict::Refuse(libc::ENOENT),
+        }
+    }
+
+    fn setattr(&self, node: u64, body: &[u8]) -> Verdict {
+        let Some(valid) = body.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes)) else {
+            return Verdict::Refuse(libc::EINVAL);
+        };
+        // Times and sizes are taken and forgotten, as a block device does.
+        if valid & sys::SETS_OWNER != 0 && self.attr(node).is_some() {
+            return Verdict::Refuse(libc::EPERM);
+        }
+        self.getattr(node)
+    }
+
+    fn open(&self, node: u64) -> Verdict {
+        if node != self.file() {
+            return Verdict::Refuse(libc::EISDIR);
+        }
+        let open_flags = match self.caching {
+            Caching::Direct => sys::open::DIRECT_IO | sys::open::PARALLEL_DIRECT_WRITES,
+            Caching::Kernel => sys::open::KEEP_CACHE,
+        };
+        answer(OpenOut {
+            open_flags: open_flags.into(),
+            ..OpenOut::default()
         })
     }
 
     /// The part of a range that the disk has.
     fn clip(&self, offset: u64, len: u64) -> Range<u64> {
-        let end = offset.saturating_add(len).min(self.capacity());
+        let end = offset.saturating_add(len).min(self.geometry.capacity);
         offset.min(end)..end
     }
 
-    /// The transfers that a range takes.
-    fn plan_pieces(&self, range: Range<u64>) -> Vec<Span> {
-        let mut spans = Vec::with_capacity(1);
-        let mut at = range.start;
-        while at < range.end {
-            let span = self.device.first_piece(at, range.end - at);
-            at += span.len as u64;
-            spans.push(span);
-        }
-        spans
+    fn read(&self, io: IoIn) -> Verdict {
+        Verdict::Start(Work::Read(self.clip(io.offset.get(), io.size.get().into())))
     }
 
-    /// Runs a request that answers with nothing but success or failure.
-    fn run(
-        &self,
-        reply: ReplyEmpty,
-        work: impl Future<Output = Result<(), BlockError>> + Send + 'static,
-    ) {
-        task::spawn(async move {
-            match work.await {
-                Ok(()) => reply.ok(),
-                Err(error) => reply.error(errno(&error)),
-            }
-        });
-    }
-}
-
-fn errno(error: &BlockError) -> Errno {
-    tracing::debug!(%error, "FUSE request failed");
-    Errno::from_i32(error.errno())
-}
-
-impl<D: BlockDevice> Filesystem for DiskFs<D> {
-    fn init(&mut self, _req: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Each of these says what the kernel allows where it allows less.
-        let _ = config.set_max_write(MAX_REQUEST);
-        if let Err(most) = config.set_max_readahead(MAX_REQUEST) {
-            let _ = config.set_max_readahead(most);
+    fn write(&self, io: IoIn) -> Verdict {
+        let range = self.clip(io.offset.get(), io.size.get().into());
+        if range.is_empty() && io.size.get() > 0 {
+            return Verdict::Refuse(libc::ENOSPC);
         }
-        let _ = config.set_max_background(MAX_BACKGROUND);
-        let _ = config.set_congestion_threshold(MAX_BACKGROUND);
-        for wish in [
-            InitFlags::FUSE_ASYNC_DIO,
-            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
-        ] {
-            // An older kernel does without.
-            let _ = config.add_capabilities(wish);
-        }
-        Ok(())
-    }
-
-    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        match &self.layout {
-            Layout::Directory { name: own } if parent == INodeNo::ROOT && name == own.as_str() => {
-                let attr = self.attr(FILE_IN_DIRECTORY).expect("it is the file");
-                reply.entry(&TTL, &attr, Generation(0));
-            }
-            _ => reply.error(Errno::ENOENT),
-        }
-    }
-
-    fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
-        match self.attr(ino) {
-            Some(attr) => reply.attr(&TTL, &attr),
-            None => reply.error(Errno::ENOENT),
-        }
-    }
-
-    fn setattr(
-        &self,
-        _req: &Request,
-        ino: INodeNo,
-        mode: Option<u32>,
-        uid: Option<u32>,
-        gid: Option<u32>,
-        _size: Option<u64>,
-        _atime: Option<TimeOrNow>,
-        _mtime: Option<TimeOrNow>,
-        _ctime: Option<SystemTime>,
-        _fh: Option<FileHandle>,
-        _crtime: Option<SystemTime>,
-        _chgtime: Option<SystemTime>,
-        _bkuptime: Option<SystemTime>,
-        _flags: Option<BsdFileFlags>,
-        reply: ReplyAttr,
-    ) {
-        // Times and sizes are taken and forgotten, as a block device does.
-        match self.attr(ino) {
-            Some(_) if mode.is_some() || uid.is_some() || gid.is_some() => {
-                reply.error(Errno::EPERM);
-            }
-            Some(attr) => reply.attr(&TTL, &attr),
-            None => reply.error(Errno::ENOENT),
-        }
-    }
-
-    fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        if ino != self.file() {
-            return reply.error(Errno::EISDIR);
-        }
-        let flags = match self.caching {
-            Caching::Direct => {
-                FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
-            }
-            Caching::Kernel => FopenFlags::FOPEN_KEEP_CACHE,
-        };
-        reply.opened(FileHandle(0), flags);
-    }
-
-    fn read(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        offset: u64,
-        size: u32,
-        _flags: OpenFlags,
-        _lock_owner: Option<LockOwner>,
-        reply: ReplyData,
-    ) {
-        let spans = self.plan_pieces(self.clip(offset, size.into()));
-        let large = size as usize > LARGE_REPLY;
-        let (device, replier) = (self.device.clone(), self.replier.clone());
-        task::spawn(async move {
-            let read = async |span: Span| {
-                let buffer = device.device().buffer(span.covering).await;
-                device.read(span, buffer).await.map(|buffer| (buffer, span))
-            };
-            let job: Job = match spans.as_slice() {
-                [] => return reply.data(&[]),
-                [span] => match read(*span).await {
-                    Ok((buffer, span)) => Box::new(move || send(reply, &buffer, &span)),
-                    Err(error) => return reply.error(errno(&error)),
-                },
-                _ => {
-                    let parts = task::join_all(spans.into_iter().map(read)).await;
-                    match parts.into_iter().collect::<Result<Vec<_>, _>>() {
-                        Ok(parts) => Box::new(move || send_all(reply, &parts)),
-                        Err(error) => return reply.error(errno(&error)),
-                    }
-                }
-            };
-            if large {
-                // The thread lives as long as a sender does.
-                let _ = replier.send(job);
-            } else {
-                job();
-            }
-        });
-    }
-
-    fn write(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        offset: u64,
-        data: &[u8],
-        _write_flags: WriteFlags,
-        flags: OpenFlags,
-        _lock_owner: Option<LockOwner>,
-        reply: ReplyWrite,
-    ) {
-        let range = self.clip(offset, data.len() as u64);
-        if range.is_empty() && !data.is_empty() {
-            return reply.error(Errno::ENOSPC);
-        }
-        let written = (range.end - range.start) as u32;
         // With direct I/O the kernel sends no fsync after a write that is to be on the medium when
         // it returns: the flags say it. O_SYNC includes O_DSYNC.
-        let fua = flags.0 & libc::O_DSYNC != 0;
-        let mut taken = 0;
-        let mut copy = Vec::new();
-        let pieces: Vec<Piece> = self
-            .plan_pieces(range)
-            .into_iter()
-            .map(|span| {
-                let part = &data[taken..taken + span.len];
-                taken += span.len;
-                let buffer = self.device.try_buffer(&span);
-                match &buffer {
-                    Some(buffer) => buffer.slice().write(span.head, part),
-                    // The data is gone when this call returns, so it waits elsewhere.
-                    None => copy.extend(part),
-                }
-                (span, buffer)
-            })
-            .collect();
-        let device = self.device.clone();
-        task::spawn(async move {
-            match write_pieces(&device, pieces, &copy, fua).await {
-                Ok(()) => reply.written(written),
-                Err(error) => reply.error(errno(&error)),
+        let fua = io.flags.get() & libc::O_DSYNC != 0;
+        Verdict::Start(Work::Write { range, fua })
+    }
+
+    fn statfs(&self) -> Verdict {
+        let block = self.geometry.block_size;
+        answer(StatfsOut {
+            blocks: (self.geometry.capacity / u64::from(block)).into(),
+            files: 1.into(),
+            bsize: block.into(),
+            namelen: 255.into(),
+            frsize: block.into(),
+            ..StatfsOut::default()
+        })
+    }
+
+    fn readdir(&self, node: u64, io: IoIn) -> Verdict {
+        let Layout::Directory { name } = &self.layout else {
+            return Verdict::Refuse(libc::ENOTDIR);
+        };
+        if node != ROOT {
+            return Verdict::Refuse(libc::ENOTDIR);
+        }
+        let entries = [
+            (ROOT, libc::S_IFDIR, "."),
+            (ROOT, libc::S_IFDIR, ".."),
+            (FILE_IN_DIRECTORY, libc::S_IFREG, name.as_str()),
+        ];
+        let mut bytes = Vec::new();
+        let from = usize::try_from(io.offset.get()).unwrap_or(usize::MAX);
+        for (at, (ino, kind, name)) in entries.into_iter().enumerate().skip(from) {
+            let end = bytes.len() + dirent_len(name.len());
+            if end > io.size.get() as usize {
+                break;
             }
-        });
+            let head = Dirent {
+                ino: ino.into(),
+                off: (at as u64 + 1).into(),
+                namelen: (name.len() as u32).into(),
+                kind: (kind >> 12).into(),
+            };
+            bytes.extend(head.as_bytes());
+            bytes.extend(name.as_bytes());
+            bytes.resize(end, 0);
+        }
+        Verdict::Answer(bytes)
     }
 
-    fn flush(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        _lock_owner: LockOwner,
-        reply: ReplyEmpty,
-    ) {
-        // Closing a block device does not flush it either.
-        reply.ok();
-    }
-
-    fn fsync(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        _datasync: bool,
-        reply: ReplyEmpty,
-    ) {
-        let device = self.device.clone();
-        self.run(reply, async move { device.flush().await });
-    }
-
-    fn fallocate(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        offset: u64,
-        length: u64,
-        mode: i32,
-        reply: ReplyEmpty,
-    ) {
+    fn fallocate(&self, arg: FallocateIn) -> Verdict {
         const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         const ZERO_AND_KEEP: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
-        let range = self.clip(offset, length);
+        let length = arg.length.get();
+        let range = self.clip(arg.offset.get(), length);
         let beyond = range.end - range.start < length;
-        let may_unmap = match mode {
+        let may_unmap = match arg.mode.get() {
             // All of the disk counts as allocated.
-            0 if beyond => return reply.error(Errno::ENOSPC),
-            0 | libc::FALLOC_FL_KEEP_SIZE => return reply.ok(),
+            0 if beyond => return Verdict::Refuse(libc::ENOSPC),
+            0 | libc::FALLOC_FL_KEEP_SIZE => return Verdict::Answer(Vec::new()),
             PUNCH_HOLE => true,
-            libc::FALLOC_FL_ZERO_RANGE if beyond => return reply.error(Errno::ENOSPC),
+            libc::FALLOC_FL_ZERO_RANGE if beyond => return Verdict::Refuse(libc::ENOSPC),
             libc::FALLOC_FL_ZERO_RANGE | ZERO_AND_KEEP => false,
-            _ => return reply.error(Errno::EOPNOTSUPP),
+            _ => return Verdict::Refuse(libc::EOPNOTSUPP),
         };
         if range.is_empty() {
-            return reply.ok();
+            return Verdict::Answer(Vec::new());
         }
-        let device = self.device.clone();
         let options = ZeroOptions {
             may_unmap,
             fua: false,
         };
-        self.run(
-            reply,
-            async move { device.write_zeroes(range, options).await },
+        Verdict::Start(Work::Zero(range, options))
+    }
+
+    fn lseek(&self, arg: LseekIn) -> Verdict {
+        let want_data = match arg.whence.get() {
+            libc::SEEK_DATA => true,
+            libc::SEEK_HOLE => false,
+            _ => return Verdict::Refuse(libc::EINVAL),
+        };
+        let from = arg.offset.get();
+        if from >= self.geometry.capacity {
+            return Verdict::Refuse(libc::ENXIO);
+        }
+        Verdict::Start(Work::Seek { from, want_data })
+    }
+}
+
+fn answer(body: impl IntoBytes + zerocopy::Immutable) -> Verdict {
+    Verdict::Answer(body.as_bytes().to_vec())
+}
+
+/// Hands the argument at the front of `body` to `f`.
+fn parsed<T: FromBytes>(body: &[u8], f: impl FnOnce(T) -> Verdict) -> Verdict {
+    match T::read_from_prefix(body) {
+        Ok((argument, _)) => f(argument),
+        // The kernel does not send that.
+        Err(_) => Verdict::Refuse(libc::EINVAL),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::{BlockDevice, MemoryDevice};
+
+    const SIZE: u64 = 1 << 20;
+
+    fn fs(layout: Layout) -> DiskFs {
+        let device = MemoryDevice::new(SIZE, 512).unwrap();
+        DiskFs::new(device.geometry().clone(), layout, Caching::Direct)
+    }
+
+    fn directory() -> DiskFs {
+        fs(Layout::Directory {
+            name: "lun0".into(),
+        })
+    }
+
+    fn io(offset: u64, size: u32, flags: i32) -> Vec<u8> {
+        let io = IoIn {
+            offset: offset.into(),
+            size: size.into(),
+            flags: flags.into(),
+            ..IoIn::default()
+        };
+        io.as_bytes().to_vec()
+    }
+
+    fn handle(fs: &DiskFs, opcode: Opcode, node: u64, body: &[u8]) -> Verdict {
+        fs.handle(opcode as u32, node, body)
+    }
+
+    #[test]
+    fn reads_and_writes_stay_within_the_disk() {
+        let fs = fs(Layout::File);
+        let read = |offset, size| handle(&fs, Opcode::Read, ROOT, &io(offset, size, 0));
+        let start = |range| Verdict::Start(Work::Read(range));
+        assert_eq!(read(10, 100), start(10..110));
+        assert_eq!(read(SIZE - 10, 100), start(SIZE - 10..SIZE));
+        assert_eq!(read(u64::MAX, u32::MAX), start(SIZE..SIZE));
+        let write = |offset, size, flags| {
+            let body = io(offset, size, flags);
+            handle(&fs, Opcode::Write, ROOT, &body)
+        };
+        let start = |range, fua| Verdict::Start(Work::Write { range, fua });
+        assert_eq!(write(SIZE - 10, 100, 0), start(SIZE - 10..SIZE, false));
+        assert_eq!(write(SIZE, 1, 0), Verdict::Refuse(libc::ENOSPC));
+        assert_eq!(write(u64::MAX, 1, 0), Verdict::Refuse(libc::ENOSPC));
+        assert_eq!(write(SIZE, 0, 0), start(SIZE..SIZE, false));
+        for flags in [libc::O_DSYNC, libc::O_SYNC] {
+            assert_eq!(write(0, 8, flags), start(0..8, true));
+        }
+        assert_eq!(
+            handle(&fs, Opcode::Fsync, ROOT, &[]),
+            Verdict::Start(Work::Flush)
         );
     }
 
-    fn lseek(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        offset: i64,
-        whence: i32,
-        reply: ReplyLseek,
-    ) {
-        let want_data = match whence {
-            libc::SEEK_DATA => true,
-            libc::SEEK_HOLE => false,
-            _ => return reply.error(Errno::EINVAL),
+    #[test]
+    fn zeroes_do_not_reach_beyond_the_end_and_other_modes_are_refused() {
+        let fs = fs(Layout::File);
+        let allocate = |mode: i32, offset: u64, length: u64| {
+            let argument = FallocateIn {
+                offset: offset.into(),
+                length: length.into(),
+                mode: mode.into(),
+                ..FallocateIn::default()
+            };
+            handle(&fs, Opcode::Fallocate, ROOT, argument.as_bytes())
         };
-        let capacity = self.capacity();
-        let Some(from) = u64::try_from(offset).ok().filter(|at| *at < capacity) else {
-            return reply.error(Errno::ENXIO);
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let zeroes = |range, may_unmap| {
+            let options = ZeroOptions {
+                may_unmap,
+                fua: false,
+            };
+            Verdict::Start(Work::Zero(range, options))
         };
-        let device = self.device.clone();
-        task::spawn(async move {
-            match seek(&device, from, want_data).await {
-                Ok(Some(at)) => reply.offset(at as i64),
-                Ok(None) if want_data => reply.error(Errno::ENXIO),
-                // There is always a hole at the end.
-                Ok(None) => reply.offset(capacity as i64),
-                Err(error) => reply.error(errno(&error)),
-            }
-        });
+        let done = Verdict::Answer(Vec::new());
+        assert_eq!(allocate(punch, 512, SIZE), zeroes(512..SIZE, true));
+        assert_eq!(allocate(punch, SIZE, 1), done);
+        let zero = libc::FALLOC_FL_ZERO_RANGE;
+        assert_eq!(allocate(zero, 1, 9), zeroes(1..10, false));
+        assert_eq!(allocate(zero, 1, SIZE), Verdict::Refuse(libc::ENOSPC));
+        assert_eq!(allocate(0, 0, SIZE), done);
+        assert_eq!(allocate(0, 0, SIZE + 1), Verdict::Refuse(libc::ENOSPC));
+        let collapse = libc::FALLOC_FL_COLLAPSE_RANGE;
+        assert_eq!(allocate(collapse, 0, 1), Verdict::Refuse(libc::EOPNOTSUPP));
     }
 
-    fn readdir(
-        &self,
-        _req: &Request,
-        ino: INodeNo,
-        _fh: FileHandle,
-        offset: u64,
-        mut reply: ReplyDirectory,
-    ) {
-        let Layout::Directory { name } = &self.layout else {
-            return reply.error(Errno::ENOTDIR);
+    #[test]
+    fn a_directory_has_one_file_and_answers_as_much_as_there_is_room_for() {
+        let fs = directory();
+        let lookup = |name: &[u8]| handle(&fs, Opcode::Lookup, ROOT, name);
+        let Verdict::Answer(entry) = lookup(b"lun0\0") else {
+            panic!("it is there");
         };
-        if ino != INodeNo::ROOT {
-            return reply.error(Errno::ENOTDIR);
+        let entry = EntryOut::read_from_bytes(&entry).unwrap();
+        assert_eq!(entry.nodeid.get(), FILE_IN_DIRECTORY);
+        assert_eq!(entry.attr.size.get(), SIZE);
+        for name in [&b"lun\0"[..], b"lun00\0", b"\0", b""] {
+            assert_eq!(lookup(name), Verdict::Refuse(libc::ENOENT));
         }
-        let entries = [
-            (INodeNo::ROOT, FileType::Directory, "."),
-            (INodeNo::ROOT, FileType::Directory, ".."),
-            (FILE_IN_DIRECTORY, FileType::RegularFile, name.as_str()),
-        ];
-        for (i, (ino, kind, name)) in entries.into_iter().enumerate().skip(offset as usize) {
-            if reply.add(ino, i as u64 + 1, kind, name) {
-                break;
-            }
+        let list = |offset, size| handle(&fs, Opcode::Readdir, ROOT, &io(offset, size, 0));
+        let len = |verdict| match verdict {
+            Verdict::Answer(bytes) => bytes.len(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(len(list(0, 4096)), 3 * 32);
+        assert_eq!(len(list(0, 95)), 2 * 32);
+        assert_eq!(len(list(2, 4096)), 32);
+        assert_eq!(len(list(u64::MAX, 4096)), 0);
+        let file = handle(&fs, Opcode::Readdir, FILE_IN_DIRECTORY, &io(0, 4096, 0));
+        assert_eq!(file, Verdict::Refuse(libc::ENOTDIR));
+        let open = |node| handle(&fs, Opcode::Open, node, &[0; 8]);
+        assert_eq!(open(ROOT), Verdict::Refuse(libc::EISDIR));
+        assert!(matches!(open(FILE_IN_DIRECTORY), Verdict::Answer(_)));
+    }
+
+    #[test]
+    fn what_is_unknown_or_too_short_is_refused() {
+        let fs = directory();
+        for opcode in [0, 5, 36, 39, 48, 4096, u32::MAX] {
+            assert_eq!(
+                fs.handle(opcode, ROOT, &[0; 40]),
+                Verdict::Refuse(libc::ENOSYS)
+            );
         }
-        reply.ok();
-    }
-
-    fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let block = self.device.geometry().block_size;
-        let blocks = self.capacity() / u64::from(block);
-        reply.statfs(blocks, 0, 0, 1, 0, block, 255, block);
-    }
-
-    fn getxattr(
-        &self,
-        _req: &Request,
-        _ino: INodeNo,
-        _name: &OsStr,
-        _size: u32,
-        reply: ReplyXattr,
-    ) {
-        // The kernel does not ask again.
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn listxattr(&self, _req: &Request, _ino: INodeNo, _size: u32, reply: ReplyXattr) {
-        reply.error(Errno::ENOSYS);
+        for opcode in [
+            Opcode::Read,
+            Opcode::Write,
+            Opcode::Fallocate,
+            Opcode::Lseek,
+        ] {
+            let short = handle(&fs, opcode, FILE_IN_DIRECTORY, &[0; 23]);
+            assert_eq!(short, Verdict::Refuse(libc::EINVAL), "{opcode:?}");
+        }
+        assert_eq!(handle(&fs, Opcode::Forget, 2, &[]), Verdict::Silent);
+        let missing = handle(&fs, Opcode::Getattr, 3, &[]);
+        assert_eq!(missing, Verdict::Refuse(libc::ENOENT));
+        let owner = handle(&fs, Opcode::Setattr, 2, &2_u32.to_ne_bytes());
+        assert_eq!(owner, Verdict::Refuse(libc::EPERM));
     }
 }

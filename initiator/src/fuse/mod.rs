@@ -8,16 +8,25 @@
 //! - [`FuseMount`]: the mount, until it is unmounted by us or by others.
 //! - [`FuseOptions`]: where and how.
 //!
-//! Requests of the kernel run on [`crate::block::task`]; the session's threads only take them out
-//! of the FUSE device. A large reply is copied to the kernel by a thread of its own, so that it
-//! does not hold up the transport that completed it.
+//! `fuser` mounts and negotiates. From then on the requests are ours: the thread of the disk takes
+//! them out of the FUSE device by turns (`queue`), where its completions answer them (`channel`), so
+//! that no other thread is woken between a request and the wire. A disk without a thread has two
+//! queues with a thread each. What the requests mean (`disk`) is decided without I/O.
+//!
+//! Data go between a request and the disk's buffers in the system call that receives or answers it;
+//! short or unaligned writes are copied once more.
 //!
 //! Not here: sharing the disk's page cache with other hosts. With [`Caching::Kernel`] this host
-//! does not see what others write while the file is open.
+//! does not see what others write while the file is open. FUSE over io_uring
+//! (`FUSE_OVER_IO_URING`).
 
+mod channel;
 mod disk;
+mod ending;
 mod mount;
-mod transfer;
+mod queue;
+mod requests;
+mod sys;
 
 pub use disk::Caching;
 pub use mount::{FuseMount, FuseOptions, UnmountError, unmount};

@@ -1,20 +1,28 @@
 //! Mounting and unmounting.
 
 use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
-use fuser::{Config, MountOption, Session, SessionACL};
+use fuser::{Config, Filesystem, InitFlags, KernelConfig, MountOption, Session, SessionACL};
+use rustix::fs::OFlags;
 use rustix::mount::UnmountFlags;
 use thiserror::Error;
 
+use super::channel::Channel;
 use super::disk::{Caching, DiskFs, Layout};
-use crate::block::{BlockDevice, ByteDevice, task};
+use super::ending::{Ending, Outcome};
+use super::queue::{Queue, max_write};
+use super::sys;
+use crate::block::{BlockDevice, ByteDevice, Service, serve, task};
 
-/// Threads that take requests out of the FUSE device.
-const SESSION_THREADS: usize = 2;
+/// Requests without a waiting process (readahead, direct I/O in the background) that the kernel
+/// may have in flight.
+const MAX_BACKGROUND: u16 = 128;
 
 /// Parameters of a mount.
 #[derive(Clone, Debug)]
@@ -48,11 +56,39 @@ pub enum UnmountError {
     },
 }
 
+/// The answers to the kernel's first request, in which features and sizes are agreed.
+struct Negotiation {
+    max_write: u32,
+}
+
+impl Filesystem for Negotiation {
+    fn init(&mut self, _req: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
+        // Each of these says what the kernel allows where it allows less. The most pages of a
+        // request follow from its most bytes.
+        let _ = config.set_max_write(self.max_write);
+        if let Err(most) = config.set_max_readahead(self.max_write) {
+            let _ = config.set_max_readahead(most);
+        }
+        let _ = config.set_max_background(MAX_BACKGROUND);
+        let _ = config.set_congestion_threshold(MAX_BACKGROUND);
+        for wish in [
+            InitFlags::FUSE_ASYNC_DIO,
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+        ] {
+            // An older kernel does without.
+            let _ = config.add_capabilities(wish);
+        }
+        Ok(())
+    }
+}
+
 /// A mounted disk. Dropping it detaches the mount, even if it is in use.
 pub struct FuseMount {
     path: PathBuf,
     file: PathBuf,
-    thread: Option<JoinHandle<io::Result<()>>>,
+    outcome: Arc<Outcome>,
+    /// It is out of the tree.
+    is_removed: AtomicBool,
     flush: Box<dyn Fn() -> io::Result<()> + Send + Sync>,
 }
 
@@ -66,7 +102,8 @@ impl std::fmt::Debug for FuseMount {
 
 impl FuseMount {
     /// Mounts a disk. It can be used when this returns. `on_end` is called once, when the mount
-    /// has been unmounted and has no user any longer.
+    /// has been unmounted, has no user any longer, and every request has ended: on the thread that
+    /// serves it, which it must not hold up.
     ///
     /// # Errors
     /// The path does not exist, FUSE is missing or not permitted.
@@ -76,43 +113,31 @@ impl FuseMount {
         on_end: impl FnOnce() + Send + 'static,
     ) -> io::Result<Self> {
         let path = options.path.canonicalize()?;
+        let config = config(&options, device.geometry().read_only);
         let (layout, file) = if path.is_dir() {
             let file = path.join(&options.name);
             (Layout::Directory { name: options.name }, file)
         } else {
             (Layout::File, path.clone())
         };
-        let mut config = Config::default();
-        config.mount_options = vec![
-            // A comma would begin another option.
-            MountOption::FSName(options.source.replace([',', '\\'], "_")),
-            MountOption::Subtype("riser".into()),
-            MountOption::DefaultPermissions,
-            MountOption::NoAtime,
-            MountOption::NoExec,
-        ];
-        if device.geometry().read_only {
-            config.mount_options.push(MountOption::RO);
-        }
-        if options.allow_other {
-            config.acl = SessionACL::All;
-        }
-        config.n_threads = Some(SESSION_THREADS);
-        config.clone_fd = true;
+        let negotiation = Negotiation {
+            max_write: max_write(device.geometry()),
+        };
+        let fd = into_fd(Session::new(negotiation, &path, &config)?);
+        let fs = DiskFs::new(device.geometry().clone(), layout, options.caching);
+        let outcome = Arc::new(Outcome::default());
+        let ending = Ending::new(outcome.clone(), on_end);
         let flushed = device.clone();
-        let fs = DiskFs::new(device, layout, options.caching)?;
-        let session = Session::new(fs, &path, &config)?;
-        let thread = thread::Builder::new()
-            .name("fuse-session".into())
-            .spawn(move || {
-                let result = session.run();
-                on_end();
-                result
-            })?;
+        if let Err(error) = start(fd, Arc::new(fs), device, Arc::new(ending)) {
+            // Its descriptors are closed, so users of the mount get errors.
+            let _ = unmount(&path, true);
+            return Err(error);
+        }
         Ok(Self {
             path,
             file,
-            thread: Some(thread),
+            outcome,
+            is_removed: AtomicBool::new(false),
             flush: Box::new(move || task::block_on(flushed.flush()).map_err(io::Error::other)),
         })
     }
@@ -132,7 +157,7 @@ impl FuseMount {
     /// Returns whether it is unmounted and everything is answered.
     #[must_use]
     pub fn is_ended(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+        self.outcome.is_over()
     }
 
     /// Takes the mount away if it is not in use.
@@ -140,10 +165,7 @@ impl FuseMount {
     /// # Errors
     /// It is in use, or it cannot be unmounted; it is still mounted then.
     pub fn try_unmount(&self) -> Result<(), UnmountError> {
-        if self.is_ended() {
-            return Ok(());
-        }
-        unmount(&self.path, false)
+        self.unmount(false)
     }
 
     /// Takes the mount out of the tree, even if a program has it open, which may go on until it
@@ -152,39 +174,104 @@ impl FuseMount {
     /// # Errors
     /// It cannot be unmounted.
     pub fn detach(&self) -> Result<(), UnmountError> {
-        if self.is_ended() {
+        self.unmount(true)
+    }
+
+    fn unmount(&self, lazy: bool) -> Result<(), UnmountError> {
+        // Another mount may have the path by now.
+        if self.outcome.is_unmounted() || self.is_removed.load(Ordering::Acquire) {
             return Ok(());
         }
-        unmount(&self.path, true)
+        unmount(&self.path, lazy)?;
+        self.is_removed.store(true, Ordering::Release);
+        Ok(())
     }
 
     /// Waits until the mount is gone, and flushes the disk.
     ///
     /// # Errors
-    /// The session ended with an error, or the flush failed.
-    pub fn wait(mut self) -> io::Result<()> {
-        let result = self.join();
+    /// Its requests could not be served to the end, or the flush failed.
+    pub fn wait(self) -> io::Result<()> {
+        let result = self.outcome.wait();
         result.and((self.flush)())
-    }
-
-    fn join(&mut self) -> io::Result<()> {
-        match self.thread.take().map(JoinHandle::join) {
-            None => Ok(()),
-            Some(Ok(result)) => result,
-            Some(Err(_)) => Err(io::Error::other("the FUSE session's thread panicked")),
-        }
     }
 }
 
 impl Drop for FuseMount {
     fn drop(&mut self) {
-        if self.thread.is_some()
-            && let Err(error) = self.detach()
-        {
+        if let Err(error) = self.detach() {
             tracing::warn!(%error, "cannot remove the FUSE mount");
         }
-        // Not joined: a program may have the file open for any time.
+        // Not waited for: a program may have the file open for any time.
     }
+}
+
+fn config(options: &FuseOptions, read_only: bool) -> Config {
+    let mut config = Config::default();
+    config.mount_options = vec![
+        // A comma would begin another option.
+        MountOption::FSName(options.source.replace([',', '\\'], "_")),
+        MountOption::Subtype("riser".into()),
+        MountOption::DefaultPermissions,
+        MountOption::NoAtime,
+        MountOption::NoExec,
+    ];
+    if read_only {
+        config.mount_options.push(MountOption::RO);
+    }
+    if options.allow_other {
+        config.acl = SessionACL::All;
+    }
+    config
+}
+
+/// The descriptor of a mount whose features are agreed.
+#[allow(
+    unsafe_code,
+    reason = "takes a descriptor over from a value that keeps it"
+)]
+fn into_fd(session: Session<Negotiation>) -> OwnedFd {
+    let fd = session.as_fd().as_raw_fd();
+    // A session that is dropped unmounts its path, though another mount may have that by then.
+    std::mem::forget(session);
+    // SAFETY: the session has owned the open descriptor alone, and does not close it any more.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// Has the requests of a mount served: on the disk's thread, which reads alone, since its queues
+/// would hold the same requests; or on threads of their own.
+fn start<D: BlockDevice>(
+    fd: OwnedFd,
+    fs: Arc<DiskFs>,
+    device: Arc<ByteDevice<D>>,
+    ending: Arc<Ending>,
+) -> io::Result<()> {
+    let queue = |fd: OwnedFd| {
+        let flags = rustix::fs::fcntl_getfl(&fd)?;
+        rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;
+        let channel = Arc::new(Channel::new(fd)?);
+        let (fs, device, ending) = (fs.clone(), device.clone(), ending.clone());
+        let queue = Queue::new(channel.clone(), fs, device, ending)?;
+        Ok::<_, io::Error>((channel, Box::new(queue)))
+    };
+    let (channel, first) = queue(fd)?;
+    let Err(first) = device.device().host(first) else {
+        return Ok(());
+    };
+    let second = sys::clone_queue(channel.fd()).and_then(queue);
+    serve_apart("fuse-0", first)?;
+    match second {
+        Ok((_, second)) => serve_apart("fuse-1", second),
+        Err(error) => {
+            tracing::info!(%error, "the FUSE mount has one queue only");
+            Ok(())
+        }
+    }
+}
+
+fn serve_apart(name: &str, mut queue: Box<dyn Service>) -> io::Result<()> {
+    let thread = thread::Builder::new().name(name.to_owned());
+    thread.spawn(move || serve(&mut *queue)).map(drop)
 }
 
 /// Unmounts a FUSE mount as root does, or through `fusermount3` as every user may; with `lazy`

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 use riser_memory::sys::{self, ReceivePiece};
@@ -17,7 +16,9 @@ use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, NbdRequest};
-use crate::block::{BlockDevice, Buffer, ByteDevice, Service, Span, Turn, ZeroOptions, task};
+use crate::block::{
+    BlockDevice, Buffer, ByteDevice, Looks, Service, Span, Turn, ZeroOptions, task,
+};
 use crate::poll_fds::{Waited, WaitedFds};
 
 /// Size of the receive buffer: several options, or thousands of requests.
@@ -26,11 +27,6 @@ const RECEIVE: usize = 64 << 10;
 /// Receives of one turn, and requests, after which others have theirs.
 const RECEIVES: usize = 16;
 const REQUESTS: usize = 64;
-
-/// Turns in vain after which the socket is looked at once in [`LOOK`]: a thread that is awake for
-/// other clients takes many of them.
-const QUIET: u32 = 64;
-const LOOK: Duration = Duration::from_micros(50);
 
 /// Unsent bytes beyond which requests that are refused are not read any further.
 const MAX_BACKLOG: usize = 256 << 10;
@@ -85,10 +81,7 @@ pub(super) struct Connection<D> {
     to_read: bool,
     /// Requests that this turn may still take, refused ones and options included.
     requests: usize,
-    /// Turns in a row that found nothing in the socket.
-    quiet: u32,
-    /// Time of the last look at the socket.
-    looked: Instant,
+    looks: Looks,
     /// Gone with the connection.
     _presence: Arc<()>,
 }
@@ -101,7 +94,7 @@ impl<D: BlockDevice> Connection<D> {
         presence: Arc<()>,
     ) -> Self {
         Self {
-            waker: Waker::from(shared.clone()),
+            waker: Waker::from(shared.bell().clone()),
             shared,
             device,
             machine: Machine::new(export),
@@ -112,8 +105,7 @@ impl<D: BlockDevice> Connection<D> {
             seen: 0,
             to_read: true,
             requests: 0,
-            quiet: 0,
-            looked: Instant::now(),
+            looks: Looks::new(),
             _presence: presence,
         }
     }
@@ -384,17 +376,15 @@ impl<D: BlockDevice> Connection<D> {
 
 impl<D: BlockDevice> Service for Connection<D> {
     fn turn(&mut self) -> Turn {
-        if self.quiet >= QUIET && self.shared.events() == self.seen {
-            let now = Instant::now();
-            if now.saturating_duration_since(self.looked) < LOOK {
-                return Turn::Waiting;
-            }
-            self.looked = now;
+        if self.shared.bell().events() != self.seen {
+            self.looks.expect();
+        } else if !self.looks.is_due() {
+            return Turn::Waiting;
         }
         let mut turn = Turn::Waiting;
         self.requests = REQUESTS;
         for _ in 0..RECEIVES {
-            self.seen = self.shared.events();
+            self.seen = self.shared.bell().events();
             self.shared.flush();
             let need = self.advance();
             self.to_read = matches!(need, Need::Bytes);
@@ -411,11 +401,11 @@ impl<D: BlockDevice> Service for Connection<D> {
             };
             // What waits for the client to read its answers, or for room, is not left waiting.
             let is_quiet = !goes_on && self.to_read && self.shared.backlog() == Some(0);
-            self.quiet = if is_quiet {
-                self.quiet.saturating_add(1)
+            if is_quiet {
+                self.looks.note_vain();
             } else {
-                0
-            };
+                self.looks.expect();
+            }
             if goes_on || self.requests < REQUESTS {
                 turn = Turn::Worked;
             }
@@ -427,11 +417,11 @@ impl<D: BlockDevice> Service for Connection<D> {
     }
 
     fn prepare_sleep(&mut self) -> bool {
-        self.shared.prepare_sleep(self.seen)
+        self.shared.bell().prepare_sleep(self.seen)
     }
 
     fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
-        out.push(Waited::reading(self.shared.wake_fd()));
+        out.push(Waited::reading(self.shared.bell().fd()));
         let to_write = self.shared.backlog() > Some(0);
         // Without interest in the socket its hang-up must not end every sleep.
         if self.to_read || to_write {
@@ -444,9 +434,9 @@ impl<D: BlockDevice> Service for Connection<D> {
     }
 
     fn end_sleep(&mut self) {
-        self.shared.end_sleep();
+        self.shared.bell().end_sleep();
         // The socket may have ended the sleep.
-        self.quiet = 0;
+        self.looks.expect();
     }
 }
 
@@ -521,18 +511,36 @@ mod tests {
     fn a_quiet_client_is_looked_at_again_and_after_every_sleep() {
         let (mut connection, mut peer) = connection();
         let be_quiet = |connection: &mut Connection<_>| {
-            for _ in 0..=QUIET {
+            for _ in 0..100 {
                 assert_eq!(connection.turn(), Turn::Waiting);
             }
         };
         be_quiet(&mut connection);
         peer.write_all(&requests(1)).unwrap();
-        std::thread::sleep(LOOK);
+        std::thread::sleep(std::time::Duration::from_millis(1));
         assert_eq!(connection.turn(), Turn::Worked);
         be_quiet(&mut connection);
+        connection.looks.put_off();
         peer.write_all(&requests(1)).unwrap();
+        assert_eq!(connection.turn(), Turn::Waiting);
         assert!(connection.prepare_sleep());
         connection.end_sleep();
+        assert_eq!(connection.turn(), Turn::Worked);
+    }
+
+    #[test]
+    fn a_client_that_was_answered_is_looked_at_at_once() {
+        let (mut connection, mut peer) = connection();
+        connection.looks.put_off();
+        peer.write_all(&requests(1)).unwrap();
+        assert_eq!(connection.turn(), Turn::Waiting);
+        // As a request does that completes outside the connection's turn.
+        connection.shared.push(Piece {
+            head: vec![0; 16],
+            data: None,
+            share: None,
+            ticket: None,
+        });
         assert_eq!(connection.turn(), Turn::Worked);
     }
 }

@@ -14,17 +14,16 @@ use std::collections::VecDeque;
 use std::io;
 use std::iter;
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Wake, Waker};
+use std::task::Waker;
 
 use riser_memory::sys::{self, SendPiece};
-use rustix::event::EventfdFlags;
 
 use super::budget::{Account, Share};
-use crate::block::Buffer;
+use crate::block::{Bell, Buffer};
 
 /// Most requests of a connection in flight.
 pub(super) const MAX_IN_FLIGHT: u32 = 256;
@@ -71,11 +70,7 @@ struct Queue {
 pub(super) struct Shared {
     socket: UnixStream,
     queue: Mutex<Queue>,
-    wake: OwnedFd,
-    /// Counts what happened, so that the thread does not sleep over something new.
-    events: AtomicU64,
-    /// The thread sleeps, or is about to.
-    sleeps: AtomicBool,
+    bell: Arc<Bell>,
     /// The thread wants to know when a request is finished.
     wants_tickets: AtomicBool,
     in_flight: AtomicU32,
@@ -94,14 +89,8 @@ impl Drop for Ticket {
         self.shared.bytes.fetch_sub(self.bytes, Ordering::SeqCst);
         self.shared.in_flight.fetch_sub(1, Ordering::SeqCst);
         if self.shared.wants_tickets.load(Ordering::SeqCst) {
-            self.shared.notify();
+            self.shared.bell.ring();
         }
-    }
-}
-
-impl Wake for Shared {
-    fn wake(self: Arc<Self>) {
-        self.notify();
     }
 }
 
@@ -111,9 +100,7 @@ impl Shared {
         Ok(Self {
             socket,
             queue: Mutex::default(),
-            wake: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            events: AtomicU64::new(0),
-            sleeps: AtomicBool::new(false),
+            bell: Arc::new(Bell::new()?),
             wants_tickets: AtomicBool::new(false),
             in_flight: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
@@ -134,7 +121,7 @@ impl Shared {
     /// Ends the connection; replies that are not sent yet are lost.
     pub(super) fn hang_up(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
-        self.notify();
+        self.bell.ring();
     }
 
     /// Takes a request into account.
@@ -195,7 +182,10 @@ impl Shared {
         // A dropped piece gives back its buffer, which may wake a waiter.
         drop(sent);
         if notify {
-            self.notify();
+            self.bell.ring();
+        } else {
+            // A client that has its answer is likely to send the next request.
+            self.bell.note();
         }
     }
 
@@ -250,74 +240,12 @@ impl Shared {
     }
 
     /// Notifies the connection's thread that something happened.
-    pub(super) fn notify(&self) {
-        self.events.fetch_add(1, Ordering::SeqCst);
-        if self.sleeps.swap(false, Ordering::SeqCst) {
-            // It can only fail when the counter is full, and then it is readable anyway.
-            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        }
-    }
-
-    /// Number of events so far, for [`Shared::prepare_sleep`].
-    pub(super) fn events(&self) -> u64 {
-        self.events.load(Ordering::SeqCst)
+    pub(super) fn bell(&self) -> &Arc<Bell> {
+        &self.bell
     }
 
     /// Asks for a notification when a request is finished, or no longer.
     pub(super) fn want_tickets(&self, wanted: bool) {
         self.wants_tickets.store(wanted, Ordering::SeqCst);
-    }
-
-    /// The thread is about to sleep; false if something has happened after the events that `seen`
-    /// counts. From here on it wakes the thread.
-    pub(super) fn prepare_sleep(&self, seen: u64) -> bool {
-        self.sleeps.store(true, Ordering::SeqCst);
-        self.events() == seen
-    }
-
-    /// The descriptor that wakes the thread.
-    pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
-    }
-
-    /// The thread is awake.
-    pub(super) fn end_sleep(&self) {
-        self.sleeps.store(false, Ordering::SeqCst);
-        // In any case: the count of an earlier sleep may have come after its end.
-        let mut count = [0; 8];
-        let _ = rustix::io::read(&self.wake, &mut count);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::super::budget::Budget;
-    use super::*;
-    use crate::poll_fds::{Waited, wait};
-
-    #[test]
-    fn a_count_that_comes_after_its_sleep_ends_one_sleep_at_most() {
-        let (socket, _peer) = UnixStream::pair().unwrap();
-        let account = Account::new(Arc::new(Budget::new(1 << 20, 512)));
-        let shared = Shared::new(socket, account).unwrap();
-        assert!(shared.prepare_sleep(shared.events()));
-        // Another thread has taken the mark, and is slow to write.
-        shared.events.fetch_add(1, Ordering::SeqCst);
-        assert!(shared.sleeps.swap(false, Ordering::SeqCst));
-        shared.end_sleep();
-        rustix::io::write(&shared.wake, &1u64.to_ne_bytes()).unwrap();
-        for _ in 0..2 {
-            assert!(shared.prepare_sleep(shared.events()));
-            wait(
-                [Waited::reading(shared.wake_fd())],
-                Some(Duration::from_millis(1)),
-            );
-            shared.end_sleep();
-        }
-        let mut count = [0; 8];
-        let empty = rustix::io::read(&shared.wake, &mut count);
-        assert_eq!(empty, Err(rustix::io::Errno::AGAIN));
     }
 }

@@ -189,6 +189,31 @@ pub fn write_pieces_at(
     })
 }
 
+/// Reads what a descriptor has at its own position, into one piece after the other, and returns how
+/// many bytes that was.
+///
+/// # Errors
+/// The errors of `readv(2)`: `WouldBlock` where a descriptor that does not block has nothing.
+pub fn read_pieces(fd: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::Result<usize> {
+    let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
+    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to
+    // which no Rust reference exists; they outlive the call. `repr(transparent)` makes the list one
+    // of vectors.
+    checked(unsafe { libc::readv(fd.as_raw_fd(), pieces.as_ptr().cast(), count) })
+}
+
+/// Writes the pieces, in order, to a descriptor at its own position and returns how many bytes it
+/// took.
+///
+/// # Errors
+/// The errors of `writev(2)`: `EINVAL` for more than 1,024 pieces.
+pub fn write_pieces(fd: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usize> {
+    let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
+    // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
+    // only reads them. `repr(transparent)` makes the list one of vectors.
+    checked(unsafe { libc::writev(fd.as_raw_fd(), pieces.as_ptr().cast(), count) })
+}
+
 fn vector(start: *mut u8, len: usize) -> libc::iovec {
     libc::iovec {
         iov_base: start.cast(),
@@ -306,6 +331,26 @@ mod tests {
         assert_eq!(read_pieces_at(file.as_fd(), &mut pieces, 100).unwrap(), 19);
         assert_eq!(&head, b"head ");
         assert_eq!(room.slice(0..14).unwrap().to_vec(), b"from a mapping");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri knows no such calls on sockets")]
+    fn pieces_go_through_any_descriptor() {
+        let (a, b) = UnixStream::pair().unwrap();
+        b.set_nonblocking(true).unwrap();
+        let memory = Memory::new(PAGE).unwrap();
+        memory.write(0, b"body");
+        let body = memory.slice(0..4).unwrap();
+        let pieces = [SendPiece::from(&b"head"[..]), SendPiece::from(&body)];
+        assert_eq!(write_pieces(a.as_fd(), &pieces).unwrap(), 8);
+        let room = memory.slice(100..200).unwrap();
+        let mut head = [0; 6];
+        let mut pieces = [ReceivePiece::from(&mut head[..]), ReceivePiece::from(&room)];
+        assert_eq!(read_pieces(b.as_fd(), &mut pieces).unwrap(), 8);
+        let nothing = read_pieces(b.as_fd(), &mut pieces).unwrap_err();
+        assert_eq!(nothing.kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(&head, b"headbo");
+        assert_eq!(room.slice(0..2).unwrap().to_vec(), b"dy");
     }
 
     #[test]

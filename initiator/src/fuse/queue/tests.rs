@@ -1,0 +1,467 @@
+//! A queue with a pair of sockets in the place of `/dev/fuse`: a message is a request, or an answer.
+
+use std::future::poll_fn;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::task::{Poll, Waker};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
+use zerocopy::IntoBytes;
+
+use super::super::channel::MAX_IN_FLIGHT;
+use super::super::disk::{Caching, Layout};
+use super::super::ending::Outcome;
+use super::super::sys::{OutHeader, ROOT, WriteOut};
+use super::*;
+use crate::block::{BlockError, Extent, MemoryDevice, ZeroOptions};
+
+const SIZE: u64 = 1 << 20;
+
+/// A disk in memory that keeps the addresses of what is written, and may hold operations up.
+struct Watched {
+    disk: MemoryDevice,
+    /// Address and length of each write's buffer.
+    writes: Mutex<Vec<(u64, usize)>>,
+    is_shut: AtomicBool,
+    waiting: Mutex<Vec<Waker>>,
+}
+
+impl Watched {
+    fn new(disk: MemoryDevice) -> Arc<Self> {
+        Arc::new(Self {
+            disk,
+            writes: Mutex::default(),
+            is_shut: AtomicBool::new(false),
+            waiting: Mutex::default(),
+        })
+    }
+
+    fn waiting(&self) -> Vec<Waker> {
+        let waiting = self.waiting.lock();
+        std::mem::take(&mut *waiting.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn open(&self) {
+        self.is_shut.store(false, Ordering::SeqCst);
+        self.waiting().into_iter().for_each(Waker::wake);
+    }
+
+    async fn pass(&self) {
+        poll_fn(|cx| {
+            if !self.is_shut.load(Ordering::SeqCst) {
+                return Poll::Ready(());
+            }
+            self.waiting.lock().unwrap().push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    fn bytes(&self, range: Range<usize>) -> Vec<u8> {
+        let mut bytes = vec![0; range.len()];
+        self.disk.memory().read(range.start, &mut bytes);
+        bytes
+    }
+}
+
+impl BlockDevice for Watched {
+    fn geometry(&self) -> &Geometry {
+        self.disk.geometry()
+    }
+
+    fn try_buffer(&self, len: usize) -> Option<Buffer> {
+        self.disk.try_buffer(len)
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        self.disk.buffer_bytes()
+    }
+
+    fn wake_when_free(&self, waker: &Waker) {
+        self.disk.wake_when_free(waker);
+    }
+
+    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
+        self.pass().await;
+        self.disk.read(offset, buffer).await
+    }
+
+    async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, BlockError> {
+        let place = (buffer.slice().addr(), buffer.len());
+        self.writes.lock().unwrap().push(place);
+        self.pass().await;
+        self.disk.write(offset, buffer, fua).await
+    }
+
+    async fn flush(&self) -> Result<(), BlockError> {
+        self.pass().await;
+        self.disk.flush().await
+    }
+
+    async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
+        self.disk.discard(range).await
+    }
+
+    async fn write_zeroes(
+        &self,
+        range: Range<u64>,
+        options: ZeroOptions,
+    ) -> Result<(), BlockError> {
+        self.disk.write_zeroes(range, options).await
+    }
+
+    async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
+        self.disk.status(range).await
+    }
+}
+
+struct Bed {
+    device: Arc<Watched>,
+    queue: Queue<Watched>,
+    peer: OwnedFd,
+    outcome: Arc<Outcome>,
+}
+
+/// An answer: the name of its request, the error number, and what follows.
+type Answer = (u64, i32, Vec<u8>);
+
+impl Bed {
+    fn new(disk: MemoryDevice) -> Self {
+        let device = Watched::new(disk);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let kind = SocketType::SEQPACKET;
+        let (ours, peer) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+        for socket in [&ours, &peer] {
+            sockopt::set_socket_send_buffer_size(socket, 1 << 20).unwrap();
+        }
+        let fs = DiskFs::new(device.geometry().clone(), Layout::File, Caching::Direct);
+        let outcome = Arc::new(Outcome::default());
+        let ending = Ending::new(outcome.clone(), || {});
+        let channel = Arc::new(Channel::new(ours).unwrap());
+        let bytes = Arc::new(ByteDevice::new(device.clone()));
+        let queue = Queue::new(channel, Arc::new(fs), bytes, Arc::new(ending)).unwrap();
+        Self {
+            device,
+            queue,
+            peer,
+            outcome,
+        }
+    }
+
+    /// With transfers of 64 KiB.
+    fn short_transfers() -> Self {
+        let disk = MemoryDevice::new(SIZE, 512).unwrap();
+        Self::new(disk.with_geometry(|g| g.max_transfer = 64 << 10))
+    }
+
+    fn send(&self, opcode: Opcode, unique: u64, body: &[u8]) {
+        let header = InHeader {
+            len: ((HEADER + body.len()) as u32).into(),
+            opcode: (opcode as u32).into(),
+            unique: unique.into(),
+            nodeid: ROOT.into(),
+            ..InHeader::default()
+        };
+        let message = [header.as_bytes(), body].concat();
+        let sent = rustix::io::write(&self.peer, &message).unwrap();
+        assert_eq!(sent, message.len());
+    }
+
+    fn send_io(&self, opcode: Opcode, unique: u64, offset: u64, size: usize, payload: &[u8]) {
+        let io = IoIn {
+            offset: offset.into(),
+            size: (size as u32).into(),
+            ..IoIn::default()
+        };
+        self.send(opcode, unique, &[io.as_bytes(), payload].concat());
+    }
+
+    fn send_write(&self, unique: u64, offset: u64, payload: &[u8]) {
+        self.send_io(Opcode::Write, unique, offset, payload.len(), payload);
+    }
+
+    /// Gives it turns until it waits.
+    fn run(&mut self) {
+        while self.queue.turn() == Turn::Worked {}
+    }
+
+    fn answers(&self) -> Vec<Answer> {
+        let mut room = vec![0; 1 << 20];
+        let mut answers = Vec::new();
+        while let Ok(len) = rustix::io::read(&self.peer, &mut room[..]) {
+            let (head, body) = room[..len].split_at(size_of::<OutHeader>());
+            let head = OutHeader::read_from_bytes(head).unwrap();
+            assert_eq!(head.len.get() as usize, len);
+            answers.push((head.unique.get(), -head.error.get(), body.to_vec()));
+        }
+        answers
+    }
+
+    fn room(&self) -> u64 {
+        self.queue.room.buffer.slice().addr()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.device.waiting.lock().unwrap().len()
+    }
+}
+
+/// Bytes that differ from one another and from those of another seed.
+fn data(len: usize, seed: u8) -> Vec<u8> {
+    let bytes = (0..len).map(|at| (at * 7 / 5) as u8 ^ seed);
+    bytes.collect()
+}
+
+fn written(len: usize) -> Vec<u8> {
+    let out = WriteOut {
+        size: (len as u32).into(),
+        ..WriteOut::default()
+    };
+    out.as_bytes().to_vec()
+}
+
+#[test]
+fn a_long_write_goes_on_from_the_memory_that_received_it() {
+    let mut bed = Bed::short_transfers();
+    let (first, second) = (data(64 << 10, 1), data(48 << 10, 2));
+    let rooms = [bed.room()];
+    bed.device.is_shut.store(true, Ordering::SeqCst);
+    bed.send_write(7, 4096, &first);
+    bed.run();
+    let rooms = [rooms[0], bed.room()];
+    assert_ne!(rooms[0], rooms[1], "the next payload goes elsewhere");
+    bed.send_write(8, 128 << 10, &second);
+    bed.run();
+    let writes = bed.device.writes.lock().unwrap().clone();
+    assert_eq!(writes, [(rooms[0], 64 << 10), (rooms[1], 48 << 10)]);
+    assert!(bed.answers().is_empty(), "they are not done");
+    bed.device.open();
+    let answers = [(7, 0, written(64 << 10)), (8, 0, written(48 << 10))];
+    assert_eq!(bed.answers(), answers);
+    assert!(bed.device.bytes(4096..4096 + (64 << 10)) == first);
+    let at = 128 << 10;
+    assert!(bed.device.bytes(at..at + (48 << 10)) == second);
+}
+
+#[test]
+fn short_and_unaligned_writes_come_to_their_place_and_leave_the_room() {
+    let mut bed = Bed::short_transfers();
+    let room = bed.room();
+    let writes = [(8192, 512), (1001, 40_000), (60_001, 64 << 10)];
+    for (at, len) in writes {
+        let data = data(len, at as u8);
+        bed.send_write(at, at, &data);
+        bed.run();
+        assert_eq!(bed.answers(), [(at, 0, written(len))]);
+        let range = at as usize..at as usize + len;
+        assert!(bed.device.bytes(range) == data, "{len} bytes at {at}");
+    }
+    assert_eq!(bed.room(), room);
+    // The last one has a block's rest on each side and takes two transfers.
+    assert!(bed.device.bytes(0..1001).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn at_the_end_of_the_disk_writes_are_cut_and_reads_are_short() {
+    let mut bed = Bed::short_transfers();
+    let bytes = data(64 << 10, 3);
+    bed.send_write(1, SIZE - 8192, &bytes);
+    bed.send_write(2, SIZE, &bytes[..1]);
+    bed.run();
+    let refused = (2, libc::ENOSPC, Vec::new());
+    assert_eq!(bed.answers(), [(1, 0, written(8192)), refused]);
+    bed.send_io(Opcode::Read, 3, SIZE - 100, 4096, &[]);
+    bed.send_io(Opcode::Read, 4, SIZE, 4096, &[]);
+    bed.run();
+    let end = bytes[8192 - 100..8192].to_vec();
+    assert_eq!(bed.answers(), [(3, 0, end), (4, 0, Vec::new())]);
+    // A write that claims more than it has.
+    bed.send_io(Opcode::Write, 5, 0, 4096, &[1; 512]);
+    bed.run();
+    assert_eq!(bed.answers(), [(5, libc::EINVAL, Vec::new())]);
+}
+
+#[test]
+fn long_reads_are_answered_in_turns_whole_and_in_several_transfers() {
+    let mut bed = Bed::short_transfers();
+    let content = data(SIZE as usize, 9);
+    bed.device.disk.memory().write(0, &content);
+    for (at, len) in [(65_536, 65_536), (700, 100_000), (4096, 100)] {
+        bed.send_io(Opcode::Read, at, at, len, &[]);
+        bed.run();
+        let range = at as usize..at as usize + len;
+        let answers = bed.answers();
+        assert!(
+            answers == [(at, 0, content[range].to_vec())],
+            "{len} at {at}"
+        );
+    }
+    bed.device.disk.spoil(8192..8704);
+    bed.send_io(Opcode::Read, 1, 8000, 1000, &[]);
+    bed.send_io(Opcode::Read, 2, 1, 100_000, &[]);
+    bed.run();
+    let failed = |unique| (unique, libc::EIO, Vec::new());
+    assert_eq!(bed.answers(), [failed(1), failed(2)]);
+}
+
+#[test]
+fn a_write_without_a_free_buffer_waits_and_others_go_on() {
+    let disk = MemoryDevice::new(SIZE, 512).unwrap();
+    let disk = disk.with_geometry(|g| g.max_transfer = 64 << 10);
+    let mut bed = Bed::new(disk.with_buffer_budget(128 << 10));
+    let held: Vec<Buffer> = std::iter::from_fn(|| bed.device.try_buffer(512)).collect();
+    let bytes = data(64 << 10, 5);
+    bed.send_write(1, 0, &bytes);
+    bed.send_write(2, 1 << 19, &bytes[..4096]);
+    bed.send(Opcode::Statfs, 3, &[]);
+    bed.run();
+    let answers = bed.answers();
+    assert_eq!(answers.len(), 1);
+    assert_eq!((answers[0].0, answers[0].1), (3, 0));
+    // The room is used for other requests meanwhile.
+    bed.send(Opcode::Lookup, 4, &[b'x'; 600]);
+    bed.run();
+    assert_eq!(bed.answers(), [(4, libc::ENOENT, Vec::new())]);
+    drop(held);
+    bed.run();
+    let mut answers = bed.answers();
+    answers.sort();
+    assert_eq!(answers, [(1, 0, written(64 << 10)), (2, 0, written(4096))]);
+    assert!(bed.device.bytes(0..64 << 10) == bytes);
+    assert!(bed.device.bytes(1 << 19..(1 << 19) + 4096) == bytes[..4096]);
+}
+
+#[test]
+fn requests_beyond_the_bound_stay_with_the_kernel() {
+    let mut bed = Bed::short_transfers();
+    bed.device.is_shut.store(true, Ordering::SeqCst);
+    let (most, more) = (u64::from(MAX_IN_FLIGHT), 9);
+    for unique in 0..most + more {
+        bed.send(Opcode::Fsync, unique, &[0; 16]);
+    }
+    bed.run();
+    assert_eq!(bed.in_flight(), MAX_IN_FLIGHT as usize);
+    // It sleeps, and not for the descriptor, which has more.
+    assert!(bed.queue.prepare_sleep());
+    let mut waited = Vec::new();
+    bed.queue.put_waited(&mut waited);
+    assert_eq!(waited.len(), 1);
+    bed.device.open();
+    // The answers have ended the sleep.
+    crate::poll_fds::wait(&waited, None);
+    drop(waited);
+    bed.queue.end_sleep();
+    bed.run();
+    let answers = bed.answers();
+    assert!(answers.iter().all(|(_, error, _)| *error == 0));
+    let uniques: Vec<u64> = answers.iter().map(|answer| answer.0).collect();
+    assert!(uniques.into_iter().eq(0..most + more));
+}
+
+#[test]
+fn a_turn_takes_a_number_of_requests_however_many_there_are() {
+    let mut bed = Bed::short_transfers();
+    let many = 3 * REQUESTS + 1;
+    for unique in 0..many {
+        bed.send(Opcode::Getattr, unique as u64, &[0; 16]);
+    }
+    let mut answered = 0;
+    while bed.queue.turn() == Turn::Worked {
+        let answers = bed.answers().len();
+        assert!(answers <= REQUESTS, "{answers}");
+        answered += answers;
+    }
+    assert_eq!(answered, many);
+}
+
+#[test]
+fn a_turn_sends_a_number_of_bytes_however_many_answers_wait() {
+    let mut bed = Bed::new(MemoryDevice::new(4 * SIZE, 512).unwrap());
+    bed.device.is_shut.store(true, Ordering::SeqCst);
+    let (many, len) = (40, 64 << 10);
+    for unique in 0..many {
+        bed.send_io(Opcode::Read, unique, unique << 16, len, &[]);
+    }
+    bed.run();
+    bed.device.open();
+    // The pair of sockets has no room for all of a turn's bytes, but what it does not take is not
+    // answered another time.
+    let mut turns = 0;
+    while bed.queue.turn() == Turn::Worked {
+        turns += 1;
+    }
+    let least = many as usize * len / TURN_BYTES;
+    assert!(turns >= least, "{turns} turns");
+    assert_eq!(bed.queue.channel.bytes(), 0);
+}
+
+#[test]
+fn a_request_that_is_lost_is_answered_with_an_error() {
+    let bed = Bed::short_transfers();
+    drop(Reply::new(&bed.queue.channel, 77, 0));
+    assert_eq!(bed.answers(), [(77, libc::EIO, Vec::new())]);
+}
+
+#[test]
+fn requests_in_flight_end_before_the_mount_does() {
+    let mut bed = Bed::short_transfers();
+    bed.device.is_shut.store(true, Ordering::SeqCst);
+    let bytes = data(4096, 1);
+    bed.send_write(1, 0, &bytes);
+    // Not a request: the stream cannot be followed.
+    rustix::io::write(&bed.peer, &[0; 50]).unwrap();
+    bed.run();
+    assert_eq!(bed.queue.turn(), Turn::Waiting);
+    assert!(!bed.outcome.is_over());
+    assert!(bed.queue.prepare_sleep());
+    bed.device.open();
+    bed.queue.end_sleep();
+    assert_eq!(bed.queue.turn(), Turn::Over);
+    assert!(bed.device.bytes(0..4096) == bytes);
+    let Bed { queue, outcome, .. } = bed;
+    drop(queue);
+    assert!(outcome.is_over() && !outcome.is_unmounted());
+    let error = outcome.wait().unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+}
+
+#[test]
+fn an_answer_makes_the_queue_look_for_the_next_request_at_once() {
+    let mut bed = Bed::short_transfers();
+    bed.run();
+    bed.queue.looks.put_off();
+    bed.send(Opcode::Getattr, 1, &[0; 16]);
+    assert_eq!(bed.queue.turn(), Turn::Waiting);
+    Reply::new(&bed.queue.channel, 2, 0).succeed(&[]);
+    assert_eq!(bed.queue.turn(), Turn::Worked);
+    let uniques: Vec<u64> = bed.answers().iter().map(|answer| answer.0).collect();
+    assert_eq!(uniques, [2, 1]);
+}
+
+#[test]
+fn the_kernel_is_asked_for_whole_transfers_of_whole_pages() {
+    let of = |max_transfer| {
+        let disk = MemoryDevice::new(SIZE, 512).unwrap();
+        max_write(
+            disk.with_geometry(|g| g.max_transfer = max_transfer)
+                .geometry(),
+        )
+    };
+    assert_eq!(of(4 << 20), 1 << 20);
+    assert_eq!(of(1 << 20), 1 << 20);
+    assert_eq!(of((64 << 10) + 512), 64 << 10);
+    assert_eq!(of(512), 4096);
+}
+
+#[test]
+fn a_disk_of_tiny_transfers_is_served_piece_by_piece() {
+    let disk = MemoryDevice::new(SIZE, 512).unwrap();
+    let mut bed = Bed::new(disk.with_geometry(|g| g.max_transfer = 1024));
+    let bytes = data(4096, 6);
+    bed.send_write(1, 100, &bytes);
+    bed.send_io(Opcode::Read, 2, 100, 4096, &[]);
+    bed.run();
+    assert_eq!(bed.answers(), [(1, 0, written(4096)), (2, 0, bytes)]);
+}

@@ -8,9 +8,9 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use riser_initiator::block::{
@@ -310,10 +310,24 @@ fn ext4_on_a_loop_device() {
     bed.end();
 }
 
-/// A disk in memory that counts the writes that must not be left in a volatile cache, and flushes.
+/// A disk in memory that counts the writes that must not be left in a volatile cache, and flushes;
+/// and notes the lengths of transfers.
 struct Counting {
     disk: MemoryDevice,
     stable: Arc<AtomicU32>,
+    reads: Mutex<Vec<usize>>,
+    writes: Mutex<Vec<usize>>,
+}
+
+impl Counting {
+    fn new(bytes: u64) -> Self {
+        Self {
+            disk: MemoryDevice::new(bytes, 512).unwrap(),
+            stable: Arc::default(),
+            reads: Mutex::default(),
+            writes: Mutex::default(),
+        }
+    }
 }
 
 impl BlockDevice for Counting {
@@ -334,11 +348,13 @@ impl BlockDevice for Counting {
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
+        self.reads.lock().unwrap().push(buffer.len());
         self.disk.read(offset, buffer).await
     }
 
     async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, BlockError> {
         self.stable.fetch_add(fua.into(), Ordering::Relaxed);
+        self.writes.lock().unwrap().push(buffer.len());
         self.disk.write(offset, buffer, fua).await
     }
 
@@ -364,6 +380,143 @@ impl BlockDevice for Counting {
     }
 }
 
+/// A disk mounted over a directory, or `None`, after saying so, where this host cannot mount.
+fn mount_over<D: BlockDevice>(
+    dir: &Path,
+    disk: Arc<D>,
+    caching: Caching,
+    on_end: impl FnOnce() + Send + 'static,
+) -> Option<FuseMount> {
+    let options = FuseOptions {
+        path: dir.to_owned(),
+        name: "lun0".into(),
+        source: "riser:test".into(),
+        caching,
+        allow_other: false,
+    };
+    let mount = FuseMount::new(Arc::new(ByteDevice::new(disk)), options, on_end);
+    mount
+        .inspect_err(|e| skip("FUSE", &format!("it cannot be mounted here: {e}")))
+        .ok()
+}
+
+/// A new directory.
+fn directory(name: &str) -> PathBuf {
+    let dir = std::env::temp_dir().join(format!("riser-fuse-{name}-{}", std::process::id()));
+    std::fs::create_dir(&dir).unwrap();
+    dir
+}
+
+/// Opens the file of a mount for both.
+fn open(mount: &FuseMount) -> File {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).open(mount.file()).unwrap()
+}
+
+#[test]
+fn a_mebibyte_is_one_transfer() {
+    const LEN: usize = 1 << 20;
+    let dir = directory("long");
+    let disk = Arc::new(Counting::new(16 << 20));
+    let Some(mount) = mount_over(&dir, disk.clone(), Caching::Direct, || {}) else {
+        return std::fs::remove_dir(&dir).unwrap();
+    };
+    let file = open(&mount);
+    // Whole pages: what begins within one has a page more than a request takes.
+    let mut memory = vec![0_u8; LEN + 4096];
+    let at = memory.as_ptr().align_offset(4096);
+    let data = &mut memory[at..at + LEN];
+    for (i, byte) in data.iter_mut().enumerate() {
+        *byte = (i * 7 / 5) as u8;
+    }
+    file.write_all_at(data, LEN as u64).unwrap();
+    assert_eq!(*disk.writes.lock().unwrap(), [LEN]);
+    let mut on_disk = vec![0; LEN];
+    disk.disk.memory().read(LEN, &mut on_disk);
+    assert!(on_disk == data);
+    data.fill(0);
+    file.read_exact_at(data, LEN as u64).unwrap();
+    assert_eq!(*disk.reads.lock().unwrap(), [LEN]);
+    assert!(on_disk == data);
+    drop(file);
+    mount.detach().unwrap();
+    mount.wait().unwrap();
+    std::fs::remove_dir(&dir).unwrap();
+}
+
+#[test]
+fn a_disk_with_a_thread_serves_its_mount_there() {
+    use riser_initiator::disks::file;
+
+    let dir = directory("thread");
+    let image = dir.with_extension("image");
+    File::create(&image).unwrap().set_len(16 << 20).unwrap();
+    let disk = Arc::new(file::open(&image, file::FileConfig::default()).unwrap());
+    let (sender, threads) = mpsc::channel();
+    let on_end = move || {
+        let name = std::thread::current().name().map(str::to_owned);
+        sender.send(name.unwrap_or_default()).unwrap();
+    };
+    let Some(mount) = mount_over(&dir, disk, Caching::Direct, on_end) else {
+        std::fs::remove_file(&image).unwrap();
+        return std::fs::remove_dir(&dir).unwrap();
+    };
+    let file = Arc::new(open(&mount));
+    std::thread::scope(|scope| {
+        for worker in 0..4_usize {
+            let file = file.clone();
+            scope.spawn(move || {
+                // Short ones, long ones, and ones of odd lengths at odd offsets.
+                for (i, len) in [512, 1 << 20, 70_001, 4096, 300_003]
+                    .into_iter()
+                    .enumerate()
+                {
+                    let at = ((worker << 22) + i * 17) as u64;
+                    let data: Vec<u8> = (0..len).map(|n| (n * 7 / 5 + worker + i) as u8).collect();
+                    let mut back = vec![0; len];
+                    file.write_all_at(&data, at).unwrap();
+                    file.read_exact_at(&mut back, at).unwrap();
+                    assert!(back == data, "{len} bytes at {at}");
+                }
+            });
+        }
+    });
+    file.sync_all().unwrap();
+    drop(file);
+    mount.detach().unwrap();
+    mount.wait().unwrap();
+    let served = threads.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert!(!served.starts_with("fuse"), "served by {served}");
+    std::fs::remove_file(&image).unwrap();
+    std::fs::remove_dir(&dir).unwrap();
+}
+
+#[test]
+fn the_end_of_a_detached_mount_leaves_the_next_one_at_its_path() {
+    let dir = directory("again");
+    let (sender, ended) = mpsc::channel();
+    let on_end = move || sender.send(()).unwrap();
+    let first = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+    let Some(mount) = mount_over(&dir, first, Caching::Direct, on_end) else {
+        return std::fs::remove_dir(&dir).unwrap();
+    };
+    let file = open(&mount);
+    mount.detach().unwrap();
+    let second = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+    let next = mount_over(&dir, second, Caching::Direct, || {}).unwrap();
+    // The file is still served; then it was the last user.
+    file.write_all_at(&[1; 512], 0).unwrap();
+    drop(file);
+    ended.recv_timeout(Duration::from_secs(10)).unwrap();
+    mount.wait().unwrap();
+    let mut back = [1; 512];
+    open(&next).read_exact_at(&mut back, 0).unwrap();
+    assert_eq!(back, [0; 512], "it is the second disk");
+    next.detach().unwrap();
+    next.wait().unwrap();
+    std::fs::remove_dir(&dir).unwrap();
+}
+
 #[test]
 fn a_synchronous_write_is_on_the_medium_when_it_returns() {
     use std::os::unix::fs::OpenOptionsExt;
@@ -378,26 +531,11 @@ fn a_synchronous_write_is_on_the_medium_when_it_returns() {
                 std::process::id()
             ));
             std::fs::create_dir(&dir).unwrap();
-            let stable = Arc::new(AtomicU32::new(0));
-            let disk = Counting {
-                disk: MemoryDevice::new(16 << 20, 512).unwrap(),
-                stable: stable.clone(),
-            };
-            let options = FuseOptions {
-                path: dir.clone(),
-                name: "lun0".into(),
-                source: "riser:test".into(),
-                caching,
-                allow_other: false,
-            };
-            let bytes = Arc::new(ByteDevice::new(Arc::new(disk)));
-            let mount = match FuseMount::new(bytes, options, || {}) {
-                Ok(mount) => mount,
-                Err(e) => {
-                    skip("FUSE", &format!("it cannot be mounted here: {e}"));
-                    std::fs::remove_dir(&dir).unwrap();
-                    return;
-                }
+            let disk = Counting::new(16 << 20);
+            let stable = disk.stable.clone();
+            let Some(mount) = mount_over(&dir, Arc::new(disk), caching, || {}) else {
+                std::fs::remove_dir(&dir).unwrap();
+                return;
             };
             let file = OpenOptions::new()
                 .write(true)

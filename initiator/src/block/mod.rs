@@ -21,6 +21,7 @@
 mod bell;
 mod buffer;
 mod bytes;
+mod ending;
 mod error;
 mod lock;
 mod memory;
@@ -36,6 +37,7 @@ use std::task::{Poll, Waker};
 pub(crate) use bell::Bell;
 pub use buffer::{Buffer, BufferWaiters};
 pub use bytes::{ByteDevice, Span};
+pub(crate) use ending::{Ending, Outcome};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
 pub use memory::MemoryDevice;

@@ -22,7 +22,6 @@
 
 mod channel;
 mod disk;
-mod ending;
 mod mount;
 mod queue;
 mod requests;

@@ -15,10 +15,9 @@ use thiserror::Error;
 
 use super::channel::Channel;
 use super::disk::{Caching, DiskFs, Layout};
-use super::ending::{Ending, Outcome};
 use super::queue::{Queue, max_write};
 use super::sys;
-use crate::block::{BlockDevice, ByteDevice, Service, serve, task};
+use crate::block::{BlockDevice, ByteDevice, Ending, Outcome, Service, serve, task};
 
 /// Requests without a waiting process (readahead, direct I/O in the background) that the kernel
 /// may have in flight.
@@ -179,7 +178,7 @@ impl FuseMount {
 
     fn unmount(&self, lazy: bool) -> Result<(), UnmountError> {
         // Another mount may have the path by now.
-        if self.outcome.is_unmounted() || self.is_removed.load(Ordering::Acquire) {
+        if self.outcome.is_complete() || self.is_removed.load(Ordering::Acquire) {
             return Ok(());
         }
         unmount(&self.path, lazy)?;

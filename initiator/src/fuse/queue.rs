@@ -14,10 +14,11 @@ use zerocopy::FromBytes;
 
 use super::channel::{Channel, Reply};
 use super::disk::{DiskFs, Verdict, Work};
-use super::ending::Ending;
 use super::requests::{self, anonymous, copy};
 use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode};
-use crate::block::{BlockDevice, Buffer, ByteDevice, Geometry, Looks, Service, Span, Turn, task};
+use crate::block::{
+    BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, Span, Turn, task,
+};
 use crate::poll_fds::Waited;
 
 /// Longest write, and read, that the kernel is asked to send, in bytes.
@@ -138,7 +139,7 @@ impl<D: BlockDevice> Queue<D> {
                 // The process that waited for that request was killed.
                 Some(libc::ENOENT | libc::EINTR) => return Received::Request(0),
                 Some(libc::ENODEV) => {
-                    self.ending.note_unmounted();
+                    self.ending.note_complete();
                     return Received::End;
                 }
                 _ => return self.give_up(error),

@@ -7,9 +7,10 @@
 //! /dev/ublkcN        fetch a request … commit its result and fetch again   queue
 //! ```
 //!
-//! One thread has all requests of a device. It hands each to the disk as a task; the thread that
-//! completes it copies its bytes between the request and the disk's buffer, by `pread` and
-//! `pwrite` on `/dev/ublkcN`, and gives the result back to the thread, which alone may commit it.
+//! One thread has all requests of a device: that of the disk, where it has one, so that no other
+//! thread is woken between a request and the wire. It hands each to the disk as a task, whose bytes
+//! are copied between the request and the disk's buffer by `pread` and `pwrite` on `/dev/ublkcN`,
+//! and which gives its result back to the thread, which alone may commit it.
 //!
 //! # When the server dies
 //! The device stays, and what is sent to it waits. [`UblkDevice::recover`] takes it over: requests
@@ -20,9 +21,12 @@
 //!
 //! # Modules
 //! - `sys`: what the kernel and we exchange. `control`: the commands of a device's life.
-//! - `queue`: the thread.
+//! - `queue`: the service that has the requests. `commands`: its ring. `data`: what is in the
+//!   device's file.
 
+mod commands;
 mod control;
+mod data;
 mod queue;
 mod sys;
 

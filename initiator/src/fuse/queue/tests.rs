@@ -12,10 +12,9 @@ use zerocopy::IntoBytes;
 
 use super::super::channel::MAX_IN_FLIGHT;
 use super::super::disk::{Caching, Layout};
-use super::super::ending::Outcome;
 use super::super::sys::{OutHeader, ROOT, WriteOut};
 use super::*;
-use crate::block::{BlockError, Extent, MemoryDevice, ZeroOptions};
+use crate::block::{BlockError, Extent, MemoryDevice, Outcome, ZeroOptions};
 
 const SIZE: u64 = 1 << 20;
 
@@ -422,7 +421,7 @@ fn requests_in_flight_end_before_the_mount_does() {
     assert!(bed.device.bytes(0..4096) == bytes);
     let Bed { queue, outcome, .. } = bed;
     drop(queue);
-    assert!(outcome.is_over() && !outcome.is_unmounted());
+    assert!(outcome.is_over() && !outcome.is_complete());
     let error = outcome.wait().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::InvalidData);
 }

@@ -1,0 +1,102 @@
+//! The descriptions of requests, and their data, in a device's file.
+
+#![allow(
+    unsafe_code,
+    reason = "reads what the kernel has mapped, and shows it memory by its address"
+)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+
+use super::sys::{DATA_OFFSET, DESCS_OFFSET, IoDesc, TAG_SHIFT};
+use crate::block::{BlockError, Buffer};
+
+/// The descriptions of requests, which the kernel writes.
+pub(super) struct Descs {
+    first: NonNull<IoDesc>,
+    bytes: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone, and is only read.
+unsafe impl Send for Descs {}
+
+impl Descs {
+    pub(super) fn map(channel: &File, depth: u16) -> io::Result<Self> {
+        let bytes = usize::from(depth) * size_of::<IoDesc>();
+        // SAFETY: a new mapping, of a length that the driver checks.
+        let at = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ,
+                libc::MAP_SHARED | libc::MAP_POPULATE,
+                channel.as_raw_fd(),
+                DESCS_OFFSET,
+            )
+        };
+        match NonNull::new(at.cast()) {
+            Some(first) if at != libc::MAP_FAILED => Ok(Self { first, bytes }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// The request with a tag that has just been fetched.
+    pub(super) fn get(&self, tag: u16) -> IoDesc {
+        assert!(usize::from(tag) < self.bytes / size_of::<IoDesc>());
+        // SAFETY: it is within the mapping; the kernel has written it before the fetch ended, and
+        // writes it again only after the request's result is committed.
+        unsafe { self.first.add(tag.into()).as_ptr().read_volatile() }
+    }
+}
+
+impl Drop for Descs {
+    fn drop(&mut self) {
+        // SAFETY: it was mapped with this address and length, and nothing refers to it any more.
+        unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Way of a copy.
+#[derive(Clone, Copy)]
+pub(super) enum Direction {
+    ToRequest,
+    FromRequest,
+}
+
+/// Copies between a request's pages and a buffer.
+pub(super) fn copy(
+    channel: &File,
+    tag: u16,
+    buffer: &Buffer,
+    direction: Direction,
+) -> Result<(), BlockError> {
+    let from = DATA_OFFSET + (u64::from(tag) << TAG_SHIFT);
+    let mut done = 0;
+    while done < buffer.len() {
+        // SAFETY: `done` is within the buffer.
+        let at = unsafe { buffer.slice().ptr().add(done) };
+        let (fd, left) = (channel.as_raw_fd(), buffer.len() - done);
+        let position = (from + done as u64) as i64;
+        // SAFETY: the buffer has `left` bytes from there on; its holder is the only one that uses
+        // it, and no operation on it is under way.
+        let moved = unsafe {
+            match direction {
+                Direction::ToRequest => libc::pwrite(fd, at.cast(), left, position),
+                Direction::FromRequest => libc::pread(fd, at.cast(), left, position),
+            }
+        };
+        match moved {
+            1.. => done += moved as usize,
+            0 => return Err(BlockError::Io("a request has no bytes left".into())),
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(BlockError::Io(error.to_string()));
+                }
+            }
+        }
+    }
+    Ok(())
+}

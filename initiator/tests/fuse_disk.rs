@@ -518,6 +518,35 @@ fn the_end_of_a_detached_mount_leaves_the_next_one_at_its_path() {
 }
 
 #[test]
+fn an_aborted_connection_is_an_error_and_leaves_no_mount() {
+    let dir = directory("abort");
+    let disk = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+    let (sender, ended) = mpsc::channel();
+    let on_end = move || sender.send(()).unwrap();
+    let Some(mount) = mount_over(&dir, disk, Caching::Direct, on_end) else {
+        return std::fs::remove_dir(&dir).unwrap();
+    };
+    let file = open(&mount);
+    let connection = rustix::fs::minor(file.metadata().unwrap().dev());
+    let abort = format!("/sys/fs/fuse/connections/{connection}/abort");
+    if std::fs::write(abort, "1").is_err() {
+        skip("FUSE", "connections cannot be aborted here");
+    } else {
+        ended.recv_timeout(Duration::from_secs(10)).unwrap();
+        assert!(file.write_all_at(&[1; 512], 0).is_err());
+        drop(file);
+        let error = mount.wait().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ECONNABORTED));
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+        return std::fs::remove_dir(&dir).unwrap();
+    }
+    drop(file);
+    mount.detach().unwrap();
+    mount.wait().unwrap();
+    std::fs::remove_dir(&dir).unwrap();
+}
+
+#[test]
 fn a_synchronous_write_is_on_the_medium_when_it_returns() {
     use std::os::unix::fs::OpenOptionsExt;
 

@@ -132,7 +132,7 @@ impl Channel {
         let pieces = [SendPiece::from(header.as_bytes()), data];
         if let Err(error) = write_pieces(self.fd(), &pieces) {
             // The process that waited was killed, or the mount is gone.
-            tracing::debug!(%error, unique, "the kernel does not take the answer to a FUSE request");
+            tracing::debug!(%error, unique, "the answer to a FUSE request is not taken");
         }
     }
 }

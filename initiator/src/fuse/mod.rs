@@ -9,9 +9,9 @@
 //! - [`FuseOptions`]: where and how.
 //!
 //! `fuser` mounts and negotiates. From then on the requests are ours: the thread of the disk takes
-//! them out of the FUSE device by turns (`queue`), where its completions answer them (`channel`), so
-//! that no other thread is woken between a request and the wire. A disk without a thread has two
-//! queues with a thread each. What the requests mean (`disk`) is decided without I/O.
+//! them out of the FUSE device by turns (`queue`), and its completions answer them (`channel`), so
+//! no other thread is woken between a request and the wire. A disk without a thread has two queues
+//! with a thread each. The meaning of a request (`disk`) is decided without I/O.
 //!
 //! Data go between a request and the disk's buffers in the system call that receives or answers it;
 //! short or unaligned writes are copied once more.

@@ -73,6 +73,9 @@ impl Filesystem for Negotiation {
         for wish in [
             InitFlags::FUSE_ASYNC_DIO,
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            // A connection that an administrator aborts has an error of its own: the mount is
+            // still there then.
+            InitFlags::FUSE_ABORT_ERROR,
         ] {
             // An older kernel does without.
             let _ = config.add_capabilities(wish);

@@ -2,8 +2,8 @@
 //!
 //! A request is received in two pieces: its head, and [`Room`] for the rest, which is a buffer of
 //! the disk. The payload of a long write is therefore where the disk can send it from, and the
-//! buffer goes with the write; another one takes its place. Short payloads are copied to a buffer of
-//! their size: a copy costs less than the memory that a whole room would keep from others.
+//! buffer goes with the write; another one takes its place. Short payloads are copied to a buffer
+//! of their size: a copy costs less than the memory that a whole room would keep from others.
 
 use std::io;
 use std::sync::Arc;

@@ -14,8 +14,8 @@ use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, Span
 const SEEK_WINDOW: u64 = 1 << 30;
 
 /// Reads a range: into a buffer of the device, from which it goes to the kernel. A range that takes
-/// several transfers is assembled in memory of its own, one after the other: requests that each hold
-/// some of the device's buffers and wait for more could wait for each other.
+/// several transfers is assembled in memory of its own, one after the other: requests that each
+/// hold some of the device's buffers and wait for more could wait for each other.
 pub(super) async fn read<D: BlockDevice>(
     device: Arc<ByteDevice<D>>,
     range: Range<u64>,

@@ -73,8 +73,8 @@ pub(super) struct OutHeader {
     pub(super) unique: U64,
 }
 
-/// Argument of READ, WRITE and READDIR: `struct fuse_read_in` and `struct fuse_write_in`, which have
-/// the same fields.
+/// Argument of READ, WRITE and READDIR: `struct fuse_read_in` and `struct fuse_write_in`, which
+/// have the same fields.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct IoIn {
@@ -226,8 +226,8 @@ pub(super) fn dirent_len(namelen: usize) -> usize {
     (size_of::<Dirent>() + namelen).next_multiple_of(8)
 }
 
-/// `FUSE_DEV_IOC_CLONE`, `_IOR(229, 0, uint32_t)`: makes an open file of `/dev/fuse` a further queue
-/// of a connection.
+/// `FUSE_DEV_IOC_CLONE`, `_IOR(229, 0, uint32_t)`: makes an open file of `/dev/fuse` a further
+/// queue of a connection.
 const CLONE: libc::Ioctl = 0x8004_e500;
 
 /// Opens a further queue of a connection. Requests go to the one that reads first, and each must be

@@ -24,6 +24,11 @@ use crate::poll_fds::{Waited, WaitedFds};
 /// Size of the receive buffer: several options, or thousands of requests.
 const RECEIVE: usize = 64 << 10;
 
+/// Bytes of a write from which on the next one is expected to be long too: then no more than
+/// [`AHEAD`] bytes are received beyond a payload, since what comes with the next header is copied.
+const LONG_WRITE: u32 = 32 << 10;
+const AHEAD: usize = 4 << 10;
+
 /// Receives of one turn, and requests, after which others have theirs.
 const RECEIVES: usize = 16;
 const REQUESTS: usize = 64;
@@ -72,6 +77,8 @@ pub(super) struct Connection<D> {
     received: Vec<u8>,
     /// Bytes in `received` that were not taken yet.
     valid: Range<usize>,
+    /// The last write was a long one.
+    writes_long: bool,
     receiving: Option<Receiving>,
     waker: Waker,
     ended: bool,
@@ -100,6 +107,7 @@ impl<D: BlockDevice> Connection<D> {
             machine: Machine::new(export),
             received: vec![0; RECEIVE],
             valid: 0..0,
+            writes_long: false,
             receiving: None,
             ended: false,
             seen: 0,
@@ -257,7 +265,9 @@ impl<D: BlockDevice> Connection<D> {
             let at = piece.span.head + piece.filled;
             pieces.push(ReceivePiece::part(piece.buffer.slice(), at..at + direct));
         }
-        pieces.push(ReceivePiece::from(&mut self.received[self.valid.end..]));
+        // There is room: what is left is less than a message that is waited for.
+        let end = if self.writes_long { AHEAD } else { RECEIVE };
+        pieces.push(ReceivePiece::from(&mut self.received[self.valid.end..end]));
         let received = sys::receive(self.shared.socket().as_fd(), &mut pieces);
         drop(pieces);
         let n = match received {
@@ -311,6 +321,7 @@ impl<D: BlockDevice> Connection<D> {
         let device = self.device.clone();
         match command {
             Command::Write { fua } => {
+                self.writes_long = len >= LONG_WRITE;
                 self.receiving = Some(Receiving {
                     answer,
                     fua,
@@ -526,6 +537,35 @@ mod tests {
         assert!(connection.prepare_sleep());
         connection.end_sleep();
         assert_eq!(connection.turn(), Turn::Worked);
+    }
+
+    #[test]
+    fn of_long_writes_little_is_received_elsewhere_than_in_their_buffers() {
+        const LEN: usize = 64 << 10;
+        let (mut connection, mut peer) = connection();
+        let mut write = |connection: &mut Connection<_>, offset: u64, byte: u8| {
+            let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
+            bytes.extend([0; 2]);
+            bytes.extend(cmd::WRITE.to_be_bytes());
+            bytes.extend([byte; 8]);
+            bytes.extend(offset.to_be_bytes());
+            bytes.extend((LEN as u32).to_be_bytes());
+            bytes.extend([byte; LEN]);
+            peer.write_all(&bytes).unwrap();
+            while connection.turn() == Turn::Worked {}
+            let mut reply = [0; 16];
+            peer.read_exact(&mut reply).unwrap();
+            assert_eq!((&reply[4..8], &reply[8..]), (&[0; 4][..], &[byte; 8][..]));
+        };
+        write(&mut connection, 0, 1);
+        connection.received.fill(0);
+        write(&mut connection, LEN as u64, 2);
+        assert!(connection.received[AHEAD..].iter().all(|byte| *byte == 0));
+        let mut stored = vec![0; 2 * LEN];
+        let disk = connection.device.device();
+        disk.memory().read(0, &mut stored);
+        assert!(stored[..LEN].iter().all(|byte| *byte == 1));
+        assert!(stored[LEN..].iter().all(|byte| *byte == 2));
     }
 
     #[test]

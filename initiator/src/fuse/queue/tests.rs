@@ -1,4 +1,5 @@
-//! A queue with a pair of sockets in the place of `/dev/fuse`: a message is a request, or an answer.
+//! A queue with a pair of sockets in the place of `/dev/fuse`: each message is a request or an
+//! answer.
 
 use std::future::poll_fn;
 use std::ops::Range;

@@ -31,6 +31,10 @@ const TURN_BYTES: usize = 1 << 20;
 /// Bytes of a write from which on it takes the room with it.
 const LONG_WRITE: usize = 32 << 10;
 
+/// Rooms that the disk's buffers have at least, where one of them is the room: it is never given
+/// back, and the longest request must find another.
+const ROOMS: u64 = 8;
+
 /// Bytes of a request that are looked at, payload apart: a name is the longest.
 const MAX_BODY: usize = 1024;
 
@@ -56,9 +60,9 @@ impl Room {
     fn new<D: BlockDevice>(device: &D) -> io::Result<Self> {
         let geometry = device.geometry();
         let len = (max_write(geometry) as usize).max(MIN_ROOM);
-        let of_disk = (len <= geometry.max_transfer as usize)
-            .then(|| device.try_buffer(len))
-            .flatten();
+        let is_small =
+            len <= geometry.max_transfer as usize && len as u64 * ROOMS <= device.buffer_bytes();
+        let of_disk = is_small.then(|| device.try_buffer(len)).flatten();
         Ok(Self {
             is_of_disk: of_disk.is_some(),
             buffer: of_disk.map_or_else(|| Buffer::anonymous(len), Ok)?,

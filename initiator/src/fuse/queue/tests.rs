@@ -310,7 +310,7 @@ fn long_reads_are_answered_in_turns_whole_and_in_several_transfers() {
 fn a_write_without_a_free_buffer_waits_and_others_go_on() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let disk = disk.with_geometry(|g| g.max_transfer = 64 << 10);
-    let mut bed = Bed::new(disk.with_buffer_budget(128 << 10));
+    let mut bed = Bed::new(disk.with_buffer_budget(1 << 20));
     let held: Vec<Buffer> = std::iter::from_fn(|| bed.device.try_buffer(512)).collect();
     let bytes = data(64 << 10, 5);
     bed.send_write(1, 0, &bytes);
@@ -331,6 +331,22 @@ fn a_write_without_a_free_buffer_waits_and_others_go_on() {
     assert_eq!(answers, [(1, 0, written(64 << 10)), (2, 0, written(4096))]);
     assert!(bed.device.bytes(0..64 << 10) == bytes);
     assert!(bed.device.bytes(1 << 19..(1 << 19) + 4096) == bytes[..4096]);
+}
+
+#[test]
+fn a_disk_with_few_buffers_keeps_them_for_its_transfers() {
+    let disk = MemoryDevice::new(SIZE, 512).unwrap();
+    let disk = disk.with_geometry(|g| g.max_transfer = 64 << 10);
+    // One transfer, and the blocks that are kept for partial writes.
+    let mut bed = Bed::new(disk.with_buffer_budget((64 << 10) + 4 * 512));
+    let bytes = data(64 << 10, 8);
+    for at in [0, 1 << 19] {
+        bed.send_write(at, at, &bytes);
+        bed.send_io(Opcode::Read, at + 1, at, 64 << 10, &[]);
+        bed.run();
+        let answers = [(at, 0, written(64 << 10)), (at + 1, 0, bytes.clone())];
+        assert!(bed.answers() == answers);
+    }
 }
 
 #[test]

@@ -79,7 +79,7 @@ impl Looks {
         self.vain = 0;
     }
 
-    /// Makes it look no more by time, so that a test sees what else makes it look.
+    /// Stops its looks by time, so that a test sees what else makes it look.
     #[cfg(test)]
     pub(crate) fn put_off(&mut self) {
         self.vain = VAIN;

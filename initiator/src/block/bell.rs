@@ -94,7 +94,7 @@ mod tests {
         for _ in 0..2 {
             assert!(bell.prepare_sleep(bell.events()));
             let short = Some(Duration::from_millis(1));
-            wait(&[Waited::reading(bell.fd())], short);
+            wait([Waited::reading(bell.fd())], short);
             bell.end_sleep();
         }
         let mut count = [0; 8];
@@ -112,7 +112,7 @@ mod tests {
         assert!(bell.prepare_sleep(bell.events()));
         bell.ring();
         // Without a time: it ends because it was rung.
-        wait(&[Waited::reading(bell.fd())], None);
+        wait([Waited::reading(bell.fd())], None);
         bell.end_sleep();
     }
 }

@@ -19,7 +19,7 @@ use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode};
 use crate::block::{
     BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, Span, Turn, task,
 };
-use crate::poll_fds::Waited;
+use crate::poll_fds::{Waited, WaitedFds};
 
 /// Longest write, and read, that the kernel is asked to send, in bytes.
 const MAX_REQUEST: u32 = 1 << 20;
@@ -314,7 +314,7 @@ impl<D: BlockDevice> Service for Queue<D> {
         self.channel.bell().prepare_sleep(self.seen)
     }
 
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         out.push(Waited::reading(self.channel.bell().fd()));
         // The end of a mount would end every sleep otherwise.
         if self.to_read {

@@ -15,7 +15,7 @@ use super::sys::{ABORT, IoDesc, IoOp, Op};
 use crate::block::{
     Bell, BlockDevice, BlockError, Buffer, Ending, Outcome, Service, Turn, ZeroOptions, serve, task,
 };
-use crate::poll_fds::Waited;
+use crate::poll_fds::{Waited, WaitedFds};
 
 /// Bytes of data of one turn, in either direction, after which others have theirs.
 const TURN_BYTES: u64 = 1 << 20;
@@ -207,7 +207,7 @@ impl<D: BlockDevice, C: Commands> Service for Server<D, C> {
         self.shared.bell.prepare_sleep(self.seen)
     }
 
-    fn put_waited<'a>(&'a self, out: &mut Vec<Waited<'a>>) {
+    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         out.push(Waited::reading(self.shared.bell.fd()));
         out.push(Waited::reading(self.commands.fd()));
     }

@@ -156,7 +156,8 @@ const UNUSED: SendWqe = SendWqe {
 /// the pages that become resident are those of the deepest queue that there was.
 #[derive(Debug, Default)]
 pub struct SendQueue {
-    /// Slots that were used: those from `head` to `tail` are requests, the others hold old ones. Of the capacity of the queue, as the next two.
+    /// Slots that were used: those from `head` to `tail` are requests, the others hold old ones.
+    /// Of the capacity of the queue, as the next two.
     wqes: Vec<SendWqe>,
     /// `max_sge` entries for each of them.
     sges: Vec<Sge>,

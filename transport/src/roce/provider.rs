@@ -485,8 +485,9 @@ impl Provider for Roce {
         EventFds::from_iter([self.driver.fd()])
     }
 
-    fn arm_fds(&self) {
+    fn arm_fds(&mut self) -> bool {
         self.driver.arm();
+        false
     }
 }
 

@@ -361,13 +361,12 @@ fn requests_beyond_the_bound_stay_with_the_kernel() {
     assert_eq!(bed.in_flight(), MAX_IN_FLIGHT as usize);
     // It sleeps, and not for the descriptor, which has more.
     assert!(bed.queue.prepare_sleep());
-    let mut waited = Vec::new();
+    let mut waited = crate::poll_fds::WaitedFds::new();
     bed.queue.put_waited(&mut waited);
     assert_eq!(waited.len(), 1);
     bed.device.open();
     // The answers have ended the sleep.
-    crate::poll_fds::wait(&waited, None);
-    drop(waited);
+    crate::poll_fds::wait(waited, None);
     bed.queue.end_sleep();
     bed.run();
     let answers = bed.answers();

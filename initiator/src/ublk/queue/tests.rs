@@ -217,9 +217,9 @@ fn a_result_of_another_thread_ends_the_sleep() {
     bed.request(9, READ, 0, 64 << 10);
     while bed.submitted.try_recv().is_err() {
         if bed.server.turn() == Turn::Waiting && bed.server.prepare_sleep() {
-            let mut waited = Vec::new();
+            let mut waited = crate::poll_fds::WaitedFds::new();
             bed.server.put_waited(&mut waited);
-            crate::poll_fds::wait(&waited, None);
+            crate::poll_fds::wait(waited, None);
         }
         bed.server.end_sleep();
     }

@@ -2,8 +2,8 @@
 //! client.
 //!
 //! - [`proto`]: the protocol's numbers, and messages encoded.
-//! - [`NbdUri`]: addresses of exports. - [`client`]: the client's side of the protocol;
-//!   [`crate::disks::nbd`] has its socket.
+//! - [`NbdUri`]: addresses of exports.
+//! - [`client`]: the client's side of the protocol; [`crate::disks::nbd`] has its socket.
 //! - [`Machine`]: one connection as bytes in, requests and bytes out. It owns no socket.
 //! - [`Server`]: listens, runs a machine per connection and its requests on a
 //!   [`ByteDevice`](crate::block::ByteDevice).

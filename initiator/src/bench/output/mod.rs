@@ -1,7 +1,10 @@
 //! Output of the benchmark: files and tables made of [`Outcome`]s.
 //!
-//! - [`fio`]: JSON in fio's layout, and a reader of it. - [`csv`]: time series. - [`hdr`]: interval
-//!   logs of HdrHistogram. - [`html`]: a page for a browser. - [`text`]: for a terminal.
+//! - [`fio`]: JSON in fio's layout, and a reader of it.
+//! - [`csv`]: time series.
+//! - [`hdr`]: interval logs of HdrHistogram.
+//! - [`html`]: a page for a browser.
+//! - [`text`]: for a terminal.
 //! - [`compare`]: differences between two JSON files, and which of them are beyond noise.
 //! - [`machine`]: the machine that a run was on.
 //!

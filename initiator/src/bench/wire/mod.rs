@@ -1,8 +1,9 @@
 //! Measures what a machine, or a network between two, carries in packets of RoCEv2: the limit of
 //! every figure of the software NIC.
 //!
-//! - [`measure_loopback`]: two threads of this process. - [`measure`]: against a host that runs
-//!   [`Responder`]. - [`WireReport`]: the figures.
+//! - [`measure_loopback`]: two threads of this process.
+//! - [`measure`]: against a host that runs [`Responder`].
+//! - [`WireReport`]: the figures.
 //!
 //! A requester sends commands of 84 bytes and a responder answers each with RDMA WRITEs and a
 //! response, the packets of one READ of a target. There are no queue pairs, no retransmission and

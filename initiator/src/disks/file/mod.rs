@@ -1,6 +1,8 @@
 //! Local files and block devices as disks, by `io_uring`.
 //!
-//! - [`open`]: opens one. - [`FileConfig`]: how. - [`FileError`]: reasons why it failed.
+//! - [`open`]: opens one.
+//! - [`FileConfig`]: how.
+//! - [`FileError`]: reasons why it failed.
 //!
 //! A flush is `fdatasync(2)`, a write to stable storage one with `RWF_DSYNC`, a discard a punched
 //! hole (`BLKDISCARD` on a device), zeroes a zeroed range; allocation is found by `SEEK_HOLE`.

@@ -1,8 +1,9 @@
 //! Exports of NBD servers as disks: the client of the protocol in [`crate::nbd::client`] on a TCP
 //! or Unix socket.
 //!
-//! - [`connect`]: connects and negotiates, within a time. - [`NbdConfig`]: limits on that and on
-//!   operations. - [`NbdError`]: reasons why it failed.
+//! - [`connect`]: connects and negotiates, within a time.
+//! - [`NbdConfig`]: limits on that and on operations.
+//! - [`NbdError`]: reasons why it failed.
 //!
 //! Replies of a round are received by few system calls: data of a large read go straight to their
 //! buffer, small replies are taken in together and copied.

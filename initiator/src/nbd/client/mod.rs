@@ -1,6 +1,7 @@
 //! The client's side of the protocol.
 //!
-//! - [`negotiate`]: the handshake, on a stream that waits. - [`Negotiated`]: its outcome.
+//! - [`negotiate`]: the handshake, on a stream that waits.
+//! - [`Negotiated`]: its outcome.
 //! - [`Requests`]: the transmission phase as a machine: requests and bytes in, bytes and ends out.
 //!
 //! Of the options it uses `STRUCTURED_REPLY`, `SET_META_CONTEXT` with `base:allocation`, and `GO`

@@ -10,8 +10,8 @@
 //!   size=${SIZE}        from the environment
 //! ```
 //!
-//! Options that mean nothing here but do no harm are accepted ([`IGNORED`](super::job::IGNORED));
-//! one that is not supported is an error that names its line.
+//! Options that mean nothing here but do no harm are accepted ([`IGNORED`](super::job::IGNORED),
+//! [`LIMITED`](super::job::LIMITED)); one that is not supported is an error that names its line.
 
 use std::fmt;
 
@@ -24,6 +24,8 @@ pub struct JobFile {
     pub groups: Vec<Vec<Job>>,
     /// Lines with options that have no effect: number from 1, option.
     pub ignored: Vec<(usize, String)>,
+    /// Meaning of `k` at the end of the sections, if it is the same in all of them.
+    pub kb_base: Option<KbBase>,
 }
 
 /// An error in a job file.
@@ -68,7 +70,7 @@ pub fn parse(
         },
         open: None,
         is_global: false,
-        jobs: Vec::new(),
+        sections: Vec::new(),
         ignored: Vec::new(),
     };
     let mut last = 1;
@@ -83,15 +85,17 @@ pub fn parse(
         parser.handle(line.trim(), last).map_err(fail)?;
     }
     parser.close();
-    if parser.jobs.is_empty() {
+    let Some(first) = parser.sections.first() else {
         return Err(JobFileError {
             file: file.to_owned(),
             line: last,
             reason: "the file has no job: a section such as [name] is one".into(),
         });
-    }
+    };
+    let base = first.base;
+    let is_same = parser.sections.iter().all(|section| section.base == base);
     let mut groups: Vec<Vec<Job>> = Vec::new();
-    for job in parser.jobs {
+    for Section { job, .. } in parser.sections {
         match groups.last_mut() {
             Some(group) if !job.stonewall => group.push(job),
             _ => groups.push(vec![job]),
@@ -100,6 +104,7 @@ pub fn parse(
     Ok(JobFile {
         groups,
         ignored: parser.ignored,
+        kb_base: is_same.then_some(base),
     })
 }
 
@@ -108,7 +113,7 @@ struct Parser {
     /// The section that a job is made of.
     open: Option<Section>,
     is_global: bool,
-    jobs: Vec<Job>,
+    sections: Vec<Section>,
     ignored: Vec<(usize, String)>,
 }
 
@@ -132,7 +137,11 @@ impl Parser {
         }
         let (name, value) = match line.split_once('=') {
             Some((name, value)) => (name.trim(), Some(value.trim())),
-            None => (line, None),
+            // The only line with a value and no equals sign.
+            None => match line.split_once(char::is_whitespace) {
+                Some(("include", file)) => ("include", Some(file.trim())),
+                _ => (line, None),
+            },
         };
         let section = match &mut self.open {
             Some(section) => section,
@@ -147,8 +156,7 @@ impl Parser {
 
     /// The section is complete.
     fn close(&mut self) {
-        self.jobs
-            .extend(self.open.take().map(|section| section.job));
+        self.sections.extend(self.open.take());
     }
 }
 
@@ -265,6 +273,9 @@ mod tests {
         let job = &file.groups[0][0];
         assert_eq!(job.sizes[0], BlockSizes::Fixed(4096));
         assert_eq!(job.io_size, Some(Amount::Bytes(8000)));
+        assert_eq!(file.kb_base, Some(KbBase::Decimal));
+        let mixed = parsed("[a]\nbs=4k\n[b]\nkb_base=1000\n").unwrap();
+        assert_eq!(mixed.kb_base, None);
     }
 
     #[test]
@@ -282,6 +293,8 @@ mod tests {
         assert!(refused("[a]\nsize=${SIZE\n").contains("closing brace"));
         assert!(refused("[global]\nbs=4k\n").contains("no job"));
         assert!(refused("[a]\nstate=x\n").contains("`state` is not known"));
+        let include = refused("[a]\ninclude other.fio\n");
+        assert!(include.contains(":2: option `include` is not supported: a job file is one file"));
     }
 
     #[test]

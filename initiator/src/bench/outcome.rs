@@ -4,6 +4,12 @@ use std::time::{Duration, SystemTime};
 
 use hdrhistogram::Histogram;
 
+/// Percentiles of the JSON, which are those that fio prints by default.
+pub const PERCENTILES: [f64; 17] = [
+    1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95,
+    99.99,
+];
+
 /// Kinds of operations, in the order of fio's JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {

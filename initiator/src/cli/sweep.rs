@@ -15,7 +15,7 @@ impl Sweep {
     /// Reads `bs=4k,64k` or `depth=1..64`.
     ///
     /// # Errors
-    /// It has another form.
+    /// It has another form, or the option is not one that a sweep can change.
     pub(super) fn parse(text: &str, form: Units) -> Result<Self, String> {
         let wrong = || format!("`{text}` is not a sweep such as bs=4k,64k or depth=1..64");
         let (name, values) = text.split_once('=').ok_or_else(wrong)?;
@@ -26,6 +26,19 @@ impl Sweep {
             "seed" => "randseed",
             name => name,
         };
+        let refused = match name {
+            // The address on the command line would be measured each time.
+            "filename" if form == Units::CommandLine => {
+                Some("the address says which disk is measured; run the command for each disk")
+            }
+            "name" => Some("it would change no operation"),
+            // Groups are made of the sections before they are swept.
+            "stonewall" | "wait_for_previous" => Some("the job file says which jobs run together"),
+            _ => None,
+        };
+        if let Some(why) = refused {
+            return Err(format!("--sweep {text}: {name} cannot be swept: {why}"));
+        }
         let mut all = Vec::new();
         for value in values.split(',').map(str::trim) {
             match value.split_once("..") {

@@ -2,9 +2,11 @@
 //!
 //! - [`Job`]: a job, made by hand or from options by name.
 //! - [`Units`]: forms of sizes and times.
-//! - [`IGNORED`], [`UNSUPPORTED`]: fio's options that have no effect here, or are refused.
+//! - [`IGNORED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options that have no effect here, those of which
+//!   only some values are accepted, and those that are refused.
 
 mod options;
+mod tables;
 mod values;
 
 use std::path::PathBuf;
@@ -12,7 +14,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub use options::{IGNORED, UNSUPPORTED};
+pub use tables::{IGNORED, LIMITED, UNSUPPORTED, is_ignored};
 pub use values::{KbBase, Units};
 
 use super::outcome::OpKind;
@@ -279,6 +281,8 @@ pub struct Job {
     pub state: Option<PathBuf>,
     /// Seed of the random numbers.
     pub randseed: u64,
+    /// The seed is the same for each command. Without it, one was drawn for this command.
+    pub randrepeat: bool,
     /// Waits for the jobs before it.
     pub stonewall: bool,
 }
@@ -320,6 +324,7 @@ impl Default for Job {
             verify_only: false,
             state: None,
             randseed: 1,
+            randrepeat: true,
             stonewall: false,
         }
     }
@@ -327,7 +332,7 @@ impl Default for Job {
 
 impl Job {
     /// Sets an option by fio's name of it; `value` is `None` where it stands alone. Returns false
-    /// for one of [`IGNORED`].
+    /// for one of [`IGNORED`] or [`LIMITED`].
     ///
     /// # Errors
     /// A line that says why the option or its value is refused.

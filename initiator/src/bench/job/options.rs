@@ -1,5 +1,6 @@
 //! fio's options: what each does to a job, and which have no effect here.
 
+use super::tables::{IGNORED, LIMITED, UNSUPPORTED};
 use super::values::{
     Units, boolean, by_direction, distribution, number, pattern, percentage, range, split,
 };
@@ -8,164 +9,23 @@ use super::{Access, Amount, BlockSizes, Checksum, Distribution, Job, Pattern, Ra
 /// Most connections of a job.
 const MAX_SESSIONS: u32 = 64;
 
-/// Options that are accepted and have no effect, with the reasons.
-pub const IGNORED: &[(&str, &str)] = &[
-    ("ioengine", "the address says how the device is reached"),
-    (
-        "invalidate",
-        "caches are not emptied; direct goes past that of a file",
-    ),
-    ("thread", "clones run on the threads of their sessions"),
-    (
-        "group_reporting",
-        "the clones of a section are always reported together",
-    ),
-    ("new_group", "each section has a result of its own"),
-    ("gtod_reduce", "taking the time is no system call here"),
-    ("clocksource", "the clock is always CLOCK_MONOTONIC"),
-    (
-        "randrepeat",
-        "random numbers repeat as long as the seed is the same",
-    ),
-    (
-        "allrandrepeat",
-        "random numbers repeat as long as the seed is the same",
-    ),
-    (
-        "norandommap",
-        "random blocks are always drawn without a map of those that were drawn before",
-    ),
-    (
-        "random_generator",
-        "the numbers differ from those of fio in any case",
-    ),
-    (
-        "scramble_buffers",
-        "blocks that are verified differ anyway; refill_buffers makes others differ",
-    ),
-    ("verify_fatal", "the first wrong block always ends the run"),
-    ("verify_state_save", "--state names the file"),
-    ("verify_state_load", "--state names the file"),
-    (
-        "verify_async",
-        "blocks are checked where their reads complete",
-    ),
-    (
-        "iodepth_batch",
-        "operations are submitted as soon as there is room",
-    ),
-    (
-        "iodepth_batch_submit",
-        "operations are submitted as soon as there is room",
-    ),
-    (
-        "iodepth_batch_complete",
-        "completions are handled as they come",
-    ),
-    (
-        "iodepth_batch_complete_min",
-        "completions are handled as they come",
-    ),
-    (
-        "iodepth_batch_complete_max",
-        "completions are handled as they come",
-    ),
-    ("fallocate", "a device has its size"),
-    ("create_serialize", "a device has its size"),
-    ("overwrite", "a device has its size"),
-    (
-        "allow_mounted_write",
-        "--overwrite says whether data may be destroyed",
-    ),
-    ("mem", "buffers are the device's own"),
-    ("iomem", "buffers are the device's own"),
-    ("registerfiles", "it is an option of io_uring"),
-    ("fixedbufs", "it is an option of io_uring"),
-    ("hipri", "it is an option of io_uring"),
-    ("sqthread_poll", "it is an option of io_uring"),
-    ("userspace_reap", "it is an option of libaio"),
-    ("description", "it is a comment"),
-    ("exitall_on_error", "an error always ends the run"),
-    ("disk_util", "the device is no disk of this kernel"),
-    ("clat_percentiles", "all percentiles are kept"),
-    ("lat_percentiles", "all percentiles are kept"),
-    ("percentile_list", "all percentiles are kept"),
-    (
-        "unified_rw_reporting",
-        "each kind of operation is reported by itself",
-    ),
-    ("log_avg_msec", "--interval is the length of an interval"),
-    ("unit_base", "results are in bytes"),
-];
-
-/// Options of fio that are refused, with the reasons. So are those that fio does not have.
-pub const UNSUPPORTED: &[(&str, &str)] = &[
-    (
-        "thinktime",
-        "there is no pause between operations; rate_iops plans their times",
-    ),
-    ("startdelay", "all jobs of a group start together"),
-    ("loops", "time_based and runtime repeat a job"),
-    ("zonesize", "rw=read:SKIP reads in strides"),
-    ("zoneskip", "rw=read:SKIP reads in strides"),
-    ("zonerange", "rw=read:SKIP reads in strides"),
-    (
-        "rate_min",
-        "a rate that is not reached ends no job; the response times show it",
-    ),
-    (
-        "rate_iops_min",
-        "a rate that is not reached ends no job; the response times show it",
-    ),
-    ("latency_target", "--sweep shows the latency at each depth"),
-    ("max_latency", "no operation is too late for a run"),
-    ("directory", "a job runs on a device"),
-    ("nrfiles", "a job runs on one device"),
-    ("percentage_random", "a job is random or sequential"),
-    (
-        "rw_sequencer",
-        "the operations behind a random offset follow it in sequence",
-    ),
-    (
-        "blockalign",
-        "offsets are multiples of the smallest block size",
-    ),
-    ("ba", "offsets are multiples of the smallest block size"),
-    ("dedupe_percentage", "content is either random or a pattern"),
-    (
-        "buffer_compress_chunk",
-        "the random part of a block comes first, as a whole",
-    ),
-    (
-        "verify_pattern",
-        "a verified block has content that follows from its header",
-    ),
-    (
-        "verify_backlog",
-        "blocks are verified when a read meets them, and at the end",
-    ),
-    (
-        "verify_interval",
-        "headers are the smallest block size apart",
-    ),
-    ("verify_offset", "headers are at the beginning of blocks"),
-    ("read_iolog", "operations come from the options only"),
-    ("write_iolog", "operations are not recorded"),
-    ("steadystate", "a run lasts as long as its options say"),
-    ("wait_for", "stonewall waits for all jobs before"),
-    ("include", "a job file is one file"),
-    ("exitall", "a group ends when all of its jobs have ended"),
-    ("continue_on_error", "the first error ends the run"),
-];
-
 pub(super) fn set(
     job: &mut Job,
     name: &str,
     value: Option<&str>,
     units: Units,
 ) -> Result<bool, String> {
+    let value = value.map(str::trim).filter(|value| !value.is_empty());
     if IGNORED.iter().any(|(known, _)| *known == name) {
         return Ok(false);
+    }
+    if let Some((_, is_accepted, why)) = LIMITED.iter().find(|(known, ..)| *known == name) {
+        // An option that stands alone is switched on.
+        let value = value.unwrap_or("1");
+        return match is_accepted(value) {
+            true => Ok(false),
+            false => Err(format!("`{name}={value}` is not supported: {why}")),
+        };
     }
     if set_flag(job, name, value)? {
         return Ok(true);
@@ -173,7 +33,6 @@ pub(super) fn set(
     if let Some((_, why)) = UNSUPPORTED.iter().find(|(known, _)| *known == name) {
         return Err(format!("option `{name}` is not supported: {why}"));
     }
-    let value = value.map(str::trim).filter(|value| !value.is_empty());
     let text = value.ok_or_else(|| format!("option `{name}` has no value, or is not known"))?;
     let is_set = set_workload(job, name, text, units)?
         || set_extent(job, name, text, units)?
@@ -195,6 +54,14 @@ fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, Stri
         "do_verify" => &mut job.do_verify,
         "fua" | "writefua" => &mut job.fua,
         "direct" => &mut job.direct,
+        "randrepeat" | "allrandrepeat" => {
+            job.randrepeat = boolean(value)?;
+            // As in fio, a seed that is given counts even so.
+            if !job.randrepeat && job.randseed == Job::default().randseed {
+                job.randseed = fastrand::u64(..);
+            }
+            return Ok(true);
+        }
         "buffered" => {
             job.direct = !boolean(value)?;
             return Ok(true);
@@ -281,7 +148,7 @@ fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<boo
 fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
     match name {
         "name" => job.name = text.to_owned(),
-        "filename" => job.filename = Some(text.to_owned()),
+        "filename" => job.filename = Some(filename(text)?),
         "randseed" => job.randseed = number(text)?,
         "buffer_pattern" => job.content.pattern = pattern(text)?,
         "buffer_compress_percentage" => {
@@ -307,6 +174,27 @@ fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
         _ => return Ok(false),
     }
     Ok(true)
+}
+
+/// One address. In a path fio separates several files by colons, and escapes a colon of a name.
+fn filename(text: &str) -> Result<String, String> {
+    let is_path = |text: &str| {
+        ["/", "./", "../"]
+            .iter()
+            .any(|start| text.starts_with(start))
+    };
+    if !is_path(text) {
+        return Ok(text.to_owned());
+    }
+    // No path contains a NUL, so it can stand for the colon of a name.
+    let unescaped = text.replace("\\:", "\0");
+    match unescaped.split(':').skip(1).any(is_path) {
+        true => Err(format!(
+            "`filename={text}` is not supported: a job runs on one device (write \\: for a colon of \
+             its name)"
+        )),
+        false => Ok(unescaped.replace('\0', ":")),
+    }
 }
 
 fn positive(number: u64) -> Result<u64, String> {
@@ -511,6 +399,7 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
         ("verify", job.verify.map(checksum)),
         ("do_verify", (!job.do_verify).then(|| "0".to_owned())),
         ("verify_only", yes(job.verify_only)),
+        ("randrepeat", (!job.randrepeat).then(|| "0".to_owned())),
         ("randseed", Some(job.randseed.to_string())),
     ];
     let named = |(name, value): (&str, Option<String>)| Some((name.to_owned(), value?));
@@ -564,6 +453,8 @@ mod tests {
                 ("buffer_pattern", "\"text\""),
             ],
             &[
+                ("randrepeat", "0"),
+                ("randseed", "9"),
                 ("offset_increment", "10%"),
                 ("total", "3m"),
                 ("do_verify", "0"),
@@ -601,12 +492,68 @@ mod tests {
     }
 
     #[test]
+    fn values_that_would_do_something_else_than_in_fio_are_refused() {
+        let set = |name, value| Job::default().set(name, value, FIO);
+        for (name, refused, accepted) in [
+            ("percentile_list", "99:99.999", "50:99:99.9"),
+            ("lat_percentiles", "1", "0"),
+            ("clat_percentiles", "0", "1"),
+            ("unified_rw_reporting", "mixed", "none"),
+            ("unified_rw_reporting", "1", "0"),
+            ("verify_fatal", "0", "1"),
+            ("norandommap", "0", "1"),
+            ("iodepth_batch", "8", "1"),
+            ("iodepth_batch_submit", "0", "1"),
+            ("iodepth_batch_complete", "4", "0"),
+            ("iodepth_batch_complete_min", "4", "1"),
+            ("io_submit_mode", "offload", "inline"),
+            ("unlink", "1", "0"),
+        ] {
+            let error = set(name, Some(refused)).unwrap_err();
+            assert!(error.contains("not supported"), "{error}");
+            assert!(error.contains(&format!("{name}={refused}")), "{error}");
+            assert_eq!(set(name, Some(accepted)), Ok(false), "{name}={accepted}");
+        }
+        assert_eq!(set("verify_fatal", None), Ok(false));
+        assert!(set("lat_percentiles", None).is_err());
+        for name in ["cpus_allowed", "nice", "write_lat_log", "include"] {
+            let error = set(name, Some("5")).unwrap_err();
+            assert!(error.contains("is not supported: "), "{error}");
+        }
+    }
+
+    #[test]
+    fn without_randrepeat_each_job_draws_a_seed_unless_one_is_given() {
+        let [one, other] = [(); 2].map(|()| job(&[("randrepeat", "0")]).randseed);
+        assert_ne!(one, other);
+        assert_eq!(job(&[("randrepeat", "0"), ("randseed", "7")]).randseed, 7);
+        assert_eq!(job(&[("randseed", "7"), ("randrepeat", "0")]).randseed, 7);
+        assert_eq!(job(&[("randrepeat", "1")]), Job::default());
+    }
+
+    #[test]
+    fn several_files_are_not_taken_for_one() {
+        let set = |text| {
+            let mut job = Job::default();
+            job.set("filename", Some(text), FIO)?;
+            Ok::<_, String>(job.filename.unwrap())
+        };
+        for text in ["/dev/a:/dev/b", "/dev/a:./b", "./a:../b"] {
+            let error = set(text).unwrap_err();
+            assert!(error.contains("not supported"), "{error}");
+        }
+        let id = "/dev/disk/by-path/pci-0000\\:00\\:1f.2";
+        assert_eq!(set(id).unwrap(), "/dev/disk/by-path/pci-0000:00:1f.2");
+        for text in ["/dev/pci-0000:00", "srp://h:5000/0", "file:/a", "/a\\:/b"] {
+            assert_eq!(set(text).unwrap(), text.replace('\\', ""));
+        }
+    }
+
+    #[test]
     fn no_option_is_in_two_tables() {
-        let mut names: Vec<_> = IGNORED
-            .iter()
-            .chain(UNSUPPORTED)
-            .map(|(name, _)| name)
-            .collect();
+        let limited = LIMITED.iter().map(|(name, ..)| name);
+        let others = IGNORED.iter().chain(UNSUPPORTED).map(|(name, _)| name);
+        let mut names: Vec<_> = others.chain(limited).collect();
         names.sort_unstable();
         let count = names.len();
         names.dedup();

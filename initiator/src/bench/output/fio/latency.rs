@@ -10,17 +10,13 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::bench::outcome::PERCENTILES;
+
 /// Binary digits by which bins of one power of two differ.
 const BIN_BITS: u32 = 6;
 
 /// Lowest time of the last bin, which has all longer times, too: bin 63 of the group from 2^33 ns.
 const LAST_BIN: u64 = (64 + 63) << 27;
-
-/// Percentiles that fio prints by default.
-const PERCENTILES: [f64; 17] = [
-    1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95,
-    99.99,
-];
 
 /// `slat_ns`, `clat_ns` or `lat_ns`.
 #[derive(Default, Serialize)]

@@ -3,9 +3,10 @@
 //! - [`write()`]: `--output-format=json`, or `json+` with the `bins` of each distribution.
 //! - [`read()`]: summaries of such documents, ours and fio's.
 //!
-//! Each outcome is a job and a group of its own, since outcomes are measured one after another. The
-//! figures have fio's meaning and units: `bw` is KiB per second, `runtime` is milliseconds,
-//! percentages of processor time are of one processor. Where the meanings differ:
+//! Each outcome is a job and a group of its own, even if it was measured beside others: it has the
+//! figures of all its clones together, and readers add up the jobs of a group. The figures have
+//! fio's meaning and units: `bw` is KiB per second, `runtime` is milliseconds, percentages of
+//! processor time are of one processor. Where the meanings differ:
 //!
 //! - `clat_ns` is the time from the start of an operation to its completion. `lat_ns` begins when
 //!   the operation was due; in a closed loop that is its start, so both are the same and only
@@ -22,7 +23,7 @@
 //! are no `global options`, because each job has all of its own.
 //!
 //! What fio has no place for is in objects named `riser`: at the top the machine, and in each job
-//! the address, both sides' processor time and context switches, holes, verified blocks, planned
+//! the address, the RDMA device, both sides' processor time and context switches, holes, verified blocks, planned
 //! operations that were not started, the mean number of operations in flight, and the figures over
 //! time.
 

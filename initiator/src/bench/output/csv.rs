@@ -4,7 +4,7 @@
 //! One row per interval and kind of operation of which the run has any. Latencies are in
 //! nanoseconds, from the time when an operation was due, if arrivals are planned; in an interval
 //! without operations they are empty. `t_ms` is the begin of the interval, in milliseconds from
-//! that of the measurement.
+//! that of the measurement. `disk` is the address with the RDMA device that it was reached over.
 
 use std::io::{self, Write};
 
@@ -12,8 +12,8 @@ use super::figures::{active, latencies, per_second};
 use crate::bench::outcome::{Interval, OpKind, Outcome};
 
 /// Names of the columns.
-const HEADER: &str =
-    "job,run,t_ms,kind,iops,bytes_per_second,mean_ns,p50_ns,p90_ns,p99_ns,p99_9_ns,max_ns";
+const HEADER: &str = "job,run,t_ms,kind,iops,bytes_per_second,mean_ns,p50_ns,p90_ns,p99_ns,p99_9_ns,max_ns,\
+                      disk";
 
 /// Percentiles of the columns.
 const PERCENTILES: [f64; 4] = [50.0, 90.0, 99.0, 99.9];
@@ -26,11 +26,12 @@ const PERCENTILES: [f64; 4] = [50.0, 90.0, 99.0, 99.9];
 pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     writeln!(out, "{HEADER}")?;
     for (run, outcome) in outcomes.iter().enumerate() {
-        let job = field(&outcome.name);
+        let (job, disk) = (field(&outcome.name), field(&outcome.disk()));
         for interval in &outcome.intervals {
             for kind in active(outcome) {
                 write!(out, "{job},{run},")?;
                 row(out, interval, kind)?;
+                writeln!(out, ",{disk}")?;
             }
         }
     }
@@ -49,13 +50,13 @@ fn row(out: &mut dyn Write, interval: &Interval, kind: OpKind) -> io::Result<()>
     )?;
     let latencies = latencies(measured);
     if latencies.is_empty() {
-        return writeln!(out, ",,,,,,");
+        return write!(out, ",,,,,,");
     }
     write!(out, ",{:.0}", latencies.mean())?;
     for percent in PERCENTILES {
         write!(out, ",{}", latencies.value_at_percentile(percent))?;
     }
-    writeln!(out, ",{}", latencies.max())
+    write!(out, ",{}", latencies.max())
 }
 
 /// A text as a field. Quotes keep separators in it; a first character that spreadsheets take for a
@@ -90,7 +91,7 @@ mod tests {
     fn each_interval_has_a_row_per_kind() {
         let outcome = sample::mixed("a", 1);
         let rows = rows(&[outcome.clone(), sample::open_loop("b", 2)]);
-        assert!(rows.iter().all(|row| row.len() == 12), "{rows:?}");
+        assert!(rows.iter().all(|row| row.len() == 13), "{rows:?}");
         // Reads, writes and flushes of the first outcome, reads of the second.
         assert_eq!(rows.len(), 1 + 11 * 3 + 11);
         let row = &rows[1 + 3];
@@ -100,6 +101,19 @@ mod tests {
         assert!((iops - 10.0 * reads.ios() as f64).abs() < 1e-6);
         assert_eq!(row[9], reads.service.value_at_percentile(99.0).to_string());
         assert_eq!(row[11], reads.service.max().to_string());
+        assert_eq!(row[12], outcome.disk());
+    }
+
+    #[test]
+    fn figures_over_shared_memory_are_shown_as_such() {
+        let shared = Outcome {
+            address: "srp://127.0.0.1/0".into(),
+            device: Some("shm-127.0.0.1".into()),
+            ..sample::mixed("a", 1)
+        };
+        let rows = rows(&[shared]);
+        assert_eq!(rows[0][12], "disk");
+        assert_eq!(rows[1][12], "srp://127.0.0.1/0 over shm-127.0.0.1");
     }
 
     #[test]
@@ -118,7 +132,7 @@ mod tests {
         idle.service.reset();
         idle.response = None;
         let rows = rows(&[outcome]);
-        assert_eq!(rows[3][4..], ["0.0", "0", "", "", "", "", "", ""]);
+        assert_eq!(rows[3][4..12], ["0.0", "0", "", "", "", "", "", ""]);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! form, with a tag for each kind of operation. `HistogramLogProcessor`, hdr-plot and
 //! HistogramLogAnalyzer read them.
 //!
+//! A comment in the head names the disk of each run, with the RDMA device that it was reached over.
 //! Values are nanoseconds. The column of maxima, which is for people, is in milliseconds.
 
 use std::io::{self, Write};
@@ -14,6 +15,7 @@ use hdrhistogram::serialization::interval_log::{
 };
 
 use super::figures::active;
+use super::show;
 use crate::bench::outcome::{Interval, OpKind, Outcome};
 
 /// Nanoseconds of the unit of maxima.
@@ -37,11 +39,15 @@ pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     // The builder takes a sized writer.
     let mut out = out;
     let mut serializer = V2DeflateSerializer::new();
-    IntervalLogWriterBuilder::new()
-        .add_comment("[Histogram log format version 1.3]")
+    let mut head = IntervalLogWriterBuilder::new();
+    head.add_comment("[Histogram log format version 1.3]")
         .add_comment(&format!("[Logged by riser {}]", env!("CARGO_PKG_VERSION")))
-        .add_comment("[Values are nanoseconds, maxima milliseconds]")
-        .with_start_time(base)
+        .add_comment("[Values are nanoseconds, maxima milliseconds]");
+    for (run, outcome) in outcomes.iter().enumerate() {
+        let disk = show::printable(&outcome.disk());
+        head.add_comment(&format!("[Run {run}: {disk}]"));
+    }
+    head.with_start_time(base)
         .with_base_time(base)
         .begin_log_with(&mut out, &mut serializer)?;
     writeln!(out, "{LEGEND}")?;
@@ -223,5 +229,15 @@ mod tests {
         assert_eq!(lines[0], "#[Histogram log format version 1.3]");
         assert!(lines.contains(&"#[BaseTime: 1767323045.000 (seconds since epoch)]"));
         assert!(lines.contains(&LEGEND));
+        let shared = Outcome {
+            address: "srp://h/0\n".into(),
+            device: Some("shm-h".into()),
+            ..sample::mixed("a", 1)
+        };
+        let log = written(&[sample::mixed("a", 1), shared]);
+        assert_eq!(parse(&log).len(), 2 * 11 * 3, "comments are skipped");
+        let text = String::from_utf8(log).unwrap();
+        let mut lines = text.lines();
+        assert!(lines.any(|line| line == "#[Run 1: srp://h/0\u{fffd} over shm-h]"));
     }
 }

@@ -16,21 +16,29 @@ pub use table::write;
 
 use super::figures::median;
 use super::fio::{CpuSummary, KindSummary, LatencySummary, RunSummary};
+use crate::bench::job::is_ignored;
 use crate::bench::outcome::OpKind;
 
-/// Options that say where a run was or how its output is, not what it did.
+/// Options that say where a run was or how its output is, not what it did, beside those that have no
+/// effect here ([`is_ignored`]).
 const NOT_COMPARED: &[&str] = &[
     "name",
     "filename",
     "directory",
     "direct",
-    "ioengine",
+    "buffered",
     "uri",
-    "thread",
-    "group_reporting",
     "stonewall",
-    "new_group",
-    "description",
+    "wait_for_previous",
+];
+
+/// Other names of options.
+const SYNONYMS: &[(&str, &str)] = &[
+    ("blocksize", "bs"),
+    ("blocksize_range", "bsrange"),
+    ("readwrite", "rw"),
+    ("rwmixwrite", "rwmixread"),
+    ("io_limit", "io_size"),
 ];
 
 /// Values that options have where they are not given. We list some of them, and fio does not.
@@ -41,6 +49,7 @@ const DEFAULTS: &[(&str, &str)] = &[
     ("iodepth", "1"),
     ("numjobs", "1"),
     ("randseed", "1"),
+    ("randrepeat", "1"),
 ];
 
 /// Percentiles that are compared.
@@ -89,7 +98,7 @@ pub enum Unit {
 /// A figure of both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Figure {
-    /// Name: `read iops`, `write p99`, `server cpu per op`.
+    /// Name: `read iops`, `write p99`, `read response p99` of an open loop, `server cpu per op`.
     pub name: String,
     /// Its unit.
     pub unit: Unit,
@@ -105,11 +114,11 @@ pub struct Figure {
     pub verdict: Verdict,
 }
 
-/// Operations of a kind that are not compared, as there are none in some rounds.
+/// Operations or a figure that are not compared, as some rounds have none.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Missing {
-    /// What they are: `reads`.
-    pub kind: &'static str,
+    /// What it is: `reads`, `read p99.9`.
+    pub what: String,
     /// Side with such rounds: `A` or `B`.
     pub side: char,
     /// Number of these rounds.
@@ -227,44 +236,59 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
     groups
 }
 
-/// Options that describe the workload and are not as by default, sorted, and with one form for the
-/// values that have several: `4k` and `4096`, `randread` and `RandRead`.
+/// Options that describe the workload and are not as by default, sorted, and with one form for names
+/// and values that have several: `4k` and `4096`, `randread` and `RandRead`.
 fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
+    let is_kept = |key: &str| !NOT_COMPARED.contains(&key) && !is_ignored(key);
     let mut kept: Vec<_> = options
         .iter()
-        .filter(|(key, _)| !NOT_COMPARED.contains(&key.as_str()))
-        .map(|(key, value)| {
-            let key = match key.as_str() {
-                "blocksize" => "bs",
-                "readwrite" => "rw",
-                key => key,
-            };
-            let value = value.trim().to_ascii_lowercase();
-            // Of a time, in which m are minutes and not mebibytes, only the form of a number alone
-            // has to be the same.
-            let value = match key {
-                "runtime" | "ramp_time" | "startdelay" => value.trim_end_matches('s').to_owned(),
-                _ => riser_units::parse_size(&value).map_or(value, |bytes| bytes.to_string()),
-            };
-            (key.to_owned(), value)
-        })
+        .filter(|(key, _)| is_kept(key))
+        .map(|(key, value)| normal(key, value))
         .filter(|(key, value)| !DEFAULTS.contains(&(key.as_str(), value.as_str())))
         .collect();
+    // A seed that was drawn for the run is another one in each.
+    if kept.contains(&("randrepeat".into(), "0".into())) {
+        kept.retain(|(key, _)| key != "randseed");
+    }
     kept.sort();
     kept
 }
 
+/// An option under its first name, with the first form of its value.
+fn normal(key: &str, value: &str) -> (String, String) {
+    let synonym = SYNONYMS.iter().find(|(other, _)| *other == key);
+    let name = synonym.map_or(key, |(_, name)| *name);
+    let value = value.trim().to_ascii_lowercase();
+    let value = match key {
+        // fio writes an option that stands alone with an empty text.
+        _ if value.is_empty() => "1".into(),
+        "rwmixwrite" => match value.parse::<u8>() {
+            Ok(percent @ 0..=100) => (100 - percent).to_string(),
+            _ => value,
+        },
+        // Of a time, in which m are minutes and not mebibytes, only the form of a number alone has
+        // to be the same.
+        "runtime" | "ramp_time" | "startdelay" => value.trim_end_matches('s').to_owned(),
+        _ => riser_units::parse_size(&value).map_or(value, |bytes| bytes.to_string()),
+    };
+    (name.to_owned(), value)
+}
+
 fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
-    let mut figures = Vec::new();
-    let mut missing = Vec::new();
+    let mut sides = Sides {
+        a,
+        b,
+        figures: Vec::new(),
+        missing: Vec::new(),
+    };
     for kind in OpKind::ALL {
-        match missing_of(a, b, kind) {
-            found if found.is_empty() => figures.extend(of_kind(a, b, kind)),
-            found => missing.extend(found),
-        }
+        sides.add_kind(kind);
     }
-    figures.extend(of_process(a, b, "client", |run| run.client));
-    figures.extend(of_process(a, b, "server", |run| run.server));
+    sides.add_process("client", |run| run.client);
+    sides.add_process("server", |run| run.server);
+    let Sides {
+        figures, missing, ..
+    } = sides;
     Case {
         name: a.name.to_owned(),
         options: a.options.clone(),
@@ -275,23 +299,101 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
     }
 }
 
-/// Rounds without a kind of operation that others have.
-fn missing_of(a: &Group<'_>, b: &Group<'_>, kind: OpKind) -> Vec<Missing> {
-    let without = |group: &Group<'_>| {
-        let rounds = group.rounds.iter();
-        rounds.filter(|run| find(run, kind).is_none()).count()
-    };
-    let sides = [('A', a, without(a)), ('B', b, without(b))];
-    if sides.iter().all(|(_, group, n)| *n == group.rounds.len()) {
-        return Vec::new();
+/// A case of both sides, whose figures are being compared.
+struct Sides<'g, 'a> {
+    a: &'g Group<'a>,
+    b: &'g Group<'a>,
+    figures: Vec<Figure>,
+    missing: Vec<Missing>,
+}
+
+impl Sides<'_, '_> {
+    /// Figures of a kind of operation.
+    fn add_kind(&mut self, kind: OpKind) {
+        let count = |run: &RunSummary| find(run, kind).map(|found| found.ios as f64);
+        if !self.has_all(plural(kind), count) {
+            return;
+        }
+        let name = kind.name();
+        let rate = (format!("{name} iops"), Unit::PerSecond);
+        self.add(rate, |run| Some(find(run, kind)?.iops));
+        let bandwidth = (format!("{name} bandwidth"), Unit::BytesPerSecond);
+        self.add(bandwidth, |run| Some(find(run, kind)?.bytes_per_second));
+        // Response times are what open loops are for. If one side lacks them, the times that both
+        // have are compared.
+        let mut rounds = self.a.rounds.iter().chain(&self.b.rounds);
+        let responses = rounds.all(|run| find(run, kind).is_some_and(|k| k.response.is_some()));
+        let latency = move |run: &RunSummary, of: &dyn Fn(&LatencySummary) -> Option<f64>| {
+            let figures = find(run, kind)?;
+            match (&figures.response, responses) {
+                (Some(response), true) => of(response),
+                _ => of(&figures.service),
+            }
+        };
+        let times = match responses {
+            true => format!("{name} response"),
+            false => name.to_owned(),
+        };
+        self.add((format!("{times} mean"), Unit::Latency), |run| {
+            latency(run, &|values| Some(values.mean))
+        });
+        for percent in PERCENTILES {
+            self.add((format!("{times} p{percent}"), Unit::Latency), |run| {
+                latency(run, &|values| values.at(percent))
+            });
+        }
     }
-    let short = sides.into_iter().filter(|(_, _, rounds)| *rounds > 0);
-    let missing = short.map(|(side, _, rounds)| Missing {
-        kind: plural(kind),
-        side,
-        rounds,
-    });
-    missing.collect()
+
+    /// Costs of a process.
+    fn add_process(&mut self, side: &str, of: impl Fn(&RunSummary) -> Option<CpuSummary>) {
+        self.add((format!("{side} cpu per op"), Unit::CpuPerOp), |run| {
+            Some(of(run)?.cpu_ns_per_op)
+        });
+        let switches = (format!("{side} switches per op"), Unit::SwitchesPerOp);
+        self.add(switches, |run| Some(of(run)?.switches_per_op));
+    }
+
+    /// A figure, unless a round lacks it or has 0, of which there is no ratio.
+    fn add(&mut self, (name, unit): (String, Unit), of: impl Fn(&RunSummary) -> Option<f64>) {
+        if !self.has_all(&name, &of) {
+            return;
+        }
+        let values = |group: &Group<'_>| -> Vec<f64> {
+            group.rounds.iter().filter_map(|run| of(run)).collect()
+        };
+        let (a, b) = (values(self.a), values(self.b));
+        if let Some(found) = stats::ratio(&a, &b) {
+            self.figures.push(Figure {
+                name,
+                unit,
+                a: median(&a),
+                b: median(&b),
+                ratio: found.estimate,
+                interval: found.interval,
+                verdict: verdict(found.interval, unit),
+            });
+        }
+    }
+
+    /// Returns whether all rounds have a value that is not 0. If only some have, notes the others.
+    fn has_all(&mut self, what: &str, of: impl Fn(&RunSummary) -> Option<f64>) -> bool {
+        let lacks =
+            |run: &&&RunSummary| of(run).is_none_or(|value| !value.is_finite() || value <= 0.0);
+        let without = |group: &Group<'_>| group.rounds.iter().filter(lacks).count();
+        let sides = [
+            ('A', self.a, without(self.a)),
+            ('B', self.b, without(self.b)),
+        ];
+        let some = sides.iter().any(|(_, group, n)| *n < group.rounds.len());
+        for (side, _, rounds) in sides.iter().filter(|(_, _, n)| some && *n > 0) {
+            self.missing.push(Missing {
+                what: what.to_owned(),
+                side: *side,
+                rounds: *rounds,
+            });
+        }
+        sides.iter().all(|(_, _, n)| *n == 0)
+    }
 }
 
 fn plural(kind: OpKind) -> &'static str {
@@ -303,90 +405,8 @@ fn plural(kind: OpKind) -> &'static str {
     }
 }
 
-fn of_kind(a: &Group<'_>, b: &Group<'_>, kind: OpKind) -> Vec<Figure> {
-    let name = kind.name();
-    // Response times are what open loops are for. If one side lacks them, the times that both have
-    // are compared.
-    let responses = [a, b].iter().all(|side| {
-        let found = of_rounds(side, |run| find(run, kind)?.response.as_ref().map(|_| 0.0));
-        found.is_some()
-    });
-    let latency = move |run: &RunSummary, of: &dyn Fn(&LatencySummary) -> Option<f64>| {
-        let figures = find(run, kind)?;
-        match (&figures.response, responses) {
-            (Some(response), true) => of(response),
-            _ => of(&figures.service),
-        }
-    };
-    let mut figures = vec![
-        figure(a, b, (format!("{name} iops"), Unit::PerSecond), |run| {
-            Some(find(run, kind)?.iops)
-        }),
-        figure(
-            a,
-            b,
-            (format!("{name} bandwidth"), Unit::BytesPerSecond),
-            |run| Some(find(run, kind)?.bytes_per_second),
-        ),
-        figure(a, b, (format!("{name} mean"), Unit::Latency), |run| {
-            latency(run, &|values| Some(values.mean))
-        }),
-    ];
-    for percent in PERCENTILES {
-        let name = format!("{name} p{percent}");
-        figures.push(figure(a, b, (name, Unit::Latency), |run| {
-            latency(run, &|values| values.at(percent))
-        }));
-    }
-    figures.into_iter().flatten().collect()
-}
-
 fn find(run: &RunSummary, kind: OpKind) -> Option<&KindSummary> {
     run.kinds.iter().find(|figures| figures.kind == kind)
-}
-
-fn of_process(
-    a: &Group<'_>,
-    b: &Group<'_>,
-    side: &str,
-    of: impl Fn(&RunSummary) -> Option<CpuSummary>,
-) -> Vec<Figure> {
-    let cpu = figure(
-        a,
-        b,
-        (format!("{side} cpu per op"), Unit::CpuPerOp),
-        |run| Some(of(run)?.cpu_ns_per_op),
-    );
-    let name = format!("{side} switches per op");
-    let switches = figure(a, b, (name, Unit::SwitchesPerOp), |run| {
-        Some(of(run)?.switches_per_op)
-    });
-    cpu.into_iter().chain(switches).collect()
-}
-
-/// A figure of all rounds; `None` if a round lacks it.
-fn of_rounds(group: &Group<'_>, of: impl Fn(&RunSummary) -> Option<f64>) -> Option<Vec<f64>> {
-    group.rounds.iter().map(|run| of(run)).collect()
-}
-
-/// A figure of both sides, unless a round lacks it or has 0, of which there is no ratio.
-fn figure(
-    a: &Group<'_>,
-    b: &Group<'_>,
-    (name, unit): (String, Unit),
-    of: impl Fn(&RunSummary) -> Option<f64>,
-) -> Option<Figure> {
-    let (a, b) = (of_rounds(a, &of)?, of_rounds(b, &of)?);
-    let found = stats::ratio(&a, &b)?;
-    Some(Figure {
-        name,
-        unit,
-        a: median(&a),
-        b: median(&b),
-        ratio: found.estimate,
-        interval: found.interval,
-        verdict: verdict(found.interval, unit),
-    })
 }
 
 fn verdict(interval: Option<(f64, f64)>, unit: Unit) -> Verdict {
@@ -490,13 +510,43 @@ mod tests {
         let comparison = compare(&a, &b, MatchBy::Options);
         let case = &comparison.cases[0];
         let missing = Missing {
-            kind: "writes",
+            what: "writes".into(),
             side: 'B',
             rounds: 1,
         };
         assert_eq!(case.missing, [missing], "trims are in no round at all");
         assert!(!case.figures.iter().any(|f| f.name.starts_with("write")));
         assert!(case.figures.iter().any(|f| f.name == "read iops"));
+    }
+
+    #[test]
+    fn figures_that_a_round_lacks_are_named() {
+        let a = rounds(4, 1);
+        let mut b = rounds(4, 100);
+        b[0].kinds[0]
+            .service
+            .percentiles
+            .retain(|(at, _)| *at < 99.5);
+        for run in &mut b[..2] {
+            run.client.as_mut().unwrap().switches_per_op = 0.0;
+        }
+        let comparison = compare(&a, &b, MatchBy::Options);
+        let case = &comparison.cases[0];
+        let missing = case
+            .missing
+            .iter()
+            .map(|m| (m.what.as_str(), m.side, m.rounds));
+        assert_eq!(
+            missing.collect::<Vec<_>>(),
+            [("read p99.9", 'B', 1), ("client switches per op", 'B', 2)]
+        );
+        assert!(case.figures.iter().any(|f| f.name == "write p99.9"));
+        // Where no round has it, there is nothing to compare.
+        let mut without = b.clone();
+        without.iter_mut().for_each(|run| run.server = None);
+        let comparison = compare(&without, &without, MatchBy::Options);
+        let case = &comparison.cases[0];
+        assert!(!case.missing.iter().any(|m| m.what.starts_with("server")));
     }
 
     #[test]
@@ -570,6 +620,25 @@ mod tests {
         assert_eq!(workload(&pairs(&one)).len(), 2, "4 KiB are the default");
         let minutes = workload(&pairs(&[("runtime", "2m")]));
         assert_eq!(minutes, pairs(&[("runtime", "2m")]));
+        let fio = [
+            ("time_based", ""),
+            ("norandommap", "1"),
+            ("invalidate", "1"),
+            ("rwmixwrite", "30"),
+            ("blocksize_range", "4k-8k"),
+            ("io_limit", "1m"),
+            ("randrepeat", "0"),
+        ];
+        let ours = [
+            ("time_based", "1"),
+            ("rwmixread", "70"),
+            ("bsrange", "4k-8k"),
+            ("io_size", "1m"),
+            ("randrepeat", "0"),
+            ("randseed", "815"),
+        ];
+        assert_eq!(workload(&pairs(&fio)), workload(&pairs(&ours)));
+        assert_eq!(workload(&pairs(&fio)).len(), 5);
     }
 
     #[test]
@@ -595,7 +664,7 @@ mod tests {
         let mut b = a.clone();
         let both = compare(&a, &b, MatchBy::Options);
         let response = a[0].kinds[0].response.as_ref().unwrap().mean;
-        assert_eq!(find(&both, "read mean").a, response);
+        assert_eq!(find(&both, "read response mean").a, response);
         b[0].kinds[0].response = None;
         let one = compare(&a, &b, MatchBy::Options);
         assert_eq!(find(&one, "read mean").a, a[0].kinds[0].service.mean);

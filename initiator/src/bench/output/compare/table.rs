@@ -74,12 +74,12 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
             words(figure)
         )?;
     }
-    for Missing { kind, side, rounds } in &case.missing {
+    for Missing { what, side, rounds } in &case.missing {
         let rounds = match rounds {
             1 => format!("a round of {side} has"),
             n => format!("{n} rounds of {side} have"),
         };
-        writeln!(out, "  not compared: {rounds} no {kind}")?;
+        writeln!(out, "  not compared: {rounds} no {what}")?;
     }
     Ok(())
 }
@@ -151,12 +151,12 @@ mod tests {
                 ],
                 missing: vec![
                     Missing {
-                        kind: "trims",
+                        what: "trims".into(),
                         side: 'A',
                         rounds: 1,
                     },
                     Missing {
-                        kind: "flushes",
+                        what: "flushes".into(),
                         side: 'B',
                         rounds: 2,
                     },

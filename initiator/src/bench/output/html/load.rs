@@ -46,7 +46,7 @@ fn loads(outcome: &Outcome) -> impl Iterator<Item = &(String, String)> {
 }
 
 /// Runs that differ in their load only, by name, disk and other options; those of two loads and
-/// more are a sweep.
+/// more are a sweep. Rounds of a load follow one another.
 fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
     let mut sweeps: Vec<(String, Numbered<'_>)> = Vec::new();
     for (i, outcome) in outcomes.iter().enumerate() {
@@ -71,6 +71,18 @@ fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
         runs.iter()
             .any(|(_, run)| loads(run).collect::<Vec<_>>() != first)
     });
+    for (_, runs) in &mut sweeps {
+        // In the order of the runs, a line would go back to the first load for each round.
+        let mut order: Vec<Vec<_>> = Vec::new();
+        runs.sort_by_cached_key(|&(_, run)| {
+            let load: Vec<_> = loads(run).collect();
+            let known = order.iter().position(|other| *other == load);
+            known.unwrap_or_else(|| {
+                order.push(load);
+                order.len() - 1
+            })
+        });
+    }
     sweeps
 }
 
@@ -290,6 +302,15 @@ mod tests {
             .map(|(_, runs)| runs.iter().map(|(i, _)| *i).collect())
             .collect();
         assert_eq!(numbers, [vec![1, 3], vec![2, 4]]);
+    }
+
+    #[test]
+    fn a_line_does_not_go_back_to_the_first_load_for_each_round() {
+        let mut outcomes = sample::sweep("4k", &[1, 4, 16]);
+        outcomes.extend(sample::sweep("4k", &[1, 4, 16]));
+        let found = sweeps(&outcomes);
+        let numbers: Vec<_> = found[0].1.iter().map(|(i, _)| *i).collect();
+        assert_eq!(numbers, [1, 4, 2, 5, 3, 6]);
     }
 
     #[test]

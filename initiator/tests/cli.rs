@@ -94,6 +94,7 @@ fn help_names_every_verb_and_every_exit_status() {
         "--output",
         "Exit status:",
         "3  the target could not",
+        "7  data that were read",
         "srp://HOST",
         "mem:SIZE",
     ] {
@@ -267,7 +268,6 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
     assert_eq!(left, [""; 0]);
 }
 
-/// This process holds the lock of the list of attachments.
 #[test]
 fn files_and_nbd_exports_are_disks() {
     let home = Home::new();
@@ -390,6 +390,7 @@ fn the_wire_is_measured() {
     assert!(text.contains("own address"), "{text}");
 }
 
+/// This process holds the lock of the list of attachments.
 #[test]
 fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
     let home = Home::new();
@@ -629,6 +630,142 @@ fn results_go_to_files_and_are_compared() {
     let (code, errors) = home.fails(&["bench", "mem:8M", "--csv", "/nonexistent/f"]);
     assert_eq!(code, 5, "{errors}");
     assert!(errors.contains("cannot write /nonexistent/f"), "{errors}");
+}
+
+/// Writes a file disk of `size` bytes, all zeroes.
+fn zeroed(home: &Home, size: u64) -> String {
+    let image = home.path("disk.img");
+    std::fs::File::create(&image)
+        .unwrap()
+        .set_len(size)
+        .unwrap();
+    image
+}
+
+fn is_zeroed(image: &str) -> bool {
+    std::fs::read(image).unwrap().iter().all(|byte| *byte == 0)
+}
+
+#[test]
+fn results_replace_neither_the_disk_nor_other_files_of_the_run() {
+    let home = Home::new();
+    let image = zeroed(&home, 1 << 20);
+    let (file, state) = (home.path("jobs.fio"), home.path("state.bench"));
+    std::fs::write(&file, "[a]\nnumber_ios=1\n").unwrap();
+    let cases: [&[&str]; 4] = [
+        &["bench", &image, "--csv", &image],
+        &["bench", &file, &image, "--report", &file],
+        &[
+            "bench",
+            &image,
+            "--rw=write",
+            "--csv",
+            &state,
+            "--state",
+            &state,
+        ],
+        &["bench", &image, "--csv", &state, "--report", &state],
+    ];
+    for args in cases {
+        let (code, errors) = home.fails(args);
+        assert_eq!(code, 2, "{args:?}: {errors}");
+        assert!(errors.contains("would replace"), "{args:?}: {errors}");
+    }
+    assert_eq!(std::fs::metadata(&image).unwrap().len(), 1 << 20);
+    assert!(is_zeroed(&image));
+    assert_eq!(
+        std::fs::read_to_string(&file).unwrap(),
+        "[a]\nnumber_ios=1\n"
+    );
+}
+
+#[test]
+fn what_is_not_possible_is_known_before_the_first_run() {
+    let home = Home::new();
+    let image = zeroed(&home, 16 << 20);
+    let run = [
+        "bench",
+        &image,
+        "--rw=write",
+        "--number-ios=4",
+        "--warm-up=0",
+    ];
+    let (code, errors) = home.fails(&[&run[..], &["--sweep", "bs=4k,8M"]].concat());
+    assert_eq!(code, 2);
+    assert!(errors.contains("more than one transfer"), "{errors}");
+    assert!(is_zeroed(&image), "the first run has written");
+    let file = home.path("jobs.fio");
+    std::fs::write(&file, "[a]\nrw=write\nsize=1m\n[b]\nstonewall\nbs=1000\n").unwrap();
+    let (code, errors) = home.fails(&["bench", &file, &image]);
+    assert_eq!(code, 2);
+    assert!(errors.contains("job `b`: "), "{errors}");
+    assert!(is_zeroed(&image), "the first job has run");
+}
+
+#[test]
+fn runs_that_have_ended_keep_their_results_when_a_later_one_fails() {
+    let home = Home::new();
+    let image = zeroed(&home, 1 << 20);
+    let (file, csv) = (home.path("jobs.fio"), home.path("series.csv"));
+    // No block has a header, so the second job finds a wrong one.
+    let jobs = "[a]\nnumber_ios=4\n[b]\nstonewall\nverify=crc32c\n[c]\nstonewall\n";
+    std::fs::write(&file, jobs).unwrap();
+    let output = home.riser(&["bench", &file, &image, "-o", "json", "--csv", &csv]);
+    assert_eq!(output.status.code(), Some(7), "wrong data");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let jobs = report["jobs"].as_array().unwrap();
+    assert_eq!(jobs.len(), 1);
+    assert_eq!(
+        (&jobs[0]["jobname"], &jobs[0]["read"]["total_ios"]),
+        (&"a".into(), &4.into())
+    );
+    assert!(std::fs::read_to_string(&csv).unwrap().lines().count() > 1);
+    let errors: serde_json::Value = serde_json::from_slice(&output.stderr).unwrap();
+    assert!(
+        errors["error"]["causes"][0]
+            .as_str()
+            .unwrap()
+            .contains("no header")
+    );
+}
+
+#[test]
+fn a_file_that_cannot_be_written_takes_nothing_from_other_results() {
+    let home = Home::new();
+    if !Path::new("/dev/full").exists() {
+        return skip("a full disk", "there is no /dev/full");
+    }
+    let log = home.path("log.hlog");
+    let run = [
+        "bench",
+        "mem:8M",
+        "--number-ios=64",
+        "--warm-up=0",
+        "-o",
+        "json",
+    ];
+    let output = home.riser(&[&run[..], &["--csv", "/dev/full", "--hdr-log", &log]].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(errors.contains("cannot write /dev/full"), "{errors}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["jobs"][0]["read"]["total_ios"], 64);
+    assert!(std::fs::read_to_string(&log).unwrap().starts_with("#["));
+}
+
+#[test]
+fn memory_has_buffers_for_many_large_operations() {
+    let home = Home::new();
+    let run = [
+        "bench",
+        "mem:256M",
+        "--bs=1M",
+        "--depth=128",
+        "--number-ios=128",
+    ];
+    let text = home.ok(&[&run[..], &["--warm-up=0", "-o", "json"]].concat());
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["jobs"][0]["read"]["total_ios"], 128);
 }
 
 #[test]

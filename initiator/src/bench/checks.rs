@@ -9,8 +9,18 @@ use super::task::{RunOptions, Task};
 use super::{setup, usage};
 use crate::block::BlockDevice;
 
+/// Checks whether jobs can run side by side on their devices, as far as that is known before they
+/// start.
+///
+/// # Errors
+/// Says what is not possible, and which job it is.
+pub fn check<D: BlockDevice>(tasks: &[Task<D>], run: RunOptions) -> Result<(), BenchError> {
+    options(run)?;
+    buffers(tasks)
+}
+
 /// Fails for options that are not possible.
-pub(super) fn options(options: RunOptions) -> Result<(), BenchError> {
+fn options(options: RunOptions) -> Result<(), BenchError> {
     let fail = |what| Err(BenchError::Config(what));
     if options.interval < Duration::from_millis(1) {
         return fail("an interval is at least a millisecond".into());
@@ -23,22 +33,11 @@ pub(super) fn options(options: RunOptions) -> Result<(), BenchError> {
 
 /// Fails if the buffers of all jobs do not fit into those of their devices: a job would wait for
 /// another's without end.
-pub(super) fn buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchError> {
+fn buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchError> {
     let mut needs: Vec<(&Arc<D>, u64)> = Vec::new();
     for task in tasks {
         for device in &task.devices {
-            let bytes = match task.job.verify_only {
-                // It takes more than one only where they are left over.
-                true => device
-                    .buffer_bytes()
-                    .min(device.geometry().max_transfer.into()),
-                false => {
-                    // What else is wrong with it comes first: its buffers may only be too many for
-                    // that.
-                    setup::shares(&task.job, device.geometry())?;
-                    setup::buffer_bytes(&task.job, task.devices.len() as u32)
-                }
-            };
+            let bytes = need_of(task, device).map_err(|error| error.of_job(&task.job))?;
             match needs
                 .iter_mut()
                 .find(|(known, _)| Arc::ptr_eq(known, device))
@@ -51,13 +50,31 @@ pub(super) fn buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchErro
     for (device, need) in needs {
         let available = device.buffer_bytes();
         if need > available {
+            let uses = |task: &&Task<D>| task.devices.iter().any(|own| Arc::ptr_eq(own, device));
+            let users = tasks.iter().filter(uses);
+            let names: Vec<_> = users.map(|task| format!("`{}`", task.job.name)).collect();
             return Err(BenchError::Config(format!(
-                "the operations in flight need {need} bytes of buffers, and the device has \
-                 {available}: smaller blocks, fewer operations or more sessions will do"
+                "the operations in flight of {} need {need} bytes of buffers, and the device has \
+                 {available}: smaller blocks, fewer operations or more sessions will do",
+                names.join(", ")
             )));
         }
     }
     Ok(())
+}
+
+/// Bytes of buffers that a job needs on one of its devices.
+fn need_of<D: BlockDevice>(task: &Task<D>, device: &Arc<D>) -> Result<u64, BenchError> {
+    let geometry = device.geometry();
+    if task.job.verify_only {
+        setup::check_in_flight(&task.job)?;
+        // It takes more than one only where they are left over.
+        return Ok(device.buffer_bytes().min(geometry.max_transfer.into()));
+    }
+    // What else is wrong with it comes first: its buffers may only be too many for that.
+    setup::shares(&task.job, geometry)?;
+    let connections = task.devices.len() as u32;
+    Ok(setup::buffer_bytes(&task.job, connections))
 }
 
 /// Fails if a job would change blocks that another one verifies at the same time.

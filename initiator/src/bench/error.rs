@@ -4,6 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
+use super::job::Job;
 use crate::block::BlockError;
 
 /// Reason why there is no result.
@@ -38,6 +39,16 @@ pub enum BenchError {
     /// The device's thread ended in the middle of the run.
     #[error("the device was closed before the run was over")]
     Closed,
+}
+
+impl BenchError {
+    /// The same with the name of the job that is not possible.
+    pub(super) fn of_job(self, job: &Job) -> Self {
+        match self {
+            Self::Config(what) => Self::Config(format!("job `{}`: {what}", job.name)),
+            other => other,
+        }
+    }
 }
 
 /// A block whose content is not what was written there.

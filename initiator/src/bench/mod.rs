@@ -2,6 +2,7 @@
 //!
 //! - [`Job`]: what is done, with fio's words.
 //! - [`fio`]: fio's job files.
+//! - [`check`]: whether that is possible.
 //! - [`run`]: does it, for jobs side by side.
 //! - [`outcome`]: what came of it.
 //! - [`output`]: that for people and programs.
@@ -48,6 +49,7 @@ mod verify;
 pub mod wire;
 mod worker;
 
+pub use checks::check;
 pub use error::{BenchError, Difference, Mismatch};
 pub use job::Job;
 pub use run::{Progress, run};

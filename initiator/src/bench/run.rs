@@ -51,8 +51,7 @@ pub fn run<D: BlockDevice>(
     options: RunOptions,
     mut progress: impl FnMut(&Progress),
 ) -> Result<Vec<Outcome>, BenchError> {
-    checks::options(options)?;
-    checks::buffers(tasks)?;
+    checks::check(tasks, options)?;
     let mut all = prepare_all(tasks)?;
     checks::overlaps(tasks, &all)?;
     // A long answer to the question for holes must not let one job begin before another.
@@ -96,10 +95,11 @@ fn prepare_all<D: BlockDevice>(tasks: &[Task<D>]) -> Result<Vec<Prepared>, Bench
         let mine = tasks.iter().enumerate();
         for (index, task) in mine.filter(|(_, task)| task.job.verify_only == is_scan) {
             let prepared = match is_scan {
-                true => scan::prepare(task)?,
-                false => prepare::prepare(index, task)?,
+                true => scan::prepare(task),
+                false => prepare::prepare(index, task),
             };
-            all.push((index, prepared));
+            let named = prepared.map_err(|error| error.of_job(&task.job));
+            all.push((index, named?));
         }
     }
     all.sort_unstable_by_key(|(index, _)| *index);

@@ -25,6 +25,7 @@ Exit status:
   4  timed out
   5  no such attachment, logical unit or path
   6  busy, or in use already
+  7  data that were read are not those that were written (bench)
 
 Addresses:
   srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target
@@ -538,10 +539,15 @@ impl FromStr for BenchTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.ends_with(".fio") {
-            true => Ok(Self::JobFile(text.into())),
-            false => text.parse().map(Self::Url),
+        if text.ends_with(".fio") {
+            return Ok(Self::JobFile(text.into()));
         }
+        let address = text.parse().map(Self::Url);
+        // Every address but a path has a colon.
+        address.map_err(|why| match text.contains(':') {
+            true => why,
+            false => format!("{why}; the name of a job file ends in `.fio`"),
+        })
     }
 }
 
@@ -780,6 +786,13 @@ mod tests {
             panic!("{args:?}");
         };
         assert_eq!(args.provider, ProviderChoice::Auto);
+    }
+
+    #[test]
+    fn a_job_file_with_another_name_is_explained() {
+        let refused = |text: &str| text.parse::<BenchTarget>().unwrap_err();
+        assert!(refused("jobs.ini").contains("ends in `.fio`"));
+        assert!(!refused("http://host/").contains(".fio"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `riser bench`.
 
 use std::fs;
+use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,10 +11,11 @@ use super::address::Address;
 use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, WorkloadArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
-use super::results::ResultFiles;
+use super::results::{FilesInUse, ResultFile, ResultFiles};
 use super::sweep::Sweep;
-use super::{compare, guard, output, units, wire};
-use crate::bench::job::{Checksum, Units};
+use super::{compare, guard, identity, output, units, wire};
+use crate::bench::fio::JobFile;
+use crate::bench::job::{Checksum, KbBase, Units};
 use crate::bench::outcome::Outcome;
 use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
 use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
@@ -43,7 +45,8 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
 
 fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     let groups = groups(args)?;
-    let files = ResultFiles::create(&args.results)?;
+    check_state(args, &groups)?;
+    let files = ResultFiles::create(&args.results, |used| add_used(args, &groups, used))?;
     let disks = open_all(args, &groups, global)?;
     let jobs = groups.iter().flatten().count();
     let options = RunOptions {
@@ -52,38 +55,98 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
         // All results are kept until they are written.
         memory: RunOptions::default().memory / jobs.max(1),
     };
-    let line = output::status_line(global);
+    let tasks = groups.iter().map(|group| tasks(args, group, &disks));
+    let tasks = tasks.collect::<Result<Vec<_>, _>>()?;
+    // A job that is not possible is reported before the first run, and not hours later.
+    for group in &tasks {
+        bench::check(group, options)?;
+    }
     let mut outcomes = Vec::new();
-    for (number, group) in groups.iter().enumerate() {
-        let task = |job: &Job| {
-            let address = address(args, job)?;
-            let disks = disks.iter().filter(|(known, _)| *known == address);
-            let devices = disks.map(|(_, disk)| disk.clone());
-            let devices: Vec<_> = devices.take(job.sessions as usize).collect();
-            Ok(Task {
-                job: job.clone(),
-                identity: identity(&address, devices.first()),
-                rdma_device: devices.first().and_then(|disk| disk.device()),
-                address: address.to_string(),
-                devices,
-            })
-        };
-        let tasks = group
-            .iter()
-            .map(task)
-            .collect::<Result<Vec<_>, CliError>>()?;
-        let title = title(group, number, groups.len());
-        let run = bench::run(&tasks, options, |p| line.set_message(live(&title, p)));
-        outcomes.extend(run.map_err(|error| {
-            line.finish_and_clear();
-            CliError::from(error)
-        })?);
+    let run = run_all(&tasks, options, global, &mut outcomes);
+    // Runs that have ended keep their results if a later one fails.
+    let emitted = match outcomes.is_empty() {
+        true => Ok(()),
+        false => emit(&outcomes, files, args.results.bins, global),
+    };
+    if run.is_ok() {
+        for (_, disk) in &disks {
+            disk.close();
+        }
+    }
+    run.and(emitted)
+}
+
+/// Runs one group after another, until one fails.
+fn run_all(
+    tasks: &[Vec<Task<Disk>>],
+    options: RunOptions,
+    global: &Global,
+    outcomes: &mut Vec<Outcome>,
+) -> Result<(), CliError> {
+    let line = output::status_line(global);
+    let mut ended = Ok(());
+    for (number, group) in tasks.iter().enumerate() {
+        let title = title(group, number, tasks.len());
+        match bench::run(group, options, |p| line.set_message(live(&title, p))) {
+            Ok(run) => outcomes.extend(run),
+            Err(error) => {
+                ended = Err(error.into());
+                break;
+            }
+        }
     }
     line.finish_and_clear();
-    for (_, disk) in &disks {
-        disk.close();
+    ended
+}
+
+/// The jobs of a group on their disks.
+fn tasks(
+    args: &BenchArgs,
+    group: &[Job],
+    disks: &[(Address, Arc<Disk>)],
+) -> Result<Vec<Task<Disk>>, CliError> {
+    let task = |job: &Job| {
+        let address = address(args, job)?;
+        let disks = disks.iter().filter(|(known, _)| *known == address);
+        let devices = disks.map(|(_, disk)| disk.clone());
+        let devices: Vec<_> = devices.take(job.sessions as usize).collect();
+        Ok(Task {
+            job: job.clone(),
+            identity: identity::of(&address, devices.first()),
+            rdma_device: devices.first().and_then(|disk| disk.device()),
+            address: address.to_string(),
+            devices,
+        })
+    };
+    group.iter().map(task).collect()
+}
+
+/// Fails for a state file of a disk that does not outlast this process: the command that checks it
+/// would have another disk.
+fn check_state(args: &BenchArgs, groups: &[Vec<Job>]) -> Result<(), CliError> {
+    for job in groups.iter().flatten().filter(|job| job.state.is_some()) {
+        let address = address(args, job)?;
+        if matches!(address, Address::Memory { .. }) {
+            let what = format!("--state is not for {address}, which ends with this command");
+            return Err(CliError::new(Exit::Usage, what));
+        }
     }
-    emit(&outcomes, files, args.results.bins, global)
+    Ok(())
+}
+
+/// Adds the files that a result must not replace.
+fn add_used(args: &BenchArgs, groups: &[Vec<Job>], used: &mut FilesInUse) {
+    if let BenchTarget::JobFile(path) = args.target() {
+        used.add("the job file", path);
+    }
+    for job in groups.iter().flatten() {
+        if let Some(path) = &job.state {
+            used.add("the state file", path);
+        }
+        if let Ok(Address::File { path, .. }) = address(args, job) {
+            used.add("the disk that is measured", &path);
+        }
+    }
 }
 
 /// The jobs of the command line or of the job file, in groups that run one after another: each
@@ -96,7 +159,10 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
             return Err(usage(what.into()));
         }
         BenchTarget::Url(_) => (Vec::new(), Units::CommandLine),
-        BenchTarget::JobFile(path) => (read_jobs(path, args)?, Units::Fio(Default::default())),
+        BenchTarget::JobFile(path) => {
+            let file = read_jobs(path, args)?;
+            (file.groups, Units::Fio(base(file.kb_base, args)?))
+        }
     };
     let sweeps = args.sweep.iter().map(|text| Sweep::parse(text, form));
     let sweeps = sweeps.collect::<Result<Vec<_>, _>>().map_err(usage)?;
@@ -192,7 +258,19 @@ fn job(args: &WorkloadArgs, sweeps: &[Sweep]) -> Result<Job, String> {
     Ok(job)
 }
 
-fn read_jobs(path: &Path, args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
+/// Meaning of sizes in sweeps, which are for all sections of a job file.
+fn base(of_file: Option<KbBase>, args: &BenchArgs) -> Result<KbBase, CliError> {
+    match of_file {
+        Some(base) => Ok(base),
+        None if args.sweep.is_empty() => Ok(KbBase::default()),
+        None => {
+            let what = "--sweep needs the same kb_base in all sections of the job file";
+            Err(CliError::new(Exit::Usage, what))
+        }
+    }
+}
+
+fn read_jobs(path: &Path, args: &BenchArgs) -> Result<JobFile, CliError> {
     if args.workload.is_any() {
         let what = "options of the workload are in the job file, and not on the command line";
         return Err(CliError::new(Exit::Usage, what));
@@ -206,7 +284,7 @@ fn read_jobs(path: &Path, args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     for (line, option) in &file.ignored {
         tracing::info!("{name}:{line}: option {option} has no effect");
     }
-    Ok(file.groups)
+    Ok(file)
 }
 
 impl BenchArgs {
@@ -265,18 +343,6 @@ fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
         *direct |= job.direct;
     }
     Ok(address)
-}
-
-/// Name of a disk for a state file: the same wherever that is possible.
-fn identity(address: &Address, disk: Option<&Arc<Disk>>) -> String {
-    let unit = disk.and_then(|disk| disk.unit());
-    unit.unwrap_or_else(|| match address {
-        Address::File { path, .. } => {
-            let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
-            format!("file:{}", path.display())
-        }
-        Address::Memory { .. } | Address::Nbd(_) | Address::Target(_) => address.to_string(),
-    })
 }
 
 /// Opens each device as often as its jobs want, after a look at what may be overwritten.
@@ -351,9 +417,9 @@ fn buffers(groups: &[Vec<Job>], jobs: &[&Job]) -> u64 {
     need.saturating_add(1 << 20).clamp(BUFFERS, MAX_BUFFERS)
 }
 
-fn title(group: &[Job], number: usize, count: usize) -> String {
+fn title(group: &[Task<Disk>], number: usize, count: usize) -> String {
     let name = match group {
-        [job] => job.name.as_str(),
+        [task] => task.job.name.as_str(),
         _ => "several jobs",
     };
     match count {
@@ -377,7 +443,11 @@ fn live(title: &str, p: &Progress) -> String {
     )
 }
 
-/// Prints results, and writes the files that are asked for.
+/// Prints results, and writes the files that are asked for. One that cannot be written takes nothing
+/// from the others.
+///
+/// # Errors
+/// The first.
 fn emit(
     outcomes: &[Outcome],
     files: ResultFiles,
@@ -385,19 +455,19 @@ fn emit(
     global: &Global,
 ) -> Result<(), CliError> {
     let machine = Machine::this();
-    if let Some(file) = files.csv {
-        file.save(|out| csv::write(out, outcomes))?;
-    }
-    if let Some(file) = files.hdr_log {
-        file.save(|out| hdr::write(out, outcomes))?;
-    }
-    if let Some(file) = files.report {
-        file.save(|out| html::write(out, outcomes, &machine))?;
-    }
-    output::print(|out| match global.output {
+    let printed = output::print(|out| match global.output {
         Format::Json => json::write(out, outcomes, &machine, bins),
         Format::Text => text::write(out, outcomes),
-    })
+    });
+    let save = |file: Option<ResultFile>, write: &dyn Fn(&mut dyn Write) -> io::Result<()>| {
+        file.map_or(Ok(()), |file| file.save(write))
+    };
+    let saved = [
+        save(files.csv, &|out| csv::write(out, outcomes)),
+        save(files.hdr_log, &|out| hdr::write(out, outcomes)),
+        save(files.report, &|out| html::write(out, outcomes, &machine)),
+    ];
+    saved.into_iter().fold(printed, Result::and)
 }
 
 #[cfg(test)]
@@ -486,8 +556,43 @@ mod tests {
         }
         let ignored = refused("ioengine=libaio,sync");
         assert!(ignored.contains("has no effect"), "{ignored}");
+        for sweep in ["filename=mem:1M,mem:2M", "name=a,b", "stonewall=0,1"] {
+            let name = sweep.split('=').next().unwrap();
+            let error = refused(sweep);
+            assert!(
+                error.contains(&format!("{name} cannot be swept")),
+                "{error}"
+            );
+        }
         let error = parsed(&["mem:8M", "--sweep", "randseed=1..1000000", "--rounds=1000"]);
         assert!(error.unwrap_err().to_string().contains("more than"));
+    }
+
+    #[test]
+    fn sizes_of_a_sweep_have_the_base_of_the_job_file() {
+        let path = std::env::temp_dir().join(format!("riser-base-{}.fio", std::process::id()));
+        let name = path.to_str().unwrap();
+        let swept = |text: &str| {
+            fs::write(&path, text).unwrap();
+            parsed(&[name, "mem:8M", "--sweep", "io_size=8k,4k..8k"])
+        };
+        let sizes = swept("[global]\nkb_base=1000\n[a]\nbs=512\n").unwrap();
+        let sizes: Vec<_> = sizes.iter().map(|group| group[0].io_size).collect();
+        assert_eq!(sizes, [8000, 4000, 8000].map(|n| Some(Amount::Bytes(n))));
+        let error = swept("[a]\n[b]\nkb_base=1000\n").unwrap_err();
+        assert!(error.what.contains("kb_base"), "{error}");
+        fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn memory_has_no_state_file() {
+        let words = ["riser", "bench", "mem:8M", "--rw=write", "--state=f"];
+        let Verb::Bench(args) = Args::try_parse_from(words).unwrap().verb else {
+            panic!("it is `bench`");
+        };
+        let error = check_state(&args, &groups(&args).unwrap()).unwrap_err();
+        assert_eq!(error.exit, Exit::Usage);
+        assert!(error.what.contains("--state is not for mem:"), "{error}");
     }
 
     #[test]
@@ -533,8 +638,9 @@ mod tests {
                 direct,
             };
             assert_eq!(address(&args, &job).unwrap(), expected);
-            let disk = identity(&expected, None);
-            assert_eq!(disk, identity(&"file:/tmp/disk".parse().unwrap(), None));
+            let disk = identity::of(&expected, None);
+            let same = "file:/tmp/disk".parse().unwrap();
+            assert_eq!(disk, identity::of(&same, None));
         }
     }
 

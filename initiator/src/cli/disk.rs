@@ -492,6 +492,7 @@ impl Disk {
                 block_size,
             } => Kind::Memory(
                 MemoryDevice::new(*capacity, *block_size)
+                    .map(|disk| disk.with_buffer_budget(link.buffers.unwrap_or(disks::BUFFERS)))
                     .and_then(MemoryDevice::with_thread)
                     .map_err(|e| CliError::io(format!("cannot make {address}"), e))?,
             ),

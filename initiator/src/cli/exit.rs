@@ -30,6 +30,8 @@ pub enum Exit {
     NotFound = 5,
     /// Busy, or in use already.
     Busy = 6,
+    /// Data that were read are not those that were written.
+    Mismatch = 7,
 }
 
 impl From<Exit> for ExitCode {
@@ -193,6 +195,7 @@ impl From<BenchError> for CliError {
     fn from(error: BenchError) -> Self {
         let exit = match &error {
             BenchError::Config(_) | BenchError::State { .. } => Exit::Usage,
+            BenchError::Mismatch(_) => Exit::Mismatch,
             BenchError::Operation {
                 error: BlockError::TimedOut,
                 ..

@@ -80,19 +80,31 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     }
 }
 
+/// A file or device, the same by each of its paths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FileId {
+    /// Device of the file system, and inode.
+    File(u64, u64),
+    /// A block device, which may have several nodes.
+    Device(u64),
+}
+
+impl FileId {
+    pub(super) fn of(meta: &fs::Metadata) -> Self {
+        match meta.file_type().is_block_device() {
+            true => Self::Device(meta.rdev()),
+            false => Self::File(meta.dev(), meta.ino()),
+        }
+    }
+}
+
 /// Returns whether an attachment is of the same file or device, by any of its paths.
 fn is_same_file(url: &Address, other: &str) -> bool {
     let id = |address: &Address| {
         let Address::File { path, .. } = address else {
             return None;
         };
-        let meta = fs::metadata(path).ok()?;
-        // A device may have several nodes.
-        let is_device = meta.file_type().is_block_device();
-        Some(match is_device {
-            true => (is_device, meta.rdev(), 0),
-            false => (is_device, meta.dev(), meta.ino()),
-        })
+        fs::metadata(path).ok().map(|meta| FileId::of(&meta))
     };
     id(url).is_some_and(|own| other.parse().ok().and_then(|other| id(&other)) == Some(own))
 }

@@ -24,6 +24,7 @@ mod docs;
 pub mod exit;
 mod file;
 mod guard;
+mod identity;
 mod inquiry;
 mod list;
 mod lock;

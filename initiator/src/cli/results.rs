@@ -1,11 +1,14 @@
 //! Files for the results of `riser bench`.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use super::args::ResultsArgs;
-use super::exit::CliError;
+use super::exit::{CliError, Exit};
+use super::guard::FileId;
 
 /// Files for results, opened before the run: what cannot be written is known before it takes its
 /// time. What they hold is replaced at the end of a run that succeeds.
@@ -15,18 +18,64 @@ pub(super) struct ResultFiles {
     pub(super) hdr_log: Option<ResultFile>,
 }
 
+/// Files that the run uses and that a result must not replace, each with what it is.
+#[derive(Debug, Default)]
+pub(super) struct FilesInUse(Vec<(String, FileId)>);
+
+impl FilesInUse {
+    /// With standard output only.
+    pub(super) fn new() -> Self {
+        let mut used = Self::default();
+        if let Ok(stdout) = io::stdout().as_fd().try_clone_to_owned()
+            && let Ok(meta) = File::from(stdout).metadata()
+        {
+            used.0.push(("standard output".into(), FileId::of(&meta)));
+        }
+        used
+    }
+
+    /// Adds a file, unless it does not exist.
+    pub(super) fn add(&mut self, what: impl Into<String>, path: &Path) {
+        if let Ok(meta) = fs::metadata(path) {
+            self.0.push((what.into(), FileId::of(&meta)));
+        }
+    }
+
+    fn find(&self, id: FileId) -> Option<&str> {
+        let mut used = self.0.iter();
+        used.find_map(|(what, known)| (*known == id).then_some(what.as_str()))
+    }
+}
+
 impl ResultFiles {
-    /// Opens those that are asked for.
+    /// Opens those that are asked for. `used` adds the files that the run uses, which are looked at
+    /// after this has made its own: a state file may have the path of one that is new.
     ///
     /// # Errors
-    /// One cannot be written.
-    pub(super) fn create(args: &ResultsArgs) -> Result<Self, CliError> {
+    /// One cannot be written, or it is a block device, a file that the run uses or another result's.
+    pub(super) fn create(
+        args: &ResultsArgs,
+        used: impl FnOnce(&mut FilesInUse),
+    ) -> Result<Self, CliError> {
         let create = |path: &Option<PathBuf>| path.as_deref().map(ResultFile::create).transpose();
-        Ok(Self {
+        let files = Self {
             report: create(&args.report)?,
             csv: create(&args.csv)?,
             hdr_log: create(&args.hdr_log)?,
-        })
+        };
+        let mut in_use = FilesInUse::new();
+        used(&mut in_use);
+        let all = [
+            ("--report", &files.report),
+            ("--csv", &files.csv),
+            ("--hdr-log", &files.hdr_log),
+        ];
+        for (option, file) in all {
+            if let Some(file) = file {
+                file.claim(option, &mut in_use)?;
+            }
+        }
+        Ok(files)
     }
 }
 
@@ -39,11 +88,34 @@ pub(super) struct ResultFile {
 impl ResultFile {
     fn create(path: &Path) -> Result<Self, CliError> {
         let path = path.to_owned();
+        // Not even opened: the kernel announces it when a device that could be written is closed.
+        if fs::metadata(&path).is_ok_and(|meta| meta.file_type().is_block_device()) {
+            let what = format!("cannot write {}: it is a block device", path.display());
+            return Err(CliError::new(Exit::Usage, what));
+        }
         let mut options = OpenOptions::new();
         match options.write(true).create(true).truncate(false).open(&path) {
             Ok(file) => Ok(Self { file, path }),
             Err(error) => Err(cannot_write(&path, error)),
         }
+    }
+
+    /// Fails if the file is in use, and adds it to those that are. Terminals, pipes and `/dev/null`
+    /// take any number of results.
+    fn claim(&self, option: &str, in_use: &mut FilesInUse) -> Result<(), CliError> {
+        let meta = self.file.metadata();
+        let meta = meta.map_err(|error| cannot_write(&self.path, error))?;
+        if !meta.is_file() {
+            return Ok(());
+        }
+        let id = FileId::of(&meta);
+        if let Some(what) = in_use.find(id) {
+            let path = self.path.display();
+            let what = format!("{option} {path} would replace {what}");
+            return Err(CliError::new(Exit::Usage, what));
+        }
+        in_use.0.push((format!("the file of {option}"), id));
+        Ok(())
     }
 
     /// Replaces the content.
@@ -89,5 +161,46 @@ mod tests {
         fs::remove_file(&path).unwrap();
         let null = ResultFile::create(Path::new("/dev/null")).unwrap();
         null.save(|out| out.write_all(b"new")).unwrap();
+    }
+
+    #[test]
+    fn a_result_replaces_no_file_that_the_run_uses() {
+        let dir = std::env::temp_dir().join(format!("riser-in-use-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let at = |name: &str| dir.join(name);
+        fs::write(at("disk"), "data").unwrap();
+        fs::hard_link(at("disk"), at("same")).unwrap();
+        let create = |csv: &str, log: &str, state: &str| {
+            let args = ResultsArgs {
+                csv: Some(at(csv)),
+                hdr_log: Some(at(log)),
+                ..ResultsArgs::default()
+            };
+            let used = |used: &mut FilesInUse| {
+                used.add("the disk", &at("disk"));
+                used.add("the state file", &at(state));
+            };
+            ResultFiles::create(&args, used).map(|_| ())
+        };
+        assert!(create("new.csv", "new.log", "state").is_ok());
+        for (csv, log, state, what) in [
+            ("same", "new.log", "state", "--csv"),
+            ("same", "new.log", "state", "the disk"),
+            ("new.csv", "new.csv", "state", "the file of --csv"),
+            // Neither exists before.
+            ("fresh", "new.log", "fresh", "the state file"),
+        ] {
+            let error = create(csv, log, state).unwrap_err();
+            assert_eq!(error.exit, Exit::Usage);
+            assert!(error.what.contains(what), "{error}");
+        }
+        assert_eq!(fs::read(at("disk")).unwrap(), b"data");
+        let null = ResultsArgs {
+            csv: Some("/dev/null".into()),
+            report: Some("/dev/null".into()),
+            ..ResultsArgs::default()
+        };
+        assert!(ResultFiles::create(&null, |_| {}).is_ok());
+        fs::remove_dir_all(dir).unwrap();
     }
 }

@@ -1,0 +1,97 @@
+//! Names by which state files of `riser bench` know disks.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::address::Address;
+use super::disk::Disk;
+
+/// Name of a disk, the same at each address and after each start of the host wherever that is
+/// possible.
+pub(super) fn of(address: &Address, disk: Option<&Arc<Disk>>) -> String {
+    let unit = disk.and_then(|disk| disk.unit());
+    unit.unwrap_or_else(|| match address {
+        Address::File { path, .. } => of_file(path),
+        Address::Memory { .. } | Address::Nbd(_) | Address::Target(_) => address.to_string(),
+    })
+}
+
+fn of_file(path: &Path) -> String {
+    let device = fs::metadata(path)
+        .ok()
+        .filter(|meta| meta.file_type().is_block_device());
+    let name = device.and_then(|meta| of_device(Path::new("/sys/dev/block"), meta.rdev()));
+    name.unwrap_or_else(|| {
+        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        format!("file:{}", path.display())
+    })
+}
+
+/// Name of a block device by its world-wide identifier, which has the form of [`Disk::unit`]: which
+/// node it has may be different after each start of the host. A partition is known by its first
+/// sector as well. `None` of a device without an identifier, such as one of a guest.
+fn of_device(sys: &Path, rdev: u64) -> Option<String> {
+    let (major, minor) = (rustix::fs::major(rdev), rustix::fs::minor(rdev));
+    let device = sys.join(format!("{major}:{minor}"));
+    let text = |path: &Path| {
+        let text = fs::read_to_string(path).ok()?;
+        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    };
+    let wwid = |disk: &Path| text(&disk.join("wwid")).or_else(|| text(&disk.join("device/wwid")));
+    match device.join("partition").exists() {
+        // The kernel's directory of a partition is in that of its disk.
+        true => {
+            let disk = wwid(&device.join(".."))?;
+            Some(format!(
+                "{disk} from sector {}",
+                text(&device.join("start"))?
+            ))
+        }
+        false => wwid(&device),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_device_is_known_by_its_identifier_and_a_partition_by_its_start_too() {
+        let root = std::env::temp_dir().join(format!("riser-identity-{}", std::process::id()));
+        let sys = root.join("dev");
+        fs::create_dir_all(&sys).unwrap();
+        let make = |number: &str, dir: &str, files: &[(&str, &str)]| {
+            let dir = root.join(dir);
+            fs::create_dir_all(dir.join("device")).unwrap();
+            for (name, content) in files {
+                fs::write(dir.join(name), content).unwrap();
+            }
+            symlink(&dir, sys.join(number)).unwrap();
+        };
+        make("8:0", "sda", &[("device/wwid", "naa.5000c500a1b2c3d4\n")]);
+        let partition = [("partition", "1\n"), ("start", "2048\n")];
+        make("8:1", "sda/sda1", &partition);
+        make("259:0", "nvme0n1", &[("wwid", "eui.0025385b11b2c3d4\n")]);
+        make("253:0", "vda", &[("device/wwid", "\n")]);
+        make("253:1", "vda/vda1", &partition);
+        let name = |major, minor| of_device(&sys, rustix::fs::makedev(major, minor));
+        assert_eq!(name(8, 0).unwrap(), "naa.5000c500a1b2c3d4");
+        assert_eq!(name(8, 1).unwrap(), "naa.5000c500a1b2c3d4 from sector 2048");
+        assert_eq!(name(259, 0).unwrap(), "eui.0025385b11b2c3d4");
+        assert_eq!(name(253, 0), None);
+        assert_eq!(name(253, 1), None);
+        assert_eq!(name(7, 0), None);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn a_file_is_known_by_its_path() {
+        let by = |text: &str| of(&text.parse().unwrap(), None);
+        assert_eq!(by("/proc/../proc/version"), by("file:/proc/version"));
+        assert_eq!(by("/does/not/exist"), "file:/does/not/exist");
+    }
+}

@@ -30,6 +30,8 @@ const NOT_COMPARED: &[&str] = &[
     "uri",
     "stonewall",
     "wait_for_previous",
+    "randrepeat",
+    "allrandrepeat",
 ];
 
 /// Other names of options.
@@ -49,7 +51,6 @@ const DEFAULTS: &[(&str, &str)] = &[
     ("iodepth", "1"),
     ("numjobs", "1"),
     ("randseed", "1"),
-    ("randrepeat", "1"),
 ];
 
 /// Percentiles that are compared.
@@ -239,17 +240,20 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
 /// Options that describe the workload and are not as by default, sorted, and with one form for names
 /// and values that have several: `4k` and `4096`, `randread` and `RandRead`.
 fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
-    let is_kept = |key: &str| !NOT_COMPARED.contains(&key) && !is_ignored(key);
+    // A seed that was drawn for the run is another one in each round.
+    let is_off = |value: &str| matches!(value, "0" | "false");
+    let repeats = |(key, value): &(String, String)| key != "randrepeat" || !is_off(value);
+    let has_seed = options.iter().all(repeats);
+    let is_kept = |key: &str| {
+        let is_drawn = key == "randseed" && !has_seed;
+        !is_drawn && !NOT_COMPARED.contains(&key) && !is_ignored(key)
+    };
     let mut kept: Vec<_> = options
         .iter()
         .filter(|(key, _)| is_kept(key))
         .map(|(key, value)| normal(key, value))
         .filter(|(key, value)| !DEFAULTS.contains(&(key.as_str(), value.as_str())))
         .collect();
-    // A seed that was drawn for the run is another one in each.
-    if kept.contains(&("randrepeat".into(), "0".into())) {
-        kept.retain(|(key, _)| key != "randseed");
-    }
     kept.sort();
     kept
 }
@@ -638,7 +642,7 @@ mod tests {
             ("randseed", "815"),
         ];
         assert_eq!(workload(&pairs(&fio)), workload(&pairs(&ours)));
-        assert_eq!(workload(&pairs(&fio)).len(), 5);
+        assert_eq!(workload(&pairs(&fio)).len(), 4);
     }
 
     #[test]

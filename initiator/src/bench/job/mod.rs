@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub use tables::{IGNORED, LIMITED, UNSUPPORTED, is_ignored};
+pub use tables::{IGNORED, LIMITED, Limited, UNSUPPORTED, is_ignored};
 pub use values::{KbBase, Units};
 
 use super::outcome::OpKind;

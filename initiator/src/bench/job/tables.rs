@@ -56,9 +56,11 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("unit_base", "results are in bytes"),
 ];
 
-/// Options of which some values are what happens here anyway: name, test of a value, and the reason
-/// why the others are refused.
-pub const LIMITED: &[(&str, fn(&str) -> bool, &str)] = &[
+/// Name of an option, test of a value, and the reason why the values that fail it are refused.
+pub type Limited = (&'static str, fn(&str) -> bool, &'static str);
+
+/// Options of which some values are what happens here anyway.
+pub const LIMITED: &[Limited] = &[
     (
         "norandommap",
         is_on,

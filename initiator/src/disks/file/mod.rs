@@ -1,7 +1,7 @@
 //! Local files and block devices as disks, by `io_uring`.
 //!
 //! - [`open`]: opens one.
-//! - [`FileConfig`]: how.
+//! - [`FileConfig`]: options of opening one.
 //! - [`FileError`]: reasons why it failed.
 //!
 //! A flush is `fdatasync(2)`, a write to stable storage one with `RWF_DSYNC`, a discard a punched

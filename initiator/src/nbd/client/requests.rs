@@ -4,7 +4,7 @@
 //! Reply ──simple reply of a read, data chunk──> Payload ──last chunk──> End ──> Reply
 //!   │ ▲                                           │ └───── more chunks follow ───▲
 //!   │ └─────── other replies, chunks ─────────────┘
-//!   └──status chunk──> Extents ──> Reply or End           any of them ──fault──> Closed
+//!   └──status chunk──> Extents ──> Reply or End    any of them ──fault, drain──> Closed
 //! ```
 //!
 //! The calling order: [`Requests::submit`] gives the header to send, which the data of a write
@@ -220,7 +220,7 @@ enum State {
     },
     /// The reply is complete.
     End { key: usize },
-    /// The server has broken the protocol.
+    /// The server has broken the protocol, or the requests were taken out.
     Closed,
 }
 
@@ -229,7 +229,7 @@ impl riser_state::State for State {
         use State::{Closed, End, Extents, Payload, Reply};
         match self {
             Reply => !matches!(next, Reply),
-            Payload { .. } => matches!(next, Reply | End { .. }),
+            Payload { .. } => matches!(next, Reply | End { .. } | Closed),
             Extents { .. } => matches!(next, Reply | End { .. } | Extents { .. } | Closed),
             End { .. } => matches!(next, Reply | Closed),
             Closed => false,
@@ -293,8 +293,12 @@ impl<T> Requests<T> {
         &self.pending[key].token
     }
 
-    /// Takes all requests out, as they will not be answered any more.
+    /// Takes all requests out, as they will not be answered any more. The stream cannot be followed
+    /// from then on: what is left of it may belong to one of them.
     pub fn drain(&mut self) -> Vec<T> {
+        if self.state != State::Closed {
+            become_state(&mut self.state, State::Closed);
+        }
         self.pending.drain().map(|pending| pending.token).collect()
     }
 
@@ -697,7 +701,7 @@ mod tests {
     #[test]
     fn the_table_is_the_diagram() {
         let expected = "Reply: Payload Extents End Closed\n\
-                        Payload: Reply End\n\
+                        Payload: Reply End Closed\n\
                         Extents: Reply Extents End Closed\n\
                         End: Reply Closed\n\
                         Closed: \n";
@@ -750,6 +754,14 @@ mod tests {
             let (mut r, _, status) = two();
             handle(&mut r, &extents(status, 1, 1));
             r.handle(&[0; 8]).unwrap_err();
+            let (mut r, read, _) = two();
+            handle(&mut r, &proto::data_chunk(read, 0, 2, true));
+            r.handle_payload(1);
+            // The data that are still to come are those of no request.
+            assert_eq!(r.drain(), ['a', 'b']);
+            assert!(r.payload().is_none());
+            assert_eq!(r.handle(&[0]), Err(ReplyFault::Closed));
+            assert!(r.drain().is_empty());
         });
     }
 

@@ -594,6 +594,23 @@ fn benchmarks_report_what_they_did() {
 }
 
 #[test]
+fn each_run_of_a_command_does_other_operations() {
+    let home = Home::new();
+    let image = home.path("disk.img");
+    let disk = std::fs::File::create(&image).unwrap();
+    disk.set_len(64 << 20).unwrap();
+    let jobs = home.path("jobs.fio");
+    let section = "rw=randwrite\nbs=4k\nnumber_ios=16\n";
+    let text = format!("[a]\n{section}[b]\nstonewall\n{section}");
+    std::fs::write(&jobs, text).unwrap();
+    home.ok(&["bench", &jobs, &image]);
+    let content = std::fs::read(&image).unwrap();
+    let blocks = content.chunks(4096);
+    let written = blocks.filter(|block| block.iter().any(|byte| *byte != 0));
+    assert!(written.count() > 24);
+}
+
+#[test]
 fn results_go_to_files_and_are_compared() {
     let home = Home::new();
     let [page, csv, log] = ["page.html", "series.csv", "log.hlog"].map(|name| home.path(name));

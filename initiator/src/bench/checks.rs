@@ -1,10 +1,10 @@
 //! Checks of jobs that are to run side by side.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::error::BenchError;
-use super::prepare::Prepared;
 use super::task::{RunOptions, Task};
 use super::{setup, usage};
 use crate::block::BlockDevice;
@@ -16,7 +16,8 @@ use crate::block::BlockDevice;
 /// Says what is not possible, and which job it is.
 pub fn check<D: BlockDevice>(tasks: &[Task<D>], run: RunOptions) -> Result<(), BenchError> {
     options(run)?;
-    buffers(tasks)
+    buffers(tasks)?;
+    overlaps(tasks, |index| region(&tasks[index]))
 }
 
 /// Fails for options that are not possible.
@@ -77,10 +78,26 @@ fn need_of<D: BlockDevice>(task: &Task<D>, device: &Arc<D>) -> Result<u64, Bench
     Ok(setup::buffer_bytes(&task.job, connections))
 }
 
+/// Bytes of the device that a job uses, as far as its options say: one that only checks what a state
+/// file records has none.
+fn region<D: BlockDevice>(task: &Task<D>) -> Result<Range<u64>, BenchError> {
+    match task.devices.first() {
+        Some(device) if !task.job.verify_only => {
+            let shares = setup::shares(&task.job, device.geometry())?;
+            Ok(setup::region(&shares))
+        }
+        _ => Ok(0..0),
+    }
+}
+
 /// Fails if a job would change blocks that another one verifies at the same time.
-pub(super) fn overlaps<D>(tasks: &[Task<D>], all: &[Prepared]) -> Result<(), BenchError> {
-    let regions = all.iter().map(|prepared| &prepared.region);
-    let all: Vec<_> = tasks.iter().zip(regions).collect();
+pub(super) fn overlaps<D>(
+    tasks: &[Task<D>],
+    region: impl Fn(usize) -> Result<Range<u64>, BenchError>,
+) -> Result<(), BenchError> {
+    let regions = (0..tasks.len()).map(region);
+    let regions = regions.collect::<Result<Vec<_>, _>>()?;
+    let all: Vec<_> = tasks.iter().zip(&regions).collect();
     for (index, (one, region)) in all.iter().enumerate() {
         for (two, other) in &all[index + 1..] {
             let is_verified = one.job.verify.is_some() || two.job.verify.is_some();

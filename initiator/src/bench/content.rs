@@ -106,23 +106,28 @@ impl Filler {
     ) -> Result<u32, Mismatch> {
         let fail = |what| Err(self.mismatch(offset, offset, what));
         let is_known = expected.oldest == expected.newest;
-        if half(block, 0) != MAGIC || half(block, 4) as usize != block.len() {
+        let (magic, len) = (half(block, 0), half(block, 4));
+        if magic != MAGIC || len as usize != block.len() {
             // A header that is damaged itself is named by its byte, where it is known what it was.
-            return match is_known {
-                true => Err(self.damaged(kind, offset, expected.newest, block)),
-                false => fail(Difference::NoHeader),
+            let corrupt = is_known.then(|| self.corrupt(kind, offset, expected.newest, block));
+            return match corrupt.flatten() {
+                Some(byte) => Err(byte),
+                None if magic == MAGIC => fail(Difference::Length { found: len }),
+                None => fail(Difference::NoHeader),
             };
         }
         let (seed, place) = (word(block, 16), word(block, 24));
         let generation = half(block, 32);
         if word(block, 8) != checksum(kind, &block[UNCOVERED..]) {
-            return Err(match is_known {
+            let damaged = match is_known {
                 true => self.damaged(kind, offset, expected.newest, block),
                 false if expected.any_seed => {
-                    Self::new(self.content.clone(), seed).corrupt(kind, offset, block)
+                    let writer = Self::new(self.content.clone(), seed);
+                    writer.corrupt(kind, offset, generation, block)
                 }
-                false => self.corrupt(kind, offset, block),
-            });
+                false => self.corrupt(kind, offset, generation, block),
+            };
+            return damaged.map_or_else(|| fail(Difference::Checksum), Err);
         }
         if place != offset {
             return fail(Difference::Offset { found: place });
@@ -141,37 +146,60 @@ impl Filler {
         Ok(generation)
     }
 
-    /// Names the first byte that differs from the block of the generation in the header. That is
-    /// what was written only if the checksum in the header is that of it; the header may be what is
-    /// damaged, or the options of the run that wrote it were others.
-    fn corrupt(&self, kind: Checksum, offset: u64, block: &[u8]) -> Mismatch {
-        let generation = half(block, 32);
-        let mut right = vec![0; block.len()];
-        self.fill_verified(kind, offset, generation, &mut right);
-        match word(&right, 8) == word(block, 8) {
-            true => self.damaged(kind, offset, generation, block),
-            false => self.mismatch(offset, offset, Difference::Checksum),
-        }
+    /// Names the first byte that differs from the block of a generation. That is what was written
+    /// only if the checksum in the header is that of it; the header may be what is damaged, or the
+    /// options of the run that wrote it were others.
+    fn corrupt(
+        &self,
+        kind: Checksum,
+        offset: u64,
+        generation: u32,
+        block: &[u8],
+    ) -> Option<Mismatch> {
+        let right = self.verified(kind, offset, generation, block.len());
+        let is_it = word(&right, 8) == word(block, 8);
+        is_it
+            .then(|| self.damaged(kind, offset, generation, block))
+            .flatten()
     }
 
-    /// Names the first byte that differs from the block of that generation.
-    fn damaged(&self, kind: Checksum, offset: u64, generation: u32, block: &[u8]) -> Mismatch {
-        let mut right = vec![0; block.len()];
-        self.fill_verified(kind, offset, generation, &mut right);
+    /// The block of a generation at an offset, of `len` bytes.
+    pub(super) fn verified(
+        &self,
+        kind: Checksum,
+        offset: u64,
+        generation: u32,
+        len: usize,
+    ) -> Vec<u8> {
+        let mut block = vec![0; len];
+        self.fill_verified(kind, offset, generation, &mut block);
+        block
+    }
+
+    /// Names the first byte that differs from the block of a generation; `None` where it is not
+    /// known what was written. It is known if the checksum in the header is the right one, or all that
+    /// follows the header is right: content of other options has neither.
+    fn damaged(
+        &self,
+        kind: Checksum,
+        offset: u64,
+        generation: u32,
+        block: &[u8],
+    ) -> Option<Mismatch> {
+        let right = self.verified(kind, offset, generation, block.len());
+        if word(block, 8) != word(&right, 8) && block[HEADER..] != right[HEADER..] {
+            return None;
+        }
         let differs = |at: &usize| block[*at] != right[*at];
         // After the header first: a wrong checksum is only the consequence of another content.
         let mut places = (UNCOVERED..block.len()).chain(0..UNCOVERED);
-        match places.find(differs) {
-            Some(at) => {
-                let what = Difference::Byte {
-                    found: block[at],
-                    expected: right[at],
-                    generation,
-                };
-                self.mismatch(offset + at as u64, offset, what)
-            }
-            None => self.mismatch(offset, offset, Difference::Checksum),
-        }
+        let at = places.find(differs)?;
+        let what = Difference::Byte {
+            found: block[at],
+            expected: right[at],
+            generation,
+        };
+        Some(self.mismatch(offset + at as u64, offset, what))
     }
 
     fn mismatch(&self, offset: u64, block: u64, what: Difference) -> Mismatch {
@@ -297,6 +325,35 @@ mod tests {
         assert_eq!(error.what, what);
         // The seed itself, without which nothing is known about the rest.
         assert_eq!(check(17).what, Difference::Checksum);
+    }
+
+    #[test]
+    fn no_byte_is_named_of_content_that_is_not_known() {
+        let writer = filler(Content {
+            pattern: b"ab".to_vec(),
+            ..Content::default()
+        });
+        let mut block = writer.verified(Checksum::Crc32c, 8192, 5, 4096);
+        block[1000] = !block[1000];
+        let check = |filler: &Filler| {
+            let expected = Expected::between(5, 5);
+            filler.check(Checksum::Crc32c, 8192, expected, &block)
+        };
+        let error = check(&filler(Content::default())).unwrap_err();
+        assert_eq!((error.offset, error.what), (8192, Difference::Checksum));
+        assert_eq!(check(&writer).unwrap_err().offset, 9192);
+    }
+
+    #[test]
+    fn a_block_of_another_length_is_named_as_such() {
+        let filler = filler(Content::default());
+        let large = filler.verified(Checksum::Crc32c, 8192, 5, 65536);
+        let first = &large[..4096];
+        for expected in [Expected::ANY, Expected::between(5, 5)] {
+            let error = filler.check(Checksum::Crc32c, 8192, expected, first);
+            let what = error.unwrap_err().what;
+            assert_eq!(what, Difference::Length { found: 65536 });
+        }
     }
 
     #[test]

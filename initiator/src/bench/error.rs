@@ -67,6 +67,11 @@ pub struct Mismatch {
 pub enum Difference {
     /// There is no header.
     NoHeader,
+    /// The block there has another length.
+    Length {
+        /// Length in the header, in bytes.
+        found: u32,
+    },
     /// Another run has written it.
     Seed {
         /// Seed in the header.
@@ -115,6 +120,11 @@ impl fmt::Display for Mismatch {
                     "byte {block}: the block has no header of a verified write"
                 )
             }
+            Difference::Length { found } => write!(
+                f,
+                "byte {block}: a block of {found} bytes was written there, and the block size of \
+                 this job is another one"
+            ),
             Difference::Seed { found, expected } => write!(
                 f,
                 "byte {block}: another run has written the block (its seed is {found:#x}, that of \

@@ -98,14 +98,20 @@ impl Ledger {
     pub(super) fn open(file: StateFile, layout: &Layout) -> Result<Self, BenchError> {
         let mut ledger = Self::new(layout)?;
         let blocks = ledger.entries.len();
-        match file.header()? {
-            None => file.make(layout, ledger.seed, blocks)?,
-            Some((found, seed)) => {
+        let found = file.header()?;
+        if let Some((found, _)) = &found {
+            file.check(layout, found)?;
+        }
+        match found {
+            Some((_, seed)) if !file.is_half_made()? => {
                 ledger.seed = seed;
-                file.load(layout, &found, blocks, |index, word| {
+                file.load(blocks, |index, word| {
                     ledger.entries[index].store(word, Ordering::Relaxed);
                 })?;
             }
+            // One without blocks gets a new seed, too: should it once have had some, those on the
+            // disk must not pass for blocks of this run.
+            _ => file.make(layout, ledger.seed, blocks)?,
         }
         ledger.file = Some(file);
         Ok(ledger)
@@ -137,6 +143,12 @@ impl Ledger {
         let entries = self.entries[self.index(range)].iter();
         let mut entries = entries.map(|e| Entry::unpack(e.load(Ordering::Relaxed)));
         entries.any(|e| e.acknowledged().is_some() || e.is_busy())
+    }
+
+    /// Returns whether no write and no trim was ever begun.
+    pub(super) fn is_blank(&self) -> bool {
+        let mut entries = self.entries.iter();
+        entries.all(|entry| entry.load(Ordering::Relaxed) == 0)
     }
 
     /// Number of blocks whose last write or trim has not been acknowledged.
@@ -251,6 +263,7 @@ mod tests {
             block: 4096,
             checksum: Checksum::Crc32c,
             disk: 1,
+            content: 1,
         }
     }
 

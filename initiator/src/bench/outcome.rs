@@ -1,5 +1,6 @@
 //! What a run has measured, before any form of output.
 
+use std::ops::AddAssign;
 use std::time::{Duration, SystemTime};
 
 use hdrhistogram::Histogram;
@@ -76,11 +77,21 @@ pub struct Usage {
     pub involuntary: u64,
 }
 
-/// Data that were compared, and where nothing was found to compare.
+/// Data that were compared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
     /// Blocks that were read and were right; one that is not ends the run.
     pub blocks: u64,
+    /// Blocks of writes that a crash has interrupted, which are old in part and new in part, as
+    /// disks may leave them.
+    pub torn: u64,
+}
+
+impl AddAssign for Verified {
+    fn add_assign(&mut self, more: Self) {
+        self.blocks += more.blocks;
+        self.torn += more.torn;
+    }
 }
 
 /// Reads of the parts of the disk that have no blocks allocated: their figures say nothing about a
@@ -122,6 +133,9 @@ pub struct Outcome {
     pub verified: Option<Verified>,
     /// Unallocated parts of the region, if the disk reports them and there were reads.
     pub holes: Option<Holes>,
+    /// It asked for stable storage, by flushes or with its writes, and the disk has no way to be
+    /// asked for that.
+    pub unstable: bool,
     /// Operations of an open loop that were due before the end and had not started then: the disk
     /// does not reach the rate. It is the mean where times or sizes are random.
     pub not_started: u64,

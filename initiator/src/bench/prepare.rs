@@ -14,7 +14,7 @@ use super::ledger::Ledger;
 use super::plan::{Arrivals, Plan};
 use super::reports::Reporter;
 use super::setup;
-use super::source::Source;
+use super::source::{ScanPlace, Source};
 use super::state::{self, Layout, Lock, StateFile};
 use super::stats::Recorder;
 use super::task::Task;
@@ -50,6 +50,11 @@ impl Prepared {
             .reduce(u64::saturating_add)
             .filter(|bytes| *bytes < u64::MAX)
     }
+
+    /// Place of the reads, if they are of what a ledger knows.
+    pub(super) fn scan_place(&self) -> Option<ScanPlace> {
+        self.clones.first()?.source.scan_place(&self.region)
+    }
 }
 
 /// What the workers of all jobs of a group have in common.
@@ -60,11 +65,13 @@ pub(super) struct Context {
     pub(super) reporter: Reporter,
 }
 
-/// Prepares a job, which is one of several side by side, on a device that is open at least once.
+/// Prepares a job, which is one of several side by side in a run, on a device that is open at least
+/// once.
 ///
 /// # Errors
 /// The job is not possible, or its state file cannot be used.
 pub(super) fn prepare<D: BlockDevice>(
+    run: u64,
     index: usize,
     task: &Task<D>,
 ) -> Result<Prepared, BenchError> {
@@ -72,12 +79,10 @@ pub(super) fn prepare<D: BlockDevice>(
     let device = devices.first();
     let device = device.ok_or_else(|| BenchError::Config("no device is open".into()))?;
     let shares = setup::shares(job, device.geometry())?;
-    let start = shares.iter().map(|share| share.region.start).min();
-    let end = shares.iter().map(|share| share.region.end).max();
-    let region = start.unwrap_or(0)..end.unwrap_or(0);
+    let region = setup::region(&shares);
     let (check, lock) = check(task, &shares, &region)?;
-    // The same job beside itself does other operations.
-    let mut random = Rng::with_seed(job.randseed ^ mix(index as u64));
+    // The same job beside itself, or once more, does other operations.
+    let mut random = Rng::with_seed(job.randseed ^ mix(run << 32 | index as u64));
     let count = f64::from(job.numjobs);
     let mut clones = Vec::new();
     for (index, (share, device)) in shares.iter().zip(devices.iter().cycle()).enumerate() {
@@ -100,6 +105,7 @@ pub(super) fn prepare<D: BlockDevice>(
         check,
         checksum: job.verify.unwrap_or(Checksum::Crc32c),
         block: u64::from(job.min_block()),
+        atom: setup::atom(device.geometry()),
         resolves: false,
     };
     Ok(Prepared {
@@ -138,6 +144,7 @@ fn check<D>(
         block,
         checksum,
         disk: state::hash(&task.identity),
+        content: state::hash_content(&job.content),
     };
     let (ledger, lock) = open_ledger(job, &layout)?;
     Ok((Check::Ledger(Arc::new(ledger)), lock))
@@ -181,6 +188,8 @@ pub(super) fn workers(
         fua: job.fua,
         end_fsync: job.end_fsync && job.is_destructive(),
         trim_write: job.access == Access::TrimWrite,
+        flushes_count: job.access == Access::Flush,
+        is_by_completion: job.time_based && job.number_ios.is_none() && !job.is_open_loop(),
         clock: context.clock,
         stop: context.stop.clone(),
     });

@@ -7,6 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::error::BenchError;
+use super::outcome::Verified;
 use super::stats::{Figures, memory};
 
 /// Report of a worker.
@@ -21,8 +22,8 @@ pub(super) enum Report {
 pub(super) struct End {
     /// Time of its last completion.
     pub(super) at: Instant,
-    /// Blocks that were checked.
-    pub(super) checked: u64,
+    /// What was checked.
+    pub(super) checked: Verified,
     /// The time of the run ended it, and not the amount of work.
     pub(super) is_by_time: bool,
     /// Operations whose planned time came before the end, and that had not started then.
@@ -135,7 +136,7 @@ mod tests {
         assert!(reporter.figures(3, figures()).is_none());
         let end = End {
             at: Instant::now(),
-            checked: 0,
+            checked: Verified::default(),
             is_by_time: false,
             not_started: 0,
             result: Ok(()),

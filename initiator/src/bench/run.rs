@@ -12,10 +12,12 @@ use super::job::Job;
 use super::outcome::{Holes, OpKind, Outcome, Usage, Verified};
 use super::prepare::{self, Context, Prepared};
 use super::reports::{self, Report, Reports};
+use super::source::ScanPlace;
 use super::stats::Collector;
 use super::task::{RunOptions, Task};
+use super::usage::Meter;
 use super::worker::{Clock, Worker};
-use super::{checks, holes, scan, usage};
+use super::{checks, holes, scan, setup};
 use crate::block::{self, BlockDevice};
 
 /// Interval of progress reports.
@@ -31,6 +33,8 @@ pub struct Progress {
     pub done: f64,
     /// The ramp lasts; figures do not count yet.
     pub is_ramp: bool,
+    /// A job has ended, and what it has written is read back: `done` is the part of that.
+    pub is_read_back: bool,
     /// Operations per second, in the last interval.
     pub iops: f64,
     /// Bytes per second, in the last interval.
@@ -51,17 +55,20 @@ pub fn run<D: BlockDevice>(
     options: RunOptions,
     mut progress: impl FnMut(&Progress),
 ) -> Result<Vec<Outcome>, BenchError> {
+    // Preparing makes state files, so what is known to fail comes before.
     checks::check(tasks, options)?;
-    let mut all = prepare_all(tasks)?;
-    checks::overlaps(tasks, &all)?;
+    let mut all = prepare_all(tasks, options.run)?;
+    checks::overlaps(tasks, |index| Ok(all[index].region.clone()))?;
     // A long answer to the question for holes must not let one job begin before another.
     let holes: Vec<_> = tasks.iter().zip(&all).map(holes_of).collect();
     let (reporter, reports) = reports::channel(MAX_WAITING);
     let stop = Arc::new(AtomicBool::new(false));
+    let mut meter = Meter::new(options.server_pid);
     let begun = Instant::now();
     let mut jobs = Vec::new();
     for (index, (task, prepared)) in tasks.iter().zip(&mut all).enumerate() {
         let mut job = Running::new(task, prepared, options, begun);
+        job.look(begun, &mut meter);
         let context = Context {
             clock: job.clock,
             stop: stop.clone(),
@@ -77,26 +84,26 @@ pub fn run<D: BlockDevice>(
         jobs.push(job);
     }
     drop(reporter);
-    wait(&mut jobs, &reports, &mut progress)?;
+    wait(&mut jobs, &reports, &mut meter, &mut progress)?;
     let mut outcomes = Vec::new();
     for (((task, job), prepared), holes) in tasks.iter().zip(jobs).zip(&all).zip(holes) {
-        let read_back = read_back(task, prepared, options)?;
+        let read_back = read_back(task, prepared, options, &mut progress)?;
         outcomes.push(job.outcome(task, read_back, holes));
     }
-    usage::divide(&mut outcomes);
+    meter.divide(&mut outcomes);
     Ok(outcomes)
 }
 
 /// Prepares all jobs, in their order. Those that only check what a state file records come last, as
 /// they take the buffers that are left.
-fn prepare_all<D: BlockDevice>(tasks: &[Task<D>]) -> Result<Vec<Prepared>, BenchError> {
+fn prepare_all<D: BlockDevice>(tasks: &[Task<D>], run: u64) -> Result<Vec<Prepared>, BenchError> {
     let mut all = Vec::new();
     for is_scan in [false, true] {
         let mine = tasks.iter().enumerate();
         for (index, task) in mine.filter(|(_, task)| task.job.verify_only == is_scan) {
             let prepared = match is_scan {
                 true => scan::prepare(task),
-                false => prepare::prepare(index, task),
+                false => prepare::prepare(run, index, task),
             };
             let named = prepared.map_err(|error| error.of_job(&task.job));
             all.push((index, named?));
@@ -121,31 +128,6 @@ fn start<D: BlockDevice>(devices: &[Arc<D>], workers: Vec<Worker>) -> Result<(),
     Ok(())
 }
 
-/// Use of the processor by a process.
-struct Sample {
-    pid: Option<u32>,
-    before: Option<Usage>,
-    after: Option<Usage>,
-}
-
-impl Sample {
-    fn new(pid: Option<u32>) -> Self {
-        Self {
-            pid,
-            before: None,
-            after: None,
-        }
-    }
-
-    fn now(&self) -> Option<Usage> {
-        usage::of(self.pid?).ok()
-    }
-
-    fn difference(&self) -> Option<Usage> {
-        Some(usage::between(self.before?, self.after?))
-    }
-}
-
 /// A job that runs, or has run.
 struct Running {
     clock: Clock,
@@ -154,15 +136,15 @@ struct Running {
     is_by_time: bool,
     /// Bytes that its workers move, if these are limited.
     bytes: Option<u64>,
+    /// Place of its reads, if they are of what a state file records.
+    scan: Option<ScanPlace>,
     /// Workers that are not over.
     workers: usize,
     collector: Collector,
-    checked: u64,
+    checked: Verified,
     not_started: u64,
     /// Time of the last completion.
     last: Instant,
-    client: Sample,
-    server: Sample,
     is_measuring: bool,
 }
 
@@ -176,7 +158,7 @@ impl Running {
             false => (job.ramp_time, job.runtime),
         };
         let measured_from = begun + ramp;
-        let mut running = Self {
+        Self {
             clock: Clock {
                 begun,
                 measured_from,
@@ -185,30 +167,26 @@ impl Running {
             is_open_loop,
             is_by_time: false,
             bytes: prepared.bytes(),
+            scan: prepared.scan_place(),
             workers: 0,
             collector: Collector::new(options.interval, is_open_loop, options.memory),
-            checked: 0,
+            checked: Verified::default(),
             not_started: 0,
             last: begun,
-            client: Sample::new(Some(std::process::id())),
-            server: Sample::new(options.server_pid),
             is_measuring: false,
-        };
-        running.look(begun);
-        running
+        }
     }
 
     /// Takes the use of the processor when the measurement begins.
-    fn look(&mut self, now: Instant) {
+    fn look(&mut self, now: Instant, meter: &mut Meter) {
         if !self.is_measuring && now >= self.clock.measured_from {
             self.is_measuring = true;
-            self.client.before = self.client.now();
-            self.server.before = self.server.now();
+            meter.begin();
         }
     }
 
     /// Handles a report of a worker.
-    fn handle(&mut self, report: Report) -> Result<(), BenchError> {
+    fn handle(&mut self, report: Report, meter: &mut Meter) -> Result<(), BenchError> {
         match report {
             Report::Figures(index, figures) => self.collector.add(index, figures),
             Report::Ended(end) => {
@@ -218,8 +196,7 @@ impl Running {
                 self.not_started = self.not_started.saturating_add(end.not_started);
                 self.workers -= 1;
                 if self.workers == 0 {
-                    self.client.after = self.client.now();
-                    self.server.after = self.server.now();
+                    meter.end();
                 }
                 end.result?;
             }
@@ -239,10 +216,18 @@ impl Running {
         end.saturating_duration_since(self.clock.measured_from)
     }
 
-    fn outcome<D>(self, task: &Task<D>, read_back: Option<u64>, holes: Option<Holes>) -> Outcome {
+    fn outcome<D: BlockDevice>(
+        self,
+        task: &Task<D>,
+        read_back: Verified,
+        holes: Option<Holes>,
+    ) -> Outcome {
         let runtime = self.runtime();
         let job = &task.job;
         let is_verified = job.verify.is_some() || job.verify_only;
+        let mut verified = self.checked;
+        verified += read_back;
+        let device = task.devices.first();
         let begun = SystemTime::now().checked_sub(self.clock.measured_from.elapsed());
         let (measured, intervals) = self.collector.finish(runtime);
         Outcome {
@@ -254,12 +239,11 @@ impl Running {
             runtime,
             measured,
             intervals,
-            client: self.client.difference().unwrap_or_default(),
-            server: self.server.difference(),
-            verified: is_verified.then(|| Verified {
-                blocks: self.checked + read_back.unwrap_or(0),
-            }),
+            client: Usage::default(),
+            server: None,
+            verified: is_verified.then_some(verified),
             holes,
+            unstable: device.is_some_and(|device| setup::is_unstable(job, device.geometry())),
             not_started: self.not_started,
         }
     }
@@ -274,8 +258,9 @@ impl Running {
         let of_bytes = self
             .bytes
             .map(|bytes| self.collector.bytes() as f64 / bytes.max(1) as f64);
-        let done = of_time.into_iter().chain(of_bytes).fold(0.0, f64::max);
-        done.min(1.0)
+        let of_scan = self.scan.as_ref().map(ScanPlace::done);
+        let parts = [of_time, of_bytes, of_scan].into_iter().flatten();
+        parts.fold(0.0, f64::max).min(1.0)
     }
 }
 
@@ -283,13 +268,14 @@ impl Running {
 fn wait(
     jobs: &mut [Running],
     reports: &Reports,
+    meter: &mut Meter,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(), BenchError> {
     let mut error = None;
     let mut shown = Instant::now();
     while jobs.iter().any(|job| job.workers > 0) {
         let now = Instant::now();
-        jobs.iter_mut().for_each(|job| job.look(now));
+        jobs.iter_mut().for_each(|job| job.look(now, meter));
         if now.saturating_duration_since(shown) >= TICK {
             shown = now;
             progress(&sum(jobs, now));
@@ -299,7 +285,7 @@ fn wait(
         let until = starts.chain([shown + TICK]).min().unwrap_or(now);
         match reports.receive(until.saturating_duration_since(now)) {
             Ok((index, report)) => {
-                if let Err(e) = jobs[index].handle(report) {
+                if let Err(e) = jobs[index].handle(report, meter) {
                     // That a device was closed may be the consequence of another error.
                     match &error {
                         None | Some(BenchError::Closed) => error = Some(e),
@@ -346,17 +332,20 @@ fn sum(jobs: &[Running], now: Instant) -> Progress {
     sum
 }
 
-/// Reads back what a job has written. Returns the number of blocks, or `None` if that is not wanted.
+/// Reads back what a job has written, if that is wanted.
 fn read_back<D: BlockDevice>(
     task: &Task<D>,
     prepared: &Prepared,
     options: RunOptions,
-) -> Result<Option<u64>, BenchError> {
+    progress: &mut dyn FnMut(&Progress),
+) -> Result<Verified, BenchError> {
     let job = &task.job;
+    let mut checked = Verified::default();
     if !job.do_verify || job.verify_only || prepared.verifier.ledger().is_none() {
-        return Ok(None);
+        return Ok(checked);
     }
     let mut scan = scan::reads(&prepared.verifier, &task.devices, job.iodepth);
+    let place = scan.scan_place();
     let reader = Job {
         verify_only: true,
         runtime: None,
@@ -377,7 +366,7 @@ fn read_back<D: BlockDevice>(
     let workers = prepare::workers(0, &reader, &mut scan, &context);
     drop(context);
     start(&task.devices, workers)?;
-    let mut checked = 0;
+    let mut shown = now;
     loop {
         match reports.receive(TICK) {
             Ok((_, Report::Ended(end))) => {
@@ -385,7 +374,15 @@ fn read_back<D: BlockDevice>(
                 checked += end.checked;
             }
             Ok((_, Report::Figures(..))) | Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return Ok(Some(checked)),
+            Err(RecvTimeoutError::Disconnected) => return Ok(checked),
+        }
+        if shown.elapsed() >= TICK {
+            shown = Instant::now();
+            progress(&Progress {
+                done: place.as_ref().map_or(0.0, ScanPlace::done),
+                is_read_back: true,
+                ..Progress::default()
+            });
         }
     }
 }

@@ -13,7 +13,7 @@ use super::state::{self, Layout, Lock, StateFile};
 use super::task::Task;
 use super::verify::{Check, Verifier};
 use super::worker::Left;
-use crate::block::{BlockDevice, Buffer, task};
+use crate::block::{BlockDevice, Buffer, Geometry, task};
 
 /// Length of the reads, in bytes, where blocks are not longer.
 const PIECE: u64 = 128 << 10;
@@ -28,12 +28,15 @@ const DEPTH: u32 = 32;
 /// The job is not possible, or its state file cannot be used.
 pub(super) fn prepare<D: BlockDevice>(task: &Task<D>) -> Result<Prepared, BenchError> {
     setup::check_in_flight(&task.job)?;
-    let (layout, ledger, lock) = open(task)?;
+    let device = task.devices.first();
+    let device = device.ok_or_else(|| BenchError::Config("no device is open".into()))?;
+    let (layout, ledger, lock) = open(task, device.geometry())?;
     let verifier = Verifier {
         filler: Filler::new(task.job.content.clone(), ledger.seed()),
         check: Check::Ledger(Arc::new(ledger)),
         checksum: layout.checksum,
         block: layout.block,
+        atom: setup::atom(device.geometry()),
         resolves: true,
     };
     Ok(Prepared {
@@ -42,13 +45,13 @@ pub(super) fn prepare<D: BlockDevice>(task: &Task<D>) -> Result<Prepared, BenchE
     })
 }
 
-fn open<D: BlockDevice>(task: &Task<D>) -> Result<(Layout, Ledger, Lock), BenchError> {
+fn open<D: BlockDevice>(
+    task: &Task<D>,
+    geometry: &Geometry,
+) -> Result<(Layout, Ledger, Lock), BenchError> {
     let path = task.job.state.as_ref().ok_or_else(|| {
         BenchError::Config("verify_only needs a state file, which says what was written".into())
     })?;
-    let device = task.devices.first();
-    let device = device.ok_or_else(|| BenchError::Config("no device is open".into()))?;
-    let geometry = device.geometry();
     let (file, lock) = StateFile::open(path, false)?;
     let found = file.header()?;
     let (found, _) = found.ok_or_else(|| file.error("it is empty".into()))?;
@@ -66,9 +69,16 @@ fn open<D: BlockDevice>(task: &Task<D>) -> Result<(Layout, Ledger, Lock), BenchE
     }
     let layout = Layout {
         disk: state::hash(&task.identity),
+        content: state::hash_content(&task.job.content),
         ..found
     };
     let ledger = Ledger::open(file, &layout)?;
+    // Otherwise a file without any record of what is to be checked would prove all of it right.
+    if ledger.is_blank() {
+        let path = path.display().to_string();
+        let reason = "it records no write".into();
+        return Err(BenchError::State { path, reason });
+    }
     Ok((layout, ledger, lock))
 }
 

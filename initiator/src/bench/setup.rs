@@ -11,6 +11,9 @@ use crate::block::Geometry;
 /// Most operations in flight of a job.
 const MAX_IN_FLIGHT: u32 = 4096;
 
+/// Size of a page of memory, in bytes.
+const PAGE: u64 = 4096;
+
 /// Part of a clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Share {
@@ -31,6 +34,9 @@ pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, Bench
     check_in_flight(job)?;
     if job.access.is_destructive() && geometry.read_only {
         return fail("the device is read-only".into());
+    }
+    if job.access == Access::Flush && !geometry.flushes {
+        return fail("the disk has no flush, so there is nothing to measure".into());
     }
     if job.access == Access::Flush && job.runtime.is_none() && job.number_ios.is_none() {
         return fail("flushes move no bytes, so runtime or number_ios has to end them".into());
@@ -201,14 +207,35 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
             let blocks = total / align;
             (part(blocks, index + 1) - part(blocks, index)) * align
         }
-        (None, Some(size)) => size.of(length, align),
-        (None, None) => length,
+        // Whole blocks: of a part of one, the last operation would begin again at the start.
+        (None, Some(size)) => size.of(length, align) / align * align,
+        (None, None) => length / align * align,
     };
     Share {
         region,
         bytes,
         ios: job.number_ios.unwrap_or(u64::MAX),
     }
+}
+
+/// Bytes of the device from the begin of the first share to the end of the last.
+pub(super) fn region(shares: &[Share]) -> Range<u64> {
+    let start = shares.iter().map(|share| share.region.start).min();
+    let end = shares.iter().map(|share| share.region.end).max();
+    start.unwrap_or(0)..end.unwrap_or(0)
+}
+
+/// Bytes of a device that a crash leaves either old or new. Files keep to the kernel's pages, even
+/// where a server takes larger blocks only.
+pub(super) fn atom(geometry: &Geometry) -> u64 {
+    u64::from(geometry.block_size).min(PAGE)
+}
+
+/// Returns whether a job asks for stable storage in vain, because its device cannot be asked.
+pub(super) fn is_unstable(job: &Job, geometry: &Geometry) -> bool {
+    let writes = job.is_destructive() && job.access.kinds().contains(&OpKind::Write);
+    let flushes = job.end_fsync && job.is_destructive() || job.fsync > 0 && writes;
+    flushes && !geometry.flushes || job.fua && writes && !geometry.stable_writes
 }
 
 fn check_region(job: &Job, geometry: &Geometry, region: &Range<u64>) -> Result<(), BenchError> {
@@ -238,7 +265,6 @@ fn check_region(job: &Job, geometry: &Geometry, region: &Range<u64>) -> Result<(
 
 /// Bytes of one buffer of a job, and of what an operation needs besides.
 fn buffer_size(job: &Job) -> (u64, u64) {
-    const PAGE: u64 = 4096;
     let data = u64::from(job.max_block()).next_multiple_of(PAGE);
     match job.access {
         // The parameters of a trim take a buffer of their own.
@@ -281,6 +307,8 @@ mod tests {
             reports_status: false,
             read_only: false,
             volatile_cache: false,
+            flushes: true,
+            stable_writes: true,
         }
     }
 
@@ -333,6 +361,61 @@ mod tests {
         assert_eq!(shares[0].region, 42 << 16..81 << 16);
         assert_eq!(shares[1].region.start, 50 << 16);
         assert_eq!(shares[0].bytes, 30 << 16);
+    }
+
+    #[test]
+    fn a_clone_moves_whole_blocks() {
+        let geometry = Geometry {
+            capacity: (8 << 20) + 512,
+            ..geometry()
+        };
+        let bytes = |io_size| {
+            let job = Job {
+                sizes: std::array::from_fn(|_| BlockSizes::Fixed(65536)),
+                io_size,
+                ..Job::default()
+            };
+            shares(&job, &geometry).unwrap()[0].bytes
+        };
+        assert_eq!(bytes(None), 8 << 20);
+        assert_eq!(bytes(Some(Amount::Bytes(100_000))), 65536);
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_asked_for_stable_storage_is_known() {
+        let without = Geometry {
+            flushes: false,
+            stable_writes: false,
+            ..geometry()
+        };
+        let flush = Job {
+            access: Access::Flush,
+            number_ios: Some(5),
+            ..Job::default()
+        };
+        assert!(shares(&flush, &geometry()).is_ok());
+        let error = shares(&flush, &without).unwrap_err().to_string();
+        assert!(error.contains("the disk has no flush"), "{error}");
+        let plain = Job {
+            access: Access::Write,
+            ..Job::default()
+        };
+        let job = |change: fn(&mut Job)| {
+            let mut job = plain.clone();
+            change(&mut job);
+            job
+        };
+        let only_writes = Geometry {
+            stable_writes: true,
+            ..without.clone()
+        };
+        let fua = job(|job| job.fua = true);
+        for asks in [job(|job| job.fsync = 1), job(|job| job.end_fsync = true)] {
+            assert!(is_unstable(&asks, &without) && is_unstable(&asks, &only_writes));
+            assert!(!is_unstable(&asks, &geometry()));
+        }
+        assert!(is_unstable(&fua, &without) && !is_unstable(&fua, &only_writes));
+        assert!(!is_unstable(&plain, &without));
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Where the operations of a worker come from.
 
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::error::BenchError;
 use super::outcome::OpKind;
@@ -24,7 +25,33 @@ pub(super) enum Source {
     },
 }
 
+/// Place of the reads of every block that is known.
+pub(super) struct ScanPlace {
+    next: Arc<AtomicU64>,
+    region: Range<u64>,
+}
+
+impl ScanPlace {
+    /// Part of the region that was read, from 0 to 1.
+    pub(super) fn done(&self) -> f64 {
+        let Range { start, end } = self.region;
+        let at = self.next.load(Ordering::Relaxed).min(end);
+        (at - start) as f64 / (end - start).max(1) as f64
+    }
+}
+
 impl Source {
+    /// Its place in the region, if it reads what is known.
+    pub(super) fn scan_place(&self, region: &Range<u64>) -> Option<ScanPlace> {
+        match self {
+            Self::Plan(_) => None,
+            Self::Scan { next, .. } => Some(ScanPlace {
+                next: next.clone(),
+                region: region.clone(),
+            }),
+        }
+    }
+
     /// The next operation; of `kind` where its time was planned before.
     pub(super) fn next(&mut self, verifier: &Verifier, kind: Option<OpKind>) -> Option<Op> {
         match self {
@@ -70,5 +97,26 @@ impl Source {
             }
         }
         Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scan_shows_how_far_it_is() {
+        let next = Arc::new(AtomicU64::new(4096));
+        let scan = Source::Scan {
+            next: next.clone(),
+            piece: 1024,
+        };
+        let place = scan.scan_place(&(4096..8192)).unwrap();
+        assert_eq!(place.done(), 0.0);
+        next.store(5120, Ordering::Relaxed);
+        assert_eq!(place.done(), 0.25);
+        // Every worker takes a piece beyond the end.
+        next.store(10_240, Ordering::Relaxed);
+        assert_eq!(place.done(), 1.0);
     }
 }

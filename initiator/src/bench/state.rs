@@ -1,7 +1,8 @@
 //! The state file of a ledger: what was acknowledged, beyond a crash of this process.
 //!
 //! ```text
-//!   magic 8 | seed 8 | block size 8 | first byte 8 | length 8 | checksum kind 8 | disk 8 | 0 … 4096
+//!   magic 8 | seed 8 | block size 8 | first byte 8 | length 8 | checksum kind 8 | disk 8 | content 8 |
+//!   0 … 4096
 //!   then 8 bytes for each block, little-endian: acknowledged 4 | in flight 4
 //! ```
 //!
@@ -16,15 +17,15 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::error::BenchError;
-use super::job::Checksum;
+use super::job::{Checksum, Content};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"RISERBV2");
+const MAGIC: u64 = u64::from_le_bytes(*b"RISERBV3");
 
 /// Length of the header, in bytes.
 const HEADER: u64 = 4096;
 
 /// Words of the header that are in use.
-const WORDS: usize = 7;
+const WORDS: usize = 8;
 
 /// Blocks that are read at once.
 const BATCH: usize = 8192;
@@ -39,21 +40,30 @@ pub(super) struct Layout {
     pub(super) checksum: Checksum,
     /// Hash of the disk's name.
     pub(super) disk: u64,
+    /// Hash of the content options: with others, a torn block looks like a damaged one.
+    pub(super) content: u64,
 }
 
 impl Layout {
-    fn words(&self) -> [u64; 5] {
+    fn words(&self) -> [u64; 6] {
         let checksum = match self.checksum {
             Checksum::Crc32c => 1,
             Checksum::Crc32 => 2,
             Checksum::Crc64 => 3,
         };
         let Range { start, end } = self.region;
-        [self.block, start, end - start, checksum, self.disk]
+        [
+            self.block,
+            start,
+            end - start,
+            checksum,
+            self.disk,
+            self.content,
+        ]
     }
 
-    fn of_words(words: &[u64; 5]) -> Option<Self> {
-        let [block, start, len, checksum, disk] = *words;
+    fn of_words(words: &[u64; 6]) -> Option<Self> {
+        let [block, start, len, checksum, disk, content] = *words;
         let checksum = match checksum {
             1 => Checksum::Crc32c,
             2 => Checksum::Crc32,
@@ -66,6 +76,7 @@ impl Layout {
             block,
             checksum,
             disk,
+            content,
         })
     }
 
@@ -73,6 +84,13 @@ impl Layout {
     fn check(&self, found: &Self) -> Result<(), String> {
         if found.disk != self.disk {
             return Err("it is of another disk, or of this one at another address".into());
+        }
+        if found.content != self.content {
+            return Err(
+                "its blocks were written with other content: give buffer_pattern and \
+                 buffer_compress_percentage as they were then"
+                    .into(),
+            );
         }
         let names = ["block size", "offset", "size", "checksum"];
         for ((name, found), own) in names.iter().zip(found.words()).zip(self.words()) {
@@ -91,11 +109,23 @@ pub(super) fn hash(name: &str) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, name.as_bytes())
 }
 
+/// Hash of the options that the content of verified blocks depends on.
+pub(super) fn hash_content(content: &Content) -> u64 {
+    let Content {
+        compress_percentage,
+        pattern,
+        refill: _,
+    } = content;
+    hash(&format!("{compress_percentage:?} {pattern:?}"))
+}
+
 /// An open state file.
 #[derive(Debug)]
 pub(super) struct StateFile {
     file: File,
     path: String,
+    /// A run writes: it may make the file, and finish making it.
+    may_create: bool,
 }
 
 /// Keeps other runs away from a state file, in this process and in others.
@@ -134,7 +164,12 @@ impl StateFile {
         }
         let other = file.try_clone().map_err(|error| fail(error.to_string()))?;
         let path = path.display().to_string();
-        Ok((Self { file, path }, Lock(other)))
+        let state = Self {
+            file,
+            path,
+            may_create,
+        };
+        Ok((state, Lock(other)))
     }
 
     /// An error of this file.
@@ -181,7 +216,27 @@ impl StateFile {
         }
     }
 
-    /// Makes an empty one a file of blocks of which nothing is known.
+    /// Returns whether there is nothing behind the header: a crash came between the two steps of
+    /// making it.
+    ///
+    /// # Errors
+    /// It cannot be read. Or it is only to be read: a copy that was cut short looks the same, so it
+    /// must not pass for a record without writes.
+    pub(super) fn is_half_made(&self) -> Result<bool, BenchError> {
+        match self.len()? == HEADER {
+            true if !self.may_create => {
+                Err(self.error("it ends early and records no write".into()))
+            }
+            is_half_made => Ok(is_half_made),
+        }
+    }
+
+    /// Fails if this is a file of another job or disk.
+    pub(super) fn check(&self, layout: &Layout, found: &Layout) -> Result<(), BenchError> {
+        layout.check(found).map_err(|why| self.error(why))
+    }
+
+    /// Makes one that has no blocks yet a file of blocks of which nothing is known.
     ///
     /// # Errors
     /// It cannot be written.
@@ -200,23 +255,15 @@ impl StateFile {
     /// Reads the word of each block of a file that has a header.
     ///
     /// # Errors
-    /// It cannot be read, or is of another job.
+    /// It cannot be read, or has another length.
     pub(super) fn load(
         &self,
-        layout: &Layout,
-        found: &Layout,
         blocks: usize,
         mut each: impl FnMut(usize, u64),
     ) -> Result<(), BenchError> {
-        layout.check(found).map_err(|why| self.error(why))?;
-        let whole = whole(blocks);
-        match self.len()? {
-            // A crash came between the two steps of making it.
-            HEADER => return self.file.set_len(whole).map_err(|error| self.io(error)),
-            len if len != whole => {
-                return Err(self.error(format!("it has {len} bytes instead of {whole}")));
-            }
-            _ => {}
+        let (len, whole) = (self.len()?, whole(blocks));
+        if len != whole {
+            return Err(self.error(format!("it has {len} bytes instead of {whole}")));
         }
         let mut bytes = vec![0; 8 * BATCH];
         for first in (0..blocks).step_by(BATCH) {
@@ -266,6 +313,7 @@ mod tests {
             block: 4096,
             checksum: Checksum::Crc32c,
             disk: hash("disk"),
+            content: hash_content(&Content::default()),
         }
     }
 
@@ -297,7 +345,7 @@ mod tests {
 
     fn words(file: &StateFile) -> Result<Vec<u64>, BenchError> {
         let mut words = Vec::new();
-        file.load(&layout(), &layout(), 16, |_, word| words.push(word))?;
+        file.load(16, |_, word| words.push(word))?;
         Ok(words)
     }
 
@@ -337,16 +385,23 @@ mod tests {
     }
 
     #[test]
-    fn one_that_a_crash_left_half_made_is_completed() {
+    fn one_without_blocks_is_half_made_for_a_run_and_cut_short_for_a_check() {
         let path = Temporary::new("half");
         let (file, lock) = path.open();
         file.make(&layout(), 99, 16).unwrap();
+        assert_eq!(file.is_half_made(), Ok(false));
         file.file.set_len(HEADER).unwrap();
+        drop((file, lock));
+        let (file, lock) = StateFile::open(&path.0, false).unwrap();
+        let error = file.is_half_made().unwrap_err().to_string();
+        assert!(error.contains("records no write"), "{error}");
         drop((file, lock));
         let (file, _lock) = path.open();
         assert_eq!(file.header(), Ok(Some((layout(), 99))));
-        assert_eq!(words(&file), Ok(Vec::new()));
-        assert_eq!(file.len(), Ok(HEADER + 128));
+        assert_eq!(file.is_half_made(), Ok(true));
+        file.make(&layout(), 98, 16).unwrap();
+        assert_eq!(file.header(), Ok(Some((layout(), 98))));
+        assert_eq!(words(&file), Ok(vec![0; 16]));
         file.file.set_len(HEADER + 64).unwrap();
         let error = words(&file).unwrap_err().to_string();
         assert!(error.contains("has 4160 bytes instead of 4224"), "{error}");
@@ -357,20 +412,28 @@ mod tests {
         let path = Temporary::new("foreign");
         let (file, _lock) = path.open();
         file.make(&layout(), 99, 16).unwrap();
-        let load = |other: Layout| {
-            let loaded = file.load(&other, &layout(), 16, |_, _| {});
-            loaded.unwrap_err().to_string()
+        let refused = |other: Layout| {
+            let checked = file.check(&other, &layout());
+            checked.unwrap_err().to_string()
         };
-        let block = load(Layout {
+        let block = refused(Layout {
             block: 512,
             ..layout()
         });
         assert!(block.contains("its block size is 4096, and that of this job 512"));
-        let disk = load(Layout {
+        let disk = refused(Layout {
             disk: hash("another"),
             ..layout()
         });
         assert!(disk.contains("of another disk"), "{disk}");
+        let content = refused(Layout {
+            content: hash_content(&Content {
+                pattern: b"ab".to_vec(),
+                ..Content::default()
+            }),
+            ..layout()
+        });
+        assert!(content.contains("with other content"), "{content}");
         for foreign in [&[1; 5000][..], &b"short"[..], &[0; 4096][..]] {
             fs::write(&path.0, foreign).unwrap();
             let error = file.header().unwrap_err().to_string();

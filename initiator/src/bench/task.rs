@@ -28,6 +28,9 @@ pub struct RunOptions {
     pub interval: Duration,
     /// Process that serves the device, if its use of the processor is to be measured.
     pub server_pid: Option<u32>,
+    /// Number of the run among those of a command: with the same seed, each does other operations,
+    /// so that a later one does not find those of an earlier one in a cache.
+    pub run: u64,
     /// Most memory of the figures over time of a job, in bytes; beyond, intervals become longer.
     pub memory: usize,
 }
@@ -37,6 +40,7 @@ impl Default for RunOptions {
         Self {
             interval: Duration::from_secs(1),
             server_pid: None,
+            run: 0,
             memory: 512 << 20,
         }
     }

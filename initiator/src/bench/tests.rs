@@ -185,10 +185,18 @@ fn flushes_follow_writes_and_end_the_run() {
     let end = Job {
         fsync: 0,
         end_fsync: true,
-        ..job
+        ..job.clone()
     };
     assert_eq!(ios(&run_on(&device, end).unwrap()), [0, 64, 0, 1]);
     assert_eq!(device.flushes(), 8);
+    // They are no part of the number of operations, as with fio.
+    let number = Job {
+        total: None,
+        fsync: 1,
+        number_ios: Some(10),
+        ..job.clone()
+    };
+    assert_eq!(ios(&run_on(&device, number).unwrap())[1], 10);
     let only = Job {
         access: Access::Flush,
         number_ios: Some(5),
@@ -197,6 +205,32 @@ fn flushes_follow_writes_and_end_the_run() {
         ..Job::default()
     };
     assert_eq!(ios(&run_on(&device, only).unwrap()), [0, 0, 0, 5]);
+}
+
+#[test]
+fn a_write_sends_its_own_content_and_not_what_was_read() {
+    let device = device();
+    for at in (0..SIZE as usize).step_by(4096) {
+        device.memory().write(at, &[0x11; 4096]);
+    }
+    let mixed = Job {
+        pattern: Pattern::Sequential,
+        rwmixread: 90,
+        iodepth: 1,
+        numjobs: 1,
+        content: Content {
+            pattern: vec![0xaa],
+            ..Content::default()
+        },
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device, mixed).unwrap();
+    let content = content(&device);
+    let written = content.chunks(4096).filter(|block| block[0] == 0xaa);
+    let [reads, writes, ..] = ios(&outcome);
+    assert!(reads > writes && writes > 0);
+    assert_eq!(written.count() as u64, writes);
 }
 
 #[test]
@@ -470,15 +504,18 @@ fn jobs_side_by_side_with_the_same_seed_do_different_operations() {
         identity: "mem".into(),
         devices: vec![device()],
     };
-    let ops = |index| {
-        let mut prepared = prepare(index, &task).unwrap();
+    let ops = |run, index| {
+        let mut prepared = prepare(run, index, &task).unwrap();
         let verifier = prepared.verifier.clone();
         let source = &mut prepared.clones[0].source;
         let next = |_| source.next(&verifier, None);
         (0..20).map(next).collect::<Vec<_>>()
     };
-    assert_eq!(ops(0), ops(0));
-    assert_ne!(ops(0), ops(1));
+    assert_eq!(ops(0, 0), ops(0, 0));
+    assert_ne!(ops(0, 0), ops(0, 1));
+    // Nor does a later run, which would find the blocks of this one in a cache.
+    assert_ne!(ops(0, 0), ops(1, 0));
+    assert_ne!(ops(0, 1), ops(1, 0));
 }
 
 #[test]
@@ -539,6 +576,18 @@ fn a_later_process_checks_what_a_state_file_records() {
     assert!(outcome.of(OpKind::Read).ios() > 0, "its reads are measured");
     let checked = outcome.verified.unwrap().blocks;
     assert!((600..=1024).contains(&checked), "{checked}");
+    // A copy that was cut short proves nothing.
+    let kept = std::fs::read(&file.0).unwrap();
+    let cut = std::fs::OpenOptions::new().write(true).open(&file.0);
+    cut.unwrap().set_len(4096).unwrap();
+    let error = run_on(&device, check.clone()).unwrap_err().to_string();
+    assert!(error.contains("records no write"), "{error}");
+    let mut blank = kept.clone();
+    blank[4096..].fill(0);
+    std::fs::write(&file.0, blank).unwrap();
+    let error = run_on(&device, check.clone()).unwrap_err().to_string();
+    assert!(error.contains("records no write"), "{error}");
+    std::fs::write(&file.0, kept).unwrap();
     let before = content(&device);
     // Another run goes on where the first has ended.
     run_on(&device, write).unwrap();
@@ -586,6 +635,55 @@ fn a_state_file_is_for_one_layout_and_must_be_there_to_check() {
     };
     let error = run(&[other], RunOptions::default(), |_| {}).unwrap_err();
     assert!(error.to_string().contains("of another disk"), "{error}");
+}
+
+#[test]
+fn a_run_after_a_state_file_lost_its_blocks_takes_none_of_them_for_its_own() {
+    let device = device();
+    let file = StateFile::new("lost");
+    let write = Job {
+        access: Access::Write,
+        pattern: Pattern::Sequential,
+        total: Some(SIZE),
+        state: Some(file.0.clone()),
+        ..job()
+    };
+    run_on(&device, write.clone()).unwrap();
+    let before = content(&device);
+    let cut = std::fs::OpenOptions::new().write(true).open(&file.0);
+    cut.unwrap().set_len(4096).unwrap();
+    run_on(&device, write).unwrap();
+    // Each write of it is lost: the blocks of the earlier run, of the same generation, come back.
+    device.memory().write(0, &before);
+    let check = Job {
+        verify_only: true,
+        state: Some(file.0.clone()),
+        ..Job::default()
+    };
+    let error = run_on(&device, check).unwrap_err();
+    assert!(error.to_string().contains("another run"), "{error}");
+}
+
+#[test]
+fn jobs_that_fail_for_each_other_leave_no_state_file() {
+    let file = StateFile::new("overlap");
+    let device = device();
+    let task = |name: &str, state| Task {
+        job: Job {
+            name: name.into(),
+            access: Access::Write,
+            state,
+            ..job()
+        },
+        address: "mem".into(),
+        rdma_device: None,
+        identity: "mem".into(),
+        devices: vec![device.clone()],
+    };
+    let tasks = [task("a", Some(file.0.clone())), task("b", None)];
+    let error = run(&tasks, RunOptions::default(), |_| {}).unwrap_err();
+    assert!(error.to_string().contains("the same blocks"), "{error}");
+    assert!(!file.0.exists());
 }
 
 #[test]

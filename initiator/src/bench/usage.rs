@@ -31,7 +31,7 @@ pub(super) fn of(pid: u32) -> io::Result<Usage> {
 }
 
 /// What was used between two times. Threads that ended in between take their switches with them.
-pub(super) fn between(before: Usage, after: Usage) -> Usage {
+fn between(before: Usage, after: Usage) -> Usage {
     Usage {
         user: after.user.saturating_sub(before.user),
         system: after.system.saturating_sub(before.system),
@@ -40,19 +40,78 @@ pub(super) fn between(before: Usage, after: Usage) -> Usage {
     }
 }
 
+/// Use of the processor by a process, between two times.
+struct Sample {
+    pid: Option<u32>,
+    before: Option<Usage>,
+    after: Option<Usage>,
+}
+
+impl Sample {
+    fn now(&self) -> Option<Usage> {
+        of(self.pid?).ok()
+    }
+}
+
+/// Measures the use of the processor by this process and by the one that serves the disks, while
+/// any of the jobs that run side by side is measured.
+pub(super) struct Meter {
+    samples: [Sample; 2],
+}
+
+impl Meter {
+    /// Nothing is measured yet.
+    pub(super) fn new(server: Option<u32>) -> Self {
+        let sample = |pid| Sample {
+            pid,
+            before: None,
+            after: None,
+        };
+        Self {
+            samples: [Some(std::process::id()), server].map(sample),
+        }
+    }
+
+    /// The measurement of a job begins. Only the first one counts.
+    pub(super) fn begin(&mut self) {
+        for sample in &mut self.samples {
+            sample.before = sample.before.or_else(|| sample.now());
+        }
+    }
+
+    /// A job has ended. The last one counts.
+    pub(super) fn end(&mut self) {
+        for sample in &mut self.samples {
+            sample.after = sample.now();
+        }
+    }
+
+    /// Puts what was used into the results of the jobs, of which each gets the part that its
+    /// operations are of those of all.
+    pub(super) fn divide(&self, outcomes: &mut [Outcome]) {
+        let [client, server] = &self.samples;
+        let used = |sample: &Sample| Some(between(sample.before?, sample.after?));
+        for outcome in &mut *outcomes {
+            outcome.client = used(client).unwrap_or_default();
+            outcome.server = used(server);
+        }
+        divide(outcomes);
+    }
+}
+
 /// Divides the use of the processor among jobs that ran side by side, each of which has that of
-/// all, by their operations per second.
-pub(super) fn divide(outcomes: &mut [Outcome]) {
+/// all, by their operations.
+fn divide(outcomes: &mut [Outcome]) {
     if outcomes.len() < 2 {
         return;
     }
-    let rate = |outcome: &Outcome| {
+    let ios = |outcome: &Outcome| {
         let ios: u64 = outcome.measured.iter().map(Measured::ios).sum();
-        ios as f64 / outcome.runtime.as_secs_f64().max(1e-9)
+        ios as f64
     };
-    let all: f64 = outcomes.iter().map(rate).sum();
+    let all: f64 = outcomes.iter().map(ios).sum();
     for outcome in outcomes {
-        let share = rate(outcome) / all.max(1e-9);
+        let share = ios(outcome) / all.max(1.0);
         outcome.client = part(outcome.client, share);
         outcome.server = outcome.server.map(|server| part(server, share));
     }
@@ -116,6 +175,28 @@ mod tests {
         assert_eq!(switches(""), (0, 0));
     }
 
+    /// A job that has done `ios` reads.
+    fn outcome(seconds: u64, ios: u64) -> Outcome {
+        let mut measured = no_figures(false);
+        measured[0].service.record_n(1000, ios).unwrap();
+        Outcome {
+            name: "job".into(),
+            address: "mem".into(),
+            device: None,
+            options: Vec::new(),
+            started: SystemTime::UNIX_EPOCH,
+            runtime: Duration::from_secs(seconds),
+            measured,
+            intervals: Vec::new(),
+            client: Usage::default(),
+            server: None,
+            verified: None,
+            holes: None,
+            unstable: false,
+            not_started: 0,
+        }
+    }
+
     #[test]
     fn jobs_side_by_side_share_what_their_process_used() {
         let usage = Usage {
@@ -124,27 +205,13 @@ mod tests {
             voluntary: 40,
             involuntary: 4,
         };
-        let outcome = |seconds| {
-            let mut measured = no_figures(false);
-            measured[0].service.record_n(1000, 6).unwrap();
-            Outcome {
-                name: "job".into(),
-                address: "mem".into(),
-                device: None,
-                options: Vec::new(),
-                started: SystemTime::UNIX_EPOCH,
-                runtime: Duration::from_secs(seconds),
-                measured,
-                intervals: Vec::new(),
-                client: usage,
-                server: Some(usage),
-                verified: None,
-                holes: None,
-                not_started: 0,
-            }
+        let outcome = |seconds, ios| Outcome {
+            client: usage,
+            server: Some(usage),
+            ..outcome(seconds, ios)
         };
-        // The second one has half the operations per second.
-        let mut outcomes = [outcome(1), outcome(2)];
+        // However long each of them has lasted.
+        let mut outcomes = [outcome(1, 6), outcome(2, 3)];
         divide(&mut outcomes[..1]);
         assert_eq!(outcomes[0].client, usage, "it was alone");
         divide(&mut outcomes);
@@ -154,6 +221,29 @@ mod tests {
         let user = two.client.user.abs_diff(Duration::from_micros(133_333));
         assert!(user < Duration::from_micros(1), "{user:?}");
         assert_eq!(two.server, Some(two.client));
+    }
+
+    #[test]
+    fn an_operation_costs_the_same_in_jobs_of_different_lengths() {
+        let used = |seconds| Usage {
+            user: Duration::from_secs(seconds),
+            ..Usage::default()
+        };
+        let meter = Meter {
+            samples: [Some(1), None].map(|pid| Sample {
+                pid,
+                before: Some(used(100)),
+                after: pid.map(|_| used(111)),
+            }),
+        };
+        let mut outcomes = [(10, 10_000), (1, 1000)].map(|(seconds, ios)| outcome(seconds, ios));
+        meter.divide(&mut outcomes);
+        for (outcome, ios) in outcomes.iter().zip([10_000, 1000]) {
+            let each = outcome.client.user / ios;
+            let difference = each.abs_diff(Duration::from_millis(1));
+            assert!(difference < Duration::from_micros(1), "{each:?}");
+            assert_eq!(outcome.server, None);
+        }
     }
 
     #[test]

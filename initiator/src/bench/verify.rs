@@ -1,6 +1,6 @@
 //! Checks of blocks by their headers, and by the ledger where there is one.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,6 +8,7 @@ use super::content::{Expected, Filler};
 use super::error::{BenchError, Difference, Mismatch};
 use super::job::Checksum;
 use super::ledger::{Entry, Ledger};
+use super::outcome::Verified;
 
 /// Blocks that are checked when they are read.
 #[derive(Clone, Debug)]
@@ -28,8 +29,20 @@ pub(super) struct Verifier {
     pub(super) checksum: Checksum,
     /// Size of a block with a header, in bytes.
     pub(super) block: u64,
+    /// Size of a logical block of the device, in bytes: what it writes as a whole or not at all.
+    pub(super) atom: u64,
     /// What is read settles what was in flight when another process was killed.
     pub(super) resolves: bool,
+}
+
+/// Content of a block that was right.
+enum Found {
+    /// Nothing was known about it.
+    Unknown,
+    /// A known one.
+    Whole,
+    /// Parts of a write that a crash has interrupted, and of what was there before.
+    Torn,
 }
 
 impl Verifier {
@@ -68,15 +81,15 @@ impl Verifier {
         range: &Range<u64>,
         oldest: &[Option<u32>],
         bytes: &[u8],
-    ) -> Result<u64, BenchError> {
+    ) -> Result<Verified, BenchError> {
         let blocks = bytes.chunks(self.block as usize).zip(self.blocks(range));
-        let mut checked = 0;
+        let mut checked = Verified::default();
         for (index, (block, at)) in blocks.enumerate() {
-            let is_known = match &self.check {
-                Check::Nothing => false,
+            let found = match &self.check {
+                Check::Nothing => Found::Unknown,
                 Check::Own => {
                     self.check_block(at, Expected::ANY, block)?;
-                    true
+                    Found::Whole
                 }
                 Check::Ledger(ledger) if self.resolves => self.resolve(ledger, at, block)?,
                 Check::Ledger(ledger) => {
@@ -84,7 +97,8 @@ impl Verifier {
                     self.check_known(ledger.entry(at), oldest, at, block)?
                 }
             };
-            checked += u64::from(is_known);
+            checked.blocks += u64::from(matches!(found, Found::Whole));
+            checked.torn += u64::from(matches!(found, Found::Torn));
         }
         Ok(checked)
     }
@@ -96,17 +110,35 @@ impl Verifier {
         oldest: Option<u32>,
         at: u64,
         block: &[u8],
-    ) -> Result<bool, BenchError> {
+    ) -> Result<Found, BenchError> {
         let (Some(oldest), Some(_)) = (oldest, entry.acknowledged()) else {
-            return Ok(false);
+            return Ok(Found::Unknown);
         };
         let newest = entry.newest();
         match self.check_block(at, Expected::between(oldest, newest), block) {
-            Ok(_) => Ok(true),
+            Ok(_) => Ok(Found::Whole),
             // The read may have found a part of a write beside it.
-            Err(BenchError::Mismatch(torn)) if newest > oldest && is_mixed(&torn) => Ok(false),
+            Err(_) if self.is_mixture(oldest..=newest, at, block) => Ok(Found::Unknown),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns whether each logical block is that of one of these generations. They are few: those
+    /// that were written during one read.
+    fn is_mixture(&self, generations: RangeInclusive<u32>, at: u64, block: &[u8]) -> bool {
+        let atom = self.atom as usize;
+        let mut left: Vec<usize> = (0..block.len()).step_by(atom).collect();
+        for generation in generations.rev() {
+            let right = self
+                .filler
+                .verified(self.checksum, at, generation, block.len());
+            let atoms = |from: usize| from..(from + atom).min(block.len());
+            left.retain(|from| block[atoms(*from)] != right[atoms(*from)]);
+            if left.is_empty() {
+                return true;
+            }
+        }
+        false
     }
 
     fn check_block(&self, at: u64, expected: Expected, block: &[u8]) -> Result<u32, BenchError> {
@@ -114,9 +146,10 @@ impl Verifier {
         checked.map_err(|mismatch| BenchError::Mismatch(Box::new(mismatch)))
     }
 
-    /// Checks a block after a crash. Of a write in flight, either the whole old content is there or
-    /// the whole new one, and from then on that counts as acknowledged.
-    fn resolve(&self, ledger: &Ledger, at: u64, block: &[u8]) -> Result<bool, BenchError> {
+    /// Checks a block after a crash. Of a write in flight, each logical block is there or what was
+    /// there before: no disk promises more. If the block is whole, its content counts as
+    /// acknowledged from then on, otherwise as not known.
+    fn resolve(&self, ledger: &Ledger, at: u64, block: &[u8]) -> Result<Found, BenchError> {
         let entry = ledger.entry(at);
         match (entry.acknowledged(), entry.in_flight()) {
             (None, None) => {
@@ -124,39 +157,50 @@ impl Verifier {
                 if entry.is_busy() {
                     ledger.resolve(at, None)?;
                 }
-                Ok(false)
+                Ok(Found::Unknown)
             }
-            (Some(oldest), in_flight) => {
-                let newest = in_flight.unwrap_or(oldest);
-                let found = self.check_block(at, Expected::between(oldest, newest), block)?;
-                if in_flight.is_some() {
-                    ledger.resolve(at, Some(found))?;
-                }
-                Ok(true)
+            (Some(old), None) => {
+                self.check_block(at, Expected::between(old, old), block)?;
+                Ok(Found::Whole)
             }
-            (None, Some(new)) => {
-                let any = Expected::between(0, u32::MAX);
-                let found = match self.filler.check(self.checksum, at, any, block) {
-                    Ok(generation) => Some(generation).filter(|generation| *generation == new),
-                    Err(torn) if is_of(&torn, new) => {
-                        return Err(BenchError::Mismatch(Box::new(torn)));
-                    }
-                    // The old content, of which nothing is known.
-                    Err(_) => None,
+            (Some(old), Some(new)) => {
+                let found = match self.check_block(at, Expected::between(old, new), block) {
+                    Ok(found) => Some(found),
+                    Err(_) if self.is_mixture(old..=new, at, block) => None,
+                    Err(error) => return Err(error),
                 };
                 ledger.resolve(at, found)?;
-                Ok(found.is_some())
+                Ok(found.map_or(Found::Torn, |_| Found::Whole))
             }
+            (None, Some(new)) => self.resolve_first(ledger, new, at, block),
         }
     }
-}
 
-/// Returns whether a block may consist of parts of two that were right.
-fn is_mixed(mismatch: &Mismatch) -> bool {
-    matches!(
-        mismatch.what,
-        Difference::Byte { .. } | Difference::Checksum
-    )
+    /// The same for a block of which nothing was known before its write.
+    fn resolve_first(
+        &self,
+        ledger: &Ledger,
+        new: u32,
+        at: u64,
+        block: &[u8],
+    ) -> Result<Found, BenchError> {
+        let any = Expected::between(0, u32::MAX);
+        let (generation, found) = match self.filler.check(self.checksum, at, any, block) {
+            Ok(generation) if generation == new => (Some(new), Found::Whole),
+            Err(damaged) if is_of(&damaged, new) => {
+                // The logical block with the header is new as a whole. What follows it may be
+                // anything that was there before.
+                if damaged.offset < at + self.atom {
+                    return Err(BenchError::Mismatch(Box::new(damaged)));
+                }
+                (None, Found::Torn)
+            }
+            // The old content, of which nothing is known.
+            Ok(_) | Err(_) => (None, Found::Unknown),
+        };
+        ledger.resolve(at, generation)?;
+        Ok(found)
+    }
 }
 
 /// Returns whether a block has the header of that generation, and not the content.
@@ -199,6 +243,7 @@ mod tests {
                 block: 4096,
                 checksum: Checksum::Crc32c,
                 disk: 1,
+                content: 1,
             };
             let ledger = Arc::new(Ledger::new(&layout).unwrap());
             let verifier = Verifier {
@@ -206,6 +251,7 @@ mod tests {
                 check: Check::Ledger(ledger.clone()),
                 checksum: Checksum::Crc32c,
                 block: 4096,
+                atom: 512,
                 resolves,
             };
             Self { verifier, ledger }
@@ -226,7 +272,15 @@ mod tests {
         }
 
         fn read(&self, oldest: &[Option<u32>], block: &[u8]) -> Result<u64, BenchError> {
-            self.verifier.check(&BLOCK, oldest, block)
+            let checked = self.verifier.check(&BLOCK, oldest, block)?;
+            Ok(checked.blocks)
+        }
+
+        /// Number of torn blocks after a crash.
+        fn torn(&self, block: &[u8]) -> Result<u64, BenchError> {
+            let checked = self.verifier.check(&BLOCK, &[], block)?;
+            assert_eq!(checked.blocks, 0);
+            Ok(checked.torn)
         }
     }
 
@@ -261,6 +315,10 @@ mod tests {
         assert_eq!(rig.read(&oldest, &old_first), Ok(0));
         assert_eq!(rig.read(&oldest, &new_first), Ok(0));
         assert!(rig.read(&oldest, &[0; 4096]).is_err());
+        let neither = [&third[..512], &[7; 512], &second[1024..]].concat();
+        assert!(rig.read(&oldest, &neither).is_err());
+        let within_a_logical_block = [&third[..600], &second[600..]].concat();
+        assert!(rig.read(&oldest, &within_a_logical_block).is_err());
         rig.ledger.end(&BLOCK).unwrap();
         assert_eq!(
             rig.read(&oldest, &new_first),
@@ -306,14 +364,43 @@ mod tests {
     }
 
     #[test]
-    fn after_a_crash_the_first_write_of_a_block_is_whole_or_absent() {
+    fn after_a_crash_each_logical_block_is_old_or_new() {
+        let rig = || {
+            let rig = Rig::new(true);
+            let (second, third) = (rig.write(), rig.begin());
+            (rig, second, third)
+        };
+        for is_first_new in [false, true] {
+            let (rig, second, third) = rig();
+            let torn = match is_first_new {
+                true => [&third[..512], &second[512..]].concat(),
+                false => [&second[..3584], &third[3584..]].concat(),
+            };
+            assert_eq!(rig.torn(&torn), Ok(1));
+            assert_eq!(rig.ledger.unresolved(), 0);
+            assert_eq!(rig.ledger.entry(4096).acknowledged(), None);
+        }
+        let (rig, second, third) = rig();
+        assert!(rig.torn(&[&third[..512], &[7; 3584]].concat()).is_err());
+        assert!(rig.torn(&[&third[..100], &second[100..]].concat()).is_err());
+        assert!(rig.torn(&[&[0; 512], &second[512..]].concat()).is_err());
+        assert_eq!(rig.ledger.unresolved(), 1, "it stays to be settled");
+    }
+
+    #[test]
+    fn after_a_crash_the_first_write_of_a_block_is_there_or_not() {
         let rig = Rig::new(true);
-        let new = rig.begin();
-        let mut torn = new.clone();
-        torn[2048..].iter_mut().for_each(|byte| *byte = !*byte);
-        let error = rig.read(&[], &torn).unwrap_err().to_string();
-        assert!(error.contains("byte 6144 is"), "{error}");
-        assert_eq!(rig.read(&[], &[7; 4096]), Ok(0));
+        let mut damaged = rig.begin();
+        damaged[100] = !damaged[100];
+        let error = rig.torn(&damaged).unwrap_err().to_string();
+        assert!(error.contains("byte 4196 is"), "{error}");
+        let rig = Rig::new(true);
+        let torn = [&rig.begin()[..2048], &[7; 2048]].concat();
+        assert_eq!(rig.torn(&torn), Ok(1));
+        assert_eq!(rig.ledger.unresolved(), 0);
+        let rig = Rig::new(true);
+        rig.begin();
+        assert_eq!(rig.torn(&[7; 4096]), Ok(0));
         assert_eq!(rig.ledger.unresolved(), 0);
         assert_eq!(rig.ledger.entry(4096).acknowledged(), None);
         let new = rig.begin();

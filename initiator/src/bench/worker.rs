@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::error::BenchError;
-use super::outcome::OpKind;
+use super::outcome::{OpKind, Verified};
 use super::plan::{Arrivals, Op};
 use super::reports::{End, Reporter};
 use super::source::Source;
@@ -33,6 +33,11 @@ pub(super) struct Shared {
     pub(super) end_fsync: bool,
     /// A trim is followed by a write of the same blocks.
     pub(super) trim_write: bool,
+    /// Flushes are the operations of the job, and do not follow from its writes.
+    pub(super) flushes_count: bool,
+    /// The time ends the run and no amount does, in a closed loop: all counts that completes
+    /// within it. What is in flight at its begin makes up for what is at its end.
+    pub(super) is_by_completion: bool,
     pub(super) clock: Clock,
     /// An error of any worker of the group ends all.
     pub(super) stop: Arc<AtomicBool>,
@@ -91,7 +96,7 @@ pub(super) struct Worker {
     is_synced: bool,
     is_over: bool,
     is_by_time: bool,
-    checked: u64,
+    checked: Verified,
     last: Instant,
     error: Option<BenchError>,
     reporter: Reporter,
@@ -139,7 +144,7 @@ impl Worker {
             // Without a place for one operation there is nothing to do.
             is_over: slots.is_empty(),
             is_by_time: false,
-            checked: 0,
+            checked: Verified::default(),
             last: begun,
             error: None,
             reporter: parts.reporter,
@@ -242,11 +247,9 @@ impl Worker {
         } else if let Some(arrivals) = &mut self.arrivals {
             arrivals.advance(op.len());
         }
-        Some(Next {
-            op,
-            due,
-            counts: true,
-        })
+        // `number_ios` is one of reads, writes and trims, as fio's is.
+        let counts = op.kind != OpKind::Flush || self.shared.flushes_count;
+        Some(Next { op, due, counts })
     }
 
     /// Enters a write or trim into the ledger. Holds it back while its blocks are in flight.
@@ -271,19 +274,25 @@ impl Worker {
     fn start(&mut self, next: Next, now: Instant, queue: &mut Submissions) {
         let tag = self.free.pop().expect("the caller has looked");
         let Next { op, due, counts } = next;
+        // Filling takes its time, which is none of the device's.
+        let mut was_filled = false;
         let operation = match op.kind {
             OpKind::Flush => Operation::Flush,
             OpKind::Trim => Operation::Discard(op.range.clone()),
             OpKind::Read => {
-                let oldest = &mut self.slots[tag as usize].oldest;
-                self.shared.verifier.note_oldest(&op.range, oldest);
+                let slot = &mut self.slots[tag as usize];
+                // The next write in this place must not send what the read brings.
+                slot.is_filled = false;
+                self.shared
+                    .verifier
+                    .note_oldest(&op.range, &mut slot.oldest);
                 let buffer = self.take_buffer(tag, op.len());
                 let offset = op.range.start;
                 Operation::Read { offset, buffer }
             }
             OpKind::Write => {
                 let buffer = self.take_buffer(tag, op.len());
-                self.fill(tag, &op.range, &buffer);
+                was_filled = self.fill(tag, &op.range, &buffer);
                 Operation::Write {
                     offset: op.range.start,
                     buffer,
@@ -291,10 +300,8 @@ impl Worker {
                 }
             }
         };
-        // Filling takes its time, which is none of the device's.
-        let is_filling = op.kind == OpKind::Write && self.fills();
         let slot = &mut self.slots[tag as usize];
-        slot.started = if is_filling { Instant::now() } else { now };
+        slot.started = if was_filled { Instant::now() } else { now };
         slot.due = if self.arrivals.is_some() {
             due
         } else {
@@ -309,11 +316,6 @@ impl Worker {
         queue.push(tag, operation);
     }
 
-    /// Returns whether every write gets its own content.
-    fn fills(&self) -> bool {
-        self.shared.refill || self.shared.verifier.ledger().is_some()
-    }
-
     fn take_buffer(&mut self, tag: u32, len: u64) -> Buffer {
         let buffer = self.slots[tag as usize].buffer.take();
         let mut buffer = buffer.expect("a free place has its buffer");
@@ -321,7 +323,8 @@ impl Worker {
         buffer
     }
 
-    fn fill(&mut self, tag: u32, range: &Range<u64>, buffer: &Buffer) {
+    /// Puts the content of a write into its buffer. Returns false if that was there already.
+    fn fill(&mut self, tag: u32, range: &Range<u64>, buffer: &Buffer) -> bool {
         let verifier = &self.shared.verifier;
         let bytes = &mut self.scratch[..buffer.len()];
         if let Some(ledger) = verifier.ledger() {
@@ -344,7 +347,10 @@ impl Worker {
             whole
                 .expect("a buffer has room for the largest block")
                 .write(0, &self.scratch);
+        } else {
+            return false;
         }
+        true
     }
 
     fn finish(&mut self, tag: u32, completion: Completion, now: Instant) {
@@ -374,10 +380,14 @@ impl Worker {
     fn record(&mut self, tag: u32, now: Instant) {
         let slot = &self.slots[tag as usize];
         let clock = &self.shared.clock;
-        // What straddles the end of the ramp counts if it was started after that. Without those that
-        // end late, an open loop would hide the longest times.
+        // Without those that end late, an open loop would hide the longest times.
         let is_late = clock.ends.is_some_and(|end| now > end) && self.arrivals.is_none();
-        if slot.started < clock.measured_from || is_late {
+        // An amount is exact only if what straddles the end of the ramp is no part of it.
+        let counted_from = match self.shared.is_by_completion {
+            true => now,
+            false => slot.started,
+        };
+        if counted_from < clock.measured_from || is_late {
             return;
         }
         let done = Completed {
@@ -489,5 +499,81 @@ impl Drop for Worker {
             result,
         };
         self.reporter.end(self.recorder.take(), end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use fastrand::Rng;
+
+    use super::super::content::Filler;
+    use super::super::job::{Checksum, Content, Job};
+    use super::super::plan::Plan;
+    use super::super::reports::{Report, channel};
+    use super::*;
+
+    /// Reports of a worker whose only read straddles the end of the ramp.
+    fn straddling_reads(is_by_completion: bool) -> u64 {
+        let (reporter, reports) = channel(usize::MAX);
+        let begun = Instant::now();
+        let shared = Shared {
+            verifier: Verifier {
+                filler: Filler::new(Content::default(), 1),
+                check: Check::Nothing,
+                checksum: Checksum::Crc32c,
+                block: 4096,
+                atom: 512,
+                resolves: false,
+            },
+            refill: false,
+            fua: false,
+            end_fsync: false,
+            trim_write: false,
+            flushes_count: false,
+            is_by_completion,
+            clock: Clock {
+                begun,
+                measured_from: begun + Duration::from_millis(5),
+                ends: Some(begun + Duration::from_secs(3600)),
+            },
+            stop: Arc::default(),
+        };
+        let parts = Parts {
+            source: Source::Plan(Plan::new(&Job::default(), &(0..8192), Rng::with_seed(1))),
+            arrivals: None,
+            buffers: vec![Some(Buffer::anonymous(4096).unwrap())],
+            left: Left {
+                ios: u64::MAX,
+                bytes: u64::MAX,
+            },
+            recorder: Recorder::new(Duration::from_secs(7200), false),
+            max_block: 4096,
+            salt: 0,
+            reporter,
+        };
+        let mut worker = Worker::new(Arc::new(shared), parts);
+        let mut queue = Submissions::default();
+        worker.start_all(begun, &mut queue);
+        let (tag, operation) = queue.drain().next().expect("a read");
+        let Operation::Read { buffer, .. } = operation else {
+            panic!("it is no read");
+        };
+        thread::sleep(Duration::from_millis(10));
+        worker.complete(tag, Ok(Some(buffer)), &mut queue);
+        drop(worker);
+        let reports = std::iter::from_fn(|| reports.receive(Duration::ZERO).ok());
+        let reads = reports.map(|(_, report)| match report {
+            Report::Figures(_, figures) => figures[OpKind::Read as usize].ios(),
+            Report::Ended(_) => 0,
+        });
+        reads.sum()
+    }
+
+    #[test]
+    fn what_is_in_flight_at_the_end_of_the_ramp_counts_where_time_ends_the_run() {
+        assert_eq!(straddling_reads(true), 1);
+        assert_eq!(straddling_reads(false), 0);
     }
 }

@@ -109,6 +109,8 @@ impl MemoryDevice {
                 // Exports are tested on this disk, so it has a volatile cache, reports allocation
                 // and takes every command.
                 volatile_cache: true,
+                flushes: true,
+                stable_writes: true,
             },
             memory: Memory::new(len)?,
             allocated: Mutex::new(vec![false; capacity.div_ceil(GRANULE) as usize]),

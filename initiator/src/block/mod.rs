@@ -67,6 +67,11 @@ pub struct Geometry {
     pub read_only: bool,
     /// A write may be in a volatile cache until a flush.
     pub volatile_cache: bool,
+    /// A flush reaches the device. Where not, it ends at once, without an effect.
+    pub flushes: bool,
+    /// A write to stable storage is one: the device has that form of it, or a flush follows. Where
+    /// not, it is a write like any other.
+    pub stable_writes: bool,
 }
 
 impl Geometry {

@@ -76,7 +76,8 @@ pub struct Global {
     /// Format of results
     #[arg(short, long, global = true, value_enum, default_value = "text")]
     pub output: Format,
-    /// Longest wait for a login, for one command, for an export to be usable or gone
+    /// Longest wait for a login, for one command, for an export to be usable or gone; reads and
+    /// writes of local files have no limit
     #[arg(long, global = true, value_name = "DURATION", default_value = "30s", value_parser = units::duration)]
     pub timeout: Duration,
     /// Log more: once for information, twice for debugging, three times for everything

@@ -52,6 +52,7 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     let options = RunOptions {
         interval: args.interval,
         server_pid: args.server_pid,
+        run: 0,
         // All results are kept until they are written.
         memory: RunOptions::default().memory / jobs.max(1),
     };
@@ -87,6 +88,10 @@ fn run_all(
     let mut ended = Ok(());
     for (number, group) in tasks.iter().enumerate() {
         let title = title(group, number, tasks.len());
+        let options = RunOptions {
+            run: number as u64,
+            ..options
+        };
         match bench::run(group, options, |p| line.set_message(live(&title, p))) {
             Ok(run) => outcomes.extend(run),
             Err(error) => {
@@ -431,6 +436,9 @@ fn title(group: &[Task<Disk>], number: usize, count: usize) -> String {
 fn live(title: &str, p: &Progress) -> String {
     if p.is_ramp {
         return format!("{title}: warming up");
+    }
+    if p.is_read_back {
+        return format!("{title}: {:>3.0} % read back", 100.0 * p.done);
     }
     let micros = |time: Duration| time.as_secs_f64() * 1e6;
     format!(

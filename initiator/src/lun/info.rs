@@ -88,6 +88,8 @@ impl LunInfo {
             reports_status: self.capacity.provisioning,
             read_only: self.caching.write_protected,
             volatile_cache: self.caching.write_cache,
+            flushes: true,
+            stable_writes: true,
         }
     }
 }

@@ -88,6 +88,7 @@ fn outcome(name: &str, seed: u64, loads: &[Load], open_loop: bool) -> Outcome {
         server: None,
         verified: None,
         holes: None,
+        unstable: false,
         not_started: 0,
     }
 }
@@ -118,7 +119,10 @@ pub(super) fn mixed(name: &str, seed: u64) -> Outcome {
             voluntary: 5000,
             involuntary: 20,
         }),
-        verified: Some(Verified { blocks: 1234 }),
+        verified: Some(Verified {
+            blocks: 1234,
+            torn: 0,
+        }),
         holes: Some(Holes {
             bytes: 1 << 20,
             of: 8 << 20,

@@ -110,6 +110,18 @@ pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     let mut notes = Vec::new();
     if let Some(verified) = &outcome.verified {
         notes.push(format!("verified: {} blocks, all right", verified.blocks));
+        if verified.torn > 0 {
+            notes.push(format!(
+                "{} blocks of interrupted writes are partly old and partly new, as disks may leave \
+                 them",
+                verified.torn
+            ));
+        }
+    }
+    if outcome.unstable {
+        notes.push(
+            "warning: the disk takes no flushes: fsync, end_fsync and fua had no effect".into(),
+        );
     }
     if outcome.not_started > 0 {
         notes.push(format!(

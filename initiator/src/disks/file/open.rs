@@ -175,6 +175,8 @@ fn geometry(file: &File, metadata: &Metadata, config: FileConfig) -> Result<Geom
         reports_status: !is_device,
         read_only: config.read_only,
         volatile_cache: true,
+        flushes: true,
+        stable_writes: true,
     })
 }
 

@@ -39,7 +39,8 @@ const SOCKET_BUFFER: usize = 1 << 20;
 /// Limits on a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct NbdConfig {
-    /// Longest time for connection and negotiation together.
+    /// Longest time for connection and negotiation together. The look-up of the host's name comes
+    /// before, and takes the time that the resolver gives it.
     pub connect: Duration,
     /// Longest time for one operation. One that is late ends the connection.
     pub operation: Duration,
@@ -223,5 +224,7 @@ fn geometry(negotiated: &Negotiated, read_only: bool) -> Result<Geometry, NbdErr
         reports_status: negotiated.allocation_context.is_some(),
         read_only: read_only || has(flag::READ_ONLY),
         volatile_cache: has(flag::SEND_FLUSH),
+        flushes: has(flag::SEND_FLUSH),
+        stable_writes: has(flag::SEND_FLUSH) || has(flag::SEND_FUA),
     })
 }

@@ -44,7 +44,7 @@ pub struct RcQp {
     awaits_drain: bool,
     stream: Stream,
     burst: u32,
-    /// Requests that have been let go ahead of the acknowledgement that waits.
+    /// Requests sent ahead of the acknowledgement that waits.
     ahead: u32,
     /// The partition key of a marked packet that is to be answered with a notification.
     cnp: Option<u16>,

@@ -134,7 +134,7 @@ pub struct Driver {
     strangers: Vec<Socket>,
     stranger_port: u16,
     epoll: OwnedFd,
-    /// What the set watches the socket for; nothing while nobody sleeps.
+    /// Events that the set watches the socket for; none while the worker is awake.
     watched: Cell<EventFlags>,
     wants_write: bool,
     local: SocketAddr,
@@ -482,7 +482,7 @@ impl Driver {
         limit: usize,
         mut handle: impl FnMut(SocketAddr, usize, &[u8], bool),
     ) -> usize {
-        // Nobody sleeps now.
+        // The caller is awake.
         self.watch(EventFlags::empty());
         let mut taken = 0;
         self.has_more = true;
@@ -711,7 +711,7 @@ mod tests {
         assert!(is_readable(&driver));
         assert_eq!(driver.receive(1, |_, _, _, _| {}), RX_SLOTS);
         assert!(driver.has_more());
-        assert!(!is_readable(&driver), "nobody sleeps");
+        assert!(!is_readable(&driver), "not armed");
         driver.arm();
         assert!(is_readable(&driver), "what has come before");
         assert_eq!(driver.receive(1, |_, _, _, _| {}), 1);

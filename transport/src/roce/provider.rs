@@ -500,7 +500,7 @@ fn plan_inflight(receive_buffer: usize) -> (u32, u32) {
     // quarter of it, since other peers send to that socket as well. These are upper bounds: a
     // window begins with a few packets, grows while nothing is lost, and is cut by losses and by
     // marks (`rc/congestion.rs`), so a peer whose buffer is smaller, or that more peers send to,
-    // costs a retransmission now and then and no more.
+    // costs a retransmission now and then.
     let quarter = receive_buffer / 4;
     let each = quarter.clamp(INFLIGHT_MIN, INFLIGHT_MAX);
     let together = quarter.clamp(INFLIGHT_MIN, PEER_INFLIGHT_MAX);

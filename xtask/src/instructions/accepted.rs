@@ -12,8 +12,8 @@ use crate::{Failure, root};
 /// Growth beyond which the code is refused, in percent.
 const LIMIT: f64 = 3.0;
 
-/// Part of a path by which a group must grow as well, in percent of the path: small groups may double
-/// for a reason that is worth it.
+/// Part of a path by which a group must grow as well, in percent of the path: small groups may
+/// double for a reason that is worth it.
 const GROUP_LIMIT: f64 = 1.0;
 
 /// Smallest part of a path of a function that is kept in the file, in percent of the path.
@@ -70,7 +70,7 @@ fn tenths(number: f64) -> f64 {
 }
 
 /// The file with the accepted counts.
-#[derive(Debug, Default, Deserialize, Serialize)]
+#[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Accepted {
     /// Versions on which the counts depend beside the code.
     pub(super) made_with: BTreeMap<String, String>,
@@ -83,19 +83,15 @@ impl Accepted {
         root().join("xtask/instructions.json")
     }
 
-    /// Reads the file; `None` if there is none.
+    /// Reads the file.
     ///
     /// # Errors
     /// It cannot be read, or says something else.
-    pub(super) fn load() -> Result<Option<Self>, Failure> {
+    pub(super) fn load() -> Result<Self, Failure> {
         let file = Self::file();
-        if !file.exists() {
-            return Ok(None);
-        }
-        let accepted = serde_json::from_str(&fs::read_to_string(&file)?);
-        Ok(Some(
-            accepted.map_err(|e| format!("{}: {e}", file.display()))?,
-        ))
+        let named = |why: &dyn std::fmt::Display| format!("{}: {why}", file.display());
+        let text = fs::read_to_string(&file).map_err(|e| named(&e))?;
+        Ok(serde_json::from_str(&text).map_err(|e| named(&e))?)
     }
 
     /// Writes the file.
@@ -155,8 +151,8 @@ fn has_grown(before: f64, after: f64) -> bool {
     !is_within
 }
 
-/// The functions that have grown most, with their costs before and after. What was not worth naming
-/// before has no cost from then.
+/// The functions that have grown most, with their costs before and after. What was not worth
+/// naming before has no cost from then.
 fn grown_functions<'a>(
     before: &Cost,
     after: &'a Cost,
@@ -307,9 +303,11 @@ mod tests {
 
     #[test]
     fn the_accepted_counts_are_those_of_every_path() {
-        let Some(accepted) = Accepted::load().unwrap() else {
+        let accepted = Accepted::load().unwrap();
+        // No counts were accepted, which the comparison reports.
+        if accepted.paths.is_empty() {
             return;
-        };
+        }
         let names: Vec<_> = super::super::paths::all()
             .map(|path| path.to_string())
             .collect();

@@ -1,14 +1,14 @@
 //! Dumps of callgrind: instructions by function, and by the place of their source lines.
 //!
 //! A dump names the file of each source line, also of one that was inlined into a function of
-//! another file. So a line of ours counts for the folder that it is in, whatever the compiler inlined
-//! where; a line of a library counts for the function that it was inlined into.
+//! another file. So a line of ours counts for the folder that it is in, whatever the compiler
+//! inlined where; a line of a library counts for the function that it was inlined into.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// Ends of the names of functions that a worker calls in each round of its loop, also where nothing
-/// has come. How many such rounds there are depends on the time until the next message, not on the
-/// code, so what they cost is kept apart, with what they call of libraries.
+/// Ends of the names of functions that a worker calls in each round of its loop, also where
+/// nothing has come. How many such rounds there are depends on the time until the next message,
+/// not on the code, so what they cost is kept apart, with what they call of libraries.
 const POLLING: &[&str] = &[
     "worker::Worker::run",
     "worker::Worker::step",
@@ -237,7 +237,8 @@ impl Reader {
                 continue;
             }
             if let Some(library) = function.library {
-                // Of a library's functions, the polling ones mostly call those that call no others.
+                // Of a library's functions, the polling ones mostly call those that call no
+                // others.
                 let polled = function.polled.min(function.own);
                 function.own -= polled;
                 polling += polled;

@@ -1,14 +1,15 @@
 //! `cargo xtask instructions`: what reads and writes of 4 KiB cost the target, in instructions.
 //!
-//! - [`paths`]: each protocol at depth 1 and 32, in a `riserd` that runs under callgrind and is used
-//!   by `riser` through real sockets.
+//! - [`paths`]: each protocol at depth 1 and 32, in a `riserd` that runs under callgrind and is
+//!   used by `riser` through real sockets.
 //! - [`dump`]: what callgrind writes.
-//! - [`accepted`]: the counts that were accepted, in `xtask/instructions.json`, and what has grown.
+//! - [`accepted`]: the counts that were accepted, in `xtask/instructions.json`, and what has
+//!   grown.
 //! - [`counting`]: what counting a command adds to it.
 //!
-//! Callgrind is driven here and not by gungraun, which runs a program from its start to its end, in
-//! the foreground and alone: here a daemon goes on while clients come and go, and only some of them
-//! count.
+//! Callgrind is driven here and not by gungraun, which runs a program from its start to its end,
+//! in the foreground and alone: here a daemon goes on while clients come and go, and only some of
+//! them count.
 
 mod accepted;
 mod counting;
@@ -55,7 +56,7 @@ pub(crate) struct Options {
 pub(crate) enum Ended {
     /// It was made: how many paths have grown, in words.
     Compared(Result<(), Failure>),
-    /// The counts were accepted with other versions, so they say nothing here.
+    /// No counts were accepted, or with other versions, so that they say nothing here.
     Unavailable(String),
 }
 
@@ -93,8 +94,11 @@ pub(crate) fn counting() -> Result<(), Failure> {
 }
 
 fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
-    const NONE: &str = "no counts were accepted; `cargo xtask instructions --accept` makes them";
-    let accepted = Accepted::load()?.ok_or(NONE)?;
+    let accepted = Accepted::load()?;
+    if accepted.paths.is_empty() {
+        let why = "no counts were accepted; `cargo xtask instructions --accept` measures them";
+        return Ok(Ended::Unavailable(why.to_owned()));
+    }
     let others = accepted.other_versions(&versions()?);
     if !others.is_empty() {
         return Ok(Ended::Unavailable(others.join("; ")));
@@ -130,7 +134,7 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
 /// with the same versions.
 fn accept(chosen: &[Path4k]) -> Result<(), Failure> {
     let made_with = versions()?;
-    let mut accepted = Accepted::load()?.unwrap_or_default();
+    let mut accepted = Accepted::load()?;
     if !accepted.other_versions(&made_with).is_empty() {
         accepted.paths.clear();
     }

@@ -1,25 +1,25 @@
 //! Reads and writes of 4 KiB through a real socket, counted in `riserd` by callgrind.
 //!
 //! # How repeatable it is
-//! Instructions do not depend on the load of the machine, but what a worker does in one round of its
-//! loop depends on what has come by then. These are to make that the same in each run:
+//! Instructions do not depend on the load of the machine, but what a worker does in one round of
+//! its loop depends on what has come by then. These are to make that the same in each run:
 //!
 //! - `riserd` is some fifty times slower under callgrind, and the client is not. So the client is
 //!   always the one that waits, and the order of the worker's own work decides how much comes
 //!   together.
 //! - Rounds in which nothing has come are kept apart, by the names of their functions
 //!   ([`super::dump`]).
-//! - The number of operations is fixed, offsets have the same seed in each run, and a shorter run is
-//!   subtracted, so login and logout are no part of the cost.
+//! - The number of operations is fixed, offsets have the same seed in each run, and a shorter run
+//!   is subtracted, so login and logout are no part of the cost.
 //! - The first run warms lists and caches up, and is not counted.
 //! - The median of some runs is compared; where it has grown, more runs decide.
 //!
 //! What is left is how many messages come together in a round: the cost of a round that is not
-//! polling is a tenth of a command's at depth 32 (`Worker::drain_dirty`, trains of packets, chains of
-//! work requests), so a round of a fifth more or fewer commands changes the path by 2 %. It is printed
-//! as the spread: the difference between the largest and the smallest of the runs. The accepted counts
-//! have that of their own runs beside them, which says how repeatable each path is. It has to stay
-//! well below the limit, or a comparison says nothing.
+//! polling is a tenth of a command's at depth 32 (`Worker::drain_dirty`, trains of packets, chains
+//! of work requests), so a round of a fifth more or fewer commands changes the path by 2 %. It is
+//! printed as the spread: the difference between the largest and the smallest of the runs. The
+//! accepted counts have that of their own runs beside them, which says how repeatable each path
+//! is. It has to stay well below the limit, or a comparison says nothing.
 
 use std::fmt;
 use std::fs;

@@ -4,7 +4,7 @@
 //! Instructions do not depend on the load of the machine, but what a worker does in one round of
 //! its loop depends on what has come by then. These are to make that the same in each run:
 //!
-//! - `riserd` is some fifty times slower under callgrind, and the client is not. So the client is
+//! - `riserd` is twenty to fifty times slower under callgrind, and the client is not. The client is
 //!   always the one that waits, and the order of the worker's own work decides how much comes
 //!   together.
 //! - Rounds in which nothing has come are kept apart, by the names of their functions

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_transport::verbs::{
-    Access, CmEvent, CmEventKind, CmId, CqId, Mr, Notify, PdId, Provider, QpId, SendWr, Sge,
-    VerbsError, WrId,
+    Access, CmEvent, CmEventKind, CmId, ConnParam, CqId, Mr, Notify, PdId, Provider, QpId, SendWr,
+    Sge, VerbsError, WrId,
 };
 use rustc_hash::FxHashMap;
 
@@ -75,6 +75,16 @@ impl<P: Provider> Device<P> {
             waiting |= armed.unwrap_or(false);
         }
         waiting
+    }
+
+    /// The READs by which a target with these parameters may fetch data at once, instead of being
+    /// sent them with commands; 0 where that would gain nothing.
+    pub(in crate::engine) fn fetches(&self, param: &ConnParam) -> u8 {
+        match groups_packets(self.provider.device_attr().provider) {
+            // Named from our point of view: what we may be asked for at once.
+            true => param.responder_resources,
+            false => 0,
+        }
     }
 
     /// The owner that an event is for. An event without one may end a disconnect.
@@ -200,6 +210,13 @@ impl<P: Provider> Device<P> {
     }
 }
 
+/// Returns whether a provider sends packets of one length in a row together. In shared memory there
+/// is nothing to group, and a device of the host's sends each by itself; both would only have a key
+/// and a READ more for each write.
+fn groups_packets(provider: &str) -> bool {
+    !matches!(provider, "shm" | "rdma_core")
+}
+
 /// A session's objects on a device.
 pub(in crate::engine) struct Resources {
     pub(in crate::engine) pd: PdId,
@@ -234,5 +251,25 @@ impl Resources {
         let provider = &mut device.provider;
         let _ = provider.dereg_mr(self.pool.id);
         let _ = provider.dealloc_pd(self.pd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_transport::loopback::{FabricConfig, Pair};
+
+    use super::*;
+
+    #[test]
+    fn data_are_fetched_where_packets_leave_together() {
+        let device = Device::new(Pair::new(FabricConfig::default()).a);
+        let param = ConnParam {
+            responder_resources: 7,
+            initiator_depth: 9,
+            ..ConnParam::default()
+        };
+        assert_eq!(device.fetches(&param), 7);
+        let by_itself = ["shm", "rdma_core"].map(groups_packets);
+        assert_eq!((by_itself, groups_packets("roce")), ([false; 2], true));
     }
 }

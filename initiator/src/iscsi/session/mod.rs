@@ -153,8 +153,8 @@ impl IscsiSession {
         session
     }
 
-    /// The connection that is made is one on RDMA, on which the target may have that many READs
-    /// outstanding. To be called before [`Self::handle_connected`]; without, as on TCP, a write has
+    /// The connection that is made is one on RDMA, on which the target may fetch the data of that
+    /// many writes at once. To be called before [`Self::handle_connected`]; without, as on TCP, a write has
     /// all the unsolicited data that were agreed on.
     pub fn set_reads(&mut self, reads: u8) {
         self.writes = WritePolicy::new(reads);

@@ -31,8 +31,8 @@ impl SrpSession {
         self.members[usize::from(channel.0)].channel.begin_login()
     }
 
-    /// The connection is established; `private_data` is the target's, which may have that many
-    /// RDMA READs outstanding.
+    /// The connection is established; `private_data` is the target's, which may fetch the data of
+    /// that many writes at once by RDMA READ.
     pub fn handle_connected(
         &mut self,
         channel: ChannelIndex,

@@ -31,8 +31,7 @@ impl IserMover {
         match event {
             None => {}
             Some(ConnEvent::Established(param)) => {
-                // Named from our point of view: the READs that the target may send us at once.
-                machine.set_reads(param.responder_resources);
+                machine.set_reads(cx.device().fetches(&param));
                 log_in(machine, cx.env, now);
             }
             Some(ConnEvent::Rejected { reason, .. }) => {

@@ -71,8 +71,7 @@ impl SrpLink {
         match slot.handle_cm_event(device, resources, event, login, now) {
             None => {}
             Some(ConnEvent::Established(param)) => {
-                // Named from our point of view: the READs that the target may send us at once.
-                let reads = param.responder_resources;
+                let reads = cx.device().fetches(&param);
                 machine.handle_connected(channel, &param.private_data, reads, now);
             }
             Some(ConnEvent::Rejected {

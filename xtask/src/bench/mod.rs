@@ -4,7 +4,7 @@
 //! - [`workloads`], [`systems`]: columns and rows of the tables; [`select`] takes some of them.
 //! - [`rig`]: the file, and one measurement: a server ([`servers`]), a client ([`clients`]),
 //!   its output ([`reading`]) and the cost of both ([`cpu`]).
-//! - [`compare`]: the rounds; [`stats`] and [`targets`] judge them.
+//! - [`compare`](mod@compare): the rounds; [`stats`] and [`targets`] judge them.
 //! - [`curves`], [`scaling`]: figures by depth, sessions, units, block size, loss and load;
 //!   [`cliffs`] judges their steps.
 //! - [`results`]: the file that keeps it all, with the [`machine`]; [`render`] and [`pictures`]

@@ -42,6 +42,7 @@
 //! | `objects` | what the handles stand for, and the order in which it is torn down |
 //! | `device` | the verbs that make and destroy objects |
 //! | `work` | post and poll |
+//! | `notices` | which queues are to notify, and how far each has come |
 //! | `notify` | when to arm a completion queue, and to look at descriptors |
 //! | `cm` | connections |
 //! | `shared` | what devices of one process at one RDMA device share |
@@ -63,6 +64,7 @@ mod convert;
 mod device;
 #[cfg(test)]
 mod fake;
+mod notices;
 mod notify;
 mod objects;
 mod shared;

@@ -16,95 +16,23 @@
 //! # Bounds
 //! [`WATCHED`] queues are watched: beyond that the one that has been without a completion for
 //! longest is armed, so that many idle connections do not slow down each round of a busy one. A
-//! device is looked at in each round without work, and under load once in [`LOOK_INTERVAL`].
-
-use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+//! device is looked at in each round without work, and under load once in a while ([`Notices`]).
 
 use riser_rdma_core_sys::ops;
 
 use super::convert::checked;
-use super::objects::{Cq, RdmaCoreDevice, unpack};
-use super::work::BATCH;
+use super::notices::Arming;
+#[cfg(doc)]
+use super::notices::Notices;
+use super::objects::{BATCH, Cq, RdmaCoreDevice, unpack};
 use crate::verbs::{CqId, Notify, VerbsError};
 
 /// Queues that are polled in each round at most. A poll of an empty queue reads one word of memory.
 const WATCHED: usize = 64;
 
-/// Interval between two looks at the descriptors while completions keep coming: events of
-/// connections, and of queues that are armed, wait for no longer.
-const LOOK_INTERVAL: Duration = Duration::from_micros(50);
-
 /// Events of a queue that are acknowledged together. The library takes a lock for that, and wakes
 /// who waits for it.
 const ACK_BATCH: u32 = 64;
-
-/// State of a queue's notification.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Arming {
-    /// The user has not asked for one since the last.
-    Idle,
-    /// Rounds look for a completion.
-    Watched,
-    /// The device raises an event for the next completion.
-    Armed,
-    /// The device raises an event for the next solicited completion.
-    Solicited,
-}
-
-/// Notifications of all queues of a device.
-pub(super) struct Notices {
-    /// Queues that are watched, the longest without a completion first.
-    watched: VecDeque<CqId>,
-    /// Queues that have a completion which the user has not been notified of.
-    fired: VecDeque<CqId>,
-    /// The user has taken completions since the last round.
-    is_busy: bool,
-    /// Next time at which the descriptors are looked at in any case.
-    look_due: Instant,
-}
-
-impl Notices {
-    pub(super) fn new(now: Instant) -> Self {
-        Self {
-            watched: VecDeque::new(),
-            fired: VecDeque::new(),
-            is_busy: false,
-            look_due: now,
-        }
-    }
-
-    /// The next queue that has fired.
-    pub(super) fn take_fired(&mut self) -> Option<CqId> {
-        self.fired.pop_front()
-    }
-
-    pub(super) fn has_fired(&self) -> bool {
-        !self.fired.is_empty()
-    }
-
-    /// Forgets a queue that is destroyed.
-    pub(super) fn forget(&mut self, cq: CqId) {
-        self.watched.retain(|id| *id != cq);
-        self.fired.retain(|id| *id != cq);
-    }
-
-    /// The user has taken completions.
-    pub(super) fn note_completions(&mut self) {
-        self.is_busy = true;
-    }
-
-    /// Whether a round at `now` looks at the descriptors, which is a system call: it does where it
-    /// has no work, `has_fired` included, and where it has had work for long.
-    pub(super) fn must_look(&mut self, now: Instant, has_fired: bool) -> bool {
-        let is_busy = std::mem::take(&mut self.is_busy) || has_fired;
-        if is_busy && now < self.look_due {
-            return false;
-        }
-        self.look_due = now + LOOK_INTERVAL;
-        true
-    }
-}
 
 impl Cq {
     /// Takes completions out of the library for later polls, at most a batch; answers how many.
@@ -280,6 +208,8 @@ impl RdmaCoreDevice {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::super::fake::{completion, library};
     use super::*;
     use crate::verbs::{Provider, QpId, Verbs};
@@ -370,27 +300,6 @@ mod tests {
     }
 
     #[test]
-    fn the_descriptors_are_looked_at_when_idle_and_under_load_at_times() {
-        let mut notices = Notices::new(Instant::now());
-        let begin = Instant::now() + LOOK_INTERVAL;
-        assert!(notices.must_look(begin, false), "an idle round");
-        assert!(notices.must_look(begin, false), "and the next");
-        assert!(!notices.must_look(begin, true));
-        notices.note_completions();
-        assert!(
-            !notices.must_look(begin, false),
-            "the round before was busy"
-        );
-        assert!(notices.must_look(begin, false), "this one is not");
-        let later = begin + LOOK_INTERVAL;
-        assert!(
-            notices.must_look(later, true),
-            "others have waited for long"
-        );
-        assert!(!notices.must_look(later, true));
-    }
-
-    #[test]
     fn of_many_queues_the_longest_idle_is_armed_and_still_heard() {
         let mut device = RdmaCoreDevice::fake();
         let queues: Vec<_> = (0..WATCHED + 2).map(|_| device.fake_queues()).collect();
@@ -402,7 +311,7 @@ mod tests {
         for (cq, qp) in [first, last] {
             device.fake_message(cq, qp, 5);
         }
-        let now = Instant::now() + LOOK_INTERVAL;
+        let now = Instant::now() + Duration::from_millis(1);
         assert_eq!(device.progress(now), 2);
         assert_eq!(device.poll_cq_event(), Some(last.0));
         assert_eq!(device.poll_cq_event(), Some(first.0));

@@ -11,7 +11,7 @@ use riser_rdma_core_sys::RdmaCore;
 use riser_rdma_core_sys::bindings::*;
 
 use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
-use super::notify::{Arming, Notices};
+use super::notices::{Arming, Notices};
 use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
@@ -19,6 +19,9 @@ use crate::verbs::{
     Access, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu, PdId,
     QpId, SrqId, VerbsError, WcOpcode, WrId,
 };
+
+/// Completions taken from the library in one call.
+pub(super) const BATCH: usize = 32;
 
 /// Names a posted request to the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,11 +9,10 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
 use super::convert;
-use super::objects::{RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, pack, unpack};
+use super::objects::{
+    BATCH, RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, pack, unpack,
+};
 use crate::verbs::*;
-
-/// Completions taken from the library in one call.
-pub(super) const BATCH: usize = 32;
 
 /// Names no queue pair: generations begin at 1.
 const GONE: QpId = QpId(Handle::new(0, 0));

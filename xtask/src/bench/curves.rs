@@ -22,6 +22,38 @@ pub(super) enum Vary {
     IdleSessions,
 }
 
+/// What a step to the next place of a curve may cost.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Rule {
+    /// At least this share of the throughput is left.
+    Keeps(f64),
+    /// The figure, of which less is better, is at most this multiple.
+    Grows(f64),
+}
+
+impl Rule {
+    /// Whether a step breaks the rule in all of an interval, that is, by more than noise.
+    fn is_broken(self, ratio: Interval) -> bool {
+        match self {
+            Self::Keeps(share) => ratio.high < share,
+            Self::Grows(multiple) => ratio.low > multiple,
+        }
+    }
+
+    /// A sentence for documents.
+    pub(super) fn about(self) -> String {
+        match self {
+            Self::Keeps(share) => {
+                let percent = share * 100.0;
+                format!("A step to the next place keeps at least {percent:.0} % of the throughput.")
+            }
+            Self::Grows(multiple) => {
+                format!("A step to the next place makes it at most {multiple} times as much.")
+            }
+        }
+    }
+}
+
 /// A picture with a line for each system.
 #[derive(Debug)]
 pub(super) struct Curve {

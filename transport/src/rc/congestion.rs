@@ -44,6 +44,9 @@ const GAIN: u32 = PACKET / 45;
 /// Round trips without a cut after which the gain doubles.
 const QUIET_ROUNDS: u32 = 64;
 
+/// Slow start goes on to the maximum, whatever that becomes.
+const NO_THRESHOLD: u32 = u32::MAX;
+
 /// The longest time between two packets for the sake of the window.
 const MAX_GAP: Duration = Duration::from_millis(2);
 
@@ -52,7 +55,7 @@ const MAX_GAP: Duration = Duration::from_millis(2);
 pub(super) struct Congestion {
     /// In parts of [`PACKET`], as are the next two.
     window: u32,
-    /// Window at which slow start ends.
+    /// Window at which slow start ends: [`NO_THRESHOLD`] before the first cut.
     threshold: u32,
     max: u32,
     /// Signals about packets before this one belong to the last cut.
@@ -73,8 +76,7 @@ impl Congestion {
         let max = window_of(max);
         Self {
             window: max.min(initial * PACKET),
-            // No threshold is known before the first cut, so slow start goes on to the maximum.
-            threshold: max,
+            threshold: NO_THRESHOLD,
             max,
             recover: 0,
             round_end: 0,
@@ -86,11 +88,6 @@ impl Congestion {
     /// Changes the maximum to `max` packets.
     pub(super) fn set_max(&mut self, max: u32) {
         let max = window_of(max);
-        // A threshold at the maximum is none that a cut has found.
-        self.threshold = match self.threshold == self.max {
-            true => max,
-            false => self.threshold.min(max),
-        };
         self.max = max;
         self.window = self.window.min(max);
     }
@@ -125,7 +122,7 @@ impl Congestion {
         }
         if self.window < self.threshold {
             let wider = self.window.saturating_add(packets.saturating_mul(PACKET));
-            self.window = wider.min(self.threshold);
+            self.window = wider.min(self.threshold).min(self.max);
             return;
         }
         // A round trip ends when what was sent at its beginning is acknowledged.
@@ -167,7 +164,12 @@ impl Congestion {
         if una >= self.recover && nxt > self.recover {
             // In slow start the window doubles in a round trip, so by the time of a mark it may
             // be twice what the path takes.
-            let part = if self.window < self.threshold { 2 } else { 8 };
+            let end_of_slow_start = self.threshold.min(self.max);
+            let part = if self.window < end_of_slow_start {
+                2
+            } else {
+                8
+            };
             self.cut(self.window / part, nxt);
             self.is_marking = true;
         }
@@ -234,6 +236,27 @@ mod tests {
         window.on_loss(nxt, nxt);
         window.set_max(64);
         assert_eq!(window.packets(), 10);
+    }
+
+    #[test]
+    fn a_threshold_that_a_loss_has_found_outlives_a_narrower_maximum() {
+        let mut window = Congestion::new(64, 4096);
+        let (mut una, mut nxt) = (0, 0);
+        let mut round = |window: &mut Congestion| {
+            let packets = window.packets();
+            (una, nxt) = (nxt, nxt + u64::from(packets));
+            window.on_progress(packets, una, nxt);
+            window.packets()
+        };
+        while round(&mut window) < 64 {}
+        window.on_loss(0, 0);
+        window.set_max(32);
+        window.set_max(64);
+        assert_eq!(
+            round(&mut window),
+            32,
+            "past the threshold it grows by less than a packet"
+        );
     }
 
     /// Acknowledges whole windows until `f` answers true; how many round trips that took.

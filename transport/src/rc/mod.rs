@@ -48,14 +48,14 @@
 //!   peer lives.
 //! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked,
 //!   or after [`RcConfig::ack_every`] packets that did not. What it has to acknowledge leaves behind
-//!   the requests of its own that are ready, in the same train of packets. A requester asks at the
+//!   the requests of its own that are ready, so that it cuts no train of them. A requester asks at the
 //!   end of a message, unless another follows at once, and at least every
 //!   [`RcConfig::ack_every`] packets.
 //! - **Credits** count receives, not messages: the limit is the number of receive-consuming
 //!   messages acknowledged plus the advertised count. Before the first acknowledgement there is no
 //!   limit.
-//! - A LOCAL_INV waits for all earlier requests, so that a retransmission never meets a key that
-//!   has gone; a REG_MR runs as soon as its turn comes.
+//! - A LOCAL_INV waits for the earlier requests that name its key, so that a retransmission never
+//!   meets a key that has gone, and for all with FENCE; a REG_MR runs as soon as its turn comes.
 //!
 //! - **Congestion notifications** (annex A17.9.3) answer packets with data that a router has
 //!   marked, one in [`CNP_INTERVAL`] at most, and are never sent unasked: an `rdma_rxe` that does

@@ -453,9 +453,10 @@ impl RcQp {
 
     /// The stream that goes first where both may have something to send.
     fn plan_turn(&mut self) -> Stream {
-        // An acknowledgement alone goes behind the requests that are ready: the shortest packet of
-        // all, it ends a train of packets that it follows, and is a train of its own in front of
-        // them. Not behind more than a burst: the peer's window waits for it.
+        // An acknowledgement alone goes behind the requests that are ready: among them it would cut
+        // their train in two. Behind requests without data, such as READs, it is the end of it;
+        // routers may mark packets with data, and it leaves by itself behind these. Not behind more
+        // than a burst: the peer's window waits for it.
         if self.responder.has_only_ack() {
             if self.ahead < BURST {
                 self.ahead += 1;

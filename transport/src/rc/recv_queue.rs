@@ -4,8 +4,8 @@ use crate::verbs::{LKey, PostError, PostReason, RecvOrder, RecvWr, Sge, WrId};
 
 use super::MAX_MESSAGE;
 
-/// Posted receives, in the order in which they were posted. Bound: the depth that it was created with; posting beyond it is
-/// [`PostReason::QueueFull`].
+/// Posted receives, taken in the order in which they were posted or newest first ([`RecvOrder`]).
+/// Bound: the depth that it was created with; posting beyond it is [`PostReason::QueueFull`].
 #[derive(Debug)]
 pub struct RecvQueue {
     heads: Box<[Head]>,

@@ -72,7 +72,10 @@ impl Cq {
 impl RdmaCoreDevice {
     /// Sees to one event for the next completion; answers whether completions wait already.
     pub(super) fn request_notice(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
+        let arming = self.cqs.get(cq)?.arming;
         match notify {
+            // Any completion is asked for already, which this does not weaken (IBTA 11.4.2.2).
+            Notify::Solicited if matches!(arming, Arming::Watched | Arming::Armed) => {}
             // Only the device knows which messages are solicited.
             Notify::Solicited => self.arm_solicited(cq)?,
             Notify::Next | Notify::Count(_) => self.watch(cq)?,
@@ -297,6 +300,16 @@ mod tests {
         device.progress(Instant::now());
         assert_eq!(device.poll_cq_event(), Some(cq));
         assert_eq!(take(&mut device, cq), 2);
+    }
+
+    #[test]
+    fn a_solicited_notification_does_not_weaken_one_for_the_next() {
+        let (mut device, cq, qp) = watched();
+        device.req_notify_cq(cq, Notify::Solicited).unwrap();
+        assert_eq!(arms(), 0, "any completion is asked for already");
+        device.fake_message(cq, qp, 1);
+        device.progress(Instant::now());
+        assert_eq!(device.poll_cq_event(), Some(cq));
     }
 
     #[test]

@@ -136,6 +136,8 @@ pub struct Driver {
     epoll: OwnedFd,
     /// Events that the set watches the socket for; none while the worker is awake.
     watched: Cell<EventFlags>,
+    /// Times that this could not be changed.
+    unwatched: Cell<u64>,
     wants_write: bool,
     local: SocketAddr,
     segments: usize,
@@ -241,6 +243,7 @@ impl Driver {
             stranger_port,
             epoll,
             watched: Cell::new(EventFlags::empty()),
+            unwatched: Cell::new(0),
             wants_write: false,
             local,
             segments: if gso { MAX_GROUP_SEGMENTS } else { 1 },
@@ -300,22 +303,34 @@ impl Driver {
     }
 
     /// Has the descriptor become readable for what has come and for what comes, until the next
-    /// receive. To be called before each sleep.
-    pub fn arm(&self) {
+    /// receive. To be called before each sleep. False if that failed, and the caller must not sleep.
+    #[must_use]
+    pub fn arm(&self) -> bool {
         let mut events = EventFlags::IN;
         events.set(EventFlags::OUT, self.wants_write);
-        self.watch(events);
+        self.watch(events)
     }
 
-    /// Has the set watch the socket for `events`, or forget it where they are none.
-    fn watch(&self, events: EventFlags) {
+    /// Has the set watch the socket for `events`, or forget it where they are none; false if that
+    /// failed, as where the user watches too many descriptors.
+    fn watch(&self, events: EventFlags) -> bool {
         let watched = self.watched.get();
         if watched == events {
-            return;
+            return true;
         }
         match watch(&self.epoll, &self.socket, watched, events) {
-            Ok(()) => self.watched.set(events),
-            Err(e) => warn!(%e, "cannot change what the device waits for"),
+            Ok(()) => {
+                self.watched.set(events);
+                true
+            }
+            Err(error) => {
+                let failures = self.unwatched.get() + 1;
+                self.unwatched.set(failures);
+                if failures.is_power_of_two() {
+                    warn!(%error, failures, "cannot change what the device waits for");
+                }
+                false
+            }
         }
     }
 
@@ -483,7 +498,7 @@ impl Driver {
         mut handle: impl FnMut(SocketAddr, usize, &[u8], bool),
     ) -> usize {
         // The caller is awake.
-        self.watch(EventFlags::empty());
+        let _ = self.watch(EventFlags::empty());
         let mut taken = 0;
         self.has_more = true;
         while taken < limit && self.has_more {
@@ -700,7 +715,7 @@ mod tests {
     #[test]
     fn the_descriptor_shows_to_a_sleeper_what_came_in_and_that_a_batch_may_go_on() {
         let mut driver = open("127.96.0.3");
-        driver.arm();
+        assert!(driver.arm());
         assert!(!is_readable(&driver));
         let sender = UdpSocket::bind(("127.96.0.4", 0)).unwrap();
         set_hop_limit(&sender, false, HOP_LIMIT, false).unwrap();
@@ -712,18 +727,26 @@ mod tests {
         assert_eq!(driver.receive(1, |_, _, _, _| {}), RX_SLOTS);
         assert!(driver.has_more());
         assert!(!is_readable(&driver), "not armed");
-        driver.arm();
+        assert!(driver.arm());
         assert!(is_readable(&driver), "what has come before");
         assert_eq!(driver.receive(1, |_, _, _, _| {}), 1);
         assert!(!driver.has_more());
-        driver.arm();
+        assert!(driver.arm());
         assert!(!is_readable(&driver));
         driver.wants_write = true;
-        driver.arm();
+        assert!(driver.arm());
         assert!(is_readable(&driver), "the socket takes more");
         driver.wants_write = false;
-        driver.arm();
+        assert!(driver.arm());
         assert!(!is_readable(&driver));
+    }
+
+    #[test]
+    fn a_socket_that_cannot_be_watched_keeps_its_worker_awake() {
+        let mut driver = open("127.96.0.5");
+        // Not a set of descriptors.
+        driver.epoll = std::fs::File::open("/dev/null").unwrap().into();
+        assert!(!driver.arm(), "no descriptor will show what comes");
     }
 
     #[test]

@@ -486,8 +486,7 @@ impl Provider for Roce {
     }
 
     fn arm_fds(&mut self) -> bool {
-        self.driver.arm();
-        false
+        !self.driver.arm()
     }
 }
 

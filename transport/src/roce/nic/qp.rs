@@ -216,7 +216,7 @@ impl Nic {
             self.leave_peer(id);
             *self.peers.entry(peer.addr.ip()).or_default() += 1;
             self.qps.get_mut(id)?.peer = Some(peer);
-            self.share_window(peer.addr.ip());
+            self.share_window(peer.addr.ip(), Some(id));
         }
         // While the peer is still known, since the last answers go to it.
         if matches!(to, QpState::Error | QpState::Reset) {
@@ -314,11 +314,12 @@ impl Nic {
                 self.forget_peer(ip);
             }
         }
-        self.share_window(ip);
+        self.share_window(ip, None);
     }
 
-    /// Divides what may be on the way to a peer among its queue pairs, whose number has changed.
-    fn share_window(&mut self, ip: IpAddr) {
+    /// Divides what may be on the way to a peer among its queue pairs, whose number has changed, by
+    /// `added` or by one that has left.
+    fn share_window(&mut self, ip: IpAddr, added: Option<QpId>) {
         let count = self.peers.get(&ip).copied().unwrap_or(0);
         let each = self.config.max_inflight_bytes;
         let together = self.config.peer_inflight_bytes;
@@ -329,6 +330,15 @@ impl Nic {
             return;
         }
         let share = share(count);
+        // The first of an address has no others to look for among the queue pairs of all hosts.
+        if let (1, Some(id)) = (count, added) {
+            if let Ok(qp) = self.qps.get_mut(id)
+                && let Machine::Rc(rc) = &mut qp.machine
+            {
+                rc.set_max_inflight(share);
+            }
+            return;
+        }
         for qp in self.qps.values_mut() {
             if let Machine::Rc(rc) = &mut qp.machine
                 && qp.peer.is_some_and(|peer| peer.addr.ip() == ip)

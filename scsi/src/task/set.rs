@@ -44,7 +44,8 @@ pub struct TaskSet {
     free: Vec<u32>,
     /// Tasks at most.
     capacity: usize,
-    /// By numbers of ours, as below: no peer can choose them for their hashes.
+    /// By numbers of ours, as below: no peer can choose them for their hashes. Tags of one nexus on
+    /// several connections may collide, at most one of each connection.
     by_tag: FxHashMap<(NexusId, TaskTag), u32>,
     nexuses: FxHashMap<NexusId, NexusTasks>,
     /// Tasks of one nexus at most.

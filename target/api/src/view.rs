@@ -113,7 +113,8 @@ pub struct SessionView {
     pub digest_errors: u64,
     /// Logical units that it sees.
     pub luns: usize,
-    /// Memory that the connection may occupy, in bytes.
+    /// Memory that the connection may occupy, in bytes: what its login has settled, and over TCP what
+    /// its buffers have grown to.
     pub memory: usize,
     /// Values that the login agreed on, by the names of the protocol.
     pub negotiated: BTreeMap<String, String>,

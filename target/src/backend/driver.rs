@@ -284,8 +284,8 @@ impl Driver {
     /// Accepts a block operation. `data` is the command's whole buffer, of which the operation says
     /// what part it moves; it is kept alive until the result. `user` comes back in [`Done`].
     ///
-    /// Memory and null backends finish at once; the result still comes from
-    /// [`poll_done`](Driver::poll_done).
+    /// Memory and null backends finish at once, and files in memory as a rule; the result still
+    /// comes from [`poll_done`](Driver::poll_done).
     ///
     /// # Errors
     /// [`DriverFull`] at the bound on requests, or on those of the store; the caller keeps the

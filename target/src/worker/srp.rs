@@ -312,7 +312,7 @@ impl Worker {
     ) -> Result<Parts, SetupError> {
         let memory = params.memory();
         // In full before the answer: no request of the initiator can make the channel's memory
-        // grow.
+        // grow beyond `ChannelParams::memory`.
         let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
         let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let dev = &mut self.devices[device];

@@ -13,7 +13,8 @@
 //! id (`SO_PEERCRED`), which on the connecting side is that of the process which began to listen.
 //!
 //! The listening side makes the memory: it need not trust a file of the other's, and takes no
-//! descriptors from it.
+//! descriptors from it. No message of a user who is not let in is read, and sockets that lead to one
+//! are closed by [`closer`].
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -24,11 +25,12 @@ use nix::sys::socket::{getsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
 };
 use zerocopy::byteorder::native_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::closer;
 use super::ring::{DATA, RING};
 use crate::netif::LocalAddresses;
 
@@ -121,11 +123,34 @@ fn socket() -> io::Result<OwnedFd> {
     )?)
 }
 
+/// A name that is listened at.
+#[derive(Debug)]
+pub(super) struct Listener(OwnedFd);
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // Closing it would close here what strangers have connected. Those that wait are accepted
+        // even after the end of all others, so none is left.
+        let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
+        while let Ok(socket) = rustix::net::accept_with(&self.0, SocketFlags::CLOEXEC) {
+            closer::close(socket);
+        }
+    }
+}
+
 /// Listens for the device at an address.
 ///
 /// # Errors
-/// [`io::ErrorKind::AddrInUse`] where another process does, which the text names.
-pub(super) fn listen(addr: IpAddr) -> io::Result<OwnedFd> {
+/// [`io::ErrorKind::AddrInUse`] where another process does, which the text names, and those of
+/// [`closer::check_room`].
+pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
+    closer::check_room()?;
     let (socket, name) = (socket()?, name(addr)?);
     rustix::net::bind(&socket, &name).map_err(|error| match error {
         rustix::io::Errno::ADDRINUSE => {
@@ -136,20 +161,26 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<OwnedFd> {
         error => error.into(),
     })?;
     rustix::net::listen(&socket, BACKLOG)?;
-    Ok(socket)
+    Ok(Listener(socket))
 }
 
 /// The process that listens at a name, for an error. Any local user can take a name, so it need not
 /// be one of ours.
 fn holder(name: &SocketAddrUnix) -> Option<String> {
+    closer::check_room().ok()?;
     let socket = socket().ok()?;
     rustix::net::connect(&socket, name).ok()?;
-    let peer = getsockopt(&socket, sockopt::PeerCredentials).ok()?;
+    let peer = getsockopt(&socket, sockopt::PeerCredentials);
+    closer::close(socket);
+    let peer = peer.ok()?;
     let (pid, uid) = (peer.pid(), peer.uid());
-    let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    // A process chooses its name itself.
-    let comm = comm.trim_end().escape_debug();
-    Some(format!("{comm} (process {pid} of user {uid})"))
+    let process = format!("process {pid} of user {uid}");
+    Some(match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
+        // A process chooses its name itself.
+        Ok(comm) => format!("{} ({process})", comm.trim_end().escape_debug()),
+        // The unit of `riserd` hides processes of other users.
+        Err(_) => process,
+    })
 }
 
 /// Checks that addresses are of this host. Any other belongs to another host: a local process that
@@ -171,37 +202,71 @@ pub(super) fn check_local(addresses: &[IpAddr]) -> io::Result<()> {
 /// Connects to the device at `to`, and says hello from the one at `own`.
 ///
 /// # Errors
-/// Those of [`check_local`], [`io::ErrorKind::ConnectionRefused`] where no process listens, `EAGAIN` where too many wait,
-/// [`io::ErrorKind::PermissionDenied`] for a listener of a user who is not let in.
+/// Those of [`check_local`] and [`closer::check_room`],
+/// [`io::ErrorKind::ConnectionRefused`] where no process listens, [`io::ErrorKind::WouldBlock`]
+/// where too many wait, [`io::ErrorKind::PermissionDenied`] for a listener of a user who is not let
+/// in, and [`io::ErrorKind::UnexpectedEof`] where the listener has refused already.
 pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<OwnedFd> {
     check_local(&[to, own])?;
+    closer::check_room()?;
     let socket = socket()?;
     rustix::net::connect(&socket, &name(to)?).map_err(|error| match error {
         rustix::io::Errno::CONNREFUSED => {
             let text = format!("no process of this host shares memory at {to}");
             io::Error::new(io::ErrorKind::ConnectionRefused, text)
         }
+        rustix::io::Errno::WOULDBLOCK => {
+            let text = format!("too many processes wait to share memory at {to}");
+            io::Error::new(io::ErrorKind::WouldBlock, text)
+        }
         error => error.into(),
     })?;
-    users.check(&socket)?;
+    if let Err(error) = users.check(&socket) {
+        closer::close(socket);
+        return Err(error);
+    }
     let hello = Hello {
         magic: HELLO,
         version: U16::new(VERSION),
         reserved: [0; 6],
         address: mapped(own),
     };
-    rustix::net::send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL)?;
+    rustix::net::send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL).map_err(or_refused)?;
     Ok(socket)
+}
+
+/// The error of a socket whose peer may have closed it, which is how it refuses.
+fn or_refused(error: rustix::io::Errno) -> io::Error {
+    match error {
+        // Before it was sent to, and with a HELLO that was not read.
+        rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => refused(),
+        error => error.into(),
+    }
+}
+
+fn refused() -> io::Error {
+    let text = "the process that shares memory there has refused: it lets in root and its own \
+                user, and its log says why";
+    io::Error::new(io::ErrorKind::UnexpectedEof, text)
 }
 
 /// Accepts a connection; `None` if none waits.
 ///
 /// # Errors
-/// [`io::ErrorKind::PermissionDenied`] for a user who is not let in, and those of `accept(2)`.
-pub(super) fn accept(listener: &OwnedFd, users: &ShmUsers) -> io::Result<Option<OwnedFd>> {
+/// [`io::ErrorKind::PermissionDenied`] for a user who is not let in, and those of `accept(2)` and
+/// [`closer::check_room`].
+pub(super) fn accept(listener: &Listener, users: &ShmUsers) -> io::Result<Option<OwnedFd>> {
+    // Anyone may be the next.
+    closer::check_room()?;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     match rustix::net::accept_with(listener, flags) {
-        Ok(socket) => users.check(&socket).map(|()| Some(socket)),
+        Ok(socket) => match users.check(&socket) {
+            Ok(()) => Ok(Some(socket)),
+            Err(error) => {
+                closer::close(socket);
+                Err(error)
+            }
+        },
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
         Err(error) => Err(error.into()),
     }
@@ -285,7 +350,7 @@ pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = match rustix::net::recvmsg(socket, &mut room, &mut control, flags) {
         Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => return Ok(None),
-        received => received?,
+        received => received.map_err(or_refused)?,
     };
     let mut memory = None;
     for message in control.drain() {
@@ -294,8 +359,7 @@ pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
         }
     }
     if received.bytes == 0 {
-        let text = "the process that shares memory there has refused";
-        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+        return Err(refused());
     }
     let welcome = Welcome::ref_from_bytes(&message[..received.bytes])
         .map_err(|_| invalid("not a WELCOME"))?;
@@ -341,7 +405,14 @@ fn mapped(addr: IpAddr) -> [u8; 16] {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use riser_testkit::eventually;
+
     use super::*;
+
+    /// Time limit for what happens on another thread.
+    const PATIENT: Duration = Duration::from_secs(20);
 
     fn hello(change: impl FnOnce(&mut Hello)) -> Vec<u8> {
         let mut hello = Hello {
@@ -423,9 +494,11 @@ mod tests {
             text.contains(&holder) && text.contains("127.1.2.3"),
             "{text}"
         );
-        // The question who it is.
+        // The question who it is. Its socket is closed elsewhere.
         let asked = accept(&listener, &users).unwrap().unwrap();
-        assert!(matches!(receive(&asked, &mut [0; 64]), Message::End));
+        eventually("it has ended", PATIENT, || {
+            matches!(receive(&asked, &mut [0; 64]), Message::End)
+        });
         assert!(accept(&listener, &users).unwrap().is_none());
         let client = connect(addr, own, &users).unwrap();
         let server = accept(&listener, &users).unwrap().unwrap();
@@ -453,6 +526,35 @@ mod tests {
             assert_eq!(refused.kind(), io::ErrorKind::AddrNotAvailable);
             assert!(accept(&listener, &users).unwrap().is_none(), "{addr}");
         }
+    }
+
+    #[test]
+    fn a_listener_that_lets_nobody_in_has_refused() {
+        let addr = IpAddr::from([127, 1, 2, 6]);
+        let users = ShmUsers::default();
+        let listener = listen(addr).unwrap();
+        let client = connect(addr, addr, &users).unwrap();
+        // As `accept` does with another user.
+        drop(rustix::net::accept(&listener).unwrap());
+        let error = receive_welcome(&client).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{error}");
+        // One that is refused sooner cannot even say hello.
+        let error = rustix::net::send(&client, b"x", SendFlags::NOSIGNAL).map_err(or_refused);
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn a_name_is_free_as_soon_as_its_listener_is_closed() {
+        let addr = IpAddr::from([127, 1, 2, 7]);
+        let listener = listen(addr).unwrap();
+        let waiting = connect(addr, addr, &ShmUsers::default()).unwrap();
+        drop(listener);
+        let again = listen(addr).unwrap();
+        assert!(accept(&again, &ShmUsers::default()).unwrap().is_none());
+        // It is closed elsewhere.
+        eventually("it has ended", PATIENT, || {
+            receive_welcome(&waiting).is_err()
+        });
     }
 
     #[test]

@@ -29,13 +29,14 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
 use tracing::{debug, info};
 
-use self::quiet::Quiet;
-use super::hello::{self, ShmUsers};
+use self::quiet::Lines;
+use super::hello::{self, Listener, ShmUsers};
 use super::ring::{Broken, Rings};
 use crate::roce::batch::{Group, Piece, TxBatch};
 use crate::roce::nic::LinkPeer;
@@ -161,16 +162,14 @@ struct Slot {
 pub(super) struct Links {
     own: IpAddr,
     users: ShmUsers,
-    listener: Option<OwnedFd>,
+    listener: Option<Arc<Listener>>,
     /// The listener is in the set.
     is_attended: bool,
     /// It is not until then.
     rests_until: Option<Instant>,
     /// Time at which the addresses of links are looked for again.
     check_due: Instant,
-    /// Lines about users who are not let in, and about those who are.
-    denials: Quiet,
-    faults: Quiet,
+    lines: Lines,
     /// Readable when a socket is, or after a kick.
     set: OwnedFd,
     kick: OwnedFd,
@@ -189,10 +188,14 @@ impl Links {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub(super) fn new(own: IpAddr, users: ShmUsers, listener: Option<OwnedFd>) -> io::Result<Self> {
+    pub(super) fn new(
+        own: IpAddr,
+        users: ShmUsers,
+        listener: Option<Arc<Listener>>,
+    ) -> io::Result<Self> {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let kick = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        watch(&set, &kick, KICK, epoll::EventFlags::IN)?;
+        watch(&set, &kick, KICK)?;
         let mut links = Self {
             own,
             users,
@@ -200,8 +203,7 @@ impl Links {
             is_attended: false,
             rests_until: None,
             check_due: Instant::now(),
-            denials: Quiet::default(),
-            faults: Quiet::default(),
+            lines: Lines::default(),
             set,
             kick,
             slots: (0..MAX_LINKS).map(|_| Slot::default()).collect(),
@@ -271,11 +273,8 @@ impl Links {
         if self.free.is_empty() {
             return Err(io::ErrorKind::QuotaExceeded.into());
         }
-        let socket = hello::connect(peer, self.own, &self.users).inspect_err(|error| {
-            if let Some(held_back) = self.faults.pass(now) {
-                info!(%peer, %error, held_back, "no memory can be shared");
-            }
-        })?;
+        let connected = hello::connect(peer, self.own, &self.users);
+        let socket = connected.inspect_err(|error| self.lines.unreached(now, peer, error))?;
         let state = State::AwaitsWelcome {
             until: now + GREETING,
             waiting: Vec::new(),
@@ -298,7 +297,7 @@ impl Links {
             IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from(V4_PREFIX | number)),
             IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from(V6_PREFIX | u128::from(number))),
         };
-        watch(&self.set, &socket, number.into(), epoll::EventFlags::IN)?;
+        watch(&self.set, &socket, number.into())?;
         self.free.pop_front();
         self.live.push(slot);
         self.slots[slot] = Slot {
@@ -436,7 +435,7 @@ impl Links {
 
     fn on_broken(&mut self, slot: usize, broken: Broken) {
         if let Some(link) = &self.slots[slot].link
-            && let Some(held_back) = self.faults.pass(Instant::now())
+            && let Some(held_back) = self.lines.broken.pass(Instant::now())
         {
             info!(peer = %link.peer, %broken, held_back, "a peer breaks the rules of shared memory");
         }
@@ -474,8 +473,9 @@ impl Links {
     }
 }
 
-fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64, flags: epoll::EventFlags) -> io::Result<()> {
-    Ok(epoll::add(set, fd, epoll::EventData::new_u64(data), flags)?)
+fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64) -> io::Result<()> {
+    let data = epoll::EventData::new_u64(data);
+    Ok(epoll::add(set, fd, data, epoll::EventFlags::IN)?)
 }
 
 /// Puts a packet into a ring; false if there is no room.

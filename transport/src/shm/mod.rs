@@ -10,6 +10,7 @@
 //! | module | what it is |
 //! | --- | --- |
 //! | `hello` | the Unix socket by which two processes come to share memory, and who may |
+//! | `closer` | closes sockets of those who may not |
 //! | `ring` | packets in shared memory |
 //! | `link` | the links of a device, and their lives |
 //! | `provider` | [`Shm`] |
@@ -31,13 +32,19 @@
 //!   memory, and checked as bytes from a network are.
 //! - Packets are attributed to the link that they came over, not to what they say, so no peer takes
 //!   part in connections of another.
-//! - A peer cannot make a device wait: nothing blocks, and packets that it does not read are dropped.
+//! - A peer cannot make a device wait: packets that it does not read are dropped, and a user who is
+//!   not let in has no means, since no message of theirs is read and their sockets are closed on
+//!   another thread. While too many are being closed, nobody is accepted.
+//! - Users who are let in are trusted in one respect: descriptors that they attach to their messages
+//!   are closed by the thread of the device. One whose closing takes long (a TCP socket that lingers, a
+//!   file on a server that does not answer) holds that thread up.
 //!
 //! Packets have no ICRC (their field is zero), and a path MTU of 4096 bytes.
 //!
 //! Not implemented: memory that both processes map, which would save copies; a link that carries
 //! connections of several workers.
 
+mod closer;
 mod hello;
 mod link;
 mod provider;

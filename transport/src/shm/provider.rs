@@ -2,12 +2,12 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::{debug, info};
 
-use super::hello::{self, ShmUsers};
+use super::hello::{self, Listener, ShmUsers};
 use super::link::{LinkCounters, Links};
 use crate::cm::CmCounters;
 use crate::rc::RcCounters;
@@ -74,27 +74,19 @@ impl ShmConfig {
 
 /// Listens at an address for other processes of this host, in this network namespace.
 ///
-/// Several devices, one of each worker, may have the same one: each link belongs to the device that
-/// accepts it, with all its connections.
-#[derive(Debug)]
-pub struct ShmListener(OwnedFd);
+/// Several devices, one of each worker, may have clones of one: each link belongs to the device that
+/// accepts it, with all its connections. The name is free when the last clone is dropped.
+#[derive(Clone, Debug)]
+pub struct ShmListener(Arc<Listener>);
 
 impl ShmListener {
     /// Listens from now on.
     ///
     /// # Errors
     /// [`io::ErrorKind::AddrInUse`] where another process listens at the address, which the text
-    /// names.
+    /// names, and [`io::ErrorKind::ResourceBusy`] while sockets of other users are being closed.
     pub fn bind(addr: IpAddr) -> io::Result<Self> {
-        hello::listen(addr).map(Self)
-    }
-
-    /// The same listener for another device.
-    ///
-    /// # Errors
-    /// No descriptor is left.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        self.0.try_clone().map(Self)
+        hello::listen(addr).map(|listener| Self(Arc::new(listener)))
     }
 }
 
@@ -105,8 +97,9 @@ impl ShmListener {
 /// The reason why not: [`io::ErrorKind::AddrNotAvailable`] where the address is not of this host,
 /// [`io::ErrorKind::ConnectionRefused`] where no process listens,
 /// [`io::ErrorKind::PermissionDenied`] where it is not of one of `users`,
-/// [`io::ErrorKind::UnexpectedEof`] where it refuses, [`io::ErrorKind::TimedOut`], and
-/// [`io::ErrorKind::InvalidData`] where it is of another version.
+/// [`io::ErrorKind::UnexpectedEof`] where it refuses, as it does where its version is another one,
+/// [`io::ErrorKind::TimedOut`] where it does not answer, [`io::ErrorKind::WouldBlock`] where too many
+/// processes wait, and [`io::ErrorKind::ResourceBusy`] while sockets of other users are being closed.
 pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     hello::ask(addr.to_canonical(), users)
 }

@@ -27,8 +27,9 @@ use thiserror::Error;
 
 use crate::wire::MAX_DATAGRAM;
 
-/// Bytes of one ring: a power of two. What the queue pairs of a device have under way fits several
-/// times (`MAX_INFLIGHT` in `provider.rs`).
+/// Bytes of one ring: a power of two. What one queue pair has under way fills half of it
+/// (`MAX_INFLIGHT` in `provider.rs`), so three busy ones of a link can fill it; what finds no room is
+/// repeated.
 pub(super) const RING: usize = 1 << 20;
 
 /// Bytes of data of a link: both rings.

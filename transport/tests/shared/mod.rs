@@ -1,23 +1,27 @@
 //! What only shared memory can show: peers that end, that lie, and that sleep.
 
-use std::io::IoSliceMut;
+use std::io::{IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
-use std::net::{IpAddr, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::Ordering;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use riser_memory::shared::SharedMemory;
-use riser_transport::shm::{GREETING, MAX_GREETING, Shm, ShmConfig, ShmUsers, ask_listener};
+use riser_transport::shm::{
+    GREETING, MAX_GREETING, Shm, ShmConfig, ShmListener, ShmUsers, ask_listener,
+};
 use riser_transport::verbs::{
     CmError, CmEventKind, ConnParam, PortSpace, Provider, QpAttr, QpState, RdmaCm, SendOp, SendWr,
     Verbs, WcStatus,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
-    SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
+use rustix::process::Uid;
 
 use crate::software::{Shared, addresses};
 use crate::suite::world::{
@@ -323,6 +327,93 @@ fn processes_without_a_proper_first_message_are_left() {
     w.pass(GREETING);
     await_end(w, strangers.last().unwrap());
     assert_eq!(w.b.link_counters().refused, MAX_GREETING as u64 + 1);
+}
+
+/// Runs as a user whom no device of ours lets in; `None` where this process may not.
+fn as_a_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> Option<T> {
+    if !rustix::process::geteuid().is_root() {
+        riser_testkit::skip::skip("a connection of another user", "only root can make one");
+        return None;
+    }
+    let act = || {
+        let uid = Uid::from_raw(54_321);
+        // Of this thread alone.
+        rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+        act()
+    };
+    Some(std::thread::scope(|scope| scope.spawn(act).join().unwrap()))
+}
+
+/// Sends the only descriptor of a connection whose closing waits for an hour, or until the peer that
+/// is returned is closed.
+fn send_what_is_slow_to_close(socket: &OwnedFd) -> TcpStream {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (never_reads, _) = listener.accept().unwrap();
+    full.set_nonblocking(true).unwrap();
+    while full.write(&[0; 65536]).is_ok() {}
+    let linger = Some(Duration::from_secs(3600));
+    socket2::SockRef::from(&full).set_linger(linger).unwrap();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [full.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let bytes = [IoSlice::new(b"x")];
+    rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL).unwrap();
+    never_reads
+}
+
+#[test]
+fn a_descriptor_of_a_stranger_that_is_slow_to_close_holds_up_no_device() {
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    let at = w.addr(End::B);
+    let sent = as_a_stranger(|| {
+        let socket = knock(at);
+        let never_reads = send_what_is_slow_to_close(&socket);
+        (socket, never_reads)
+    });
+    let Some((socket, never_reads)) = sent else {
+        return;
+    };
+    // A device that waits for it is freed in the end, for this test to fail.
+    let (works_tx, works_rx) = mpsc::channel();
+    let rescue = std::thread::spawn(move || {
+        let is_held_up = works_rx.recv_timeout(Duration::from_secs(20)).is_err();
+        drop(never_reads);
+        is_held_up
+    });
+    await_end(w, &socket);
+    assert_eq!(w.b.link_counters().refused, 1);
+    works(w, &a, &b);
+    works_tx.send(()).unwrap();
+    assert!(!rescue.join().unwrap(), "a device has waited for it");
+}
+
+/// A listener's end closes what strangers have connected and it has not accepted.
+#[test]
+fn what_waits_at_a_listener_holds_up_no_end_of_it() {
+    let (at, _) = addresses();
+    let listener = ShmListener::bind(at).unwrap();
+    let sent = as_a_stranger(|| {
+        let socket = knock(at);
+        let never_reads = send_what_is_slow_to_close(&socket);
+        (socket, never_reads)
+    });
+    let Some((_socket, never_reads)) = sent else {
+        return;
+    };
+    let (ended_tx, ended_rx) = mpsc::channel();
+    let rescue = std::thread::spawn(move || {
+        let is_held_up = ended_rx.recv_timeout(Duration::from_secs(20)).is_err();
+        drop(never_reads);
+        is_held_up
+    });
+    drop(listener);
+    // The name is free at once.
+    ShmListener::bind(at).unwrap();
+    ended_tx.send(()).unwrap();
+    assert!(!rescue.join().unwrap(), "the thread has waited for it");
 }
 
 /// A process that shares memory and never reads it costs no other one anything.

@@ -31,8 +31,13 @@ impl Links {
             let slot = self.live[at];
             let link = self.slots[slot].link.as_ref();
             if let Some(link) = link.filter(|link| link.until().is_some_and(|until| until <= now)) {
-                if let Some(held_back) = self.faults.pass(now) {
-                    info!(peer = %link.peer, held_back, "a process sends no first message");
+                if let Some(held_back) = self.lines.greetings.pass(now) {
+                    let what = match link.is_outgoing {
+                        // All its workers may be full.
+                        true => "the process that shares memory there does not answer",
+                        false => "a process sends no first message",
+                    };
+                    info!(peer = %link.peer, held_back, "{what}");
                 }
                 self.counters.refused += 1;
                 self.end(slot);
@@ -79,9 +84,9 @@ impl Links {
             return Ok(());
         }
         if wanted {
-            // Of several workers that share it, one is woken.
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::EXCLUSIVE;
-            watch(&self.set, listener, LISTENER, flags)?;
+            // A connection wakes all workers that share it and sleep, and one of them accepts it:
+            // `EPOLLEXCLUSIVE` has no effect, since what workers wait for is the set.
+            watch(&self.set, listener, LISTENER)?;
         } else {
             epoll::delete(&self.set, listener)?;
         }

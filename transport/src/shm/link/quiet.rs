@@ -1,6 +1,10 @@
 //! Lines of the log that other processes can cause as often as they like.
 
+use std::io;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
+
+use tracing::{info, warn};
 
 /// Shortest time from one line to the next.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -10,6 +14,38 @@ const INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct Quiet {
     until: Option<Instant>,
     held_back: u64,
+}
+
+/// The lines of a device, by what they are about: one kind must not hide another.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    /// Users who are not let in.
+    pub(super) denials: Quiet,
+    /// Processes of those who are, without a proper first message.
+    pub(super) greetings: Quiet,
+    /// Peers that break the rules of the rings.
+    pub(super) broken: Quiet,
+    /// Rests of the listener.
+    pub(super) rests: Quiet,
+    /// Devices that this one has not reached.
+    unreached: Quiet,
+}
+
+impl Lines {
+    /// The device at `peer` was not reached.
+    pub(super) fn unreached(&mut self, now: Instant, peer: IpAddr, error: &io::Error) {
+        let Some(held_back) = self.unreached.pass(now) else {
+            return;
+        };
+        // An address that has left this host does not come back by waiting, as a daemon does.
+        match error.kind() {
+            io::ErrorKind::AddrNotAvailable => warn!(
+                %peer, %error, held_back,
+                "no memory can be shared: a device of shared memory reaches addresses of this host only"
+            ),
+            _ => info!(%peer, %error, held_back, "no memory can be shared"),
+        }
+    }
 }
 
 impl Quiet {

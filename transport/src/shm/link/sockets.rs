@@ -56,16 +56,18 @@ impl Links {
             Ok(Some(socket)) => socket,
             Ok(None) => return,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                if let Some(held_back) = self.denials.pass(now) {
+                if let Some(held_back) = self.lines.denials.pass(now) {
                     info!(%error, held_back, "a process is refused");
                 }
                 self.counters.refused += 1;
                 return;
             }
-            // Such as too many open files. The listener stays readable, and would keep the owner
-            // from sleeping.
+            // Such as too many open files, or too many sockets that are being closed. The listener
+            // stays readable, and would keep the owner from sleeping.
             Err(error) => {
-                warn!(%error, "no process can be accepted for a second");
+                if let Some(held_back) = self.lines.rests.pass(now) {
+                    warn!(%error, held_back, "no process can be accepted for a second");
+                }
                 self.rests_until = Some(now + REST);
                 self.attend_or_warn();
                 return;
@@ -141,7 +143,7 @@ impl Links {
             self.counters.refused += 1;
             // One that goes without a word has only looked who is here.
             let is_silent = error.kind() == io::ErrorKind::UnexpectedEof && !link.is_outgoing;
-            if !is_silent && let Some(held_back) = self.faults.pass(Instant::now()) {
+            if !is_silent && let Some(held_back) = self.lines.greetings.pass(Instant::now()) {
                 info!(peer = %link.peer, %error, held_back, "no memory is shared with a process");
             }
         }

@@ -4,9 +4,9 @@ fn addr(last: u8) -> IpAddr {
     IpAddr::from([127, 2, 0, last])
 }
 
-fn listening(at: IpAddr) -> (Links, OwnedFd) {
-    let listener = hello::listen(at).unwrap();
-    let other = listener.try_clone().unwrap();
+fn listening(at: IpAddr) -> (Links, Arc<Listener>) {
+    let listener = Arc::new(hello::listen(at).unwrap());
+    let other = Arc::clone(&listener);
     let links = Links::new(at, ShmUsers::default(), Some(listener)).unwrap();
     (links, other)
 }

@@ -154,7 +154,7 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     let (socket, name) = (socket()?, name(addr)?);
     rustix::net::bind(&socket, &name).map_err(|error| match error {
         rustix::io::Errno::ADDRINUSE => {
-            let holder = holder(&name).unwrap_or_else(|| "another process".into());
+            let holder = holder(addr).unwrap_or_else(|| "another process".into());
             let text = format!("{holder} has the name for shared memory at {addr}");
             io::Error::new(io::ErrorKind::AddrInUse, text)
         }
@@ -164,12 +164,13 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     Ok(Listener(socket))
 }
 
-/// The process that listens at a name, for an error. Any local user can take a name, so it need not
+/// The process that listens at an address, for an error. Any local user can take a name, so it need not
 /// be one of ours.
-fn holder(name: &SocketAddrUnix) -> Option<String> {
+pub(super) fn holder(addr: IpAddr) -> Option<String> {
+    let name = name(addr).ok()?;
     closer::check_room().ok()?;
     let socket = socket().ok()?;
-    rustix::net::connect(&socket, name).ok()?;
+    rustix::net::connect(&socket, &name).ok()?;
     let peer = getsockopt(&socket, sockopt::PeerCredentials);
     closer::close(socket);
     let peer = peer.ok()?;

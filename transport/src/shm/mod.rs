@@ -52,4 +52,4 @@ mod ring;
 
 pub use hello::ShmUsers;
 pub use link::{GREETING, LinkCounters, MAX_GREETING, MAX_LINKS};
-pub use provider::{PROVIDER, Shm, ShmConfig, ShmListener, ask_listener};
+pub use provider::{PROVIDER, Shm, ShmConfig, ShmListener, ask_listener, listening_process};

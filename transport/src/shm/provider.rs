@@ -83,9 +83,12 @@ impl ShmListener {
     /// Listens from now on.
     ///
     /// # Errors
+    /// [`io::ErrorKind::AddrNotAvailable`] for an address that no interface of this host has,
     /// [`io::ErrorKind::AddrInUse`] where another process listens at the address, which the text
     /// names, and [`io::ErrorKind::ResourceBusy`] while sockets of other users are being closed.
     pub fn bind(addr: IpAddr) -> io::Result<Self> {
+        let addr = addr.to_canonical();
+        hello::check_local(&[addr])?;
         hello::listen(addr).map(|listener| Self(Arc::new(listener)))
     }
 }
@@ -102,6 +105,12 @@ impl ShmListener {
 /// processes wait, and [`io::ErrorKind::ResourceBusy`] while sockets of other users are being closed.
 pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     hello::ask(addr.to_canonical(), users)
+}
+
+/// The process that listens at an address, by its name and number; `None` if there is none.
+#[must_use]
+pub fn listening_process(addr: IpAddr) -> Option<String> {
+    hello::holder(addr.to_canonical())
 }
 
 /// A device whose packets go through shared memory. See the [module](super).

@@ -153,8 +153,12 @@ fn where_no_process_listens_no_address_is_resolved() {
     }
     let taken = ShmConfig::listening(w.addr(End::B)).unwrap_err();
     assert_eq!(taken.kind(), std::io::ErrorKind::AddrInUse);
-    let elsewhere = Shm::open(ShmConfig::new("192.0.2.1".parse().unwrap())).unwrap_err();
-    assert_eq!(elsewhere.kind(), std::io::ErrorKind::AddrNotAvailable);
+    let elsewhere: IpAddr = "192.0.2.1".parse().unwrap();
+    let opened = Shm::open(ShmConfig::new(elsewhere)).unwrap_err();
+    let bound = ShmListener::bind(elsewhere).unwrap_err();
+    for error in [opened, bound] {
+        assert_eq!(error.kind(), std::io::ErrorKind::AddrNotAvailable);
+    }
 }
 
 #[test]

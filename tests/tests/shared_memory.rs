@@ -25,14 +25,21 @@ struct Daemon {
 
 impl Daemon {
     fn start(host: u8, transport: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("riser-shm-{}-{host}", std::process::id()));
+        Self::of_target(host, IQN, 3260, transport)
+    }
+
+    /// One of several at an address, each with a target and a TCP port of its own.
+    fn of_target(host: u8, iqn: &str, port: u16, transport: &str) -> Self {
+        let name = iqn.rsplit(':').next().unwrap();
+        let dir = format!("riser-{name}-{}-{host}", std::process::id());
+        let dir = std::env::temp_dir().join(dir);
         std::fs::create_dir_all(&dir).unwrap();
         let (addr, socket) = (format!("127.88.0.{host}"), dir.join("admin.sock"));
         let text = format!(
-            "backends:\n  a: {{ kind: ram, size: 16MiB }}\ntargets:\n  - name: demo\n    iqn: {IQN}\n    \
+            "backends:\n  a: {{ kind: ram, size: 16MiB }}\ntargets:\n  - name: demo\n    iqn: {iqn}\n    \
              portals:\n      - {{ protocol: srp, listen: \"{addr}\" }}\n      \
              - {{ protocol: iser, listen: \"{addr}:3266\" }}\n      \
-             - {{ protocol: iscsi, listen: \"{addr}\" }}\n    luns: {{ 0: a }}\n    access: open\n\
+             - {{ protocol: iscsi, listen: \"{addr}:{port}\" }}\n    luns: {{ 0: a }}\n    access: open\n\
              transport: {transport}\nadmin: {{ socket: {} }}\nstate: {{ directory: {} }}\n\
              workers: {{ count: 2 }}\n",
             socket.display(),
@@ -76,9 +83,14 @@ impl Daemon {
     }
 
     fn metrics(&self) -> String {
+        self.get("/metrics")
+    }
+
+    /// What the admin API answers.
+    fn get(&self, path: &str) -> String {
         let mut stream = UnixStream::connect(self.dir.join("admin.sock")).unwrap();
-        let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
-        stream.write_all(request).unwrap();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
@@ -219,4 +231,55 @@ fn a_process_that_has_taken_the_name_for_shared_memory_leaves_the_network_alone(
     // It never answers.
     let found = daemon.device(&daemon.urls()[0], "auto", &["--rw", "read"]);
     assert!(found.starts_with("roce-"), "{found}");
+}
+
+#[test]
+fn memory_is_shared_as_soon_as_its_name_is_free() {
+    let addr = IpAddr::from([127, 88, 0, 8]);
+    let taken = ShmListener::bind(addr).unwrap();
+    let daemon = Daemon::start(8, "{ shm: true }");
+    let metric = format!("riser_not_served{{kind=\"shared memory\",name=\"{addr}\"}} 1");
+    let metrics = daemon.metrics();
+    assert!(metrics.contains(&metric), "{metrics}");
+    assert!(
+        metrics.contains("riser_ready 1"),
+        "its portals are: {metrics}"
+    );
+    let status = daemon.get("/v1/status");
+    assert!(status.contains("shared memory"), "{status}");
+    drop(taken);
+    eventually("it is offered", Duration::from_secs(30), || {
+        ask_listener(addr, &ShmUsers::default()).is_ok()
+    });
+    eventually("it is no problem", Duration::from_secs(20), || {
+        !daemon.get("/v1/status").contains("shared memory")
+    });
+}
+
+#[test]
+fn a_target_of_another_daemon_at_the_address_is_reached_by_the_network() {
+    let others = "iqn.2026-01.com.example:shared";
+    let network = Daemon::of_target(9, IQN, 3260, "{ provider: roce }");
+    let shared = Daemon::of_target(9, others, 3261, "{ provider: shm }");
+    eventually("it warns of the other one", Duration::from_secs(20), || {
+        let warning = "another process has UDP port 4791 of 127.88.0.9";
+        shared.log().contains(warning)
+    });
+    for (iqn, device) in [(IQN, "roce-"), (others, "shm-")] {
+        let url = format!("iser://{}:3266/{iqn}/0", network.addr);
+        let found = network.device(&url, "auto", &["--rw", "read"]);
+        assert!(found.starts_with(device), "{iqn}: {found}");
+    }
+}
+
+#[test]
+fn a_failed_login_over_all_paths_is_no_question_of_other_hosts() {
+    let daemon = Daemon::start(10, "{ provider: shm }");
+    let url = format!("iser://{}:3266/{IQN}.none/0?paths=all", daemon.addr);
+    let output = daemon.bench(&url, "shm", &["--rw", "read"]);
+    assert!(!output.status.success());
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("there is no such target"), "{said}");
+    assert!(!said.contains("other hosts"), "{said}");
 }

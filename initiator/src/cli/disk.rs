@@ -28,7 +28,7 @@ use crate::block::{
 use crate::disks::file::{FileConfig, FileError};
 use crate::disks::nbd::{NbdConfig, NbdError};
 use crate::disks::{self, ThreadDisk};
-use crate::engine::{Client, EngineError, Session, SessionStatus};
+use crate::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
 use crate::nbd::NbdUri;
 use crate::nbd::client::HandshakeError;
@@ -77,28 +77,40 @@ pub fn connect(
     timeout: Duration,
 ) -> Result<Session, CliError> {
     let client = start_engine(url, link, timeout)?;
-    login(&client, url, link, timeout)
+    let url = with_link(url, link);
+    let mut outcome = login(&client, &url, timeout);
+    if let Err(error) = &outcome
+        && link.provider == ProviderChoice::Auto
+        && shared::is_of_another(&client, error)
+    {
+        // A name for shared memory stands for an IP address: other processes may serve targets there
+        // as well.
+        tracing::info!(%error, "the process that shares memory does not serve {url}: the network is tried");
+        let client = start_on_network(&url, link, &engine_builder(link, timeout))?;
+        outcome = login(&client, &url, timeout);
+    }
+    outcome.map_err(|error| {
+        let failed = login_failed(&url, error);
+        match shared::refusal(&client, &url) {
+            Some(reason) => failed.help(reason),
+            None => failed,
+        }
+    })
 }
 
 /// Logs in to a target on an engine that runs: again and again until `timeout` has passed, if it
 /// does not answer. An address without a target port is completed first.
-pub(super) fn login(
-    client: &Client,
-    url: &TargetUrl,
-    link: &ConnectOptions,
-    timeout: Duration,
-) -> Result<Session, CliError> {
-    let url = with_link(url, link);
+fn login(client: &Client, url: &TargetUrl, timeout: Duration) -> Result<Session, EngineError> {
     let mut attempts = Attempts::new(timeout);
     let until = attempts.until;
     loop {
-        let found = match &url {
+        let found = match url {
             TargetUrl::Srp(srp) => {
                 // Asking may take half of what is left, or a target that cannot be asked is never
                 // tried.
                 let left = until.saturating_duration_since(Instant::now());
                 match task::block_on(client.timeout(left / 2, client.find_port(srp))) {
-                    Ok(found) => TargetUrl::Srp(found.map_err(|e| login_failed(&url, e))?),
+                    Ok(found) => TargetUrl::Srp(found?),
                     Err(_) => url.clone(),
                 }
             }
@@ -111,13 +123,7 @@ pub(super) fn login(
                 | ConnectError::Unreachable
                 | ConnectError::Address(CmError::Timeout),
             ))) if attempts.again() => {}
-            Err(error) => {
-                let failed = login_failed(&url, error);
-                return Err(match shared::refusal(client, &url) {
-                    Some(reason) => failed.help(reason),
-                    None => failed,
-                });
-            }
+            Err(error) => return Err(error),
         }
     }
 }
@@ -228,12 +234,8 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         .help(help)
 }
 
-/// Starts an engine on the address that was asked for, or on a fitting one.
-pub(super) fn start_engine(
-    url: &TargetUrl,
-    link: &ConnectOptions,
-    timeout: Duration,
-) -> Result<Client, CliError> {
+/// An engine with what the options say of it, but for its device.
+fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
     let timing = Timing {
         login: timeout.min(ATTEMPT),
         ..Timing::default()
@@ -249,6 +251,16 @@ pub(super) fn start_engine(
             .recovers(link.recovers)
             .noted_cache(link.noted);
     }
+    builder
+}
+
+/// Starts an engine on the address that was asked for, or on a fitting one.
+pub(super) fn start_engine(
+    url: &TargetUrl,
+    link: &ConnectOptions,
+    timeout: Duration,
+) -> Result<Client, CliError> {
+    let builder = engine_builder(link, timeout);
     if !url.needs_device() {
         if link.inject.is_some() {
             let what = "--inject makes the software NIC's wire bad, and TCP does not use it";
@@ -266,6 +278,15 @@ pub(super) fn start_engine(
     {
         return Ok(started);
     }
+    start_on_network(url, link, &builder)
+}
+
+/// Starts an engine on an RDMA device or the software NIC.
+fn start_on_network(
+    url: &TargetUrl,
+    link: &ConnectOptions,
+    builder: &ClientBuilder,
+) -> Result<Client, CliError> {
     if link.provider != ProviderChoice::Roce {
         let addr = match link.addr.or(url.src()) {
             Some(addr) => addr,

@@ -3,11 +3,14 @@
 use std::io;
 use std::net::IpAddr;
 
+use riser_scsi::iscsi::login::LoginError;
+use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_transport::shm::{self, Shm, ShmConfig, ShmUsers};
 
 use super::args::{ConnectOptions, ProviderChoice};
 use super::exit::{CliError, Exit};
-use crate::engine::{Client, ClientBuilder};
+use crate::engine::{Client, ClientBuilder, EngineError};
+use crate::session::{ConnectError, Down, SrpLoginError};
 use crate::url::TargetUrl;
 
 /// Starts on shared memory with a target, whose first portal is at `target`; `None` where it was not
@@ -27,7 +30,7 @@ pub(super) fn start(
         };
     }
     let users = shm_users();
-    if !is_named && let Err(error) = check_offer(url, |addr| shm::ask_listener(addr, &users)) {
+    if !is_named && let Err(error) = check_choice(url, |addr| shm::ask_listener(addr, &users)) {
         match error.kind() {
             // A target of another host, or one that does not offer it, as most.
             io::ErrorKind::AddrNotAvailable | io::ErrorKind::ConnectionRefused => {
@@ -67,17 +70,25 @@ pub(super) fn start(
     }
 }
 
-/// Checks that every portal of an address shares memory: a device of shared memory reaches no other
-/// one. `ask` is given the IP address of each.
+/// Checks that shared memory may be chosen without being named: every portal shares it, as a device of
+/// shared memory reaches no other one. `ask` is given the IP address of each.
 ///
 /// # Errors
-/// The first error of `ask`, or a portal has no address;
-/// [`io::ErrorKind::Unsupported`] where the target is to name its portals itself.
-fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
+/// Those of [`check_offer`], and [`io::ErrorKind::Unsupported`] where the target is to name its portals
+/// itself.
+fn check_choice(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     if url.wants_all() {
         let text = "the target may have portals on other hosts";
         return Err(io::Error::new(io::ErrorKind::Unsupported, text));
     }
+    check_offer(url, ask)
+}
+
+/// Checks that every portal that an address names shares memory. `ask` is given the IP address of each.
+///
+/// # Errors
+/// The first error of `ask`, or a portal has no address.
+fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     let others = url.portals().iter().map(|portal| url.by(portal.clone()));
     let mut asked = Vec::new();
     for portal in std::iter::once(url.first()).chain(others) {
@@ -106,9 +117,28 @@ fn user_id(users: &str, name: &str) -> Option<u32> {
     user.nth(1)?.parse().ok()
 }
 
+/// Whether an engine shares memory with its target.
+fn is_shared(client: &Client) -> bool {
+    client.device().starts_with(shm::PROVIDER)
+}
+
+/// Whether a login failed because the process that shares memory at the target's address does not
+/// serve this target: it does not listen at the port, or has no target of the name.
+pub(super) fn is_of_another(client: &Client, error: &EngineError) -> bool {
+    let EngineError::Login(Down::Connect(error)) = error else {
+        return false;
+    };
+    let is_refused = matches!(
+        error,
+        ConnectError::Login(SrpLoginError::Refused(_) | SrpLoginError::Rejected(_))
+            | ConnectError::IscsiLogin(LoginError::Refused(LoginStatus::NOT_FOUND))
+    );
+    is_refused && is_shared(client)
+}
+
 /// Why no memory can be shared with a target, if that is how it should have been reached.
 pub(super) fn refusal(client: &Client, url: &TargetUrl) -> Option<String> {
-    if !client.device().starts_with(shm::PROVIDER) {
+    if !is_shared(client) {
         return None;
     }
     let users = shm_users();
@@ -141,8 +171,11 @@ mod tests {
         }
         check_offer(&two.first(), one_of(&[1])).unwrap();
         let all = url("iser://127.0.0.1/iqn.2026-01.com.example:x/0?paths=all");
-        let unknown = check_offer(&all, one_of(&[1, 2])).unwrap_err();
+        let unknown = check_choice(&all, one_of(&[1, 2])).unwrap_err();
         assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
+        // That is no reason why a login on shared memory fails.
+        check_offer(&all, one_of(&[1])).unwrap();
+        check_choice(&two, one_of(&[1, 2])).unwrap();
     }
 
     #[test]

@@ -20,7 +20,8 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     let problems = server.problems();
     // Known problems come first, with their reasons; what the workers report is added only where
     // there is no reason yet.
-    for (subject, problem) in problems.not_served() {
+    let required = problems.not_served();
+    for (subject, problem) in required.filter(|(subject, _)| !subject.is_optional()) {
         missing.push(format!(
             "{} {}: {}",
             subject.kind(),

@@ -334,6 +334,7 @@ impl Control<'_> {
     ) -> Result<(), ServerError> {
         loop {
             self.announce();
+            self.server.warn_of_other_servers();
             // Also after a hand-over that has failed: the service manager waits for the end of the
             // reload.
             notify(&[NotifyState::Ready]);

@@ -85,7 +85,7 @@ impl Acquired {
         }
     }
 
-    /// The portals that are done without, and why.
+    /// What is done without, and why.
     pub(super) fn missing(&self) -> &[(Subject, ServerError)] {
         &self.missing
     }
@@ -165,7 +165,7 @@ pub(super) struct Wanted<'a> {
     pub(super) workers: usize,
     /// The network, if it is not the host's.
     pub(super) simulated: Option<&'a dyn SimulatedNetwork>,
-    /// True if a portal may be done without that cannot be had for this reason.
+    /// True if something may be done without that cannot be had for this reason.
     pub(super) tolerates: &'a dyn Fn(&Subject, &ServerError) -> bool,
 }
 
@@ -226,7 +226,8 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     // In a simulation, workers get no turn while this waits.
     let patience = wanted.simulated.map_or(CLOSING, |_| Duration::ZERO);
     for (addr, kind, is_on_host) in addresses {
-        // Initiators that were let in would find no portal.
+        // Initiators that were let in would find no portal. An RDMA device of the host is only opened
+        // below; where it fails, `riser --provider auto` finds no portal here and leaves.
         if kind == DeviceKind::Shared && acquired.lacks(addr) {
             continue;
         }
@@ -235,7 +236,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             // It is open for another portal, or was with the catalog before.
             Ok(None) => continue,
             Err(error) => {
-                do_without(wanted, acquired, addr, error)?;
+                do_without(wanted, acquired, (addr, kind), error)?;
                 continue;
             }
         };
@@ -246,26 +247,29 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
         };
         if let Err(error) = opened {
             acquired.give_back(addr);
-            match kind {
-                DeviceKind::Portal => do_without(wanted, acquired, addr, error)?,
-                // Its portals are served by their own device.
-                DeviceKind::Shared => tracing::warn!(%addr, %error, "no memory is shared"),
-            }
+            do_without(wanted, acquired, (addr, kind), error)?;
         }
     }
     Ok(())
 }
 
-/// Notes the portals at an address for which there is no device, or fails.
+/// Notes the portals for which there is no device, or the memory that is not shared beside them; or
+/// fails.
 fn do_without(
     wanted: &Wanted<'_>,
     acquired: &mut Acquired,
-    addr: IpAddr,
+    (addr, kind): (IpAddr, DeviceKind),
     error: ServerError,
 ) -> Result<(), ServerError> {
-    let portals = wanted.catalog.rdma_portals();
-    let portals: BTreeSet<_> = portals.filter(|portal| portal.ip() == addr).collect();
-    let subjects: Vec<_> = portals.into_iter().map(Subject::RdmaPortal).collect();
+    let subjects: Vec<_> = match kind {
+        DeviceKind::Portal => {
+            let portals = wanted.catalog.rdma_portals();
+            let portals: BTreeSet<_> = portals.filter(|portal| portal.ip() == addr).collect();
+            portals.into_iter().map(Subject::RdmaPortal).collect()
+        }
+        // Its portals are served by their own device.
+        DeviceKind::Shared => vec![Subject::SharedMemory(addr)],
+    };
     if !subjects
         .iter()
         .all(|subject| (wanted.tolerates)(subject, &error))
@@ -348,11 +352,9 @@ fn open_shm(
     let failed = |source| ServerError::SharedMemory { addr, source };
     let listener = ShmListener::bind(addr).map_err(failed)?;
     for part in &mut acquired.parts {
-        let device = listener.try_clone().and_then(|listener| {
-            Shm::open(ShmConfig {
-                listener: Some(listener),
-                ..ShmConfig::new(addr)
-            })
+        let device = Shm::open(ShmConfig {
+            listener: Some(listener.clone()),
+            ..ShmConfig::new(addr)
         });
         let device = Box::new(device.map_err(failed)?);
         part.devices.push((slot, Opened::Shm { device, kind }));
@@ -418,7 +420,7 @@ fn listen(
 
 /// Checks that no other program has an address. Workers share theirs (`SO_REUSEPORT`), and so
 /// would two daemons, each of which got some of the connections.
-fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
+pub(super) fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
     let kind = match transport {
         Transport::Tcp => socket2::Type::STREAM,
         Transport::Udp => socket2::Type::DGRAM,
@@ -435,7 +437,7 @@ fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
 }
 
 /// The program that has an address, where that is why it cannot be bound.
-fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> HeldBy {
+pub(super) fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> HeldBy {
     let is_in_use = error.kind() == io::ErrorKind::AddrInUse;
     HeldBy(
         is_in_use
@@ -498,5 +500,45 @@ fn faults(link: LinkFaults, worker: u64) -> FaultConfig {
         reorder: parts(link.reorder),
         reorder_depth: link.reorder_window,
         reorder_time: Duration::from_millis(1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::OpenedStores;
+    use crate::server::{Keepers, build, first_catalog};
+
+    #[test]
+    fn shared_memory_that_is_still_being_closed_takes_no_portal_with_it() {
+        let addr = IpAddr::from([127, 97, 9, 3]);
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\ntargets:\n- name: t\n  \
+             portals: [{{ protocol: srp, listen: {addr} }}]\n  luns: {{ 0: a }}\n  \
+             access: open\ntransport: {{ shm: true }}\nstate: {{ directory: none }}\n"
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        let state = ServerState::default();
+        let mut builder = build::Builder::after(&state, Keepers::default()).unwrap();
+        let built = first_catalog(&mut builder, &config, &state, OpenedStores::default());
+        let (catalog, _files) = built.unwrap();
+        let slots = Arc::new(DeviceSlots::default());
+        slots.take(addr, DeviceKind::Shared, Duration::ZERO);
+        slots.fill(0, 1);
+        slots.want(|_, _| false);
+        assert!(slots.is_over(0, 0));
+        let wanted = Wanted {
+            config: &config,
+            catalog: &catalog,
+            server_state: &state,
+            old: None,
+            workers: 1,
+            simulated: None,
+            tolerates: &|subject, _| subject.is_optional(),
+        };
+        let acquired = acquire(&wanted, &slots).unwrap();
+        let missing: Vec<_> = acquired.missing().iter().map(|(s, _)| s.clone()).collect();
+        assert_eq!(missing, [Subject::SharedMemory(addr)]);
+        assert_eq!(acquired.parts[0].devices.len(), 1);
     }
 }

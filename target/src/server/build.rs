@@ -213,7 +213,10 @@ impl Builder {
     /// Returns true if something that cannot be had is a problem and no failure: at a start that
     /// may be without it, or where it was one before.
     pub(super) fn tolerates(&self, subject: &Subject) -> bool {
-        self.is_lenient || self.problems.has(subject) || self.is_of_known_wildcard(subject)
+        self.is_lenient
+            || subject.is_optional()
+            || self.problems.has(subject)
+            || self.is_of_known_wildcard(subject)
     }
 
     /// Returns what is not served, and why.
@@ -387,7 +390,9 @@ impl Builder {
             let mut backends = config.backends.iter();
             backends.find(|b| b.name == name).map(|b| &b.spec)
         };
-        if let (true, Some((subject, problem))) = (config.strict, self.problems.iter().next()) {
+        let mut required = self.problems.iter();
+        let required = required.find(|(subject, _)| !subject.is_optional());
+        if let (true, Some((subject, problem))) = (config.strict, required) {
             let (kind, name) = (subject.kind(), subject.name());
             let why = format!("{kind} {name}: {}", problem.why);
             return Err(ServerError::Strict(why));

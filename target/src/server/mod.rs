@@ -25,6 +25,7 @@
 
 mod acquire;
 pub(crate) mod addresses;
+mod both_ways;
 pub(crate) mod build;
 pub mod handover;
 pub mod identities;

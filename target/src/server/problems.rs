@@ -8,13 +8,14 @@
 //! [`Server::retry`](super::Server::retry) tries again, and each change of the configuration does.
 //! Addresses and files that are in use are waited for first, since a daemon that is ending has
 //! them for a while. Where no portal at all can be listened on since another program has them, the
-//! start fails: that is a second daemon.
+//! start fails: that is a second daemon. Shared memory beside portals is optional: a problem like the
+//! others, but the daemon is ready without it, and `strict: true` does not insist on it.
 //!
 //! A change is made whole or not at all: only problems that there were before may remain.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -35,6 +36,8 @@ pub enum Subject {
     RdmaPortal(SocketAddr),
     /// A portal on TCP.
     TcpPortal(SocketAddr),
+    /// Memory shared with initiators on this host, beside the RDMA portals of an address.
+    SharedMemory(IpAddr),
     /// A portal with a wildcard, of a protocol.
     Wildcard(Listen, Protocol),
     /// The address of metrics and the status page.
@@ -55,12 +58,20 @@ impl Subject {
         }
     }
 
-    /// `backend`, `portal`, `metrics`, `admin` or `state`.
+    /// Returns true for what is offered beside the portals. A daemon is ready without it, and
+    /// starts without it even if it is to be strict: any local user can keep it from being had.
+    #[must_use]
+    pub const fn is_optional(&self) -> bool {
+        matches!(self, Self::SharedMemory(_))
+    }
+
+    /// `backend`, `portal`, `shared memory`, `metrics`, `admin` or `state`.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
             Self::Backend(_) => "backend",
             Self::RdmaPortal(_) | Self::TcpPortal(_) | Self::Wildcard(..) => "portal",
+            Self::SharedMemory(_) => "shared memory",
             Self::Metrics(_) => "metrics",
             Self::Admin(_) => "admin",
             Self::Identities => "state",
@@ -75,6 +86,7 @@ impl Subject {
             Self::RdmaPortal(addr) | Self::TcpPortal(addr) | Self::Metrics(addr) => {
                 addr.to_string()
             }
+            Self::SharedMemory(addr) => addr.to_string(),
             Self::Wildcard(listen, _) => listen.to_string(),
             Self::Admin(path) => path.display().to_string(),
             Self::Identities => "identities.json".to_owned(),
@@ -136,6 +148,7 @@ impl Problems {
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {
             Subject::Backend(_)
+            | Subject::SharedMemory(_)
             | Subject::Wildcard(..)
             | Subject::Metrics(_)
             | Subject::Admin(_)
@@ -179,7 +192,7 @@ impl Problems {
     }
 
     /// The portals that could not be listened on, in the place of those before: for want of a
-    /// device or socket, or at workers.
+    /// device or socket, or at workers; likewise shared memory beside them.
     pub(super) fn set_missing_portals(
         &mut self,
         missing: &[(Subject, ServerError)],
@@ -193,7 +206,9 @@ impl Problems {
             all.add(Subject::RdmaPortal(*portal), why);
         }
         self.0.retain(|subject, _| match subject {
-            Subject::RdmaPortal(_) | Subject::TcpPortal(_) => all.has(subject),
+            Subject::RdmaPortal(_) | Subject::TcpPortal(_) | Subject::SharedMemory(_) => {
+                all.has(subject)
+            }
             Subject::Backend(_)
             | Subject::Wildcard(..)
             | Subject::Metrics(_)

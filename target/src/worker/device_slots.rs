@@ -108,7 +108,7 @@ impl DeviceSlots {
     }
 
     /// Notes that a worker no longer needs a device; returns whether it is to close it now.
-    pub(super) fn is_over(&self, slot: usize, worker: u16) -> bool {
+    pub(crate) fn is_over(&self, slot: usize, worker: u16) -> bool {
         let mut slots = self.lock();
         let Some(device) = slots.get_mut(slot).and_then(Option::as_mut) else {
             return false;

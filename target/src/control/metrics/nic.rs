@@ -211,7 +211,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_links_total",
-        help: "Processes of this host, by what came of sharing memory with them: `up` counts all links that came up, `broken` those of them that ended by a mistake of the peer.",
+        help: "Links to processes of this host, by outcome: `up` counts all that came up, one of them for the question of `riser --provider auto` whether memory is shared, `broken` those that ended by a mistake of the peer, and `refused` those that did not come up.",
         label: Some("outcome"),
         series: |n| {
             n.links.map_or_else(Vec::new, |links| {

@@ -13,9 +13,11 @@ impl Builder {
     /// come and go.
     pub(super) fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
         match subject {
-            Subject::Backend(_) | Subject::Metrics(_) | Subject::Admin(_) | Subject::Identities => {
-                false
-            }
+            Subject::Backend(_)
+            | Subject::SharedMemory(_)
+            | Subject::Metrics(_)
+            | Subject::Admin(_)
+            | Subject::Identities => false,
             Subject::RdmaPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, true),
             Subject::TcpPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, false),
             Subject::Wildcard(listen, protocol) => self.wildcards.contains(&(*protocol, *listen)),
@@ -76,6 +78,7 @@ pub(super) mod tests {
     use std::time::{Duration, Instant};
 
     use riser_transport::netif::Interface;
+    use riser_transport::shm::{ShmListener, ShmUsers, ask_listener};
     use riser_transport::wire::ROCE_PORT;
 
     use super::*;
@@ -243,6 +246,36 @@ pub(super) mod tests {
         // Where nothing else is served, another daemon has it all.
         let error = start_after_the_wait(&config(&dir.0, "", &taken)).unwrap_err();
         assert!(error.is_in_use(), "{error}");
+        server.shutdown().unwrap();
+    }
+
+    #[test]
+    fn the_name_for_shared_memory_is_waited_for_and_tried_again() {
+        let dir = Dir::new("shm");
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        let addr = IpAddr::from([127, 97, 8, 24]);
+        let portals = format!("{{ protocol: srp, listen: \"{addr}:5555\" }}");
+        let taken = ShmListener::bind(addr).unwrap();
+        let shared = "transport: { shm: true }\n";
+        let all = config(&dir.0, shared, &portals);
+        // It may be a predecessor's.
+        let error = Server::start(&all).unwrap_err();
+        assert!(error.is_in_use(), "{error}");
+        let strict = config(&dir.0, &format!("strict: true\n{shared}"), &portals);
+        for wanted in [all, strict] {
+            let mut server = start_after_the_wait(&wanted).unwrap();
+            let unserved = [Subject::SharedMemory(addr)];
+            assert_eq!(problems(&server), unserved);
+            assert_eq!(server.addresses(), [(addr, 5555).into()]);
+            retry(&mut server).unwrap();
+            assert_eq!(problems(&server), unserved);
+            server.shutdown().unwrap();
+        }
+        let mut server = start_after_the_wait(&config(&dir.0, shared, &portals)).unwrap();
+        drop(taken);
+        retry(&mut server).unwrap();
+        assert_eq!(problems(&server), []);
+        ask_listener(addr, &ShmUsers::default()).unwrap();
         server.shutdown().unwrap();
     }
 

@@ -148,6 +148,24 @@ fn every_panel_goes_by_instance() {
     }
 }
 
+/// Shared memory is no network, though its series have the names of a network's.
+#[test]
+fn panels_of_the_network_leave_shared_memory_out() {
+    let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let targets = panels.iter().flat_map(|panel| panel["targets"].as_array());
+    let expressions = targets
+        .flatten()
+        .map(|target| target["expr"].as_str().unwrap());
+    let of_devices: Vec<_> = expressions
+        .filter(|e| e.contains("riser_device_"))
+        .collect();
+    assert!(of_devices.len() > 5);
+    for expression in of_devices {
+        assert!(expression.contains("provider!=\"shm\""), "{expression}");
+    }
+}
+
 /// The names of our alerts.
 fn alerts() -> Vec<String> {
     let rules = fs::read_to_string(format!("{RULES}riserd.rules.yml")).unwrap();

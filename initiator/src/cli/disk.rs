@@ -83,8 +83,7 @@ pub fn connect(
         && link.provider == ProviderChoice::Auto
         && shared::is_of_another(&client, error)
     {
-        // A name for shared memory stands for an IP address: other processes may serve targets there
-        // as well.
+        // Memory is shared at an IP address, where other processes may serve targets as well.
         tracing::info!(%error, "the process that shares memory does not serve {url}: the network is tried");
         let client = start_on_network(&url, link, &engine_builder(link, timeout))?;
         outcome = login(&client, &url, timeout);

@@ -70,12 +70,12 @@ pub(super) fn start(
     }
 }
 
-/// Checks that shared memory may be chosen without being named: every portal shares it, as a device of
-/// shared memory reaches no other one. `ask` is given the IP address of each.
+/// Checks that shared memory may be chosen without being named: every portal shares it, as a device
+/// of shared memory reaches no other one. `ask` is given the IP address of each.
 ///
 /// # Errors
-/// Those of [`check_offer`], and [`io::ErrorKind::Unsupported`] where the target is to name its portals
-/// itself.
+/// Those of [`check_offer`], and [`io::ErrorKind::Unsupported`] where the target is to name its
+/// portals itself.
 fn check_choice(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     if url.wants_all() {
         let text = "the target may have portals on other hosts";
@@ -84,7 +84,8 @@ fn check_choice(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::
     check_offer(url, ask)
 }
 
-/// Checks that every portal that an address names shares memory. `ask` is given the IP address of each.
+/// Checks that every portal that an address names shares memory. `ask` is given the IP address of
+/// each.
 ///
 /// # Errors
 /// The first error of `ask`, or a portal has no address.

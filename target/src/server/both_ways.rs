@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn another_process_at_the_address_is_warned_of() {
-        let (network, shared) = ([127, 97, 9, 1].into(), [127, 97, 9, 2].into());
+        let [network, shared] = [1, 2].map(|last| IpAddr::from([127, 97, 9, last]));
         let _network = UdpSocket::bind((network, ROCE_PORT)).unwrap();
         let _shared = shm::ShmListener::bind(shared).unwrap();
         for (text, other, none) in [

@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_that_lets_nobody_in_has_refused() {
+    fn a_socket_that_is_closed_unread_was_refused() {
         let addr = IpAddr::from([127, 1, 2, 6]);
         let users = ShmUsers::default();
         let listener = listen(addr).unwrap();

@@ -34,7 +34,7 @@
 //!   part in connections of another.
 //! - A peer cannot make a device wait: packets that it does not read are dropped, and a user who is
 //!   not let in has no means, since no message of theirs is read and their sockets are closed on
-//!   another thread. While too many are being closed, nobody is accepted.
+//!   another thread. While too many are being closed, no process is accepted.
 //! - Users who are let in are trusted in one respect: descriptors that they attach to their messages
 //!   are closed by the thread of the device. One whose closing takes long (a TCP socket that lingers, a
 //!   file on a server that does not answer) holds that thread up.

@@ -226,9 +226,11 @@ impl<D: BlockDevice> ByteDevice<D> {
     ) -> Result<(), BlockError> {
         self.check_writable()?;
         let inner = self.inner_blocks(&range);
+        // Before the lock: those who wait for it may have the buffers.
+        let zeroes = self.zeroes_for(&inner).await;
         if inner == range {
             let _guard = self.locks.shared(inner.clone()).await;
-            return self.zero_blocks(inner, options).await;
+            return self.zero_blocks(inner, zeroes, options).await;
         }
         let block = u64::from(self.geometry().block_size);
         let outer = range.start - range.start % block..range.end.next_multiple_of(block);
@@ -247,7 +249,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         if inner.is_empty() {
             return Ok(());
         }
-        self.zero_blocks(inner, options).await
+        self.zero_blocks(inner, zeroes, options).await
     }
 
     /// Allocation of the range, from its start on; never beyond its end.
@@ -371,37 +373,35 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    async fn zero_blocks(&self, range: Range<u64>, options: ZeroOptions) -> Result<(), BlockError> {
-        let most = self.geometry().max_write_zeroes;
-        if most > 0 {
-            for piece in pieces(range, most) {
+    /// A buffer of zeroes to write where the device has no command for them.
+    async fn zeroes_for(&self, blocks: &Range<u64>) -> Option<Buffer> {
+        let geometry = self.geometry();
+        if geometry.max_write_zeroes > 0 || blocks.is_empty() {
+            return None;
+        }
+        let most = ZERO_PIECE.min(u64::from(geometry.max_transfer));
+        let len = most.min(blocks.end - blocks.start) as usize;
+        let buffer = self.device.buffer(len).await;
+        buffer.slice().fill(0, len, 0);
+        Some(buffer)
+    }
+
+    /// Zeroes whole blocks: by writing `zeroes` again and again, or by commands.
+    async fn zero_blocks(
+        &self,
+        range: Range<u64>,
+        zeroes: Option<Buffer>,
+        options: ZeroOptions,
+    ) -> Result<(), BlockError> {
+        let Some(mut buffer) = zeroes else {
+            for piece in pieces(range, self.geometry().max_write_zeroes) {
                 self.device.write_zeroes(piece, options).await?;
             }
             return Ok(());
-        }
-        // No command for it: write zeroes, the same buffer again and again.
-        let block = u64::from(self.geometry().block_size);
-        let mut most = ZERO_PIECE
-            .min(u64::from(self.geometry().max_transfer))
-            .min(range.end - range.start);
-        let mut buffer = loop {
-            match self.device.try_buffer(most as usize) {
-                Some(buffer) => break buffer,
-                None if most > block => most = (most / 2).next_multiple_of(block),
-                None => return Err(BlockError::Io("no buffer for zeroes".into())),
-            }
         };
-        buffer.slice().fill(0, buffer.len(), 0);
-        for piece in pieces(range, most) {
-            let len = (piece.end - piece.start) as usize;
-            if len < buffer.len() {
-                // Only the last piece is shorter.
-                buffer = self
-                    .device
-                    .try_buffer(len)
-                    .ok_or_else(|| BlockError::Io("no buffer for zeroes".into()))?;
-                buffer.slice().fill(0, len, 0);
-            }
+        for piece in pieces(range, buffer.len() as u64) {
+            // Only the last one is shorter.
+            buffer.set_len((piece.end - piece.start) as usize);
             buffer = self.device.write(piece.start, buffer, options.fua).await?;
         }
         Ok(())
@@ -459,6 +459,34 @@ mod tests {
         let others: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
         assert_eq!(block_on(dev.write(span, buffer, false)), Ok(()));
         drop(others);
+    }
+
+    #[test]
+    fn zeroes_wait_for_a_buffer() {
+        use std::task::{Context, Poll, Waker};
+
+        let disk = MemoryDevice::new(1 << 20, 512).unwrap();
+        let disk = disk.with_geometry(|g| (g.max_write_zeroes, g.max_transfer) = (0, 64 << 10));
+        let dev = ByteDevice::new(Arc::new(disk.with_buffer_budget(128 << 10)));
+        dev.device().memory().fill(0, 1 << 20, 7);
+        let held: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
+        let mut zero = std::pin::pin!(dev.write_zeroes(512..513_000, ZeroOptions::default()));
+        let mut cx = Context::from_waker(Waker::noop());
+        assert!(zero.as_mut().poll(&mut cx).is_pending());
+        // It has no lock meanwhile: those who have a buffer go on.
+        let span = dev.first_piece(1000, 5);
+        let buffer = dev.device().try_buffer(span.covering);
+        assert!(buffer.is_none());
+        let mut held = held.into_iter();
+        let write = dev.write(span, held.next().unwrap(), false);
+        assert_eq!(std::pin::pin!(write).poll(&mut cx), Poll::Ready(Ok(())));
+        drop(held);
+        assert_eq!(zero.as_mut().poll(&mut cx), Poll::Ready(Ok(())));
+        let mut bytes = vec![0; 1 << 20];
+        dev.device().memory().read(0, &mut bytes);
+        assert!(bytes[512..513_000].iter().all(|byte| *byte == 0));
+        assert!(bytes[..512].iter().all(|byte| *byte == 7));
+        assert!(bytes[513_000..].iter().all(|byte| *byte == 7));
     }
 
     async fn write(dev: &ByteDevice<MemoryDevice>, mut offset: u64, mut data: &[u8]) {

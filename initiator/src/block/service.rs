@@ -79,6 +79,12 @@ impl Looks {
         self.vain = 0;
     }
 
+    /// Returns whether it looks by time only.
+    #[cfg(test)]
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.vain >= VAIN
+    }
+
     /// Stops its looks by time, so that a test sees what else makes it look.
     #[cfg(test)]
     pub(crate) fn put_off(&mut self) {

@@ -396,7 +396,7 @@ impl<D: BlockDevice> Service for Connection<D> {
         self.requests = REQUESTS;
         for _ in 0..RECEIVES {
             self.seen = self.shared.bell().events();
-            self.shared.flush();
+            let has_sent = self.shared.flush();
             let need = self.advance();
             self.to_read = matches!(need, Need::Bytes);
             // Before it is known that nothing has come back meanwhile.
@@ -410,12 +410,11 @@ impl<D: BlockDevice> Service for Connection<D> {
                 Need::Room => self.could_go_on(),
                 Need::Bytes => self.receive(),
             };
-            // What waits for the client to read its answers, or for room, is not left waiting.
-            let is_quiet = !goes_on && self.to_read && self.shared.backlog() == Some(0);
-            if is_quiet {
-                self.looks.note_vain();
-            } else {
+            // Room that comes back is an event. Only a client that reads its answers again is not.
+            if goes_on || has_sent {
                 self.looks.expect();
+            } else {
+                self.looks.note_vain();
             }
             if goes_on || self.requests < REQUESTS {
                 turn = Turn::Worked;
@@ -537,6 +536,36 @@ mod tests {
         assert!(connection.prepare_sleep());
         connection.end_sleep();
         assert_eq!(connection.turn(), Turn::Worked);
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_is_looked_at_like_a_quiet_one() {
+        let (mut connection, mut peer) = connection();
+        let socket = connection.shared.socket();
+        rustix::net::sockopt::set_socket_send_buffer_size(socket, 64 << 10).unwrap();
+        // More than the socket takes; with the second one it has no room for requests either.
+        for len in [MAX_BACKLOG, 8 * MAX_BACKLOG] {
+            connection.shared.push(Piece {
+                head: vec![0; len],
+                data: None,
+                share: None,
+                ticket: None,
+            });
+            for _ in 0..100 {
+                connection.turn();
+            }
+            assert!(connection.shared.backlog() > Some(0));
+            assert!(connection.looks.is_quiet());
+        }
+        // What it reads ends the sleep, and the next piece goes at once.
+        let (mut read, mut room) = (0, vec![0; MAX_BACKLOG]);
+        while read < 9 * MAX_BACKLOG {
+            read += peer.read(&mut room).unwrap();
+            assert!(connection.prepare_sleep());
+            connection.end_sleep();
+            connection.turn();
+        }
+        assert_eq!(connection.shared.backlog(), Some(0));
     }
 
     #[test]

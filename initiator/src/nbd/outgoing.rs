@@ -189,11 +189,17 @@ impl Shared {
         }
     }
 
-    /// Sends what the socket takes of the queue.
-    pub(super) fn flush(&self) {
+    /// Sends what the socket takes of the queue; whether that was anything.
+    pub(super) fn flush(&self) -> bool {
         let mut sent = Vec::new();
-        self.send(&mut self.lock(), &mut sent);
+        let any = {
+            let mut queue = self.lock();
+            let before = queue.bytes - queue.sent;
+            self.send(&mut queue, &mut sent);
+            queue.bytes - queue.sent < before
+        };
         drop(sent);
+        any
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {

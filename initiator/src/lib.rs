@@ -20,6 +20,7 @@ pub mod fuse;
 pub mod inquiry;
 pub mod iscsi;
 pub mod lun;
+mod mounts;
 pub mod nbd;
 pub mod paths;
 pub mod poll_fds;

@@ -5,6 +5,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -516,6 +517,45 @@ fn a_file_that_is_open_is_served_after_the_signal_to_end() {
     eventually("the process ends", Duration::from_secs(60), || {
         !is_alive(pid)
     });
+}
+
+#[test]
+fn a_detach_leaves_what_others_have_mounted_in_the_place_of_a_file() {
+    use riser_initiator::block::{ByteDevice, MemoryDevice};
+    use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, unmount};
+
+    let home = Home::new();
+    let dir = home.path("mount");
+    std::fs::create_dir(&dir).unwrap();
+    let output = home.riser(&["attach", "mem:4M", "--fuse", &dir]);
+    if !output.status.success() {
+        return skip("FUSE", "it cannot be mounted here");
+    }
+    let open = std::fs::File::open(Path::new(&dir).join("lun0")).unwrap();
+    let pid = pid(&home);
+    unmount(Path::new(&dir), true).unwrap();
+    let disk = Arc::new(ByteDevice::new(Arc::new(
+        MemoryDevice::new(1 << 20, 512).unwrap(),
+    )));
+    let options = FuseOptions {
+        path: (&dir).into(),
+        name: "other".into(),
+        source: "other".into(),
+        caching: Caching::Direct,
+        allow_other: false,
+    };
+    let other = FuseMount::new(disk, options, || {}).unwrap();
+    // The file is still open, so it is still served.
+    let (status, text) = home.fails(&["detach", "0", "--timeout", "1s"]);
+    assert!(text.contains("still serves"), "{status}: {text}");
+    assert!(other.file().exists(), "the other mount was taken away");
+    drop(open);
+    eventually("the process ends", Duration::from_secs(60), || {
+        !is_alive(pid)
+    });
+    assert!(other.file().exists(), "the other mount was taken away");
+    other.detach().unwrap();
+    other.wait().unwrap();
 }
 
 #[test]

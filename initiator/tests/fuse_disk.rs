@@ -547,6 +547,92 @@ fn an_aborted_connection_is_an_error_and_leaves_no_mount() {
 }
 
 #[test]
+fn a_mount_that_others_have_detached_is_not_looked_for_at_its_path() {
+    for has_next in [false, true] {
+        let dir = directory("others");
+        let disk = || Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+        let first = disk();
+        let Some(mount) = mount_over(&dir, first.clone(), Caching::Direct, || {}) else {
+            return std::fs::remove_dir(&dir).unwrap();
+        };
+        let file = open(&mount);
+        // As `umount -l` does.
+        riser_initiator::fuse::unmount(&dir, true).unwrap();
+        let next = has_next.then(|| mount_over(&dir, disk(), Caching::Direct, || {}).unwrap());
+        mount.detach().unwrap();
+        if let Some(next) = next {
+            assert!(next.file().exists(), "the next mount was taken away");
+            next.detach().unwrap();
+            next.wait().unwrap();
+        }
+        // The user that has it open goes on.
+        file.write_all_at(&[1; 512], 0).unwrap();
+        drop(file);
+        let flushes = first.flushes();
+        mount.wait().unwrap();
+        assert!(first.flushes() > flushes);
+        std::fs::remove_dir(&dir).unwrap();
+    }
+}
+
+#[test]
+fn a_mount_under_another_one_stays() {
+    let dir = directory("under");
+    let disk = || Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+    let Some(mount) = mount_over(&dir, disk(), Caching::Direct, || {}) else {
+        return std::fs::remove_dir(&dir).unwrap();
+    };
+    if let Some(above) = mount_over(&dir, disk(), Caching::Direct, || {}) {
+        for unmounted in [mount.try_unmount(), mount.detach()] {
+            assert!(matches!(unmounted, Err(UnmountError::Failed { .. })));
+        }
+        assert!(above.file().exists(), "the mount above was taken away");
+        above.detach().unwrap();
+        above.wait().unwrap();
+    }
+    assert!(mount.file().exists());
+    mount.detach().unwrap();
+    mount.wait().unwrap();
+    std::fs::remove_dir(&dir).unwrap();
+}
+
+#[test]
+fn a_forced_unmount_of_a_mount_in_use_is_an_error_and_leaves_no_mount() {
+    use rustix::mount::{UnmountFlags, unmount};
+
+    if !rustix::process::geteuid().is_root() {
+        return skip("a forced unmount", "it needs root");
+    }
+    for is_used in [true, false] {
+        let dir = directory("force");
+        let disk = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
+        let (sender, ended) = mpsc::channel();
+        let on_end = move || sender.send(()).unwrap();
+        let Some(mount) = mount_over(&dir, disk, Caching::Direct, on_end) else {
+            return std::fs::remove_dir(&dir).unwrap();
+        };
+        let file = is_used.then(|| open(&mount));
+        let forced = unmount(&dir, UnmountFlags::FORCE);
+        ended.recv_timeout(Duration::from_secs(10)).unwrap();
+        drop(file);
+        let result = mount.wait();
+        if is_used {
+            assert_eq!(forced, Err(rustix::io::Errno::BUSY));
+            let error = result.unwrap_err();
+            assert!(
+                error.to_string().contains("ended while it was mounted"),
+                "{error}"
+            );
+        } else {
+            assert_eq!(forced, Ok(()));
+            result.unwrap();
+        }
+        // Neither a live mount nor a dead one.
+        std::fs::remove_dir(&dir).unwrap();
+    }
+}
+
+#[test]
 fn a_synchronous_write_is_on_the_medium_when_it_returns() {
     use std::os::unix::fs::OpenOptionsExt;
 

@@ -93,17 +93,20 @@ fn serve_fuse(
         file: mount.file().to_owned(),
     };
     let _registration = ready.report(&args.url, device.device(), export)?;
+    let mut detached = Ok(());
     // The sender outlives this function, so there is an event.
     if events.recv() == Ok(Event::Signal) {
-        mount.detach()?;
-        if !mount.is_ended() {
+        detached = mount.detach();
+        if detached.is_ok() && !mount.is_ended() {
             tracing::warn!(
                 "the file is still open; it is served until it is closed, or another signal"
             );
             let _ = events.recv();
         }
     }
-    file::finish(mount, device)
+    // What was written is flushed in any case.
+    file::finish(mount, device)?;
+    detached.map_err(CliError::from)
 }
 
 fn serve_nbd(

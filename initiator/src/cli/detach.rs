@@ -10,8 +10,9 @@ use serde::Serialize;
 use super::args::{DetachArgs, Global};
 use super::exit::{CliError, Exit};
 use super::state::{Attachment, Export, StateDir};
-use super::{mount, output};
+use super::{mount, others, output};
 use crate::engine::{LinkState, Pending};
+use crate::mounts::Mounts;
 use crate::{fuse, ublk};
 
 /// Longest time for a process that is ended by force to end properly: to flush, where its target
@@ -110,8 +111,11 @@ type Unmounting = JoinHandle<Result<(), CliError>>;
 /// Asks for the end of an attachment.
 fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
-        // Unmounting it ends the process that serves it, unless the file is in use.
-        Export::Fuse { path, .. } if !force => fuse::unmount(path, false)?,
+        // Unmounting it ends the process that serves it, unless the file is in use. What others
+        // have mounted in its place is not ours.
+        Export::Fuse { path, .. } if !force && is_mounted(path, &attachment.url)? => {
+            fuse::unmount(path, false)?;
+        }
         Export::Mount { path, .. } if force => {
             // A lazy unmount writes too: it waits for the target until the process that serves it
             // is gone.
@@ -133,6 +137,13 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
         }
     }
     Ok(None)
+}
+
+/// Returns whether the FUSE mount of an address is the topmost one on a path.
+fn is_mounted(path: &Path, url: &str) -> Result<bool, CliError> {
+    let mounts = Mounts::read().map_err(|e| CliError::io("cannot read the mounts", e))?;
+    let top = mounts.top(path);
+    Ok(top.is_some_and(|mount| others::is_mount_of(&mount, url)))
 }
 
 fn remove(number: u32, device: &Path) -> Result<(), CliError> {

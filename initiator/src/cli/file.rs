@@ -22,7 +22,7 @@ pub(super) fn mount(
     let path = options.path.clone();
     let ended = move || {
         // At shutdown the receiver may be gone.
-        let _ = sender.send(Event::Unmounted);
+        let _ = sender.send(Event::Ended);
     };
     FuseMount::new(device.clone(), options, ended).map_err(|e| {
         CliError::io(format!("cannot mount FUSE on {}", path.display()), e).help(

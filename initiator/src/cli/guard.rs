@@ -15,6 +15,7 @@ use super::exit::{CliError, Exit};
 use super::others;
 use super::state::{Attachment, Export, StateDir};
 use crate::block::{BlockDevice, BlockError, ByteDevice, task};
+use crate::mounts::Mounts;
 use crate::ublk;
 
 /// Part of a disk that is looked at, in bytes: as far as the last of [`signature`]s.
@@ -48,8 +49,9 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
         let path = other.export.path().display();
         return Err(refuse(format!("this host has it attached at {path}")));
     }
-    let mounts = fs::read("/proc/self/mountinfo").unwrap_or_default();
-    if let Some(path) = others::mount_of(&mounts, &url_text) {
+    if let Ok(mounts) = Mounts::read()
+        && let Some(path) = others::mount_of(&mounts, &url_text)
+    {
         let path = path.display();
         return Err(refuse(format!("this host has it attached at {path}")));
     }

@@ -10,7 +10,6 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -30,6 +29,7 @@ use super::serve::{self, Event};
 use super::state::{Export, StateDir};
 use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+use crate::mounts::{self, Mounts};
 
 /// Longest time until the kernel releases the file when the loop device is free.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
@@ -148,20 +148,21 @@ impl Below {
     fn finish(mut self, device: &ByteDevice<Disk>) -> Result<(), CliError> {
         let patience = Instant::now() + RELEASE_PATIENCE;
         let mount = self.mount.take().expect("made with it");
-        loop {
+        let unmounted = loop {
             match mount.try_unmount() {
-                Ok(()) => break,
+                Ok(()) => break Ok(()),
                 Err(UnmountError::Busy(_)) if Instant::now() < patience => {
                     thread::sleep(Duration::from_millis(10));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the loop device is still in use");
-                    mount.detach()?;
-                    break;
+                    break mount.detach();
                 }
             }
-        }
-        file::finish(mount, device)
+        };
+        // What was written is flushed in any case.
+        file::finish(mount, device)?;
+        unmounted.map_err(CliError::from)
     }
 }
 
@@ -230,36 +231,13 @@ fn run_tool(name: &str, args: &[&OsStr]) -> Result<String, CliError> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// The mounts of this process's namespace as the kernel lists them.
-fn mounts(file: &mut File) -> std::io::Result<String> {
-    use std::io::Seek;
-    let mut text = String::new();
-    file.rewind()?;
-    file.read_to_string(&mut text)?;
-    Ok(text)
-}
-
-/// The id of the topmost mount on a directory.
-fn mount_id(mounts: &str, dir: &Path) -> Option<u64> {
-    mounts
-        .lines()
-        .filter_map(|line| {
-            let mut fields = line.split(' ');
-            let id = fields.next()?.parse().ok()?;
-            let point = fields.nth(3)?;
-            (unescape(point) == dir.as_os_str().as_encoded_bytes()).then_some(id)
-        })
-        .next_back()
-}
-
 /// Refuses a path at which something is mounted, an attachment or anything else: it would be
 /// hidden, and an unmount would take the wrong one.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
     serve::check_vacant(path, global)?;
-    let failed = |e| CliError::io("cannot read the mounts", e);
-    let mut file = File::open("/proc/self/mountinfo").map_err(failed)?;
+    let mounts = Mounts::read().map_err(|e| CliError::io("cannot read the mounts", e))?;
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    match mount_id(&mounts(&mut file).map_err(failed)?, &path) {
+    match mounts.top(&path) {
         None => Ok(()),
         Some(_) => {
             let what = format!("something is mounted on {} already", path.display());
@@ -270,42 +248,19 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
     }
 }
 
-/// Undoes the kernel's octal escapes of blanks and backslashes.
-fn unescape(text: &str) -> Vec<u8> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((&byte, tail)) = rest.split_first() {
-        let octal = tail
-            .get(..3)
-            .filter(|_| byte == b'\\')
-            .and_then(|digits| std::str::from_utf8(digits).ok())
-            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        match octal {
-            Some(escaped) => {
-                out.push(escaped);
-                rest = &tail[3..];
-            }
-            None => {
-                out.push(byte);
-                rest = tail;
-            }
-        }
-    }
-    out
-}
-
 /// Sends an event when the mount that is on a directory now has gone.
 fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
     let failed = |e| CliError::io("cannot watch the mounts", e);
-    let mut file = File::open("/proc/self/mountinfo").map_err(failed)?;
-    let id = mount_id(&mounts(&mut file).map_err(failed)?, dir);
+    // Before the list is read: what changes after that ends the first wait.
+    let file = File::open(mounts::LIST).map_err(failed)?;
+    let listed = Mounts::read().map_err(failed)?;
+    let id = listed.top(dir).map(|mount| mount.id);
     let id = id.ok_or_else(|| {
         CliError::new(
             Exit::Failure,
             format!("nothing is mounted on {}", dir.display()),
         )
     })?;
-    let prefix = format!("{id} ");
     thread::Builder::new()
         .name("mounts".into())
         .spawn(move || {
@@ -313,10 +268,10 @@ fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
                 let mut fds = [PollFd::new(&file, PollFlags::PRI)];
                 // Woken for nothing, it looks for nothing.
                 let _ = rustix::event::poll(&mut fds, None);
-                match mounts(&mut file) {
-                    Ok(text) if text.lines().any(|line| line.starts_with(&prefix)) => {}
-                    Ok(_) => {
-                        let _ = sender.send(Event::Unmounted);
+                match id.is_listed() {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        let _ = sender.send(Event::Ended);
                         return;
                     }
                     Err(error) => return tracing::error!(%error, "cannot read the mounts"),
@@ -325,19 +280,4 @@ fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
         })
         .map(drop)
         .map_err(failed)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn mounts_are_found_by_their_escaped_names() {
-        let text = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
-                    40 22 7:0 / /mnt/a\\040b rw - ext4 /dev/loop0 rw\n\
-                    41 22 7:1 / /mnt/a\\040b rw - xfs /dev/loop1 rw\n";
-        assert_eq!(mount_id(text, Path::new("/mnt/a b")), Some(41));
-        assert_eq!(mount_id(text, Path::new("/mnt/a")), None);
-        assert_eq!(unescape("a\\134\\04"), b"a\\\\04");
-    }
 }

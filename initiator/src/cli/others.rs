@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 
 use super::state::{Attachment, Export};
+use crate::fuse;
+use crate::mounts::{Mount, Mounts};
 
 /// Longest file that is read, in bytes. An attachment with eight paths takes about 3 KiB.
 const LONGEST: u64 = 64 << 10;
@@ -69,40 +71,17 @@ fn is_of_users(attachment: &Attachment) -> bool {
     matches!(attachment.export, Export::Fuse { .. } | Export::Nbd { .. })
 }
 
-/// Path of a FUSE mount of `riser` that has this address as its source, in `mountinfo` (proc(5)).
-pub(super) fn mount_of(mountinfo: &[u8], url: &str) -> Option<PathBuf> {
-    // The name of any other mount may be no UTF-8.
-    let mountinfo = String::from_utf8_lossy(mountinfo);
-    // As the mount is made.
-    let source = url.replace([',', '\\'], "_");
-    mountinfo.lines().find_map(|line| {
-        let (place, kind) = line.split_once(" - ")?;
-        let mut kind = kind.split(' ');
-        // A mount that root makes without fusermount3 has no subtype.
-        let is_fuse = matches!(kind.next(), Some("fuse" | "fuse.riser"));
-        let is_it = is_fuse && plain(kind.next()?) == source;
-        let path = place.split(' ').nth(4)?;
-        is_it.then(|| PathBuf::from(plain(path)))
-    })
+/// Path of a FUSE mount of `riser` that has this address as its source.
+pub(super) fn mount_of(mounts: &Mounts, url: &str) -> Option<PathBuf> {
+    let mount = mounts.all().find(|mount| is_mount_of(mount, url))?;
+    Some(mount.path())
 }
 
-/// A field without its escapes: an octal number for a blank, a line break and the like.
-fn plain(field: &str) -> String {
-    let mut parts = field.split('\\');
-    let mut text = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        let code = part
-            .get(..3)
-            .and_then(|code| u8::from_str_radix(code, 8).ok());
-        match code {
-            Some(code) => {
-                text.push(code.into());
-                text.push_str(&part[3..]);
-            }
-            None => text.push_str(part),
-        }
-    }
-    text
+/// Returns whether a mount is one of `riser` that has this address as its source.
+pub(super) fn is_mount_of(mount: &Mount<'_>, url: &str) -> bool {
+    // A mount that root makes without fusermount3 has no subtype.
+    let is_fuse = mount.kind == b"fuse" || mount.kind == b"fuse.riser";
+    is_fuse && mount.source() == *fuse::source(url)
 }
 
 #[cfg(test)]
@@ -201,15 +180,18 @@ mod tests {
 
     #[test]
     fn fuse_mounts_are_known_by_their_source() {
-        let info = b"22 27 0:21 / /proc rw,relatime - proc proc rw\n\
+        let mounts = Mounts::of(
+            b"22 27 0:21 / /proc rw,relatime - proc proc rw\n\
             90 27 0:50 / /mnt/a\\040b rw,nosuid shared:2 - fuse.riser iscsi://h_i/iqn.x:y\\040z/0 rw\n\
             93 27 0:53 / /mnt/\xff rw - tmpfs tmpfs rw\n\
             91 27 0:51 / /mnt/c rw - fuse.other srp://host/0 rw\n\
-            92 27 0:52 / /mnt/d rw - fuse srp://root/0 rw\n";
+            92 27 0:52 / /mnt/d rw - fuse srp://root/0 rw\n",
+        );
+        let mount_of = |url| mount_of(&mounts, url);
         let url = "iscsi://h,i/iqn.x:y z/0";
-        assert_eq!(mount_of(info, url), Some("/mnt/a b".into()));
-        assert_eq!(mount_of(info, "srp://root/0"), Some("/mnt/d".into()));
-        assert_eq!(mount_of(info, "srp://host/0"), None);
-        assert_eq!(mount_of(info, "iscsi://h/iqn.x:y/0"), None);
+        assert_eq!(mount_of(url), Some("/mnt/a b".into()));
+        assert_eq!(mount_of("srp://root/0"), Some("/mnt/d".into()));
+        assert_eq!(mount_of("srp://host/0"), None);
+        assert_eq!(mount_of("iscsi://h/iqn.x:y/0"), None);
     }
 }

@@ -47,8 +47,8 @@ const SLACK: Duration = Duration::from_secs(10);
 pub(super) enum Event {
     /// A signal asks for it.
     Signal,
-    /// It was unmounted, and has no user any longer.
-    Unmounted,
+    /// It is served no longer: it was unmounted and has no user, or its service has failed.
+    Ended,
 }
 
 #[derive(Serialize, Deserialize)]

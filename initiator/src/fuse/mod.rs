@@ -13,12 +13,13 @@
 //! no other thread is woken between a request and the wire. A disk without a thread has two queues
 //! with a thread each. The meaning of a request (`disk`) is decided without I/O.
 //!
-//! Data go between a request and the disk's buffers in the system call that receives or answers it;
-//! short or unaligned writes are copied once more.
+//! Data go between a request and the disk's buffers in the system call that receives or answers it.
+//! They are copied once more for writes that are short or unaligned, for all writes once half of
+//! the buffers are in use, and for reads of several transfers.
 //!
 //! Not here: sharing the disk's page cache with other hosts. With [`Caching::Kernel`] this host
-//! does not see what others write while the file is open. FUSE over io_uring
-//! (`FUSE_OVER_IO_URING`).
+//! does not see what others write to pages that its kernel keeps, also after the file is closed.
+//! FUSE over io_uring (`FUSE_OVER_IO_URING`).
 
 mod channel;
 mod disk;
@@ -28,4 +29,5 @@ mod requests;
 mod sys;
 
 pub use disk::Caching;
+pub(crate) use mount::source;
 pub use mount::{FuseMount, FuseOptions, UnmountError, unmount};

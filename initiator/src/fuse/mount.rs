@@ -18,6 +18,7 @@ use super::disk::{Caching, DiskFs, Layout};
 use super::queue::{Queue, max_write};
 use super::sys;
 use crate::block::{BlockDevice, ByteDevice, Ending, Outcome, Service, serve, task};
+use crate::mounts::{MountId, Mounts};
 
 /// Requests without a waiting process (readahead, direct I/O in the background) that the kernel
 /// may have in flight.
@@ -88,6 +89,7 @@ impl Filesystem for Negotiation {
 pub struct FuseMount {
     path: PathBuf,
     file: PathBuf,
+    id: MountId,
     outcome: Arc<Outcome>,
     /// It is out of the tree.
     is_removed: AtomicBool,
@@ -104,11 +106,11 @@ impl std::fmt::Debug for FuseMount {
 
 impl FuseMount {
     /// Mounts a disk. It can be used when this returns. `on_end` is called once, when the mount
-    /// has been unmounted, has no user any longer, and every request has ended: on the thread that
-    /// serves it, which it must not hold up.
+    /// has been unmounted and has no user any longer, or when it cannot be served any longer, and
+    /// every request has ended: on the thread that serves it, which it must not hold up.
     ///
     /// # Errors
-    /// The path does not exist, FUSE is missing or not permitted.
+    /// The path does not exist, FUSE is missing or not permitted, the mounts cannot be read.
     pub fn new<D: BlockDevice>(
         device: Arc<ByteDevice<D>>,
         options: FuseOptions,
@@ -125,19 +127,23 @@ impl FuseMount {
         let negotiation = Negotiation {
             max_write: max_write(device.geometry()),
         };
-        let fd = into_fd(Session::new(negotiation, &path, &config)?);
+        let session = Session::new(negotiation, &path, &config)?;
+        // The session still unmounts it after an error.
+        let id = find(&path)?;
+        let fd = into_fd(session);
         let fs = DiskFs::new(device.geometry().clone(), layout, options.caching);
         let outcome = Arc::new(Outcome::default());
         let ending = Ending::new(outcome.clone(), on_end);
         let flushed = device.clone();
-        if let Err(error) = start(fd, Arc::new(fs), device, Arc::new(ending)) {
+        if let Err(error) = start(fd, id, Arc::new(fs), device, Arc::new(ending)) {
             // Its descriptors are closed, so users of the mount get errors.
-            let _ = unmount(&path, true);
+            let _ = unmount_listed(&path, id, true);
             return Err(error);
         }
         Ok(Self {
             path,
             file,
+            id,
             outcome,
             is_removed: AtomicBool::new(false),
             flush: Box::new(move || task::block_on(flushed.flush()).map_err(io::Error::other)),
@@ -156,45 +162,55 @@ impl FuseMount {
         &self.file
     }
 
-    /// Returns whether it is unmounted and everything is answered.
+    /// Returns whether it is served no longer, and every request has ended: it is unmounted and has
+    /// no user, or [`Self::wait`] has the reason.
     #[must_use]
     pub fn is_ended(&self) -> bool {
         self.outcome.is_over()
     }
 
-    /// Takes the mount away if it is not in use.
+    /// Takes the mount away if it is not in use. Does nothing where others have taken it away.
     ///
     /// # Errors
-    /// It is in use, or it cannot be unmounted; it is still mounted then.
+    /// It is in use, it cannot be unmounted, or another mount is on top of it; it is still mounted
+    /// then.
     pub fn try_unmount(&self) -> Result<(), UnmountError> {
         self.unmount(false)
     }
 
     /// Takes the mount out of the tree, even if a program has it open, which may go on until it
-    /// closes the file or this process ends.
+    /// closes the file or this process ends. Does nothing where others have taken it away.
     ///
     /// # Errors
-    /// It cannot be unmounted.
+    /// It cannot be unmounted, or another mount is on top of it.
     pub fn detach(&self) -> Result<(), UnmountError> {
         self.unmount(true)
     }
 
     fn unmount(&self, lazy: bool) -> Result<(), UnmountError> {
-        // Another mount may have the path by now.
+        // Another mount may have the path by now, and later the id too.
         if self.outcome.is_complete() || self.is_removed.load(Ordering::Acquire) {
             return Ok(());
         }
-        unmount(&self.path, lazy)?;
+        unmount_listed(&self.path, self.id, lazy)?;
         self.is_removed.store(true, Ordering::Release);
         Ok(())
     }
 
-    /// Waits until the mount is gone, and flushes the disk.
+    /// Waits until it is served no longer, and flushes the disk.
     ///
     /// # Errors
-    /// Its requests could not be served to the end, or the flush failed.
+    /// Its requests could not be served to the end, also because its connection was ended while it
+    /// was mounted; or the flush failed.
     pub fn wait(self) -> io::Result<()> {
-        let result = self.outcome.wait();
+        let mut result = self.outcome.wait();
+        // A forced unmount ends the connection first, and may then have taken the mount away.
+        if let Err(error) = &result
+            && error.kind() == io::ErrorKind::NotConnected
+            && matches!(self.id.is_listed(), Ok(false))
+        {
+            result = Ok(());
+        }
         result.and((self.flush)())
     }
 }
@@ -208,11 +224,16 @@ impl Drop for FuseMount {
     }
 }
 
+/// The source in the mount table for that of the options.
+pub(crate) fn source(wanted: &str) -> String {
+    // A comma would begin another option.
+    wanted.replace([',', '\\'], "_")
+}
+
 fn config(options: &FuseOptions, read_only: bool) -> Config {
     let mut config = Config::default();
     config.mount_options = vec![
-        // A comma would begin another option.
-        MountOption::FSName(options.source.replace([',', '\\'], "_")),
+        MountOption::FSName(source(&options.source)),
         MountOption::Subtype("riser".into()),
         MountOption::DefaultPermissions,
         MountOption::NoAtime,
@@ -225,6 +246,13 @@ fn config(options: &FuseOptions, read_only: bool) -> Config {
         config.acl = SessionACL::All;
     }
     config
+}
+
+/// The id of the mount that was just made on a path.
+fn find(path: &Path) -> io::Result<MountId> {
+    let mounts = Mounts::read()?;
+    let top = mounts.top(path).map(|mount| mount.id);
+    top.ok_or_else(|| io::Error::other("the mount is gone at once"))
 }
 
 /// The descriptor of a mount whose features are agreed.
@@ -244,6 +272,7 @@ fn into_fd(session: Session<Negotiation>) -> OwnedFd {
 /// would hold the same requests; or on threads of their own.
 fn start<D: BlockDevice>(
     fd: OwnedFd,
+    id: MountId,
     fs: Arc<DiskFs>,
     device: Arc<ByteDevice<D>>,
     ending: Arc<Ending>,
@@ -253,7 +282,7 @@ fn start<D: BlockDevice>(
         rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;
         let channel = Arc::new(Channel::new(fd)?);
         let (fs, device, ending) = (fs.clone(), device.clone(), ending.clone());
-        let queue = Queue::new(channel.clone(), fs, device, ending)?;
+        let queue = Queue::new(channel.clone(), id, fs, device, ending)?;
         Ok::<_, io::Error>((channel, Box::new(queue)))
     };
     let (channel, first) = queue(fd)?;
@@ -274,6 +303,24 @@ fn start<D: BlockDevice>(
 fn serve_apart(name: &str, mut queue: Box<dyn Service>) -> io::Result<()> {
     let thread = thread::Builder::new().name(name.to_owned());
     thread.spawn(move || serve(&mut *queue)).map(drop)
+}
+
+/// Unmounts the mount with an id from a path. Others may have taken it away, and may have mounted
+/// something else there.
+fn unmount_listed(path: &Path, id: MountId, lazy: bool) -> Result<(), UnmountError> {
+    let failed = |source| UnmountError::Failed {
+        path: path.to_owned(),
+        source,
+    };
+    let mounts = Mounts::read().map_err(failed)?;
+    if !mounts.has(id) {
+        return Ok(());
+    }
+    if mounts.top(path).is_none_or(|top| top.id != id) {
+        let text = "another mount is on top of it, or it was moved";
+        return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, text)));
+    }
+    unmount(path, lazy)
 }
 
 /// Unmounts a FUSE mount as root does, or through `fusermount3` as every user may; with `lazy`

@@ -19,6 +19,7 @@ use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode};
 use crate::block::{
     BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, Span, Turn, task,
 };
+use crate::mounts::MountId;
 use crate::poll_fds::{Waited, WaitedFds};
 
 /// Longest write, and read, that the kernel is asked to send, in bytes.
@@ -91,6 +92,7 @@ enum Received {
 /// A queue of a mount.
 pub(super) struct Queue<D> {
     channel: Arc<Channel>,
+    mount: MountId,
     fs: Arc<DiskFs>,
     device: Arc<ByteDevice<D>>,
     room: Room,
@@ -106,12 +108,13 @@ pub(super) struct Queue<D> {
 }
 
 impl<D: BlockDevice> Queue<D> {
-    /// Makes a queue that reads from a channel.
+    /// Makes a queue that reads what a mount's channel has.
     ///
     /// # Errors
     /// Those of memory for its room.
     pub(super) fn new(
         channel: Arc<Channel>,
+        mount: MountId,
         fs: Arc<DiskFs>,
         device: Arc<ByteDevice<D>>,
         ending: Arc<Ending>,
@@ -119,6 +122,7 @@ impl<D: BlockDevice> Queue<D> {
         Ok(Self {
             room: Room::new(&**device.device())?,
             channel,
+            mount,
             fs,
             device,
             looks: Looks::new(),
@@ -142,10 +146,8 @@ impl<D: BlockDevice> Queue<D> {
                 Some(libc::EAGAIN) => return Received::Nothing,
                 // The process that waited for that request was killed.
                 Some(libc::ENOENT | libc::EINTR) => return Received::Request(0),
-                Some(libc::ENODEV) => {
-                    self.ending.note_complete();
-                    return Received::End;
-                }
+                // The latter also for a request that was taken while the mount ended.
+                Some(libc::ENODEV | libc::ECONNABORTED) => return self.end(error),
                 _ => return self.give_up(error),
             },
         };
@@ -160,6 +162,25 @@ impl<D: BlockDevice> Queue<D> {
                 self.give_up(io::Error::new(io::ErrorKind::InvalidData, text))
             }
         }
+    }
+
+    /// The kernel has ended the connection, as it does when the mount has gone. Others can end that
+    /// of a mount that is still there.
+    fn end(&self, error: io::Error) -> Received {
+        let error = match self.mount.is_listed() {
+            Ok(false) => {
+                self.ending.note_complete();
+                return Received::End;
+            }
+            Ok(true) if error.raw_os_error() == Some(libc::ENODEV) => {
+                // As a forced unmount of a mount that is in use does.
+                let text = "the connection was ended while it was mounted";
+                io::Error::new(io::ErrorKind::NotConnected, text)
+            }
+            Ok(true) => error,
+            Err(unreadable) => unreadable,
+        };
+        self.give_up(error)
     }
 
     fn give_up(&self, error: io::Error) -> Received {

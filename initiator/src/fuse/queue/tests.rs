@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 
 use super::super::channel::MAX_IN_FLIGHT;
 use super::super::disk::{Caching, Layout};
-use super::super::sys::{OutHeader, ROOT, WriteOut};
+use super::super::sys::{LseekIn, OutHeader, ROOT, WriteOut};
 use super::*;
 use crate::block::{BlockError, Extent, MemoryDevice, Outcome, ZeroOptions};
 
@@ -22,6 +22,7 @@ const SIZE: u64 = 1 << 20;
 /// A disk in memory that keeps the addresses of what is written, and may hold operations up.
 struct Watched {
     disk: MemoryDevice,
+    geometry: Geometry,
     /// Address and length of each write's buffer.
     writes: Mutex<Vec<(u64, usize)>>,
     is_shut: AtomicBool,
@@ -30,8 +31,15 @@ struct Watched {
 
 impl Watched {
     fn new(disk: MemoryDevice) -> Arc<Self> {
+        let geometry = disk.geometry().clone();
+        Self::with(disk, geometry)
+    }
+
+    /// One that claims another geometry.
+    fn with(disk: MemoryDevice, geometry: Geometry) -> Arc<Self> {
         Arc::new(Self {
             disk,
+            geometry,
             writes: Mutex::default(),
             is_shut: AtomicBool::new(false),
             waiting: Mutex::default(),
@@ -68,7 +76,7 @@ impl Watched {
 
 impl BlockDevice for Watched {
     fn geometry(&self) -> &Geometry {
-        self.disk.geometry()
+        &self.geometry
     }
 
     fn try_buffer(&self, len: usize) -> Option<Buffer> {
@@ -129,7 +137,10 @@ type Answer = (u64, i32, Vec<u8>);
 
 impl Bed {
     fn new(disk: MemoryDevice) -> Self {
-        let device = Watched::new(disk);
+        Self::of(Watched::new(disk))
+    }
+
+    fn of(device: Arc<Watched>) -> Self {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let kind = SocketType::SEQPACKET;
         let (ours, peer) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
@@ -141,7 +152,8 @@ impl Bed {
         let ending = Ending::new(outcome.clone(), || {});
         let channel = Arc::new(Channel::new(ours).unwrap());
         let bytes = Arc::new(ByteDevice::new(device.clone()));
-        let queue = Queue::new(channel, Arc::new(fs), bytes, Arc::new(ending)).unwrap();
+        let (mount, fs, ending) = (MountId::unlisted(), Arc::new(fs), Arc::new(ending));
+        let queue = Queue::new(channel, mount, fs, bytes, ending).unwrap();
         Self {
             device,
             queue,
@@ -410,6 +422,30 @@ fn a_turn_sends_a_number_of_bytes_however_many_answers_wait() {
     let least = many as usize * len / TURN_BYTES;
     assert!(turns >= least, "{turns} turns");
     assert_eq!(bed.queue.channel.bytes(), 0);
+}
+
+#[test]
+fn the_hole_of_a_disk_that_reports_none_is_its_end_at_once() {
+    let disk = MemoryDevice::new(SIZE, 512).unwrap();
+    let mut geometry = disk.geometry().clone();
+    // A walk through it would take years.
+    (geometry.capacity, geometry.reports_status) = (1 << 62, false);
+    let mut bed = Bed::of(Watched::with(disk, geometry));
+    let seek = |bed: &mut Bed, whence: i32, from: u64| {
+        let argument = LseekIn {
+            whence: whence.into(),
+            offset: from.into(),
+            ..LseekIn::default()
+        };
+        bed.send(Opcode::Lseek, 1, argument.as_bytes());
+        bed.run();
+        bed.answers()
+    };
+    let found = |at: u64| -> [Answer; 1] { [(1, 0, at.to_ne_bytes().to_vec())] };
+    assert_eq!(seek(&mut bed, libc::SEEK_HOLE, 0), found(1 << 62));
+    assert_eq!(seek(&mut bed, libc::SEEK_DATA, 700), found(700));
+    let beyond: [Answer; 1] = [(1, libc::ENXIO, Vec::new())];
+    assert_eq!(seek(&mut bed, libc::SEEK_HOLE, 1 << 62), beyond);
 }
 
 #[test]

@@ -52,7 +52,7 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
         ready.port = serve::note_port(&mut port, &disk)?;
         let bytes = || Arc::new(ByteDevice::new(disk.clone()));
         let result = match (choice, &args.fuse, &args.nbd) {
-            (Some(choice), ..) => blockdev::serve(choice, &args.url, &disk, events, ready),
+            (Some(choice), ..) => blockdev::serve(choice, &args.url, &disk, events, sender, ready),
             (None, Some(path), _) => serve_fuse(args, path, &bytes(), events, sender, ready),
             (None, None, Some(socket)) => serve_nbd(args, socket, &bytes(), events, ready),
             (None, None, None) => Err(CliError::new(

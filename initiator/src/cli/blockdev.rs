@@ -116,12 +116,13 @@ impl DeviceChoice {
     }
 }
 
-/// Serves a disk until a signal.
+/// Serves a disk until a signal, or as long as it can be served.
 pub(super) fn serve(
     choice: DeviceChoice,
     url: &Address,
     disk: &Arc<Disk>,
     events: &mpsc::Receiver<Event>,
+    sender: &mpsc::Sender<Event>,
     ready: &mut Ready<'_>,
 ) -> Result<(), CliError> {
     let properties = udev::properties(url, disk);
@@ -132,9 +133,14 @@ pub(super) fn serve(
             Some(&**before)
         }
     };
+    let sender = sender.clone();
+    let ended = move || {
+        // At shutdown the receiver may be gone.
+        let _ = sender.send(Event::Ended);
+    };
     let device = match &choice {
-        DeviceChoice::New { number, .. } => UblkDevice::add(disk.clone(), *number),
-        DeviceChoice::Lost { number, .. } => UblkDevice::recover(disk.clone(), *number),
+        DeviceChoice::New { number, .. } => UblkDevice::add(disk.clone(), *number, ended),
+        DeviceChoice::Lost { number, .. } => UblkDevice::recover(disk.clone(), *number, ended),
     };
     let mut device = device.map_err(cannot_start)?;
     let path = ublk::path(device.id());
@@ -153,13 +159,19 @@ pub(super) fn serve(
     }
     ready.announce(registration.attachment())?;
     udev::announce(device.id());
-    // Only a signal ends it.
-    let _ = events.recv();
-    wait_for_users(&path, events);
-    let failed = |e| CliError::io(format!("cannot take {} away", path.display()), e);
-    device.stop().map_err(failed)?;
+    let event = events.recv();
+    if event == Ok(Event::Signal) {
+        wait_for_users(&path, events);
+    }
+    let failed = |e| match event {
+        Ok(Event::Ended) => CliError::io(format!("{} could not be served", path.display()), e),
+        _ => CliError::io(format!("cannot take {} away", path.display()), e),
+    };
+    let stopped = device.stop().map_err(failed);
     drop(registration);
-    task::block_on(disk.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
+    // What was written is flushed in any case.
+    let flushed = task::block_on(disk.flush());
+    stopped.and(flushed.map_err(|e| CliError::block("cannot flush the disk", e)))
 }
 
 /// Waits until the device is not in use, or for another signal: what a mounted file system has not

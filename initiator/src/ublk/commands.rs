@@ -20,11 +20,12 @@ pub(super) trait Commands: Send {
     /// Adds a command for a tag, of which none is outstanding.
     fn push(&mut self, op: IoOp, tag: u16, result: i32);
 
-    /// Gives the driver what was added.
+    /// Gives the driver what was added. Returns false if the kernel cannot take all of it now: the
+    /// next call gives it the rest.
     ///
     /// # Errors
     /// Those of the system call. The driver does not get any further command then.
-    fn submit(&mut self) -> io::Result<()>;
+    fn submit(&mut self) -> io::Result<bool>;
 
     /// The end of a command: its tag, and 0 for a request or a negative error number.
     fn pop(&mut self) -> Option<(u16, i32)>;
@@ -72,15 +73,19 @@ impl Commands for Ring {
         pushed.expect("a ring has an entry for every tag");
     }
 
-    fn submit(&mut self) -> io::Result<()> {
+    fn submit(&mut self) -> io::Result<bool> {
         while !self.ring.submission().is_empty() {
-            match self.ring.submit() {
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+            if let Err(error) = self.ring.submit() {
+                match error.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    // It has no memory for a request, which is when block devices are written to,
+                    // or wants ends to be taken first.
+                    Some(libc::EAGAIN | libc::EBUSY) => return Ok(false),
+                    _ => return Err(error),
+                }
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn pop(&mut self) -> Option<(u16, i32)> {

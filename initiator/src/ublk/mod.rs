@@ -65,13 +65,19 @@ pub struct UblkDevice {
 
 impl UblkDevice {
     /// Adds a device for a disk, with the number given or one that is free. `/dev/ublkbN` appears
-    /// with [`Self::start`].
+    /// with [`Self::start`]. `on_end` is called once, when the device is served no longer, because
+    /// it was stopped or because of an error that [`Self::stop`] returns: on the thread that serves
+    /// it, which it must not hold up.
     ///
     /// # Errors
     /// `Unsupported`: the disk has blocks larger than a page. `NotFound`: the driver is not loaded.
     /// `AlreadyExists`: the number is taken. `PermissionDenied`. Any error of the driver for such a
     /// disk.
-    pub fn add<D: BlockDevice>(disk: Arc<D>, number: Option<u32>) -> io::Result<Self> {
+    pub fn add<D: BlockDevice>(
+        disk: Arc<D>,
+        number: Option<u32>,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Self> {
         sys::check(disk.geometry())?;
         let mut control = Control::open()?;
         let largest = disk.geometry().max_transfer;
@@ -80,7 +86,7 @@ impl UblkDevice {
         let params = sys::Params::of(disk.geometry(), info.max_io_buf_bytes.get());
         let queue = control
             .set_params(id, &params)
-            .and_then(|()| Queue::start(&channel(id)?, disk, info.queue_depth.get()));
+            .and_then(|()| Queue::start(&channel(id)?, disk, info.queue_depth.get(), on_end));
         match queue {
             Ok(queue) => Ok(Self {
                 control,
@@ -96,15 +102,19 @@ impl UblkDevice {
     }
 
     /// Takes over the device of a server that has died, whose disk must be the same. Requests that
-    /// wait go on with [`Self::start`].
+    /// wait go on with [`Self::start`]. `on_end` is that of [`Self::add`].
     ///
     /// # Errors
     /// The device is not lost (see [`is_lost`]); any error of the driver.
-    pub fn recover<D: BlockDevice>(disk: Arc<D>, id: u32) -> io::Result<Self> {
+    pub fn recover<D: BlockDevice>(
+        disk: Arc<D>,
+        id: u32,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Self> {
         let mut control = Control::open()?;
         control.start_recovery(id)?;
         let depth = control.info(id)?.queue_depth.get();
-        let queue = Some(Queue::start(&channel(id)?, disk, depth)?);
+        let queue = Some(Queue::start(&channel(id)?, disk, depth, on_end)?);
         Ok(Self {
             control,
             id,
@@ -135,7 +145,8 @@ impl UblkDevice {
     /// get errors from then on.
     ///
     /// # Errors
-    /// Any error of the driver.
+    /// Any error of the driver; that which has ended the service of the device, which is taken away
+    /// all the same.
     pub fn stop(mut self) -> io::Result<()> {
         self.take_away()
     }
@@ -145,8 +156,11 @@ impl UblkDevice {
             return Ok(());
         };
         self.control.stop(self.id)?;
-        queue.join()?;
-        self.control.delete(self.id)
+        // The driver has ended what a service left that failed. The device would be in no list, so
+        // it goes in any case.
+        let ended = queue.join();
+        self.control.delete(self.id)?;
+        ended
     }
 }
 

@@ -29,11 +29,12 @@ pub(super) struct Queue(Arc<Outcome>);
 
 impl Queue {
     /// Starts to fetch requests from the device's file: on the disk's thread, or on one of its own
-    /// where the disk has none.
+    /// where the disk has none. `on_end` is called on that thread when they are served no longer.
     pub(super) fn start<D: BlockDevice>(
         channel: &File,
         disk: Arc<D>,
         depth: u16,
+        on_end: impl FnOnce() + Send + 'static,
     ) -> io::Result<Self> {
         let outcome = Arc::new(Outcome::default());
         let host = disk.clone();
@@ -45,7 +46,7 @@ impl Queue {
             live: None,
             seen: 0,
             results: Vec::new(),
-            ending: Ending::new(outcome.clone(), || {}),
+            ending: Ending::new(outcome.clone(), on_end),
         });
         if let Err(mut server) = host.host(server) {
             let thread = thread::Builder::new().name("ublk".into());
@@ -55,6 +56,9 @@ impl Queue {
     }
 
     /// Waits for its end, which comes when the device is stopped.
+    ///
+    /// # Errors
+    /// It ended before.
     pub(super) fn join(self) -> io::Result<()> {
         self.0.wait()
     }
@@ -136,7 +140,8 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
         }
         // What was done within that call is committed with it.
         worked |= self.commit(&mut left);
-        self.commands.submit()?;
+        // What the kernel cannot take yet is given to it in the next turn.
+        worked |= !self.commands.submit()?;
         Ok(match (self.live, worked) {
             (Some(0), _) => Turn::Over,
             (_, true) => Turn::Worked,

@@ -21,6 +21,8 @@ struct List {
     pushed: Vec<(u32, u16, i32)>,
     submitted: mpsc::Sender<(u32, u16, i32)>,
     breaks: bool,
+    /// The next call takes nothing.
+    is_busy: bool,
     readable: OwnedFd,
 }
 
@@ -29,14 +31,17 @@ impl Commands for List {
         self.pushed.push((op as u32, tag, result));
     }
 
-    fn submit(&mut self) -> io::Result<()> {
+    fn submit(&mut self) -> io::Result<bool> {
         if self.breaks {
             return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        if std::mem::take(&mut self.is_busy) {
+            return Ok(false);
         }
         for command in self.pushed.drain(..) {
             self.submitted.send(command).unwrap();
         }
-        Ok(())
+        Ok(true)
     }
 
     fn pop(&mut self) -> Option<(u16, i32)> {
@@ -80,6 +85,7 @@ impl Bed {
                 pushed: Vec::new(),
                 submitted: pushed,
                 breaks: false,
+                is_busy: false,
                 readable: eventfd(0, EventfdFlags::CLOEXEC).unwrap(),
             },
             descs: Descs::map(&file, DEPTH).unwrap(),
@@ -242,6 +248,20 @@ fn it_is_over_when_the_driver_has_ended_all_commands() {
     } = bed;
     drop(server);
     outcome.wait().unwrap();
+}
+
+#[test]
+fn commands_that_the_kernel_has_no_memory_for_are_given_again() {
+    let mut bed = Bed::fetching();
+    bed.request(0, FLUSH, 0, 0);
+    bed.server.commands.is_busy = true;
+    assert_eq!(bed.server.turn(), Turn::Worked);
+    assert!(bed.commands().is_empty());
+    // A turn in which nothing else happens gives them.
+    bed.server.commands.is_busy = true;
+    assert_eq!(bed.server.turn(), Turn::Worked);
+    assert_eq!(bed.server.turn(), Turn::Waiting);
+    assert_eq!(bed.commands(), [commit(0, 0)]);
 }
 
 #[test]

@@ -197,8 +197,9 @@ impl Requester {
 
     fn send(&mut self, now: Instant) {
         while self.driver.send(now, &mut self.batch) == SendOutcome::Blocked {
-            self.driver.arm();
-            wait_readable(&[self.driver.fd()], Some(STALL));
+            if self.driver.arm() {
+                wait_readable(&[self.driver.fd()], Some(STALL));
+            }
         }
     }
 
@@ -226,8 +227,9 @@ impl Requester {
                     self.cookie = self.tally.cookie;
                     return Ok(());
                 }
-                self.driver.arm();
-                wait_readable(&[self.driver.fd()], Some(interval / 4));
+                if self.driver.arm() {
+                    wait_readable(&[self.driver.fd()], Some(interval / 4));
+                }
             }
         }
         Err(WireError::NoAnswer(self.sender.peer().ip()))

@@ -77,8 +77,7 @@ impl Responder {
             let now = Instant::now();
             if self.turn(now) {
                 last = now;
-            } else if now.saturating_duration_since(last) > IDLE {
-                self.driver.arm();
+            } else if now.saturating_duration_since(last) > IDLE && self.driver.arm() {
                 wait_readable(&[self.driver.fd()], Some(NAP));
             }
         }
@@ -138,8 +137,9 @@ impl Responder {
 
     fn send(&mut self, now: Instant) {
         while self.driver.send(now, &mut self.batch) == SendOutcome::Blocked {
-            self.driver.arm();
-            wait_readable(&[self.driver.fd()], Some(NAP));
+            if self.driver.arm() {
+                wait_readable(&[self.driver.fd()], Some(NAP));
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Curves of the scaling run: their axes and systems.
 
-use super::cliffs::Rule;
+use super::stats::Interval;
 use super::systems::{ISCSI, ISER, NBDKIT, SRP};
 
 /// Quantity on the horizontal axis.
@@ -33,7 +33,7 @@ pub(super) enum Rule {
 
 impl Rule {
     /// Whether a step breaks the rule in all of an interval, that is, by more than noise.
-    fn is_broken(self, ratio: Interval) -> bool {
+    pub(super) fn is_broken(self, ratio: Interval) -> bool {
         match self {
             Self::Keeps(share) => ratio.high < share,
             Self::Grows(multiple) => ratio.low > multiple,

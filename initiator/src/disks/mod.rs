@@ -4,7 +4,7 @@
 //! - [`ThreadDisk`]: such a disk, a [`BlockDevice`](crate::block::BlockDevice). It has a thread of
 //!   its own, which carries out and completes operations, runs workloads and serves clients.
 //! - [`nbd`]: connects to an export.
-//! - [`file`]: opens a file or block device.
+//! - [`file`](mod@file): opens a file or block device.
 //! - [`BUFFERS`]: memory for the buffers of a disk, if no other amount is asked for.
 //!
 //! # I/O model

@@ -5,7 +5,7 @@
 //! - [`dump`]: what callgrind writes.
 //! - [`accepted`]: the counts that were accepted, in `xtask/instructions.json`, and what has
 //!   grown.
-//! - [`counting`]: what counting a command adds to it.
+//! - [`counting`](mod@counting): what counting a command adds to it.
 //!
 //! Callgrind is driven here and not by gungraun, which runs a program from its start to its end,
 //! in the foreground and alone: here a daemon goes on while clients come and go, and only some of

@@ -65,6 +65,7 @@ impl Client {
 
     /// Serves a client of a disk on the engine's thread, until that is over.
     pub(crate) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
+        // An engine that its owner steps runs whenever the owner likes, which may be never.
         if !self.has_thread() {
             return Err(service);
         }

@@ -692,7 +692,7 @@ impl Datamover for Tcp {
         if ended.is_empty() {
             return ended;
         }
-        // Data that were asked for again, as they were or cut anew: nobody misses them any more.
+        // Data requested again, in the same PDUs or in others: acknowledged, so not needed any more.
         self.queue.retain(|item| match item {
             Item::Data(Outgoing { put, .. })
             | Item::Retransmission(Retransmission::Data { put, .. }) => !ended.contains(&put.task),

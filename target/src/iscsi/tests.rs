@@ -712,18 +712,9 @@ fn data_asked_for_again_are_not_sent_once_their_answer_is_acknowledged() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     let first = rig.read(1, 0, 5);
     let sn = first.last().unwrap().1.stat_sn.0;
-    let rdata = FromInitiator::Snack(Snack {
-        kind: SnackKind::RData,
-        lun: [0; 8],
-        itt: Itt(1),
-        ttt: Ttt(77),
-        exp_stat_sn: StatSn(0),
-        begin: 0,
-        run: 0,
-    });
     // Both come before anything is sent.
     rig.stalled = true;
-    rig.send(&rdata, &[]);
+    rig.send(&rdata(1, 77, 0), &[]);
     rig.send(&acknowledgment(sn + 1), &[]);
     rig.stalled = false;
     let sent = rig.with(|_, _| {});

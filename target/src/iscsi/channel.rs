@@ -439,17 +439,26 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in
-    /// bytes. Of these a command has no more than FirstBurstLength, in a list that may have doubled.
+    /// bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
-        let Some(session) = self.session.as_ref().filter(|_| self.takes_commands()) else {
+        match self.takes_commands() && self.session.is_some() {
+            true => self.config.memory() + self.staged_memory(),
+            false => 0,
+        }
+    }
+
+    /// Returns the memory of unsolicited data that have no buffer yet, in bytes. A command has no
+    /// more than FirstBurstLength of these, in a list that may have doubled.
+    #[must_use]
+    pub fn staged_memory(&self) -> usize {
+        let Some(session) = &self.session else {
             return 0;
         };
         let most = session.params.first_burst as usize * 2;
         let own = self.tasks.iter().map(|(_, task)| &task.incoming.staged);
         let lists = own.chain([&self.staging]);
-        let staged = lists.map(|list| list.capacity().min(most));
-        self.config.memory() + staged.sum::<usize>()
+        lists.map(|list| list.capacity().min(most)).sum()
     }
 
     /// Returns the phase of the connection.

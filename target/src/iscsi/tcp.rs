@@ -689,6 +689,12 @@ impl Datamover for Tcp {
 
     fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
         let mut ended = self.recovery.acknowledge(exp);
+        if exp.is_none() {
+            // From here on a task ends with the batch that its answer is in, and data requested
+            // again may be behind that.
+            self.queue
+                .retain(|item| !matches!(item, Item::Retransmission(Retransmission::Data { .. })));
+        }
         if ended.is_empty() {
             return ended;
         }

@@ -724,6 +724,32 @@ fn data_asked_for_again_are_not_sent_once_their_answer_is_acknowledged() {
     rig.end();
 }
 
+/// The initiator asks for data once more before they are sent, and leaves: then their command ends
+/// with its answer.
+#[test]
+fn data_asked_for_again_are_not_sent_behind_the_answer_to_an_initiator_that_leaves() {
+    let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=512\0ErrorRecoveryLevel=1\0");
+    // Before anything is sent. The data, and some of them once more, fill a batch.
+    rig.stalled = true;
+    rig.read(1, 0, 40);
+    rig.send(&snack(SnackKind::DataOrR2t, 1, 0, 0), &[]);
+    let logout = LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt: Itt(9),
+        cid: Cid(0),
+        cmd_sn: CmdSn(0),
+        exp_stat_sn: StatSn(0),
+    };
+    rig.send(&FromInitiator::LogoutRequest(logout), &[]);
+    rig.stalled = false;
+    let sent = rig.with(TcpChannel::handle_others_gone);
+    let is_data = |(pdu, ..): &&Received| matches!(pdu, FromTarget::DataIn(_));
+    assert_eq!(sent.iter().filter(is_data).count(), 40);
+    assert!(rig.disconnected);
+    rig.end();
+}
+
 /// Sends data with a wrong digest.
 fn spoilt(
     rig: &mut Rig,

@@ -50,8 +50,9 @@ fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession>
             (memory, channel.session_info()?)
         }
         Fabric::Iser(own) => {
-            let memory = own.channel.params().memory().total();
-            (memory, own.channel.channel().session_info()?)
+            let channel = own.channel.channel();
+            let memory = own.channel.params().memory().total() + channel.staged_memory();
+            (memory, channel.session_info()?)
         }
     };
     Some(IscsiSession {

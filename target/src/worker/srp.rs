@@ -311,8 +311,8 @@ impl Worker {
         params: &ChannelParams,
     ) -> Result<Parts, SetupError> {
         let memory = params.memory();
-        // In full before the answer: no request of the initiator can make the channel's memory
-        // grow beyond `ChannelParams::memory`.
+        // The rings have their whole length before the answer, and pages as messages come: no peer
+        // can make the channel's memory grow beyond `ChannelParams::memory`.
         let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
         let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let dev = &mut self.devices[device];

@@ -129,8 +129,8 @@ impl Worker {
             ..IserParams::new(self.catalog.commands)
         };
         let memory = params.memory();
-        // The rings are made in full before the answer: what the peer sends later cannot make them
-        // grow, and a lack of memory is a refusal rather than a connection that breaks.
+        // The rings have their whole length before the answer, and pages as messages come: no peer
+        // can make them grow beyond that.
         let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
         let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let queues = Queues {

@@ -39,7 +39,7 @@ fn the_defaults_of_the_schema_are_those_of_the_reader() {
     for (section, definition, most) in [
         ("workers", "Workers", 2),
         ("limits", "Limits", 10),
-        ("transport", "Transport", 3),
+        ("transport", "Transport", 4),
         ("log", "Log", 3),
         ("metrics", "Metrics", 1),
     ] {

@@ -29,28 +29,43 @@ fn of_file(path: &Path) -> String {
     })
 }
 
-/// Name of a block device by its world-wide identifier, which has the form of [`Disk::unit`]: which
-/// node it has may be different after each start of the host. A partition is known by its first
-/// sector as well. `None` of a device without an identifier, such as one of a guest.
+/// Name of a block device by its identifier: which node it has may be different after each start of
+/// the host. A partition is known by its first sector as well. `None` of a device without an
+/// identifier, such as one of a guest.
 fn of_device(sys: &Path, rdev: u64) -> Option<String> {
     let (major, minor) = (rustix::fs::major(rdev), rustix::fs::minor(rdev));
     let device = sys.join(format!("{major}:{minor}"));
-    let text = |path: &Path| {
-        let text = fs::read_to_string(path).ok()?;
-        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
-    };
-    let wwid = |disk: &Path| text(&disk.join("wwid")).or_else(|| text(&disk.join("device/wwid")));
     match device.join("partition").exists() {
         // The kernel's directory of a partition is in that of its disk.
         true => {
-            let disk = wwid(&device.join(".."))?;
-            Some(format!(
-                "{disk} from sector {}",
-                text(&device.join("start"))?
-            ))
+            let disk = identifier(&device.join(".."))?;
+            let start = attribute(&device.join("start"))?;
+            Some(format!("{disk} from sector {start}"))
         }
-        false => wwid(&device),
+        false => identifier(&device),
     }
+}
+
+/// Identifier of a disk by the kernel's directory of it. A world-wide one has the form of
+/// [`Disk::unit`]; mapped devices, arrays and disks of virtio have others.
+fn identifier(disk: &Path) -> Option<String> {
+    let names = ["wwid", "device/wwid", "dm/uuid", "md/uuid", "serial"];
+    let mut ids = names.iter().filter_map(|name| attribute(&disk.join(name)));
+    // An array without an identifier has zeroes for one.
+    let id = ids.find(|id| id.chars().any(|c| !matches!(c, '0' | '-')));
+    id.or_else(|| {
+        let file = attribute(&disk.join("loop/backing_file"))?;
+        match attribute(&disk.join("loop/offset")).filter(|offset| offset != "0") {
+            Some(offset) => Some(format!("loop of {file} from byte {offset}")),
+            None => Some(format!("loop of {file}")),
+        }
+    })
+}
+
+/// Text of one of the kernel's files, if it has any.
+fn attribute(path: &Path) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
 #[cfg(test)]
@@ -66,9 +81,11 @@ mod tests {
         fs::create_dir_all(&sys).unwrap();
         let make = |number: &str, dir: &str, files: &[(&str, &str)]| {
             let dir = root.join(dir);
-            fs::create_dir_all(dir.join("device")).unwrap();
+            fs::create_dir_all(&dir).unwrap();
             for (name, content) in files {
-                fs::write(dir.join(name), content).unwrap();
+                let file = dir.join(name);
+                fs::create_dir_all(file.parent().unwrap()).unwrap();
+                fs::write(file, content).unwrap();
             }
             symlink(&dir, sys.join(number)).unwrap();
         };
@@ -78,13 +95,26 @@ mod tests {
         make("259:0", "nvme0n1", &[("wwid", "eui.0025385b11b2c3d4\n")]);
         make("253:0", "vda", &[("device/wwid", "\n")]);
         make("253:1", "vda/vda1", &partition);
+        make("253:16", "vdb", &[("serial", "data-1\n")]);
+        make("254:0", "dm-0", &[("dm/uuid", "LVM-abc\n")]);
+        make("9:0", "md0", &[("md/uuid", "5f0c-01\n")]);
+        make("9:1", "md1", &[("md/uuid", "0000-00\n")]);
+        make("7:0", "loop0", &[("loop/backing_file", "/img\n")]);
+        let part = [("loop/backing_file", "/img\n"), ("loop/offset", "512\n")];
+        make("7:1", "loop1", &part);
         let name = |major, minor| of_device(&sys, rustix::fs::makedev(major, minor));
         assert_eq!(name(8, 0).unwrap(), "naa.5000c500a1b2c3d4");
         assert_eq!(name(8, 1).unwrap(), "naa.5000c500a1b2c3d4 from sector 2048");
         assert_eq!(name(259, 0).unwrap(), "eui.0025385b11b2c3d4");
         assert_eq!(name(253, 0), None);
         assert_eq!(name(253, 1), None);
-        assert_eq!(name(7, 0), None);
+        assert_eq!(name(253, 16).unwrap(), "data-1");
+        assert_eq!(name(254, 0).unwrap(), "LVM-abc");
+        assert_eq!(name(9, 0).unwrap(), "5f0c-01");
+        assert_eq!(name(9, 1), None);
+        assert_eq!(name(7, 0).unwrap(), "loop of /img");
+        assert_eq!(name(7, 1).unwrap(), "loop of /img from byte 512");
+        assert_eq!(name(7, 2), None);
         fs::remove_dir_all(root).unwrap();
     }
 

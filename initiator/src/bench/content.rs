@@ -107,16 +107,24 @@ impl Filler {
         let fail = |what| Err(self.mismatch(offset, offset, what));
         let is_known = expected.oldest == expected.newest;
         let (magic, len) = (half(block, 0), half(block, 4));
+        let seed = word(block, 16);
+        let is_foreign = seed != self.seed && !expected.any_seed;
+        let foreign = Difference::Seed {
+            found: seed,
+            expected: self.seed,
+        };
         if magic != MAGIC || len as usize != block.len() {
             // A header that is damaged itself is named by its byte, where it is known what it was.
             let corrupt = is_known.then(|| self.corrupt(kind, offset, expected.newest, block));
             return match corrupt.flatten() {
                 Some(byte) => Err(byte),
-                None if magic == MAGIC => fail(Difference::Length { found: len }),
-                None => fail(Difference::NoHeader),
+                None if magic != MAGIC => fail(Difference::NoHeader),
+                // A write of this run is missing there, whatever length the one before it had.
+                None if is_foreign => fail(foreign),
+                None => fail(Difference::Length { found: len }),
             };
         }
-        let (seed, place) = (word(block, 16), word(block, 24));
+        let place = word(block, 24);
         let generation = half(block, 32);
         if word(block, 8) != checksum(kind, &block[UNCOVERED..]) {
             let damaged = match is_known {
@@ -132,9 +140,8 @@ impl Filler {
         if place != offset {
             return fail(Difference::Offset { found: place });
         }
-        if seed != self.seed && !expected.any_seed {
-            let (found, expected) = (seed, self.seed);
-            return fail(Difference::Seed { found, expected });
+        if is_foreign {
+            return fail(foreign);
         }
         if !(expected.oldest..=expected.newest).contains(&generation) {
             return fail(Difference::Generation {
@@ -354,6 +361,19 @@ mod tests {
             let what = error.unwrap_err().what;
             assert_eq!(what, Difference::Length { found: 65536 });
         }
+        // Where this run has written, it is that write that is missing.
+        let other = Filler::new(Content::default(), 1);
+        let large = other.verified(Checksum::Crc32c, 8192, 5, 65536);
+        let check = |expected| {
+            let checked = filler.check(Checksum::Crc32c, 8192, expected, &large[..4096]);
+            checked.unwrap_err().what
+        };
+        let seed = Difference::Seed {
+            found: 1,
+            expected: 99,
+        };
+        assert_eq!(check(Expected::between(5, 5)), seed);
+        assert_eq!(check(Expected::ANY), Difference::Length { found: 65536 });
     }
 
     #[test]

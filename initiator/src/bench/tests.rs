@@ -1,5 +1,6 @@
 //! Whole runs on a disk in memory.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -325,22 +326,23 @@ fn an_open_loop_reports_what_came_late_and_what_did_not_start() {
 }
 
 #[test]
-fn an_open_loop_does_all_its_operations_after_a_ramp() {
-    let ramped = Job {
-        access: Access::Read,
-        iodepth: 1,
-        numjobs: 1,
-        total: None,
-        number_ios: Some(500),
-        io_size: Some(Amount::Bytes(u64::MAX)),
-        ramp_time: Duration::from_millis(20),
-        // The ramp leaves many that are late.
-        rates: [Some(Rate::Iops(100_000_000)), None, None],
-        verify: None,
-        ..job()
-    };
-    let outcome = run_on(&device(), ramped).unwrap();
-    assert_eq!(outcome.of(OpKind::Read).ios(), 500);
+fn a_job_does_all_its_operations_after_a_ramp_and_no_more() {
+    // With the rate, the ramp leaves many that are late.
+    for rate in [None, Some(Rate::Iops(100_000_000))] {
+        let ramped = Job {
+            access: Access::Read,
+            numjobs: 1,
+            total: None,
+            number_ios: Some(500),
+            io_size: Some(Amount::Bytes(u64::MAX)),
+            ramp_time: Duration::from_millis(20),
+            rates: [rate, None, None],
+            verify: None,
+            ..job()
+        };
+        let outcome = run_on(&device(), ramped).unwrap();
+        assert_eq!(outcome.of(OpKind::Read).ios(), 500, "{rate:?}");
+    }
 }
 
 #[test]
@@ -410,6 +412,46 @@ fn a_second_run_with_the_same_seed_writes_other_blocks() {
     // A write of the second run that is lost leaves a block that is wrong there.
     let mut blocks = first.chunks(4096).zip(second.chunks(4096));
     assert!(blocks.all(|(first, second)| first[8..40] != second[8..40]));
+}
+
+#[test]
+fn each_run_writes_content_of_its_own() {
+    for refill in [false, true] {
+        let job = Job {
+            access: Access::Write,
+            pattern: Pattern::Sequential,
+            total: Some(SIZE),
+            content: Content {
+                refill,
+                ..Content::default()
+            },
+            verify: None,
+            ..job()
+        };
+        let written = |run_number| {
+            let device = device();
+            let task = Task {
+                job: job.clone(),
+                address: "mem".into(),
+                rdma_device: None,
+                identity: "mem".into(),
+                devices: vec![device.clone()],
+            };
+            let options = RunOptions {
+                run: run_number,
+                ..RunOptions::default()
+            };
+            run(&[task], options, |_| {}).unwrap();
+            content(&device)
+        };
+        let (first, second) = (written(0), written(1));
+        let known: HashSet<_> = first.chunks(4096).collect();
+        let mut blocks = second.chunks(4096);
+        assert!(
+            blocks.all(|block| !known.contains(block)),
+            "refill: {refill}"
+        );
+    }
 }
 
 #[test]

@@ -191,7 +191,6 @@ pub(super) fn workers(
         end_fsync: job.end_fsync && job.is_destructive(),
         trim_write: job.access == Access::TrimWrite,
         flushes_count: job.access == Access::Flush,
-        is_by_completion: job.time_based && job.number_ios.is_none() && !job.is_open_loop(),
         clock: context.clock,
         stop: context.stop.clone(),
     });

@@ -35,9 +35,6 @@ pub(super) struct Shared {
     pub(super) trim_write: bool,
     /// Flushes are the operations of the job, and do not follow from its writes.
     pub(super) flushes_count: bool,
-    /// The time ends the run and no amount does, in a closed loop: all counts that completes
-    /// within it. What is in flight at its begin makes up for what is at its end.
-    pub(super) is_by_completion: bool,
     pub(super) clock: Clock,
     /// An error of any worker of the group ends all.
     pub(super) stop: Arc<AtomicBool>,
@@ -59,12 +56,26 @@ pub(super) struct Left {
     pub(super) bytes: u64,
 }
 
+impl Left {
+    fn is_nothing(self) -> bool {
+        self.ios == 0 || self.bytes == 0
+    }
+
+    /// Takes an operation.
+    fn take(&mut self, bytes: u64) {
+        self.ios = self.ios.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
 /// Place of an operation.
 struct Slot {
     buffer: Option<Buffer>,
     op: Op,
     due: Instant,
     started: Instant,
+    /// It is a part of what is left.
+    counts: bool,
     /// Oldest generation of each block that a read may find.
     oldest: Vec<Option<u32>>,
     is_filled: bool,
@@ -125,6 +136,7 @@ impl Worker {
             op: Op::FLUSH,
             due: begun,
             started: begun,
+            counts: false,
             oldest: Vec::with_capacity(blocks),
             is_filled: false,
         };
@@ -217,7 +229,7 @@ impl Worker {
 
     /// Takes an operation from the source, when its time has come.
     fn draw(&mut self, now: Instant) -> Option<Next> {
-        if self.left.ios == 0 || self.left.bytes == 0 {
+        if self.left.is_nothing() {
             // A trim that is in flight has its write still to come.
             self.is_over = !self.shared.trim_write || self.outstanding() == 0;
             return None;
@@ -307,11 +319,11 @@ impl Worker {
         } else {
             slot.started
         };
-        // Operations of the ramp do not count, so they take nothing of what is left.
+        // Those of the ramp take nothing of what is left, unless they turn out to straddle its end.
         if counts && slot.started >= self.shared.clock.measured_from {
-            self.left.ios = self.left.ios.saturating_sub(1);
-            self.left.bytes = self.left.bytes.saturating_sub(op.len());
+            self.left.take(op.len());
         }
+        slot.counts = counts;
         slot.op = op;
         queue.push(tag, operation);
     }
@@ -378,30 +390,44 @@ impl Worker {
     }
 
     fn record(&mut self, tag: u32, now: Instant) {
-        let slot = &self.slots[tag as usize];
-        let clock = &self.shared.clock;
+        let Clock {
+            measured_from,
+            ends,
+            ..
+        } = self.shared.clock;
         // Without those that end late, an open loop would hide the longest times.
-        let is_late = clock.ends.is_some_and(|end| now > end) && self.arrivals.is_none();
-        // An amount is exact only if what straddles the end of the ramp is no part of it.
-        let counted_from = match self.shared.is_by_completion {
-            true => now,
-            false => slot.started,
-        };
-        if counted_from < clock.measured_from || is_late {
+        let is_late = ends.is_some_and(|end| now > end) && self.arrivals.is_none();
+        let is_of_ramp = self.slots[tag as usize].started < measured_from;
+        if is_late || is_of_ramp && !self.straddles(tag, now) {
             return;
         }
+        let slot = &self.slots[tag as usize];
         let done = Completed {
             kind: slot.op.kind,
             bytes: slot.op.len(),
             service: now.saturating_duration_since(slot.started),
             response: now.saturating_duration_since(slot.due),
-            at: now.saturating_duration_since(clock.measured_from),
+            at: now.saturating_duration_since(measured_from),
         };
         if let Some((index, figures)) = self.recorder.record(&done)
             && let Some(figures) = self.reporter.figures(index, figures)
         {
             self.recorder.put_back(figures);
         }
+    }
+
+    /// Returns whether an operation that was started in the ramp counts, because it completes after
+    /// it, and takes its part of what is left. In a closed loop, what is in flight at the end of the
+    /// ramp makes up for what is at the end of the time. In an open loop, what is late counts there.
+    fn straddles(&mut self, tag: u32, now: Instant) -> bool {
+        let counts = self.arrivals.is_none()
+            && now >= self.shared.clock.measured_from
+            && !self.left.is_nothing();
+        let slot = &self.slots[tag as usize];
+        if counts && slot.counts {
+            self.left.take(slot.op.len());
+        }
+        counts
     }
 
     /// Operations whose planned time came before the end, and that have not started.
@@ -509,13 +535,14 @@ mod tests {
     use fastrand::Rng;
 
     use super::super::content::Filler;
-    use super::super::job::{Checksum, Content, Job};
+    use super::super::job::{Checksum, Content, Job, Rate};
     use super::super::plan::Plan;
     use super::super::reports::{Report, channel};
     use super::*;
 
-    /// Reports of a worker whose only read straddles the end of the ramp.
-    fn straddling_reads(is_by_completion: bool) -> u64 {
+    /// Number of reads that a worker counts whose first one straddles the end of the ramp, and
+    /// number of those that it starts then.
+    fn straddling_reads(job: &Job, ios: u64) -> (u64, usize) {
         let (reporter, reports) = channel(usize::MAX);
         let begun = Instant::now();
         let shared = Shared {
@@ -532,7 +559,6 @@ mod tests {
             end_fsync: false,
             trim_write: false,
             flushes_count: false,
-            is_by_completion,
             clock: Clock {
                 begun,
                 measured_from: begun + Duration::from_millis(5),
@@ -541,14 +567,14 @@ mod tests {
             stop: Arc::default(),
         };
         let parts = Parts {
-            source: Source::Plan(Plan::new(&Job::default(), &(0..8192), Rng::with_seed(1))),
-            arrivals: None,
+            source: Source::Plan(Plan::new(job, &(0..8192), Rng::with_seed(1))),
+            arrivals: Arrivals::new(job, 0.0, Rng::with_seed(1)),
             buffers: vec![Some(Buffer::anonymous(4096).unwrap())],
             left: Left {
-                ios: u64::MAX,
+                ios,
                 bytes: u64::MAX,
             },
-            recorder: Recorder::new(Duration::from_secs(7200), false),
+            recorder: Recorder::new(Duration::from_secs(7200), job.is_open_loop()),
             max_block: 4096,
             salt: 0,
             reporter,
@@ -562,18 +588,26 @@ mod tests {
         };
         thread::sleep(Duration::from_millis(10));
         worker.complete(tag, Ok(Some(buffer)), &mut queue);
+        let started = queue.drain().count();
         drop(worker);
         let reports = std::iter::from_fn(|| reports.receive(Duration::ZERO).ok());
         let reads = reports.map(|(_, report)| match report {
             Report::Figures(_, figures) => figures[OpKind::Read as usize].ios(),
             Report::Ended(_) => 0,
         });
-        reads.sum()
+        (reads.sum(), started)
     }
 
     #[test]
-    fn what_is_in_flight_at_the_end_of_the_ramp_counts_where_time_ends_the_run() {
-        assert_eq!(straddling_reads(true), 1);
-        assert_eq!(straddling_reads(false), 0);
+    fn what_is_in_flight_at_the_end_of_a_ramp_counts_and_is_a_part_of_the_amount() {
+        let closed = Job::default();
+        assert_eq!(straddling_reads(&closed, u64::MAX), (1, 1));
+        assert_eq!(straddling_reads(&closed, 1), (1, 0));
+        let open = Job {
+            rates: [Some(Rate::Iops(1000)), None, None],
+            ..Job::default()
+        };
+        assert_eq!(straddling_reads(&open, u64::MAX), (0, 1));
+        assert_eq!(straddling_reads(&open, 1), (0, 1));
     }
 }

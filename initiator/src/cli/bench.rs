@@ -11,11 +11,12 @@ use super::address::Address;
 use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, WorkloadArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
+use super::guard::{self, FileId};
 use super::results::{FilesInUse, ResultFile, ResultFiles};
 use super::sweep::Sweep;
-use super::{compare, guard, identity, output, units, wire};
+use super::{compare, identity, output, units, wire};
 use crate::bench::fio::JobFile;
-use crate::bench::job::{Checksum, KbBase, Units};
+use crate::bench::job::{Amount, Checksum, Content, KbBase, Units};
 use crate::bench::outcome::Outcome;
 use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
 use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
@@ -34,6 +35,9 @@ const BUFFERS: u64 = 64 << 20;
 
 /// Most that a session may have.
 const MAX_BUFFERS: u64 = 16 << 30;
+
+/// Why a device that is written is opened once.
+const EXCLUSIVE: &str = "a block device that is written is opened exclusively";
 
 pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     match &args.verb {
@@ -174,6 +178,25 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     if matches!(args.target(), BenchTarget::Url(_)) {
         groups.push(vec![job(&args.workload, &sweeps).map_err(usage)?]);
     }
+    set_options(args, &mut groups).map_err(usage)?;
+    let mut all = Vec::new();
+    for _ in 0..args.rounds {
+        let mut round = groups.clone();
+        for sweep in &sweeps {
+            round = sweep.combine(&round, MAX_RUNS).map_err(usage)?;
+        }
+        all.extend(round);
+        if all.len() > MAX_RUNS {
+            return Err(usage(format!("these are more than {MAX_RUNS} runs")));
+        }
+    }
+    check_layouts(&all).map_err(usage)?;
+    Ok(all)
+}
+
+/// Sets the options of the command line that are for job files, too. What only checks a state file
+/// leaves out the jobs without one.
+fn set_options(args: &BenchArgs, groups: &mut Vec<Vec<Job>>) -> Result<(), String> {
     let mut verified = 0;
     for job in groups.iter_mut().flatten() {
         job.sessions = args.sessions.unwrap_or(job.sessions);
@@ -187,21 +210,52 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
         }
     }
     if args.state.is_some() && verified != 1 {
-        let what = format!("--state is for one job with verify, and the file has {verified}");
-        return Err(usage(what));
+        return Err(format!(
+            "--state is for one job with verify, and the file has {verified}"
+        ));
     }
-    let mut all = Vec::new();
-    for _ in 0..args.rounds {
-        let mut round = groups.clone();
-        for sweep in &sweeps {
-            round = sweep.combine(&round, MAX_RUNS).map_err(usage)?;
+    if args.verify_only {
+        for group in &mut *groups {
+            group.retain(|job| job.state.is_some());
         }
-        all.extend(round);
-        if all.len() > MAX_RUNS {
-            return Err(usage(format!("these are more than {MAX_RUNS} runs")));
+        groups.retain(|group| !group.is_empty());
+    }
+    Ok(())
+}
+
+/// Fails where a state file has runs that cannot all use it: the later ones would fail when the
+/// earlier ones have taken their time.
+fn check_layouts(groups: &[Vec<Job>]) -> Result<(), String> {
+    let layout = |job: &Job| {
+        let is_apart = job.offset_increment != Amount::Bytes(0);
+        let regions = if is_apart { job.numjobs } else { 1 };
+        let place = (job.offset, job.size, job.offset_increment, regions);
+        // Whether each write gets new content makes no difference to verified blocks.
+        let content = Content {
+            refill: false,
+            ..job.content.clone()
+        };
+        (job.min_block(), place, job.verify, content)
+    };
+    let mut known: Vec<(&Path, _)> = Vec::new();
+    for job in groups.iter().flatten() {
+        let Some(path) = job.state.as_deref() else {
+            continue;
+        };
+        let layout = layout(job);
+        match known.iter().find(|(other, _)| *other == path) {
+            None => known.push((path, layout)),
+            Some((_, first)) if *first == layout => {}
+            Some(_) => {
+                return Err(format!(
+                    "the runs with the state file {} differ in block size, region, checksum or \
+                     content, and it is for one of each",
+                    path.display()
+                ));
+            }
         }
     }
-    Ok(all)
+    Ok(())
 }
 
 /// The job of the command line. A limit that is swept counts as given.
@@ -258,7 +312,7 @@ fn job(args: &WorkloadArgs, sweeps: &[Sweep]) -> Result<Job, String> {
     }
     // It goes on until all is moved, however long that takes, unless a time is given, too.
     if has_ios && !has_bytes {
-        job.io_size = Some(bench::job::Amount::Bytes(u64::MAX));
+        job.io_size = Some(Amount::Bytes(u64::MAX));
     }
     Ok(job)
 }
@@ -364,18 +418,21 @@ fn open_all(
             None => wanted.push((address, vec![job])),
         }
     }
+    let is_written = |jobs: &[&Job]| jobs.iter().any(|job| job.is_destructive());
+    let written = wanted.iter().filter(|(_, jobs)| is_written(jobs));
+    let devices = written.filter_map(|(address, _)| Some((address, device_id(address)?)));
+    check_apart(&devices.collect::<Vec<_>>())?;
     let mut disks = Vec::new();
     for (address, jobs) in wanted {
-        let sessions = jobs.iter().map(|job| job.sessions).max().unwrap_or(1);
-        let is_read_only = !jobs.iter().any(|job| job.is_destructive());
-        let mut link = args.link.clone();
-        link.buffers = Some(buffers(groups, &jobs));
         // Memory of this process would be another disk each time.
         let sessions = match address {
             Address::Memory { .. } => 1,
-            _ => sessions,
+            _ => jobs.iter().map(|job| job.sessions).max().unwrap_or(1),
         };
-        if !is_read_only && is_device(&address) {
+        let is_read_only = !is_written(&jobs);
+        let mut link = args.link.clone();
+        link.buffers = Some(buffers(groups, &jobs, sessions));
+        if !is_read_only && device_id(&address).is_some() {
             check_exclusive(&address, sessions)?;
         }
         for number in 0..sessions {
@@ -389,11 +446,28 @@ fn open_all(
     Ok(disks)
 }
 
-fn is_device(address: &Address) -> bool {
+/// The block device at an address, if it is one.
+fn device_id(address: &Address) -> Option<FileId> {
     let Address::File { path, .. } = address else {
-        return false;
+        return None;
     };
-    fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
+    let meta = fs::metadata(path).ok()?;
+    let is_device = meta.file_type().is_block_device();
+    is_device.then(|| FileId::of(&meta))
+}
+
+/// Fails for several addresses of one device that is written, as each would refuse the next.
+fn check_apart(devices: &[(&Address, FileId)]) -> Result<(), CliError> {
+    for (index, (one, id)) in devices.iter().enumerate() {
+        let mut before = devices[..index].iter();
+        if let Some((other, _)) = before.find(|(_, other)| other == id) {
+            let what = format!("{other} and {one} are the same device");
+            return Err(CliError::new(Exit::Usage, what).because(EXCLUSIVE).help(
+                "use the same path and the same `direct` in all jobs of a command that write it",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Fails for several sessions of a device that is opened exclusively, as each would refuse the
@@ -404,17 +478,18 @@ fn check_exclusive(address: &Address, sessions: u32) -> Result<(), CliError> {
     }
     let what = format!("{address} cannot have {sessions} sessions");
     Err(CliError::new(Exit::Usage, what)
-        .because("a block device that is written is opened exclusively")
+        .because(EXCLUSIVE)
         .help("leave out --sessions: all jobs then use one session"))
 }
 
-/// Bytes of buffers that a session needs for its jobs: those of a group run side by side.
-fn buffers(groups: &[Vec<Job>], jobs: &[&Job]) -> u64 {
+/// Bytes of buffers that each of the sessions of a disk needs for its jobs: those of a group run side
+/// by side.
+fn buffers(groups: &[Vec<Job>], jobs: &[&Job], sessions: u32) -> u64 {
     let of_group = |group: &Vec<Job>| {
         let mine = group
             .iter()
             .filter(|job| jobs.iter().any(|mine| std::ptr::eq(*mine, *job)));
-        let bytes = mine.map(|job| bench::buffer_bytes(job, job.sessions));
+        let bytes = mine.map(|job| bench::buffer_bytes(job, job.sessions.min(sessions)));
         bytes.fold(0, u64::saturating_add)
     };
     let need = groups.iter().map(of_group).max().unwrap_or(0);
@@ -484,7 +559,7 @@ mod tests {
 
     use super::super::args::{Args, Verb};
     use super::*;
-    use crate::bench::job::{Access, Amount, Pattern};
+    use crate::bench::job::{Access, Pattern};
 
     fn parsed(words: &[&str]) -> Result<Vec<Vec<Job>>, CliError> {
         let words = ["riser", "bench"].iter().chain(words);
@@ -613,7 +688,66 @@ mod tests {
         assert!(error.help.unwrap().contains("--sessions"));
         // A file may be opened any number of times, and memory is no device.
         for address in ["/proc/version", "/does/not/exist", "mem:1M"] {
-            assert!(!is_device(&address.parse().unwrap()), "{address}");
+            let id = device_id(&address.parse().unwrap());
+            assert_eq!(id, None, "{address}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_written_has_one_address() {
+        let addresses = ["/dev/sdx", "file:/dev/sdx?direct=on", "/dev/sdy"];
+        let [cached, direct, other]: [Address; 3] = addresses.map(|text| text.parse().unwrap());
+        let (x, y) = (FileId::Device(1), FileId::Device(2));
+        assert!(check_apart(&[(&cached, x), (&other, y)]).is_ok());
+        let error = check_apart(&[(&cached, x), (&other, y), (&direct, x)]).unwrap_err();
+        assert_eq!(error.exit, Exit::Usage);
+        assert!(error.what.contains("are the same device"), "{error}");
+        assert!(error.help.unwrap().contains("`direct`"));
+    }
+
+    #[test]
+    fn one_session_has_the_buffers_of_all_jobs() {
+        let words = "mem:256M --sessions=4 --jobs=4 --depth=128 --bs=512k";
+        let groups = parsed(&words.split(' ').collect::<Vec<_>>()).unwrap();
+        let jobs: Vec<_> = groups.iter().flatten().collect();
+        assert!(buffers(&groups, &jobs, 1) >= 256 << 20);
+        assert!(buffers(&groups, &jobs, 4) < 128 << 20);
+    }
+
+    #[test]
+    fn what_checks_a_state_file_leaves_out_the_other_jobs() {
+        let path = std::env::temp_dir().join(format!("riser-only-{}.fio", std::process::id()));
+        let name = path.to_str().unwrap();
+        let text = "[a]\nrw=randread\n[b]\nstonewall\nrw=randwrite\nverify=crc32c\n";
+        fs::write(&path, text).unwrap();
+        let words = [name, "mem:8M", "--state=f"];
+        assert_eq!(parsed(&words).unwrap().len(), 2);
+        let groups = parsed(&[&words[..], &["--verify-only"]].concat()).unwrap();
+        fs::remove_file(&path).unwrap();
+        let jobs: Vec<_> = groups.iter().flatten().collect();
+        assert_eq!((groups.len(), jobs.len()), (1, 1));
+        assert!(jobs[0].name == "b" && jobs[0].verify_only);
+    }
+
+    #[test]
+    fn runs_that_cannot_share_a_state_file_are_refused_before_the_first() {
+        let swept = |sweep| {
+            let words = ["mem:8M", "--rw=write", "--state=f", "--rounds=2"];
+            parsed(&[&words[..], &["--sweep", sweep]].concat())
+        };
+        for sweep in [
+            "bs=4k,8k",
+            "size=1M,2M",
+            "offset=1M,2M",
+            "verify=crc32c,crc64",
+            "buffer_compress_percentage=10,50",
+        ] {
+            let error = swept(sweep).unwrap_err();
+            assert_eq!(error.exit, Exit::Usage);
+            assert!(error.what.contains("state file f differ"), "{error}");
+        }
+        for sweep in ["iodepth=1,2", "numjobs=1,2", "refill_buffers=0,1"] {
+            assert_eq!(swept(sweep).unwrap().len(), 4, "{sweep}");
         }
     }
 

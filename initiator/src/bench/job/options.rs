@@ -303,19 +303,28 @@ fn block_sizes(sizes: &[BlockSizes; 3]) -> (&'static str, String) {
     }
 }
 
-fn rates(job: &Job) -> Option<(&'static str, String)> {
-    let name = match job.rates.iter().flatten().next()? {
-        Rate::Iops(_) => "rate_iops",
-        Rate::Bytes(_) => "rate",
-    };
-    let show = |rate: &Option<Rate>| match rate {
-        Some(Rate::Iops(n) | Rate::Bytes(n)) => n.to_string(),
-        None => String::new(),
-    };
+/// The rates for which `of` has a number, by direction.
+fn rates(job: &Job, of: fn(Rate) -> Option<u64>) -> Option<String> {
+    let text = |n: u64| n.to_string();
+    let show = |rate: &Option<Rate>| rate.and_then(of).map_or_else(String::new, text);
     let all: Vec<String> = job.rates.iter().map(show).collect();
     match all.iter().all(|one| *one == all[0]) {
-        true => Some((name, all[0].clone())),
-        false => Some((name, all.join(","))),
+        true => Some(all[0].clone()).filter(|one| !one.is_empty()),
+        false => Some(all.join(",")),
+    }
+}
+
+fn iops(rate: Rate) -> Option<u64> {
+    match rate {
+        Rate::Iops(n) => Some(n),
+        Rate::Bytes(_) => None,
+    }
+}
+
+fn bandwidth(rate: Rate) -> Option<u64> {
+    match rate {
+        Rate::Iops(_) => None,
+        Rate::Bytes(n) => Some(n),
     }
 }
 
@@ -349,7 +358,7 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
         Checksum::Crc64 => "crc64".to_owned(),
     };
     let poisson = job.is_open_loop() && job.rate_process == RateProcess::Poisson;
-    let rate = rates(job);
+    let has_rates = job.rates.iter().any(Option::is_some);
     // Without a limit, where operations are counted instead.
     let io_size = job.io_size.filter(|size| *size != Amount::Bytes(u64::MAX));
     let options = [
@@ -357,7 +366,7 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
         ("rw", Some(rw(job))),
         (
             "rwmixread",
-            (job.access == Access::Mixed && rate.is_none()).then(|| job.rwmixread.to_string()),
+            (job.access == Access::Mixed && !has_rates).then(|| job.rwmixread.to_string()),
         ),
         (name, Some(sizes)),
         ("iodepth", Some(job.iodepth.to_string())),
@@ -366,7 +375,8 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
             "sessions",
             (job.sessions > 1).then(|| job.sessions.to_string()),
         ),
-        rate.map_or(("rate", None), |(name, value)| (name, Some(value))),
+        ("rate_iops", rates(job, iops)),
+        ("rate", rates(job, bandwidth)),
         ("rate_process", poisson.then(|| "poisson".into())),
         ("random_distribution", zones(&job.distribution)),
         (
@@ -447,6 +457,7 @@ mod tests {
                 ("time_based", "1"),
                 ("fua", "1"),
             ],
+            &[("rw", "randrw"), ("rate_iops", "1000,"), ("rate", ",1m")],
             &[
                 ("random_distribution", "hotspot:20/80"),
                 ("buffer_compress_percentage", "40"),

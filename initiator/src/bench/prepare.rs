@@ -43,12 +43,16 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    /// Bytes that the workers move, if these are limited.
-    pub(super) fn bytes(&self) -> Option<u64> {
-        let bytes = self.clones.iter().map(|clone| clone.left.bytes);
-        bytes
-            .reduce(u64::saturating_add)
-            .filter(|bytes| *bytes < u64::MAX)
+    /// What the workers do together.
+    pub(super) fn left(&self) -> Left {
+        let sum = |of: fn(&Left) -> u64| {
+            let amounts = self.clones.iter().map(|clone| of(&clone.left));
+            amounts.fold(0, u64::saturating_add)
+        };
+        Left {
+            ios: sum(|left| left.ios),
+            bytes: sum(|left| left.bytes),
+        }
     }
 
     /// Place of the reads, if they are of what a ledger knows.

@@ -16,7 +16,7 @@ use super::source::ScanPlace;
 use super::stats::Collector;
 use super::task::{RunOptions, Task};
 use super::usage::Meter;
-use super::worker::{Clock, Worker};
+use super::worker::{Clock, Left, Worker};
 use super::{checks, holes, scan, setup};
 use crate::block::{self, BlockDevice};
 
@@ -29,7 +29,7 @@ const MAX_WAITING: usize = 256 << 20;
 /// Progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Progress {
-    /// Part of the time or of the bytes, from 0 to 1.
+    /// Part of the time, of the bytes or of the operations, from 0 to 1.
     pub done: f64,
     /// The ramp lasts; figures do not count yet.
     pub is_ramp: bool,
@@ -134,8 +134,10 @@ struct Running {
     is_open_loop: bool,
     /// A worker was still at work when the time was over.
     is_by_time: bool,
-    /// Bytes that its workers move, if these are limited.
-    bytes: Option<u64>,
+    /// What its workers do.
+    left: Left,
+    /// Kinds of operations that are a part of it.
+    kinds: &'static [OpKind],
     /// Place of its reads, if they are of what a state file records.
     scan: Option<ScanPlace>,
     /// Workers that are not over.
@@ -166,7 +168,8 @@ impl Running {
             },
             is_open_loop,
             is_by_time: false,
-            bytes: prepared.bytes(),
+            left: prepared.left(),
+            kinds: job.access.planned(),
             scan: prepared.scan_place(),
             workers: 0,
             collector: Collector::new(options.interval, is_open_loop, options.memory),
@@ -255,11 +258,10 @@ impl Running {
             let whole = end.saturating_duration_since(self.clock.measured_from);
             passed.as_secs_f64() / whole.as_secs_f64().max(1e-9)
         });
-        let of_bytes = self
-            .bytes
-            .map(|bytes| self.collector.bytes() as f64 / bytes.max(1) as f64);
+        let (ios, bytes) = self.collector.amount(self.kinds);
+        let of_amount = Some(self.left.part(ios, bytes));
         let of_scan = self.scan.as_ref().map(ScanPlace::done);
-        let parts = [of_time, of_bytes, of_scan].into_iter().flatten();
+        let parts = [of_time, of_amount, of_scan].into_iter().flatten();
         parts.fold(0.0, f64::max).min(1.0)
     }
 }

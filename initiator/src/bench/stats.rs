@@ -197,9 +197,12 @@ impl Collector {
         self.shift += 1;
     }
 
-    /// Bytes that were moved.
-    pub(super) fn bytes(&self) -> u64 {
-        self.total.iter().map(|measured| measured.bytes).sum()
+    /// Operations of some kinds, and bytes that these have moved.
+    pub(super) fn amount(&self, kinds: &[OpKind]) -> (u64, u64) {
+        let all = kinds.iter().map(|kind| &self.total[*kind as usize]);
+        all.fold((0, 0), |(ios, bytes), measured| {
+            (ios + measured.ios(), bytes + measured.bytes)
+        })
     }
 
     /// Figures of the last interval that was over at `now`, from the begin of the measurement, as
@@ -322,6 +325,14 @@ mod tests {
         let empty = Collector::new(SECOND, false, MEMORY);
         let (_, intervals) = empty.finish(Duration::from_secs(20_000));
         assert!(intervals.len() <= MAX_INTERVALS, "{}", intervals.len());
+    }
+
+    #[test]
+    fn operations_and_bytes_are_counted_by_kind() {
+        let collector = collected(3);
+        let both = [OpKind::Read, OpKind::Write];
+        assert_eq!(collector.amount(&both), (3, 3 * 4096));
+        assert_eq!(collector.amount(&[OpKind::Trim]), (0, 0));
     }
 
     #[test]

@@ -24,6 +24,9 @@ const RETRY: Duration = Duration::from_micros(50);
 /// Longest time without a look whether another worker has failed.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// Amounts from here on are never reached.
+const ENDLESS: u64 = 1 << 62;
+
 /// What the workers of a job have in common.
 pub(super) struct Shared {
     pub(super) verifier: Verifier,
@@ -57,6 +60,15 @@ pub(super) struct Left {
 }
 
 impl Left {
+    /// Part of it that some operations are, from 0 on. A limit that no run reaches is none.
+    pub(super) fn part(self, ios: u64, bytes: u64) -> f64 {
+        let part = |done: u64, of: u64| match of < ENDLESS {
+            true => done as f64 / of.max(1) as f64,
+            false => 0.0,
+        };
+        part(ios, self.ios).max(part(bytes, self.bytes))
+    }
+
     fn is_nothing(self) -> bool {
         self.ios == 0 || self.bytes == 0
     }
@@ -596,6 +608,15 @@ mod tests {
             Report::Ended(_) => 0,
         });
         (reads.sum(), started)
+    }
+
+    #[test]
+    fn a_limit_of_operations_shows_how_far_a_job_is() {
+        let left = |ios, bytes| Left { ios, bytes };
+        assert_eq!(left(100, u64::MAX - 4095).part(25, 25 * 4096), 0.25);
+        assert_eq!(left(u64::MAX, 8192).part(1, 4096), 0.5);
+        assert_eq!(left(4, 8192).part(1, 4096), 0.5);
+        assert_eq!(left(u64::MAX, u64::MAX).part(1, 4096), 0.0);
     }
 
     #[test]

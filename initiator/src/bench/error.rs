@@ -4,7 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
-use super::job::Job;
+use super::job::{COMMAND_LINE, Job};
 use crate::block::BlockError;
 
 /// Reason why there is no result.
@@ -42,10 +42,12 @@ pub enum BenchError {
 }
 
 impl BenchError {
-    /// The same with the name of the job that is not possible.
+    /// The same with the name of the job that is not possible, if it was given one.
     pub(super) fn of_job(self, job: &Job) -> Self {
         match self {
-            Self::Config(what) => Self::Config(format!("job `{}`: {what}", job.name)),
+            Self::Config(what) if job.name != COMMAND_LINE => {
+                Self::Config(format!("job `{}`: {what}", job.name))
+            }
             other => other,
         }
     }
@@ -164,5 +166,24 @@ impl fmt::Display for Mismatch {
                  {block}, generation {generation})"
             ),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_is_named_where_it_has_a_name() {
+        let error = |name: &str| {
+            let job = Job {
+                name: name.into(),
+                ..Job::default()
+            };
+            let error = BenchError::Config("it is wrong".into());
+            error.of_job(&job).to_string()
+        };
+        assert_eq!(error("a"), "job `a`: it is wrong");
+        assert_eq!(error(COMMAND_LINE), "it is wrong");
     }
 }

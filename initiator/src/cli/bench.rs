@@ -16,7 +16,7 @@ use super::results::{FilesInUse, ResultFile, ResultFiles};
 use super::sweep::Sweep;
 use super::{compare, identity, output, units, wire};
 use crate::bench::fio::JobFile;
-use crate::bench::job::{Amount, Checksum, Content, KbBase, Units};
+use crate::bench::job::{Amount, COMMAND_LINE, Checksum, Content, KbBase, Units};
 use crate::bench::outcome::Outcome;
 use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
 use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
@@ -267,7 +267,7 @@ fn job(args: &WorkloadArgs, sweeps: &[Sweep]) -> Result<Job, String> {
     let has_ios = args.number_ios.is_some() || is_swept(&["number_ios"]);
     let is_limited = has_bytes || has_ios;
     let mut job = Job {
-        name: "riser bench".into(),
+        name: COMMAND_LINE.into(),
         splits_region: true,
         total: args.total,
         ramp_time: args.warm_up.unwrap_or(WARM_UP),

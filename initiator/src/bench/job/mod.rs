@@ -209,6 +209,9 @@ pub enum Checksum {
     Crc64,
 }
 
+/// Name of the job of the command line in reports. Errors leave it out, as nobody has given it.
+pub const COMMAND_LINE: &str = "riser bench";
+
 /// A job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Job {

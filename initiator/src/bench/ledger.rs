@@ -213,7 +213,8 @@ impl Ledger {
     pub(super) fn resolve(&self, offset: u64, generation: Option<u32>) -> Result<(), BenchError> {
         let index = self.index(&(offset..offset)).start;
         self.settle(index..index + 1, |entry| Entry {
-            // The number of the write that did not arrive is not used again.
+            // Where the old content is there, the next write has the number of the one that did not
+            // arrive, and the same content. Where nothing is known, it has a new number.
             acknowledged: generation.unwrap_or(entry.newest() | UNKNOWN),
             in_flight: 0,
         })

@@ -227,7 +227,15 @@ impl StateFile {
             true if !self.may_create => {
                 Err(self.error("it ends early and records no write".into()))
             }
-            is_half_made => Ok(is_half_made),
+            // It may also have lost its blocks, and with them a record that somebody relies on.
+            true => {
+                let path = &self.path;
+                tracing::warn!(
+                    "state file {path} has no records: what an earlier run has written is not checked"
+                );
+                Ok(true)
+            }
+            false => Ok(false),
         }
     }
 

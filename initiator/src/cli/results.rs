@@ -11,7 +11,7 @@ use super::exit::{CliError, Exit};
 use super::guard::FileId;
 
 /// Files for results, opened before the run: what cannot be written is known before it takes its
-/// time. What they hold is replaced at the end of a run that succeeds.
+/// time. What they hold is replaced at the end, once a run has succeeded.
 pub(super) struct ResultFiles {
     pub(super) report: Option<ResultFile>,
     pub(super) csv: Option<ResultFile>,

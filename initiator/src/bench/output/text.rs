@@ -120,7 +120,7 @@ pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     }
     if outcome.unstable {
         notes.push(
-            "warning: the disk takes no flushes: fsync, end_fsync and fua had no effect".into(),
+            "warning: the disk lacks flushes or fua: fsync, end_fsync or fua had no effect".into(),
         );
     }
     if outcome.not_started > 0 {

@@ -28,8 +28,8 @@ pub struct RunOptions {
     pub interval: Duration,
     /// Process that serves the device, if its use of the processor is to be measured.
     pub server_pid: Option<u32>,
-    /// Number of the run among those of a command: with the same seed, each does other operations,
-    /// so that a later one does not find those of an earlier one in a cache.
+    /// Number of the run among those of a command: with the same seed, each does other operations
+    /// with other content, so that storage does not know them from an earlier one.
     pub run: u64,
     /// Most memory of the figures over time of a job, in bytes; beyond, intervals become longer.
     pub memory: usize,

@@ -142,11 +142,6 @@ where
         Ok(value)
     }
 
-    /// All objects, to change, in the order of their slots.
-    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.slots.iter_mut().filter_map(|s| s.value.as_mut())
-    }
-
     /// All objects with their ids, in the order of their slots.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (I, &T)> {
         self.slots.iter().enumerate().filter_map(|(i, s)| {

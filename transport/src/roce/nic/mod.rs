@@ -158,7 +158,8 @@ pub struct Nic {
     qpns: QpnAllocator,
     /// The user's queue pair 1, if there is one.
     gsi: Option<QpId>,
-    peers: HashMap<IpAddr, u32>,
+    /// Queue pairs that are connected with each address.
+    peers: HashMap<IpAddr, Vec<QpId>>,
     async_events: VecDeque<AsyncEvent>,
     cq_events: VecDeque<CqId>,
     /// Queue pairs that may have something to send.

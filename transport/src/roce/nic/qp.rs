@@ -214,9 +214,9 @@ impl Nic {
         if let Some(peer) = peer {
             // The old address is left before the new one is counted: they may be the same.
             self.leave_peer(id);
-            *self.peers.entry(peer.addr.ip()).or_default() += 1;
+            self.peers.entry(peer.addr.ip()).or_default().push(id);
             self.qps.get_mut(id)?.peer = Some(peer);
-            self.share_window(peer.addr.ip(), Some(id));
+            self.share_window(peer.addr.ip());
         }
         // While the peer is still known, since the last answers go to it.
         if matches!(to, QpState::Error | QpState::Reset) {
@@ -278,7 +278,7 @@ impl Nic {
         // A queue pair that stays with its peer does not count twice. The limit keeps one host
         // from taking all queue pairs of the device.
         let ip = self.reachable(&ah)?;
-        let has = self.peers.get(&ip).copied().unwrap_or(0);
+        let has = self.peers.get(&ip).map_or(0, Vec::len) as u32;
         let is_there = self.qps.get(id)?.peer.is_some_and(|p| p.addr.ip() == ip);
         if has >= self.config.limits.max_qps_per_peer && !is_there {
             self.counters.refused_qps += 1;
@@ -305,22 +305,23 @@ impl Nic {
             rc.set_max_inflight(self.config.max_inflight_bytes);
         }
         let ip = peer.addr.ip();
-        if let Some(n) = self.peers.get_mut(&ip) {
-            *n -= 1;
-            if *n == 0 {
+        if let Some(qps) = self.peers.get_mut(&ip) {
+            qps.retain(|&other| other != id);
+            if qps.is_empty() {
                 // Without queue pairs a peer has no packets to be verified, so what is remembered
                 // of it goes as well.
                 self.peers.remove(&ip);
                 self.forget_peer(ip);
             }
         }
-        self.share_window(ip, None);
+        self.share_window(ip);
     }
 
-    /// Divides what may be on the way to a peer among its queue pairs, whose number has changed, by
-    /// `added` or by one that has left.
-    fn share_window(&mut self, ip: IpAddr, added: Option<QpId>) {
-        let count = self.peers.get(&ip).copied().unwrap_or(0);
+    /// Divides what may be on the way to a peer among its queue pairs, whose number has changed by
+    /// one.
+    fn share_window(&mut self, ip: IpAddr) {
+        let qps = self.peers.get(&ip).map_or(&[][..], Vec::as_slice);
+        let count = qps.len() as u32;
         let each = self.config.max_inflight_bytes;
         let together = self.config.peer_inflight_bytes;
         let share = |count: u32| (together / count.max(1)).max(each);
@@ -330,18 +331,9 @@ impl Nic {
             return;
         }
         let share = share(count);
-        // The first of an address has no others to look for among the queue pairs of all hosts.
-        if let (1, Some(id)) = (count, added) {
+        for &id in qps {
             if let Ok(qp) = self.qps.get_mut(id)
                 && let Machine::Rc(rc) = &mut qp.machine
-            {
-                rc.set_max_inflight(share);
-            }
-            return;
-        }
-        for qp in self.qps.values_mut() {
-            if let Machine::Rc(rc) = &mut qp.machine
-                && qp.peer.is_some_and(|peer| peer.addr.ip() == ip)
             {
                 rc.set_max_inflight(share);
             }

@@ -135,10 +135,10 @@ impl Nic {
             return;
         }
         let (ip, port) = key;
-        let qps = self.peers.get(&ip).copied().unwrap_or(0);
+        let qps = self.peers.get(&ip).map_or(0, Vec::len);
         let ports = self.verified_ports.entry(ip).or_default();
         ports.push_back(port);
-        while ports.len() > qps as usize * PORTS_PER_QP {
+        while ports.len() > qps * PORTS_PER_QP {
             let oldest = ports.pop_front().expect("more than none");
             self.verifiers.remove(&(ip, oldest));
         }

@@ -64,7 +64,11 @@ fn connected(nic: &mut Nic) -> QpId {
 
 fn connected_to(nic: &mut Nic, peer: IpAddr) -> QpId {
     let init = init(nic, QpType::Rc);
-    let qp = nic.create_qp(&init).unwrap();
+    connected_as(nic, &init, peer)
+}
+
+fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
+    let qp = nic.create_qp(init).unwrap();
     let steps = [
         QpAttr {
             pkey_index: Some(0),
@@ -137,6 +141,26 @@ fn queue_pairs_of_a_peer_share_what_may_be_on_the_way_to_it() {
     nic.modify_qp(second, &to(QpState::Reset)).unwrap();
     assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [400, 100]);
     assert_eq!(inflight(&nic, other), 400);
+    nic.modify_qp(first, &to(QpState::Sqd)).unwrap();
+    for _ in 0..2 {
+        move_to(&mut nic, first, [10, 0, 0, 3]);
+        assert_eq!([first, other].map(|qp| inflight(&nic, qp)), [200; 2]);
+    }
+    nic.destroy_qp(other).unwrap();
+    assert_eq!(inflight(&nic, first), 400);
+}
+
+/// Gives a queue pair in SQD another peer.
+fn move_to(nic: &mut Nic, qp: QpId, addr: [u8; 4]) {
+    let ah = AhAttr {
+        dgid: Gid::from(IpAddr::from(addr)),
+        ..nic.query_qp(qp).unwrap().ah.unwrap()
+    };
+    let moved = QpAttr {
+        ah: Some(ah),
+        ..QpAttr::default()
+    };
+    nic.modify_qp(qp, &moved).unwrap();
 }
 
 /// A whole datagram from `src`, with its ICRC.
@@ -506,15 +530,7 @@ fn attributes_that_run_deep_cannot_change_in_sqd() {
         nic.modify_qp(qp, &retry),
         Err(VerbsError::InvalidParameter("retry_cnt"))
     );
-    let ah = nic.query_qp(qp).unwrap().ah.unwrap();
-    let moved = QpAttr {
-        ah: Some(AhAttr {
-            dgid: Gid::from(SocketAddr::from(([10, 0, 0, 9], 1)).ip()),
-            ..ah
-        }),
-        ..QpAttr::default()
-    };
-    nic.modify_qp(qp, &moved).unwrap();
+    move_to(&mut nic, qp, [10, 0, 0, 9]);
     let qpn = nic.qp_num(qp).unwrap();
     let good = write_only(&nic, qpn, 100);
     receive(&mut nic, peer(), &good);

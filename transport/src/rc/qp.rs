@@ -402,9 +402,9 @@ impl RcQp {
 
     /// The next packet to send, written into `tx`; false if there is none for now.
     ///
-    /// Congestion notifications go first. READ responses and requests take turns in bursts of 16, so
-    /// that the packets of one message come in a row. An acknowledgement waits for the requests that
-    /// are ready, up to such a burst; other short answers wait for none.
+    /// Congestion notifications go first. READ responses and requests take turns in bursts of 16,
+    /// so that the packets of one message come in a row. An acknowledgement waits for the requests
+    /// that are ready, up to such a burst; other short answers wait for none.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
             // Each turn begins with an empty packet: an attempt that fails may have gathered a
@@ -449,6 +449,17 @@ impl RcQp {
                 Err(Fault) => self.enter_error(env),
             }
         }
+    }
+
+    /// The acknowledgement that waits for requests, written into `tx`; false if there is none. For
+    /// a caller that stops before [`RcQp::poll_transmit`] has nothing left.
+    pub fn poll_waiting_ack(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
+        tx.clear();
+        // Only a READ can fail.
+        self.responder.has_only_ack()
+            && self
+                .poll_stream(Stream::Responses, now, env, tx)
+                .unwrap_or(false)
     }
 
     /// The stream that goes first where both may have something to send.

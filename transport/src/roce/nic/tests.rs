@@ -314,6 +314,29 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     assert_eq!(nic.rc_counters().tx_cnps, 1);
 }
 
+/// Opcodes of what a device sends with a budget of so many bytes.
+fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
+    let (now, mut batch) = (nic.now(), TxBatch::new(64));
+    nic.poll_transmit(now, &mut batch, budget);
+    let packets = batch.groups().iter().map(|group| batch.copy_packets(group));
+    packets.flatten().map(|packet| packet[0]).collect()
+}
+
+#[test]
+fn a_turn_that_ends_before_its_requests_holds_back_no_acknowledgement() {
+    let (ack, write) = (0x11, 0x0a);
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let asks = write_only(&nic, nic.qp_num(qp).unwrap(), 100);
+    receive(&mut nic, peer(), &asks);
+    let rkey = RKey(0);
+    let remote = RemoteAddr { addr: 0, rkey };
+    let writes = [1, 2].map(|n| SendWr::new(n, SendOp::Write(remote), &[]));
+    nic.post_send(qp, &writes).unwrap();
+    assert_eq!(opcodes_sent(&mut nic, 1), [write, ack]);
+    assert_eq!(opcodes_sent(&mut nic, 1), [write]);
+}
+
 #[test]
 fn a_mark_must_come_from_where_the_connection_comes_from() {
     let mut nic = nic();

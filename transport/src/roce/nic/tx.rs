@@ -11,7 +11,8 @@ use crate::verbs::{QpId, QpType};
 use crate::wire::{IcrcFlow, Qpn};
 
 impl Nic {
-    /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left.
+    /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left. The
+    /// last packet may be longer than what is left of the budget, and bring an acknowledgement.
     /// Answers how many packets were added.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
@@ -95,6 +96,12 @@ impl Nic {
             if batch.total_bytes() >= budget {
                 break;
             }
+        }
+        // All other queue pairs may have their turns before the next, and the peer's timer fires
+        // where that takes long.
+        if rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
+            way.is_markable = false;
+            batch.push_packet(flow, &way, &mut self.tx);
         }
         true
     }

@@ -324,7 +324,7 @@ fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
 
 #[test]
 fn a_turn_that_ends_before_its_requests_holds_back_no_acknowledgement() {
-    let (ack, write) = (0x11, 0x0a);
+    let (ack, write) = (0x11u8, 0x0au8);
     let mut nic = nic();
     let qp = connected(&mut nic);
     let asks = write_only(&nic, nic.qp_num(qp).unwrap(), 100);
@@ -335,6 +335,37 @@ fn a_turn_that_ends_before_its_requests_holds_back_no_acknowledgement() {
     nic.post_send(qp, &writes).unwrap();
     assert_eq!(opcodes_sent(&mut nic, 1), [write, ack]);
     assert_eq!(opcodes_sent(&mut nic, 1), [write]);
+}
+
+#[test]
+fn a_queue_pair_that_its_own_turn_ends_still_answers() {
+    let mut nic = nic();
+    let mut init = init(&mut nic, QpType::Rc);
+    // Of its two completions one has room.
+    init.send_cq = nic.create_cq(1).unwrap();
+    let qp = connected_as(&mut nic, &init, peer().ip());
+    // The peer has not asked for an acknowledgement yet.
+    let qpn = Qpn::new(nic.qp_num(qp).unwrap());
+    let bth = Bth::new(Opcode::RcWriteOnly, qpn, Psn::new(100));
+    let ext = ExtHeaders {
+        reth: Some(Reth::new(0, 0, 0)),
+        ..ExtHeaders::default()
+    };
+    let write = sealed(&nic, peer(), &bth, &ext, &[]);
+    receive(&mut nic, peer(), &write);
+    assert!(opcodes_sent(&mut nic, 1 << 16).is_empty());
+    let memory = Memory::new(4096).unwrap();
+    let mr = nic.alloc_fast_mr(init.pd, 1).unwrap();
+    nic.map_mr_sg(mr.id, &[memory.whole()]).unwrap();
+    let reg = SendOp::RegMr {
+        mr: mr.id,
+        key: mr.rkey,
+        access: Access::LOCAL_WRITE,
+    };
+    let sends = [reg, SendOp::LocalInv(mr.rkey)].map(|op| SendWr::new(1, op, &[]));
+    nic.post_send(qp, &sends).unwrap();
+    assert_eq!(opcodes_sent(&mut nic, 1 << 16), [0x11u8]);
+    assert_eq!(nic.query_qp(qp).unwrap().state, Some(QpState::Error));
 }
 
 #[test]

@@ -39,10 +39,6 @@ impl Nic {
                 Ok(QpType::Ud | QpType::Gsi) => self.take_ud_turn(id, batch, budget),
                 Err(_) => continue,
             };
-            // A turn may have completed or failed requests.
-            if !self.out.is_empty() {
-                self.settle(id);
-            }
             // At the end of the line: a queue pair that has much to send waits for all others.
             if let Ok(qp) = self.qps.get_mut(id) {
                 qp.is_queued = has_more;
@@ -50,7 +46,13 @@ impl Nic {
                     self.ready.push_back(id);
                 }
             }
-            self.arm(id);
+            if self.out.is_empty() {
+                self.arm(id);
+            } else {
+                // A turn may have completed or failed requests. Where that ends the queue pair, its
+                // last answers leave in another turn.
+                self.settle(id);
+            }
         }
         let packets = batch.packets() - before.0;
         self.counters.tx_packets += packets as u64;

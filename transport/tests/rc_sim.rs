@@ -4,10 +4,10 @@
 //! (and then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both
 //! directions. Both sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU,
 //! over the wrap of the PSN, with their own receive queues and with shared ones. Their sockets are
-//! full now and then, so that packets wait while acknowledgements come in, and the owner of a
-//! request overwrites its buffer as soon as it is complete. An oracle checks every byte, that each
-//! completion comes exactly once and in order, and that every packet leaves with the bytes that its
-//! ICRC was made of.
+//! full now and then, so that packets wait while acknowledgements come in, the bound of what may be
+//! on the way changes, and the owner of a request overwrites its buffer as soon as it is complete.
+//! An oracle checks every byte, that each completion comes exactly once and in order, and that
+//! every packet leaves with the bytes that its ICRC was made of.
 //!
 //! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000). Such a long run
 //!   takes other seeds each time, from a first one that it prints; without it the seeds are always
@@ -106,6 +106,11 @@ impl Random {
 
     fn percent(&mut self, chance: u64) -> bool {
         self.below(100) < chance
+    }
+
+    /// Bytes that may be on the way, of 8 KiB to 128 KiB.
+    fn inflight(&mut self) -> u32 {
+        1 << (13 + self.below(5))
     }
 
     /// Mostly small, now and then up to 64 KiB.
@@ -273,7 +278,7 @@ impl Side {
         }
         cfg.ack_every = 1 + random.below(20) as u32;
         cfg.seed = random.next() as u32;
-        cfg.max_inflight_bytes = 1 << (13 + random.below(5));
+        cfg.max_inflight_bytes = random.inflight();
         let recvs = 1 + random.below(RECVS as u64) as usize;
         let flow = |from: usize, to: usize| IcrcFlow::new(addrs[from], addrs[to]).unwrap();
         let me = index as usize;
@@ -460,6 +465,11 @@ impl Sim {
             {
                 let (qp, mut env) = self.sides[me].env();
                 qp.to_sqd(&mut env);
+            }
+            // The more connections a peer has, the less may be on the way on each.
+            if self.random.below(100) == 0 {
+                let most = self.random.inflight();
+                self.sides[me].qp.set_max_inflight(most);
             }
             self.transmit(me);
             self.settle(me);

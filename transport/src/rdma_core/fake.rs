@@ -136,8 +136,19 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, entries: c_int, wc: *mut ibv_wc) -
         let queue = library.queue(cq as usize);
         let count = queue.len().min(entries as usize);
         for (at, found) in queue.drain(..count).enumerate() {
-            // SAFETY: the provider has room for as many as it asks for.
-            unsafe { *wc.add(at) = found };
+            // SAFETY: the provider has room, with values in it, for as many as it asks for.
+            let place = unsafe { &mut *wc.add(at) };
+            *place = match found.status {
+                IBV_WC_SUCCESS => found,
+                // No more than ibv_poll_cq(3) promises.
+                _ => ibv_wc {
+                    wr_id: found.wr_id,
+                    status: found.status,
+                    vendor_err: found.vendor_err,
+                    qp_num: found.qp_num,
+                    ..*place
+                },
+            };
         }
         count as c_int
     })
@@ -348,8 +359,13 @@ impl RdmaCoreDevice {
 
     /// Completes a request, by the number that the library has for it.
     pub(super) fn fake_completion(&mut self, cq: CqId, wr_id: u64) {
+        self.fake_end(cq, completion(wr_id));
+    }
+
+    /// Adds a completion.
+    pub(super) fn fake_end(&mut self, cq: CqId, wc: ibv_wc) {
         let at = self.cqs.get(cq).unwrap().ptr as usize;
-        library(|library| library.complete(at, completion(wr_id)));
+        library(|library| library.complete(at, wc));
     }
 
     /// Posts a receive; the number that the library has for it.

@@ -38,15 +38,16 @@ impl Cq {
     /// Takes completions out of the library for later polls, at most a batch; answers how many.
     ///
     /// # Errors
-    /// [`VerbsError::CqOverrun`]: the queue cannot be read any more.
+    /// [`VerbsError::CqOverrun`], for a negative answer: the queue cannot be read any more.
     pub(super) fn pull(&self, most: usize) -> Result<usize, VerbsError> {
-        let mut wcs = [Default::default(); BATCH];
-        let most = most.min(BATCH) as i32;
-        // SAFETY: the queue is alive; the array has room for as many as are asked for.
-        let n = unsafe { ops::ibv_poll_cq(self.ptr, most, wcs.as_mut_ptr()) };
+        let mut batch = self.batch.borrow_mut();
+        let most = most.min(batch.len()) as i32;
+        // SAFETY: the queue is alive; the batch has room for as many as are asked for.
+        let n = unsafe { ops::ibv_poll_cq(self.ptr, most, batch.as_mut_ptr()) };
         let n = usize::try_from(n).map_err(|_| VerbsError::CqOverrun)?;
         if n > 0 {
-            self.peeked.borrow_mut().extend(&wcs[..n]);
+            let found = batch[..n].iter_mut().map(std::mem::take);
+            self.peeked.borrow_mut().extend(found);
             self.has_new.set(true);
         }
         Ok(n)

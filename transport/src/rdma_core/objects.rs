@@ -115,6 +115,10 @@ pub(super) struct Cq {
     pub(super) ptr: *mut ibv_cq,
     pub(super) users: u32,
     pub(super) overrun: bool,
+    /// Room for what the library gives in one call, all zero between two calls, since of a failed
+    /// request the library writes a few fields only. It is kept: a poll that finds nothing should
+    /// not have to zero it.
+    pub(super) batch: RefCell<Box<[ibv_wc]>>,
     /// Completions taken out of the library before the user polls for them.
     pub(super) peeked: RefCell<VecDeque<ibv_wc>>,
     /// One of them has come since the user asked for a notification.
@@ -131,6 +135,7 @@ impl Cq {
             ptr: ptr::null_mut(),
             users: 0,
             overrun: false,
+            batch: RefCell::new([ibv_wc::default(); BATCH].into()),
             peeked: RefCell::default(),
             has_new: Cell::new(false),
             arming: Arming::Idle,

@@ -9,9 +9,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
 use super::convert;
-use super::objects::{
-    BATCH, RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, pack, unpack,
-};
+use super::objects::{RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, pack, unpack};
 use crate::verbs::*;
 
 /// Names no queue pair: generations begin at 1.
@@ -458,35 +456,19 @@ impl RdmaCoreDevice {
     ) -> Result<usize, VerbsError> {
         let before = out.len();
         while out.len() - before < max {
-            let room = max - (out.len() - before);
             let entry = self.cqs.get_mut(cq)?;
             if entry.overrun {
                 return Err(VerbsError::CqOverrun);
             }
-            let mut wcs = [ibv_wc::default(); BATCH];
-            let mut count = 0;
             // What a peek took out of the library is older than what is still in it.
-            while count < room.min(BATCH)
-                && let Some(wc) = entry.peeked.get_mut().pop_front()
-            {
-                wcs[count] = wc;
-                count += 1;
-            }
-            if count == 0 {
-                // SAFETY: the queue is alive; the array has room for as many as are asked for.
-                let n = unsafe {
-                    ops::ibv_poll_cq(entry.ptr, room.min(BATCH) as i32, wcs.as_mut_ptr())
-                };
-                // A negative answer: the queue cannot be read any more.
-                count = usize::try_from(n).map_err(|_| VerbsError::CqOverrun)?;
-            }
-            if count == 0 {
-                break;
-            }
+            let Some(wc) = entry.peeked.get_mut().pop_front() else {
+                if entry.pull(max - (out.len() - before))? == 0 {
+                    break;
+                }
+                continue;
+            };
             self.notices.note_completions();
-            for wc in &wcs[..count] {
-                out.extend(self.completion(wc));
-            }
+            out.extend(self.completion(&wc));
         }
         Ok(out.len() - before)
     }
@@ -593,7 +575,8 @@ fn posted_before(at: Option<isize>, unnamed: usize, errno: i32) -> PostError {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fake::{library, receive, write};
+    use super::super::fake::{completion, library, receive, write};
+    use super::super::objects::BATCH;
     use super::*;
 
     fn taken(device: &mut RdmaCoreDevice, cq: CqId) -> Vec<u64> {
@@ -645,6 +628,29 @@ mod tests {
         }
         assert_eq!(taken(&mut device, cq), [10, 11, 12, 13]);
         assert_eq!(device.slots.len(), 0);
+    }
+
+    #[test]
+    fn a_failed_request_has_nothing_of_the_one_before_it() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, qp) = device.fake_queues();
+        let [first, second] = [1, 2].map(|n| device.fake_receive(qp, n));
+        let received = ibv_wc {
+            byte_len: 7,
+            src_qp: 9,
+            ..completion(first)
+        };
+        let failed = ibv_wc {
+            status: IBV_WC_LOC_PROT_ERR,
+            ..completion(second)
+        };
+        let mut out = Vec::new();
+        for wc in [received, failed] {
+            device.fake_end(cq, wc);
+            device.poll_cq(cq, BATCH, &mut out).unwrap();
+        }
+        let found: Vec<_> = out.iter().map(|c| (c.byte_len, c.src_qp)).collect();
+        assert_eq!(found, [(7, 9), (0, 0)]);
     }
 
     #[test]

@@ -47,9 +47,9 @@
 //!   therefore fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the
 //!   peer lives.
 //! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked,
-//!   or after [`RcConfig::ack_every`] packets that did not. What it has to acknowledge leaves behind
-//!   the requests of its own that are ready, so that it cuts no train of them. A requester asks at the
-//!   end of a message, unless another follows at once, and at least every
+//!   or after [`RcConfig::ack_every`] packets that did not. What it has to acknowledge leaves
+//!   behind the requests of its own that are ready, so that it cuts no train of them. A requester
+//!   asks at the end of a message, unless another follows at once, and at least every
 //!   [`RcConfig::ack_every`] packets.
 //! - **Credits** count receives, not messages: the limit is the number of receive-consuming
 //!   messages acknowledged plus the advertised count. Before the first acknowledgement there is no

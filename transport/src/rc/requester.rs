@@ -281,7 +281,8 @@ impl Requester {
         self.base.add(number as u32)
     }
 
-    /// Changes the most bytes that may be unacknowledged. Packets in flight beyond them are not taken back.
+    /// Changes the most bytes that may be unacknowledged. Packets in flight beyond them are not
+    /// taken back.
     pub(super) fn set_max_inflight(&mut self, bytes: u32, mtu: Mtu) {
         let max = bytes / packet_cost(mtu);
         self.congestion.set_max(max);

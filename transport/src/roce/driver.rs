@@ -136,7 +136,7 @@ pub struct Driver {
     epoll: OwnedFd,
     /// Events that the set watches the socket for; none while the worker is awake.
     watched: Cell<EventFlags>,
-    /// Times that this could not be changed.
+    /// Times that the set could not be made to watch the socket.
     unwatched: Cell<u64>,
     wants_write: bool,
     local: SocketAddr,
@@ -303,7 +303,8 @@ impl Driver {
     }
 
     /// Has the descriptor become readable for what has come and for what comes, until the next
-    /// receive. To be called before each sleep. False if that failed, and the caller must not sleep.
+    /// receive. To be called before each sleep. False if that failed, and the caller must not
+    /// sleep.
     #[must_use]
     pub fn arm(&self) -> bool {
         let mut events = EventFlags::IN;
@@ -324,13 +325,23 @@ impl Driver {
                 true
             }
             Err(error) => {
-                let failures = self.unwatched.get() + 1;
-                self.unwatched.set(failures);
-                if failures.is_power_of_two() {
-                    warn!(%error, failures, "cannot change what the device waits for");
+                // A caller that is awake does not mind what the set watches.
+                if !events.is_empty() {
+                    self.report_unwatched(&error);
                 }
                 false
             }
+        }
+    }
+
+    fn report_unwatched(&self, error: &io::Error) {
+        let failures = self.unwatched.get() + 1;
+        self.unwatched.set(failures);
+        // At each attempt to sleep there may be another.
+        if failures.is_power_of_two() {
+            let addr = self.local.ip();
+            warn!(%addr, %error, failures, "cannot watch the device's socket: its worker polls \
+                it and does not sleep (is fs.epoll.max_user_watches too low?)");
         }
     }
 
@@ -744,9 +755,14 @@ mod tests {
     #[test]
     fn a_socket_that_cannot_be_watched_keeps_its_worker_awake() {
         let mut driver = open("127.96.0.5");
+        assert!(driver.arm());
         // Not a set of descriptors.
         driver.epoll = std::fs::File::open("/dev/null").unwrap().into();
+        driver.receive(1, |_, _, _, _| {});
+        assert_eq!(driver.unwatched.get(), 0, "it is awake");
+        driver.wants_write = true;
         assert!(!driver.arm(), "no descriptor will show what comes");
+        assert_eq!(driver.unwatched.get(), 1);
     }
 
     #[test]

@@ -43,10 +43,10 @@ const INFLIGHT_MIN: usize = 64 << 10;
 const INFLIGHT_MAX: usize = 1 << 20;
 
 /// Most bytes that the queue pairs with one peer have on the way together, as long as that is more
-/// than each one's [`INFLIGHT_MAX`]. At [`packet_cost`](crate::rc::packet_cost) they are 481 packets
-/// of 4096 bytes: fourteen commands of 128 KiB, or what a receiver takes half a millisecond to take
-/// in. More would make no transfer faster, but keep other peers of the receiver waiting behind it,
-/// and push what waits out of its cache.
+/// than each one's [`INFLIGHT_MAX`]. At [`packet_cost`](crate::rc::packet_cost) they are 481
+/// packets of 4096 bytes: fourteen commands of 128 KiB, or what a receiver takes half a millisecond
+/// to take in. More would make no transfer faster, but keep other peers of the receiver waiting
+/// behind it, and push what waits out of its cache.
 const PEER_INFLIGHT_MAX: usize = 4 << 20;
 
 /// Faults of the wire, by direction.
@@ -572,4 +572,16 @@ fn capture_received(
     let id = IcrcFlow::new(src, local).and_then(|f| f.check(packet, 0).ok());
     debug_assert_eq!(local.port(), ROCE_PORT);
     write_capture(capture, now, src, local, id.unwrap_or(0), packet);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_whose_socket_is_watched_lets_its_worker_sleep() {
+        let addr = "127.96.0.6".parse().unwrap();
+        let mut device = Roce::open(&RoceConfig::new(addr)).unwrap();
+        assert!(!device.arm_fds());
+    }
 }

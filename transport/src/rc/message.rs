@@ -15,8 +15,10 @@ pub(super) fn payload_len(pkt: &Packet<'_>) -> u32 {
 
 /// Packets of a message of `length` bytes; a message of none takes one.
 pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
-    // A message without payload is one packet: it needs a PSN to be acknowledged.
-    length.div_ceil(mtu).max(1)
+    debug_assert!(mtu.is_power_of_two(), "a path MTU");
+    // A message without payload is one packet: it needs a PSN to be acknowledged. Without a
+    // division, since it is planned at each attempt to begin a request.
+    1 + (length.saturating_sub(1) >> mtu.trailing_zeros())
 }
 
 /// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it,
@@ -60,4 +62,22 @@ pub(super) fn walk(
     // mistake of ours.
     assert_eq!(done, len, "a scatter list shorter than its message");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rc::MAX_MESSAGE;
+    use crate::verbs::Mtu;
+
+    #[test]
+    fn a_message_takes_as_many_packets_as_its_bytes_fill_and_one_at_least() {
+        for mtu in Mtu::ALL.map(Mtu::bytes) {
+            let planned = |length| plan_packets(length, mtu);
+            assert_eq!([0, 1, mtu, mtu + 1].map(planned), [1, 1, 1, 2]);
+            for length in [2 * mtu - 1, 2 * mtu, 2 * mtu + 1, MAX_MESSAGE] {
+                assert_eq!(planned(length), length.div_ceil(mtu));
+            }
+        }
+    }
 }

@@ -4,11 +4,28 @@ use std::cmp::Reverse;
 use std::time::Instant;
 
 use super::qp::with_env;
-use super::{MAX_LAST_ANSWERS, Machine, Nic, TURN};
+use super::{MAX_LAST_ANSWERS, Machine, Nic, Qp, TURN};
 use crate::rc::Env;
 use crate::roce::batch::{TxBatch, Way, destination};
 use crate::verbs::{QpId, QpType};
 use crate::wire::{IcrcFlow, Qpn};
+
+impl Qp {
+    /// The time of a timer that is to be added, if its deadline needs one.
+    fn rearm(&mut self) -> Option<Instant> {
+        let Machine::Rc(rc) = &self.machine else {
+            return None;
+        };
+        // A deadline that moved away keeps its early entry, which then does nothing but arm again.
+        // One that came nearer leaves the later entry behind.
+        let at = rc.poll_timeout()?;
+        if self.armed.is_some_and(|armed| armed <= at) {
+            return None;
+        }
+        self.armed = Some(at);
+        self.armed
+    }
+}
 
 impl Nic {
     /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left. The
@@ -40,15 +57,18 @@ impl Nic {
                 Err(_) => continue,
             };
             // At the end of the line: a queue pair that has much to send waits for all others.
-            if let Ok(qp) = self.qps.get_mut(id) {
-                qp.is_queued = has_more;
-                if has_more {
-                    self.ready.push_back(id);
-                }
+            let Ok(qp) = self.qps.get_mut(id) else {
+                continue;
+            };
+            qp.is_queued = has_more;
+            let due = qp.rearm();
+            if has_more {
+                self.ready.push_back(id);
             }
-            if self.out.is_empty() {
-                self.arm(id);
-            } else {
+            if let Some(at) = due {
+                self.push_timer(at, id);
+            }
+            if !self.out.is_empty() {
                 // A turn may have completed or failed requests. Where that ends the queue pair, its
                 // last answers leave in another turn.
                 self.settle(id);
@@ -168,26 +188,11 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
         };
-        if !qp.is_queued {
-            qp.is_queued = true;
+        let due = qp.rearm();
+        if !std::mem::replace(&mut qp.is_queued, true) {
             self.ready.push_back(id);
         }
-        self.arm(id);
-    }
-
-    fn arm(&mut self, id: QpId) {
-        let Ok(qp) = self.qps.get_mut(id) else {
-            return;
-        };
-        let Machine::Rc(rc) = &qp.machine else {
-            return;
-        };
-        // A deadline that moved away keeps its early entry, which then does nothing but arm again.
-        // One that came nearer leaves the later entry behind.
-        if let Some(at) = rc.poll_timeout()
-            && qp.armed.is_none_or(|armed| at < armed)
-        {
-            qp.armed = Some(at);
+        if let Some(at) = due {
             self.push_timer(at, id);
         }
     }
@@ -229,9 +234,9 @@ impl Nic {
                 rc.handle_timeout(now, &mut env);
                 fired += 1;
                 self.settle(id);
-            } else {
+            } else if let Some(at) = qp.rearm() {
                 // The deadline has moved away since, with every acknowledgement that arrived.
-                self.arm(id);
+                self.push_timer(at, id);
             }
         }
         fired

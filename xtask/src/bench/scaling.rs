@@ -36,7 +36,7 @@ pub(super) fn all_systems() -> Vec<&'static System> {
 }
 
 /// Measures the curves whose names contain one of the words, or all; `keep` gets the results after
-/// each round.
+/// each curve.
 pub(super) fn measure(
     rig: &Rig,
     words: &[String],
@@ -58,9 +58,9 @@ pub(super) fn measure(
     for round in 1..=rounds {
         for curve in &curves {
             scaling.points.extend(points(rig, curve, round)?);
+            keep(&scaling)?;
         }
         println!("round {round} of {rounds} is done");
-        keep(&scaling)?;
     }
     Ok(scaling)
 }

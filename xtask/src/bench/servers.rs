@@ -19,6 +19,9 @@ const LISTEN: &str = "127.44.0.1";
 
 const IQN: &str = "iqn.2026-01.com.example:bench";
 
+/// Sessions that our target admits.
+const SESSIONS: usize = 256;
+
 /// Where servers find programs and leave files.
 pub(super) struct Place {
     /// Folder of sockets, logs and mount points.
@@ -201,7 +204,8 @@ fn url(protocol: Protocol, lun: usize) -> String {
     }
 }
 
-/// A target by all protocols, with a unit for each file.
+/// A target by all protocols, with a unit for each file. All sessions may come from one address, as
+/// those of TCP on one host do.
 fn configuration(images: &[PathBuf], scratch: &Path) -> String {
     let backend = |(lun, image): (usize, &PathBuf)| {
         format!("  disk{lun}: {{ kind: file, path: {} }}\n", image.display())
@@ -212,7 +216,9 @@ fn configuration(images: &[PathBuf], scratch: &Path) -> String {
         .map(|protocol| format!("{{ protocol: {protocol}, listen: {LISTEN} }}"));
     format!(
         "backends:\n{backends}targets:\n  - name: bench\n    iqn: {IQN}\n    portals: [{}]\n    \
-         luns: {{ {} }}\n    access: open\nadmin: {{ socket: none }}\nstate: {{ directory: {} }}\n",
+         luns: {{ {} }}\n    access: open\n\
+         limits: {{ max_sessions: {SESSIONS}, sessions_per_address: {SESSIONS} }}\n\
+         admin: {{ socket: none }}\nstate: {{ directory: {} }}\n",
         portals.join(", "),
         luns.collect::<Vec<_>>().join(", "),
         scratch.join("state").display()
@@ -287,6 +293,7 @@ impl Drop for Program {
 
 #[cfg(test)]
 mod tests {
+    use super::super::curves::{CURVES, Curve, Vary};
     use super::*;
 
     #[test]
@@ -299,6 +306,20 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
+        // All sessions of a curve come from one address.
+        let is_of_sessions = |curve: &&Curve| {
+            matches!(
+                curve.vary,
+                Vary::IdleSessions | Vary::Sessions | Vary::Units
+            )
+        };
+        let curves = CURVES.iter().filter(is_of_sessions);
+        let most = curves
+            .flat_map(|curve| curve.xs)
+            .copied()
+            .fold(0.0, f64::max);
+        assert!(most <= SESSIONS as f64, "{most}");
+        assert!(text.contains("sessions_per_address: 256 }"), "{text}");
         assert_eq!(
             url(Protocol::Iser, 1),
             "iser://127.44.0.1/iqn.2026-01.com.example:bench/1"

@@ -25,6 +25,10 @@ const PEAK_DEPTH: u32 = 32;
 /// counts.
 const OPEN_DEPTH: u32 = 256;
 
+/// Smallest part of the arrivals that is served where a target keeps up with them: their number is
+/// random.
+const SERVED: f64 = 0.95;
+
 /// Systems of all curves.
 pub(super) fn all_systems() -> Vec<&'static System> {
     let is_wanted = |system: &&System| {
@@ -112,23 +116,28 @@ fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Fail
 }
 
 /// 99.9th percentile of the latencies as a multiple of the median, where operations arrive at a
-/// share of the rate that a closed loop reaches.
+/// share of the rate that a closed loop reaches. Fails where the target does not keep up with them:
+/// times then grow for as long as the run lasts, the median like the tail.
 fn tail<'a>(
     run: &Run<'a>,
     share: f64,
     measure: impl Fn(&Run<'a>) -> Result<Reading, Failure>,
 ) -> Result<f64, Failure> {
     let peak = measure(run)?.iops;
+    let wanted = (peak * share).max(1.0) as u64;
     let open = Run {
         place: run.place,
         load: Load {
             depth: OPEN_DEPTH,
             ..run.load
         },
-        rate: Some((peak * share).max(1.0) as u64),
+        rate: Some(wanted),
         ..*run
     };
     let read = measure(&open)?;
+    if read.iops < SERVED * wanted as f64 {
+        return Err(format!("{:.0} of {wanted} arrivals a second were served", read.iops).into());
+    }
     let (Some(median), Some(tail)) = (read.p50_ns, read.p99_9_ns) else {
         return Err("the client reports no percentiles".into());
     };
@@ -248,7 +257,10 @@ mod tests {
             };
             match (run.rate, run.load.depth) {
                 (None, PEAK_DEPTH) => Ok(reading(None)),
-                (Some(700), OPEN_DEPTH) => Ok(reading(Some(200.0))),
+                (Some(700), OPEN_DEPTH) => Ok(Reading {
+                    iops: 690.0,
+                    ..reading(Some(200.0))
+                }),
                 other => panic!("{other:?}"),
             }
         };
@@ -261,6 +273,13 @@ mod tests {
             })
         };
         assert!(tail(&run, 0.7, silent).is_err());
+        let slow = |run: &Run<'_>| -> Result<Reading, Failure> {
+            let read = measured(run)?;
+            let iops = if run.rate.is_some() { 400.0 } else { read.iops };
+            Ok(Reading { iops, ..read })
+        };
+        let why = tail(&run, 0.7, slow).unwrap_err().to_string();
+        assert!(why.contains("400 of 700 arrivals"), "{why}");
     }
 
     #[test]

@@ -187,7 +187,7 @@ pub struct ConnectOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub channels: Option<u8>,
     /// Make the software NIC's wire bad, for tests: a comma-separated list of loss, duplication,
-    /// corruption and reorder, each in percent of the packets sent, and seed
+    /// corruption and reorder, each in percent of the packets sent and of those received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = Inject::parse)]
     pub inject: Option<Inject>,
     /// Number that the initiator port follows from, if it is to be that of an earlier process.
@@ -207,7 +207,8 @@ pub struct ConnectOptions {
     pub buffers: Option<u64>,
 }
 
-/// Faults of the software NIC's wire. Rates are percent of the packets sent.
+/// Faults of the software NIC's wire. Rates are percent of the packets sent, and of those
+/// received.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Inject {
     /// Share of packets that are lost.

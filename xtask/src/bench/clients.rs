@@ -52,8 +52,9 @@ pub(super) struct Run<'a> {
     /// Seconds before them. Their operations take processor time and are not counted, so there are
     /// none where that time is measured.
     pub(super) warm_up: u32,
-    /// Packets that the software NIC of the client loses in each direction, in percent.
-    pub(super) loss: f64,
+    /// Packets that the software NIC of the client loses in each direction, in percent; none is a
+    /// NIC without injected faults.
+    pub(super) loss: Option<f64>,
     /// Operations per second that arrive at random (an open loop); without, the next begins when one
     /// has ended.
     pub(super) rate: Option<u64>,
@@ -118,8 +119,8 @@ impl Run<'_> {
         if self.load.is_write() {
             command.arg("--overwrite");
         }
-        if self.loss > 0.0 {
-            command.args(["--inject", &format!("loss={}", self.loss)]);
+        if let Some(loss) = self.loss {
+            command.args(["--inject", &format!("loss={loss}")]);
         }
         if let Some(rate) = self.rate {
             command.args([
@@ -181,7 +182,7 @@ mod tests {
             jobs: 1,
             seconds: 5,
             warm_up: 0,
-            loss: 0.5,
+            loss: Some(0.5),
             rate: None,
             nbd_client,
         }
@@ -223,6 +224,16 @@ mod tests {
         };
         let command = open.command(Client::Riser, &url).unwrap();
         assert!(command.get_args().any(|arg| arg == "700"));
+        let has = |loss, word: &str| {
+            let run = Run {
+                loss,
+                ..run(&place, NbdClient::Fio)
+            };
+            let command = run.command(Client::Riser, &url).unwrap();
+            command.get_args().any(|arg| arg == word)
+        };
+        // An injector that loses nothing is not the same as none.
+        assert!(has(Some(0.0), "loss=0") && !has(None, "--inject"));
         let file = Address::File {
             path: "/mnt/lun0".into(),
             direct: true,

@@ -159,7 +159,7 @@ impl Rig {
             jobs: 1,
             seconds: self.seconds,
             warm_up: 0,
-            loss: 0.0,
+            loss: None,
             rate: None,
             nbd_client: self.nbd_client,
         }

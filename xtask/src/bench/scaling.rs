@@ -102,7 +102,13 @@ fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Fail
     match curve.vary {
         Vary::Depth => Ok(single(&run)?.iops),
         Vary::BlockSize => Ok(single(&run)?.bytes_per_second),
-        Vary::Loss => Ok(single(&Run { loss: x, ..run })?.iops),
+        // The first place has an injector that loses nothing: without one, the NIC sends trains
+        // of packets, and the curve would begin with another NIC.
+        Vary::Loss => Ok(single(&Run {
+            loss: Some(x),
+            ..run
+        })?
+        .iops),
         Vary::Share => tail(&run, x / 100.0, single),
         Vary::IdleSessions => idle(rig, system, x as usize),
         Vary::Sessions | Vary::Units => {
@@ -243,7 +249,7 @@ mod tests {
             jobs: 1,
             seconds: 1,
             warm_up: 0,
-            loss: 0.0,
+            loss: None,
             rate: None,
             nbd_client: NbdClient::Riser,
         };

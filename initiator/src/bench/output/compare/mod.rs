@@ -142,6 +142,8 @@ pub struct Case {
     pub figures: Vec<Figure>,
     /// What some rounds do not have.
     pub missing: Vec<Missing>,
+    /// Warnings about rounds of A and B, each once.
+    pub warnings: [Vec<String>; 2],
 }
 
 /// A case of one side only.
@@ -182,6 +184,15 @@ impl<'a> Group<'a> {
         let is_it =
             |other: &&Group<'_>| other.is_case_of(self, by) && (is_only || other.disk == self.disk);
         others.iter().find(is_it)
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let notes = self.rounds.iter().flat_map(|run| &run.notes);
+        let warnings = notes.filter(|note| note.starts_with("warning: "));
+        let mut warnings: Vec<_> = warnings.cloned().collect();
+        warnings.sort();
+        warnings.dedup();
+        warnings
     }
 
     fn is_case_of(&self, other: &Group<'_>, by: MatchBy) -> bool {
@@ -300,6 +311,7 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
         rounds: (a.rounds.len(), b.rounds.len()),
         figures,
         missing,
+        warnings: [a, b].map(Group::warnings),
     }
 }
 
@@ -458,6 +470,17 @@ mod tests {
         let iops = find(&comparison, "read iops");
         assert_eq!(iops.verdict, Verdict::NoDifference, "{iops:?}");
         assert!((iops.ratio - 1.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn warnings_of_both_sides_are_kept() {
+        let mut b = rounds(4, 100);
+        b[1].notes.push("warning: no flushes".into());
+        let comparison = compare(&rounds(4, 1), &b, MatchBy::Options);
+        let [of_a, of_b] = &comparison.cases[0].warnings;
+        // One of holes in all rounds, and no word of what was verified.
+        assert!(of_a.len() == 1 && of_a[0].contains("12.5 %"), "{of_a:?}");
+        assert_eq!(of_b[..], [of_a[0].clone(), "warning: no flushes".into()]);
     }
 
     #[test]

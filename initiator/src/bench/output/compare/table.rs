@@ -47,6 +47,11 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
             writeln!(out, "  {side}: {}", show::printable(disk))?;
         }
     }
+    for (side, warnings) in ['A', 'B'].into_iter().zip(&case.warnings) {
+        for warning in warnings {
+            writeln!(out, "  {side}: {}", show::printable(warning))?;
+        }
+    }
     if stats::cut(a, b).is_none() {
         writeln!(
             out,
@@ -161,6 +166,7 @@ mod tests {
                         rounds: 2,
                     },
                 ],
+                warnings: [Vec::new(), vec!["warning: no\x1b flushes".into()]],
             }],
             unmatched: vec![Unmatched {
                 side: 'B',
@@ -175,17 +181,18 @@ mod tests {
         let lines: Vec<_> = text.lines().map(words).collect();
         assert_eq!(lines[0], "job\u{fffd}[2J (bs=4096), rounds: 4 of A, 5 of B");
         assert_eq!(lines[1], "A: srp://h/0 over roce-h");
+        assert_eq!(lines[2], "B: warning: no\u{fffd} flushes");
         assert_eq!(
-            lines[3],
+            lines[4],
             "read iops 1.00k 1.10k 1.100 1.050 to 1.150 faster"
         );
         assert_eq!(
-            lines[4],
+            lines[5],
             "server cpu per op 1.00 us 1.10 us 1.100 1.050 to 1.150 more"
         );
-        assert!(lines[5].ends_with("0.900 to 1.300 no difference beyond noise"));
-        assert_eq!(lines[6], "not compared: a round of A has no trims");
-        assert_eq!(lines[7], "not compared: 2 rounds of B have no flushes");
+        assert!(lines[6].ends_with("0.900 to 1.300 no difference beyond noise"));
+        assert_eq!(lines[7], "not compared: a round of A has no trims");
+        assert_eq!(lines[8], "not compared: 2 rounds of B have no flushes");
         assert!(lines.contains(&"only in B: other ()".to_owned()));
     }
 
@@ -205,6 +212,7 @@ mod tests {
                     Verdict::TooFewRounds,
                 )],
                 missing: Vec::new(),
+                warnings: [Vec::new(), Vec::new()],
             }],
             unmatched: Vec::new(),
         };

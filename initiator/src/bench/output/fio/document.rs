@@ -14,6 +14,7 @@ use crate::bench::output::figures::{
     active, cpu_per_op, latencies, per_second, samples, switches_per_op, total_ios,
 };
 use crate::bench::output::machine::Machine;
+use crate::bench::output::text::notes;
 
 #[derive(Serialize)]
 struct Document<'a> {
@@ -105,8 +106,11 @@ struct Extra<'a> {
     client: Process,
     server: Option<Process>,
     verified_blocks: Option<u64>,
+    torn_blocks: Option<u64>,
+    unstable: bool,
     holes: Option<Holes>,
     not_started: u64,
+    notes: Vec<String>,
     intervals: Vec<Part>,
 }
 
@@ -315,11 +319,14 @@ fn extra(outcome: &Outcome) -> Extra<'_> {
         client: process(&outcome.client, ios),
         server: outcome.server.as_ref().map(|usage| process(usage, ios)),
         verified_blocks: outcome.verified.map(|verified| verified.blocks),
+        torn_blocks: outcome.verified.map(|verified| verified.torn),
+        unstable: outcome.unstable,
         holes: outcome.holes.map(|holes| Holes {
             unallocated_bytes: holes.bytes,
             region_bytes: holes.of,
         }),
         not_started: outcome.not_started,
+        notes: notes(outcome),
         intervals: outcome
             .intervals
             .iter()
@@ -439,6 +446,28 @@ mod tests {
         assert_eq!(read["lat_ns"]["percentile"]["99.000000"], at(response));
         assert_eq!(json["jobs"][0]["riser"]["open_loop"], true);
         assert_eq!(json["jobs"][0]["riser"]["not_started"], 0);
+    }
+
+    #[test]
+    fn what_a_reader_must_know_is_in_the_document() {
+        let sound = written(&sample::mixed("a", 1));
+        let sound = &sound["jobs"][0]["riser"];
+        assert_eq!(sound["unstable"], false);
+        assert_eq!(sound["torn_blocks"], 0);
+        let json = written(&Outcome {
+            unstable: true,
+            ..sample::mixed("a", 1)
+        });
+        let riser = &json["jobs"][0]["riser"];
+        assert_eq!(riser["unstable"], true);
+        let notes = riser["notes"].as_array().unwrap();
+        assert_eq!(notes.len(), sound["notes"].as_array().unwrap().len() + 1);
+        let has = |words: &str| {
+            notes
+                .iter()
+                .any(|note| note.as_str().unwrap().contains(words))
+        };
+        assert!(has("takes no flushes") && has("12.5 %"), "{notes:?}");
     }
 
     #[test]

@@ -95,6 +95,8 @@ pub struct RunSummary {
     pub client: Option<CpuSummary>,
     /// Costs of the process that served the disk, in documents of ours.
     pub server: Option<CpuSummary>,
+    /// Sentences about its figures, in documents of ours.
+    pub notes: Vec<String>,
 }
 
 /// Reads the jobs of a text with one or more documents, as several runs of fio append them to a
@@ -196,6 +198,7 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
             None => of_fio(job, seconds, ios)?,
         },
         server: side("server"),
+        notes: ours.map(notes).unwrap_or_default(),
     })
 }
 
@@ -284,6 +287,13 @@ fn latency(node: &Node<'_>) -> Result<LatencySummary, ReadError> {
         mean: node.number("mean")?,
         percentiles,
     })
+}
+
+/// Notes of a document of ours; older versions wrote none.
+fn notes(ours: &Value) -> Vec<String> {
+    let notes = ours.get("notes").and_then(Value::as_array);
+    let texts = notes.into_iter().flatten().filter_map(Value::as_str);
+    texts.map(str::to_owned).collect()
 }
 
 /// Costs that a document of ours has.

@@ -103,8 +103,8 @@ pub struct RunSummary {
 /// file. Lines before the first document are skipped: fio prints its warnings there.
 ///
 /// # Errors
-/// Names the member that is missing or wrong, or where the text is no JSON. A job that fio has run
-/// in several processes without `group_reporting` is refused.
+/// Names the member that is missing or wrong, or where the text is no JSON. A job that has failed is
+/// refused, and one that fio has run in several processes without `group_reporting`.
 pub fn read(text: &str) -> Result<Vec<RunSummary>, ReadError> {
     let mut start = 0;
     let mut skipped = 0;
@@ -170,6 +170,12 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
     let Some(name) = name.value.as_str() else {
         return Err(name.wrong("a text is expected here"));
     };
+    if job.number_or("error", 0.0)? != 0.0 {
+        return Err(ReadError::Member {
+            path: job.below("error"),
+            wanted: "this job has failed, so its figures are not those of a round",
+        });
+    }
     let seconds = job.number_or("job_runtime", 0.0)? / 1000.0;
     let lasted = match runtime(job)? {
         0.0 => seconds,
@@ -465,6 +471,11 @@ mod tests {
         assert!(wrong.starts_with("jobs[0].read.iops: a number"), "{wrong}");
         let clat = message("\"clat_ns\"", "\"clat\"");
         assert!(clat.starts_with("jobs[0].read.clat_ns: "), "{clat}");
+        let failed = message("\"error\": 0", "\"error\": 5");
+        assert!(
+            failed.starts_with("jobs[0].error: this job has failed"),
+            "{failed}"
+        );
         let cut = read(&GOLDEN[..500]).unwrap_err();
         assert!(matches!(cut, ReadError::Syntax(_)), "{cut}");
         assert!(matches!(read("nothing\n"), Err(ReadError::Syntax(_))));

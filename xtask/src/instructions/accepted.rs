@@ -16,7 +16,11 @@ const LIMIT: f64 = 3.0;
 /// double for a reason that is worth it.
 const GROUP_LIMIT: f64 = 1.0;
 
-/// Smallest part of a path of a function that is kept in the file, in percent of the path.
+/// Growth of a round of the worker's loop beyond which the code is refused, in percent. How much of
+/// it is work, and how much only looks for work, is a matter of time.
+const ROUND_LIMIT: f64 = 20.0;
+
+/// Smallest part of a path of a function or group that is kept in the file, in percent of the path.
 const FLOOR: f64 = 0.3;
 
 /// Functions that are named where a path has grown.
@@ -28,9 +32,10 @@ pub(super) struct Cost {
     pub(super) total: f64,
     /// Largest difference between the runs that it is the median of, in percent of it.
     pub(super) spread: f64,
-    /// Of rounds in which nothing need have come; not compared.
+    /// Of the functions that are called in each round of the worker's loop. Compared is their cost
+    /// in one round.
     pub(super) polling: f64,
-    /// Rounds of the worker's loop for each operation; not compared.
+    /// Rounds for each operation, which are a matter of time.
     pub(super) rounds: f64,
     /// By folder of our sources, or by library.
     pub(super) groups: BTreeMap<String, f64>,
@@ -58,10 +63,16 @@ impl Cost {
             total: tenths(median.total()),
             spread: tenths(spread),
             polling: tenths(median.polling),
-            rounds: tenths(median.rounds),
+            // Fewer than one for each operation, where these are many at once.
+            rounds: (median.rounds * 1000.0).round() / 1000.0,
             groups: worth(&median.groups),
             functions: worth(&median.functions),
         }
+    }
+
+    /// Instructions of the polling functions in one round.
+    fn round(&self) -> f64 {
+        self.polling / self.rounds
     }
 }
 
@@ -103,6 +114,28 @@ impl Accepted {
         Ok(fs::write(Self::file(), text + "\n")?)
     }
 
+    /// Makes ready for counts that are made with these versions, of all paths or of some. Counts of
+    /// other versions are dropped.
+    ///
+    /// # Errors
+    /// Only some paths are counted, and the others have counts of other versions.
+    pub(super) fn renew(
+        &mut self,
+        made_with: BTreeMap<String, String>,
+        are_all: bool,
+    ) -> Result<(), Failure> {
+        let others = self.other_versions(&made_with);
+        if !others.is_empty() {
+            if !are_all {
+                let why = "all paths must be counted again, so give no words";
+                return Err(format!("{}; {why}", others.join("; ")).into());
+            }
+            self.paths.clear();
+        }
+        self.made_with = made_with;
+        Ok(())
+    }
+
     /// Versions that differ from those at hand, each as a sentence.
     pub(super) fn other_versions(&self, here: &BTreeMap<String, String>) -> Vec<String> {
         let none = "none".to_owned();
@@ -122,18 +155,22 @@ impl Accepted {
     }
 }
 
-/// Returns what has grown beyond the limits, for a person: the path or its groups, with functions
-/// that have grown. `None` where nothing has.
+/// Returns what has grown beyond the limits, for a person: the path, a round of the worker's loop or
+/// groups, with functions that have grown. `None` where nothing has.
 pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> {
     let mut grown = Vec::new();
-    if has_grown(before.total, after.total) {
+    if has_grown(before.total, after.total, LIMIT) {
         grown.push(line(path, Some(before.total), after.total));
+    }
+    if has_grown(before.round(), after.round(), ROUND_LIMIT) {
+        let round = format!("{path}, polling in a round");
+        grown.push(line(&round, Some(before.round()), after.round()));
     }
     let least = GROUP_LIMIT / 100.0 * before.total;
     for (group, cost) in &after.groups {
         let old = before.groups.get(group).copied();
-        let accepted = old.unwrap_or(0.0);
-        if has_grown(accepted, *cost) && cost - accepted > least {
+        let accepted = old.unwrap_or(floor(before));
+        if has_grown(accepted, *cost, LIMIT) && cost - accepted > least {
             grown.push(line(&format!("{path}, {group}"), old, *cost));
         }
     }
@@ -145,9 +182,14 @@ pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> 
     Some(grown.join("\n"))
 }
 
-/// Returns whether there is more than the limit allows. What is no number has grown.
-fn has_grown(before: f64, after: f64) -> bool {
-    let is_within = after <= before * (1.0 + LIMIT / 100.0);
+/// Most that something may have cost which is not in the file.
+fn floor(before: &Cost) -> f64 {
+    FLOOR / 100.0 * before.total
+}
+
+/// Returns whether there is more than a limit in percent allows. What is no number has grown.
+fn has_grown(before: f64, after: f64, limit: f64) -> bool {
+    let is_within = after <= before * (1.0 + limit / 100.0);
     !is_within
 }
 
@@ -157,7 +199,7 @@ fn grown_functions<'a>(
     before: &Cost,
     after: &'a Cost,
 ) -> impl Iterator<Item = (&'a str, Option<f64>, f64)> {
-    let floor = FLOOR / 100.0 * before.total;
+    let floor = floor(before);
     let growth = |(name, new): (&'a String, &f64)| {
         let old = before.functions.get(name).copied();
         // It was below the floor, so at least the rest is growth.
@@ -244,7 +286,7 @@ mod tests {
         assert_eq!(growth("p", &accepted(), &gain), None);
         assert_eq!(growth("p", &accepted(), &accepted()), None);
         let polling = Cost {
-            polling: 9000.0,
+            polling: 6000.0,
             rounds: 9.0,
             ..accepted()
         };
@@ -253,6 +295,31 @@ mod tests {
             None,
             "it is a matter of time"
         );
+    }
+
+    #[test]
+    fn a_round_that_grows_is_refused() {
+        let busy = |polling| Cost {
+            polling,
+            ..accepted()
+        };
+        let why = growth("p", &accepted(), &busy(4000.0)).unwrap();
+        let expected = "p, polling in a round: 667 before, 1333 after (+100.0 %)";
+        assert_eq!(why, expected);
+        assert_eq!(growth("p", &accepted(), &busy(2390.0)), None, "19.5 %");
+    }
+
+    #[test]
+    fn a_group_that_was_too_small_to_be_kept_has_not_grown_from_nothing() {
+        let with = |audit| {
+            let groups = [("rc", 5000.0), ("scsi", 4900.0), ("audit", audit)];
+            Cost {
+                total: 10_000.0,
+                ..cost(&groups, &[])
+            }
+        };
+        assert_eq!(growth("p", &accepted(), &with(125.0)), None, "from 30");
+        assert!(growth("p", &accepted(), &with(135.0)).is_some());
     }
 
     #[test]
@@ -267,6 +334,7 @@ mod tests {
 
     #[test]
     fn the_limit_is_three_percent() {
+        let has_grown = |before, after| has_grown(before, after, LIMIT);
         assert!(!has_grown(100.0, 103.0) && has_grown(100.0, 103.1));
         assert!(has_grown(100.0, f64::NAN) && has_grown(f64::NAN, 100.0));
     }
@@ -277,10 +345,11 @@ mod tests {
             functions: costs(&[("big", total - 10.0), ("tiny", 0.2)]),
             groups: costs(&[("rc", total)]),
             polling: 50.04,
-            rounds: 2.0,
+            rounds: 0.2504,
         };
         let cost = Cost::median(vec![run(1100.0), run(1000.0), run(1020.0)]);
         assert_eq!((cost.total, cost.spread, cost.polling), (1020.0, 9.8, 50.0));
+        assert_eq!(cost.rounds, 0.25);
         assert_eq!(cost.functions, costs(&[("big", 1010.0)]));
     }
 
@@ -299,6 +368,21 @@ mod tests {
         assert_eq!(read.other_versions(&newer), [why]);
         let none = "rustc: the counts were accepted with 1, here is none";
         assert_eq!(read.other_versions(&BTreeMap::new()), [none]);
+    }
+
+    #[test]
+    fn counts_of_other_versions_go_only_if_all_are_counted_again() {
+        let versions = |rustc: &str| BTreeMap::from([("rustc".to_owned(), rustc.to_owned())]);
+        let mut file = Accepted {
+            made_with: versions("1"),
+            paths: BTreeMap::from([("srp read 1".to_owned(), accepted())]),
+        };
+        file.renew(versions("1"), false).unwrap();
+        let why = file.renew(versions("2"), false).unwrap_err().to_string();
+        assert!(why.contains("rustc") && why.contains("all paths"), "{why}");
+        assert_eq!((file.paths.len(), &file.made_with), (1, &versions("1")));
+        file.renew(versions("2"), true).unwrap();
+        assert_eq!((file.paths.len(), &file.made_with), (0, &versions("2")));
     }
 
     #[test]

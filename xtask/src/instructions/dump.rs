@@ -8,7 +8,9 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Ends of the names of functions that a worker calls in each round of its loop, also where
 /// nothing has come. How many such rounds there are depends on the time until the next message,
-/// not on the code, so what they cost is kept apart, with what they call of libraries.
+/// not on the code, so what they cost is kept apart, with what they call of libraries and what was
+/// inlined into them. Rounds in which something has come are in it, too, so their cost in one round
+/// is compared, with a wider limit.
 const POLLING: &[&str] = &[
     "worker::Worker::run",
     "worker::Worker::step",

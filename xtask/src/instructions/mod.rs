@@ -4,7 +4,7 @@
 //!   used by `riser` through real sockets.
 //! - [`dump`]: what callgrind writes.
 //! - [`accepted`]: the counts that were accepted, in `xtask/instructions.json`, and what has
-//!   grown.
+//!   grown, of the work and of a round's polling.
 //! - [`counting`](mod@counting): what counting a command adds to it.
 //!
 //! Callgrind is driven here and not by gungraun, which runs a program from its start to its end,
@@ -118,15 +118,18 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
         show(&name, &after, Some(before));
         grown.extend(growth(&name, before, &after));
     }
-    rig.stop()?;
+    let stopped = rig.stop();
     if grown.is_empty() {
-        return Ok(Ended::Compared(Ok(())));
+        return stopped.map(|()| Ended::Compared(Ok(())));
     }
-    let why = format!(
+    let mut why = format!(
         "instructions of an operation have grown by more than is accepted:\n{}\n\
          If the growth is worth it: `cargo xtask instructions --accept`",
         grown.join("\n")
     );
+    if let Err(failure) = stopped {
+        why += &format!("\n{failure}");
+    }
     Ok(Ended::Compared(Err(why.into())))
 }
 
@@ -135,10 +138,7 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
 fn accept(chosen: &[Path4k]) -> Result<(), Failure> {
     let made_with = versions()?;
     let mut accepted = Accepted::load()?;
-    if !accepted.other_versions(&made_with).is_empty() {
-        accepted.paths.clear();
-    }
-    accepted.made_with = made_with;
+    accepted.renew(made_with, chosen.len() == paths::all().count())?;
     let mut rig = Rig::start()?;
     for path in chosen {
         let name = path.to_string();
@@ -146,8 +146,9 @@ fn accept(chosen: &[Path4k]) -> Result<(), Failure> {
         show(&name, &cost, accepted.paths.get(&name));
         accepted.paths.insert(name, cost);
     }
-    rig.stop()?;
-    accepted.save()
+    // The counts take long, and a target that does not end well does not spoil them.
+    accepted.save()?;
+    rig.stop()
 }
 
 /// Prints a path, with what it cost before.

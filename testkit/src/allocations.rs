@@ -54,9 +54,14 @@ pub fn record() {
 /// # Panics
 ///
 /// If something is allocated in each of ten rounds. The message names `what`, and the places of the
-/// last round with their numbers of allocations.
+/// last round with their numbers of allocations. And if this process has no thread of the data path,
+/// so that nothing would count.
 #[track_caller]
 pub fn allocates_nothing(what: &str, mut round: impl FnMut(u8)) {
+    assert!(
+        !threads().is_empty(),
+        "{what}: there is no thread of the data path"
+    );
     let mut found = BTreeMap::new();
     for _ in 0..ROUNDS {
         COUNTS.store(true, Ordering::Relaxed);
@@ -70,6 +75,20 @@ pub fn allocates_nothing(what: &str, mut round: impl FnMut(u8)) {
     panic!("{what}: {found:#?}");
 }
 
+/// Returns the names of this process's threads of the data path.
+pub fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    // One that has just ended has no name.
+    let names =
+        tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    let names = names.map(|name| name.trim_end().to_owned());
+    names.filter(|name| is_counted(name.as_bytes())).collect()
+}
+
+fn is_counted(thread: &[u8]) -> bool {
+    THREADS.iter().any(|start| thread.starts_with(start))
+}
+
 fn allocations() -> std::sync::MutexGuard<'static, BTreeMap<String, u64>> {
     ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -79,7 +98,7 @@ fn is_of_data_path() -> bool {
     let mut name = [0u8; 16];
     // SAFETY: the kernel writes 16 bytes at most.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
-    THREADS.iter().any(|thread| name.starts_with(thread))
+    is_counted(&name)
 }
 
 /// The innermost functions of ours in a backtrace. The whole of it stands for an allocation that no
@@ -107,6 +126,7 @@ fn place(trace: &str) -> String {
 #[cfg(test)]
 mod tests {
     use std::panic::catch_unwind;
+    use std::sync::mpsc::channel;
     use std::thread;
 
     use super::*;
@@ -122,6 +142,19 @@ mod tests {
     /// One function, since all tests of a process share what is recorded.
     #[test]
     fn only_allocations_of_the_data_path_fail_a_test() {
+        let why = verdict("some-thread").unwrap_err();
+        assert!(why.contains("no thread of the data path"), "{why}");
+        // One that waits, as where a daemon has nothing to do.
+        let (started, is_there) = channel();
+        let (end, ended) = channel::<()>();
+        let waits = move || {
+            started.send(()).unwrap();
+            let _ = ended.recv();
+        };
+        let worker = thread::Builder::new().name("riser-worker-1".to_owned());
+        let worker = worker.spawn(waits).unwrap();
+        is_there.recv().unwrap();
+        assert_eq!(threads(), ["riser-worker-1"]);
         assert_eq!(verdict("some-thread"), Ok(()));
         for thread in ["riser-worker-0", "riser-engine"] {
             let why = verdict(thread).unwrap_err();
@@ -137,6 +170,8 @@ mod tests {
             u32::from(CALLS),
             "one round is enough where nothing is allocated"
         );
+        drop(end);
+        worker.join().unwrap();
     }
 
     #[test]

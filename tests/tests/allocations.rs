@@ -172,6 +172,11 @@ fn reads_and_writes_of_4_kib_allocate_nothing_in_either_program() {
         .pool(8 << 20)
         .build(move || Roce::open(&config));
     let client = client.unwrap();
+    // Of both programs, or one of them would allocate unnoticed.
+    let threads = allocations::threads();
+    for name in ["riser-worker-0", "riser-engine"] {
+        assert!(threads.iter().any(|thread| thread == name), "{threads:?}");
+    }
     for (name, url) in addresses() {
         let session = block_on(client.connect(url)).unwrap();
         let lun = Arc::new(block_on(session.lun(0)).unwrap());

@@ -159,7 +159,7 @@ fn compare(options: &Options) -> Result<(), Failure> {
     drop(rig);
     let judged = judge(&comparison);
     println!("\n{}", render::targets(&judged));
-    let shortfalls = shortfalls(&judged, options.only.is_empty());
+    let shortfalls = shortfalls(&judged, &selection);
     // Written before the judgement: what was missed is to be seen there.
     finish(options, |results| results.comparison = Some(comparison))?;
     if options.no_judge || shortfalls.is_empty() {
@@ -168,9 +168,8 @@ fn compare(options: &Options) -> Result<(), Failure> {
     Err(format!("targets are missed:\n  {}", shortfalls.join("\n  ")).into())
 }
 
-/// Targets that are missed by more than noise. In a whole run, those that were not measured count,
-/// too.
-fn shortfalls(judged: &[targets::Judged], is_whole: bool) -> Vec<String> {
+/// Targets that are missed by more than noise, and those that were selected and not measured.
+fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec<String> {
     let missed = judged.iter().filter(|one| one.verdict == Verdict::Missed);
     let missed = missed.map(|one| {
         let (subject, ratio) = (render::subject(one), render::ratio(one));
@@ -185,9 +184,15 @@ fn shortfalls(judged: &[targets::Judged], is_whole: bool) -> Vec<String> {
         };
         judged.iter().any(same)
     };
+    let is_selected = |target: &targets::Target| {
+        let mut systems = selection.systems.iter();
+        let mut workloads = selection.workloads.iter();
+        systems.any(|system| system.id == target.system)
+            && workloads.any(|workload| workload.id == target.workload)
+    };
     let all = targets::targets().into_iter();
     let absent = all
-        .filter(|target| is_whole && !is_judged(target))
+        .filter(|target| is_selected(target) && !is_judged(target))
         .map(|target| {
             let (system, workload) = (target.system, target.workload);
             format!(
@@ -227,27 +232,38 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shortfalls_are_missed_targets_and_in_a_whole_run_those_not_measured() {
-        let judged = |iops| {
-            let samples = vec![
-                sample(1, (NBDKIT, READ_32), 100.0),
-                sample(1, (SRP, READ_32), iops),
-            ];
+    fn shortfalls_are_targets_that_are_missed_or_were_not_measured() {
+        let of = |samples| {
             judge(&Comparison {
                 measured: provenance(),
                 skipped: Vec::new(),
                 samples,
             })
         };
-        assert!(shortfalls(&judged(200.0), false).is_empty());
-        let slow = shortfalls(&judged(140.0), false);
+        let judged = |iops| {
+            of(vec![
+                sample(1, (NBDKIT, READ_32), 100.0),
+                sample(1, (SRP, READ_32), iops),
+            ])
+        };
+        let selection = select::of(&[SRP, READ_32].map(str::to_owned)).unwrap();
+        assert!(shortfalls(&judged(200.0), &selection).is_empty());
+        let slow = shortfalls(&judged(140.0), &selection);
         assert_eq!(slow.len(), 2, "{slow:?}");
         assert!(
             slow[0].starts_with("SRP: 4 KiB random read, depth 32: IOPS: 1.40"),
             "{slow:?}"
         );
-        let whole = shortfalls(&judged(200.0), true);
+        let whole = shortfalls(&judged(200.0), &select::of(&[]).unwrap());
         assert_eq!(whole.len(), targets::targets().len() - 2, "{whole:?}");
+        // Its peer is missing.
+        let alone = of(vec![sample(1, (SRP, READ_32), 200.0)]);
+        let absent = shortfalls(&alone, &selection);
+        let expected = [
+            "srp, randread-4k-32: IOPS was not measured",
+            "srp, randread-4k-32: processor time was not measured",
+        ];
+        assert_eq!(absent, expected);
     }
 
     #[test]

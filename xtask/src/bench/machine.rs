@@ -25,7 +25,7 @@ pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure
     Ok(Provenance {
         command: command_line(std::env::args().skip(1)),
         date: line(&mut sh::cmd("date", ["-u", "+%F"]))?,
-        commit: commit().unwrap_or_else(|_| "unknown".to_owned()),
+        commit: commit(rig).unwrap_or_else(|| "unknown".to_owned()),
         machine: machine()?,
         idle_percent: (idle_percent * 10.0).round() / 10.0,
         programs: programs(&rig.place.programs),
@@ -43,7 +43,26 @@ fn command_line(args: impl Iterator<Item = String>) -> String {
     words.chain(args).collect::<Vec<_>>().join(" ")
 }
 
-fn commit() -> Result<String, Failure> {
+/// Commit that the programs were built from. That of programs from elsewhere is not that of our
+/// sources.
+fn commit(rig: &Rig) -> Option<String> {
+    if rig.is_built {
+        return commit_of_sources().ok();
+    }
+    let riserd = rig.place.programs.join("riserd");
+    let version = line(&mut sh::cmd(riserd, ["--version"])).ok()?;
+    commit_in(&version).map(str::to_owned)
+}
+
+/// The commit that a version names, as `riserd 1.2.0 (0123abc)` does.
+fn commit_in(version: &str) -> Option<&str> {
+    let words = version.split(|c: char| !c.is_ascii_alphanumeric());
+    // `git describe` puts a letter before it.
+    let mut words = words.map(|word| word.strip_prefix('g').unwrap_or(word));
+    words.find(|word| (7..=40).contains(&word.len()) && word.chars().all(|c| c.is_ascii_hexdigit()))
+}
+
+fn commit_of_sources() -> Result<String, Failure> {
     let git = |args: &[&str]| sh::output(sh::cmd("git", args).current_dir(root()));
     let mut commit = git(&["rev-parse", "--short=12", "HEAD"])?.trim().to_owned();
     // Documents and results do not change what is measured.
@@ -166,6 +185,16 @@ mod tests {
         assert_eq!(field(cpus, "model name"), Some("A CPU @ 2 GHz"));
         assert!(is_virtual(cpus) && !is_virtual("flags : fpu hypervisors\n"));
         assert_eq!(field(cpus, "flag"), None);
+    }
+
+    #[test]
+    fn a_version_may_name_a_commit() {
+        assert_eq!(
+            commit_in("riserd 1.2.0 (0123abcd4567)"),
+            Some("0123abcd4567")
+        );
+        assert_eq!(commit_in("riserd 1.2.0-5-g0123abc"), Some("0123abc"));
+        assert_eq!(commit_in("riserd 1.2.0"), None);
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub(super) struct Provenance {
     pub(super) command: String,
     /// Date in UTC, as `2026-11-26`.
     pub(super) date: String,
-    /// Commit of the sources, with a plus sign if they were changed.
+    /// Commit of the sources of our programs, with a plus sign if they were changed, or `unknown`.
     pub(super) commit: String,
     /// Processor, cores, memory and kernel.
     pub(super) machine: String,

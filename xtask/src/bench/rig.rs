@@ -53,6 +53,8 @@ pub(super) struct Rig {
     pub(super) seconds: u32,
     pub(super) size_mib: u64,
     pub(super) nbd_client: NbdClient,
+    /// The programs are those of our sources.
+    pub(super) is_built: bool,
 }
 
 /// Figures of a client with the processor time of both sides.
@@ -90,6 +92,7 @@ impl Rig {
             seconds: setup.seconds,
             size_mib: setup.size_mb,
             nbd_client: setup.nbd_client.decided(),
+            is_built: setup.programs.is_none(),
         };
         fill(&rig.image, setup.size_mb)?;
         Ok(rig)

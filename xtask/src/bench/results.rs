@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::curves::CURVES;
 use super::{systems, workloads};
 use crate::Failure;
 
@@ -109,18 +110,19 @@ impl Results {
         Ok(results)
     }
 
-    /// Fails for names of systems and workloads that there are not, which no table would show.
+    /// Fails for names of systems, workloads and curves that there are not, and for places of no
+    /// curve: no table would show them.
     fn check(&self) -> Result<(), String> {
         let samples = self.comparison.iter().flat_map(|part| &part.samples);
         let points = self.scaling.iter().flat_map(|part| &part.points);
         let names = samples.clone().map(|sample| &sample.system);
-        for name in names.chain(points.map(|point| &point.system)) {
+        for name in names.chain(points.clone().map(|point| &point.system)) {
             systems::named(name).ok_or_else(|| format!("there is no system {name}"))?;
         }
         for Sample { workload, .. } in samples {
             workloads::named(workload).ok_or_else(|| format!("there is no workload {workload}"))?;
         }
-        Ok(())
+        points.map(Point::check).collect()
     }
 
     /// Writes the file, a line for each measurement.
@@ -132,6 +134,21 @@ impl Results {
             fs::create_dir_all(folder)?;
         }
         fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
+    }
+}
+
+impl Point {
+    fn check(&self) -> Result<(), String> {
+        let Self { curve, system, .. } = self;
+        let known = CURVES.iter().find(|known| known.id == curve.as_str());
+        let known = known.ok_or_else(|| format!("there is no curve {curve}"))?;
+        if !known.systems.contains(&system.as_str()) {
+            return Err(format!("curve {curve} has no system {system}"));
+        }
+        if !known.xs.contains(&self.x) {
+            return Err(format!("curve {curve} has no place {}", self.x));
+        }
+        Ok(())
     }
 }
 
@@ -291,6 +308,29 @@ pub(super) mod tests {
                 error.contains(why) && error.contains("results.json"),
                 "{error}"
             );
+        }
+        for (curve, system, x, why) in [
+            ("nope", "srp", 4.0, "curve nope"),
+            ("depth", "srp", 3.0, "curve depth has no place 3"),
+            ("depth", "tgt", 4.0, "curve depth has no system tgt"),
+        ] {
+            let point = Point {
+                curve: curve.into(),
+                system: system.into(),
+                x,
+                round: 1,
+                y: 1.0,
+            };
+            let results = Results {
+                comparison: None,
+                scaling: Some(Scaling {
+                    measured: provenance(),
+                    points: vec![point],
+                }),
+            };
+            results.save(&path).unwrap();
+            let error = Results::load(&path).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
         }
         fs::write(&path, "{\"comparison\": 1}").unwrap();
         let error = Results::load(&path).unwrap_err().to_string();

@@ -70,7 +70,8 @@ impl Daemon {
         Self::spawn(sh::behind(tool, &serving(program, config)), log)
     }
 
-    fn spawn(mut command: Command, log: &Path) -> Result<Self, Failure> {
+    fn spawn(command: Command, log: &Path) -> Result<Self, Failure> {
+        let mut command = sh::ending_with_us(command, "TERM");
         let socket = log.with_extension("notify");
         let _ = std::fs::remove_file(&socket);
         let notify = UnixDatagram::bind(&socket)?;

@@ -57,11 +57,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         Some(folder) => folder.clone(),
         None => daemon::build_release()?,
     };
-    let scratch = std::env::temp_dir().join(format!("riser-neighbours-{}", std::process::id()));
-    fs::create_dir_all(&scratch)?;
-    let measured = measure(options, &programs, &scratch);
-    let _ = fs::remove_dir_all(&scratch);
-    let rows = measured?;
+    let scratch = sh::Scratch::new("neighbours")?;
+    let rows = measure(options, &programs, scratch.path())?;
     let alone = median(&rows[0]);
     println!("\n| 4 KiB random reads at depth 1 | p50 | p99 | p99 beside alone |");
     println!("| --- | --- | --- | --- |");

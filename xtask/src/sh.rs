@@ -90,6 +90,31 @@ pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
     program
 }
 
+/// The same command, whose process gets a signal when the thread that starts it ends: what serves us
+/// is not left behind where we are killed.
+pub(crate) fn ending_with_us(command: Command, signal: &str) -> Command {
+    // A part of util-linux, which has this as an option, so that no code of ours runs between
+    // fork and exec.
+    match which("setpriv") {
+        Some(setpriv) => behind(cmd(setpriv, ["--pdeathsig", signal, "--"]), &command),
+        None => command,
+    }
+}
+
+/// Removes folders of runs that were killed: those whose names have this beginning and then the id of
+/// a process that is no more.
+pub(crate) fn remove_abandoned(parent: &Path, beginning: &str) {
+    let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
+    for entry in entries {
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|name| name.strip_prefix(beginning));
+        let pid = pid.and_then(|pid| pid.parse::<u32>().ok());
+        if pid.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 /// Builds a test or a benchmark, by these arguments of Cargo, and answers its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);
@@ -124,7 +149,9 @@ pub(crate) struct Scratch(PathBuf);
 impl Scratch {
     /// Makes it; the name carries our process id.
     pub(crate) fn new(name: &str) -> Result<Self, Failure> {
-        let path = std::env::temp_dir().join(format!("riser-{name}-{}", std::process::id()));
+        let parent = std::env::temp_dir();
+        remove_abandoned(&parent, &format!("riser-{name}-"));
+        let path = parent.join(format!("riser-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path)?;
         Ok(Self(path))
     }
@@ -152,4 +179,52 @@ fn shown(command: &Command) -> String {
         .map(|s| s.to_string_lossy().into_owned())
         .collect::<Vec<_>>()
         .join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::process::ExitStatusExt;
+
+    use riser_testkit::skip::skip;
+
+    use super::*;
+
+    #[test]
+    fn a_server_ends_with_the_thread_that_started_it() {
+        if which("setpriv").is_none() {
+            return skip("ending a server with its parent", "there is no setpriv");
+        }
+        let start = || {
+            let server = cmd("sh", ["-c", "echo up; exec sleep 60"]);
+            let mut server = ending_with_us(server, "TERM");
+            let mut child = server.stdout(Stdio::piped()).spawn().unwrap();
+            let mut line = [0; 3];
+            let out = child.stdout.as_mut().unwrap();
+            out.read_exact(&mut line).unwrap();
+            child
+        };
+        let mut child = std::thread::spawn(start).join().unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(15));
+    }
+
+    #[test]
+    fn folders_of_processes_that_are_no_more_are_removed() {
+        let scratch = Scratch::new("abandoned-test").unwrap();
+        let ours = format!("riser-bench-{}", std::process::id());
+        // More than the kernel has of process ids.
+        let folders = [
+            "riser-bench-4194305",
+            ours.as_str(),
+            "riser-bench-notes",
+            "other-4194305",
+        ];
+        for folder in folders {
+            std::fs::create_dir(scratch.join(folder)).unwrap();
+        }
+        std::fs::write(scratch.join(folders[0]).join("disk.img"), "data").unwrap();
+        remove_abandoned(scratch.path(), "riser-bench-");
+        let left = folders.map(|folder| scratch.join(folder).exists());
+        assert_eq!(left, [false, true, true, true]);
+    }
 }

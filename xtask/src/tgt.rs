@@ -34,7 +34,9 @@ impl Tgt {
         let out = File::create(log)?;
         let portal = format!("portal=127.0.0.1:{port}");
         let program = sh::which("tgtd").ok_or("tgtd is missing")?;
-        let child = sh::cmd(program, ["-f", "-C", CONTROL, "--iscsi", &portal])
+        let command = sh::cmd(program, ["-f", "-C", CONTROL, "--iscsi", &portal]);
+        // SIGTERM may not end it.
+        let child = sh::ending_with_us(command, "KILL")
             .stdin(Stdio::null())
             .stdout(out.try_clone()?)
             .stderr(out)

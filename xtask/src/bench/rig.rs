@@ -83,6 +83,8 @@ impl Rig {
                 daemon::build_release()?
             }
         };
+        // Of runs that were interrupted; each has a gibibyte, mostly of memory.
+        sh::remove_abandoned(&setup.folder, "riser-bench-");
         let name = format!("riser-bench-{}", std::process::id());
         let scratch = setup.folder.join(name);
         fs::create_dir_all(&scratch).map_err(|e| format!("{}: {e}", scratch.display()))?;

@@ -110,7 +110,7 @@ impl Place {
         let socket = self.scratch.join(format!("{name}.sock"));
         let _ = fs::remove_file(&socket);
         let log = self.scratch.join(format!("{name}.log"));
-        let program = Program::start(&mut command(&socket), &log)?.once_there(&socket)?;
+        let program = Program::start(command(&socket), &log)?.once_there(&socket)?;
         let mut served = Served::at(Address::Url(nbd_url("", &socket)));
         served.program = Some(program);
         Ok(served)
@@ -152,7 +152,7 @@ impl Place {
                 (file, disk)
             }
         };
-        let mut program = Program::start(&mut command, &self.scratch.join("attach.log"))?;
+        let mut program = Program::start(command, &self.scratch.join("attach.log"))?;
         program.mount = (export == Export::Fuse).then_some(path);
         served.program = Some(program.once_there(&there)?);
         served.disks = vec![disk];
@@ -175,7 +175,7 @@ impl Place {
             command.arg(&socket);
             command.env("XDG_RUNTIME_DIR", &folder);
             command.env("RISER_STATE_DIR", folder.join("riser"));
-            let program = Program::start(&mut command, &folder.join("attach.log"))?;
+            let program = Program::start(command, &folder.join("attach.log"))?;
             sessions.push(program.once_there(&socket)?);
         }
         Ok(Idle {
@@ -241,10 +241,10 @@ struct Program {
 
 impl Program {
     /// Starts it, with its output in a file.
-    fn start(command: &mut Command, log: &Path) -> Result<Self, Failure> {
+    fn start(command: Command, log: &Path) -> Result<Self, Failure> {
         let name = command.get_program().to_string_lossy().into_owned();
         let out = File::create(log)?;
-        let child = command
+        let child = sh::ending_with_us(command, "TERM")
             .stdin(Stdio::null())
             .stdout(out.try_clone()?)
             .stderr(out)
@@ -276,6 +276,10 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
+        // The id of one that has been waited for may be another's by now.
+        if !matches!(self.child.try_wait(), Ok(None)) {
+            return;
+        }
         terminate(self.child.id());
         let asked = Instant::now();
         while matches!(self.child.try_wait(), Ok(None)) {
@@ -329,8 +333,8 @@ mod tests {
     #[test]
     fn a_server_that_ends_at_its_start_is_reported_with_what_it_said() {
         let scratch = sh::Scratch::new("servers-test").unwrap();
-        let mut command = sh::cmd("sh", ["-c", "echo no such plugin; exit 4"]);
-        let program = Program::start(&mut command, &scratch.join("log")).unwrap();
+        let command = sh::cmd("sh", ["-c", "echo no such plugin; exit 4"]);
+        let program = Program::start(command, &scratch.join("log")).unwrap();
         let error = program.once_there(&scratch.join("socket")).err().unwrap();
         let error = error.to_string();
         assert!(

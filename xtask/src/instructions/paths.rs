@@ -190,6 +190,7 @@ impl Folder {
         } else {
             std::env::temp_dir()
         };
+        sh::remove_abandoned(&parent, "riser-instructions-");
         let folder = parent.join(format!("riser-instructions-{}", std::process::id()));
         fs::create_dir_all(&folder)?;
         Ok(Self(folder))

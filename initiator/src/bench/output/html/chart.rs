@@ -31,6 +31,8 @@ pub(super) struct Series {
     pub(super) dashed: bool,
     /// Points, with a text for each that is shown beside it; empty for none.
     pub(super) points: Vec<(f64, f64, String)>,
+    /// Indices of points that are not joined to the one before, in order.
+    pub(super) gaps: Vec<usize>,
 }
 
 /// An axis with its marks.
@@ -150,12 +152,19 @@ impl Chart {
             let (x, y) = (self.x.range.place(*x), self.y.range.place(*y));
             (area.x(x), area.y(y))
         };
-        let _ = write!(page, "<polyline class=\"l s{colour}{dashed}\" points=\"");
-        for point in &series.points {
-            let (x, y) = place(point);
-            let _ = write!(page, "{x:.1},{y:.1} ");
+        let mut start = 0;
+        for end in series.gaps.iter().copied().chain([series.points.len()]) {
+            let part = &series.points[start..end];
+            // A point between two gaps is a dot: a line to itself.
+            let again = part.first().filter(|_| part.len() == 1);
+            let _ = write!(page, "<polyline class=\"l s{colour}{dashed}\" points=\"");
+            for point in part.iter().chain(again) {
+                let (x, y) = place(point);
+                let _ = write!(page, "{x:.1},{y:.1} ");
+            }
+            page.push_str("\"/>");
+            start = end;
         }
-        page.push_str("\"/>");
         for point in series.points.iter().filter(|_| self.marks) {
             let ((x, y), about) = (place(point), escape(&point.2));
             let _ = write!(

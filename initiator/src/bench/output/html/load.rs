@@ -113,6 +113,7 @@ pub(super) fn latency_against_load(page: &mut String, outcomes: &[Outcome]) {
                 colour: colour % COLOURS,
                 dashed,
                 points: points.collect(),
+                gaps: Vec::new(),
             });
         }
     }

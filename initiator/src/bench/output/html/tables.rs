@@ -13,8 +13,14 @@ pub(super) fn runs(page: &mut String, outcomes: &[Outcome]) {
     page.push_str(
         "<h2>Runs</h2>\n<div class=\"scroll\"><table><caption>Rates are means of the whole \
          measurement.</caption>\n<thead><tr><th scope=\"col\">#</th>\
-         <th class=\"t\" scope=\"col\">Job</th><th class=\"t\" scope=\"col\">Options</th>\
-         <th class=\"t\" scope=\"col\">Kind</th>",
+         <th class=\"t\" scope=\"col\">Job</th>",
+    );
+    let with_disks = have_several_disks(outcomes);
+    if with_disks {
+        page.push_str("<th class=\"t\" scope=\"col\">Disk</th>");
+    }
+    page.push_str(
+        "<th class=\"t\" scope=\"col\">Options</th><th class=\"t\" scope=\"col\">Kind</th>",
     );
     for head in [
         "IOPS",
@@ -31,27 +37,38 @@ pub(super) fn runs(page: &mut String, outcomes: &[Outcome]) {
     page.push_str("</tr></thead>\n<tbody>\n");
     for (i, outcome) in outcomes.iter().enumerate() {
         for kind in active(outcome) {
-            row(page, i + 1, outcome, kind);
+            head(page, i + 1, outcome, with_disks);
+            row(page, outcome, kind);
         }
         if active(outcome).next().is_none() {
-            idle(page, i + 1, outcome);
+            head(page, i + 1, outcome, with_disks);
+            page.push_str("<td class=\"k\" colspan=\"9\">no operation completed</td></tr>\n");
         }
     }
     page.push_str("</tbody></table></div>\n");
     notes(page, outcomes);
 }
 
-fn head(page: &mut String, number: usize, outcome: &Outcome) {
-    let _ = write!(
-        page,
-        "<tr><td>{number}</td><th class=\"t\" scope=\"row\">{}</th><td class=\"t\">{}</td>",
-        escape(&show::printable(&outcome.name)),
-        escape(&show::options(&outcome.options)),
-    );
+/// Returns whether a run has to name its disk.
+pub(super) fn have_several_disks(outcomes: &[Outcome]) -> bool {
+    outcomes.iter().any(|o| o.disk() != outcomes[0].disk())
 }
 
-fn row(page: &mut String, number: usize, outcome: &Outcome, kind: OpKind) {
-    head(page, number, outcome);
+fn head(page: &mut String, number: usize, outcome: &Outcome, with_disk: bool) {
+    let name = escape(&show::printable(&outcome.name));
+    let _ = write!(
+        page,
+        "<tr><td>{number}</td><th class=\"t\" scope=\"row\">{name}</th>"
+    );
+    if with_disk {
+        let disk = escape(&show::printable(&outcome.disk()));
+        let _ = write!(page, "<td class=\"t\">{disk}</td>");
+    }
+    let options = escape(&show::options(&outcome.options));
+    let _ = write!(page, "<td class=\"t\">{options}</td>");
+}
+
+fn row(page: &mut String, outcome: &Outcome, kind: OpKind) {
     let latencies = latencies(outcome.of(kind));
     let at = |percent| show::time(latencies.value_at_percentile(percent) as f64);
     let _ = write!(page, "<td class=\"k\">{}</td>", kind.name());
@@ -68,11 +85,6 @@ fn row(page: &mut String, number: usize, outcome: &Outcome, kind: OpKind) {
         let _ = write!(page, "<td>{figure}</td>");
     }
     page.push_str("</tr>\n");
-}
-
-fn idle(page: &mut String, number: usize, outcome: &Outcome) {
-    head(page, number, outcome);
-    page.push_str("<td class=\"k\" colspan=\"9\">no operation completed</td></tr>\n");
 }
 
 /// Adds the notes, each with the runs that it is about.

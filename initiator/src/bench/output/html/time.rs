@@ -8,6 +8,7 @@ use super::cases::cases;
 use super::chart::{Axis, COLOURS, Chart, Series};
 use super::escape::escape;
 use super::scale::Range;
+use super::tables::have_several_disks;
 use crate::bench::outcome::{Interval, OpKind, Outcome};
 use crate::bench::output::figures::{active, latencies, per_second, sum, thinned};
 use crate::bench::output::show;
@@ -46,10 +47,11 @@ pub(super) fn over_time(page: &mut String, outcomes: &[Outcome]) {
     for (i, outcome) in drawn.take(RUNS) {
         let _ = write!(
             page,
-            "<h3>Run {}: {} <span class=\"soft\">{}</span></h3>\n<div class=\"charts\">\n",
+            "<h3>Run {}: {} <span class=\"soft\">{}{}</span></h3>\n<div class=\"charts\">\n",
             i + 1,
             escape(&show::printable(&outcome.name)),
-            escape(&show::options(&outcome.options))
+            escape(&show::options(&outcome.options)),
+            disk(outcome, outcomes)
         );
         let intervals = thinned(&outcome.intervals, POINTS);
         throughput(page, outcome, &intervals);
@@ -57,6 +59,14 @@ pub(super) fn over_time(page: &mut String, outcomes: &[Outcome]) {
             percentiles(page, outcome, kind, &intervals);
         }
         page.push_str("</div>\n");
+    }
+}
+
+/// The disk of a run behind its options, if runs have several.
+fn disk(outcome: &Outcome, outcomes: &[Outcome]) -> String {
+    match have_several_disks(outcomes) {
+        true => format!(" at {}", escape(&show::printable(&outcome.disk()))),
+        false => String::new(),
     }
 }
 
@@ -82,6 +92,7 @@ fn throughput(page: &mut String, outcome: &Outcome, intervals: &[Interval]) {
                 colour: kind as usize,
                 dashed: false,
                 points: intervals.iter().map(rate).collect(),
+                gaps: Vec::new(),
             }
         })
         .collect();
@@ -100,8 +111,15 @@ fn throughput(page: &mut String, outcome: &Outcome, intervals: &[Interval]) {
 }
 
 fn percentiles(page: &mut String, outcome: &Outcome, kind: OpKind, intervals: &[Interval]) {
-    let measured =
-        |interval: &'_ Interval| !latencies(&interval.measured[kind as usize]).is_empty();
+    let measured = intervals.iter().enumerate().filter(|(_, interval)| {
+        let latencies = latencies(&interval.measured[kind as usize]);
+        !latencies.is_empty()
+    });
+    let measured: Vec<_> = measured.collect();
+    // A time without operations has no latency, and a line across it would show one.
+    let pairs = measured.windows(2).enumerate();
+    let gaps = pairs.filter(|(_, pair)| pair[1].0 > pair[0].0 + 1);
+    let gaps: Vec<_> = gaps.map(|(i, _)| i + 1).collect();
     let series: Vec<_> = PERCENTILES
         .iter()
         .enumerate()
@@ -118,11 +136,8 @@ fn percentiles(page: &mut String, outcome: &Outcome, kind: OpKind, intervals: &[
                 },
                 colour,
                 dashed: false,
-                points: intervals
-                    .iter()
-                    .filter(|i| measured(i))
-                    .map(value)
-                    .collect(),
+                points: measured.iter().map(|(_, i)| value(i)).collect(),
+                gaps: gaps.clone(),
             }
         })
         .collect();
@@ -166,6 +181,7 @@ fn distribution(page: &mut String, outcomes: &[Outcome], kind: OpKind) {
             colour: line % COLOURS,
             dashed: line >= COLOURS,
             points: curve(latencies),
+            gaps: Vec::new(),
         })
         .collect();
     if series.is_empty() {
@@ -233,6 +249,7 @@ fn curve(latencies: &Histogram<u64>) -> Vec<(f64, f64, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::output::sample;
 
     #[test]
     fn a_curve_ends_at_the_longest_latency() {
@@ -246,6 +263,26 @@ mod tests {
         assert_eq!((at(1.0), at(2.0)), (900.0, 990.0));
         let last = curve.last().unwrap();
         assert!((last.0 - 3.0).abs() < 1e-9 && last.1 == 1000.0, "{last:?}");
+    }
+
+    #[test]
+    fn no_line_crosses_a_time_without_operations() {
+        let mut outcome = sample::mixed("a", 1);
+        let lines = |outcome: &Outcome| {
+            let mut page = String::new();
+            percentiles(&mut page, outcome, OpKind::Read, &outcome.intervals);
+            let lines = page.split("points=\"").skip(1);
+            let lines = lines.map(|line| line.split_once('"').unwrap().0);
+            let points = lines.map(|line| line.split_whitespace().count());
+            points.collect::<Vec<_>>()
+        };
+        assert_eq!(lines(&outcome), [11; 4]);
+        for stalled in [3, 4, 6] {
+            let reads = &mut outcome.intervals[stalled].measured[OpKind::Read as usize];
+            reads.service.reset();
+        }
+        // The single point has a line to itself.
+        assert_eq!(lines(&outcome), [3, 2, 4].repeat(PERCENTILES.len()));
     }
 
     #[test]

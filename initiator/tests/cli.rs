@@ -548,12 +548,12 @@ fn a_detach_leaves_what_others_have_mounted_in_the_place_of_a_file() {
     // The file is still open, so it is still served.
     let (status, text) = home.fails(&["detach", "0", "--timeout", "1s"]);
     assert!(text.contains("still serves"), "{status}: {text}");
-    assert!(other.file().exists(), "the other mount was taken away");
+    assert!(other.file().exists(), "the other mount was removed");
     drop(open);
     eventually("the process ends", Duration::from_secs(60), || {
         !is_alive(pid)
     });
-    assert!(other.file().exists(), "the other mount was taken away");
+    assert!(other.file().exists(), "the other mount was removed");
     other.detach().unwrap();
     other.wait().unwrap();
 }

@@ -561,7 +561,7 @@ fn a_mount_that_others_have_detached_is_not_looked_for_at_its_path() {
         let next = has_next.then(|| mount_over(&dir, disk(), Caching::Direct, || {}).unwrap());
         mount.detach().unwrap();
         if let Some(next) = next {
-            assert!(next.file().exists(), "the next mount was taken away");
+            assert!(next.file().exists(), "the next mount was removed");
             next.detach().unwrap();
             next.wait().unwrap();
         }
@@ -586,7 +586,7 @@ fn a_mount_under_another_one_stays() {
         for unmounted in [mount.try_unmount(), mount.detach()] {
             assert!(matches!(unmounted, Err(UnmountError::Failed { .. })));
         }
-        assert!(above.file().exists(), "the mount above was taken away");
+        assert!(above.file().exists(), "the mount above was removed");
         above.detach().unwrap();
         above.wait().unwrap();
     }

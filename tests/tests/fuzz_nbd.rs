@@ -110,7 +110,7 @@ fn run(stream: &[u8], piece: usize, read_only: bool) -> (Vec<u8>, Vec<Event>) {
             if end == stream.len() {
                 break;
             }
-            // Nothing more comes of these bytes.
+            // The rest is ignored.
             end = (end + piece).min(stream.len());
         }
     }

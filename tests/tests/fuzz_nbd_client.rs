@@ -32,7 +32,7 @@ const REQUESTS: [Request; 4] = [
     },
 ];
 
-/// What has come of a server's replies.
+/// Outcome of a server's replies.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     /// Ends by the places of their requests.
@@ -117,7 +117,7 @@ fn run(input: &[u8], piece: usize) -> Outcome {
             if end == stream.len() {
                 break;
             }
-            // Nothing more comes of these bytes.
+            // The rest is ignored.
             end = (end + piece).min(stream.len());
         }
     }

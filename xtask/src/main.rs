@@ -107,16 +107,16 @@ enum Command {
     /// Run seeds of the simulator, in which everything that ships runs in one thread and much goes
     /// wrong; make the plan of a seed that fails smaller, and keep it.
     Sim(sim::Options),
-    /// Let initiators of all protocols write the same blocks over networks that fail, and check that
-    /// one order explains what they read.
+    /// Let initiators of all protocols write the same blocks over networks that fail, and check
+    /// that one order explains what they read.
     Linear(linear::Options),
     /// Let sessions come and go beside many that stay, and check that they leave nothing in riserd.
     Soak(soak::Options),
-    /// Send messages that are almost right, of every protocol, to a daemon at work, and measure what
-    /// they do to that.
+    /// Send messages that are almost right, of every protocol, to a daemon at work, and measure
+    /// what they do to that.
     Hostile(hostile::Options),
-    /// Explore the fuzz targets with libFuzzer, which sees what each input reaches, and keep what is
-    /// new.
+    /// Explore the fuzz targets with libFuzzer, which sees what each input reaches, and keep what
+    /// is new.
     Fuzz(fuzz::Options),
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
@@ -127,16 +127,16 @@ enum Command {
     Package(package::Options),
     /// Build the image of deploy/container and start its programs.
     Container,
-    /// Measure our target beside nbdkit, qemu-nbd and tgt on the same file, and compare with targets;
-    /// write docs/performance.md.
+    /// Measure our target beside nbdkit, qemu-nbd and tgt on the same file, and compare with
+    /// targets; write docs/performance.md.
     Bench(bench::Options),
-    /// Count packet buffers, system calls, copies and context switches of an operation, of our target
-    /// and of its peers; needs root and perf.
+    /// Count packet buffers, system calls, copies and context switches of an operation, of our
+    /// target and of its peers; needs root and perf.
     PathCost(bench::path_cost::Options),
     /// Measure a quiet initiator's latency alone, beside a noisy one, and beside a limited one.
     Neighbours(neighbours::Options),
-    /// Count the instructions of 4 KiB reads and writes of each protocol in riserd, and fail where they
-    /// have grown.
+    /// Count the instructions of 4 KiB reads and writes of each protocol in riserd, and fail where
+    /// they have grown.
     Instructions(instructions::Options),
     /// Run tests of state that threads share in many interleavings of these.
     Interleavings(interleavings::Options),

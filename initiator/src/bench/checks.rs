@@ -78,8 +78,8 @@ fn need_of<D: BlockDevice>(task: &Task<D>, device: &Arc<D>) -> Result<u64, Bench
     Ok(setup::buffer_bytes(&task.job, connections))
 }
 
-/// Bytes of the device that a job uses, as far as its options say: one that only checks what a state
-/// file records has none.
+/// Bytes of the device that a job uses, as far as its options say: one that only checks what a
+/// state file records has none.
 fn region<D: BlockDevice>(task: &Task<D>) -> Result<Range<u64>, BenchError> {
     match task.devices.first() {
         Some(device) if !task.job.verify_only => {

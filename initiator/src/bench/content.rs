@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The rest follows from seed, offset and generation, so a block is checked without its neighbours,
-//! and the first wrong byte can be named. The seed is one of the run that wrote the block, so a block
-//! that an earlier run has left is not taken for one of this.
+//! and the first wrong byte can be named. The seed is one of the run that wrote the block, so a
+//! block that an earlier run has left is not taken for one of this.
 
 use super::error::{Difference, Mismatch};
 use super::job::{Checksum, Content};
@@ -184,8 +184,8 @@ impl Filler {
     }
 
     /// Names the first byte that differs from the block of a generation; `None` where it is not
-    /// known what was written. It is known if the checksum in the header is the right one, or all that
-    /// follows the header is right: content of other options has neither.
+    /// known what was written. It is known if the checksum in the header is the right one, or all
+    /// that follows the header is right: content of other options has neither.
     fn damaged(
         &self,
         kind: Checksum,

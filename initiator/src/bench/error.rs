@@ -33,7 +33,7 @@ pub enum BenchError {
     State {
         /// Path of the file.
         path: String,
-        /// What failed.
+        /// Text of the failure.
         reason: String,
     },
     /// The device's thread ended in the middle of the run.

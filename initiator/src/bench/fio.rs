@@ -35,7 +35,7 @@ pub struct JobFileError {
     pub file: String,
     /// Line, from 1.
     pub line: usize,
-    /// What is wrong.
+    /// Description of the mistake.
     pub reason: String,
 }
 

@@ -60,7 +60,7 @@ pub struct Interval {
     pub at: Duration,
     /// Its length.
     pub length: Duration,
-    /// What completed in it, by [`OpKind`].
+    /// Figures of what completed in it, by [`OpKind`].
     pub measured: [Measured; 4],
 }
 
@@ -118,7 +118,7 @@ pub struct Outcome {
     pub options: Vec<(String, String)>,
     /// When the measurement began.
     pub started: SystemTime,
-    /// How long it lasted.
+    /// Its length.
     pub runtime: Duration,
     /// Figures of the whole, by [`OpKind`].
     pub measured: [Measured; 4],
@@ -129,7 +129,7 @@ pub struct Outcome {
     pub client: Usage,
     /// Of the process that serves the disk, if it is known and on this host; divided likewise.
     pub server: Option<Usage>,
-    /// What was compared, if that was wanted.
+    /// Data that were compared, if that was wanted.
     pub verified: Option<Verified>,
     /// Unallocated parts of the region, if the disk reports them and there were reads.
     pub holes: Option<Holes>,

@@ -22,7 +22,7 @@ use super::verify::{Check, Verifier};
 use super::worker::{Clock, Left, Parts, Shared, Worker};
 use crate::block::{BlockDevice, Buffer, task};
 
-/// What a clone does, before it is a worker.
+/// Plan of a clone, before it is a worker.
 pub(super) struct ClonePlan {
     pub(super) source: Source,
     pub(super) arrivals: Option<Arrivals>,
@@ -61,7 +61,7 @@ impl Prepared {
     }
 }
 
-/// What the workers of all jobs of a group have in common.
+/// Parts that the workers of all jobs of a group have in common.
 pub(super) struct Context {
     pub(super) clock: Clock,
     pub(super) stop: Arc<AtomicBool>,
@@ -123,7 +123,7 @@ pub(super) fn prepare<D: BlockDevice>(
     })
 }
 
-/// How the blocks of a job are checked, with the lock of its state file.
+/// Returns the way in which blocks of a job are checked, with the lock of its state file.
 fn check<D>(
     task: &Task<D>,
     shares: &[setup::Share],

@@ -22,7 +22,7 @@ pub(super) enum Report {
 pub(super) struct End {
     /// Time of its last completion.
     pub(super) at: Instant,
-    /// What was checked.
+    /// Data that were checked.
     pub(super) checked: Verified,
     /// The time of the run ended it, and not the amount of work.
     pub(super) is_by_time: bool,

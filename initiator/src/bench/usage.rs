@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::outcome::{Measured, Outcome, Usage};
 
-/// What a process has used since it was started.
+/// Returns the usage of a process since it was started.
 ///
 /// # Errors
 /// There is no such process.
@@ -30,7 +30,7 @@ pub(super) fn of(pid: u32) -> io::Result<Usage> {
     Ok(usage)
 }
 
-/// What was used between two times. Threads that ended in between take their switches with them.
+/// Usage between two times. Threads that ended in between take their switches with them.
 fn between(before: Usage, after: Usage) -> Usage {
     Usage {
         user: after.user.saturating_sub(before.user),

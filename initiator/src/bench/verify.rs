@@ -17,7 +17,7 @@ pub(super) enum Check {
     Nothing,
     /// All, each by its own header.
     Own,
-    /// Those that the ledger knows.
+    /// Blocks that the ledger knows.
     Ledger(Arc<Ledger>),
 }
 
@@ -31,7 +31,7 @@ pub(super) struct Verifier {
     pub(super) block: u64,
     /// Size of a logical block of the device, in bytes: what it writes as a whole or not at all.
     pub(super) atom: u64,
-    /// What is read settles what was in flight when another process was killed.
+    /// Reads settle what was in flight when another process was killed.
     pub(super) resolves: bool,
 }
 

@@ -27,7 +27,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Amounts from here on are never reached.
 const ENDLESS: u64 = 1 << 62;
 
-/// What the workers of a job have in common.
+/// Parts that the workers of a job have in common.
 pub(super) struct Shared {
     pub(super) verifier: Verifier,
     /// Each write gets new content.
@@ -125,7 +125,7 @@ pub(super) struct Worker {
     reporter: Reporter,
 }
 
-/// What a worker is made of.
+/// Parts of a worker.
 pub(super) struct Parts {
     pub(super) source: Source,
     pub(super) arrivals: Option<Arrivals>,

@@ -43,7 +43,7 @@ impl FromStr for Address {
             return file_disk(file);
         }
         // As a shell's command: a name without a slash is not looked for in the directory, or a
-        // misspelt address would be taken for a file.
+        // misspelt address would be read as a file name.
         if ["/", "./", "../"]
             .iter()
             .any(|begin| text.starts_with(begin))

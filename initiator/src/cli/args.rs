@@ -563,7 +563,7 @@ fn job_option(name: &'static str) -> impl Fn(&str) -> Result<String, String> + C
     }
 }
 
-/// What `riser bench` does beside measuring a disk.
+/// Tasks of `riser bench` beside measuring a disk.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum BenchVerb {
     /// Compare results, and show whether their differences are beyond noise
@@ -572,7 +572,7 @@ pub enum BenchVerb {
     Wire(WireArgs),
 }
 
-/// Where results of `riser bench` go, beside standard output.
+/// Places of results of `riser bench`, beside standard output.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Results")]
 pub struct ResultsArgs {
@@ -594,7 +594,7 @@ pub struct ResultsArgs {
 #[derive(Clone, Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct BenchArgs {
-    /// What to do instead of measuring a disk.
+    /// Task instead of measuring a disk.
     #[command(subcommand)]
     pub verb: Option<BenchVerb>,
     /// Address of the disk, or a job file of fio, whose name ends in .fio

@@ -347,7 +347,7 @@ fn read_jobs(path: &Path, args: &BenchArgs) -> Result<JobFile, CliError> {
 }
 
 impl BenchArgs {
-    /// What is measured.
+    /// Target of the measurement.
     fn target(&self) -> &BenchTarget {
         self.target.as_ref().expect("required without a verb")
     }

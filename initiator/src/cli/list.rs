@@ -54,7 +54,7 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// What an attachment goes over, where the address does not say.
+/// Returns the transport of an attachment, where the address does not name it.
 fn over(attachment: &Attachment) -> &'static str {
     let device = attachment.device.as_deref().unwrap_or_default();
     match device.starts_with(PROVIDER) {

@@ -41,7 +41,7 @@ pub(super) enum Layout {
     File,
 }
 
-/// What becomes of a request.
+/// Outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// The kernel expects no answer.

@@ -146,7 +146,7 @@ impl<D: BlockDevice> Queue<D> {
                 Some(libc::EAGAIN) => return Received::Nothing,
                 // The process that waited for that request was killed.
                 Some(libc::ENOENT | libc::EINTR) => return Received::Request(0),
-                // The latter also for a request that was taken while the mount ended.
+                // The latter also for a request that was received while the mount ended.
                 Some(libc::ENODEV | libc::ECONNABORTED) => return self.end(error),
                 _ => return self.give_up(error),
             },

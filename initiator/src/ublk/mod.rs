@@ -145,7 +145,7 @@ impl UblkDevice {
     /// get errors from then on.
     ///
     /// # Errors
-    /// Any error of the driver; that which has ended the service of the device, which is taken away
+    /// Any error of the driver; that which has ended the service of the device, which is removed
     /// all the same.
     pub fn stop(mut self) -> io::Result<()> {
         self.take_away()

@@ -390,7 +390,7 @@ impl Driver {
     ///
     /// # Errors
     /// It has not moved all of the data, and a request is to be made that begins from the start.
-    /// That one has the turn for the bytes, if it was taken here.
+    /// That request then has the turn for these bytes, if this call took it.
     fn move_at_once(
         &mut self,
         store: StoreId,

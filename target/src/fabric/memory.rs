@@ -39,7 +39,7 @@ impl ConnectionMemory {
         self.receive_ring + self.send_ring + self.contexts + self.queues
     }
 
-    /// Returns the memory of a queue pair for so many requests of both kinds, in bytes.
+    /// Returns the memory of a queue pair for this number of requests of both kinds, in bytes.
     #[must_use]
     pub fn of_queues(sends: u32, receives: u32) -> usize {
         let cap = QpCap {

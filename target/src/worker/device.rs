@@ -740,7 +740,7 @@ mod tests {
         let mut devices = Devices::new(both).unwrap();
         assert!(devices.has_addr(at));
         assert!(devices.is_portal_device(0) && !devices.is_portal_device(1));
-        // What tells two devices of one address apart.
+        // Part that distinguishes two devices of one address.
         let info = devices.info();
         let names: Vec<_> = info.iter().map(|d| (d.addr, d.provider)).collect();
         assert_eq!(names, [(at, "loopback"), (at, "shm")]);

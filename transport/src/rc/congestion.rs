@@ -44,7 +44,7 @@ const GAIN: u32 = PACKET / 45;
 /// Round trips without a cut after which the gain doubles.
 const QUIET_ROUNDS: u32 = 64;
 
-/// Slow start goes on to the maximum, whatever that becomes.
+/// Slow start goes on to the maximum, even after that changes.
 const NO_THRESHOLD: u32 = u32::MAX;
 
 /// The longest time between two packets for the sake of the window.

@@ -274,8 +274,8 @@ fn core() -> RdmaCore {
     const VERBS: usize = size_of::<Functions>() / size_of::<usize>();
     const CM: usize = size_of::<Cm>() / size_of::<usize>();
     type Any = unsafe extern "C" fn();
-    // SAFETY: the tables are function pointers and nothing else, and this function takes whatever
-    // arguments it gets and does not return.
+    // SAFETY: the tables are function pointers and nothing else, and this function may be called
+    // through any of them: it reads no arguments and does not return.
     let (mut verbs, mut cm) = unsafe {
         (
             transmute::<[Any; VERBS], Functions>([unexpected; VERBS]),

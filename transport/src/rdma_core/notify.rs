@@ -197,14 +197,14 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Acknowledges the events that were taken of a queue; its destruction waits for that.
+    /// Acknowledges the events that were read from a queue; its destruction waits for that.
     pub(super) fn acknowledge(&mut self, cq: CqId) {
         let Ok(entry) = self.cqs.get_mut(cq) else {
             return;
         };
         let count = std::mem::take(&mut entry.unacknowledged);
         if count > 0 {
-            // SAFETY: this number of events was taken from the queue and not acknowledged.
+            // SAFETY: this number of events was read from the queue and not acknowledged.
             unsafe { (self.core.verbs.ibv_ack_cq_events)(entry.ptr, count) };
         }
     }
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(device.peek_cq(cq, 9), Ok(1));
         assert!(device.arm_fds(), "the device raises no event for it");
         assert_eq!(device.poll_cq_event(), Some(cq));
-        // What was there when the user asked is no news.
+        // What was there when the user asked needs no event.
         assert_eq!(device.req_notify_cq(cq, Notify::Next), Ok(true));
         device.progress(Instant::now());
         assert_eq!(device.poll_cq_event(), None);

@@ -475,7 +475,8 @@ impl RdmaCoreDevice {
 
     pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
         let entry = self.cqs.get(cq)?;
-        // The library cannot look without taking, so what was taken is kept for the next poll.
+        // The library cannot look without reading, so what was read from the queue is kept for the
+        // next poll.
         loop {
             let held = entry.peeked.borrow().len();
             if held >= max || !matches!(entry.pull(max - held), Ok(1..)) {

@@ -302,9 +302,8 @@ impl Driver {
         self.epoll.as_fd()
     }
 
-    /// Has the descriptor become readable for what has come and for what comes, until the next
-    /// receive. To be called before each sleep. False if that failed, and the caller must not
-    /// sleep.
+    /// Makes the descriptor readable for packets that are there and for later ones, until the next
+    /// receive. To be called before each sleep. False if that failed, and the caller must not sleep.
     #[must_use]
     pub fn arm(&self) -> bool {
         let mut events = EventFlags::IN;

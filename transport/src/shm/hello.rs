@@ -155,7 +155,7 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     rustix::net::bind(&socket, &name).map_err(|error| match error {
         rustix::io::Errno::ADDRINUSE => {
             let holder = holder(addr).unwrap_or_else(|| "another process".into());
-            let text = format!("{holder} has the name for shared memory at {addr}");
+            let text = format!("{holder} holds the name of the socket for shared memory at {addr}");
             io::Error::new(io::ErrorKind::AddrInUse, text)
         }
         error => error.into(),

@@ -405,8 +405,8 @@ pub trait Provider: Verbs + RdmaCm {
     /// [`Provider::arm_fds`] was called after the last [`Provider::progress`].
     fn event_fds(&self) -> EventFds<'_>;
 
-    /// Has the descriptors become readable for all that comes from now on, and for what has come
-    /// since the last [`Provider::progress`]. To be called before each sleep: where a wake-up costs
+    /// Makes the descriptors readable for what has arrived since the last [`Provider::progress`] and
+    /// for what arrives later. To be called before each sleep: where a wake-up costs
     /// the peer a system call, it makes one only for a sleeper.
     ///
     /// Returns whether something has come that no descriptor shows, so that the caller must not

@@ -427,7 +427,7 @@ fn a_peer_that_reads_nothing_delays_no_other() {
 
     let w = &mut Shared::new();
     let (a, b) = connected(w);
-    // A listener that answers and then sleeps for ever: another device that is not driven.
+    // A listener that answers and then sleeps endlessly: another device that is not driven.
     let (idle, _) = addresses();
     let mut sleeper = Shm::open(ShmConfig::listening(idle).unwrap()).unwrap();
     let wants = Wants::default();

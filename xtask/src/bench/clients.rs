@@ -55,8 +55,8 @@ pub(super) struct Run<'a> {
     /// Packets that the software NIC of the client loses in each direction, in percent; none is a
     /// NIC without injected faults.
     pub(super) loss: Option<f64>,
-    /// Operations per second that arrive at random (an open loop); without, the next begins when one
-    /// has ended.
+    /// Operations per second that arrive at random (an open loop); without, the next begins when
+    /// one has ended.
     pub(super) rate: Option<u64>,
     pub(super) nbd_client: NbdClient,
 }

@@ -71,8 +71,8 @@ fn of(pid: u32) -> Result<Duration, Failure> {
     Ok(Duration::from_secs_f64(ticks as f64 * each))
 }
 
-/// Time that the threads of some processes have run so far, in nanoseconds: finer than [`of`], whose
-/// ticks are too long for idle processes. A thread that has ended is no longer counted.
+/// Time that the threads of some processes have run so far, in nanoseconds: finer than [`of`],
+/// whose ticks are too long for idle processes. A thread that has ended is no longer counted.
 pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
     let mut sum = 0;
     for pid in processes {

@@ -54,8 +54,8 @@ pub(crate) struct Options {
     /// Do not compare with the targets. A try-out, whose results go to .build/bench.
     #[arg(long)]
     no_judge: bool,
-    /// Measure curves by depth, sessions, units, block size, loss and load, and not the tables; fails
-    /// where a step of a curve costs more than it may.
+    /// Measure curves by depth, sessions, units, block size, loss and load, and not the tables;
+    /// fails where a step of a curve costs more than it may.
     #[arg(long)]
     scaling: bool,
     /// Measure nothing: write the documents again from docs/performance/results.json.

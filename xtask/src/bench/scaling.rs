@@ -1,5 +1,5 @@
-//! `cargo xtask bench --scaling`: throughput by depth, sessions, units, block size and loss, the tail
-//! of latencies by load, and the cost of idle sessions.
+//! `cargo xtask bench --scaling`: throughput by depth, sessions, units, block size and loss, the
+//! tail of latencies by load, and the cost of idle sessions.
 
 use std::path::PathBuf;
 use std::thread;

@@ -1,8 +1,8 @@
 //! Dumps of callgrind: instructions by function, and by the place of their source lines.
 //!
 //! A dump names the file of each source line, also of one that was inlined into a function of
-//! another file. So a line of ours counts for the folder that it is in, whatever the compiler
-//! inlined where; a line of a library counts for the function that it was inlined into.
+//! another file. So a line of ours counts for the folder that it is in, however the compiler
+//! inlined it; a line of a library counts for the function that it was inlined into.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -2,7 +2,7 @@
 //!
 //! # How repeatable it is
 //! Instructions do not depend on the load of the machine, but what a worker does in one round of
-//! its loop depends on what has come by then. These are to make that the same in each run:
+//! its loop depends on what has arrived by then. The following makes that the same in each run:
 //!
 //! - `riserd` is twenty to fifty times slower under callgrind, and the client is not. The client is
 //!   always the one that waits, and the order of the worker's own work decides how much comes

@@ -2,8 +2,8 @@
 //!
 //! - [`Job`]: a job, made by hand or from options by name.
 //! - [`Units`]: forms of sizes and times.
-//! - [`IGNORED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options that have no effect here, those of which
-//!   only some values are accepted, and those that are refused.
+//! - [`IGNORED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options that have no effect here, those of
+//!   which only some values are accepted, and those that are refused.
 
 mod options;
 mod tables;
@@ -251,8 +251,8 @@ pub struct Job {
     pub offset_increment: Amount,
     /// Length of the region; to the end of the device if it is not given.
     pub size: Option<Amount>,
-    /// Each clone of a sequential job has a part of the region of its own. In job files each has the
-    /// whole region.
+    /// Each clone of a sequential job has a part of the region of its own. In job files each has
+    /// the whole region.
     pub splits_region: bool,
     /// Time before the figures count.
     pub ramp_time: Duration,

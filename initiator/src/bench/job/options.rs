@@ -78,7 +78,7 @@ fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, Stri
     Ok(true)
 }
 
-/// What the operations are, and how many at once.
+/// Sets options about the operations, and how many there are at once.
 fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<bool, String> {
     match name {
         "rw" | "readwrite" => set_rw(job, text, units)?,
@@ -126,7 +126,7 @@ fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<b
     Ok(true)
 }
 
-/// Where, and how much.
+/// Sets options about the region and the amount.
 fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<bool, String> {
     match name {
         "offset" => job.offset = units.amount(text)?,

@@ -17,9 +17,9 @@ pub enum KbBase {
 /// Forms of sizes and times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Units {
-    /// Those of fio's job files.
+    /// Units of fio's job files.
     Fio(KbBase),
-    /// Those of Riser's command line: `k` and `KiB` are 1024, `KB` is 1000.
+    /// Units of Riser's command line: `k` and `KiB` are 1024, `KB` is 1000.
     CommandLine,
 }
 

@@ -105,7 +105,7 @@ fn costs(usage: &Usage, ios: u64) -> String {
     )
 }
 
-/// What a reader of an outcome's figures must know about them.
+/// Sentences that a reader of an outcome's figures must know.
 pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     let mut notes = Vec::new();
     if let Some(verified) = &outcome.verified {

@@ -7,8 +7,8 @@ use fastrand::Rng;
 use crate::bench::job::{Job, Rate, RateProcess};
 use crate::bench::outcome::OpKind;
 
-/// Times at which the operations of a clone are due. They do not depend on how long operations take,
-/// so one that is slow makes none of those after it look faster.
+/// Times at which the operations of a clone are due. They do not depend on how long operations
+/// take, so one that is slow makes none of those after it look faster.
 pub(in crate::bench) struct Arrivals {
     process: RateProcess,
     random: Rng,
@@ -59,7 +59,7 @@ impl Arrivals {
         (stream.kind, Duration::from_secs_f64(stream.due.min(1e9)))
     }
 
-    /// The next operation was taken, and has that many bytes: plans the one after it.
+    /// The caller has started the next operation, of this many bytes: plans the one after it.
     pub(in crate::bench) fn advance(&mut self, len: u64) {
         let first = self.first();
         let stream = &mut self.streams[first];

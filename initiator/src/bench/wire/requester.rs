@@ -73,7 +73,7 @@ const SHAPES: [Shape; 6] = [
     },
 ];
 
-/// What has come of a run.
+/// Result of a run.
 #[derive(Debug)]
 pub(super) struct Tally {
     peer: SocketAddr,

@@ -220,7 +220,7 @@ enum State {
     },
     /// The reply is complete.
     End { key: usize },
-    /// The server has broken the protocol, or the requests were taken out.
+    /// The server has broken the protocol, or the requests were removed.
     Closed,
 }
 

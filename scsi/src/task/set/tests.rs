@@ -400,8 +400,8 @@ proptest! {
         prop_assert!([set.heads, set.order, set.ordered].iter().all(|list| *list == List::default()));
     }
 
-    /// A command that is registered and started in one call is where it would be after two, whatever
-    /// the set has in it.
+    /// A command that is registered and started in one call is where it would be after two, in any
+    /// state of the set.
     #[test]
     fn starting_at_once_is_registering_and_starting(
         script in proptest::collection::vec((0..8_u8, 0..2_u64, 0..6_u64, 0..12_u8, 0..4_u64), 1..80),

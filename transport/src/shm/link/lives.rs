@@ -56,7 +56,7 @@ impl Links {
     }
 
     /// Ends links of addresses that this host no longer has: another host may have them by now, and
-    /// access rules tell hosts apart by their addresses.
+    /// access rules distinguish hosts by their addresses.
     pub(super) fn check_addresses(&mut self, is_local: impl Fn(IpAddr) -> bool) {
         let has_own = is_local(self.own);
         for at in (0..self.live.len()).rev() {

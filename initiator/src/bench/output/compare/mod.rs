@@ -19,8 +19,8 @@ use super::fio::{CpuSummary, KindSummary, LatencySummary, RunSummary};
 use crate::bench::job::is_ignored;
 use crate::bench::outcome::OpKind;
 
-/// Options that say where a run was or how its output is, not what it did, beside those that have no
-/// effect here ([`is_ignored`]).
+/// Options that say where a run was or how its output is, not what it did, beside those that have
+/// no effect here ([`is_ignored`]).
 const NOT_COMPARED: &[&str] = &[
     "name",
     "filename",
@@ -118,7 +118,7 @@ pub struct Figure {
 /// Operations or a figure that are not compared, as some rounds have none.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Missing {
-    /// What it is: `reads`, `read p99.9`.
+    /// Name: `reads`, `read p99.9`.
     pub what: String,
     /// Side with such rounds: `A` or `B`.
     pub side: char,
@@ -138,9 +138,9 @@ pub struct Case {
     pub disks: [Option<String>; 2],
     /// Numbers of rounds of A and B.
     pub rounds: (usize, usize),
-    /// What both have.
+    /// Figures that both have.
     pub figures: Vec<Figure>,
-    /// What some rounds do not have.
+    /// Figures that some rounds do not have.
     pub missing: Vec<Missing>,
     /// Warnings about rounds of A and B, each once.
     pub warnings: [Vec<String>; 2],
@@ -248,8 +248,8 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
     groups
 }
 
-/// Options that describe the workload and are not as by default, sorted, and with one form for names
-/// and values that have several: `4k` and `4096`, `randread` and `RandRead`.
+/// Options that describe the workload and are not as by default, sorted, and with one form for
+/// names and values that have several: `4k` and `4096`, `randread` and `RandRead`.
 fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
     // A seed that was drawn for the run is another one in each round.
     let is_off = |value: &str| matches!(value, "0" | "false");

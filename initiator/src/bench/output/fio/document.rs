@@ -95,7 +95,7 @@ struct Flushes {
     lat_ns: Latency,
 }
 
-/// What fio has no place for.
+/// Figures that fio has no place for.
 #[derive(Serialize)]
 struct Extra<'a> {
     address: &'a str,

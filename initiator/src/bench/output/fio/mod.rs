@@ -15,8 +15,8 @@
 //!   which have two. `bins` has fio's bins.
 //! - `bw_min` to `iops_stddev` are of the intervals of the run. In fio they are of `bwavgtime`.
 //! - `usr_cpu`, `sys_cpu` and `ctx` are of the whole process, the transport's threads included, and
-//!   all clones of a job are in it. fio shows the mean of its processes, with `numjobs=4` a quarter of
-//!   their sum.
+//!   all clones of a job are in it. fio shows the mean of its processes, with `numjobs=4` a quarter
+//!   of their sum.
 //! - `slat_ns` has no samples: submission is not timed apart.
 //!
 //! Left out is what is not measured: `eta` and `elapsed` of a run that is over, `majf` and `minf`,
@@ -25,8 +25,8 @@
 //! are no `global options`, because each job has all of its own.
 //!
 //! What fio has no place for is in objects named `riser`: at the top the machine, and in each job
-//! the address, the RDMA device, both sides' processor time and context switches, holes, verified and
-//! torn blocks, whether the disk takes no flushes though they were wanted (`unstable`), planned
+//! the address, the RDMA device, both sides' processor time and context switches, holes, verified
+//! and torn blocks, whether the disk takes no flushes though they were wanted (`unstable`), planned
 //! operations that were not started, the mean number of operations in flight, the notes that a
 //! terminal shows, and the figures over time.
 

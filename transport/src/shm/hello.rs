@@ -13,9 +13,11 @@
 //! id (`SO_PEERCRED`), which on the connecting side is that of the process which began to listen.
 //!
 //! The listening side makes the memory: it need not trust a file of the other's, and takes no
-//! descriptors from it. No message of a user who is not let in is read, and sockets that lead to one
-//! are closed by [`closer`].
+//! descriptors from it. The connecting side takes one, from a user whom it has checked; before that
+//! none can be sent ([`descriptors`]). Where the kernel cannot refuse them, no message of a user who is
+//! not let in is read, and sockets that lead to one are closed by [`closer`].
 
+use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv6Addr};
@@ -24,13 +26,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use nix::sys::socket::{getsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags,
 };
 use zerocopy::byteorder::native_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::closer;
+use super::descriptors::{self, refuses_descriptors};
 use super::ring::{DATA, RING};
 use crate::netif::LocalAddresses;
 
@@ -108,19 +111,12 @@ fn invalid(what: &str) -> io::Error {
 }
 
 /// The name of the listener of the device at an address.
-fn name(addr: IpAddr) -> io::Result<SocketAddrUnix> {
-    let name = format!("riser-shm/{}", addr.to_canonical());
-    Ok(SocketAddrUnix::new_abstract_name(name.as_bytes())?)
+fn name(addr: IpAddr) -> String {
+    format!("riser-shm/{}", addr.to_canonical())
 }
 
-fn socket() -> io::Result<OwnedFd> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    Ok(rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        flags,
-        None,
-    )?)
+fn socket_address(addr: IpAddr) -> io::Result<SocketAddrUnix> {
+    Ok(SocketAddrUnix::new_abstract_name(name(addr).as_bytes())?)
 }
 
 /// A name that is listened at.
@@ -151,10 +147,10 @@ impl Drop for Listener {
 /// [`closer::check_room`].
 pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     closer::check_room()?;
-    let (socket, name) = (socket()?, name(addr)?);
+    let (socket, name) = (descriptors::socket()?, socket_address(addr)?);
     rustix::net::bind(&socket, &name).map_err(|error| match error {
         rustix::io::Errno::ADDRINUSE => {
-            let holder = holder(addr).unwrap_or_else(|| "another process".into());
+            let holder = holder(addr).unwrap_or_default();
             let text = format!("{holder} holds the name of the socket for shared memory at {addr}");
             io::Error::new(io::ErrorKind::AddrInUse, text)
         }
@@ -164,24 +160,65 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     Ok(Listener(socket))
 }
 
-/// The process that listens at an address, for an error. Any local user can take a name, so it need not
-/// be one of ours.
-pub(super) fn holder(addr: IpAddr) -> Option<String> {
-    let name = name(addr).ok()?;
-    closer::check_room().ok()?;
-    let socket = socket().ok()?;
-    rustix::net::connect(&socket, &name).ok()?;
-    let peer = getsockopt(&socket, sockopt::PeerCredentials);
-    closer::close(socket);
-    let peer = peer.ok()?;
+/// A process that listens at an address. Any local user can take a name, so it need not be one of ours.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ListeningProcess {
+    /// Its name and number, if it is known.
+    process: Option<String>,
+    /// Its user id, if it is known: not where the kernel cannot refuse descriptors
+    /// ([`refuses_descriptors`]).
+    pub uid: Option<u32>,
+}
+
+impl fmt::Display for ListeningProcess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.process.as_deref().unwrap_or("another process"))
+    }
+}
+
+/// The process that listens at an address.
+pub(super) fn holder(addr: IpAddr) -> Option<ListeningProcess> {
+    if !refuses_descriptors() {
+        // Who is connected can send one until the socket is closed. Names are of any bytes.
+        let table = std::fs::read("/proc/net/unix").ok()?;
+        let table = String::from_utf8_lossy(&table);
+        return is_listened_at(&table, addr).then(ListeningProcess::default);
+    }
+    let socket = reach(addr).ok()?;
+    let peer = getsockopt(&socket, sockopt::PeerCredentials).ok()?;
     let (pid, uid) = (peer.pid(), peer.uid());
     let process = format!("process {pid} of user {uid}");
-    Some(match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
+    let process = match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
         // A process chooses its name itself.
         Ok(comm) => format!("{} ({process})", comm.trim_end().escape_debug()),
         // The unit of `riserd` hides processes of other users.
         Err(_) => process,
+    };
+    Some(ListeningProcess {
+        process: Some(process),
+        uid: Some(uid),
     })
+}
+
+/// Whether the kernel's table of Unix sockets has one that listens at the name of an address.
+fn is_listened_at(table: &str, addr: IpAddr) -> bool {
+    let name = format!("@{}", name(addr));
+    table.lines().any(|line| {
+        let fields: Vec<_> = line.split_ascii_whitespace().collect();
+        // The fourth is the flag of listeners (`__SO_ACCEPTCON`): their connections have the name, too.
+        matches!(fields.as_slice(), [_, _, _, "00010000", _, _, _, at] if *at == name)
+    })
+}
+
+/// Connects to the process that has the name of an address, which any local user can take.
+///
+/// # Errors
+/// Those of [`closer::check_room`] and `connect(2)`.
+fn reach(addr: IpAddr) -> io::Result<OwnedFd> {
+    closer::check_room()?;
+    let (socket, name) = (descriptors::socket()?, socket_address(addr)?);
+    rustix::net::connect(&socket, &name)?;
+    Ok(socket)
 }
 
 /// Checks that addresses are of this host. Any other belongs to another host: a local process that
@@ -209,23 +246,23 @@ pub(super) fn check_local(addresses: &[IpAddr]) -> io::Result<()> {
 /// in, and [`io::ErrorKind::UnexpectedEof`] where the listener has refused already.
 pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<OwnedFd> {
     check_local(&[to, own])?;
-    closer::check_room()?;
-    let socket = socket()?;
-    rustix::net::connect(&socket, &name(to)?).map_err(|error| match error {
-        rustix::io::Errno::CONNREFUSED => {
+    let socket = reach(to).map_err(|error| match error.kind() {
+        io::ErrorKind::ConnectionRefused => {
             let text = format!("no process of this host shares memory at {to}");
             io::Error::new(io::ErrorKind::ConnectionRefused, text)
         }
-        rustix::io::Errno::WOULDBLOCK => {
+        io::ErrorKind::WouldBlock => {
             let text = format!("too many processes wait to share memory at {to}");
             io::Error::new(io::ErrorKind::WouldBlock, text)
         }
-        error => error.into(),
+        _ => error,
     })?;
     if let Err(error) = users.check(&socket) {
         closer::close(socket);
         return Err(error);
     }
+    // The memory comes with the answer.
+    descriptors::pass(&socket, true)?;
     let hello = Hello {
         magic: HELLO,
         version: U16::new(VERSION),
@@ -490,16 +527,14 @@ mod tests {
         let taken = listen(addr).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
         let text = taken.to_string();
-        let holder = format!("process {} of user", std::process::id());
-        assert!(
-            text.contains(&holder) && text.contains("127.1.2.3"),
-            "{text}"
-        );
-        // The question who it is. Its socket is closed elsewhere.
-        let asked = accept(&listener, &users).unwrap().unwrap();
-        eventually("it has ended", PATIENT, || {
-            matches!(receive(&asked, &mut [0; 64]), Message::End)
-        });
+        assert!(text.contains("127.1.2.3"), "{text}");
+        if refuses_descriptors() {
+            let holder = format!("process {} of user", std::process::id());
+            assert!(text.contains(&holder), "{text}");
+            // The question who it is.
+            let asked = accept(&listener, &users).unwrap().unwrap();
+            assert!(matches!(receive(&asked, &mut [0; 64]), Message::End));
+        }
         assert!(accept(&listener, &users).unwrap().is_none());
         let client = connect(addr, own, &users).unwrap();
         let server = accept(&listener, &users).unwrap().unwrap();
@@ -516,6 +551,67 @@ mod tests {
         riser_memory::shared::SharedMemory::map(&memory, DATA).unwrap();
         drop(client);
         assert!(matches!(receive(&server, &mut room), Message::End));
+    }
+
+    /// Sends a descriptor.
+    fn send_one(socket: &OwnedFd) -> rustix::io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let rights = [socket.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&rights)));
+        let bytes = [IoSlice::new(b"x")];
+        rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)
+    }
+
+    /// A listener of a program that is none of ours, which can send and receive anything.
+    fn squat(addr: IpAddr) -> OwnedFd {
+        let socket = descriptors::socket().unwrap();
+        descriptors::pass(&socket, true).unwrap();
+        rustix::net::bind(&socket, &socket_address(addr).unwrap()).unwrap();
+        rustix::net::listen(&socket, BACKLOG).unwrap();
+        socket
+    }
+
+    #[test]
+    fn who_takes_a_name_can_send_no_descriptor_before_its_user_is_checked() {
+        let addr = IpAddr::from([127, 1, 2, 8]);
+        let squatter = squat(addr);
+        if !refuses_descriptors() {
+            // No process is connected to.
+            assert_eq!(holder(addr), Some(ListeningProcess::default()));
+            let waiting = rustix::net::accept(&squatter);
+            assert_eq!(waiting.unwrap_err(), rustix::io::Errno::WOULDBLOCK);
+            riser_testkit::skip::skip("sending descriptors", "the kernel is older than Linux 6.16");
+            return;
+        }
+        let client = reach(addr).unwrap();
+        let server = rustix::net::accept(&squatter).unwrap();
+        assert_eq!(send_one(&server), Err(rustix::io::Errno::PERM));
+        assert!(matches!(receive(&client, &mut [0; 64]), Message::None));
+        // This one is let in, and may answer with memory.
+        let client = connect(addr, addr, &ShmUsers::default()).unwrap();
+        let server = rustix::net::accept(&squatter).unwrap();
+        assert_eq!(send_one(&server), Ok(1));
+        assert!(matches!(receive(&client, &mut [0; 64]), Message::Bytes(1)));
+    }
+
+    #[test]
+    fn a_listener_is_found_in_the_table_of_the_kernel() {
+        let addr = IpAddr::from([127, 1, 2, 9]);
+        let look = || {
+            let table = std::fs::read("/proc/net/unix").unwrap();
+            is_listened_at(&String::from_utf8_lossy(&table), addr)
+        };
+        assert!(!look());
+        let listener = listen(addr).unwrap();
+        let _client = connect(addr, addr, &ShmUsers::default()).unwrap();
+        let _server = accept(&listener, &ShmUsers::default()).unwrap().unwrap();
+        assert!(look());
+        drop(listener);
+        assert!(!look(), "its connection does not listen");
+        let six = "0000000000000000: 00000002 00000000 00010000 0005 01 4711 @riser-shm/::1\n";
+        assert!(is_listened_at(six, "::1".parse().unwrap()));
+        assert!(!is_listened_at(six, addr));
     }
 
     #[test]

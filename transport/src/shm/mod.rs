@@ -10,7 +10,8 @@
 //! | module | what it is |
 //! | --- | --- |
 //! | `hello` | the Unix socket by which two processes come to share memory, and who may |
-//! | `closer` | closes sockets of those who may not |
+//! | `descriptors` | sockets that take no descriptors from their peers |
+//! | `closer` | closes sockets of those who may not, where the kernel has none of these |
 //! | `ring` | packets in shared memory |
 //! | `link` | the links of a device, and their lives |
 //! | `provider` | [`Shm`] |
@@ -32,12 +33,13 @@
 //!   memory, and checked as bytes from a network are.
 //! - Packets are attributed to the link that they came over, not to what they say, so no peer takes
 //!   part in connections of another.
-//! - A peer cannot make a device wait: packets that it does not read are dropped, and a user who is
-//!   not let in has no means, since no message of theirs is read and their sockets are closed on
-//!   another thread. While too many are being closed, no process is accepted.
-//! - Users who are let in are trusted in one respect: descriptors that they attach to their messages
-//!   are closed by the thread of the device. One whose closing takes long (a TCP socket that lingers, a
-//!   file on a server that does not answer) holds that thread up.
+//! - A peer cannot make a device wait: packets that it does not read are dropped, and the kernel
+//!   refuses descriptors, whose closing may take long. Those of the user of a listener are taken after
+//!   that user was let in.
+//! - Kernels before Linux 6.16 cannot refuse them ([`refuses_descriptors`]). There, no message of a user
+//!   who is not let in is read, and their sockets are closed on another thread; while too many are being
+//!   closed, no process is accepted. Users who are let in are trusted. And **any local user can keep a
+//!   process that shares memory from ending**, even after SIGKILL.
 //!
 //! Packets have no ICRC (their field is zero), and a path MTU of 4096 bytes.
 //!
@@ -45,11 +47,14 @@
 //! connections of several workers.
 
 mod closer;
+mod descriptors;
 mod hello;
 mod link;
 mod provider;
 mod ring;
 
-pub use hello::ShmUsers;
+pub use closer::check_closed;
+pub use descriptors::refuses_descriptors;
+pub use hello::{ListeningProcess, ShmUsers};
 pub use link::{GREETING, LinkCounters, MAX_GREETING, MAX_LINKS};
 pub use provider::{PROVIDER, Shm, ShmConfig, ShmListener, ask_listener, listening_process};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{debug, info};
 
-use super::hello::{self, Listener, ShmUsers};
+use super::hello::{self, Listener, ListeningProcess, ShmUsers};
 use super::link::{LinkCounters, Links};
 use crate::cm::CmCounters;
 use crate::rc::RcCounters;
@@ -107,9 +107,9 @@ pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     hello::ask(addr.to_canonical(), users)
 }
 
-/// The process that listens at an address, by its name and number; `None` if there is none.
+/// The process that listens at an address; `None` if there is none.
 #[must_use]
-pub fn listening_process(addr: IpAddr) -> Option<String> {
+pub fn listening_process(addr: IpAddr) -> Option<ListeningProcess> {
     hello::holder(addr.to_canonical())
 }
 

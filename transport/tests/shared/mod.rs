@@ -3,14 +3,15 @@
 use std::io::{IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use riser_memory::shared::SharedMemory;
 use riser_transport::shm::{
-    GREETING, MAX_GREETING, Shm, ShmConfig, ShmListener, ShmUsers, ask_listener,
+    GREETING, MAX_GREETING, Shm, ShmConfig, ShmListener, ShmUsers, ask_listener, check_closed,
+    refuses_descriptors,
 };
 use riser_transport::verbs::{
     CmError, CmEventKind, ConnParam, PortSpace, Provider, QpAttr, QpState, RdmaCm, SendOp, SendWr,
@@ -333,8 +334,14 @@ fn processes_without_a_proper_first_message_are_left() {
     assert_eq!(w.b.link_counters().refused, MAX_GREETING as u64 + 1);
 }
 
-/// Runs as a user whom no device of ours lets in; `None` where this process may not.
+/// Runs as a user whom no device of ours lets in, for a descriptor to be sent by them; `None` where the
+/// kernel refuses that, or this process may not.
 fn as_a_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> Option<T> {
+    if refuses_descriptors() {
+        let why = "the kernel refuses it, as Linux does since 6.16";
+        riser_testkit::skip::skip("a descriptor of another user", why);
+        return None;
+    }
     if !rustix::process::geteuid().is_root() {
         riser_testkit::skip::skip("a connection of another user", "only root can make one");
         return None;
@@ -348,6 +355,34 @@ fn as_a_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> Option<T> {
     Some(std::thread::scope(|scope| scope.spawn(act).join().unwrap()))
 }
 
+fn send_descriptor(socket: &OwnedFd, what: &impl AsFd) -> rustix::io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [what.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let bytes = [IoSlice::new(b"x")];
+    rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)
+}
+
+#[test]
+fn no_process_can_send_a_descriptor_to_a_listener() {
+    if !refuses_descriptors() {
+        riser_testkit::skip::skip("sending descriptors", "the kernel is older than Linux 6.16");
+        return;
+    }
+    let w = &mut Shared::new();
+    let (a, b) = connected(w);
+    let socket = knock(w.addr(End::B));
+    let send = || send_descriptor(&socket, &socket);
+    assert_eq!(send(), Err(rustix::io::Errno::PERM), "not accepted yet");
+    w.pass(Duration::from_millis(20));
+    assert_eq!(send(), Err(rustix::io::Errno::PERM), "nor after that");
+    greet(&socket);
+    take_welcome(w, &socket);
+    assert_eq!(send(), Err(rustix::io::Errno::PERM), "nor over a link");
+    works(w, &a, &b);
+}
+
 /// Sends the only descriptor of a connection whose closing waits for an hour, or until the peer that
 /// is returned is closed.
 fn send_what_is_slow_to_close(socket: &OwnedFd) -> TcpStream {
@@ -358,12 +393,7 @@ fn send_what_is_slow_to_close(socket: &OwnedFd) -> TcpStream {
     while full.write(&[0; 65536]).is_ok() {}
     let linger = Some(Duration::from_secs(3600));
     socket2::SockRef::from(&full).set_linger(linger).unwrap();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [full.as_fd()];
-    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-    let bytes = [IoSlice::new(b"x")];
-    rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL).unwrap();
+    send_descriptor(socket, &full).unwrap();
     never_reads
 }
 
@@ -416,8 +446,11 @@ fn what_waits_at_a_listener_holds_up_no_end_of_it() {
     drop(listener);
     // The name is free at once.
     ShmListener::bind(at).unwrap();
+    // It is known that it is not closed.
+    assert!(check_closed(Duration::ZERO).is_err());
     ended_tx.send(()).unwrap();
     assert!(!rescue.join().unwrap(), "the thread has waited for it");
+    check_closed(Duration::from_secs(20)).unwrap();
 }
 
 /// A process that shares memory and never reads it costs no other one anything.

@@ -21,6 +21,9 @@ impl Server {
         if self.network.is_some() {
             return;
         }
+        if let Some(warning) = descriptors(&self.config.transport, shm::refuses_descriptors()) {
+            tracing::warn!("{warning}");
+        }
         let catalog = self.shared.registry.catalog();
         let addresses: BTreeSet<_> = catalog.rdma_portals().map(|portal| portal.ip()).collect();
         for addr in addresses {
@@ -46,10 +49,36 @@ fn other_server(transport: &Transport, addr: IpAddr) -> Option<String> {
     }
     // Otherwise the name is ours, or reported as not served.
     let process = (!transport.shm).then(|| shm::listening_process(addr))??;
-    Some(format!(
-        "{process} shares memory at {addr}; `riser --provider auto` on this host reaches it in the place of \
-         this daemon"
-    ))
+    Some(squatter(process.uid, &process.to_string(), addr))
+}
+
+/// The warning of a process that has the name for shared memory at an address. `riser` checks its user.
+fn squatter(uid: Option<u32>, process: &str, addr: IpAddr) -> String {
+    let own = rustix::process::geteuid().as_raw();
+    let has_name = format!("{process} has the name for shared memory at {addr}");
+    let auto = "`riser --provider auto` on this host";
+    match uid {
+        None => format!(
+            "{has_name}; if it is of root or of our user, {auto} reaches it in the place of this daemon"
+        ),
+        Some(uid) if uid == 0 || uid == own => {
+            format!("{has_name}; {auto} reaches it in the place of this daemon")
+        }
+        Some(_) => {
+            format!("{has_name}; {auto} reaches it only as that user, or where that is `riser`")
+        }
+    }
+}
+
+/// The warning where memory is shared although other processes can send descriptors, which the kernel
+/// might refuse.
+fn descriptors(transport: &Transport, are_refused: bool) -> Option<&'static str> {
+    let shares = transport.shm || transport.provider == Provider::Shm;
+    (shares && !are_refused).then_some(
+        "this kernel, older than Linux 6.16, cannot refuse descriptors that other processes send: any local user \
+         can deny shared memory, and keep this daemon from ending, with its addresses and locks taken even \
+         after SIGKILL; share memory only on hosts without untrusted local users",
+    )
 }
 
 #[cfg(test)]
@@ -82,7 +111,33 @@ mod tests {
             assert!(warning.contains(&other.to_string()), "{warning}");
             assert_eq!(other_server(&transport, none), None, "{text}");
         }
+        // The process is of our user.
+        let warning = other_server(&transport("{ provider: roce }"), shared).unwrap();
+        assert!(warning.contains("in the place of"), "{warning}");
         // The name is its own.
         assert_eq!(other_server(&transport("{ shm: true }"), shared), None);
+    }
+
+    #[test]
+    fn a_process_of_another_user_is_none_that_all_reach() {
+        let addr = IpAddr::from([127, 97, 9, 4]);
+        let own = rustix::process::geteuid().as_raw();
+        let other = if own == 54_321 { 54_322 } else { 54_321 };
+        for (uid, is_reached) in [(0, true), (own, true), (other, false)] {
+            let warning = squatter(Some(uid), "a process", addr);
+            assert_eq!(warning.contains("in the place of"), is_reached, "{warning}");
+            assert!(warning.starts_with("a process has the name"), "{warning}");
+            assert!(warning.contains("127.97.9.4"), "{warning}");
+        }
+    }
+
+    #[test]
+    fn sharing_memory_on_a_kernel_that_cannot_refuse_descriptors_is_warned_of() {
+        for text in ["{ shm: true }", "{ provider: shm }"] {
+            let warning = descriptors(&transport(text), false).unwrap();
+            assert!(warning.contains("untrusted local users"), "{warning}");
+            assert_eq!(descriptors(&transport(text), true), None, "{text}");
+        }
+        assert_eq!(descriptors(&transport("{ provider: roce }"), false), None);
     }
 }

@@ -172,6 +172,9 @@ pub enum ServerError {
     /// A worker of the next program could have no ring.
     #[error(transparent)]
     Ring(#[from] RingError),
+    /// The next program could not begin before what other users have sent is closed.
+    #[error("no program can take over yet: {0}")]
+    Unclosed(#[source] io::Error),
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
@@ -269,6 +272,11 @@ impl ServerError {
 
 /// Interval of attempts to have what is in use.
 const IN_USE_RETRY: Duration = Duration::from_millis(20);
+
+/// Attempts for which all else waits for the name for shared memory, which a process that was killed
+/// has for a moment. Any local user can take it for longer, and the server tries it again every few
+/// seconds.
+const OPTIONAL_ATTEMPTS: u32 = 10;
 
 /// Repeats an attempt that fails because something is in use, for `patience` at most.
 ///
@@ -481,8 +489,11 @@ impl Server {
         let device_slots = Arc::new(DeviceSlots::default());
         // What is in use may be that of a daemon which is ending, and is waited for.
         let is_waited_for = Cell::new(true);
+        let attempts = Cell::new(0);
         let tolerates = |subject: &Subject, error: &ServerError| {
-            builder.tolerates(subject) && !(is_waited_for.get() && error.is_in_use())
+            let is_over = subject.is_optional() && attempts.get() > OPTIONAL_ATTEMPTS;
+            let waits = is_waited_for.get() && !is_over;
+            builder.tolerates(subject) && !(waits && error.is_in_use())
         };
         let wanted = acquire::Wanted {
             config,
@@ -493,8 +504,11 @@ impl Server {
             simulated: None,
             tolerates: &tolerates,
         };
-        let mut acquired = match while_in_use(patience, || acquire::acquire(&wanted, &device_slots))
-        {
+        let attempt = || {
+            attempts.set(attempts.get() + 1);
+            acquire::acquire(&wanted, &device_slots)
+        };
+        let mut acquired = match while_in_use(patience, attempt) {
             // An address that is in use for longer is not a predecessor's. The rest is served.
             Err(error) if error.is_in_use() && !patience.is_zero() => {
                 is_waited_for.set(false);

@@ -280,6 +280,23 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_name_that_another_process_has_taken_does_not_keep_the_network_waiting() {
+        let dir = Dir::new("shm-taken");
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        let addr = IpAddr::from([127, 97, 8, 25]);
+        let _taken = ShmListener::bind(addr).unwrap();
+        let portals = format!("{{ protocol: srp, listen: \"{addr}:5555\" }}");
+        let all = config(&dir.0, "transport: { shm: true }\n", &portals);
+        let (begin, patience) = (Instant::now(), Duration::from_secs(120));
+        let state = ServerState::default();
+        let server = Server::start_patiently(&all, &state, Keepers::default(), patience).unwrap();
+        assert!(begin.elapsed() < patience, "it has waited for the name");
+        assert_eq!(problems(&server), [Subject::SharedMemory(addr)]);
+        assert_eq!(server.addresses(), [(addr, 5555).into()]);
+        server.shutdown().unwrap();
+    }
+
+    #[test]
     fn disks_that_are_still_being_opened_are_left_as_they_are() {
         let dir = Dir::new("partly");
         let portals = "{ protocol: iscsi, listen: \"127.97.8.8:3290\" }";

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{MailSender, Ring, RingConfig};
 use riser_scsi::lu::UnitState;
+use riser_transport::shm;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
@@ -292,6 +293,8 @@ impl Server {
             };
             drop(Ring::new(small)?);
         }
+        // execve(2) waits for the thread that closes them, and nothing would be served meanwhile.
+        shm::check_closed(Duration::ZERO).map_err(ServerError::Unclosed)?;
         self.builder.check_successor(&self.config)
     }
 }

@@ -40,6 +40,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use riser_admin_api::upgrade::{Upgrade, UpgradeRecord};
+use riser_transport::shm;
 use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 use tokio::sync::mpsc;
@@ -67,6 +68,9 @@ pub const VERSION: u32 = 1;
 
 /// Longest handover state that is read, in bytes.
 const MAX_STATE: u64 = 256 << 20;
+
+/// Time limit for closing what other users have sent to sockets of the server that has shut down.
+const CLOSING: Duration = Duration::from_secs(1);
 
 /// Grace period for signals that arrive just before `execve`; later ones would be lost.
 const LAST_LOOK: Duration = Duration::from_millis(1);
@@ -290,7 +294,9 @@ impl<'a> Control<'a> {
             server,
         };
         let mut files = RamFiles::default();
-        let written = server_state.export(&mut files).and_then(|server| {
+        // execve(2) would wait for the thread that closes what has waited at the listeners.
+        let written = shm::check_closed(CLOSING).and_then(|()| {
+            let server = server_state.export(&mut files)?;
             let bytes = serde_json::to_vec(&state(server))?;
             process::sealed(&bytes)
         });

@@ -269,6 +269,14 @@ fn a_target_of_another_daemon_at_the_address_is_reached_by_the_network() {
         let url = format!("iser://{}:3266/{iqn}/0", network.addr);
         let found = network.device(&url, "auto", &["--rw", "read"]);
         assert!(found.starts_with(device), "{iqn}: {found}");
+        let output = Command::new(folder().join("riser"))
+            .args(["discover", &url, "--provider", "auto"])
+            .output()
+            .unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{iqn}: {errors}");
+        let listed = String::from_utf8_lossy(&output.stdout);
+        assert!(listed.contains(iqn), "{listed}");
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::args::{DiscoverArgs, Global};
-use super::disk::{login_failed, login_once, lun_failed, start_engine, with_link};
+use super::disk::{connect, login_failed, login_once, lun_failed, start_engine, with_link};
 use super::exit::{CliError, Exit};
 use super::{output, units};
 use crate::block::task;
@@ -53,28 +53,39 @@ struct Unit {
 
 pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> {
     let url = args.url.target()?;
-    let client = start_engine(url, &args.link, global.timeout)?;
-    let patience = Instant::now() + global.timeout;
     // A target reports its units at its first portal.
-    let url = with_link(&url.first(), &args.link);
-    let named = match &url {
-        TargetUrl::Srp(srp) if srp.id_ext.is_none() && srp.ioc_guid.is_none() => {
-            ask(&client, srp, global.timeout / 2)?
-        }
-        TargetUrl::Srp(_) => Vec::new(),
-        TargetUrl::Iscsi(iscsi) if iscsi.target.is_some() => Vec::new(),
-        TargetUrl::Iscsi(iscsi) => return portals(&client, iscsi, global),
+    let first = with_link(&url.first(), &args.link);
+    let is_named = match &first {
+        TargetUrl::Srp(srp) => srp.id_ext.is_some() || srp.ioc_guid.is_some(),
+        TargetUrl::Iscsi(iscsi) => iscsi.target.is_some(),
     };
-    let ports = if named.is_empty() {
-        let session = login_once(&client, &url, global.timeout, patience)
-            .map_err(|error| login_failed(&url, error))?;
-        let port = describe(&session.with_timeout(global.timeout), None);
-        vec![port.map_err(|e| lun_failed(format!("cannot list the logical units of {url}"), e))?]
+    let ports = if is_named {
+        // It may be reached in another way than the first one that is tried.
+        let session = connect(&first, &args.link, global.timeout)?;
+        vec![only(&first, &session)?]
     } else {
-        list(&client, named, global)
+        let client = start_engine(url, &args.link, global.timeout)?;
+        let patience = Instant::now() + global.timeout;
+        let named = match &first {
+            TargetUrl::Srp(srp) => ask(&client, srp, global.timeout / 2)?,
+            TargetUrl::Iscsi(iscsi) => return portals(&client, iscsi, global),
+        };
+        if named.is_empty() {
+            let session = login_once(&client, &first, global.timeout, patience)
+                .map_err(|error| login_failed(&first, error))?;
+            vec![only(&first, &session.with_timeout(global.timeout))?]
+        } else {
+            list(&client, named, global)
+        }
     };
     print(&ports, global)?;
-    check(&url, &ports)
+    check(&first, &ports)
+}
+
+/// The target port of an address that leads to one.
+fn only(url: &TargetUrl, session: &Session) -> Result<Port, CliError> {
+    let port = describe(session, None);
+    port.map_err(|e| lun_failed(format!("cannot list the logical units of {url}"), e))
 }
 
 /// The targets of an iSCSI portal.

@@ -114,7 +114,7 @@ impl Results {
     /// curve: no table would show them.
     fn check(&self) -> Result<(), String> {
         let samples = self.comparison.iter().flat_map(|part| &part.samples);
-        let points = self.scaling.iter().flat_map(|part| &part.points);
+        let mut points = self.scaling.iter().flat_map(|part| &part.points);
         let names = samples.clone().map(|sample| &sample.system);
         for name in names.chain(points.clone().map(|point| &point.system)) {
             systems::named(name).ok_or_else(|| format!("there is no system {name}"))?;
@@ -122,7 +122,7 @@ impl Results {
         for Sample { workload, .. } in samples {
             workloads::named(workload).ok_or_else(|| format!("there is no workload {workload}"))?;
         }
-        points.map(Point::check).collect()
+        points.try_for_each(Point::check)
     }
 
     /// Writes the file, a line for each measurement.

@@ -2,46 +2,76 @@
 
 #![allow(missing_docs, reason = "a test")]
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-
+use std::process::Stdio;
 use std::time::Duration;
 
-use riser_testkit::eventually;
 use riser_testkit::programs::{Pair, missing, skip, tool};
+use riser_testkit::{eventually, eventually_some};
 
-#[test]
-fn a_mounted_file_system_keeps_what_was_written() {
-    const NAME: &str = "mount_end_to_end";
+/// A disk with a file system on it, its address, and a directory to mount it on; `None` where that
+/// cannot be done here.
+fn formatted(test: &str, network: u8, backend: &str) -> Option<(Pair, String, String)> {
     if let Some(tool) = missing(&["mkfs.ext4", "e2fsck", "losetup", "mount"]) {
-        return skip(NAME, &format!("{tool} is not installed"));
+        skip(test, &format!("{tool} is not installed"));
+        return None;
     }
     let is_root = tool("id", ["-u"]).trim() == "0";
     let devices = ["/dev/fuse", "/dev/loop-control"];
     if !is_root || devices.iter().any(|d| !Path::new(d).exists()) {
-        return skip(NAME, "needs root, FUSE and loop devices");
+        skip(test, "needs root, FUSE and loop devices");
+        return None;
     }
-    let mut pair = Pair::new(
-        72,
-        "{ kind: file, path: DIR/disk.img, size: 64MiB, create: true }",
-    );
-    let (url, dir, file) = (pair.url(), pair.path("mnt"), pair.path("mnt/data"));
+    let pair = Pair::new(network, backend);
+    let (url, dir) = (pair.url(), pair.path("mnt"));
     fs::create_dir(&dir).unwrap();
     pair.riser(&["attach", &url, "--fuse", &dir]);
     tool("/usr/sbin/mkfs.ext4", ["-q", &format!("{dir}/lun0")]);
     pair.riser(&["detach", &dir]);
+    Some((pair, url, dir))
+}
+
+/// Runs `riser mount` with these arguments. False where there is no loop device for it.
+fn mount(pair: &Pair, args: &[&str]) -> bool {
+    let mounted = pair
+        .command(&[&["mount"][..], args].concat())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
+    if said.contains("cannot attach") && said.contains("loop") {
+        return false;
+    }
+    assert!(mounted.status.success(), "{said}");
+    true
+}
+
+/// Whether something is mounted on a directory.
+fn is_mounted(dir: &str) -> bool {
+    let list = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    list.lines().any(|line| line.split(' ').nth(4) == Some(dir))
+}
+
+#[test]
+fn a_mounted_file_system_keeps_what_was_written() {
+    const NAME: &str = "mount_end_to_end";
+    let backend = "{ kind: file, path: DIR/disk.img, size: 64MiB, create: true }";
+    let Some((mut pair, url, dir)) = formatted(NAME, 72, backend) else {
+        return;
+    };
+    let file = pair.path("mnt/data");
 
     let bytes: Vec<u8> = (0..9_000_000u32)
         .map(|i| (i.wrapping_mul(i) >> 9) as u8)
         .collect();
     // The first is ended by `riser detach`, the second by umount, each from other hands.
     for round in 0..2 {
-        let mounted = pair.command(&["mount", &url, &dir]).output().unwrap();
-        let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
-        if said.contains("cannot attach") && said.contains("loop") {
+        if !mount(&pair, &[&url, &dir]) {
             return skip(NAME, "no loop device can be had");
         }
-        assert!(mounted.status.success(), "{said}");
         if round == 0 {
             fs::write(&file, &bytes).unwrap();
             tool("sync", ["-f", &file]);
@@ -70,27 +100,13 @@ fn a_mounted_file_system_keeps_what_was_written() {
 #[test]
 fn a_file_system_whose_target_is_gone_is_detached_at_once() {
     const NAME: &str = "a_file_system_whose_target_is_gone_is_detached_at_once";
-    if let Some(tool) = missing(&["mkfs.ext4", "losetup", "mount"]) {
-        return skip(NAME, &format!("{tool} is not installed"));
-    }
-    let is_root = tool("id", ["-u"]).trim() == "0";
-    let devices = ["/dev/fuse", "/dev/loop-control"];
-    if !is_root || devices.iter().any(|d| !Path::new(d).exists()) {
-        return skip(NAME, "needs root, FUSE and loop devices");
-    }
-    let mut pair = Pair::new(198, "{ kind: ram, size: 64MiB }");
-    let (url, dir) = (pair.url(), pair.path("mnt"));
-    fs::create_dir(&dir).unwrap();
-    pair.riser(&["attach", &url, "--fuse", &dir]);
-    tool("/usr/sbin/mkfs.ext4", ["-q", &format!("{dir}/lun0")]);
-    pair.riser(&["detach", &dir]);
-    let mount = ["mount", &url, &dir, "--io-timeout=never"];
-    let mounted = pair.command(&mount).output().unwrap();
-    let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
-    if said.contains("cannot attach") && said.contains("loop") {
+    let backend = "{ kind: ram, size: 64MiB }";
+    let Some((mut pair, url, dir)) = formatted(NAME, 198, backend) else {
+        return;
+    };
+    if !mount(&pair, &[&url, &dir, "--io-timeout=never"]) {
         return skip(NAME, "no loop device can be had");
     }
-    assert!(mounted.status.success(), "{said}");
     // The same disk is not mounted twice: neither would know of the other.
     let other = pair.path("other");
     fs::create_dir(&other).unwrap();
@@ -107,6 +123,85 @@ fn a_file_system_whose_target_is_gone_is_detached_at_once() {
     assert_eq!(refused.status.code(), Some(4), "{said}");
     assert!(said.contains("not written back"), "{said}");
     pair.riser(&["detach", &dir, "--force"]);
+    assert_eq!(pair.riser(&["list", "-o", "json"]).trim(), "[]");
+    let left = fs::read_dir(pair.path("state")).unwrap();
+    let left = left.filter_map(|e| e.ok()?.file_name().into_string().ok());
+    assert_eq!(left.filter(|name| name.ends_with(".fuse")).count(), 0);
+}
+
+#[test]
+fn a_mount_on_top_of_a_mounted_file_system_stays() {
+    const NAME: &str = "a_mount_on_top_of_a_mounted_file_system_stays";
+    let Some((pair, url, dir)) = formatted(NAME, 211, "{ kind: ram, size: 64MiB }") else {
+        return;
+    };
+    if !mount(&pair, &[&url, &dir]) {
+        return skip(NAME, "no loop device can be had");
+    }
+    fs::write(format!("{dir}/below"), b"1").unwrap();
+    tool("mount", ["-t", "tmpfs", "other", &dir]);
+    let mark = format!("{dir}/mark");
+    fs::write(&mark, b"").unwrap();
+    for force in [&[][..], &["--force"]] {
+        let detach = [&["detach", &dir, "--timeout", "2s"][..], force].concat();
+        let refused = pair.command(&detach).output().unwrap();
+        assert!(!refused.status.success());
+        assert!(Path::new(&mark).exists(), "the other mount was taken away");
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(said.contains("something else is mounted"), "{said}");
+    }
+    // The process that serves it does not take it for its own either.
+    let list = pair.riser(&["list", "-o", "json"]);
+    let list: serde_json::Value = serde_json::from_str(&list).unwrap();
+    tool("kill", ["-TERM", &list[0]["pid"].to_string()]);
+    let log = list[0]["log"].as_str().unwrap();
+    eventually("the signal is seen", Duration::from_secs(60), || {
+        fs::read_to_string(log).unwrap().contains("stays mounted")
+    });
+    assert!(Path::new(&mark).exists(), "the other mount was taken away");
+    tool("umount", [&dir]);
+    assert_eq!(fs::read(format!("{dir}/below")).unwrap(), b"1");
+    pair.riser(&["detach", &dir]);
+    assert!(!is_mounted(&dir));
+}
+
+#[test]
+fn a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use() {
+    const NAME: &str = "a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use";
+    let Some((pair, url, dir)) = formatted(NAME, 212, "{ kind: ram, size: 64MiB }") else {
+        return;
+    };
+    if !mount(&pair, &[&url, &dir]) {
+        return skip(NAME, "no loop device can be had");
+    }
+    pair.riser(&["detach", &dir]);
+    // Its report waits for room, until the process that it is for has gone.
+    let (starter, report) = UnixStream::pair().unwrap();
+    report.set_nonblocking(true).unwrap();
+    for len in [4096, 1] {
+        while let Ok(written) = (&report).write(&[0; 4096][..len]) {
+            assert!(written > 0);
+        }
+    }
+    report.set_nonblocking(false).unwrap();
+    let log = pair.path("mount.log");
+    let serve = ["mount", &url, &dir, "--foreground", "--supervised", &log];
+    let mut process = pair
+        .command(&serve)
+        .stdout(Stdio::from(OwnedFd::from(report)))
+        .stderr(File::create(&log).unwrap())
+        .spawn()
+        .unwrap();
+    let used = format!("{dir}/lost+found");
+    let open = eventually_some("the mount", Duration::from_secs(60), || {
+        File::open(&used).ok()
+    });
+    drop(starter);
+    eventually("it is unmounted", Duration::from_secs(60), || {
+        !is_mounted(&dir)
+    });
+    drop(open);
+    assert!(!process.wait().unwrap().success());
     assert_eq!(pair.riser(&["list", "-o", "json"]).trim(), "[]");
     let left = fs::read_dir(pair.path("state")).unwrap();
     let left = left.filter_map(|e| e.ok()?.file_name().into_string().ok());

@@ -12,7 +12,6 @@ use super::exit::{CliError, Exit};
 use super::state::{Attachment, Export, StateDir};
 use super::{mount, others, output};
 use crate::engine::{LinkState, Pending};
-use crate::mounts::Mounts;
 use crate::{fuse, ublk};
 
 /// Longest time for a process that is ended by force to end properly: to flush, where its target
@@ -116,13 +115,22 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
         Export::Fuse { path, .. } if !force && is_mounted(path, &attachment.url)? => {
             fuse::unmount(path, false)?;
         }
-        Export::Mount { path, .. } if force => {
-            // A lazy unmount writes too: it waits for the target until the process that serves it
-            // is gone.
-            let path = path.clone();
-            return Ok(Some(thread::spawn(move || mount::unmount(&path, true))));
+        Export::Mount { path, device, .. } => {
+            let mounts = mount::read_mounts()?;
+            match mounts.top(path) {
+                Some(mount) if mount.source() == **device => {}
+                Some(_) => return Err(mount::covered(path)),
+                // Not here, or not any more: the process that serves it knows.
+                None => return signal(attachment, Signal::TERM).map(|()| None),
+            }
+            if force {
+                // A lazy unmount writes too: it waits for the target until the process that serves
+                // it is gone.
+                let path = path.clone();
+                return Ok(Some(thread::spawn(move || mount::unmount(&path, true))));
+            }
+            mount::unmount(path, false)?;
         }
-        Export::Mount { path, .. } => mount::unmount(path, false)?,
         Export::Ublk { device, .. } if !force && ublk::is_in_use(device) => {
             let what = format!("{} is in use", device.display());
             return Err(CliError::new(Exit::Busy, what).help("--force takes it away all the same"));
@@ -141,7 +149,7 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
 
 /// Returns whether the FUSE mount of an address is the topmost one on a path.
 fn is_mounted(path: &Path, url: &str) -> Result<bool, CliError> {
-    let mounts = Mounts::read().map_err(|e| CliError::io("cannot read the mounts", e))?;
+    let mounts = mount::read_mounts()?;
     let top = mounts.top(path);
     Ok(top.is_some_and(|mount| others::is_mount_of(&mount, url)))
 }

@@ -29,7 +29,7 @@ use super::serve::{self, Event};
 use super::state::{Export, StateDir};
 use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
-use crate::mounts::{self, Mounts};
+use crate::mounts::{self, MountId, Mounts};
 
 /// Longest time until the kernel releases the file when the loop device is free.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
@@ -78,21 +78,24 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         // has none.
         let freed = run_tool("losetup", &["-d".as_ref(), loop_device.as_ref()]);
         let result = mounted.and_then(|_| {
+            let mounted = Mounted::find(&dir);
             let export = Export::Mount {
-                path: dir.clone(),
+                path: dir,
                 device: loop_device,
                 fuse: below.path.clone(),
             };
-            let shown = freed
-                .and_then(|_| watch(&dir, sender.clone()))
-                .and_then(|()| ready.report(&args.url, &disk, export));
-            match &shown {
-                Ok(_registration) => wait(&dir, events),
-                // No list names it, so it must not stay mounted.
-                Err(_) => unmount(&dir, false)?,
-            }
+            let served = mounted.and_then(|mounted| {
+                let shown = freed
+                    .and_then(|_| mounted.watch(sender.clone()))
+                    .and_then(|()| ready.report(&args.url, &disk, export));
+                match &shown {
+                    Ok(_registration) => mounted.wait(events),
+                    Err(_) => mounted.give_up(),
+                }
+                shown.map(drop)
+            });
             below.finish(&device)?;
-            shown.map(drop)
+            served
         });
         disk.close();
         if let Some(port) = port {
@@ -102,13 +105,82 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// Waits until the file system is unmounted, by a signal to us or by any user.
-fn wait(dir: &Path, events: &mpsc::Receiver<Event>) {
-    while events.recv() == Ok(Event::Signal) {
-        // The end of the mount is an event of its own.
-        if let Err(error) = unmount(dir, false) {
+/// The file system that was mounted.
+struct Mounted {
+    dir: PathBuf,
+    id: MountId,
+}
+
+impl Mounted {
+    /// The one that is on a directory now.
+    fn find(dir: &Path) -> Result<Self, CliError> {
+        match read_mounts()?.top(dir) {
+            Some(mount) => Ok(Self {
+                dir: dir.to_owned(),
+                id: mount.id,
+            }),
+            None => {
+                let what = format!("nothing is mounted on {}", dir.display());
+                Err(CliError::new(Exit::Failure, what))
+            }
+        }
+    }
+
+    /// Unmounts it. What others have mounted over it is not ours.
+    fn unmount(&self, lazy: bool) -> Result<(), CliError> {
+        let mounts = read_mounts()?;
+        if mounts.top(&self.dir).map(|mount| mount.id) == Some(self.id) {
+            return unmount(&self.dir, lazy);
+        }
+        match mounts.has(self.id) {
+            true => Err(covered(&self.dir)),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits until it is unmounted, by a signal to us or by any user.
+    fn wait(&self, events: &mpsc::Receiver<Event>) {
+        while events.recv() == Ok(Event::Signal) {
+            // The end of the mount is an event of its own.
+            if let Err(error) = self.unmount(false) {
+                tracing::warn!(%error, "the file system stays mounted");
+            }
+        }
+    }
+
+    /// Unmounts one that no list names, so that it does not stay, whoever uses it.
+    fn give_up(&self) {
+        if let Err(error) = self.unmount(false).or_else(|_| self.unmount(true)) {
             tracing::warn!(%error, "the file system stays mounted");
         }
+    }
+
+    /// Sends an event when it has gone.
+    fn watch(&self, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
+        let failed = |e| CliError::io("cannot watch the mounts", e);
+        // Before the list is read: what changes after that ends the first wait.
+        let file = File::open(mounts::LIST).map_err(failed)?;
+        let id = self.id;
+        let watch = move || {
+            loop {
+                match id.is_listed() {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        let _ = sender.send(Event::Ended);
+                        return;
+                    }
+                    Err(error) => return tracing::error!(%error, "cannot read the mounts"),
+                }
+                let mut fds = [PollFd::new(&file, PollFlags::PRI)];
+                // Woken for nothing, it looks for nothing.
+                let _ = rustix::event::poll(&mut fds, None);
+            }
+        };
+        thread::Builder::new()
+            .name("mounts".into())
+            .spawn(watch)
+            .map(drop)
+            .map_err(failed)
     }
 }
 
@@ -202,7 +274,17 @@ fn mount(args: &MountArgs, device: &Path, dir: &Path) -> Result<String, CliError
     run_tool("mount", &tool)
 }
 
-/// Unmounts a file system.
+pub(super) fn read_mounts() -> Result<Mounts, CliError> {
+    Mounts::read().map_err(|e| CliError::io("cannot read the mounts", e))
+}
+
+/// Refusal to unmount a file system that is not the topmost one at its path.
+pub(super) fn covered(path: &Path) -> CliError {
+    let what = format!("something else is mounted on {}", path.display());
+    CliError::new(Exit::Busy, what).help("unmount that first")
+}
+
+/// Unmounts what is topmost at a path.
 pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
     let mut args: Vec<&OsStr> = vec![dir.as_ref()];
     if lazy {
@@ -235,7 +317,7 @@ fn run_tool(name: &str, args: &[&OsStr]) -> Result<String, CliError> {
 /// hidden, and an unmount would take the wrong one.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
     serve::check_vacant(path, global)?;
-    let mounts = Mounts::read().map_err(|e| CliError::io("cannot read the mounts", e))?;
+    let mounts = read_mounts()?;
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     match mounts.top(&path) {
         None => Ok(()),
@@ -246,38 +328,4 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
             ))
         }
     }
-}
-
-/// Sends an event when the mount that is on a directory now has gone.
-fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
-    let failed = |e| CliError::io("cannot watch the mounts", e);
-    // Before the list is read: what changes after that ends the first wait.
-    let file = File::open(mounts::LIST).map_err(failed)?;
-    let listed = Mounts::read().map_err(failed)?;
-    let id = listed.top(dir).map(|mount| mount.id);
-    let id = id.ok_or_else(|| {
-        CliError::new(
-            Exit::Failure,
-            format!("nothing is mounted on {}", dir.display()),
-        )
-    })?;
-    thread::Builder::new()
-        .name("mounts".into())
-        .spawn(move || {
-            loop {
-                let mut fds = [PollFd::new(&file, PollFlags::PRI)];
-                // Woken for nothing, it looks for nothing.
-                let _ = rustix::event::poll(&mut fds, None);
-                match id.is_listed() {
-                    Ok(true) => {}
-                    Ok(false) => {
-                        let _ = sender.send(Event::Ended);
-                        return;
-                    }
-                    Err(error) => return tracing::error!(%error, "cannot read the mounts"),
-                }
-            }
-        })
-        .map(drop)
-        .map_err(failed)
 }

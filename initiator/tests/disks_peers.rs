@@ -105,8 +105,8 @@ fn try_all(disk: &ThreadDisk) {
     assert!(got[320 << 10..].iter().all(|b| *b == 0));
     assert_eq!(read(disk, 2 << 20, 4096), [2; 4096]);
     let options = ZeroOptions {
-        may_unmap: false,
         fua: true,
+        ..ZeroOptions::default()
     };
     let range = (2 << 20)..(2 << 20) + 4096;
     block_on(BlockDevice::write_zeroes(disk, range, options)).unwrap();

@@ -130,8 +130,8 @@ impl Disk for Lun {
     fn zero(&mut self, offset: u64, len: usize, fua: bool) -> Result<(), Failed> {
         let range = offset..offset + len as u64;
         let options = ZeroOptions {
-            may_unmap: false,
             fua,
+            ..ZeroOptions::default()
         };
         Ok(block_on(Lun::write_zeroes(self, range, options))?)
     }

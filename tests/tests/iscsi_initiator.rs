@@ -41,6 +41,7 @@ fn a_disk_is_a_disk_over_tcp_too() {
     let zero = ZeroOptions {
         may_unmap: true,
         fua: true,
+        fast: false,
     };
     block_on(lun.write_zeroes((1 << 20)..(1 << 20) + 65536, zero)).unwrap();
     assert_eq!(get(&lun, 1 << 20, 65536), vec![0; 65536]);

@@ -18,8 +18,11 @@ use super::{
 /// device is opened, so that a partial write that holds its data needs nothing more from the pool.
 const EDGE_SLOTS: usize = 4;
 
-/// Largest buffer of zeroes that is written where the device has no command for zeroes.
+/// Longest run of zeroes that is written where the device has no command for them, in bytes.
 const ZERO_PIECE: u64 = 256 << 10;
+
+/// The run takes no more of the device's buffers than one of so many parts.
+const ZERO_SHARE: u64 = 64;
 
 /// A byte range and the whole blocks that cover it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +76,9 @@ pub struct ByteDevice<D> {
     // Slot i may be used by the holder of i..i+1 of `edge_locks`.
     edge_locks: RangeLocks,
     edges: Vec<EdgeSlot>,
+    /// Zeroes, for a device that has no command for them. All requests write from this run, which
+    /// is taken when the device is opened: they neither wait for a buffer nor keep one from others.
+    zeroes: Option<Arc<Buffer>>,
 }
 
 /// The place of a buffer that is kept for edge blocks.
@@ -102,6 +108,22 @@ impl Drop for EdgeLease {
     }
 }
 
+/// Takes a run of zeroes where the device has no command for them.
+fn run_of_zeroes<D: BlockDevice>(device: &D) -> Option<Arc<Buffer>> {
+    let geometry = device.geometry();
+    if geometry.max_write_zeroes > 0 || geometry.read_only {
+        return None;
+    }
+    let block = u64::from(geometry.block_size);
+    let most = ZERO_PIECE
+        .min(geometry.max_transfer.into())
+        .min(device.buffer_bytes() / ZERO_SHARE);
+    let len = (most - most % block).max(block) as usize;
+    let run = device.try_buffer(len)?;
+    run.slice().fill(0, len, 0);
+    Some(Arc::new(run))
+}
+
 impl<D: BlockDevice> ByteDevice<D> {
     /// Wraps a device. All writers of an export must share one wrapper.
     #[must_use]
@@ -111,6 +133,7 @@ impl<D: BlockDevice> ByteDevice<D> {
             .map(|_| EdgeSlot(Arc::new(Mutex::new(device.try_buffer(block)))))
             .collect();
         Self {
+            zeroes: run_of_zeroes(&*device),
             device,
             locks: RangeLocks::new(),
             edge_locks: RangeLocks::new(),
@@ -209,16 +232,11 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// Returns whether zeroing the range costs no more than a command.
-    #[must_use]
-    pub fn zeroes_fast(&self, range: &Range<u64>) -> bool {
-        self.geometry().max_write_zeroes > 0 && self.inner_blocks(range) == *range
-    }
-
     /// Makes the range read as zeroes.
     ///
     /// # Errors
-    /// The device's.
+    /// The device's. [`BlockError::Unsupported`] for `fast` also where the range is not whole
+    /// blocks.
     pub async fn write_zeroes(
         &self,
         range: Range<u64>,
@@ -226,11 +244,13 @@ impl<D: BlockDevice> ByteDevice<D> {
     ) -> Result<(), BlockError> {
         self.check_writable()?;
         let inner = self.inner_blocks(&range);
-        // Before the lock: those who wait for it may have the buffers.
-        let zeroes = self.zeroes_for(&inner).await;
+        let has_command = self.geometry().max_write_zeroes > 0;
+        if options.fast && !(has_command && inner == range) {
+            return Err(BlockError::Unsupported);
+        }
         if inner == range {
             let _guard = self.locks.shared(inner.clone()).await;
-            return self.zero_blocks(inner, zeroes, options).await;
+            return self.zero_blocks(inner, options).await;
         }
         let block = u64::from(self.geometry().block_size);
         let outer = range.start - range.start % block..range.end.next_multiple_of(block);
@@ -249,7 +269,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         if inner.is_empty() {
             return Ok(());
         }
-        self.zero_blocks(inner, zeroes, options).await
+        self.zero_blocks(inner, options).await
     }
 
     /// Allocation of the range, from its start on; never beyond its end.
@@ -373,32 +393,18 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// A buffer of zeroes to write where the device has no command for them.
-    async fn zeroes_for(&self, blocks: &Range<u64>) -> Option<Buffer> {
-        let geometry = self.geometry();
-        if geometry.max_write_zeroes > 0 || blocks.is_empty() {
-            return None;
-        }
-        let most = ZERO_PIECE.min(u64::from(geometry.max_transfer));
-        let len = most.min(blocks.end - blocks.start) as usize;
-        let buffer = self.device.buffer(len).await;
-        buffer.slice().fill(0, len, 0);
-        Some(buffer)
-    }
-
-    /// Zeroes whole blocks: by writing `zeroes` again and again, or by commands.
-    async fn zero_blocks(
-        &self,
-        range: Range<u64>,
-        zeroes: Option<Buffer>,
-        options: ZeroOptions,
-    ) -> Result<(), BlockError> {
-        let Some(mut buffer) = zeroes else {
-            for piece in pieces(range, self.geometry().max_write_zeroes) {
+    /// Zeroes whole blocks: by commands, or by writing the run of zeroes again and again.
+    async fn zero_blocks(&self, range: Range<u64>, options: ZeroOptions) -> Result<(), BlockError> {
+        let most = self.geometry().max_write_zeroes;
+        if most > 0 {
+            for piece in pieces(range, most) {
                 self.device.write_zeroes(piece, options).await?;
             }
             return Ok(());
-        };
+        }
+        let run = self.zeroes.as_ref();
+        let run = run.ok_or_else(|| BlockError::Io("no buffer for zeroes".into()))?;
+        let mut buffer = Buffer::leased(run.slice().clone(), Box::new(run.clone()));
         for piece in pieces(range, buffer.len() as u64) {
             // Only the last one is shorter.
             buffer.set_len((piece.end - piece.start) as usize);
@@ -462,31 +468,49 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_wait_for_a_buffer() {
+    fn zeroes_take_no_buffer_that_others_could_have() {
         use std::task::{Context, Poll, Waker};
 
         let disk = MemoryDevice::new(1 << 20, 512).unwrap();
-        let disk = disk.with_geometry(|g| (g.max_write_zeroes, g.max_transfer) = (0, 64 << 10));
-        let dev = ByteDevice::new(Arc::new(disk.with_buffer_budget(128 << 10)));
+        let disk = disk.with_geometry(|g| (g.max_write_zeroes, g.max_transfer) = (0, 256 << 10));
+        let dev = ByteDevice::new(Arc::new(disk.with_buffer_budget(512 << 10)));
         dev.device().memory().fill(0, 1 << 20, 7);
-        let held: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
-        let mut zero = std::pin::pin!(dev.write_zeroes(512..513_000, ZeroOptions::default()));
+        // A client does not read, and others have the rest.
+        let unread = dev.device().try_buffer(256 << 10);
+        assert!(unread.is_some(), "the zeroes are a small part");
+        let rest: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
+        let zero = dev.write_zeroes(512..513_000, ZeroOptions::default());
         let mut cx = Context::from_waker(Waker::noop());
-        assert!(zero.as_mut().poll(&mut cx).is_pending());
-        // It has no lock meanwhile: those who have a buffer go on.
-        let span = dev.first_piece(1000, 5);
-        let buffer = dev.device().try_buffer(span.covering);
-        assert!(buffer.is_none());
-        let mut held = held.into_iter();
-        let write = dev.write(span, held.next().unwrap(), false);
-        assert_eq!(std::pin::pin!(write).poll(&mut cx), Poll::Ready(Ok(())));
-        drop(held);
-        assert_eq!(zero.as_mut().poll(&mut cx), Poll::Ready(Ok(())));
+        assert_eq!(std::pin::pin!(zero).poll(&mut cx), Poll::Ready(Ok(())));
+        assert!(dev.device().try_buffer(512).is_none());
+        drop((unread, rest));
         let mut bytes = vec![0; 1 << 20];
         dev.device().memory().read(0, &mut bytes);
         assert!(bytes[512..513_000].iter().all(|byte| *byte == 0));
         assert!(bytes[..512].iter().all(|byte| *byte == 7));
         assert!(bytes[513_000..].iter().all(|byte| *byte == 7));
+    }
+
+    #[test]
+    fn fast_zeroes_are_not_written_as_data() {
+        let fast = ZeroOptions {
+            fast: true,
+            ..ZeroOptions::default()
+        };
+        let dev = byte_device(512, true);
+        block_on(async {
+            write(&dev, 0, &[1; 2048]).await;
+            assert_eq!(dev.write_zeroes(0..512, fast).await, Ok(()));
+            let part = dev.write_zeroes(512..1000, fast).await;
+            assert_eq!(part, Err(BlockError::Unsupported));
+            assert_eq!(
+                read(&dev, 0, 2048).await,
+                [vec![0; 512], vec![1; 1536]].concat()
+            );
+        });
+        let dev = byte_device(512, false);
+        let zeroed = block_on(dev.write_zeroes(0..512, fast));
+        assert_eq!(zeroed, Err(BlockError::Unsupported));
     }
 
     async fn write(dev: &ByteDevice<MemoryDevice>, mut offset: u64, mut data: &[u8]) {

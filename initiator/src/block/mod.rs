@@ -84,13 +84,16 @@ impl Geometry {
     }
 }
 
-/// Treatment of the space behind the blocks that are zeroed, and durability of the zeroes.
+/// Treatment of the space behind the blocks that are zeroed, durability of the zeroes, and their
+/// cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroOptions {
     /// The device may deallocate the blocks.
     pub may_unmap: bool,
     /// Done only when the zeroes are on stable storage.
     pub fua: bool,
+    /// [`BlockError::Unsupported`] where the zeroes would have to be written as data.
+    pub fast: bool,
 }
 
 /// Allocation of a run of blocks.

@@ -25,9 +25,6 @@ pub(super) const MAX_TRANSFER: u32 = 4 << 20;
 /// Most that one discard or write-zeroes covers.
 pub(super) const MAX_RANGE: u64 = 1 << 30;
 
-/// Longest write of zeroes where the disk has no command for them.
-const ZERO_PIECE: u64 = 256 << 10;
-
 /// A disk whose operations are carried out by a thread of its own.
 pub struct ThreadDisk {
     limits: Arc<Limits>,
@@ -123,19 +120,18 @@ impl ThreadDisk {
 
     /// Writes zeroes as data.
     async fn write_zero_data(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
-        let most = ZERO_PIECE.min(self.limits.geometry.max_transfer.into());
+        let most = u64::from(self.limits.geometry.max_transfer);
         let mut at = range.start;
         while at < range.end {
-            let len = (range.end - at).min(most) as usize;
-            let buffer = self.pool.take(len).await;
-            buffer.slice().fill(0, len, 0);
+            let buffer = self.pool.zeroes(most.min(range.end - at));
+            let len = buffer.len() as u64;
             let write = Operation::Write {
                 offset: at,
                 buffer,
                 fua,
             };
             drop(self.transfer(write).await?);
-            at += len as u64;
+            at += len;
         }
         Ok(())
     }
@@ -151,7 +147,7 @@ impl BlockDevice for ThreadDisk {
     }
 
     fn buffer_bytes(&self) -> u64 {
-        self.pool.memory().len() as u64
+        self.pool.size() as u64
     }
 
     fn wake_when_free(&self, waker: &Waker) {
@@ -207,7 +203,9 @@ impl BlockDevice for ThreadDisk {
         let command = Command::WriteZeroes(range.clone(), ZeroOptions { fua, ..options });
         match self.change(command).await {
             // The file system or the device below lacks the command, or this form of it.
-            Err(BlockError::Unsupported) => self.write_zero_data(range, fua).await?,
+            Err(BlockError::Unsupported) if !options.fast => {
+                self.write_zero_data(range, fua).await?;
+            }
             result => result?,
         }
         // A file has no such form of the command. A server without flushes has that form, or

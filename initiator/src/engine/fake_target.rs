@@ -49,6 +49,8 @@ pub(crate) struct Knobs {
     pub(crate) unlisted: AtomicBool,
     /// The disk has no volatile cache, and no command that flushes one.
     pub(crate) cacheless: AtomicBool,
+    /// WRITE SAME is refused.
+    pub(crate) no_write_same: AtomicBool,
     /// Another disk took the place of the first.
     pub(crate) exchanged: AtomicBool,
     /// The next command ends the connection.
@@ -666,6 +668,7 @@ impl Target {
                 disk.get_mut(start..start + len)?.copy_from_slice(&staged);
                 Vec::new()
             }
+            (0x93, ..) if self.knobs.no_write_same.load(Ordering::SeqCst) => return None,
             (0x93, ..) => {
                 for block in disk.get_mut(start..start + len)?.chunks_mut(BLOCK) {
                     block.copy_from_slice(&staged);

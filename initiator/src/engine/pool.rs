@@ -5,6 +5,9 @@
 //! a queue: buffers are granted in the order of asking, so that a large request is not starved by
 //! small ones.
 //!
+//! Behind the pages of the buffers there is a run of zeroes, which all writes of zeroes share. They
+//! neither wait for a buffer nor keep one from others.
+//!
 //! Bound: the mapping's length, fixed when the pool is made. Waiters are bounded by the futures
 //! that their callers hold.
 
@@ -18,6 +21,9 @@ use std::task::{Context, Poll, Waker};
 use riser_memory::{Memory, PAGE};
 
 use crate::block::{Buffer, BufferWaiters};
+
+/// Bytes of the zeroes: what is worth one command, where they are written as data.
+const ZEROES: usize = 256 << 10;
 
 /// A pool of data buffers. Clones share it.
 #[derive(Clone, Debug)]
@@ -132,8 +138,9 @@ impl BufferPool {
     /// # Errors
     /// That of `mmap(2)`.
     pub fn new(len: usize) -> io::Result<Self> {
-        let memory = Memory::new(len)?;
-        let pages = memory.len() / PAGE;
+        // A length that cannot be is left to the mapping to refuse.
+        let memory = Memory::new(len.max(PAGE).saturating_add(ZEROES))?;
+        let pages = (memory.len() - ZEROES) / PAGE;
         Ok(Self(Arc::new(Inner {
             memory,
             state: Mutex::new(State {
@@ -145,10 +152,28 @@ impl BufferPool {
         })))
     }
 
-    /// Memory that holds every buffer.
+    /// Memory that holds every buffer, and the zeroes.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.0.memory
+    }
+
+    /// Bytes of all buffers, free or not.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.0.memory.len() - ZEROES
+    }
+
+    /// The first `most` bytes of the zeroes, or all of them. They must not be written to: others
+    /// may be sending them.
+    pub(crate) fn zeroes(&self, most: u64) -> Buffer {
+        let len = most.min(ZEROES as u64) as usize;
+        let start = self.size();
+        let slice = self.0.memory.slice(start..start + len);
+        let slice = slice.expect("the zeroes lie within the mapping");
+        // A peer that may write to the pool may have changed them since.
+        slice.fill(0, len, 0);
+        Buffer::leased(slice, Box::new(()))
     }
 
     /// Takes a buffer of `len` bytes, or `None` where there is none free or others wait already.
@@ -173,7 +198,7 @@ impl BufferPool {
     /// # Panics
     /// If `len` is more than the whole pool.
     pub fn take(&self, len: usize) -> TakeBuffer {
-        assert!(len <= self.0.memory.len(), "buffer larger than its pool");
+        assert!(len <= self.size(), "buffer larger than its pool");
         TakeBuffer {
             pool: self.clone(),
             len,
@@ -306,6 +331,23 @@ mod tests {
         drop((large, small));
         assert_eq!(pool.free(), 4 * PAGE);
         assert!(pool.try_take(4 * PAGE).is_some(), "runs are joined again");
+    }
+
+    #[test]
+    fn zeroes_are_had_without_a_buffer() {
+        let pool = BufferPool::new(2 * PAGE).unwrap();
+        assert_eq!(pool.size(), 2 * PAGE);
+        let held = pool.try_take(2 * PAGE).unwrap();
+        held.slice().fill(0, held.len(), 7);
+        assert!(pool.try_take(1).is_none(), "they are not buffers");
+        let zeroes = [pool.zeroes(512), pool.zeroes(u64::MAX)];
+        assert_eq!(zeroes.each_ref().map(Buffer::len), [512, ZEROES]);
+        for buffer in &zeroes {
+            assert!(buffer.slice().to_vec().iter().all(|byte| *byte == 0));
+        }
+        drop(zeroes);
+        assert!(held.slice().to_vec() == [7; 2 * PAGE]);
+        assert_eq!(pool.free(), 0);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use riser_transport::loopback::Endpoint;
 
 use super::*;
+use crate::block::{Buffer, ZeroOptions};
 use crate::lun::{Lun, LunError};
 use crate::request::RequestError;
 use crate::request::{Cdb, DataLen};
@@ -576,6 +577,35 @@ fn a_timeout_is_kept_while_the_target_is_away() {
     rig.target.knobs.refuse.store(false, Ordering::SeqCst);
     let lun = lun.with_timeout(Duration::from_secs(60));
     assert_eq!(get(&lun, 0, 512), vec![0; 512]);
+}
+
+#[test]
+fn zeroes_need_no_buffer_by_command_or_as_data() {
+    let rig = rig("");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    put(&lun, 0, &pattern(1, 1 << 20));
+    let held: Vec<Buffer> = std::iter::from_fn(|| lun.buffers().try_take(1)).collect();
+    assert_eq!(lun.buffers().free(), 0);
+    let zero = |range, options| block_on(lun.write_zeroes(range, options));
+    assert_eq!(zero(0..65_536, ZeroOptions::default()), Ok(()));
+    let fast = ZeroOptions {
+        fast: true,
+        ..ZeroOptions::default()
+    };
+    assert_eq!(zero(65_536..131_072, fast), Ok(()));
+    rig.target.knobs.no_write_same.store(true, Ordering::SeqCst);
+    for _ in 0..2 {
+        assert_eq!(zero(131_072..262_144, fast), Err(LunError::Unsupported));
+    }
+    // More than there are zeroes.
+    assert_eq!(
+        zero(131_072..131_072 + 300 * 1024, ZeroOptions::default()),
+        Ok(())
+    );
+    drop(held);
+    let end = 131_072 + 300 * 1024;
+    assert!(get(&lun, 0, end) == vec![0; end]);
+    assert!(get(&lun, end as u64, 4096) == pattern(1, 1 << 20)[end..end + 4096]);
 }
 
 #[test]

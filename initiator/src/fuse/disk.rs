@@ -296,7 +296,7 @@ impl DiskFs {
         }
         let options = ZeroOptions {
             may_unmap,
-            fua: false,
+            ..ZeroOptions::default()
         };
         Verdict::Start(Work::Zero(range, options))
     }
@@ -402,7 +402,7 @@ mod tests {
         let zeroes = |range, may_unmap| {
             let options = ZeroOptions {
                 may_unmap,
-                fua: false,
+                ..ZeroOptions::default()
             };
             Verdict::Start(Work::Zero(range, options))
         };

@@ -146,7 +146,7 @@ impl Session {
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
         let info = self.discover_at_once(lun).await?;
-        let pool = self.client().buffers().memory().len();
+        let pool = self.client().buffers().size();
         let watch = Arc::new(());
         let unit = Snapshot {
             inquiry: Some(info.inquiry.clone()),

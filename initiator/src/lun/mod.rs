@@ -251,8 +251,7 @@ impl Lun {
 
     async fn write_same(&self, run: BlockRange, unmap: bool) -> Result<(), LunError> {
         let block = self.shared.geometry.block_size;
-        let buffer = self.session.buffer(block as usize).await?;
-        buffer.slice().fill(0, block as usize, 0);
+        let buffer = self.buffers().zeroes(block.into());
         let io = self.io(Command::write_same(run, block, unmap), IoData::One(buffer));
         judge(&self.session.submit(io).await.result?)
     }
@@ -261,7 +260,7 @@ impl Lun {
     /// them.
     ///
     /// # Errors
-    /// [`LunError`].
+    /// [`LunError`]. [`LunError::Unsupported`] for `fast` where the disk has no command.
     pub async fn write_zeroes(
         &self,
         range: Range<u64>,
@@ -289,17 +288,27 @@ impl Lun {
                 }
             }
         }
-        let piece = self.shared.geometry.max_transfer.min(256 << 10);
-        for run in self.runs(&(at..range.end), piece.into())? {
-            let block = self.shared.geometry.block_size;
-            let len = (run.blocks * block) as usize;
-            let buffer = self.session.buffer(len).await?;
-            buffer.slice().fill(0, len, 0);
-            self.write(run.lba * u64::from(block), buffer, false)
-                .await?;
+        if options.fast && at < range.end {
+            return Err(LunError::Unsupported);
         }
+        self.write_zero_data(at..range.end).await?;
         if options.fua {
             self.flush().await?;
+        }
+        Ok(())
+    }
+
+    /// Writes zeroes as data.
+    async fn write_zero_data(&self, range: Range<u64>) -> Result<(), LunError> {
+        let geometry = &self.shared.geometry;
+        let len = range.end.saturating_sub(range.start);
+        let most = len.min(geometry.max_transfer.into());
+        let mut zeroes = self.buffers().zeroes(most);
+        for run in self.runs(&range, zeroes.len() as u64)? {
+            // Only the last one is shorter.
+            zeroes.set_len((run.blocks * geometry.block_size) as usize);
+            let offset = run.lba * u64::from(geometry.block_size);
+            zeroes = self.write(offset, zeroes, false).await?;
         }
         Ok(())
     }
@@ -380,7 +389,7 @@ impl BlockDevice for Lun {
     }
 
     fn buffer_bytes(&self) -> u64 {
-        self.buffers().memory().len() as u64
+        self.buffers().size() as u64
     }
 
     fn wake_when_free(&self, waker: &Waker) {

@@ -339,12 +339,10 @@ impl<D: BlockDevice> Connection<D> {
                 }
             }),
             Command::WriteZeroes { fua, no_hole, fast } => {
-                if fast && !device.zeroes_fast(&range) {
-                    return answer.fail(Errno::NotSup);
-                }
                 let options = ZeroOptions {
                     may_unmap: !no_hole,
                     fua,
+                    fast,
                 };
                 task::spawn(async move {
                     answer.settle(device.write_zeroes(range, options).await);

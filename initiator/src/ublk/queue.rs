@@ -265,6 +265,7 @@ async fn execute<D: BlockDevice>(
             let options = ZeroOptions {
                 may_unmap: !desc.no_unmap(),
                 fua: desc.fua(),
+                fast: false,
             };
             let zeroed = disk.write_zeroes(range, options).await;
             zeroed.map(|()| Done::Result(0))

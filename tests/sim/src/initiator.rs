@@ -487,7 +487,11 @@ impl User {
         self.on_begin("zero", &blocks);
         // With FUA it ends with a flush, which may be the one that reports a loss.
         let flush = fua.then(|| self.history.begin_flush(self.port));
-        let options = ZeroOptions { may_unmap, fua };
+        let options = ZeroOptions {
+            may_unmap,
+            fua,
+            fast: false,
+        };
         let begin = self.instant();
         let result = lun.write_zeroes(bytes, options).await;
         self.on_end("zero", &blocks, &result);

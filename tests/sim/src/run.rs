@@ -374,7 +374,7 @@ impl World {
         for initiator in self.initiators.iter().chain(self.twins.values()) {
             let (free, all) = (
                 initiator.client.buffers().free(),
-                initiator.client.buffers().memory().len(),
+                initiator.client.buffers().size(),
             );
             if free != all {
                 return Err(format!("an initiator has {free} of {all} bytes back"));

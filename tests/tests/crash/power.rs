@@ -418,7 +418,7 @@ impl User {
         let bytes = blocks.start * BLOCK as u64..blocks.end * BLOCK as u64;
         let options = ZeroOptions {
             may_unmap: chance.below(2) == 0,
-            fua: false,
+            ..ZeroOptions::default()
         };
         block_on(self.lun.write_zeroes(bytes, options)).unwrap();
         let blocks = blocks.map(|block| (block, sequence)).collect();

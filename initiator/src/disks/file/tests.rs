@@ -156,6 +156,7 @@ fn holes_are_reported_and_made() {
         let options = ZeroOptions {
             may_unmap,
             fua: true,
+            fast: false,
         };
         block_on(BlockDevice::write_zeroes(&disk, 4096..8192, options)).unwrap();
         assert_eq!(read(&disk, 4096, 4096).unwrap(), [0; 4096]);
@@ -262,8 +263,8 @@ fn a_block_device_is_opened_exclusively() {
         assert_eq!(read(&reader, 4096, block).unwrap(), vec![0; block]);
     }
     let options = ZeroOptions {
-        may_unmap: false,
         fua: true,
+        ..ZeroOptions::default()
     };
     let buffer = filled(&disk, 8192, 6);
     block_on(BlockDevice::write(&disk, 0, buffer, false)).unwrap();

@@ -154,7 +154,12 @@ impl NbdBackend {
         }
     }
 
-    fn end(&mut self, InFlight { operation, .. }: InFlight, end: End) {
+    fn end(&mut self, request: InFlight, end: End) {
+        let InFlight {
+            operation,
+            header_end,
+            ..
+        } = request;
         match operation.command {
             Command::Read { .. } => {
                 self.reads -= 1;
@@ -162,7 +167,8 @@ impl NbdBackend {
             }
             // A server may answer before it has read all data.
             Command::Write { .. } if !self.outgoing.is_empty() => {
-                self.outgoing.copy_out(operation.memory().slice());
+                let len = operation.memory().len() as u64;
+                self.outgoing.copy_out(header_end..header_end + len);
             }
             _ => {}
         }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
 use arrayvec::ArrayVec;
@@ -22,6 +23,16 @@ enum Part {
     Data(MemSlice),
     /// Data of a write whose buffer went back to its owner.
     Copied(Vec<u8>),
+}
+
+impl Part {
+    fn len(&self) -> usize {
+        match self {
+            Self::Headers(len) => *len,
+            Self::Data(data) => data.len(),
+            Self::Copied(bytes) => bytes.len(),
+        }
+    }
 }
 
 /// The queue. Its length is bounded by the requests in flight.
@@ -67,16 +78,21 @@ impl Outgoing {
         self.parts.push_back(Part::Data(data));
     }
 
-    /// Copies what was not sent yet of a buffer whose owner gets it back: a server may fail a write
-    /// before it has read the data.
-    pub(super) fn copy_out(&mut self, buffer: &MemSlice) {
-        let range = buffer.addr()..buffer.addr() + buffer.len() as u64;
+    /// Copies what was not sent yet of the data at `range` of the stream, whose owner gets the
+    /// buffer back: a server may fail a write before it has read the data.
+    pub(super) fn copy_out(&mut self, range: Range<u64>) {
+        let mut at = self.sent_to;
         for part in &mut self.parts {
+            if at >= range.end {
+                return;
+            }
+            let len = part.len() as u64;
             if let Part::Data(data) = part
-                && range.contains(&data.addr())
+                && at >= range.start
             {
                 *part = Part::Copied(data.to_vec());
             }
+            at += len;
         }
     }
 
@@ -121,11 +137,7 @@ impl Outgoing {
         self.sent_to += count as u64;
         while count > 0 {
             let part = self.parts.front_mut().expect("no more than was queued");
-            let len = match part {
-                Part::Headers(len) => *len,
-                Part::Data(data) => data.len(),
-                Part::Copied(bytes) => bytes.len(),
-            };
+            let len = part.len();
             let taken = len.min(count);
             count -= taken;
             match part {
@@ -181,7 +193,8 @@ mod tests {
         outgoing.send(ours.as_fd()).unwrap();
         assert!(!outgoing.is_empty(), "a socket holds less than 1 MiB");
         // What is left belongs to its owner again, who changes it.
-        outgoing.copy_out(&memory.whole());
+        let end = outgoing.end();
+        outgoing.copy_out(0..end);
         memory.fill(0, memory.len(), 0xff);
         let mut got = vec![0; want.len()];
         let mut at = 0;
@@ -193,5 +206,28 @@ mod tests {
         }
         assert!(got == want);
         assert!(outgoing.is_empty() && outgoing.headers.is_empty());
+    }
+
+    #[test]
+    fn of_writes_from_the_same_memory_one_is_copied() {
+        let zeroes = Memory::new(4096).unwrap().whole();
+        let mut outgoing = Outgoing::default();
+        let mut places = Vec::new();
+        for _ in 0..3 {
+            outgoing.push_header(&[1; 28]);
+            let start = outgoing.end();
+            outgoing.push_data(zeroes.clone());
+            places.push(start..outgoing.end());
+        }
+        // Of the first header some is sent.
+        outgoing.take(20);
+        outgoing.copy_out(places[1].clone());
+        let is_copied = |part: &Part| match part {
+            Part::Headers(_) => None,
+            Part::Data(_) => Some(false),
+            Part::Copied(_) => Some(true),
+        };
+        let copied: Vec<_> = outgoing.parts.iter().filter_map(is_copied).collect();
+        assert_eq!(copied, [false, true, false]);
     }
 }

@@ -98,8 +98,8 @@ fn every_operation_reaches_the_disk() {
     assert_eq!(memory.flushes(), before + 1);
     block_on(BlockDevice::discard(&*disk, at..at + 65536)).unwrap();
     let options = ZeroOptions {
-        may_unmap: false,
         fua: true,
+        ..ZeroOptions::default()
     };
     let zeroed = at + 65536..at + 2 * 65536;
     block_on(BlockDevice::write_zeroes(&*disk, zeroed, options)).unwrap();
@@ -411,6 +411,7 @@ fn zeroes_are_on_stable_storage_at_a_server_without_flushes() {
         let options = ZeroOptions {
             may_unmap: true,
             fua,
+            fast: false,
         };
         block_on(BlockDevice::write_zeroes(&disk, 0..4096, options)).unwrap();
     }
@@ -418,6 +419,47 @@ fn zeroes_are_on_stable_storage_at_a_server_without_flushes() {
     let zeroes = cmd::WRITE_ZEROES;
     let want = [(zeroes, cmd_flag::FUA), (zeroes, 0)];
     assert_eq!(thread.join().unwrap(), want);
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn zeroes_that_a_server_refuses_are_written_without_a_buffer_of_the_pool() {
+    let flags = proto::flag::SEND_FLUSH | proto::flag::SEND_WRITE_ZEROES;
+    let (path, thread) = scripted_with(flags, SIZE, |mut socket| {
+        let mut written = Vec::new();
+        for _ in 0..4 {
+            let (_, command, cookie, len) = request(&mut socket);
+            let refusal = (command == cmd::WRITE_ZEROES).then_some(proto::Errno::NotSup);
+            if command == cmd::WRITE {
+                let mut data = vec![1; len as usize];
+                socket.read_exact(&mut data).unwrap();
+                written.push(data);
+            }
+            socket
+                .write_all(&proto::simple_reply(cookie, refusal))
+                .unwrap();
+        }
+        let _ = socket.read_to_end(&mut Vec::new());
+        written.concat()
+    });
+    let disk = Arc::new(connect(&uri(&path, "disk"), CONFIG).unwrap());
+    let held: Vec<Buffer> = std::iter::from_fn(|| disk.try_buffer(512)).collect();
+    let fast = ZeroOptions {
+        fast: true,
+        ..ZeroOptions::default()
+    };
+    let zeroed = block_on(BlockDevice::write_zeroes(&*disk, 0..4096, fast));
+    assert_eq!(zeroed, Err(BlockError::Unsupported));
+    let (done, ended) = std::sync::mpsc::channel();
+    let zeroing = disk.clone();
+    std::thread::spawn(move || {
+        let zeroes = BlockDevice::write_zeroes(&*zeroing, 0..400 << 10, ZeroOptions::default());
+        let _ = done.send(block_on(zeroes));
+    });
+    let zeroed = ended.recv_timeout(Duration::from_secs(60));
+    assert_eq!(zeroed, Ok(Ok(())), "it waits for a buffer");
+    drop((disk, held));
+    assert!(thread.join().unwrap() == vec![0; 400 << 10]);
     std::fs::remove_file(path).unwrap();
 }
 

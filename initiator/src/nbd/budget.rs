@@ -10,9 +10,12 @@
 //! what stays free: one that does not read ends up with half of it, two with a third each. A
 //! sixteenth of the buffers is left to what the device does itself, such as checking the unit's
 //! identity.
+//!
+//! Replies that are assembled in memory of their own are bounded in the same way: each connection
+//! can have one, and all together as many bytes beyond that as the device has of buffers.
 
 use std::future::poll_fn;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
@@ -28,7 +31,7 @@ fn in_pages(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE as u64)
 }
 
-/// The buffers of a device, in bytes.
+/// The buffers of a device, and the memory of replies that are assembled, in bytes.
 #[derive(Debug)]
 pub(super) struct Budget {
     /// Bytes that each connection can have at any time.
@@ -36,6 +39,8 @@ pub(super) struct Budget {
     connections: u64,
     /// Bytes that all connections together can have beyond their floors.
     shared: u64,
+    /// Bytes of replies that all connections together can assemble, one of each apart.
+    assembled: u64,
     used: Mutex<Used>,
     /// Bounded by the requests in flight and the connections.
     waiters: BufferWaiters,
@@ -48,6 +53,8 @@ struct Used {
     total: u64,
     /// Of that, beyond their floors.
     shared: u64,
+    /// Bytes of replies that are assembled.
+    assembled: u64,
 }
 
 impl Budget {
@@ -61,6 +68,7 @@ impl Budget {
             floor,
             connections: (half / floor).clamp(1, MAX_CONNECTIONS),
             shared: half - total / 16,
+            assembled: total,
             used: Mutex::default(),
             waiters: BufferWaiters::default(),
         }
@@ -82,6 +90,30 @@ pub(super) struct Account {
     budget: Arc<Budget>,
     /// Changes under the budget's lock.
     held: AtomicU64,
+    /// As `held`, of replies that are assembled.
+    assembled: AtomicU64,
+    /// Requests that wait for a share.
+    waiting: AtomicUsize,
+    /// The connection, where it waits until none of them does.
+    behind: BufferWaiters,
+}
+
+/// A request that waits for a share.
+struct Waiting<'a>(&'a Account);
+
+impl<'a> Waiting<'a> {
+    fn new(account: &'a Account) -> Self {
+        account.waiting.fetch_add(1, Ordering::SeqCst);
+        Self(account)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.0.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.behind.wake_all();
+        }
+    }
 }
 
 impl Account {
@@ -89,6 +121,9 @@ impl Account {
         Self {
             budget,
             held: AtomicU64::new(0),
+            assembled: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            behind: BufferWaiters::default(),
         }
     }
 
@@ -128,8 +163,12 @@ impl Account {
         let before = self.held.fetch_add(bytes, Ordering::Relaxed);
         used.total += bytes;
         used.shared += self.beyond(before + bytes) - self.beyond(before);
-        let account = self.clone();
-        Some((*span, Share { account, bytes }))
+        let share = Share {
+            account: self.clone(),
+            bytes,
+            kind: Kind::Buffers,
+        };
+        Some((*span, share))
     }
 
     /// Takes a share for `most`, or for `least` where there is too little; or has `waker` woken
@@ -149,21 +188,75 @@ impl Account {
 
     /// Waits for a share for `most`, or for `least` where there is too little.
     pub(super) async fn take(self: &Arc<Self>, most: &Span, least: &Span) -> (Span, Share) {
-        poll_fn(|cx| {
-            self.take_or_wake(most, least, cx.waker())
-                .map_or(Poll::Pending, Poll::Ready)
+        self.wait(|waker| self.take_or_wake(most, least, waker))
+            .await
+    }
+
+    /// Takes a share for a reply of `len` bytes that is assembled: the connection's only one, or
+    /// one with which it holds no more than what stays free.
+    pub(super) fn try_assemble(self: &Arc<Self>, len: u64) -> Option<Share> {
+        let mut used = self.budget.used();
+        let bytes = in_pages(len);
+        let own = self.assembled.load(Ordering::Relaxed);
+        if own > 0 && own + bytes + used.assembled + bytes > self.budget.assembled {
+            return None;
+        }
+        self.assembled.fetch_add(bytes, Ordering::Relaxed);
+        used.assembled += bytes;
+        Some(Share {
+            account: self.clone(),
+            bytes,
+            kind: Kind::Assembled,
+        })
+    }
+
+    /// Waits for what [`Self::try_assemble`] takes.
+    pub(super) async fn assemble(self: &Arc<Self>, len: u64) -> Share {
+        self.wait(|waker| {
+            self.try_assemble(len).or_else(|| {
+                self.budget.waiters.register(waker);
+                self.try_assemble(len)
+            })
         })
         .await
     }
 
-    /// Returns whether anything can be taken; if not, `waker` is woken when there may be more.
+    /// Waits until `attempt` succeeds, which has the waker woken otherwise. No further requests are
+    /// read meanwhile: they could only wait too, and a share that comes back wakes all that wait.
+    async fn wait<T>(&self, attempt: impl Fn(&Waker) -> Option<T>) -> T {
+        let mut waiting = None;
+        poll_fn(|cx| match attempt(cx.waker()) {
+            Some(taken) => Poll::Ready(taken),
+            None => {
+                if waiting.is_none() {
+                    waiting = Some(Waiting::new(self));
+                }
+                Poll::Pending
+            }
+        })
+        .await
+    }
+
+    /// Returns whether anything can be taken, and no request waits for more; if not, `waker` is
+    /// woken when that may have changed.
     pub(super) fn has_room(&self, waker: &Waker) -> bool {
-        let has_room = || self.may_take(&self.budget.used(), in_pages(1));
+        let has_room = || {
+            self.waiting.load(Ordering::SeqCst) == 0
+                && self.may_take(&self.budget.used(), in_pages(1))
+        };
         has_room() || {
+            self.behind.register(waker);
             self.budget.waiters.register(waker);
             has_room()
         }
     }
+}
+
+/// What the bytes of a share are of.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Buffers,
+    Assembled,
 }
 
 /// Bytes of a budget, given back when it is dropped.
@@ -171,6 +264,7 @@ impl Account {
 pub(super) struct Share {
     account: Arc<Account>,
     bytes: u64,
+    kind: Kind,
 }
 
 impl Drop for Share {
@@ -179,9 +273,17 @@ impl Drop for Share {
         let budget = &account.budget;
         {
             let mut used = budget.used();
-            let before = account.held.fetch_sub(self.bytes, Ordering::Relaxed);
-            used.total -= self.bytes;
-            used.shared -= account.beyond(before) - account.beyond(before - self.bytes);
+            match self.kind {
+                Kind::Buffers => {
+                    let before = account.held.fetch_sub(self.bytes, Ordering::Relaxed);
+                    used.total -= self.bytes;
+                    used.shared -= account.beyond(before) - account.beyond(before - self.bytes);
+                }
+                Kind::Assembled => {
+                    account.assembled.fetch_sub(self.bytes, Ordering::Relaxed);
+                    used.assembled -= self.bytes;
+                }
+            }
         }
         budget.waiters.wake_all();
     }
@@ -189,7 +291,10 @@ impl Drop for Share {
 
 #[cfg(test)]
 mod tests {
+    use std::task::Context;
+
     use super::*;
+    use crate::block::Bell;
 
     /// Takes a share of `pages` pages.
     fn take(account: &Arc<Account>, pages: usize) -> Option<Share> {
@@ -230,6 +335,61 @@ mod tests {
         held.clear();
         let used = budget.used();
         assert_eq!((used.total, used.shared), (0, 0));
+    }
+
+    #[test]
+    fn while_a_request_waits_the_connection_reads_no_others() {
+        let account = Arc::new(Account::new(budget(1024)));
+        let mut held: Vec<_> = std::iter::from_fn(|| take(&account, 9)).collect();
+        let bell = Arc::new(Bell::new().unwrap());
+        let waker = Waker::from(bell.clone());
+        assert!(account.has_room(&waker), "a page can be had");
+        let span = Span::new(512, 0, 9 * PAGE);
+        let mut waiting = Box::pin(account.take(&span, &span));
+        let mut cx = Context::from_waker(Waker::noop());
+        assert!(waiting.as_mut().poll(&mut cx).is_pending());
+        assert!(!account.has_room(&waker));
+        held.pop();
+        let events = bell.events();
+        let taken = waiting.as_mut().poll(&mut cx);
+        drop(waiting);
+        assert!(taken.is_ready());
+        assert!(bell.events() > events, "the connection goes on");
+        assert!(account.has_room(&waker));
+        // One that is given up does not wait either.
+        let mut waiting = Box::pin(account.take(&span, &span));
+        assert!(waiting.as_mut().poll(&mut cx).is_pending());
+        assert!(!account.has_room(&waker));
+        drop(waiting);
+        assert!(account.has_room(&waker));
+    }
+
+    #[test]
+    fn assembled_replies_of_all_connections_are_bounded_and_each_has_one() {
+        let budget = budget(1024);
+        let len = 64 * PAGE as u64;
+        let mut held = Vec::new();
+        for i in 0..64 {
+            let account = Arc::new(Account::new(budget.clone()));
+            let shares: Vec<_> = std::iter::from_fn(|| account.try_assemble(len))
+                .take(1000)
+                .collect();
+            // 16 are for all.
+            let wanted = [8, 4, 2].get(i).copied().unwrap_or(1);
+            assert_eq!(shares.len(), wanted, "of {i}");
+            held.push((account, shares));
+        }
+        let (account, shares) = &mut held[63];
+        let mut waiting = Box::pin(account.assemble(len));
+        let mut cx = Context::from_waker(Waker::noop());
+        assert!(waiting.as_mut().poll(&mut cx).is_pending());
+        assert!(!account.has_room(Waker::noop()));
+        shares.clear();
+        let taken = waiting.as_mut().poll(&mut cx);
+        assert!(taken.is_ready());
+        drop((waiting, taken));
+        held.clear();
+        assert_eq!(budget.used().assembled, 0);
     }
 
     #[test]

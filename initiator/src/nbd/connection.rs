@@ -400,9 +400,9 @@ impl<D: BlockDevice> Service for Connection<D> {
             // Before it is known that nothing has come back meanwhile.
             self.shared.want_tickets(!self.to_read);
             let goes_on = match need {
-                Need::Nothing if self.shared.backlog().is_none() || self.shared.is_idle() => {
-                    return Turn::Over;
-                }
+                // Also if nothing can be sent any more: what is in flight takes memory and
+                // descriptors, so the client keeps its place until it has ended.
+                Need::Nothing if self.shared.is_idle() => return Turn::Over,
                 Need::Nothing => false,
                 Need::Turn => return Turn::Worked,
                 Need::Room => self.could_go_on(),
@@ -494,6 +494,27 @@ mod tests {
         bytes.extend(cmd::CACHE.to_be_bytes());
         bytes.extend([0; 20]);
         bytes.repeat(number)
+    }
+
+    #[test]
+    fn a_client_that_has_gone_keeps_its_place_until_its_requests_have_ended() {
+        let (mut connection, peer) = connection();
+        let ticket = connection.shared.ticket(0);
+        drop(peer);
+        connection.shared.push(Piece {
+            head: vec![0; 16],
+            data: None,
+            share: None,
+            ticket: None,
+        });
+        assert_eq!(connection.shared.backlog(), None);
+        for _ in 0..100 {
+            assert_ne!(connection.turn(), Turn::Over);
+        }
+        assert!(connection.prepare_sleep(), "it waits for the request");
+        drop(ticket);
+        connection.end_sleep();
+        assert_eq!(connection.turn(), Turn::Over);
     }
 
     #[test]

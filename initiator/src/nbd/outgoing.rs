@@ -7,8 +7,8 @@
 //!
 //! Bounds: [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] (and one request) bytes per connection are
 //! between the moment a request is read and the moment its last reply is in the socket; beyond
-//! them the connection is not read. The device's buffers among them are shared with the export's
-//! other connections: see [`super::budget`].
+//! them the connection is not read. The device's buffers among them, and the memory of replies that
+//! are assembled, are shared with the export's other connections: see [`super::budget`].
 
 use std::collections::VecDeque;
 use std::io;
@@ -41,7 +41,7 @@ const MAX_IOV: usize = 64;
 pub(super) struct Piece {
     pub(super) head: Vec<u8>,
     pub(super) data: Option<(Buffer, Range<usize>)>,
-    /// The buffer's share of the export's buffers, where it is one of them.
+    /// The buffer's share of what the export has of them.
     #[expect(dead_code, reason = "held for its drop")]
     pub(super) share: Option<Share>,
     /// Given back when the piece is sent.

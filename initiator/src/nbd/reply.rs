@@ -169,7 +169,7 @@ impl<D: BlockDevice> Reader<D> {
     async fn read_whole(self, (span, buffer, share): Part, offset: u64) {
         match self.device.read(span, buffer).await {
             Ok(buffer) => {
-                self.reply(offset, buffer, span.head..span.head + span.len, Some(share));
+                self.reply(offset, buffer, span.head..span.head + span.len, share);
             }
             Err(error) => self.refuse(&error, offset),
         }
@@ -214,10 +214,17 @@ impl<D: BlockDevice> Reader<D> {
         }
     }
 
-    /// A long read for a client that takes it in one piece only: assembled in memory of its own,
-    /// which the connection's bounds cover.
+    /// A long read for a client that takes it in one piece only: assembled in memory of its own.
     async fn read_assembled(self, first: Part, offset: u64, len: u32) {
-        let mut next = Some(first);
+        let account = self.shared.account();
+        let (mut next, room) = match account.try_assemble(len.into()) {
+            Some(room) => (Some(first), room),
+            None => {
+                // Those that are assembled by now may wait for its buffer.
+                drop(first);
+                (None, account.assemble(len.into()).await)
+            }
+        };
         let whole = match Buffer::anonymous(len as usize) {
             Ok(whole) => whole,
             Err(error) => return self.refuse(&BlockError::Io(error.to_string()), offset),
@@ -246,7 +253,7 @@ impl<D: BlockDevice> Reader<D> {
             }
             done += span.len;
         }
-        self.reply(offset, whole, 0..len as usize, None);
+        self.reply(offset, whole, 0..len as usize, room);
     }
 
     /// The first part of what is left of the reply.
@@ -261,7 +268,7 @@ impl<D: BlockDevice> Reader<D> {
         (span, buffer, share)
     }
 
-    fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>, share: Option<Share>) {
+    fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>, share: Share) {
         let head = if self.structured {
             proto::data_chunk(self.cookie, offset, range.len() as u32, true)
         } else {
@@ -270,7 +277,7 @@ impl<D: BlockDevice> Reader<D> {
         self.shared.push(Piece {
             head,
             data: Some((buffer, range)),
-            share,
+            share: Some(share),
             ticket: Some(self.ticket),
         });
     }

@@ -503,10 +503,8 @@ mod tests {
             assert_eq!(dev.write_zeroes(0..512, fast).await, Ok(()));
             let part = dev.write_zeroes(512..1000, fast).await;
             assert_eq!(part, Err(BlockError::Unsupported));
-            assert_eq!(
-                read(&dev, 0, 2048).await,
-                [vec![0; 512], vec![1; 1536]].concat()
-            );
+            let bytes = read(&dev, 0, 2048).await;
+            assert!(bytes[..512] == [0; 512] && bytes[512..] == [1; 1536]);
         });
         let dev = byte_device(512, false);
         let zeroed = block_on(dev.write_zeroes(0..512, fast));

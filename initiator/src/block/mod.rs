@@ -185,7 +185,8 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Reports that the contents are not needed any longer; they read as anything afterwards.
     fn discard(&self, range: Range<u64>) -> impl Future<Output = Result<(), BlockError>> + Send;
 
-    /// Makes the range read as zeroes.
+    /// Makes the range read as zeroes, without a buffer of those that [`Self::try_buffer`] gives:
+    /// a caller may hold a lock that who has them waits for.
     fn write_zeroes(
         &self,
         range: Range<u64>,

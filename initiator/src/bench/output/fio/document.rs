@@ -467,7 +467,7 @@ mod tests {
                 .iter()
                 .any(|note| note.as_str().unwrap().contains(words))
         };
-        assert!(has("takes no flushes") && has("12.5 %"), "{notes:?}");
+        assert!(has("lacks flushes or fua") && has("12.5 %"), "{notes:?}");
     }
 
     #[test]

@@ -89,13 +89,14 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
                     .and_then(|_| mounted.watch(sender.clone()))
                     .and_then(|()| ready.report(&args.url, &disk, export));
                 match &shown {
-                    Ok(_registration) => mounted.wait(events),
+                    Ok(_) => mounted.wait(events),
                     Err(_) => mounted.give_up(),
                 }
-                shown.map(drop)
+                shown
             });
+            // Listed until then: a killed process leaves this for others to undo.
             below.finish(&device)?;
-            served
+            served.map(drop)
         });
         disk.close();
         if let Some(port) = port {

@@ -233,9 +233,6 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         .help(help)
 }
 
-/// Duration of polling of an export: the programs that use it need processors, too.
-const EXPORT_SPIN: Duration = Duration::from_micros(50);
-
 /// An engine with what the options say of it, but for its device.
 fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
     let timing = Timing {
@@ -248,7 +245,6 @@ fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
     }
     if let Some(port) = link.port {
         builder = builder
-            .spin(EXPORT_SPIN)
             .port(port)
             .guid(link.guid)
             .recovers(link.recovers)

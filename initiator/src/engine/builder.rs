@@ -24,7 +24,7 @@ impl Default for ClientBuilder {
     fn default() -> Self {
         Self {
             pool: 64 << 20,
-            spin: Duration::from_micros(200),
+            spin: Duration::from_micros(50),
             timing: Timing::default(),
             queue_size: 64,
             max_immediate: 8192,
@@ -46,9 +46,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Duration of polling after the thread's last work, before it sleeps. It is shorter while
-    /// polling finds nothing. Default: 200 µs. A target under load sends its answers in groups, some
-    /// 70 µs apart, and each wake-up between them costs it microseconds.
+    /// Duration of polling after the thread's last work, before it sleeps. Default: 50 µs.
     #[must_use]
     pub fn spin(mut self, span: Duration) -> Self {
         self.spin = span;

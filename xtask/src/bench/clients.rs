@@ -74,6 +74,11 @@ impl Run<'_> {
                 Ok(self.fio(&["--ioengine=nbd".to_owned(), format!("--uri={url}")]))
             }
             (Client::Nbd | Client::Riser, Address::Url(url)) => Ok(self.riser(url)),
+            (Client::Sharing, Address::Url(url)) => {
+                let mut command = self.riser(url);
+                command.args(["--provider", "shm"]);
+                Ok(command)
+            }
             (Client::IscsiPerf, Address::Url(url)) => Ok(self.iscsi_perf(url)),
             (Client::Wire, _) => {
                 let runtime = format!("{}s", self.seconds);
@@ -89,7 +94,9 @@ impl Run<'_> {
         match client {
             Client::IscsiPerf => reading::iscsi_perf(output, &self.load, f64::from(self.seconds)),
             Client::Wire => reading::wire(output, &self.load),
-            Client::Fio | Client::Nbd | Client::Riser => reading::json(output, &self.load),
+            Client::Fio | Client::Nbd | Client::Riser | Client::Sharing => {
+                reading::json(output, &self.load)
+            }
         }
     }
 
@@ -217,6 +224,8 @@ mod tests {
         assert_eq!(perf, "iscsi-perf -r -b 8 -m 32 -t 5 iscsi://h/t/1");
         let riser = words(Client::Riser, &url, NbdClient::Fio);
         assert!(riser.ends_with("--inject loss=0.5 --rw randwrite --bs 4096 --depth 32 --jobs 1 --warm-up 0s --runtime 5s"));
+        let sharing = words(Client::Sharing, &url, NbdClient::Fio);
+        assert_eq!(sharing, format!("{riser} --provider shm"));
         let place = place();
         let open = Run {
             rate: Some(700),

@@ -101,7 +101,8 @@ impl Place {
                 served.tgt = Some(tgt);
                 Ok(served)
             }
-            Server::Riserd(protocol) => self.riserd(protocol, images),
+            Server::Riserd(protocol) => self.riserd("roce", protocol, images),
+            Server::Sharing => self.riserd("shm", Protocol::Srp, images),
             Server::Attached(export) => self.attached(export, images),
         }
     }
@@ -116,9 +117,14 @@ impl Place {
         Ok(served)
     }
 
-    fn riserd(&self, protocol: Protocol, images: &[PathBuf]) -> Result<Served, Failure> {
+    fn riserd(
+        &self,
+        provider: &str,
+        protocol: Protocol,
+        images: &[PathBuf],
+    ) -> Result<Served, Failure> {
         let config = self.scratch.join("riserd.yaml");
-        fs::write(&config, configuration(images, &self.scratch))?;
+        fs::write(&config, configuration(provider, images, &self.scratch))?;
         let log = self.scratch.join("riserd.log");
         let daemon = Daemon::start(&self.programs.join("riserd"), &config, &log)?;
         let url = |lun| Address::Url(url(protocol, lun));
@@ -132,7 +138,7 @@ impl Place {
 
     /// Attaches the first unit in the foreground, so that the process is known and ends with us.
     fn attached(&self, export: Export, images: &[PathBuf]) -> Result<Served, Failure> {
-        let mut served = self.riserd(Protocol::Srp, images)?;
+        let mut served = self.riserd("roce", Protocol::Srp, images)?;
         let (option, path) = match export {
             Export::Nbd => ("--nbd", self.scratch.join("attach.sock")),
             Export::Fuse => ("--fuse", self.scratch.join("mnt")),
@@ -206,7 +212,7 @@ fn url(protocol: Protocol, lun: usize) -> String {
 
 /// A target by all protocols, with a unit for each file. All sessions may come from one address, as
 /// those of TCP on one host do.
-fn configuration(images: &[PathBuf], scratch: &Path) -> String {
+fn configuration(provider: &str, images: &[PathBuf], scratch: &Path) -> String {
     let backend = |(lun, image): (usize, &PathBuf)| {
         format!("  disk{lun}: {{ kind: file, path: {} }}\n", image.display())
     };
@@ -216,7 +222,7 @@ fn configuration(images: &[PathBuf], scratch: &Path) -> String {
         .map(|protocol| format!("{{ protocol: {protocol}, listen: {LISTEN} }}"));
     format!(
         "backends:\n{backends}targets:\n  - name: bench\n    iqn: {IQN}\n    portals: [{}]\n    \
-         luns: {{ {} }}\n    access: open\n\
+         luns: {{ {} }}\n    access: open\ntransport: {{ provider: {provider} }}\n\
          limits: {{ max_sessions: {SESSIONS}, sessions_per_address: {SESSIONS} }}\n\
          admin: {{ socket: none }}\nstate: {{ directory: {} }}\n",
         portals.join(", "),
@@ -303,10 +309,11 @@ mod tests {
     #[test]
     fn a_target_has_a_unit_for_each_file() {
         let images = ["/a", "/b"].map(PathBuf::from);
-        let text = configuration(&images, Path::new("/scratch"));
+        let text = configuration("shm", &images, Path::new("/scratch"));
         for part in [
             "disk1: { kind: file, path: /b }",
             "luns: { 0: disk0, 1: disk1 }",
+            "transport: { provider: shm }",
         ] {
             assert!(text.contains(part), "{text}");
         }

@@ -12,6 +12,7 @@ pub(super) const ISCSI: &str = "iscsi";
 pub(super) const ISCSI_PERF: &str = "iscsi-perf";
 pub(super) const ATTACH_NBD: &str = "attach-nbd";
 pub(super) const ATTACH_FUSE: &str = "attach-fuse";
+pub(super) const SHM: &str = "shm";
 pub(super) const WIRE: &str = "wire";
 
 /// A program that serves the file, or none.
@@ -23,6 +24,8 @@ pub(super) enum Server {
     Tgt,
     /// Our target, by one of its protocols.
     Riserd(Protocol),
+    /// Our target over SRP, which shares memory with its initiators.
+    Sharing,
     /// Our target over SRP, attached by `riser attach`.
     Attached(Export),
 }
@@ -51,6 +54,8 @@ pub(super) enum Client {
     Nbd,
     IscsiPerf,
     Riser,
+    /// `riser bench`, which shares memory with the target.
+    Sharing,
     /// `riser bench wire`, which is its own server.
     Wire,
 }
@@ -81,7 +86,9 @@ impl System {
     /// Programs of Debian packages that it takes.
     pub(super) fn programs(&self) -> impl Iterator<Item = &'static str> {
         let server: &[_] = match self.server {
-            Server::None | Server::Riserd(_) | Server::Attached(Export::Nbd) => &[],
+            Server::None | Server::Riserd(_) | Server::Sharing | Server::Attached(Export::Nbd) => {
+                &[]
+            }
             Server::Nbdkit => &["nbdkit"],
             Server::QemuNbd => &["qemu-nbd"],
             Server::Tgt => &["tgtd", "tgtadm"],
@@ -90,7 +97,7 @@ impl System {
         let client: &[_] = match self.client {
             Client::Fio | Client::Nbd => &["fio"],
             Client::IscsiPerf => &["iscsi-perf"],
-            Client::Riser | Client::Wire => &[],
+            Client::Riser | Client::Sharing | Client::Wire => &[],
         };
         server.iter().chain(client).copied()
     }
@@ -102,7 +109,7 @@ impl System {
             Client::IscsiPerf => !load.is_write(),
             // It moves data in one direction, and does all its loads at once.
             Client::Wire => !load.is_random() && !load.is_write(),
-            Client::Fio | Client::Nbd | Client::Riser => true,
+            Client::Fio | Client::Nbd | Client::Riser | Client::Sharing => true,
         }
     }
 }
@@ -158,6 +165,11 @@ pub(super) const SYSTEMS: &[System] = &[
         (ATTACH_FUSE, "SRP, attach --fuse"),
         "`riserd`, SRP, `riser attach --fuse`, `fio` (io_uring, direct)",
         (Server::Attached(Export::Fuse), Client::Fio),
+    ),
+    system(
+        (SHM, "SRP, shared memory"),
+        "`riserd`, SRP over `shm` (one host, no network), `riser bench`",
+        (Server::Sharing, Client::Sharing),
     ),
     system(
         (WIRE, "wire"),

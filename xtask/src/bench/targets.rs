@@ -2,7 +2,7 @@
 
 use super::results::{Comparison, Sample};
 use super::stats::{Interval, Summary, ratios};
-use super::systems::{ATTACH_FUSE, ATTACH_NBD, ISCSI_PERF, ISER, NBDKIT, SRP, TGT, WIRE};
+use super::systems::{ATTACH_FUSE, ATTACH_NBD, ISCSI_PERF, ISER, NBDKIT, SHM, SRP, TGT, WIRE};
 use super::workloads::{READ_1, READ_32, READ_SEQ, WRITE_1, WRITE_32, WRITE_SEQ};
 
 /// Rounds that a judgement takes at least: fewer do not show noise.
@@ -108,6 +108,10 @@ pub(super) fn targets() -> Vec<Target> {
             of(Bandwidth, WRITE_SEQ, 0.8),
         ]);
     }
+    targets.extend([
+        of(SHM, NBDKIT, Iops, READ_32, 2.5, Aim::Ratio(4.0)),
+        of(SHM, NBDKIT, Latency, READ_1, 0.25, Aim::Ratio(0.1)),
+    ]);
     targets
 }
 

@@ -23,7 +23,12 @@
 
 use std::fmt;
 use std::fs;
+use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -33,6 +38,8 @@ use crate::{Failure, root, sh};
 
 /// An address that no other command and no example uses.
 const LISTEN: &str = "127.44.0.2";
+/// Port of RoCEv2.
+const ROCE: u16 = 4791;
 const IQN: &str = "iqn.2026-01.com.example:instructions";
 const BLOCK: u64 = 4096;
 const DISK: u64 = 64 << 20;
@@ -109,7 +116,9 @@ impl Rig {
         let mut callgrind = sh::cmd("valgrind", ["--tool=callgrind", "--fair-sched=yes"]);
         callgrind.arg(format!("--callgrind-out-file={}", folder.dump().display()));
         let (program, log) = (programs.join("riserd"), folder.0.join("log"));
+        let pulse = Pulse::start()?;
         let daemon = Daemon::start_behind(callgrind, &program, &config, &log)?;
+        drop(pulse);
         Ok(Self {
             programs,
             daemon,
@@ -129,6 +138,7 @@ impl Rig {
 
     /// Ends the target; fails where it does not end well.
     pub(super) fn stop(self) -> Result<(), Failure> {
+        let _pulse = Pulse::start()?;
         self.daemon.stop()
     }
 
@@ -176,6 +186,35 @@ impl Rig {
         fs::remove_file(&file)?;
         let text = String::from_utf8_lossy(&bytes);
         Ok(Dump::parse(&text, &root().to_string_lossy())?)
+    }
+}
+
+/// Wakes the worker once a millisecond, by empty datagrams, until the value goes.
+///
+/// Valgrind runs one thread at a time, and does not know that `io_uring_enter(2)` waits: while the
+/// worker sleeps there, no other thread of `riserd` runs, so it neither starts nor ends.
+struct Pulse(Arc<AtomicBool>);
+
+impl Pulse {
+    fn start() -> Result<Self, Failure> {
+        let socket = UdpSocket::bind((LISTEN, 0))?;
+        let is_over = Arc::new(AtomicBool::new(false));
+        let pulse = Self(is_over.clone());
+        let beat = move || {
+            while !is_over.load(Ordering::Relaxed) {
+                // Before there is a socket at the port, and after, this is an error.
+                let _ = socket.send_to(&[], (LISTEN, ROCE));
+                thread::sleep(Duration::from_millis(1));
+            }
+        };
+        thread::Builder::new().spawn(beat)?;
+        Ok(pulse)
+    }
+}
+
+impl Drop for Pulse {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -474,16 +474,6 @@ fn a_login_that_takes_a_place_is_answered_when_that_is_free() {
 #[test]
 fn a_logout_of_the_session_waits_for_its_other_connections() {
     let mut rig = Rig::logged_in("MaxConnections=4\0");
-    let logout = |reason, cid| {
-        FromInitiator::LogoutRequest(LogoutRequest {
-            immediate: true,
-            reason,
-            itt: Itt(9),
-            cid: Cid(cid),
-            cmd_sn: CmdSn(0),
-            exp_stat_sn: StatSn(0),
-        })
-    };
     let status = |received: &[Received]| match received {
         [(FromTarget::LogoutResponse(response), ..)] => response.status,
         other => panic!("{other:?}"),
@@ -533,6 +523,17 @@ fn a_connection_that_has_logged_out_another_one_waits_for_that_before_it_leaves(
     let tags: Vec<_> = received.iter().filter_map(tag).collect();
     assert_eq!(tags, [Itt(9), Itt(10)]);
     rig.end();
+}
+
+pub(super) fn logout(reason: LogoutReason, cid: u16) -> FromInitiator {
+    FromInitiator::LogoutRequest(LogoutRequest {
+        immediate: true,
+        reason,
+        itt: Itt(9),
+        cid: Cid(cid),
+        cmd_sn: CmdSn(0),
+        exp_stat_sn: StatSn(0),
+    })
 }
 
 /// An R-Data SNACK for all data of a command from `begin` on.
@@ -630,15 +631,7 @@ fn what_was_sent_is_sent_once_more() {
     assert_eq!(rig.channel.channel().in_flight(), 0);
     // Whoever leaves need not acknowledge what came last.
     rig.read(3, 0, 1);
-    let logout = LogoutRequest {
-        immediate: true,
-        reason: LogoutReason::CloseSession,
-        itt: Itt(9),
-        cid: Cid(0),
-        cmd_sn: CmdSn(0),
-        exp_stat_sn: StatSn(0),
-    };
-    rig.send(&FromInitiator::LogoutRequest(logout), &[]);
+    rig.send(&logout(LogoutReason::CloseSession, 0), &[]);
     rig.with(TcpChannel::handle_others_gone);
     assert!(rig.disconnected);
     rig.end();
@@ -733,15 +726,7 @@ fn data_asked_for_again_are_not_sent_behind_the_answer_to_an_initiator_that_leav
     rig.stalled = true;
     rig.read(1, 0, 40);
     rig.send(&snack(SnackKind::DataOrR2t, 1, 0, 0), &[]);
-    let logout = LogoutRequest {
-        immediate: true,
-        reason: LogoutReason::CloseSession,
-        itt: Itt(9),
-        cid: Cid(0),
-        cmd_sn: CmdSn(0),
-        exp_stat_sn: StatSn(0),
-    };
-    rig.send(&FromInitiator::LogoutRequest(logout), &[]);
+    rig.send(&logout(LogoutReason::CloseSession, 0), &[]);
     rig.stalled = false;
     let sent = rig.with(TcpChannel::handle_others_gone);
     let is_data = |(pdu, ..): &&Received| matches!(pdu, FromTarget::DataIn(_));

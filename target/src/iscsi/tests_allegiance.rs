@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use riser_scsi::iscsi::pdu::{
-    AsyncEvent, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutResponse,
-    LogoutStatus, R2t, Snack, SnackKind, TmfFunction, TmfRequest, TmfStatus,
+    AsyncEvent, FromInitiator, FromTarget, LogoutReason, LogoutResponse, LogoutStatus, R2t, Snack,
+    SnackKind, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::nexus::NexusId;
@@ -14,7 +14,7 @@ use riser_scsi::task::TaskManagement;
 use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig};
-use super::tests::{data_in, r2t, status, tmf_status};
+use super::tests::{data_in, logout, r2t, status, tmf_status};
 use super::{Action, Phase, TaskState};
 use crate::fabric::{TaskAction, TaskRef};
 use riser_test_peers::pdus::tmf_request;
@@ -28,17 +28,6 @@ pub(super) const RETENTION: Duration = Duration::from_secs(22);
 pub(super) struct Duo {
     pub(super) first: Rig,
     pub(super) second: Rig,
-}
-
-pub(super) fn logout(reason: LogoutReason, cid: u16) -> FromInitiator {
-    FromInitiator::LogoutRequest(LogoutRequest {
-        immediate: true,
-        reason,
-        itt: Itt(9),
-        cid: Cid(cid),
-        cmd_sn: CmdSn(0),
-        exp_stat_sn: StatSn(0),
-    })
 }
 
 fn logout_response(received: &[Received]) -> LogoutResponse {

@@ -12,8 +12,8 @@ use riser_scsi::task::TaskManagement;
 use riser_state::testing::{assert_all_taken, table};
 
 use super::fixture::{DISK, Received, Rig, unit_of};
-use super::tests::{r2t, rejected};
-use super::tests_allegiance::{Duo, LEVEL_2, RETENTION, logout};
+use super::tests::{logout, r2t, rejected};
+use super::tests_allegiance::{Duo, LEVEL_2, RETENTION};
 use super::{Phase, TaskState};
 use crate::fabric::TaskRef;
 use crate::fixture::windowed_unit_config;

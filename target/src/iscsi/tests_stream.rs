@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use riser_scsi::iscsi::pdu::{
-    FromInitiator, FromTarget, LogoutReason, LogoutRequest, R2t, RejectReason, ScsiCommand,
-    ScsiResponse, Snack, SnackKind, TaskAttr, TmfFunction, TmfStatus,
+    FromInitiator, FromTarget, LogoutReason, R2t, RejectReason, ScsiCommand, ScsiResponse, Snack,
+    SnackKind, TaskAttr, TmfFunction, TmfStatus,
 };
-use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::step::{BackendError, BlockOp, Residual};
 use riser_scsi::task::TaskManagement;
@@ -14,7 +14,7 @@ use riser_scsi::task::TaskManagement;
 use super::TcpChannel;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
-use super::tests::{data_in, r2t, rdata, rejected, sense, status, tmf_status};
+use super::tests::{data_in, logout, r2t, rdata, rejected, sense, status, tmf_status};
 use crate::fabric::TaskRef;
 use crate::pool::{Buffer, Owner};
 use crate::stats::SessionEvent;
@@ -139,20 +139,9 @@ fn asked_ack(received: &[Received]) -> Ttt {
     }
 }
 
-fn logout() -> FromInitiator {
-    FromInitiator::LogoutRequest(LogoutRequest {
-        immediate: true,
-        reason: LogoutReason::CloseSession,
-        itt: Itt(9),
-        cid: Cid(0),
-        cmd_sn: CmdSn(0),
-        exp_stat_sn: StatSn(0),
-    })
-}
-
 /// Leaves a session that might have other connections.
 fn log_out(rig: &mut Rig) -> Vec<Received> {
-    let mut received = rig.send(&logout(), &[]);
+    let mut received = rig.send(&logout(LogoutReason::CloseSession, 0), &[]);
     received.extend(rig.with(TcpChannel::handle_others_gone));
     received
 }
@@ -588,7 +577,10 @@ fn a_connection_that_ends_in_the_middle_leaves_nothing() {
     rig.prompt = false;
     give(&mut rig, asked[0], &data);
     assert_eq!(rig.blocks.len(), 1);
-    assert!(rig.send(&logout(), &[]).is_empty());
+    assert!(
+        rig.send(&logout(LogoutReason::CloseSession, 0), &[])
+            .is_empty()
+    );
     let received = rig.finish_all_blocks();
     assert!(is_logged_out(&received));
     rig.end();

@@ -34,13 +34,12 @@ use fnv::FnvHasher;
 use defects::{DefectiveNic, Defects, Recording};
 pub use defects::{Failing, Record, Refusals};
 
-use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, SendOutcome, TxBatch};
-use crate::roce::delegate::delegate_to_nic;
+use crate::roce::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
-use crate::roce::nic::{Breakage, Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
+use crate::roce::nic::{Breakage, Nic, NicConfig, NicLimits};
 use crate::roce::steer::steer;
-use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, QpId, RdmaCm, VerbsError};
+use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, RdmaCm};
 
 /// Packets that wait for one device.
 pub const QUEUE: usize = 8192;
@@ -653,6 +652,7 @@ pub struct Endpoint {
 }
 
 delegate_to_nic!(Endpoint, tick);
+delegate_counters_to_nic!(Endpoint);
 
 impl Endpoint {
     fn tick(&mut self) {
@@ -705,32 +705,6 @@ impl Endpoint {
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.fabric.wire().plugged.get(&self.place) != Some(&self.number)
-    }
-
-    /// Counters of the device.
-    #[must_use]
-    pub fn counters(&self) -> &NicCounters {
-        self.nic.counters()
-    }
-
-    /// Objects that the NIC holds.
-    #[must_use]
-    pub fn usage(&self) -> NicUsage {
-        self.nic.usage()
-    }
-
-    /// Counters of all connections together, closed ones included.
-    #[must_use]
-    pub fn rc_counters(&self) -> RcCounters {
-        self.nic.rc_counters()
-    }
-
-    /// Counters of a queue pair.
-    ///
-    /// # Errors
-    /// [`VerbsError::InvalidHandle`].
-    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
-        self.nic.qp_counters(qp)
     }
 
     /// Sends what the socket takes; returns how many packets the device made for that.

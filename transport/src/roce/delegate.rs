@@ -88,6 +88,48 @@ macro_rules! forward_cm_calls {
     };
 }
 
+/// Gives a type the counters of its field `nic`.
+macro_rules! delegate_counters_to_nic {
+    ($ty:ty) => {
+        impl $ty {
+            /// Counters of the device.
+            #[must_use]
+            pub fn counters(&self) -> &$crate::roce::nic::NicCounters {
+                self.nic.counters()
+            }
+
+            /// Numbers of the device's objects.
+            #[must_use]
+            pub fn usage(&self) -> $crate::roce::nic::NicUsage {
+                self.nic.usage()
+            }
+
+            /// Counters of all connections together, closed ones included.
+            #[must_use]
+            pub fn rc_counters(&self) -> $crate::rc::RcCounters {
+                self.nic.rc_counters()
+            }
+
+            /// Counters of the connection manager.
+            #[must_use]
+            pub fn cm_counters(&self) -> $crate::cm::CmCounters {
+                self.nic.cm_counters()
+            }
+
+            /// Counters of a queue pair.
+            ///
+            /// # Errors
+            /// [`VerbsError::InvalidHandle`](crate::verbs::VerbsError::InvalidHandle).
+            pub fn qp_counters(
+                &self,
+                qp: $crate::verbs::QpId,
+            ) -> Result<$crate::roce::nic::QpCounters, $crate::verbs::VerbsError> {
+                self.nic.qp_counters(qp)
+            }
+        }
+    };
+}
+
 /// Forwards methods to the field `nic`, one after the other.
 macro_rules! forward {
     () => {};
@@ -112,4 +154,6 @@ macro_rules! forward {
     };
 }
 
-pub(crate) use {delegate_to_nic, delegate_verbs_to_nic, forward, forward_cm_calls};
+pub(crate) use {
+    delegate_counters_to_nic, delegate_to_nic, delegate_verbs_to_nic, forward, forward_cm_calls,
+};

@@ -10,16 +10,15 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
 use super::batch::{SendOutcome, TxBatch, Way};
-use super::delegate::delegate_to_nic;
+use super::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
-use super::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
+use super::nic::{Nic, NicConfig, NicLimits};
 use super::pcap::PcapWriter;
 use super::steer::steer;
-use crate::cm::{CmCounters, MAX_WORKER_BITS};
+use crate::cm::MAX_WORKER_BITS;
 use crate::netif::interface_mtu;
-use crate::rc::RcCounters;
-use crate::verbs::{EventFds, Mtu, Provider, QpId, VerbsError};
+use crate::verbs::{EventFds, Mtu, Provider};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
@@ -153,6 +152,7 @@ impl std::fmt::Debug for Roce {
 }
 
 delegate_to_nic!(Roce, tick);
+delegate_counters_to_nic!(Roce);
 
 impl Roce {
     /// Opens a device. The sockets of several workers must be opened in the order of their indices,
@@ -268,30 +268,6 @@ impl Roce {
         self.nic.local_addr()
     }
 
-    /// Counters of the device.
-    #[must_use]
-    pub fn counters(&self) -> &NicCounters {
-        self.nic.counters()
-    }
-
-    /// Numbers of the device's objects.
-    #[must_use]
-    pub fn usage(&self) -> NicUsage {
-        self.nic.usage()
-    }
-
-    /// Counters of all connections together, closed ones included.
-    #[must_use]
-    pub fn rc_counters(&self) -> RcCounters {
-        self.nic.rc_counters()
-    }
-
-    /// Counters of the connection manager.
-    #[must_use]
-    pub fn cm_counters(&self) -> CmCounters {
-        self.nic.cm_counters()
-    }
-
     /// Counters of the socket.
     #[must_use]
     pub fn driver_counters(&self) -> DriverCounters {
@@ -309,14 +285,6 @@ impl Roce {
                 .as_ref()
                 .map_or_else(Default::default, FaultInjector::counters),
         )
-    }
-
-    /// Counters of a queue pair.
-    ///
-    /// # Errors
-    /// [`VerbsError::InvalidHandle`].
-    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
-        self.nic.qp_counters(qp)
     }
 
     /// The next datagram that belongs to another worker, for its [`Roce::handle_forwarded`].

@@ -9,14 +9,10 @@ use tracing::{debug, info};
 
 use super::hello::{self, Listener, ListeningProcess, ShmUsers};
 use super::link::{LinkCounters, Links};
-use crate::cm::CmCounters;
-use crate::rc::RcCounters;
 use crate::roce::batch::{Offered, TxBatch};
-use crate::roce::delegate::{delegate_verbs_to_nic, forward_cm_calls};
-use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire};
-use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, QpId, RdmaCm, VerbsError,
-};
+use crate::roce::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic, forward_cm_calls};
+use crate::roce::nic::{Nic, NicConfig, NicLimits, Wire};
+use crate::verbs::{CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, RdmaCm};
 use crate::wire::is_link_local;
 
 /// Name of the provider.
@@ -126,6 +122,7 @@ pub struct Shm {
 }
 
 delegate_verbs_to_nic!(Shm);
+delegate_counters_to_nic!(Shm);
 
 impl Shm {
     /// Opens a device.
@@ -174,30 +171,6 @@ impl Shm {
         self.nic.local_addr().ip()
     }
 
-    /// Counters of the device.
-    #[must_use]
-    pub fn counters(&self) -> &NicCounters {
-        self.nic.counters()
-    }
-
-    /// Numbers of the device's objects.
-    #[must_use]
-    pub fn usage(&self) -> NicUsage {
-        self.nic.usage()
-    }
-
-    /// Counters of all connections together, closed ones included.
-    #[must_use]
-    pub fn rc_counters(&self) -> RcCounters {
-        self.nic.rc_counters()
-    }
-
-    /// Counters of the connection manager.
-    #[must_use]
-    pub fn cm_counters(&self) -> CmCounters {
-        self.nic.cm_counters()
-    }
-
     /// Counters of the links.
     #[must_use]
     pub fn link_counters(&self) -> LinkCounters {
@@ -209,14 +182,6 @@ impl Shm {
     #[must_use]
     pub fn peer_of(&self, source: IpAddr) -> IpAddr {
         self.links.peer_of(source)
-    }
-
-    /// Counters of a queue pair.
-    ///
-    /// # Errors
-    /// [`VerbsError::InvalidHandle`].
-    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
-        self.nic.qp_counters(qp)
     }
 
     fn transmit(&mut self, now: Instant) -> usize {

@@ -41,7 +41,7 @@ pub(crate) use ending::{Ending, Outcome};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
 pub use memory::MemoryDevice;
-pub(crate) use service::Looks;
+pub(crate) use service::{Looks, Services};
 pub use service::{Service, Turn, serve};
 pub use tasks::drive;
 pub use workload::{Completion, Operation, Submissions, Workload};

@@ -35,6 +35,51 @@ pub trait Service: Send {
     fn end_sleep(&mut self);
 }
 
+/// The services of a thread.
+#[derive(Default)]
+pub(crate) struct Services(Vec<Box<dyn Service>>);
+
+impl Services {
+    pub(crate) fn push(&mut self, service: Box<dyn Service>) {
+        self.0.push(service);
+    }
+
+    /// Gives each its turn, and drops those that are over. Returns whether any of them had
+    /// something to do.
+    pub(crate) fn turn(&mut self) -> bool {
+        let mut worked = false;
+        self.0.retain_mut(|service| {
+            let turn = service.turn();
+            worked |= turn != Turn::Waiting;
+            turn != Turn::Over
+        });
+        worked
+    }
+
+    /// Prepares all of them for a sleep; false if one has something to do by now.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        let mut may_sleep = true;
+        for service in &mut self.0 {
+            may_sleep &= service.prepare_sleep();
+        }
+        may_sleep
+    }
+
+    /// Adds the descriptors that end the sleep.
+    pub(crate) fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
+        for service in &self.0 {
+            service.put_waited(out);
+        }
+    }
+
+    /// The sleep is over, or did not take place.
+    pub(crate) fn end_sleep(&mut self) {
+        for service in &mut self.0 {
+            service.end_sleep();
+        }
+    }
+}
+
 /// Looks in vain after which a service looks at its descriptor only once in [`LOOK`].
 const VAIN: u32 = 64;
 const LOOK: Duration = Duration::from_micros(50);

@@ -17,7 +17,7 @@ use super::backend::Backend;
 use super::limits::Limits;
 use super::operation::{Command, Done, Ended, Operation};
 use super::workload::Workloads;
-use crate::block::{Buffer, Service, Turn, Workload};
+use crate::block::{Buffer, Service, Services, Workload};
 use crate::engine::{Mailbox, Sender};
 use crate::poll_fds::WaitedFds;
 
@@ -114,7 +114,7 @@ struct Round<B> {
     mailbox: Arc<Mailbox<Message>>,
     backend: B,
     workloads: Workloads,
-    services: Vec<Box<dyn Service>>,
+    services: Services,
     inbox: Vec<Message>,
 }
 
@@ -124,7 +124,7 @@ impl<B: Backend> Round<B> {
             mailbox,
             backend,
             workloads: Workloads::new(limits),
-            services: Vec::new(),
+            services: Services::default(),
             inbox: Vec::new(),
         }
     }
@@ -137,7 +137,7 @@ impl<B: Backend> Round<B> {
             if self.backend.is_over() {
                 // The last operations have ended: workloads and clients get the answers.
                 self.workloads.run(&mut self.backend, now);
-                self.run_services();
+                self.services.turn();
                 return;
             }
             let deadlines = [self.backend.deadline(), self.workloads.due()];
@@ -153,7 +153,7 @@ impl<B: Backend> Round<B> {
         // Messages come after what wakes tasks: what these submit leaves in the same round.
         let mut worked = self.backend.complete(now);
         worked |= self.workloads.run(&mut self.backend, now);
-        worked |= self.run_services();
+        worked |= self.services.turn();
         let mut inbox = std::mem::take(&mut self.inbox);
         self.mailbox.receive(&mut inbox);
         worked |= !inbox.is_empty();
@@ -180,32 +180,15 @@ impl<B: Backend> Round<B> {
         worked || self.workloads.has_ended()
     }
 
-    fn run_services(&mut self) -> bool {
-        let mut worked = false;
-        self.services.retain_mut(|service| {
-            let turn = service.turn();
-            worked |= turn != Turn::Waiting;
-            turn != Turn::Over
-        });
-        worked
-    }
-
     fn park(&mut self, timeout: Option<Duration>) {
-        let mut may_sleep = self.backend.prepare_sleep();
-        for service in &mut self.services {
-            may_sleep &= service.prepare_sleep();
-        }
-        if may_sleep {
+        let may_sleep = self.backend.prepare_sleep();
+        if self.services.prepare_sleep() && may_sleep {
             let mut waited = WaitedFds::new();
             self.backend.put_waited(&mut waited);
-            for service in &self.services {
-                service.put_waited(&mut waited);
-            }
+            self.services.put_waited(&mut waited);
             self.mailbox.park(&waited, timeout);
         }
-        for service in &mut self.services {
-            service.end_sleep();
-        }
+        self.services.end_sleep();
     }
 }
 

@@ -44,7 +44,7 @@ pub(super) use self::plan::{
 use self::srp::SrpLink;
 pub(super) use self::units::Watch;
 use self::units::Watched;
-use crate::block::Service;
+use crate::block::Services;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, WorkQueue, Workload};
 use crate::engine::oneshot::Sender;
@@ -110,7 +110,7 @@ pub(super) struct Driver<E: Env> {
     /// Inputs of sessions that are paths, or whose units are watched.
     inputs: VecDeque<Input>,
     /// Clients of disks, which are served here.
-    services: Vec<Box<dyn Service>>,
+    services: Services,
     inbox: Vec<Message>,
     shutdown: bool,
 }
@@ -135,7 +135,7 @@ impl<E: Env> Driver<E> {
             finished: Vec::new(),
             work: WorkQueue::default(),
             inputs: VecDeque::new(),
-            services: Vec::new(),
+            services: Services::default(),
             inbox: Vec::new(),
             shutdown: false,
         }
@@ -146,19 +146,15 @@ impl<E: Env> Driver<E> {
         if self.arm() {
             return;
         }
-        if self.prepare_services() && !self.arm_fds() {
+        if self.services.prepare_sleep() && !self.arm_fds() {
             let device = self.device.as_ref();
             let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
             let mut fds: WaitedFds<'_> = fds.into_iter().map(Waited::reading).collect();
             fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
-            for service in &self.services {
-                service.put_waited(&mut fds);
-            }
+            self.services.put_waited(&mut fds);
             self.mailbox.park(&fds, timeout);
         }
-        for service in &mut self.services {
-            service.end_sleep();
-        }
+        self.services.end_sleep();
     }
 
     pub(super) fn provider(&self) -> Option<&E::Provider> {

@@ -1,29 +1,12 @@
 //! Clients of disks that are served on this thread.
 
 use super::Driver;
-use crate::block::Turn;
 use crate::engine::env::Env;
 
 impl<E: Env> Driver<E> {
     /// Gives each client its turn; whether any of them had something to do.
     pub(in crate::engine) fn run_services(&mut self) -> bool {
-        let mut worked = false;
-        self.services.retain_mut(|service| {
-            let turn = service.turn();
-            worked |= turn != Turn::Waiting;
-            turn != Turn::Over
-        });
-        worked
-    }
-
-    /// Has what happens to the clients end the sleep that follows; false if there is something to
-    /// do by now.
-    pub(super) fn prepare_services(&mut self) -> bool {
-        let mut may_sleep = true;
-        for service in &mut self.services {
-            may_sleep &= service.prepare_sleep();
-        }
-        may_sleep
+        self.services.turn()
     }
 }
 
@@ -34,8 +17,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::thread;
 
-    use super::*;
-    use crate::block::Service;
+    use crate::block::{Service, Turn};
     use crate::engine::Client;
     use crate::poll_fds::{Waited, WaitedFds};
 

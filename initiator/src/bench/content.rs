@@ -119,7 +119,7 @@ impl Filler {
             return match corrupt.flatten() {
                 Some(byte) => Err(byte),
                 None if magic != MAGIC => fail(Difference::NoHeader),
-                // A write of this run is missing there, whatever length the one before it had.
+                // A write of this run is missing there; the one before it may have had any length.
                 None if is_foreign => fail(foreign),
                 None => fail(Difference::Length { found: len }),
             };

@@ -227,7 +227,7 @@ impl StateFile {
             true if !self.may_create => {
                 Err(self.error("it ends early and records no write".into()))
             }
-            // It may also have lost its blocks, and with them a record that somebody relies on.
+            // It may also have lost its blocks, and with them a record that a check would need.
             true => {
                 let path = &self.path;
                 tracing::warn!(

@@ -9,7 +9,7 @@ use super::outcome::{Measured, Outcome, Usage};
 /// Returns the usage of a process since it was started.
 ///
 /// # Errors
-/// There is no such process.
+/// No process has this number.
 pub(super) fn of(pid: u32) -> io::Result<Usage> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let (user, system) = times(&stat, rustix::param::clock_ticks_per_second())

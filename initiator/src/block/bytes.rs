@@ -21,7 +21,7 @@ const EDGE_SLOTS: usize = 4;
 /// Longest run of zeroes that is written where the device has no command for them, in bytes.
 const ZERO_PIECE: u64 = 256 << 10;
 
-/// The run takes no more of the device's buffers than one of so many parts.
+/// Smallest ratio of the device's buffers to the run.
 const ZERO_SHARE: u64 = 64;
 
 /// A byte range and the whole blocks that cover it.

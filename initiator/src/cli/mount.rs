@@ -149,7 +149,7 @@ impl Mounted {
         }
     }
 
-    /// Unmounts one that no list names, so that it does not stay, whoever uses it.
+    /// Unmounts one that no list names, even if it is in use, so that it does not stay.
     fn give_up(&self) {
         if let Err(error) = self.unmount(false).or_else(|_| self.unmount(true)) {
             tracing::warn!(%error, "the file system stays mounted");

@@ -209,7 +209,7 @@ pub enum Checksum {
     Crc64,
 }
 
-/// Name of the job of the command line in reports. Errors leave it out, as nobody has given it.
+/// Name of the job of the command line in reports. Errors leave it out: no user has given it.
 pub const COMMAND_LINE: &str = "riser bench";
 
 /// A job.

@@ -314,7 +314,7 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     assert_eq!(nic.rc_counters().tx_cnps, 1);
 }
 
-/// Opcodes of what a device sends with a budget of so many bytes.
+/// Opcodes of the packets that a device sends within a budget of bytes.
 fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
     let (now, mut batch) = (nic.now(), TxBatch::new(64));
     nic.poll_transmit(now, &mut batch, budget);

@@ -403,6 +403,7 @@ impl Driver {
             file,
             align,
             in_memory: true,
+            mapped,
             ..
         } = &store.medium
         else {
@@ -427,7 +428,7 @@ impl Driver {
         let turn = store.turns.enter(at..at + len, is_write).ok_or(None)?;
         let moved = match is_write {
             true => sys::write_now(file, at, list, false),
-            false => sys::read_now(file, at, list),
+            false => sys::read_now(file, mapped.as_ref(), at, list),
         };
         if moved != Some(Ok(len as usize)) {
             // The request does it once more in the same turn, and deals with what is wrong.
@@ -752,6 +753,7 @@ impl Driver {
             device,
             unit,
             in_memory,
+            mapped,
         } = &attached.store.medium
         else {
             unreachable!("only files reach the ring");
@@ -763,6 +765,10 @@ impl Driver {
         // of length zero is an error to fallocate(2).
         if left == 0 && moves {
             return self.after_stage(ring, index);
+        }
+        // No read of these bytes takes place before this has ended.
+        if let (Stage::Punch | Stage::Zero, Some(mapped)) = (request.stage, mapped) {
+            mapped.forget(at..at + left);
         }
         let durable = match plan::is_durable(&request.op, attached.store.geometry().write_cache) {
             true => Durability::Durable,
@@ -812,7 +818,7 @@ impl Driver {
                 if *in_memory && len <= LONGEST_AT_ONCE.min(self.at_once) && !waits() {
                     let is_durable = durable == Durability::Durable;
                     let moved = match is_read {
-                        true => sys::read_now(file, at, list),
+                        true => sys::read_now(file, mapped.as_ref(), at, list),
                         false => sys::write_now(file, at, list, is_durable),
                     };
                     if let Some(moved) = moved {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use riser_config::{Direct, Source, Spec};
-use riser_memory::Memory;
+use riser_memory::{MappedFile, Memory};
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, SECTOR};
 
@@ -58,6 +58,8 @@ pub(super) enum Medium {
         unit: u64,
         /// Its file system keeps it in memory.
         in_memory: bool,
+        /// By which it is read where that needs no system call.
+        mapped: Option<MappedFile>,
     },
     /// Memory of this process.
     Ram(Arc<Ram>),
@@ -389,6 +391,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         unit: if device { SECTOR } else { 1 },
         // A simulation decides when its operations end.
         in_memory: false,
+        mapped: None,
     };
     Ok((medium, geometry))
 }
@@ -396,9 +399,11 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
 /// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
 fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
     let device = logical_block.is_some();
+    // The special file of a device may lie on a file system in memory.
+    let in_memory = !device && sys::is_in_memory(file.as_fd());
     Medium::File {
-        // The special file of a device may lie on a file system in memory.
-        in_memory: !device && sys::is_in_memory(file.as_fd()),
+        in_memory,
+        mapped: in_memory.then(|| sys::map(&file)).flatten(),
         file: OwnedFd::from(file).into(),
         align,
         device,

@@ -1,12 +1,13 @@
 //! System calls on the files and block devices behind units.
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use arrayvec::ArrayVec;
 use nix::fcntl::{FcntlArg, fcntl};
-use riser_memory::MemSlice;
 use riser_memory::sys::{self, ReceivePiece, SendPiece};
+use riser_memory::{MappedFile, MemSlice};
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, Object};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags};
@@ -218,13 +219,23 @@ pub(super) fn is_in_memory(fd: BorrowedFd<'_>) -> bool {
 /// `RAMFS_MAGIC` of `linux/magic.h`.
 const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
 
+/// Maps a file in memory for reading; `None` where that cannot be done, and system calls read it.
+pub(super) fn map(file: &File) -> Option<MappedFile> {
+    let len = file.metadata().ok()?.len();
+    MappedFile::new(file.as_fd(), len).ok()
+}
+
 /// Reads into the pieces, in order, in this call; returns the number of bytes, or the error number.
 /// `None` for a list that is too long.
 pub(super) fn read_now(
     file: &Handle,
+    mapped: Option<&MappedFile>,
     offset: u64,
     into: &[MemSlice],
 ) -> Option<Result<usize, i32>> {
+    if mapped.is_some_and(|mapped| mapped.read(offset, into)) {
+        return Some(Ok(into.iter().map(MemSlice::len).sum()));
+    }
     let fd = file.fd().filter(|_| into.len() <= PIECES)?;
     let mut pieces: ArrayVec<_, PIECES> = into.iter().map(ReceivePiece::from).collect();
     Some(until_done(|| sys::read_pieces_at(fd, &mut pieces, offset)))

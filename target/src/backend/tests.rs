@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -646,6 +647,59 @@ fn what_cannot_be_moved_at_once_ends_as_any_other_request() {
     assert!(store.turns.enter(0..8192, true).is_some());
     assert_eq!(rig.run(write(0, 8192), &[m.whole()]), StepResult::Done);
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), StepResult::Done);
+}
+
+/// What was read from its pages before ends in an error, not in a signal.
+#[test]
+fn a_file_in_memory_that_is_made_shorter_fails_its_reads() {
+    let Some((dir, store)) = store_in_shared_memory("truncated") else {
+        return;
+    };
+    let mut rig = Rig::new(store);
+    let m = Memory::new(8192).unwrap();
+    let whole = [m.whole()];
+    assert_eq!(rig.run(write(0, 8192), &whole), StepResult::Done);
+    assert_eq!(rig.run(read(0, 8192), &whole), StepResult::Done);
+    let path = dir.file("lun");
+    let file = File::options().write(true).open(&path).unwrap();
+    file.set_len(4096).unwrap();
+    let beyond = StepResult::Failed(BackendError::Medium { offset: Some(4096) });
+    assert_eq!(rig.run(read(0, 8192), &whole), beyond);
+    // It goes on with what there is, and with what comes back.
+    file.set_len(1 << 20).unwrap();
+    m.fill(0, 8192, 7);
+    assert_eq!(rig.run(write(4096, 4096), &whole), StepResult::Done);
+    m.fill(0, 8192, 0);
+    assert_eq!(rig.run(read(0, 8192), &whole), StepResult::Done);
+    assert_eq!(m.whole().to_vec()[4095..4097], [0, 7]);
+}
+
+#[test]
+fn reads_of_holes_take_no_memory() {
+    let Some((dir, store)) = store_in_shared_memory("sparse") else {
+        return;
+    };
+    let mut rig = Rig::new(store);
+    let m = Memory::new(64 << 10).unwrap();
+    let whole = [m.whole()];
+    let blocks = || std::fs::metadata(dir.file("lun")).unwrap().blocks();
+    let read_all = |rig: &mut Rig| {
+        for at in (0..1 << 20).step_by(64 << 10) {
+            assert_eq!(rig.run(read(at, 64 << 10), &whole), StepResult::Done);
+        }
+    };
+    read_all(&mut rig);
+    assert_eq!(blocks(), 0);
+    assert_eq!(rig.run(write(64 << 10, 64 << 10), &whole), StepResult::Done);
+    read_all(&mut rig);
+    assert_eq!(blocks(), 128);
+    let discard = BlockOp::Discard {
+        offset: 64 << 10,
+        len: 64 << 10,
+    };
+    assert_eq!(rig.run(discard, &[]), StepResult::Done);
+    read_all(&mut rig);
+    assert_eq!(blocks(), 0);
 }
 
 #[test]

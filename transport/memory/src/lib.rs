@@ -25,7 +25,7 @@
 //!   posted work, rings and scatter lists hold while a device may touch the bytes.
 //! - [`sys`]: system calls that send from ranges and receive into them.
 //! - [`shared`]: a mapping that another process has as well.
-//!
+//! - [`MappedFile`]: a file in memory, read without a system call.
 //! - [`simulated`]: addresses that are the same in each run, and mappings that fail.
 //!
 //! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process, except in
@@ -37,6 +37,7 @@
 )]
 
 mod copy;
+mod mapped_file;
 pub mod shared;
 pub mod simulated;
 pub mod sys;
@@ -47,6 +48,8 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+
+pub use self::mapped_file::MappedFile;
 
 /// Bytes that are copied at a time where code needs a slice of them. Miri, which interprets each
 /// access, has less patience.

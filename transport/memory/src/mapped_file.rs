@@ -1,0 +1,422 @@
+//! [`MappedFile`]: a file of a file system in memory, read without a system call.
+//!
+//! Its pages are in memory already, so a read is a copy, and what `preadv(2)` costs beyond that is
+//! saved. Three things would make such a copy worse than the call:
+//!
+//! - A fault in a hole allocates a page: reading a sparse file would fill its file system. So only
+//!   pages that are known to be allocated are read here.
+//! - A file may be made shorter by another process, and memory may fail. The access ends in SIGBUS,
+//!   for which there is a handler: it replaces the page, and the copy reports that the bytes are not
+//!   those of the file. The mapping is not used again after that, since the new page hides the file.
+//! - A page may be in swap. Its fault waits as long as the call would.
+//!
+//! The file is written by system calls only. They keep a block whole even where the process is
+//! killed in the middle of it, which a copy to a mapping does not.
+
+use std::cell::Cell;
+use std::io;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
+
+use rustix::fs::{Access, AtFlags, CWD};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::{MemSlice, PAGE, copy};
+
+/// Pages of one word of [`MappedFile::allocated`].
+const BITS: usize = u64::BITS as usize;
+
+/// Most pages that the kernel is asked for at once.
+const ASKED: usize = 256;
+
+/// A mapping of a file, for reading. Unmapped when it is dropped.
+#[derive(Debug)]
+pub struct MappedFile {
+    base: NonNull<u8>,
+    /// Bytes: whole pages.
+    len: usize,
+    /// A bit for each page that is not a hole.
+    allocated: Box<[AtomicU64]>,
+    /// A page of the file could not be read, so the mapping is no longer that of the file.
+    is_lost: AtomicBool,
+}
+
+// SAFETY: a mapping is plain bytes; all access is by copies that create no references.
+unsafe impl Send for MappedFile {}
+// SAFETY: as above; nothing writes to it but the handler, which replaces whole pages.
+unsafe impl Sync for MappedFile {}
+
+impl Drop for MappedFile {
+    fn drop(&mut self) {
+        // SAFETY: the range of the mmap call in `new`, which nothing can address any more. A failure
+        // would leave it mapped.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+impl MappedFile {
+    /// Maps the whole pages of the first `len` bytes of a file.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::PermissionDenied`] for a file that this process may not write, of which the
+    /// kernel does not report holes; [`io::ErrorKind::InvalidInput`] if it has no whole page; and
+    /// the errors of `mmap(2)` and `sigaction(2)`.
+    pub fn new(file: BorrowedFd<'_>, len: u64) -> io::Result<Self> {
+        // mincore(2) reports each page of such a file as there.
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        rustix::fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?;
+        let pages = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)? / PAGE;
+        if pages == 0 {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        handler()?;
+        let len = pages * PAGE;
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let base =
+            unsafe { rustix::mm::mmap(ptr::null_mut(), len, ProtFlags::READ, flags, file, 0) }?;
+        let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::AddrNotAvailable)?;
+        // SAFETY: advice about the new mapping, that changes no byte. Without it a core dump may
+        // have the file's content.
+        let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
+        let words = std::iter::repeat_with(AtomicU64::default).take(pages.div_ceil(BITS));
+        Ok(Self {
+            base,
+            len,
+            allocated: words.collect(),
+            is_lost: AtomicBool::new(false),
+        })
+    }
+
+    /// Copies from `offset` on into one piece after the other. `false` if that cannot be done without
+    /// a system call, or has failed: the pieces have no content of meaning then.
+    ///
+    /// Where the file was made shorter, the rest of its last page reads as zeros.
+    #[must_use]
+    pub fn read(&self, offset: u64, into: &[MemSlice]) -> bool {
+        let total: usize = into.iter().map(MemSlice::len).sum();
+        let Some(bytes) = self.within(offset, total) else {
+            return false;
+        };
+        if self.is_lost.load(Ordering::Acquire) || !self.has_pages(&bytes) {
+            return false;
+        }
+        let guard = Guard::of(self);
+        let mut at = bytes.start;
+        for piece in into {
+            // SAFETY: within the mapping, which `self` keeps, and a range that its slice keeps.
+            // Others may write to either, as to any memory of this crate. A page that the file has
+            // lost is replaced by the handler.
+            unsafe { copy::load(self.base.as_ptr().add(at), piece.ptr(), piece.len()) };
+            at += piece.len();
+        }
+        drop(guard);
+        // Set before a page is replaced, by whatever thread: a copy of the new page sees it.
+        !self.is_lost.load(Ordering::Acquire)
+    }
+
+    /// Notes that a range of the file may have become a hole.
+    pub fn forget(&self, bytes: Range<u64>) {
+        let within = |at: u64| usize::try_from(at).map_or(self.len, |at| at.min(self.len));
+        let bytes = within(bytes.start)..within(bytes.end);
+        for (word, mask) in words(pages(&bytes)) {
+            self.allocated[word].fetch_and(!mask, Ordering::Relaxed);
+        }
+    }
+
+    /// A range of the mapping; `None` if it goes beyond.
+    fn within(&self, offset: u64, len: usize) -> Option<Range<usize>> {
+        let start = usize::try_from(offset).ok()?;
+        let end = start.checked_add(len)?;
+        (end <= self.len).then_some(start..end)
+    }
+
+    /// Whether all pages of a range are allocated. The kernel is asked for those that are not known
+    /// to be.
+    fn has_pages(&self, bytes: &Range<usize>) -> bool {
+        let pages = pages(bytes);
+        let is_known = |(word, mask): (usize, u64)| {
+            self.allocated[word].load(Ordering::Relaxed) & mask == mask
+        };
+        words(pages.clone()).all(is_known) || self.ask(pages)
+    }
+
+    fn ask(&self, pages: Range<usize>) -> bool {
+        let mut are_there = [0_u8; ASKED];
+        let Some(are_there) = are_there.get_mut(..pages.len()) else {
+            return false;
+        };
+        let first = self.base.as_ptr().wrapping_add(pages.start * PAGE);
+        // SAFETY: pages of the mapping, and one byte for each of them.
+        let result = unsafe {
+            libc::mincore(
+                first.cast(),
+                pages.len() * PAGE,
+                are_there.as_mut_ptr().cast(),
+            )
+        };
+        let have_all = result == 0 && are_there.iter().all(|page| page & 1 == 1);
+        if have_all {
+            for (word, mask) in words(pages) {
+                self.allocated[word].fetch_or(mask, Ordering::Relaxed);
+            }
+        }
+        have_all
+    }
+}
+
+/// The pages of a range of bytes.
+fn pages(bytes: &Range<usize>) -> Range<usize> {
+    bytes.start / PAGE..bytes.end.div_ceil(PAGE)
+}
+
+/// The words of a range of pages, and the bits of each.
+fn words(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+    let (first, last) = (pages.start / BITS, pages.end.div_ceil(BITS));
+    (first..last).map(move |word| {
+        let start = pages.start.saturating_sub(word * BITS);
+        let end = (pages.end - word * BITS).min(BITS);
+        let below = |bits: usize| u64::MAX.checked_shr((BITS - bits) as u32).unwrap_or(0);
+        (word, below(end) & !below(start))
+    })
+}
+
+thread_local! {
+    /// The mapping that this thread copies from: its range of addresses, and where to note that a
+    /// page is lost. Without a destructor and made before the program runs, so that a signal handler
+    /// may read it.
+    static CURRENT: Cell<(usize, usize, *const AtomicBool)> = const { Cell::new((0, 0, ptr::null())) };
+}
+
+/// Lets the handler replace the pages of a mapping while this thread copies from it.
+struct Guard;
+
+impl Guard {
+    fn of(file: &MappedFile) -> Self {
+        let start = file.base.as_ptr() as usize;
+        CURRENT.set((start, start + file.len, &raw const file.is_lost));
+        // The handler runs in this thread, so the order of the program is enough.
+        compiler_fence(Ordering::SeqCst);
+        Self
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        compiler_fence(Ordering::SeqCst);
+        CURRENT.set((0, 0, ptr::null()));
+    }
+}
+
+/// What the program did about SIGBUS before.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// Makes sure that the handler is there.
+fn handler() -> io::Result<()> {
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    let install = || {
+        let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: `sigaction` fills the structure. It is asked before the handler is there, so that
+        // the handler finds it.
+        let result = unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) };
+        if result != 0 {
+            return Err(io::Error::last_os_error()
+                .raw_os_error()
+                .unwrap_or(libc::EINVAL));
+        }
+        // SAFETY: filled by the call.
+        let _ = PREVIOUS.set(unsafe { previous.assume_init() });
+        // SAFETY: all zero is a valid `sigaction`.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = on_sigbus as *const () as usize;
+        // Another fault of the same copy can come only after the handler has returned.
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+        // SAFETY: a handler that does only what is allowed in one.
+        match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()
+                .raw_os_error()
+                .unwrap_or(libc::EINVAL)),
+        }
+    };
+    INSTALLED
+        .get_or_init(install)
+        .map_err(io::Error::from_raw_os_error)
+}
+
+/// Replaces a page that a copy of this thread could not read, by one of zeros. For any other fault,
+/// the action of before is restored, and takes place when the instruction is repeated.
+extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    let (start, end, is_lost) = CURRENT.get();
+    // SAFETY: the kernel passes a valid structure, and for this signal it has an address.
+    let at = unsafe { (*info).si_addr() } as usize;
+    if (start..end).contains(&at) {
+        // SAFETY: `is_lost` is that of a mapping whose guard this thread has. It is set first, so
+        // that no thread copies from the new page without seeing it.
+        unsafe { (*is_lost).store(true, Ordering::SeqCst) };
+        let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let page = (at & !(PAGE - 1)) as *mut libc::c_void;
+        // SAFETY: one page of the mapping, which is only copied from. mmap is a system call, so a
+        // handler may make it; it keeps `errno` as it was where it succeeds.
+        let new = unsafe { libc::mmap(page, PAGE, libc::PROT_READ, flags, -1, 0) };
+        if new != libc::MAP_FAILED {
+            return;
+        }
+    }
+    // SAFETY: all zero is the default action.
+    let default = || unsafe { std::mem::zeroed::<libc::sigaction>() };
+    let previous = PREVIOUS.get().copied().unwrap_or_else(default);
+    // SAFETY: sigaction is allowed in a handler.
+    unsafe { libc::sigaction(libc::SIGBUS, &raw const previous, ptr::null_mut()) };
+}
+
+// Miri has no memory files.
+#[cfg(all(test, not(miri)))]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+    use crate::Memory;
+
+    const PAGES: u64 = 150;
+
+    /// A file in memory of [`PAGES`] pages, of which none is allocated.
+    fn file(name: &str) -> File {
+        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = File::from(file);
+        file.set_len(PAGES * PAGE as u64).unwrap();
+        file
+    }
+
+    fn mapped(file: &File) -> MappedFile {
+        MappedFile::new(file.as_fd(), PAGES * PAGE as u64).unwrap()
+    }
+
+    const fn page(number: u64) -> u64 {
+        number * PAGE as u64
+    }
+
+    #[test]
+    fn allocated_pages_are_read_and_holes_stay_holes() {
+        let file = file("riser-test-holes");
+        let map = mapped(&file);
+        let room = Memory::new(4 * PAGE).unwrap();
+        let pieces = [
+            room.slice(PAGE..3 * PAGE).unwrap(),
+            room.slice(0..PAGE).unwrap(),
+        ];
+        assert!(!map.read(page(62), &pieces), "a hole");
+        assert_eq!(
+            file.metadata().unwrap().blocks(),
+            0,
+            "reading has allocated"
+        );
+        for number in 62..65 {
+            file.write_all_at(&[number as u8; PAGE], page(number))
+                .unwrap();
+        }
+        // Across two words of bits.
+        assert!(map.read(page(62), &pieces));
+        assert_eq!(
+            room.slice(PAGE..3 * PAGE).unwrap().to_vec()[PAGE - 1..=PAGE],
+            [62, 63]
+        );
+        assert_eq!(room.slice(0..PAGE).unwrap().to_vec(), [64; PAGE]);
+        // Not from the start of a page, nor whole pages.
+        let part = [room.slice(0..600).unwrap()];
+        assert!(map.read(page(64) - 512, &part));
+        assert_eq!(part[0].to_vec()[511..513], [63, 64]);
+        assert!(!map.read(page(65) - 512, &part), "its end is in a hole");
+        assert!(!map.read(page(62) - 512, &part), "its start is in a hole");
+        // What is written later is seen.
+        file.write_all_at(&[9], page(64)).unwrap();
+        assert!(map.read(page(64), &part));
+        assert_eq!(part[0].to_vec()[..2], [9, 64]);
+        assert_eq!(file.metadata().unwrap().blocks(), 3 * PAGE as u64 / 512);
+    }
+
+    #[test]
+    fn a_range_that_became_a_hole_is_not_read() {
+        let file = file("riser-test-punched");
+        file.write_all_at(&vec![1; PAGES as usize * PAGE], 0)
+            .unwrap();
+        let map = mapped(&file);
+        let room = Memory::new(PAGE).unwrap();
+        let mut read = |number| map.read(page(number), &[room.whole()]);
+        assert!((0..PAGES).all(&mut read));
+        let mode = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, mode, page(60), page(70)).unwrap();
+        map.forget(page(60)..page(130));
+        assert!(read(59) && read(130) && !(60..130).any(&mut read));
+        assert_eq!(file.metadata().unwrap().blocks(), 80 * PAGE as u64 / 512);
+        // A range may end beyond the mapping.
+        map.forget(page(149)..page(151));
+        assert!(read(149) && !read(150));
+    }
+
+    #[test]
+    fn a_page_that_the_file_has_lost_is_reported() {
+        let file = file("riser-test-shorter");
+        file.write_all_at(&vec![1; PAGES as usize * PAGE], 0)
+            .unwrap();
+        let (map, other) = (mapped(&file), mapped(&file));
+        let room = Memory::new(2 * PAGE).unwrap();
+        let whole = [room.whole()];
+        assert!(map.read(page(8), &whole) && other.read(page(8), &whole));
+        file.set_len(page(9)).unwrap();
+        let beside = [room.slice(0..PAGE).unwrap()];
+        assert!(map.read(page(8), &beside));
+        assert!(!map.read(page(8), &whole), "its second page is gone");
+        assert!(
+            !map.read(page(8), &beside),
+            "a page of the mapping is no longer the file's"
+        );
+        // One mapping says nothing about another.
+        assert!(other.read(page(8), &beside) && !other.read(page(8), &whole));
+    }
+
+    /// Any other SIGBUS ends the process, as it did before there was a handler.
+    #[test]
+    fn a_fault_elsewhere_ends_the_process() {
+        const CHILD: &str = "RISER_TEST_FAULT_ELSEWHERE";
+        let name = "mapped_file::tests::a_fault_elsewhere_ends_the_process";
+        if std::env::var_os(CHILD).is_none() {
+            let test = std::env::current_exe().unwrap();
+            let mut child = std::process::Command::new(test);
+            let output = child
+                .args([name, "--exact"])
+                .env(CHILD, "1")
+                .output()
+                .unwrap();
+            return assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{output:?}");
+        }
+        let file = file("riser-test-elsewhere");
+        file.write_all_at(&[1], 0).unwrap();
+        let map = mapped(&file);
+        let room = Memory::new(PAGE).unwrap();
+        assert!(map.read(0, &[room.whole()]));
+        file.set_len(0).unwrap();
+        let other = mapped(&self::file("riser-test-other"));
+        let _guard = Guard::of(&other);
+        // SAFETY: mapped; the access ends the process.
+        unsafe { ptr::read_volatile(map.base.as_ptr()) };
+    }
+
+    #[test]
+    fn a_file_without_a_whole_page_is_not_mapped() {
+        let file = file("riser-test-short");
+        let refused = |len| MappedFile::new(file.as_fd(), len).unwrap_err().kind();
+        assert_eq!(refused(4095), io::ErrorKind::InvalidInput);
+        let map = MappedFile::new(file.as_fd(), 8191).unwrap();
+        file.write_all_at(&[1; 2 * PAGE], 0).unwrap();
+        let room = Memory::new(PAGE).unwrap();
+        assert!(map.read(0, &[room.whole()]) && !map.read(4096, &[room.whole()]));
+    }
+}

@@ -117,6 +117,18 @@ fn publish(results: &Results) -> Result<(), Failure> {
     render::write_readme(results, &root().join("README.md"))
 }
 
+/// Fails where the part of the results that a run does not replace is wrong: before it takes its
+/// time, since the documents are written from both parts.
+fn check_kept(options: &Options, replace: impl FnOnce(&mut Results)) -> Result<(), Failure> {
+    if options.is_try_out() {
+        return Ok(());
+    }
+    let help = "this run keeps what it does not measure: measure that first, or delete it there";
+    Results::load_with(&kept(), replace)
+        .map(drop)
+        .map_err(|error| format!("{error}; {help}").into())
+}
+
 /// Takes over what was measured: into the repository, or of a try-out, into a folder beside it.
 fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failure> {
     if options.is_try_out() {
@@ -127,8 +139,7 @@ fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failu
         println!("a try-out: {}/performance.md", draft().display());
         return Ok(());
     }
-    let mut results = Results::load(&kept())?;
-    put(&mut results);
+    let results = Results::load_with(&kept(), put)?;
     results.save(&kept())?;
     publish(&results)?;
     println!("written: docs/performance.md");
@@ -147,6 +158,7 @@ fn check_rounds(options: &Options) -> Result<(), Failure> {
 fn compare(options: &Options) -> Result<(), Failure> {
     check_rounds(options)?;
     let selection = select::of(&options.only)?;
+    check_kept(options, |results| results.comparison = None)?;
     let rig = Rig::prepare(&options.setup, &selection.systems)?;
     // Kept after each round, since a run takes long and may be interrupted.
     let keep = |comparison: &Comparison| {
@@ -205,6 +217,7 @@ fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec
 
 fn scale(options: &Options) -> Result<(), Failure> {
     check_rounds(options)?;
+    check_kept(options, |results| results.scaling = None)?;
     let rig = Rig::prepare(&options.setup, &scaling::all_systems())?;
     let keep = |scaling: &results::Scaling| {
         save_draft(&Results {

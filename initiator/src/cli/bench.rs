@@ -235,7 +235,8 @@ fn check_layouts(groups: &[Vec<Job>]) -> Result<(), String> {
             refill: false,
             ..job.content.clone()
         };
-        (job.min_block(), place, job.verify, content)
+        let disk = job.filename.clone();
+        (disk, job.min_block(), place, job.verify, content)
     };
     let mut known: Vec<(&Path, _)> = Vec::new();
     for job in groups.iter().flatten() {
@@ -248,8 +249,8 @@ fn check_layouts(groups: &[Vec<Job>]) -> Result<(), String> {
             Some((_, first)) if *first == layout => {}
             Some(_) => {
                 return Err(format!(
-                    "the runs with the state file {} differ in block size, region, checksum or \
-                     content, and it is for one of each",
+                    "the runs with the state file {} differ in filename, block size, region, \
+                     checksum or content, and it is for one of each",
                     path.display()
                 ));
             }
@@ -749,6 +750,20 @@ mod tests {
         for sweep in ["iodepth=1,2", "numjobs=1,2", "refill_buffers=0,1"] {
             assert_eq!(swept(sweep).unwrap().len(), 4, "{sweep}");
         }
+    }
+
+    #[test]
+    fn a_state_file_is_not_for_several_disks() {
+        let path = std::env::temp_dir().join(format!("riser-disks-{}.fio", std::process::id()));
+        let name = path.to_str().unwrap();
+        fs::write(&path, "[a]\nrw=randwrite\nverify=crc32c\n").unwrap();
+        let swept = |sweep| parsed(&[name, "--state=f", "--rounds=2", "--sweep", sweep]);
+        let error = swept("filename=/dev/sdb,/dev/sdc").unwrap_err();
+        let same = swept("filename=/dev/sdb").unwrap();
+        fs::remove_file(&path).unwrap();
+        assert_eq!(error.exit, Exit::Usage);
+        assert!(error.what.contains("differ in filename"), "{error}");
+        assert_eq!(same.len(), 2);
     }
 
     #[test]

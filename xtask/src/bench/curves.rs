@@ -139,7 +139,9 @@ pub(super) const CURVES: &[Curve] = &[
         systems: &[SRP, ISER],
         // Each step loses several times as many packets, and a window is sent again for each.
         rule: Rule::Keeps(0.3),
-        about: "The software NIC of the client loses packets that it sends and receives.",
+        about: "The software NIC of the client loses packets that it sends and receives. For this curve, \
+                at 0 % as well, it sends packets one by one, so these figures are not comparable \
+                with those of the other curves.",
     },
     Curve {
         id: "tail",

@@ -122,6 +122,14 @@ impl FileBackend {
             }
             self.flushes.is_running = true;
         }
+        if let Command::WriteZeroes(_, options) = &operation.command
+            && self.is_device
+            && options.fast
+            && !options.may_unmap
+        {
+            // For a device without a command for it, the kernel writes zeroes as data.
+            return operation.end(Err(BlockError::Unsupported));
+        }
         let key = self.in_flight.insert(InFlight { operation, done: 0 });
         self.queue(key);
     }
@@ -392,8 +400,8 @@ mod tests {
     use riser_testkit::eventually;
 
     use super::*;
-    use crate::block::Buffer;
     use crate::block::task::block_on;
+    use crate::block::{Buffer, ZeroOptions};
     use crate::disks::operation::{Done, Ended};
     use crate::engine::oneshot;
 
@@ -481,6 +489,31 @@ mod tests {
         let _ended = read(&mut backend);
         backend.on_completion(0, Ok(100));
         assert_eq!(backend.in_flight.len(), 1);
+    }
+
+    #[test]
+    fn fast_zeroes_of_a_device_are_not_left_to_a_kernel_that_may_write_them_as_data() {
+        let mut backend = backend();
+        let zero = |backend: &mut FileBackend, may_unmap| {
+            let options = ZeroOptions {
+                may_unmap,
+                fua: false,
+                fast: true,
+            };
+            submit(backend, Command::WriteZeroes(0..4096, options), None)
+        };
+        let _of_a_file = zero(&mut backend, false);
+        assert_eq!(
+            backend.in_flight.len(),
+            1,
+            "its file system has no data to write"
+        );
+        backend.is_device = true;
+        let refused = zero(&mut backend, false);
+        assert_eq!(backend.in_flight.len(), 1, "the kernel has got it");
+        assert_eq!(result(refused), Err(BlockError::Unsupported));
+        let _that_unmaps = zero(&mut backend, true);
+        assert_eq!(backend.in_flight.len(), 2);
     }
 
     #[test]

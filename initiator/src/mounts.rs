@@ -6,6 +6,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// The file with the list. It is ready for `POLLPRI` when the list has changed.
 pub(crate) const LIST: &str = "/proc/self/mountinfo";
 
@@ -48,8 +50,8 @@ impl Mounts {
 ///
 /// The kernel gives the number of a mount that is gone to the next one, so that of the file
 /// system's device counts too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MountId {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountId {
     number: u64,
     device: (u32, u32),
 }

@@ -49,10 +49,16 @@ fn mount(pair: &Pair, args: &[&str]) -> bool {
     true
 }
 
+/// The number of mounts on a directory.
+fn mounts(dir: &str) -> usize {
+    let list = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let is_on = |line: &&str| line.split(' ').nth(4) == Some(dir);
+    list.lines().filter(is_on).count()
+}
+
 /// Whether something is mounted on a directory.
 fn is_mounted(dir: &str) -> bool {
-    let list = fs::read_to_string("/proc/self/mountinfo").unwrap();
-    list.lines().any(|line| line.split(' ').nth(4) == Some(dir))
+    mounts(dir) > 0
 }
 
 #[test]
@@ -161,6 +167,39 @@ fn a_mount_on_top_of_a_mounted_file_system_stays() {
     assert!(Path::new(&mark).exists(), "the other mount was taken away");
     tool("umount", [&dir]);
     assert_eq!(fs::read(format!("{dir}/below")).unwrap(), b"1");
+    pair.riser(&["detach", &dir]);
+    assert!(!is_mounted(&dir));
+}
+
+#[test]
+fn a_bind_mount_over_what_is_attached_stays() {
+    const NAME: &str = "a_bind_mount_over_what_is_attached_stays";
+    let Some((pair, url, dir)) = formatted(NAME, 213, "{ kind: ram, size: 64MiB }") else {
+        return;
+    };
+    if !mount(&pair, &[&url, &dir]) {
+        return skip(NAME, "no loop device can be had");
+    }
+    let refuses = |force: &[&str]| {
+        let before = mounts(&dir);
+        let detach = [&["detach", &dir, "--timeout", "2s"][..], force].concat();
+        let refused = pair.command(&detach).output().unwrap();
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(6), "{said}");
+        assert!(said.contains("something else is mounted"), "{said}");
+        assert_eq!(mounts(&dir), before, "the bind mount was taken away");
+    };
+    // It has the source of the mount below it.
+    tool("mount", ["--bind", &dir, &dir]);
+    refuses(&[]);
+    refuses(&["--force"]);
+    tool("umount", [&dir]);
+    pair.riser(&["detach", &dir]);
+    // The same over a file.
+    pair.riser(&["attach", &url, "--fuse", &dir]);
+    tool("mount", ["--bind", &dir, &dir]);
+    refuses(&[]);
+    tool("umount", [&dir]);
     pair.riser(&["detach", &dir]);
     assert!(!is_mounted(&dir));
 }

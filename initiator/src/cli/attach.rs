@@ -91,6 +91,7 @@ fn serve_fuse(
     let export = Export::Fuse {
         path: mount.path().to_owned(),
         file: mount.file().to_owned(),
+        id: Some(mount.id()),
     };
     let _registration = ready.report(&args.url, device.device(), export)?;
     let mut detached = Ok(());

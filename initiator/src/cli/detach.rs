@@ -10,8 +10,9 @@ use serde::Serialize;
 use super::args::{DetachArgs, Global};
 use super::exit::{CliError, Exit};
 use super::state::{Attachment, Export, StateDir};
-use super::{mount, others, output};
+use super::{mount, output};
 use crate::engine::{LinkState, Pending};
+use crate::mounts::{MountId, Mounts};
 use crate::{fuse, ublk};
 
 /// Longest time for a process that is ended by force to end properly: to flush, where its target
@@ -110,18 +111,16 @@ type Unmounting = JoinHandle<Result<(), CliError>>;
 /// Asks for the end of an attachment.
 fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
-        // Unmounting it ends the process that serves it, unless the file is in use. What others
-        // have mounted in its place is not ours.
-        Export::Fuse { path, .. } if !force && is_mounted(path, &attachment.url)? => {
+        // Unmounting it ends the process that serves it, unless the file is in use.
+        Export::Fuse { path, id, .. }
+            if !force && is_on_top(&mount::read_mounts()?, path, *id)? =>
+        {
             fuse::unmount(path, false)?;
         }
-        Export::Mount { path, device, .. } => {
-            let mounts = mount::read_mounts()?;
-            match mounts.top(path) {
-                Some(mount) if mount.source() == **device => {}
-                Some(_) => return Err(mount::covered(path)),
+        Export::Mount { path, id, .. } => {
+            if !is_on_top(&mount::read_mounts()?, path, *id)? {
                 // Not here, or not any more: the process that serves it knows.
-                None => return signal(attachment, Signal::TERM).map(|()| None),
+                return signal(attachment, Signal::TERM).map(|()| None);
             }
             if force {
                 // A lazy unmount writes too: it waits for the target until the process that serves
@@ -147,11 +146,20 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
     Ok(None)
 }
 
-/// Returns whether the FUSE mount of an address is the topmost one on a path.
-fn is_mounted(path: &Path, url: &str) -> Result<bool, CliError> {
-    let mounts = mount::read_mounts()?;
-    let top = mounts.top(path);
-    Ok(top.is_some_and(|mount| others::is_mount_of(&mount, url)))
+/// Returns whether the mount of an attachment is the topmost one on its path. What others have
+/// mounted in its place is not ours, though it may be a bind mount of the same file system.
+///
+/// # Errors
+/// Something else is mounted over it.
+fn is_on_top(mounts: &Mounts, path: &Path, id: Option<MountId>) -> Result<bool, CliError> {
+    let Some(id) = id else {
+        return Ok(false);
+    };
+    match mounts.top(path) {
+        Some(mount) if mount.id == id => Ok(true),
+        Some(_) if mounts.has(id) => Err(mount::covered(path)),
+        _ => Ok(false),
+    }
 }
 
 fn remove(number: u32, device: &Path) -> Result<(), CliError> {
@@ -278,6 +286,22 @@ fn signal(attachment: &Attachment, signal: Signal) -> Result<(), CliError> {
 mod tests {
     use super::super::state::fixture;
     use super::*;
+
+    #[test]
+    fn a_bind_mount_over_a_mount_is_not_taken_for_it() {
+        let path = Path::new("/mnt/a");
+        let own = "40 22 7:0 / /mnt/a rw - ext4 /dev/loop0 rw\n";
+        let bind = "41 40 7:0 / /mnt/a rw - ext4 /dev/loop0 rw\n";
+        let elsewhere = "42 22 7:0 / /mnt/b rw - ext4 /dev/loop0 rw\n";
+        let of = |lines: &[&str]| Mounts::of(lines.concat().as_bytes());
+        let id = of(&[own]).top(path).map(|mount| mount.id);
+        let is_on_top = |lines: &[&str]| is_on_top(&of(lines), path, id);
+        assert!(is_on_top(&[own, elsewhere]).unwrap());
+        assert_eq!(is_on_top(&[own, bind]).unwrap_err().exit, Exit::Busy);
+        // Unmounted: what is left is not ours.
+        assert!(!is_on_top(&[bind]).unwrap());
+        assert!(!is_on_top(&[elsewhere]).unwrap());
+    }
 
     #[test]
     fn an_id_that_another_attachment_has_got_meanwhile_is_not_found() {

@@ -78,13 +78,13 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         // has none.
         let freed = run_tool("losetup", &["-d".as_ref(), loop_device.as_ref()]);
         let result = mounted.and_then(|_| {
-            let mounted = Mounted::find(&dir);
-            let export = Export::Mount {
-                path: dir,
-                device: loop_device,
-                fuse: below.path.clone(),
-            };
-            let served = mounted.and_then(|mounted| {
+            let served = Mounted::find(&dir).and_then(|mounted| {
+                let export = Export::Mount {
+                    path: dir,
+                    device: loop_device,
+                    fuse: below.path.clone(),
+                    id: Some(mounted.id),
+                };
                 let shown = freed
                     .and_then(|_| mounted.watch(sender.clone()))
                     .and_then(|()| ready.report(&args.url, &disk, export));

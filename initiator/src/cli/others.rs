@@ -78,7 +78,7 @@ pub(super) fn mount_of(mounts: &Mounts, url: &str) -> Option<PathBuf> {
 }
 
 /// Returns whether a mount is one of `riser` that has this address as its source.
-pub(super) fn is_mount_of(mount: &Mount<'_>, url: &str) -> bool {
+fn is_mount_of(mount: &Mount<'_>, url: &str) -> bool {
     // A mount that root makes without fusermount3 has no subtype.
     let is_fuse = mount.kind == b"fuse" || mount.kind == b"fuse.riser";
     is_fuse && mount.source() == *fuse::source(url)
@@ -146,6 +146,7 @@ mod tests {
             path: "/mnt".into(),
             device: "/dev/loop0".into(),
             fuse: "/run/riser/mnt".into(),
+            id: None,
         };
         let mut kept = Vec::new();
         for dir in ["riser", "user/1000/riser"] {

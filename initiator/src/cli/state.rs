@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lock;
 use crate::engine::{LinkReport, PathReport, SessionReport};
+use crate::mounts::MountId;
 use crate::ublk;
 
 /// Form in which an attachment shows on this host.
@@ -34,6 +35,9 @@ pub enum Export {
         path: PathBuf,
         /// Path of the disk's file.
         file: PathBuf,
+        /// The mount, among those that its process sees. One of an older version does not say.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        id: Option<MountId>,
     },
     /// A network block device.
     Nbd {
@@ -65,6 +69,9 @@ pub enum Export {
         device: PathBuf,
         /// The FUSE mount below that.
         fuse: PathBuf,
+        /// The mount, among those that its process sees. One of an older version does not say.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        id: Option<MountId>,
     },
 }
 
@@ -81,7 +88,9 @@ impl Export {
 
     fn is_named(&self, path: &Path) -> bool {
         match self {
-            Self::Fuse { path: own, file } => own == path || file == path,
+            Self::Fuse {
+                path: own, file, ..
+            } => own == path || file == path,
             Self::Nbd { socket, .. } => socket == path,
             Self::Ublk { device, .. } => device == path,
             Self::Mount {

@@ -162,6 +162,11 @@ impl FuseMount {
         &self.file
     }
 
+    /// Identifies it among the mounts that this process sees.
+    pub(crate) fn id(&self) -> MountId {
+        self.id
+    }
+
     /// Returns whether it is served no longer, and every request has ended: it is unmounted and has
     /// no user, or [`Self::wait`] has the reason.
     #[must_use]

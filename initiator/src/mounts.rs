@@ -24,6 +24,14 @@ impl Mounts {
         std::fs::read(LIST).map(Self)
     }
 
+    /// Reads the list of the mounts that another process sees.
+    ///
+    /// # Errors
+    /// Those of reading the file: also of a process that has ended.
+    pub(crate) fn of_process(pid: u32) -> io::Result<Self> {
+        std::fs::read(format!("/proc/{pid}/mountinfo")).map(Self)
+    }
+
     #[cfg(test)]
     pub(crate) fn of(list: &[u8]) -> Self {
         Self(list.to_vec())

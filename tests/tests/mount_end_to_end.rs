@@ -205,6 +205,39 @@ fn a_bind_mount_over_what_is_attached_stays() {
 }
 
 #[test]
+fn a_file_system_that_is_mounted_elsewhere_too_is_served_on() {
+    const NAME: &str = "a_file_system_that_is_mounted_elsewhere_too_is_served_on";
+    let Some((pair, url, dir)) = formatted(NAME, 214, "{ kind: ram, size: 64MiB }") else {
+        return;
+    };
+    if !mount(&pair, &[&url, &dir]) {
+        return skip(NAME, "no loop device can be had");
+    }
+    let list = || pair.riser(&["list", "-o", "json"]);
+    let listed: serde_json::Value = serde_json::from_str(&list()).unwrap();
+    let log = listed[0]["log"].as_str().unwrap();
+    let other = pair.path("other");
+    fs::create_dir(&other).unwrap();
+    tool("mount", ["--bind", &dir, &other]);
+    tool("umount", [&dir]);
+    eventually("it waits for the other", Duration::from_secs(60), || {
+        fs::read_to_string(log).is_ok_and(|log| log.contains("mounted elsewhere too"))
+    });
+    // To detach it now is to wait, too: a signal would cut it off.
+    let detach = ["detach", &dir, "--timeout", "1s"];
+    let refused = pair.command(&detach).output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(4), "{said}");
+    assert!(said.contains("still serves"), "{said}");
+    assert!(!fs::read_to_string(log).unwrap().contains("asked to end"));
+    let file = format!("{other}/data");
+    fs::write(&file, b"1").unwrap();
+    tool("sync", ["-f", &file]);
+    tool("umount", [&other]);
+    eventually("it ends", Duration::from_secs(60), || list().trim() == "[]");
+}
+
+#[test]
 fn a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use() {
     const NAME: &str = "a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use";
     let Some((pair, url, dir)) = formatted(NAME, 212, "{ kind: ram, size: 64MiB }") else {

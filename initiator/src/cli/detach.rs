@@ -119,8 +119,12 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
         }
         Export::Mount { path, id, .. } => {
             if !is_on_top(&mount::read_mounts()?, path, *id)? {
-                // Not here, or not any more: the process that serves it knows.
-                return signal(attachment, Signal::TERM).map(|()| None);
+                // Not here, or not any more: the process that serves it knows. A signal would end
+                // its wait for those who use what is unmounted.
+                if force || !is_unmounted(attachment.pid, *id) {
+                    signal(attachment, Signal::TERM)?;
+                }
+                return Ok(None);
             }
             if force {
                 // A lazy unmount writes too: it waits for the target until the process that serves
@@ -160,6 +164,12 @@ fn is_on_top(mounts: &Mounts, path: &Path, id: Option<MountId>) -> Result<bool, 
         Some(_) if mounts.has(id) => Err(mount::covered(path)),
         _ => Ok(false),
     }
+}
+
+/// Returns whether the process that serves a mount sees it no longer.
+fn is_unmounted(pid: u32, id: Option<MountId>) -> bool {
+    let is_gone = |id| Mounts::of_process(pid).is_ok_and(|mounts| !mounts.has(id));
+    id.is_some_and(is_gone)
 }
 
 fn remove(number: u32, device: &Path) -> Result<(), CliError> {

@@ -6,14 +6,15 @@
 //!
 //! The loop device frees itself when the file system is unmounted, by any program; the process
 //! that serves the file sees that, unmounts the file and logs out. So `umount DIR` undoes
-//! everything.
+//! everything. A file system that is mounted elsewhere too, as with `mount --bind`, is served until
+//! it is unmounted there.
 
 use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,8 +32,15 @@ use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 use crate::mounts::{self, MountId, Mounts};
 
-/// Longest time until the kernel releases the file when the loop device is free.
+/// Longest wait at the end for the kernel to release the file, which it does when the loop device
+/// is free.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
+
+/// First time between two looks at whether the loop device is free, which doubles with each.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+
+/// Longest such time.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
     if !rustix::process::geteuid().is_root() {
@@ -89,7 +97,10 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
                     .and_then(|_| mounted.watch(sender.clone()))
                     .and_then(|()| ready.report(&args.url, &disk, export));
                 match &shown {
-                    Ok(_) => mounted.wait(events),
+                    Ok(_) => {
+                        mounted.wait(events);
+                        below.wait(events);
+                    }
                     Err(_) => mounted.give_up(),
                 }
                 shown
@@ -218,6 +229,15 @@ impl Below {
         self.mount.as_ref().expect("made with it").file()
     }
 
+    /// Serves on while the loop device is in use: its file system may be mounted elsewhere too. A
+    /// signal ends that.
+    fn wait(&self, events: &mpsc::Receiver<Event>) {
+        let mount = self.mount.as_ref().expect("made with it");
+        let is_busy = || matches!(mount.try_unmount(), Err(UnmountError::Busy(_)));
+        let is_used = || !mount.is_ended() && is_busy();
+        wait_while(is_used, |time| events.recv_timeout(time));
+    }
+
     fn finish(mut self, device: &ByteDevice<Disk>) -> Result<(), CliError> {
         let patience = Instant::now() + RELEASE_PATIENCE;
         let mount = self.mount.take().expect("made with it");
@@ -225,17 +245,43 @@ impl Below {
             match mount.try_unmount() {
                 Ok(()) => break Ok(()),
                 Err(UnmountError::Busy(_)) if Instant::now() < patience => {
-                    thread::sleep(Duration::from_millis(10));
+                    thread::sleep(FIRST_PAUSE);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the loop device is still in use");
-                    break mount.detach();
+                    break mount.detach().and(Err(error));
                 }
             }
         };
         // What was written is flushed in any case.
         file::finish(mount, device)?;
-        unmounted.map_err(CliError::from)
+        unmounted.map_err(|error| {
+            CliError::new(Exit::Busy, "the loop device was still in use")
+                .because(error)
+                .help("what this host had not written back is lost")
+        })
+    }
+}
+
+/// Waits while something is in use, but not beyond a signal. `next` waits for an event for the time
+/// that it is given.
+fn wait_while(
+    is_used: impl Fn() -> bool,
+    mut next: impl FnMut(Duration) -> Result<Event, RecvTimeoutError>,
+) {
+    let mut pause = FIRST_PAUSE;
+    while is_used() {
+        match next(pause) {
+            Ok(Event::Ended) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(Event::Signal) | Err(RecvTimeoutError::Disconnected) => return,
+        }
+        let longer = (pause * 2).min(LONGEST_PAUSE);
+        if pause < longer && longer == LONGEST_PAUSE {
+            tracing::warn!(
+                "the file system is mounted elsewhere too, or in use; it is served until that ends, or another signal"
+            );
+        }
+        pause = longer;
     }
 }
 
@@ -328,5 +374,35 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
                 "choose another path, or unmount it first; after a crash of riser, with `umount -l`",
             ))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn what_is_in_use_is_served_until_a_signal_however_long_that_takes() {
+        let day = Duration::from_secs(86_400);
+        let waited = Cell::new(Duration::ZERO);
+        let next = |time: Duration| {
+            assert!(time <= LONGEST_PAUSE, "its end is not seen in time");
+            waited.set(waited.get() + time);
+            match waited.get() {
+                now if now >= day => Ok(Event::Signal),
+                // The end of the mount may come late.
+                now if now < LONGEST_PAUSE => Ok(Event::Ended),
+                _ => Err(RecvTimeoutError::Timeout),
+            }
+        };
+        wait_while(|| true, next);
+        assert!(waited.get() >= day);
+        // The end of its use ends the wait, too.
+        waited.set(Duration::ZERO);
+        let hour = Duration::from_secs(3600);
+        wait_while(|| waited.get() < hour, next);
+        assert!(waited.get() >= hour && waited.get() < day);
     }
 }

@@ -19,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::mount::UnmountFlags;
 
 use super::args::{Global, MountArgs};
 use super::disk::Disk;
@@ -126,7 +127,11 @@ struct Mounted {
 impl Mounted {
     /// The one that is on a directory now.
     fn find(dir: &Path) -> Result<Self, CliError> {
-        match read_mounts()?.top(dir) {
+        let mounts = read_mounts().inspect_err(|_| {
+            // It was mounted just now, so it is on top without a look.
+            let _ = rustix::mount::unmount(dir, UnmountFlags::DETACH);
+        })?;
+        match mounts.top(dir) {
             Some(mount) => Ok(Self {
                 dir: dir.to_owned(),
                 id: mount.id,

@@ -33,6 +33,9 @@ const BITS: usize = u64::BITS as usize;
 /// Most pages that the kernel is asked for at once.
 const ASKED: usize = 256;
 
+/// Most pages of a mapping, 256 GiB. They have 8 MiB of bits; a sparse file may be of any length.
+const MOST: usize = 1 << 26;
+
 /// A mapping of a file, for reading. Unmapped when it is dropped.
 #[derive(Debug)]
 pub struct MappedFile {
@@ -59,7 +62,8 @@ impl Drop for MappedFile {
 }
 
 impl MappedFile {
-    /// Maps the whole pages of the first `len` bytes of a file.
+    /// Maps the whole pages of the first `len` bytes of a file, of 256 GiB at most. What lies beyond
+    /// is not read through it.
     ///
     /// # Errors
     /// [`io::ErrorKind::PermissionDenied`] for a file that this process may not write, of which the
@@ -69,7 +73,8 @@ impl MappedFile {
         // mincore(2) reports each page of such a file as there.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         rustix::fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?;
-        let pages = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)? / PAGE;
+        let pages = usize::try_from(len).unwrap_or(usize::MAX) / PAGE;
+        let pages = pages.min(MOST);
         if pages == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }
@@ -418,5 +423,20 @@ mod tests {
         file.write_all_at(&[1; 2 * PAGE], 0).unwrap();
         let room = Memory::new(PAGE).unwrap();
         assert!(map.read(0, &[room.whole()]) && !map.read(4096, &[room.whole()]));
+    }
+
+    #[test]
+    fn only_the_start_of_a_huge_file_is_mapped() {
+        let file = file("riser-test-huge");
+        let (len, most) = (i64::MAX as u64 & !4095, (MOST * PAGE) as u64);
+        file.set_len(len).unwrap();
+        let map = MappedFile::new(file.as_fd(), len).unwrap();
+        let room = Memory::new(PAGE).unwrap();
+        for at in [most - PAGE as u64, most] {
+            file.write_all_at(&[1; PAGE], at).unwrap();
+            assert_eq!(map.read(at, &[room.whole()]), at < most);
+        }
+        map.forget(0..len);
+        assert!(map.read(most - PAGE as u64, &[room.whole()]));
     }
 }

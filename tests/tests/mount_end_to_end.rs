@@ -199,6 +199,7 @@ fn a_bind_mount_over_what_is_attached_stays() {
     pair.riser(&["attach", &url, "--fuse", &dir]);
     tool("mount", ["--bind", &dir, &dir]);
     refuses(&[]);
+    refuses(&["--force"]);
     tool("umount", [&dir]);
     pair.riser(&["detach", &dir]);
     assert!(!is_mounted(&dir));

@@ -112,8 +112,9 @@ type Unmounting = JoinHandle<Result<(), CliError>>;
 fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
         // Unmounting it ends the process that serves it, unless the file is in use.
+        // Another mount over it is refused also where that is not left to it.
         Export::Fuse { path, id, .. }
-            if !force && is_on_top(&mount::read_mounts()?, path, *id)? =>
+            if is_on_top(&mount::read_mounts()?, path, *id)? && !force =>
         {
             fuse::unmount(path, false)?;
         }

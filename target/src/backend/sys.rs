@@ -233,10 +233,13 @@ pub(super) fn read_now(
     offset: u64,
     into: &[MemSlice],
 ) -> Option<Result<usize, i32>> {
-    if mapped.is_some_and(|mapped| mapped.read(offset, into)) {
+    let fd = file.fd()?;
+    if mapped.is_some_and(|mapped| mapped.read(fd, offset, into)) {
         return Some(Ok(into.iter().map(MemSlice::len).sum()));
     }
-    let fd = file.fd().filter(|_| into.len() <= PIECES)?;
+    if into.len() > PIECES {
+        return None;
+    }
     let mut pieces: ArrayVec<_, PIECES> = into.iter().map(ReceivePiece::from).collect();
     Some(until_done(|| sys::read_pieces_at(fd, &mut pieces, offset)))
 }

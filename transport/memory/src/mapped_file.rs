@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
 
 use rustix::fs::{Access, AtFlags, CWD};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -97,12 +97,11 @@ impl MappedFile {
         })
     }
 
-    /// Copies from `offset` on into one piece after the other. `false` if that cannot be done without
-    /// a system call, or has failed: the pieces have no content of meaning then.
-    ///
-    /// Where the file was made shorter, the rest of its last page reads as zeros.
+    /// Copies from `offset` of `file`, which is the one that was mapped, into one piece after the
+    /// other. `false` if that takes a system call that reads, or has failed: the pieces have no
+    /// content of meaning then.
     #[must_use]
-    pub fn read(&self, offset: u64, into: &[MemSlice]) -> bool {
+    pub fn read(&self, file: BorrowedFd<'_>, offset: u64, into: &[MemSlice]) -> bool {
         let total: usize = into.iter().map(MemSlice::len).sum();
         let Some(bytes) = self.within(offset, total) else {
             return false;
@@ -119,9 +118,18 @@ impl MappedFile {
             unsafe { copy::load(self.base.as_ptr().add(at), piece.ptr(), piece.len()) };
             at += piece.len();
         }
+        // Of a file that was made shorter, the rest of its last page is zeros. Another byte at the end
+        // of the range is the file's.
+        // SAFETY: within the mapping, which is not empty.
+        let last = unsafe { self.base.as_ptr().add(at.saturating_sub(1)).read_volatile() };
         drop(guard);
-        // Set before a page is replaced, by whatever thread: a copy of the new page sees it.
-        !self.is_lost.load(Ordering::Acquire)
+        // Set before a page is replaced, by any thread: who has copied from the new page sees it.
+        fence(Ordering::Acquire);
+        if self.is_lost.load(Ordering::Relaxed) {
+            return false;
+        }
+        let end = offset + total as u64;
+        last != 0 || rustix::fs::fstat(file).is_ok_and(|stat| stat.st_size as u64 >= end)
     }
 
     /// Notes that a range of the file may have become a hole.
@@ -253,11 +261,21 @@ fn handler() -> io::Result<()> {
         .map_err(io::Error::from_raw_os_error)
 }
 
+/// `BUS_MCEERR_AO` of `asm-generic/siginfo.h`.
+const BUS_MCEERR_AO: libc::c_int = 5;
+
 /// Replaces a page that a copy of this thread could not read, by one of zeros. For any other fault,
 /// the action of before is restored, and takes place when the instruction is repeated.
 extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel passes a valid structure.
+    let code = unsafe { (*info).si_code };
+    // Sent by a process, or a warning about memory that is not accessed: no instruction has failed,
+    // and none is repeated.
+    if code <= 0 || code == BUS_MCEERR_AO {
+        return;
+    }
     let (start, end, is_lost) = CURRENT.get();
-    // SAFETY: the kernel passes a valid structure, and for this signal it has an address.
+    // SAFETY: as above; that of a fault has an address.
     let at = unsafe { (*info).si_addr() } as usize;
     if (start..end).contains(&at) {
         // SAFETY: `is_lost` is that of a mapping whose guard this thread has. It is set first, so
@@ -317,7 +335,7 @@ mod tests {
             room.slice(PAGE..3 * PAGE).unwrap(),
             room.slice(0..PAGE).unwrap(),
         ];
-        assert!(!map.read(page(62), &pieces), "a hole");
+        assert!(!map.read(file.as_fd(), page(62), &pieces), "a hole");
         assert_eq!(
             file.metadata().unwrap().blocks(),
             0,
@@ -328,7 +346,7 @@ mod tests {
                 .unwrap();
         }
         // Across two words of bits.
-        assert!(map.read(page(62), &pieces));
+        assert!(map.read(file.as_fd(), page(62), &pieces));
         assert_eq!(
             room.slice(PAGE..3 * PAGE).unwrap().to_vec()[PAGE - 1..=PAGE],
             [62, 63]
@@ -336,13 +354,19 @@ mod tests {
         assert_eq!(room.slice(0..PAGE).unwrap().to_vec(), [64; PAGE]);
         // Not from the start of a page, nor whole pages.
         let part = [room.slice(0..600).unwrap()];
-        assert!(map.read(page(64) - 512, &part));
+        assert!(map.read(file.as_fd(), page(64) - 512, &part));
         assert_eq!(part[0].to_vec()[511..513], [63, 64]);
-        assert!(!map.read(page(65) - 512, &part), "its end is in a hole");
-        assert!(!map.read(page(62) - 512, &part), "its start is in a hole");
+        assert!(
+            !map.read(file.as_fd(), page(65) - 512, &part),
+            "its end is in a hole"
+        );
+        assert!(
+            !map.read(file.as_fd(), page(62) - 512, &part),
+            "its start is in a hole"
+        );
         // What is written later is seen.
         file.write_all_at(&[9], page(64)).unwrap();
-        assert!(map.read(page(64), &part));
+        assert!(map.read(file.as_fd(), page(64), &part));
         assert_eq!(part[0].to_vec()[..2], [9, 64]);
         assert_eq!(file.metadata().unwrap().blocks(), 3 * PAGE as u64 / 512);
     }
@@ -354,7 +378,7 @@ mod tests {
             .unwrap();
         let map = mapped(&file);
         let room = Memory::new(PAGE).unwrap();
-        let mut read = |number| map.read(page(number), &[room.whole()]);
+        let mut read = |number| map.read(file.as_fd(), page(number), &[room.whole()]);
         assert!((0..PAGES).all(&mut read));
         let mode = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&file, mode, page(60), page(70)).unwrap();
@@ -374,17 +398,25 @@ mod tests {
         let (map, other) = (mapped(&file), mapped(&file));
         let room = Memory::new(2 * PAGE).unwrap();
         let whole = [room.whole()];
-        assert!(map.read(page(8), &whole) && other.read(page(8), &whole));
+        assert!(
+            map.read(file.as_fd(), page(8), &whole) && other.read(file.as_fd(), page(8), &whole)
+        );
         file.set_len(page(9)).unwrap();
         let beside = [room.slice(0..PAGE).unwrap()];
-        assert!(map.read(page(8), &beside));
-        assert!(!map.read(page(8), &whole), "its second page is gone");
+        assert!(map.read(file.as_fd(), page(8), &beside));
         assert!(
-            !map.read(page(8), &beside),
+            !map.read(file.as_fd(), page(8), &whole),
+            "its second page is gone"
+        );
+        assert!(
+            !map.read(file.as_fd(), page(8), &beside),
             "a page of the mapping is no longer the file's"
         );
         // One mapping says nothing about another.
-        assert!(other.read(page(8), &beside) && !other.read(page(8), &whole));
+        assert!(
+            other.read(file.as_fd(), page(8), &beside)
+                && !other.read(file.as_fd(), page(8), &whole)
+        );
     }
 
     /// Any other SIGBUS ends the process, as it did before there was a handler.
@@ -406,12 +438,25 @@ mod tests {
         file.write_all_at(&[1], 0).unwrap();
         let map = mapped(&file);
         let room = Memory::new(PAGE).unwrap();
-        assert!(map.read(0, &[room.whole()]));
+        assert!(map.read(file.as_fd(), 0, &[room.whole()]));
         file.set_len(0).unwrap();
         let other = mapped(&self::file("riser-test-other"));
         let _guard = Guard::of(&other);
         // SAFETY: mapped; the access ends the process.
         unsafe { ptr::read_volatile(map.base.as_ptr()) };
+    }
+
+    #[test]
+    fn a_signal_that_a_process_sends_changes_nothing() {
+        let file = file("riser-test-sent");
+        file.write_all_at(&[1], 0).unwrap();
+        let map = mapped(&file);
+        let room = Memory::new(PAGE).unwrap();
+        assert!(map.read(file.as_fd(), 0, &[room.whole()]));
+        // SAFETY: raise(3) has no conditions; the handler is there since the file is mapped.
+        unsafe { libc::raise(libc::SIGBUS) };
+        file.set_len(0).unwrap();
+        assert!(!map.read(file.as_fd(), 0, &[room.whole()]));
     }
 
     #[test]
@@ -422,7 +467,10 @@ mod tests {
         let map = MappedFile::new(file.as_fd(), 8191).unwrap();
         file.write_all_at(&[1; 2 * PAGE], 0).unwrap();
         let room = Memory::new(PAGE).unwrap();
-        assert!(map.read(0, &[room.whole()]) && !map.read(4096, &[room.whole()]));
+        assert!(
+            map.read(file.as_fd(), 0, &[room.whole()])
+                && !map.read(file.as_fd(), 4096, &[room.whole()])
+        );
     }
 
     #[test]
@@ -434,9 +482,9 @@ mod tests {
         let room = Memory::new(PAGE).unwrap();
         for at in [most - PAGE as u64, most] {
             file.write_all_at(&[1; PAGE], at).unwrap();
-            assert_eq!(map.read(at, &[room.whole()]), at < most);
+            assert_eq!(map.read(file.as_fd(), at, &[room.whole()]), at < most);
         }
         map.forget(0..len);
-        assert!(map.read(most - PAGE as u64, &[room.whole()]));
+        assert!(map.read(file.as_fd(), most - PAGE as u64, &[room.whole()]));
     }
 }

@@ -18,7 +18,7 @@ pub(super) fn families() -> Vec<Family> {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     gauge(
         "process_resident_memory_bytes",
-        "Resident memory, in bytes.",
+        "Resident memory, in bytes, with what was read of disks on tmpfs.",
         field(&status, "VmRSS:").map(|kib| kib * 1024.0),
     );
     gauge(

@@ -111,8 +111,8 @@ type Unmounting = JoinHandle<Result<(), CliError>>;
 /// Asks for the end of an attachment.
 fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
-        // Unmounting it ends the process that serves it, unless the file is in use.
-        // Another mount over it is refused also where that is not left to it.
+        // Unmounting it ends the process that serves it, unless the file is in use. By force, the
+        // process is signalled instead, but another mount over it is refused all the same.
         Export::Fuse { path, id, .. }
             if is_on_top(&mount::read_mounts()?, path, *id)? && !force =>
         {

@@ -231,34 +231,30 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 /// Makes sure that the handler is there.
 fn handler() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-    let install = || {
-        let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: `sigaction` fills the structure. It is asked before the handler is there, so that
-        // the handler finds it.
-        let result = unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) };
-        if result != 0 {
-            return Err(io::Error::last_os_error()
-                .raw_os_error()
-                .unwrap_or(libc::EINVAL));
-        }
-        // SAFETY: filled by the call.
-        let _ = PREVIOUS.set(unsafe { previous.assume_init() });
-        // SAFETY: all zero is a valid `sigaction`.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = on_sigbus as *const () as usize;
-        // Another fault of the same copy can come only after the handler has returned.
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
-        // SAFETY: a handler that does only what is allowed in one.
-        match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error()
-                .raw_os_error()
-                .unwrap_or(libc::EINVAL)),
-        }
-    };
-    INSTALLED
-        .get_or_init(install)
-        .map_err(io::Error::from_raw_os_error)
+    let installed = INSTALLED
+        .get_or_init(|| install().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL)));
+    installed.map_err(io::Error::from_raw_os_error)
+}
+
+fn install() -> io::Result<()> {
+    let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
+    // Asked before the handler is there, so that the handler finds it.
+    // SAFETY: `sigaction` fills the structure.
+    if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: filled by the call.
+    let _ = PREVIOUS.set(unsafe { previous.assume_init() });
+    // SAFETY: all zero is a valid `sigaction`.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = on_sigbus as *const () as usize;
+    // Another fault of the same copy can come only after the handler has returned.
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+    // SAFETY: a handler that does only what is allowed in one.
+    match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// `BUS_MCEERR_AO` of `asm-generic/siginfo.h`.

@@ -302,6 +302,7 @@ mod tests {
             physical_block_size: 4096,
             capacity: 8 << 20,
             max_transfer: 1 << 20,
+            optimal_transfer: 1 << 20,
             max_discard: 0,
             max_write_zeroes: 0,
             reports_status: false,

@@ -116,7 +116,7 @@ fn run_of_zeroes<D: BlockDevice>(device: &D) -> Option<Arc<Buffer>> {
     }
     let block = u64::from(geometry.block_size);
     let most = ZERO_PIECE
-        .min(geometry.max_transfer.into())
+        .min(geometry.split_len().into())
         .min(device.buffer_bytes() / ZERO_SHARE);
     let len = (most - most % block).max(block) as usize;
     let run = device.try_buffer(len)?;
@@ -162,7 +162,7 @@ impl<D: BlockDevice> ByteDevice<D> {
     /// The first piece of a request: as much of it as one transfer moves.
     #[must_use]
     pub fn first_piece(&self, offset: u64, len: u64) -> Span {
-        self.first_piece_within(offset, len, u64::from(self.geometry().max_transfer))
+        self.first_piece_within(offset, len, u64::from(self.geometry().split_len()))
     }
 
     /// The first piece of a request: as much of it as a buffer of `most` bytes holds, and at least
@@ -170,7 +170,7 @@ impl<D: BlockDevice> ByteDevice<D> {
     #[must_use]
     pub fn first_piece_within(&self, offset: u64, len: u64, most: u64) -> Span {
         let block = u64::from(self.geometry().block_size);
-        let most = most.min(u64::from(self.geometry().max_transfer));
+        let most = most.min(u64::from(self.geometry().split_len()));
         let end = offset - offset % block + (most - most % block).max(block);
         self.span(offset, len.min(end - offset) as usize)
     }

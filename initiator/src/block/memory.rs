@@ -102,6 +102,7 @@ impl MemoryDevice {
                 physical_block_size: block_size.max(4096),
                 capacity,
                 max_transfer: 1 << 20,
+                optimal_transfer: 1 << 20,
                 max_discard: 1 << 30,
                 max_write_zeroes: 1 << 30,
                 reports_status: true,

@@ -57,6 +57,8 @@ pub struct Geometry {
     pub capacity: u64,
     /// Most that one read or write transfers.
     pub max_transfer: u32,
+    /// Length beyond which one read or write is slower than several: for those who may choose.
+    pub optimal_transfer: u32,
     /// Most that one discard may cover; 0 where the device cannot discard.
     pub max_discard: u64,
     /// Most that one write-zeroes may cover; 0 where the device cannot.
@@ -75,6 +77,12 @@ pub struct Geometry {
 }
 
 impl Geometry {
+    /// Length of the transfers that a longer request is split into.
+    #[must_use]
+    pub fn split_len(&self) -> u32 {
+        self.optimal_transfer.min(self.max_transfer)
+    }
+
     /// Returns whether `len` bytes from `offset` on lie within the device.
     #[must_use]
     pub fn contains(&self, offset: u64, len: u64) -> bool {

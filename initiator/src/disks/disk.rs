@@ -120,7 +120,7 @@ impl ThreadDisk {
 
     /// Writes zeroes as data.
     async fn write_zero_data(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
-        let most = u64::from(self.limits.geometry.max_transfer);
+        let most = u64::from(self.limits.geometry.split_len());
         let mut at = range.start;
         while at < range.end {
             let buffer = self.pool.zeroes(most.min(range.end - at));

@@ -46,7 +46,7 @@ const HEAD: usize = HEADER + size_of::<IoIn>();
 /// Longest write for a disk: one that is a single transfer if it is aligned.
 pub(super) fn max_write(geometry: &Geometry) -> u32 {
     let page = PAGE as u32;
-    let most = geometry.max_transfer.min(MAX_REQUEST);
+    let most = geometry.split_len().min(MAX_REQUEST);
     (most - most % page).max(MIN_WRITE)
 }
 

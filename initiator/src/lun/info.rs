@@ -37,22 +37,26 @@ pub struct LunInfo {
     pub cache_generation: Option<[u8; 16]>,
 }
 
-/// However short the OPTIMAL TRANSFER LENGTH is, transfers are up to this long, in bytes.
+/// However short the OPTIMAL TRANSFER LENGTH is, requests up to this long are not split, in bytes.
 const LEAST_TRANSFER: u64 = 64 << 10;
 
-/// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes.
-fn max_transfer(limits: &BlockLimits, block: u32, pool: usize) -> u32 {
+/// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes, and
+/// the length beyond which several are faster.
+fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
     let reported = |blocks: u32| match blocks {
         0 => u64::MAX,
         blocks => u64::from(blocks) * u64::from(block),
     };
-    // Longer ones than the optimal length are slower (SBC-3 6.5.3).
-    let optimal = reported(limits.optimal_transfer).max(LEAST_TRANSFER);
+    let whole = |len: u64| {
+        let len = len.max(block.into()) as u32;
+        len - len % block
+    };
     // A quarter of the pool, so that a few transfers are always possible at once.
     let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
-    let len = reported(limits.max_transfer).min(optimal).min(ours);
-    let len = len.max(block.into()) as u32;
-    len - len % block
+    let max = reported(limits.max_transfer).min(ours);
+    // Longer ones than the optimal length are slower (SBC-3 6.5.3).
+    let optimal = reported(limits.optimal_transfer).max(LEAST_TRANSFER);
+    (whole(max), whole(optimal.min(max)))
 }
 
 impl LunInfo {
@@ -78,11 +82,13 @@ impl LunInfo {
             0 if self.provisioning.write_same => bytes(same),
             n => n,
         };
+        let (max_transfer, optimal_transfer) = transfers(&self.limits, block, pool);
         Geometry {
             block_size: block,
             physical_block_size: block << self.capacity.physical_exponent.min(8),
             capacity: bytes(self.capacity.blocks),
-            max_transfer: max_transfer(&self.limits, block, pool),
+            max_transfer,
+            optimal_transfer,
             max_discard,
             max_write_zeroes: bytes(same),
             reports_status: self.capacity.provisioning,
@@ -282,19 +288,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transfers_are_as_long_as_both_ends_like_them() {
+    fn transfers_are_as_long_as_both_ends_take_them() {
         let longest = |max_transfer, optimal_transfer, pool| {
             let limits = BlockLimits {
                 max_transfer,
                 optimal_transfer,
                 ..BlockLimits::default()
             };
-            super::max_transfer(&limits, 512, pool)
+            transfers(&limits, 512, pool)
         };
-        assert_eq!(longest(0, 0, 1 << 30), MAX_TRANSFER);
-        assert_eq!(longest(256, 2048, 1 << 30), 256 * 512);
-        assert_eq!(longest(65_536, 2048, 1 << 30), 1 << 20);
-        assert_eq!(longest(65_536, 8, 1 << 30), 64 << 10);
-        assert_eq!(longest(65_536, 2048, 1 << 20), 256 << 10);
+        assert_eq!(longest(0, 0, 1 << 30), (MAX_TRANSFER, MAX_TRANSFER));
+        assert_eq!(longest(256, 2048, 1 << 30), (256 * 512, 256 * 512));
+        assert_eq!(longest(4096, 2048, 1 << 30), (2 << 20, 1 << 20));
+        assert_eq!(longest(65_536, 2048, 1 << 30), (MAX_TRANSFER, 1 << 20));
+        assert_eq!(longest(65_536, 8, 1 << 30), (MAX_TRANSFER, 64 << 10));
+        assert_eq!(longest(65_536, 2048, 1 << 20), (256 << 10, 256 << 10));
     }
 }

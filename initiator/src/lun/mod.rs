@@ -302,7 +302,7 @@ impl Lun {
     async fn write_zero_data(&self, range: Range<u64>) -> Result<(), LunError> {
         let geometry = &self.shared.geometry;
         let len = range.end.saturating_sub(range.start);
-        let most = len.min(geometry.max_transfer.into());
+        let most = len.min(geometry.split_len().into());
         let mut zeroes = self.buffers().zeroes(most);
         for run in self.runs(&range, zeroes.len() as u64)? {
             // Only the last one is shorter.

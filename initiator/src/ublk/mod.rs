@@ -80,7 +80,7 @@ impl UblkDevice {
     ) -> io::Result<Self> {
         sys::check(disk.geometry())?;
         let mut control = Control::open()?;
-        let largest = disk.geometry().max_transfer;
+        let largest = disk.geometry().split_len();
         let info = control.add(number, DEPTH, largest)?;
         let id = info.dev_id.get();
         let params = sys::Params::of(disk.geometry(), info.max_io_buf_bytes.get());

@@ -274,7 +274,7 @@ impl Params {
             physical_shift: physical,
             io_opt_shift: physical,
             io_min_shift: physical,
-            max_sectors: sectors(geometry.max_transfer.min(largest).into()).into(),
+            max_sectors: sectors(geometry.split_len().min(largest).into()).into(),
             dev_sectors: (geometry.capacity / SECTOR).into(),
             ..Self::default()
         };

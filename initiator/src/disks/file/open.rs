@@ -170,6 +170,7 @@ fn geometry(file: &File, metadata: &Metadata, config: FileConfig) -> Result<Geom
         physical_block_size: physical.max(block),
         capacity: size,
         max_transfer: MAX_TRANSFER,
+        optimal_transfer: MAX_TRANSFER,
         max_discard: if can_discard { MAX_RANGE } else { 0 },
         max_write_zeroes: if config.read_only { 0 } else { MAX_RANGE },
         reports_status: !is_device,

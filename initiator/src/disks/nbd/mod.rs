@@ -219,6 +219,7 @@ fn geometry(negotiated: &Negotiated, read_only: bool) -> Result<Geometry, NbdErr
         physical_block_size: negotiated.preferred_block.unwrap_or(4096).max(block_size),
         capacity: size,
         max_transfer,
+        optimal_transfer: max_transfer,
         max_discard: range_if(flag::SEND_TRIM),
         max_write_zeroes: range_if(flag::SEND_WRITE_ZEROES),
         reports_status: negotiated.allocation_context.is_some(),

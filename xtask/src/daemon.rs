@@ -55,7 +55,8 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     /// Starts the program with a configuration file and waits until it says that it serves, through
-    /// the notification socket that systemd would give it. Its log goes to `log`.
+    /// the notification socket that systemd would give it. Its log goes to `log`; beside it is its
+    /// state, that of the machine's own daemon being none of its business.
     pub(crate) fn start(program: &Path, config: &Path, log: &Path) -> Result<Self, Failure> {
         Self::spawn(serving(program, config), log)
     }
@@ -82,6 +83,7 @@ impl Daemon {
         let out = File::options().create(true).append(true).open(log)?;
         let child = command
             .env("NOTIFY_SOCKET", &socket)
+            .env("STATE_DIRECTORY", log.with_extension("state"))
             .stdin(Stdio::null())
             .stdout(out.try_clone()?)
             .stderr(out)

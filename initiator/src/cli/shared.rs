@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::time::Duration;
 
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::LoginStatus;
@@ -12,6 +13,10 @@ use super::exit::{CliError, Exit};
 use crate::engine::{Client, ClientBuilder, EngineError};
 use crate::session::{ConnectError, Down, SrpLoginError};
 use crate::url::TargetUrl;
+
+/// Polling after the last work. No interrupt of a network announces the next: waking costs the
+/// target a system call, more than all the rest of an answer.
+const SPIN: Duration = Duration::from_micros(200);
 
 /// Starts on shared memory with a target, whose first portal is at `target`; `None` where it was not
 /// asked for by its name and the target does not offer it.
@@ -48,7 +53,7 @@ pub(super) fn start(
             ..ShmConfig::new(addr)
         })
     };
-    match builder.clone().build(open) {
+    match builder.clone().spin(SPIN).build(open) {
         Ok(client) => {
             tracing::info!(
                 device = client.device(),

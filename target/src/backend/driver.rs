@@ -766,10 +766,6 @@ impl Driver {
         if left == 0 && moves {
             return self.after_stage(ring, index);
         }
-        // No read of these bytes takes place before this has ended.
-        if let (Stage::Punch | Stage::Zero, Some(mapped)) = (request.stage, mapped) {
-            mapped.forget(at..at + left);
-        }
         let durable = match plan::is_durable(&request.op, attached.store.geometry().write_cache) {
             true => Durability::Durable,
             false => Durability::Cached,
@@ -873,6 +869,17 @@ impl Driver {
         let attached = &mut self.stores[request.store.0];
         if std::mem::take(&mut request.is_changing) {
             attached.store.changing.fetch_sub(1, Ordering::Relaxed);
+        }
+        // No read of these bytes takes place before the request has ended.
+        if let Medium::File {
+            unit,
+            mapped: Some(mapped),
+            ..
+        } = &attached.store.medium
+            && matches!(request.stage, Stage::Punch | Stage::Zero)
+        {
+            let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
+            mapped.forget(at..at + left);
         }
         let at = plan::range(&request.op).0 + request.done;
         match (request.stage, result) {

@@ -31,7 +31,11 @@ use crate::{MemSlice, PAGE, copy};
 const BITS: usize = u64::BITS as usize;
 
 /// Most pages that the kernel is asked for at once.
-const ASKED: usize = 256;
+const ASKED: usize = 288;
+
+/// The kernel is asked for whole groups of pages, as a fault maps them (`fault_around_bytes`): one
+/// call serves the reads of a group.
+const GROUP: usize = 16;
 
 /// Most pages of a mapping, 256 GiB. They have 8 MiB of bits; a sparse file may be of any length.
 const MOST: usize = 1 << 26;
@@ -44,6 +48,8 @@ pub struct MappedFile {
     len: usize,
     /// A bit for each page that is not a hole.
     allocated: Box<[AtomicU64]>,
+    /// Calls of [`Self::forget`].
+    forgotten: AtomicU64,
     /// A page of the file could not be read, so the mapping is no longer that of the file.
     is_lost: AtomicBool,
 }
@@ -93,6 +99,7 @@ impl MappedFile {
             base,
             len,
             allocated: words.collect(),
+            forgotten: AtomicU64::new(0),
             is_lost: AtomicBool::new(false),
         })
     }
@@ -132,12 +139,18 @@ impl MappedFile {
         last != 0 || rustix::fs::fstat(file).is_ok_and(|stat| stat.st_size as u64 >= end)
     }
 
-    /// Notes that a range of the file may have become a hole.
+    /// Notes that a range of the file has become a hole. The caller keeps reads of the range away
+    /// from before it does until this has returned.
     pub fn forget(&self, bytes: Range<u64>) {
         let within = |at: u64| usize::try_from(at).map_or(self.len, |at| at.min(self.len));
         let bytes = within(bytes.start)..within(bytes.end);
-        for (word, mask) in words(pages(&bytes)) {
-            self.allocated[word].fetch_and(!mask, Ordering::Relaxed);
+        self.forgotten.fetch_add(1, Ordering::SeqCst);
+        self.clear(pages(&bytes));
+    }
+
+    fn clear(&self, pages: Range<usize>) {
+        for (word, mask) in words(pages) {
+            self.allocated[word].fetch_and(!mask, Ordering::SeqCst);
         }
     }
 
@@ -159,26 +172,35 @@ impl MappedFile {
     }
 
     fn ask(&self, pages: Range<usize>) -> bool {
+        let end = pages.end.next_multiple_of(GROUP).min(self.len / PAGE);
+        let groups = pages.start / GROUP * GROUP..end;
         let mut are_there = [0_u8; ASKED];
-        let Some(are_there) = are_there.get_mut(..pages.len()) else {
+        let Some(are_there) = are_there.get_mut(..groups.len()) else {
             return false;
         };
-        let first = self.base.as_ptr().wrapping_add(pages.start * PAGE);
+        let forgotten = self.forgotten.load(Ordering::SeqCst);
+        let first = self.base.as_ptr().wrapping_add(groups.start * PAGE);
         // SAFETY: pages of the mapping, and one byte for each of them.
         let result = unsafe {
             libc::mincore(
                 first.cast(),
-                pages.len() * PAGE,
+                groups.len() * PAGE,
                 are_there.as_mut_ptr().cast(),
             )
         };
-        let have_all = result == 0 && are_there.iter().all(|page| page & 1 == 1);
-        if have_all {
-            for (word, mask) in words(pages) {
-                self.allocated[word].fetch_or(mask, Ordering::Relaxed);
-            }
+        if result != 0 {
+            return false;
         }
-        have_all
+        for (page, is_there) in groups.clone().zip(&*are_there) {
+            let bit = u64::from(is_there & 1) << (page % BITS);
+            self.allocated[page / BITS].fetch_or(bit, Ordering::SeqCst);
+        }
+        // A page beside those that the caller reads may have become a hole since it was asked for.
+        if self.forgotten.load(Ordering::SeqCst) != forgotten {
+            self.clear(groups.clone());
+        }
+        let asked = pages.start - groups.start..pages.end - groups.start;
+        are_there[asked].iter().all(|page| page & 1 == 1)
     }
 }
 
@@ -384,6 +406,40 @@ mod tests {
         // A range may end beyond the mapping.
         map.forget(page(149)..page(151));
         assert!(read(149) && !read(150));
+    }
+
+    #[test]
+    fn a_page_beside_those_that_are_read_may_become_a_hole() {
+        use rustix::fs::{FallocateFlags, fallocate};
+
+        let file = file("riser-test-beside");
+        file.write_all_at(&[1; 2 * PAGE], 0).unwrap();
+        let map = mapped(&file);
+        assert!(map.ask(0..1));
+        assert_eq!(map.allocated[0].load(Ordering::SeqCst), 0b11);
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    assert!(map.ask(0..1));
+                }
+            });
+            let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let mut is_stale = false;
+            for _ in 0..20_000 {
+                file.write_all_at(&[1; PAGE], page(1)).unwrap();
+                fallocate(&file, punch, page(1), page(1)).unwrap();
+                map.forget(page(1)..page(2));
+                // One that is about to be cleared may be seen.
+                let is_set = |_| {
+                    std::thread::yield_now();
+                    map.allocated[0].load(Ordering::SeqCst) != 1
+                };
+                is_stale |= (0..100_000).all(is_set);
+            }
+            is_over.store(true, Ordering::Relaxed);
+            assert!(!is_stale, "a hole passes for a page");
+        });
     }
 
     #[test]

@@ -13,9 +13,9 @@ done
 /bin/busybox mount -t tmpfs -o size=80% rw /rw
 /bin/busybox mkdir -p /rw/up /rw/work
 /bin/busybox mount -t overlay -o lowerdir=/host,upperdir=/rw/up,workdir=/rw/work overlay /new
-# A daemon on the host has state of its own.
-/bin/busybox mkdir -p /new/var/lib/riserd /new/vm
-/bin/busybox mount -t tmpfs state /new/var/lib/riserd
+# The state of a daemon on the host is not that of the guest's.
+/bin/busybox rm -rf /new/var/lib/riserd
+/bin/busybox mkdir -p /new/vm
 /bin/busybox mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=none share /new/vm
 for dir in proc sys dev; do
     /bin/busybox mount --move /$dir /new/$dir

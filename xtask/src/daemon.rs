@@ -55,8 +55,8 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     /// Starts the program with a configuration file and waits until it says that it serves, through
-    /// the notification socket that systemd would give it. Its log goes to `log`; beside it is its
-    /// state, that of the machine's own daemon being none of its business.
+    /// the notification socket that systemd would give it. Its log goes to `log`. Its state goes
+    /// beside the log, so that it never uses that of a daemon installed on this machine.
     pub(crate) fn start(program: &Path, config: &Path, log: &Path) -> Result<Self, Failure> {
         Self::spawn(serving(program, config), log)
     }

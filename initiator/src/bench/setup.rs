@@ -6,7 +6,7 @@ use super::content::HEADER;
 use super::error::BenchError;
 use super::job::{Access, BlockSizes, Job, Pattern};
 use super::outcome::OpKind;
-use crate::block::Geometry;
+use crate::block::{Geometry, MAX_TRANSFER};
 
 /// Most operations in flight of a job.
 const MAX_IN_FLIGHT: u32 = 4096;
@@ -278,6 +278,10 @@ fn buffer_size(job: &Job) -> (u64, u64) {
 /// Bytes of the buffers that a job has on each of its connections.
 #[must_use]
 pub fn buffer_bytes(job: &Job, connections: u32) -> u64 {
+    if job.verify_only {
+        // One, of the length of the blocks in its state file. It takes more where they are left over.
+        return MAX_TRANSFER.into();
+    }
     let (data, besides) = buffer_size(job);
     let clones = job.numjobs.div_ceil(connections.max(1));
     let operations = u64::from(job.iodepth).saturating_mul(clones.into());
@@ -302,7 +306,7 @@ mod tests {
             physical_block_size: 4096,
             capacity: 8 << 20,
             max_transfer: 1 << 20,
-            optimal_transfer: 1 << 20,
+            optimal_transfer: 64 << 10,
             max_discard: 0,
             max_write_zeroes: 0,
             reports_status: false,
@@ -465,6 +469,11 @@ mod tests {
         };
         assert!(refused_size(1000).contains("no multiple of the device's 512"));
         assert!(refused_size(2 << 20).contains("more than one transfer"));
+        let beyond_the_optimum = Job {
+            sizes: bs(1 << 20),
+            ..Job::default()
+        };
+        assert!(shares(&beyond_the_optimum, &geometry()).is_ok());
         assert!(refused(|j| j.iodepth = 0).contains("from 1 to 4096"));
         assert!(refused(|j| (j.iodepth, j.numjobs) = (u32::MAX, 2)).contains("product"));
         let beyond = refused(|j| j.size = Some(Amount::Bytes(16 << 20)));
@@ -538,5 +547,10 @@ mod tests {
         };
         assert_eq!(buffer_bytes(&job, 1), 8 * 4096);
         assert_eq!(buffer_bytes(&job, 2), 4 * 4096);
+        let check = Job {
+            verify_only: true,
+            ..job.clone()
+        };
+        assert_eq!(buffer_bytes(&check, 1), 4 << 20);
     }
 }

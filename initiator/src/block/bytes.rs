@@ -446,6 +446,17 @@ mod tests {
     }
 
     #[test]
+    fn a_request_is_split_at_the_optimal_length_and_a_transfer_may_be_longer() {
+        let device = MemoryDevice::new(SIZE, 512).unwrap().with_geometry(|g| {
+            (g.max_transfer, g.optimal_transfer) = (32768, 8192);
+        });
+        let dev = ByteDevice::new(Arc::new(device));
+        assert_eq!(dev.first_piece(512, 32768).len, 8192);
+        let buffer = dev.device().try_buffer(32768).unwrap();
+        assert!(block_on(dev.device().read(0, buffer)).is_ok());
+    }
+
+    #[test]
     fn a_partial_block_has_its_buffer_after_a_failure_too() {
         let device = MemoryDevice::new(SIZE, 512)
             .unwrap()

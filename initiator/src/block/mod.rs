@@ -46,6 +46,9 @@ pub use service::{Service, Turn, serve};
 pub use tasks::drive;
 pub use workload::{Completion, Operation, Submissions, Workload};
 
+/// Largest transfer of one operation, in bytes, even if a target would take more.
+pub(crate) const MAX_TRANSFER: u32 = 4 << 20;
+
 /// Size and limits of a block device. All sizes are bytes and multiples of `block_size`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Geometry {
@@ -57,7 +60,7 @@ pub struct Geometry {
     pub capacity: u64,
     /// Most that one read or write transfers.
     pub max_transfer: u32,
-    /// Length beyond which one read or write is slower than several: for those who may choose.
+    /// Longest read or write that is worth making in one piece: a hint for callers that split requests.
     pub optimal_transfer: u32,
     /// Most that one discard may cover; 0 where the device cannot discard.
     pub max_discard: u64,

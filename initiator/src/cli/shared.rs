@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::thread::available_parallelism;
 use std::time::Duration;
 
 use riser_scsi::iscsi::login::LoginError;
@@ -14,8 +15,9 @@ use crate::engine::{Client, ClientBuilder, EngineError};
 use crate::session::{ConnectError, Down, SrpLoginError};
 use crate::url::TargetUrl;
 
-/// Polling after the last work. No interrupt of a network announces the next: waking costs the
-/// target a system call, more than all the rest of an answer.
+/// Duration of polling after the last work, where there is a processor for each end. It is longer
+/// than on a network: a target that finds us asleep has to wake us by a system call, which costs it
+/// more than the rest of an answer.
 const SPIN: Duration = Duration::from_micros(200);
 
 /// Starts on shared memory with a target, whose first portal is at `target`; `None` where it was not
@@ -53,7 +55,11 @@ pub(super) fn start(
             ..ShmConfig::new(addr)
         })
     };
-    match builder.clone().spin(SPIN).build(open) {
+    let mut builder = builder.clone();
+    if available_parallelism().is_ok_and(|n| n.get() > 1) {
+        builder = builder.spin(SPIN);
+    }
+    match builder.build(open) {
         Ok(client) => {
             tracing::info!(
                 device = client.device(),

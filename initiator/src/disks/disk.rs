@@ -11,16 +11,13 @@ use super::limits::{Limits, Plan};
 use super::operation::{Command, Ended};
 use super::thread::DiskThread;
 use crate::block::{
-    BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, Operation, Service,
-    Workload, ZeroOptions,
+    BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, MAX_TRANSFER,
+    Operation, Service, Workload, ZeroOptions,
 };
 use crate::engine::{BufferPool, oneshot};
 
 /// Memory for the buffers of a disk by default, in bytes. Only what is used of it takes room.
 pub const BUFFERS: u64 = 64 << 20;
-
-/// Largest transfer of one operation, as with logical units.
-pub(super) const MAX_TRANSFER: u32 = 4 << 20;
 
 /// Most that one discard or write-zeroes covers.
 pub(super) const MAX_RANGE: u64 = 1 << 30;

@@ -8,8 +8,8 @@ use riser_scsi::lun::LunId;
 use riser_scsi::sense::SenseKey;
 
 use super::error::judge;
-use super::{Lun, LunError, LunShared, MAX_TRANSFER};
-use crate::block::Geometry;
+use super::{Lun, LunError, LunShared};
+use crate::block::{Geometry, MAX_TRANSFER};
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::request::DataLen;
 use crate::request::RequestError;
@@ -37,8 +37,9 @@ pub struct LunInfo {
     pub cache_generation: Option<[u8; 16]>,
 }
 
-/// However short the OPTIMAL TRANSFER LENGTH is, requests up to this long are not split, in bytes.
-const LEAST_TRANSFER: u64 = 64 << 10;
+/// Requests are split into transfers of at least this length, in bytes, however short the OPTIMAL
+/// TRANSFER LENGTH is.
+const LEAST_SPLIT: u64 = 64 << 10;
 
 /// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes, and
 /// the length beyond which several are faster.
@@ -55,7 +56,7 @@ fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
     let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
     let max = reported(limits.max_transfer).min(ours);
     // Longer ones than the optimal length are slower (SBC-3 6.5.3).
-    let optimal = reported(limits.optimal_transfer).max(LEAST_TRANSFER);
+    let optimal = reported(limits.optimal_transfer).max(LEAST_SPLIT);
     (whole(max), whole(optimal.min(max)))
 }
 

@@ -34,9 +34,6 @@ use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};
 
-/// Largest transfer of one command, even if the target would take more.
-const MAX_TRANSFER: u32 = 4 << 20;
-
 /// Runs that one GET LBA STATUS asks for.
 const STATUS_RUNS: usize = 64;
 const STATUS_LEN: u32 = (lba_status::HEADER_LEN + lba_status::DESCRIPTOR_LEN * STATUS_RUNS) as u32;

@@ -320,8 +320,10 @@ mod tests {
             g.read_only = true;
             g.max_discard = u64::MAX;
             g.physical_block_size = 1 << 20;
+            g.optimal_transfer = 64 << 10;
         });
         let params = Params::of(fixed.geometry(), 256 << 10);
+        assert_eq!(params.max_sectors.get(), 128);
         assert_eq!((params.types.get(), params.attrs.get() & 1), (1, 1));
         assert_eq!(params.physical_shift, 12);
     }

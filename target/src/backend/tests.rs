@@ -706,6 +706,28 @@ fn reads_of_holes_take_no_memory() {
 }
 
 #[test]
+fn a_read_beside_a_discard_under_way_leaves_its_hole_one() {
+    let Some((dir, store)) = store_in_shared_memory("beside") else {
+        return;
+    };
+    let mut rig = Rig::new(store);
+    let m = Memory::new(8 << 10).unwrap();
+    let (whole, half) = ([m.whole()], [m.slice(0..4 << 10).unwrap()]);
+    assert_eq!(rig.run(write(0, 8 << 10), &whole), StepResult::Done);
+    let discard = BlockOp::Discard {
+        offset: 4 << 10,
+        len: 4 << 10,
+    };
+    rig.submit(discard, &[], 1);
+    // The kernel gets the discard with the next call, after this.
+    assert_eq!(rig.run(read(0, 4 << 10), &half), StepResult::Done);
+    assert_eq!(rig.wait(1)[0].result, StepResult::Done);
+    assert_eq!(rig.run(read(4 << 10, 4 << 10), &half), StepResult::Done);
+    let blocks = std::fs::metadata(dir.file("lun")).unwrap().blocks();
+    assert_eq!(blocks, 8, "reading has allocated the hole");
+}
+
+#[test]
 fn holes_are_reported_and_discards_make_them() {
     for place in places() {
         let dir = Dir::new(&place, "holes");

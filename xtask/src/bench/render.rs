@@ -48,6 +48,8 @@ both directions are compared with it.
 
 Curves are judged as well: a step from one place to the next may cost no more than the rule of its curve \
 allows, beyond noise as above. Peers are not judged.
+
+[What limits the figures](src/developers/limits.md) has profiles, what was tried, and what missed targets would take.
 ";
 
 /// Writes the document and its pictures into a folder.

@@ -31,7 +31,7 @@ const NAMED: usize = 8;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Cost {
     pub(super) total: f64,
-    /// Largest difference between the runs that it is the median of, in percent of it.
+    /// Largest difference between the runs that it is taken from, in percent of it.
     pub(super) spread: f64,
     /// Of the functions that are called in each round of the worker's loop. Compared is their cost
     /// in one round, where this grows too.
@@ -49,25 +49,38 @@ impl Cost {
     ///
     /// # Panics
     /// Without a run.
-    pub(super) fn median(mut runs: Vec<Dump>) -> Self {
+    pub(super) fn median(runs: Vec<Dump>) -> Self {
+        let middle = runs.len() / 2;
+        Self::nth(runs, middle)
+    }
+
+    /// The run with the least total.
+    ///
+    /// # Panics
+    /// Without a run.
+    pub(super) fn least(runs: Vec<Dump>) -> Self {
+        Self::nth(runs, 0)
+    }
+
+    fn nth(mut runs: Vec<Dump>, at: usize) -> Self {
         runs.sort_by(|a, b| a.total().total_cmp(&b.total()));
         let total = |at: usize| runs[at].total();
-        let spread = 100.0 * (total(runs.len() - 1) - total(0)) / total(runs.len() / 2);
-        let median = &runs[runs.len() / 2];
-        let floor = FLOOR / 100.0 * median.total();
+        let spread = 100.0 * (total(runs.len() - 1) - total(0)) / total(at);
+        let run = &runs[at];
+        let floor = FLOOR / 100.0 * run.total();
         let worth = |costs: &BTreeMap<String, f64>| {
             let worth = costs.iter().filter(|(_, cost)| **cost >= floor);
             let rounded = worth.map(|(name, cost)| (name.clone(), tenths(*cost)));
             rounded.collect()
         };
         Self {
-            total: tenths(median.total()),
+            total: tenths(run.total()),
             spread: tenths(spread),
-            polling: tenths(median.polling),
+            polling: tenths(run.polling),
             // Fewer than one for each operation, where these are many at once.
-            rounds: (median.rounds * 1000.0).round() / 1000.0,
-            groups: worth(&median.groups),
-            functions: worth(&median.functions),
+            rounds: (run.rounds * 1000.0).round() / 1000.0,
+            groups: worth(&run.groups),
+            functions: worth(&run.functions),
         }
     }
 
@@ -356,14 +369,17 @@ mod tests {
     }
 
     #[test]
-    fn the_median_of_the_runs_counts() {
+    fn the_median_of_the_runs_counts_or_the_least() {
         let run = |total: f64| Dump {
             functions: costs(&[("big", total - 10.0), ("tiny", 0.2)]),
             groups: costs(&[("rc", total)]),
             polling: 50.04,
             rounds: 0.2504,
         };
-        let cost = Cost::median(vec![run(1100.0), run(1000.0), run(1020.0)]);
+        let runs = vec![run(1100.0), run(1000.0), run(1020.0)];
+        let cost = Cost::least(runs.clone());
+        assert_eq!((cost.total, cost.spread), (1000.0, 10.0));
+        let cost = Cost::median(runs);
         assert_eq!((cost.total, cost.spread, cost.polling), (1020.0, 9.8, 50.0));
         assert_eq!(cost.rounds, 0.25);
         assert_eq!(cost.functions, costs(&[("big", 1010.0)]));

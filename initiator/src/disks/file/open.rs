@@ -11,8 +11,8 @@ use thiserror::Error;
 
 use super::driver::{FileBackend, Target};
 use super::sys;
-use crate::block::Geometry;
-use crate::disks::disk::{BUFFERS, MAX_RANGE, MAX_TRANSFER, Properties, ThreadDisk};
+use crate::block::{Geometry, MAX_TRANSFER};
+use crate::disks::disk::{BUFFERS, MAX_RANGE, Properties, ThreadDisk};
 
 /// Way of opening a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -26,8 +26,8 @@ use thiserror::Error;
 
 use self::connect::TimedStream;
 use self::driver::NbdBackend;
-use super::disk::{MAX_RANGE, MAX_TRANSFER, Properties, ThreadDisk};
-use crate::block::Geometry;
+use super::disk::{MAX_RANGE, Properties, ThreadDisk};
+use crate::block::{Geometry, MAX_TRANSFER};
 use crate::nbd::client::{HandshakeError, Negotiated, negotiate};
 use crate::nbd::proto::flag;
 use crate::nbd::{NbdServer, NbdUri};

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use super::*;
 use crate::block::task::{block_on, join_all};
-use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind};
+use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER};
 use crate::block::{MemoryDevice, Operation, Service, Turn, ZeroOptions};
 use crate::disks::testing::List;
 use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};

@@ -493,13 +493,15 @@ fn an_answer_makes_the_queue_look_for_the_next_request_at_once() {
 
 #[test]
 fn the_kernel_is_asked_for_whole_transfers_of_whole_pages() {
-    let of = |max_transfer| {
+    let of_both = |transfers| {
         let disk = MemoryDevice::new(SIZE, 512).unwrap();
         max_write(
-            disk.with_geometry(|g| g.max_transfer = max_transfer)
+            disk.with_geometry(|g| (g.max_transfer, g.optimal_transfer) = transfers)
                 .geometry(),
         )
     };
+    let of = |len| of_both((len, len));
+    assert_eq!(of_both((4 << 20, 64 << 10)), 64 << 10);
     assert_eq!(of(4 << 20), 1 << 20);
     assert_eq!(of(1 << 20), 1 << 20);
     assert_eq!(of((64 << 10) + 512), 64 << 10);

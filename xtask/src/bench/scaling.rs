@@ -28,6 +28,10 @@ const OPEN_DEPTH: u32 = 256;
 /// Smallest part of the arrivals that is served where a target keeps up with them, chance apart.
 const SERVED: f64 = 0.95;
 
+/// Least time for which idle sessions are watched: each asks every few seconds whether its target is
+/// there.
+const IDLE_SECONDS: u32 = 10;
+
 /// Times that a tail is measured until the target keeps up with the arrivals.
 const TRIES: usize = 3;
 
@@ -182,7 +186,7 @@ fn idle(rig: &Rig, system: &System, sessions: usize) -> Result<f64, Failure> {
     // What they did to begin with is over then.
     thread::sleep(Duration::from_secs(GATHERING.into()));
     let (began, before) = (Instant::now(), cpu::on_processor(&served.processes())?);
-    thread::sleep(Duration::from_secs(rig.seconds.into()));
+    thread::sleep(Duration::from_secs(rig.seconds.max(IDLE_SECONDS).into()));
     let spent = cpu::on_processor(&served.processes())?.saturating_sub(before);
     let each_second = spent as f64 / began.elapsed().as_secs_f64();
     drop(attached);

@@ -69,8 +69,8 @@ fn need_of<D: BlockDevice>(task: &Task<D>, device: &Arc<D>) -> Result<u64, Bench
     let geometry = device.geometry();
     if task.job.verify_only {
         setup::check_in_flight(&task.job)?;
-        let most = device.buffer_bytes().min(geometry.max_transfer.into());
-        return Ok(most.min(setup::buffer_bytes(&task.job, 1)));
+        // It takes more than one only where they are left over.
+        return Ok(device.buffer_bytes().min(geometry.max_transfer.into()));
     }
     // What else is wrong with it comes first: its buffers may only be too many for that.
     setup::shares(&task.job, geometry)?;

@@ -279,7 +279,7 @@ fn buffer_size(job: &Job) -> (u64, u64) {
 #[must_use]
 pub fn buffer_bytes(job: &Job, connections: u32) -> u64 {
     if job.verify_only {
-        // One, of the length of the blocks in its state file. It takes more where they are left over.
+        // One, as long as the blocks in its state file may be.
         return MAX_TRANSFER.into();
     }
     let (data, besides) = buffer_size(job);

@@ -110,9 +110,8 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
         let before = accepted.paths.get(&name);
         let before = before.ok_or_else(|| format!("no counts of {name} were accepted"))?;
         let mut runs = rig.measure(*path, RUNS)?;
-        let mut after = Cost::median(runs.clone());
+        let mut after = Cost::least(runs.clone());
         if growth(&name, before, &after).is_some() {
-            // A busy machine makes some runs dearer, and code makes all of them so.
             runs.extend(rig.measure(*path, MORE_RUNS)?);
             after = Cost::least(runs);
         }
@@ -143,7 +142,7 @@ fn accept(chosen: &[Path4k]) -> Result<(), Failure> {
     let mut rig = Rig::start()?;
     for path in chosen {
         let name = path.to_string();
-        let cost = Cost::median(rig.measure(*path, RUNS + MORE_RUNS)?);
+        let cost = Cost::least(rig.measure(*path, RUNS + MORE_RUNS)?);
         show(&name, &cost, accepted.paths.get(&name));
         accepted.paths.insert(name, cost);
     }

@@ -12,7 +12,7 @@
 //! - The number of operations is fixed, offsets have the same seed in each run, and a shorter run
 //!   is subtracted, so login and logout are no part of the cost.
 //! - The first run warms lists and caches up, and is not counted.
-//! - The median of some runs is compared; where it has grown, more runs decide.
+//! - The least of some runs is compared; where it has grown, more runs decide.
 //!
 //! What is left is how many messages come together in a round: the cost of a round that is not
 //! polling is a tenth of a command's at depth 32 (`Worker::drain_dirty`, trains of packets, chains

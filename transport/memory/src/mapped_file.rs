@@ -424,7 +424,7 @@ mod tests {
         assert_eq!(map.allocated[0].load(Ordering::SeqCst), 0b11);
         let (is_over, asked) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let asker = scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
                     assert!(map.ask(0..1));
                     asked.fetch_add(1, Ordering::SeqCst);
@@ -438,7 +438,7 @@ mod tests {
                 map.forget(page(1)..page(2));
                 // A call that began before may set the bit, and clears it again.
                 let before = asked.load(Ordering::SeqCst);
-                while asked.load(Ordering::SeqCst) < before + 2 {
+                while asked.load(Ordering::SeqCst) < before + 2 && !asker.is_finished() {
                     std::thread::yield_now();
                 }
                 is_stale |= map.allocated[0].load(Ordering::SeqCst) & 0b10 != 0;

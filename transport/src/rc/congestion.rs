@@ -6,9 +6,8 @@
 //!
 //! ```text
 //! slow start            below the threshold: one packet for each acknowledged one
-//! avoidance             from there on: a part in 45, or a quarter of a packet if that is more; twice
-//!                       as much after each 64 round trips without a cut, so that a path that has
-//!                       become free is soon used
+//! avoidance             from there on: a part in 45, twice as much after each 64 round trips
+//!                       without a cut, so that a path that has become free is soon used
 //! lost packet           half, at most once in a round trip; the threshold is set there
 //! marked packet         an eighth, or half of it in slow start; the threshold is set there
 //! time-out              as a lost packet, and slow start from a few packets
@@ -41,14 +40,6 @@ pub const RECOVERY_WINDOW: u32 = 4;
 
 /// Growth of a window of one packet or more for an acknowledged packet, past the threshold.
 const GAIN: u32 = PACKET / 45;
-
-/// A window narrower than a dozen packets grows by one packet in this many round trips, which is more
-/// than [`GAIN`]: loss that no queue causes would otherwise keep it at so few packets that hardly one
-/// follows a lost one, and only a time-out shows the loss.
-const NARROW_GAIN: u32 = 4;
-
-/// The narrowest window that does so. Below it, flows are many, and loss comes from their queue.
-const NARROWEST: u32 = 2 * PACKET;
 
 /// Round trips without a cut after which the gain doubles.
 const QUIET_ROUNDS: u32 = 64;
@@ -147,9 +138,6 @@ impl Congestion {
             // keeps it near the point where the router begins to mark. Below one packet each
             // packet is a round trip of its own, and the gain follows the window, as the pace
             // does.
-            (false, false) if self.window >= NARROWEST => {
-                GAIN.max(PACKET / NARROW_GAIN / (self.window / PACKET))
-            }
             (false, false) => GAIN,
             (false, true) => self.window / 200 + PACKET / 500,
             (true, false) => PACKET / 32 / (self.window / PACKET),

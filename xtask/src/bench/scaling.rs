@@ -143,7 +143,10 @@ fn tail<'a>(
     for _ in 0..TRIES {
         match tail_once(run, share, &measure)? {
             Ok(tail) => return Ok(tail),
-            Err(short) => why = short,
+            Err(short) => {
+                println!("{short}; this is tried {TRIES} times");
+                why = short;
+            }
         }
     }
     Err(why.into())
@@ -155,8 +158,8 @@ fn tail_once<'a>(
     share: f64,
     measure: impl Fn(&Run<'a>) -> Result<Reading, Failure>,
 ) -> Result<Result<f64, String>, Failure> {
-    let peak = measure(run)?.iops;
-    let wanted = (peak * share).max(1.0) as u64;
+    let peak = measure(run)?;
+    let wanted = (peak.iops * share).max(1.0) as u64;
     let open = Run {
         place: run.place,
         load: Load {
@@ -173,9 +176,16 @@ fn tail_once<'a>(
         let why = format!("{:.0} of {wanted} arrivals a second were served", read.iops);
         return Ok(Err(why));
     }
-    let (Some(median), Some(tail)) = (read.p50_ns, read.p99_9_ns) else {
+    let (Some(busy), Some(median), Some(tail)) = (peak.p50_ns, read.p50_ns, read.p99_9_ns) else {
         return Err("the client reports no percentiles".into());
     };
+    // The median of a queue that lasts is as long as its tail.
+    if median > busy {
+        let why = format!(
+            "half of the operations wait for {median:.0} ns, and for {busy:.0} ns at the peak"
+        );
+        return Ok(Err(why));
+    }
     Ok(Ok(tail / median.max(1.0)))
 }
 
@@ -322,6 +332,16 @@ mod tests {
             let iops = if run.rate.is_some() { 400.0 } else { read.iops };
             Ok(Reading { iops, ..read })
         };
+        let queued = |run: &Run<'_>| -> Result<Reading, Failure> {
+            let read = measured(run)?;
+            let wait = run.rate.map(|_| 190.0).or(read.p50_ns);
+            Ok(Reading {
+                p50_ns: wait,
+                ..read
+            })
+        };
+        let why = tail(&run, 0.7, queued).unwrap_err().to_string();
+        assert!(why.contains("wait for 190 ns, and for 50 ns"), "{why}");
         let why = tail(&run, 0.7, slow).unwrap_err().to_string();
         assert!(why.contains("400 of 700 arrivals"), "{why}");
         let tries = std::cell::Cell::new(0);

@@ -373,6 +373,22 @@ mod tests {
     }
 
     #[test]
+    fn what_makes_each_run_dearer_is_seen_although_runs_differ() {
+        let run = |total: f64| Dump {
+            functions: costs(&[("big", total)]),
+            groups: costs(&[("rc", total)]),
+            polling: 50.0,
+            rounds: 0.25,
+        };
+        let totals = [
+            9700.0, 9950.0, 9980.0, 10_000.0, 10_050.0, 10_100.0, 10_170.0,
+        ];
+        let least = |part: f64| Cost::least(totals.iter().map(|t| run(t * part)).collect());
+        assert!(growth("p", &least(1.0), &least(1.04)).is_some());
+        assert_eq!(growth("p", &least(1.0), &least(1.02)), None);
+    }
+
+    #[test]
     fn the_file_keeps_what_was_accepted() {
         let file = Accepted {
             made_with: BTreeMap::from([("rustc".to_owned(), "1".to_owned())]),

@@ -277,3 +277,14 @@ fn a_ring_that_breaks_ends_the_queue_with_its_error() {
     let error = outcome.wait().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
 }
+
+#[test]
+fn a_device_of_an_earlier_life_may_send_longer_transfers_than_requests_are_split_into() {
+    let disk = MemoryDevice::new(8 << 20, 512).unwrap();
+    let disk = disk.with_geometry(|g| g.optimal_transfer = 64 << 10);
+    assert_eq!(transfer_len(&disk, 1 << 20), Ok(1 << 20));
+    assert_eq!(
+        transfer_len(&disk, (1 << 20) + 512),
+        Err(BlockError::OutOfRange)
+    );
+}

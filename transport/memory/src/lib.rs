@@ -2,7 +2,8 @@
 //!
 //! Everything that a NIC may read or write, everything that `io_uring` fills, and every pool from
 //! which command buffers are cut is a [`Memory`]: one page-aligned anonymous mapping, shared by
-//! reference count, zeroed at birth. Code reads and writes it by copying ([`Memory::read`],
+//! reference count, zeroed at birth, or a range that another part of the process owns
+//! ([`Memory::foreign`]). Code reads and writes it by copying ([`Memory::read`],
 //! [`Memory::write`]) and hands devices its address, exactly as a driver treats device memory; so a
 //! peer that rewrites a buffer while it is being read can spoil bytes, but cannot break a Rust
 //! invariant.
@@ -46,7 +47,7 @@ use std::fmt;
 use std::io;
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::ptr::{self, NonNull};
+use std::ptr;
 use std::sync::Arc;
 
 pub use self::mapped_file::MappedFile;
@@ -59,10 +60,12 @@ const CHUNK: usize = if cfg!(miri) { 256 } else { 4096 };
 pub const PAGE: usize = 4096;
 
 struct Mapping {
-    base: NonNull<u8>,
+    base: *mut u8,
     len: usize,
     /// Address by which devices know the first byte.
     address: u64,
+    /// Another part of the process has mapped it, writes it and will unmap it.
+    is_foreign: bool,
 }
 
 // SAFETY: a mapping is plain bytes. All access from this crate goes through raw-pointer copies that
@@ -73,13 +76,17 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.is_foreign {
+            return;
+        }
         // SAFETY: `base` and `len` are those of the mmap call in `Memory::new`, and this is the
         // last owner, so nothing can address the range any more.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+        unsafe { libc::munmap(self.base.cast(), self.len) };
     }
 }
 
-/// A page-aligned, zero-initialised anonymous mapping, shared by reference count.
+/// A page-aligned, zero-initialised anonymous mapping, shared by reference count; or a range of
+/// another owner's.
 #[derive(Clone)]
 pub struct Memory(Arc<Mapping>);
 
@@ -116,9 +123,39 @@ impl Memory {
         if p == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let base = NonNull::new(p.cast::<u8>()).ok_or_else(io::Error::last_os_error)?;
-        let address = simulated::take(len).unwrap_or(base.as_ptr() as u64);
-        Ok(Self(Arc::new(Mapping { base, len, address })))
+        let base = p.cast::<u8>();
+        let address = simulated::take(len).unwrap_or(base as u64);
+        Ok(Self(Arc::new(Mapping {
+            base,
+            len,
+            address,
+            is_foreign: false,
+        })))
+    }
+
+    /// A range of `len` bytes that another part of the process has mapped, such as a buffer that a
+    /// C program registers. It may begin at any address and have any length; [`Memory::len`] is
+    /// exactly `len`. Dropping the last handle leaves the mapping as it is, and
+    /// [`Memory::get_mut`] never answers its bytes, since its owner may write them at any time.
+    ///
+    /// # Safety
+    /// The caller promises two things for as long as a handle to the range, or a slice of it,
+    /// exists:
+    ///
+    /// - Each byte that is read through a handle is mapped readable when that happens, and each
+    ///   byte that is written is mapped writable. A range with holes is allowed as long as nothing
+    ///   touches them.
+    /// - No Rust reference to a byte of the range is alive while a handle writes that byte, and no
+    ///   mutable one while a handle reads it. Raw pointers, and code in other languages, may access
+    ///   the range at any time: bytes may then be mixed of old and new.
+    #[must_use]
+    pub unsafe fn foreign(base: *mut u8, len: usize) -> Self {
+        Self(Arc::new(Mapping {
+            base,
+            len,
+            address: base as u64,
+            is_foreign: true,
+        }))
     }
 
     /// As [`Memory::new`], for a mapping of which little is used as a rule: a page takes memory only
@@ -140,13 +177,13 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Length in bytes: a multiple of [`PAGE`].
+    /// Length in bytes: a multiple of [`PAGE`], or that of a foreign range.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// Never true: the smallest mapping is one page.
+    /// Whether it holds no byte. True for a foreign range only: the smallest mapping is one page.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
@@ -173,8 +210,8 @@ impl Memory {
             "offset {offset} beyond {}",
             self.0.len
         );
-        // SAFETY: within or one past the end of the mapping, as just asserted.
-        unsafe { self.0.base.as_ptr().add(offset) }
+        // A foreign range may be the whole address space, for which `add` is not defined.
+        self.0.base.wrapping_add(offset)
     }
 
     /// Copies `out.len()` bytes out, from `offset` on.
@@ -246,15 +283,15 @@ impl Memory {
         f(unsafe { &*(ptr::from_ref(room) as *const [u8]) })
     }
 
-    /// The bytes of the mapping, if this is the only handle to it: who posts a request, registers
+    /// The bytes of the mapping, if it is not foreign and this is the only handle to it: who posts a request, registers
     /// memory or holds a range keeps a handle as long as anything of that may write the bytes. So a
     /// buffer whose requests have completed can be read in place.
     pub fn get_mut(&mut self) -> Option<&mut [u8]> {
         // The count says that no range, no posted request and no device's table has a handle.
-        let mapping = Arc::get_mut(&mut self.0)?;
+        let mapping = Arc::get_mut(&mut self.0).filter(|mapping| !mapping.is_foreign)?;
         // SAFETY: the range is mapped and initialised. No other handle exists, so neither a device
         // nor a copy of ours writes it, and none comes to be as long as this one is borrowed.
-        Some(unsafe { std::slice::from_raw_parts_mut(mapping.base.as_ptr(), mapping.len) })
+        Some(unsafe { std::slice::from_raw_parts_mut(mapping.base, mapping.len) })
     }
 
     /// Calls `f` with the bytes of a range, without a copy: for a range that its user owns at this
@@ -410,8 +447,8 @@ impl MemSlice {
     /// The first byte of a part of the range, once it is checked that all of it lies there.
     fn part(&self, offset: usize, len: usize) -> *mut u8 {
         self.check(offset, len);
-        // SAFETY: the range lies in its mapping since it was cut from that, so the part does.
-        unsafe { self.memory.0.base.as_ptr().add(self.offset + offset) }
+        // The range lies in its mapping since it was cut from that, so the part does.
+        self.memory.0.base.wrapping_add(self.offset + offset)
     }
 }
 
@@ -453,6 +490,24 @@ mod tests {
         assert_eq!(slice.to_vec(), [9]);
         drop(slice);
         assert_eq!(m.get_mut().unwrap()[7], 9);
+    }
+
+    #[test]
+    fn a_foreign_range_is_as_long_as_it_is_and_stays_mapped() {
+        let owner = Memory::new(PAGE).unwrap();
+        owner.write(13, b"their bytes");
+        // SAFETY: `owner` keeps the range mapped, and no reference to it is made.
+        let mut range = unsafe { Memory::foreign(owner.ptr(13), 11) };
+        assert_eq!((range.len(), range.addr()), (11, owner.addr() + 13));
+        assert_eq!(range.get_mut(), None, "its owner may write it");
+        assert_eq!(range.whole().to_vec(), b"their bytes");
+        assert!(range.slice(0..12).is_none());
+        range.write(6, b"chunk");
+        drop(range);
+        assert_eq!(owner.slice(13..24).unwrap().to_vec(), b"their chunk");
+        // SAFETY: nothing of the range is touched.
+        let empty = unsafe { Memory::foreign(ptr::null_mut(), 0) };
+        assert!(empty.is_empty() && empty.whole().is_empty());
     }
 
     #[test]

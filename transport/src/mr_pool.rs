@@ -138,6 +138,7 @@ impl PooledMr {
                 access,
             },
             sges: &[],
+            inline: None,
             flags: SendFlags::empty(),
             ud: None,
         }
@@ -166,6 +167,7 @@ impl PooledMr {
             wr_id,
             op: SendOp::LocalInv(self.key),
             sges: &[],
+            inline: None,
             flags: SendFlags::SIGNALED,
             ud: None,
         }

@@ -30,8 +30,8 @@ use riser_transport::rc::{
 };
 use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch, Way};
 use riser_transport::verbs::{
-    Access, AsyncEvent, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey,
-    RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+    Access, AsyncEvent, Completion, Handle, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey, RecvWr,
+    RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
 };
 use riser_transport::wire::{IcrcFlow, Packet, Psn, Qpn, RnrTimer};
 
@@ -661,7 +661,7 @@ impl Sim {
             flags.set(SendFlags::SOLICITED, random.percent(30));
             flags
         };
-        let mut flags = flags_for(&mut self.random);
+        let flags = flags_for(&mut self.random);
         let mut len = len;
         let mut check = Check::Nothing;
         let mut expect = None;
@@ -770,7 +770,6 @@ impl Sim {
                 | SendOp::WriteImm(..)
         );
         let is_inline = may_inline && len <= INLINE && self.random.percent(50);
-        flags.set(SendFlags::INLINE, is_inline);
         // One to three entries, cut anywhere.
         let mut cuts = [
             0,
@@ -779,19 +778,20 @@ impl Sim {
             len as u64,
         ];
         cuts.sort_unstable();
-        let lkey = if is_inline {
-            LKey(0)
-        } else {
-            side.local_mr.lkey
-        };
         let sges: [Sge; 3] = std::array::from_fn(|i| Sge {
             addr: side.local_mr.addr + local_at as u64 + cuts[i],
             length: (cuts[i + 1] - cuts[i]) as u32,
-            lkey,
+            lkey: side.local_mr.lkey,
         });
+        let mut data = [0; INLINE];
         let is_local = matches!(op, SendOp::RegMr { .. } | SendOp::LocalInv(_));
-        let list = if is_local { &[][..] } else { &sges[..] };
-        let wr = SendWr::new(wr_id, op, list).flags(flags);
+        let wr = if is_inline {
+            side.local.read(local_at, &mut data[..len]);
+            SendWr::with_inline(wr_id, op, &data[..len])
+        } else {
+            SendWr::new(wr_id, op, if is_local { &[] } else { &sges })
+        }
+        .flags(flags);
         let message = Message {
             wr_id,
             slot,

@@ -331,6 +331,7 @@ impl DiscoveryAgent {
             wr_id: WrId(slot as u64),
             op: SendOp::Send,
             sges: &self.sge(at, MAD_LEN),
+            inline: None,
             flags: SendFlags::SIGNALED,
             ud: Some(UdDest {
                 ah,

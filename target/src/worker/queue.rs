@@ -313,6 +313,7 @@ impl Chains {
             wr_id,
             op,
             sges,
+            inline: None,
             flags,
             ud: None,
         }
@@ -366,6 +367,7 @@ impl Worker {
                 rkey: RKey(0),
             }),
             sges: &[],
+            inline: None,
             flags: SendFlags::SIGNALED,
             ud: None,
         };

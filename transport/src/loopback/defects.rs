@@ -214,6 +214,7 @@ impl DefectiveNic {
     calls_that_take_memory! {
         alloc_pd() -> Result<PdId, VerbsError>;
         reg_mr(pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
+        reg_mr_iova(pd: PdId, range: &MemSlice, iova: u64, access: Access) -> Result<Mr, VerbsError>;
         alloc_fast_mr(pd: PdId, max_segments: u32) -> Result<Mr, VerbsError>;
         map_mr_sg(mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
         create_cq(entries: u32) -> Result<CqId, VerbsError>;

@@ -162,20 +162,43 @@ impl MrTable {
     /// Registers a range of memory (see [`crate::verbs::Verbs::reg_mr`]).
     ///
     /// # Errors
-    /// [`VerbsError::InvalidAccess`], [`VerbsError::InsufficientResources`].
+    /// As of [`MrTable::reg_iova`].
     pub fn reg(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
+        let iova = if access.contains(Access::ZERO_BASED) {
+            0
+        } else {
+            range.addr()
+        };
+        self.reg_iova(pd, range, iova, access)
+    }
+
+    /// Registers a range of memory, whose addresses count from `iova` (see
+    /// [`crate::verbs::Verbs::reg_mr_iova`]).
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidAccess`], [`VerbsError::InvalidParameter`],
+    /// [`VerbsError::InsufficientResources`].
+    pub fn reg_iova(
+        &mut self,
+        pd: PdId,
+        range: &MemSlice,
+        iova: u64,
+        access: Access,
+    ) -> Result<Mr, VerbsError> {
         check_access(access)?;
+        // Peers name places in the region by sums, which must not wrap.
+        if iova.checked_add(range.len() as u64).is_none()
+            || (iova != 0 && access.contains(Access::ZERO_BASED))
+        {
+            return Err(VerbsError::InvalidParameter("address of the region"));
+        }
         let id = self.take_slot(pd)?;
         let region = &mut self.slots[id.0.index()];
         region.kind = Kind::Registered;
         region.valid = true;
         region.access = access;
         region.length = range.len() as u64;
-        region.base = if access.contains(Access::ZERO_BASED) {
-            0
-        } else {
-            range.addr()
-        };
+        region.base = iova;
         // A segment of no bytes would be in the way of the search for an address.
         if !range.is_empty() {
             region.segments.push(Segment {
@@ -353,25 +376,6 @@ impl MrTable {
     ) -> Result<Span<'_>, KeyError> {
         debug_assert!(!(right & Access::REMOTE).is_empty(), "a remote right");
         self.resolve(pd, key.0, addr, u64::from(len), right)
-    }
-
-    /// The memory of an inline request's entry. Inline data needs no key (IBTA 10.8.3.2 leaves it
-    /// unchecked), but this crate reaches no memory outside registered regions: the entry must lie
-    /// in some region of the domain that starts at its virtual address. The key, when it fits,
-    /// saves the search.
-    ///
-    /// # Errors
-    /// [`KeyError::Range`] where no region holds it.
-    pub fn resolve_inline(&self, pd: PdId, sge: &Sge) -> Result<Span<'_>, KeyError> {
-        if let Ok(span) = self.resolve_local(pd, sge, false) {
-            return Ok(span);
-        }
-        self.slots
-            .iter()
-            .filter(|r| r.kind == Kind::Registered && r.pd == pd)
-            .filter(|r| !r.access.contains(Access::ZERO_BASED))
-            .find_map(|r| r.span(sge.addr, u64::from(sge.length)))
-            .ok_or(KeyError::Range)
     }
 
     fn resolve(
@@ -611,6 +615,36 @@ mod tests {
                 .unwrap();
         }
         assert_eq!(mrs.len(), 2);
+    }
+
+    #[test]
+    fn addresses_count_from_where_the_owner_says() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let slice = memory.slice(100..200).unwrap();
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let iova = u64::MAX - 100;
+        let mr = mrs.reg_iova(PD, &slice, iova, access).unwrap();
+        assert_eq!((mr.addr, mr.length), (iova, 100));
+        let right = Access::REMOTE_WRITE;
+        let span = mrs.resolve_remote(PD, mr.rkey, iova + 90, 10, right);
+        span.unwrap().write(0, b"0123456789");
+        let local = mrs.resolve_local(PD, &sge(iova + 90, 10, mr.lkey), false);
+        let mut read = [0; 10];
+        local.unwrap().read(0, &mut read);
+        assert_eq!(&read, b"0123456789");
+        assert_eq!(memory.slice(190..200).unwrap().to_vec(), b"0123456789");
+        let beyond = mrs.resolve_remote(PD, mr.rkey, iova + 91, 10, right);
+        assert_eq!(beyond.unwrap_err(), KeyError::Range);
+        let by_address = mrs.resolve_remote(PD, mr.rkey, slice.addr(), 1, right);
+        assert_eq!(by_address.unwrap_err(), KeyError::Range);
+        for (iova, access) in [(iova + 1, access), (1, access | Access::ZERO_BASED)] {
+            assert!(matches!(
+                mrs.reg_iova(PD, &slice, iova, access),
+                Err(VerbsError::InvalidParameter(_))
+            ));
+        }
+        assert_eq!(mrs.len(), 1);
     }
 
     #[test]

@@ -33,6 +33,7 @@ impl Ctx<'_> {
             status,
             opcode: WcOpcode::Recv,
             qp: self.cfg.qp,
+            qp_num: self.cfg.qp_num,
             byte_len: 0,
             imm: None,
             invalidated: None,

@@ -106,6 +106,8 @@ pub const MAX_MESSAGE: u32 = 1 << 31;
 pub struct RcConfig {
     /// Its handle, put into completions and events.
     pub qp: QpId,
+    /// Its number, put into completions.
+    pub qp_num: u32,
     /// Protection domain of the queue pair.
     pub pd: PdId,
     /// Depths of its queues. A shared receive queue ignores the receive depths but not
@@ -138,12 +140,13 @@ pub const fn packet_cost(mtu: Mtu) -> u32 {
 }
 
 impl RcConfig {
-    /// A configuration with the defaults: 128 KiB in flight, which fits the usual socket buffer of
+    /// A configuration with the defaults: number 0, 128 KiB in flight, which fits the usual socket buffer of
     /// 208 KiB with room for the other direction.
     #[must_use]
     pub fn new(qp: QpId, pd: PdId, cap: QpCap) -> Self {
         Self {
             qp,
+            qp_num: 0,
             pd,
             cap,
             sq_sig_all: false,

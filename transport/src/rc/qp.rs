@@ -252,14 +252,14 @@ impl RcQp {
         }
         let mut result = Ok(());
         for (index, wr) in wrs.iter().enumerate() {
-            if let Err(reason) = self.requester.post(wr, self.cfg.pd, env.mrs) {
+            if let Err(reason) = self.requester.post(wr) {
                 result = Err(PostError { index, reason });
                 break;
             }
         }
         // After the loop: a chain that stops in its middle flushes what was posted before that.
         if self.state == QpState::Error {
-            self.requester.flush(self.cfg.qp, env.out);
+            self.requester.flush(&self.cfg, env.out);
         }
         result
     }
@@ -562,7 +562,7 @@ impl RcQp {
         self.awaits_drain = false;
         // Sends before receives, always, so that an owner sees one order whichever direction
         // failed.
-        self.requester.flush(self.cfg.qp, env.out);
+        self.requester.flush(&self.cfg, env.out);
         self.flush_receives(env);
         // The owner of a shared queue waits for this event before it destroys the queue pair: no
         // receive of the shared queue is taken for it any longer. A second error in ERROR is
@@ -583,6 +583,7 @@ impl RcQp {
                 status: WcStatus::WrFlushErr,
                 opcode: WcOpcode::Recv,
                 qp: self.cfg.qp,
+                qp_num: self.cfg.qp_num,
                 byte_len: 0,
                 imm: None,
                 invalidated: None,

@@ -32,8 +32,7 @@ use super::ctx::{Ctx, Fault};
 use super::send_queue::{Phase, SendQueue};
 use super::state::RequesterState;
 use super::{RcConfig, RcEvent, RtsParams, packet_cost};
-use crate::mr::MrTable;
-use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendFlags, SendWr, WcStatus};
+use crate::verbs::{Mtu, PostReason, QpCap, SendFlags, SendWr, WcStatus};
 use crate::wire::Psn;
 
 /// Code of an RNR retry count without end.
@@ -244,22 +243,17 @@ impl Requester {
             .is_none_or(|w| w.phase == Phase::Posted)
     }
 
-    pub(super) fn post(
-        &mut self,
-        wr: &SendWr<'_>,
-        pd: PdId,
-        mrs: &MrTable,
-    ) -> Result<(), PostReason> {
-        self.sq.push(wr, pd, mrs)
+    pub(super) fn post(&mut self, wr: &SendWr<'_>) -> Result<(), PostReason> {
+        self.sq.push(wr)
     }
 
     /// Completes every request as flushed, in order.
-    pub(super) fn flush(&mut self, qp: QpId, out: &mut Vec<RcEvent>) {
+    pub(super) fn flush(&mut self, cfg: &RcConfig, out: &mut Vec<RcEvent>) {
         self.timer = None;
         self.end_rnr_wait();
         while !self.sq.is_empty() {
             let wqe = self.sq.retire();
-            out.push(RcEvent::Send(wqe.completion(qp, WcStatus::WrFlushErr)));
+            out.push(RcEvent::Send(wqe.completion(cfg, WcStatus::WrFlushErr)));
         }
         // The positions go on counting; a later post begins at the new head.
         self.cur = self.sq.head();
@@ -534,7 +528,7 @@ impl Requester {
             // Counted also for unsignaled requests: credits are about receives, not completions.
             self.consumed = wqe.recv_seq;
             if ctx.cfg.sq_sig_all || wqe.flags.contains(SendFlags::SIGNALED) {
-                let done = wqe.completion(ctx.cfg.qp, WcStatus::Success);
+                let done = wqe.completion(ctx.cfg, WcStatus::Success);
                 ctx.out.push(RcEvent::Send(done));
             }
         }
@@ -548,7 +542,7 @@ impl Requester {
         // With an empty queue there is no request to blame, but the connection ends all the same.
         if !self.sq.is_empty() {
             let wqe = self.sq.retire();
-            let failed = wqe.completion(ctx.cfg.qp, status);
+            let failed = wqe.completion(ctx.cfg, status);
             ctx.out.push(RcEvent::Send(failed));
         }
         Fault

@@ -454,6 +454,7 @@ impl Responder {
             status: WcStatus::Success,
             opcode,
             qp: ctx.cfg.qp,
+            qp_num: ctx.cfg.qp_num,
             byte_len,
             imm: pkt.ext.imm.map(|i| i.data()),
             invalidated,

@@ -5,12 +5,12 @@
 //! (`head`), the request being cut into packets (the requester's own), and where the next post goes
 //! (`tail`).
 
-use crate::mr::MrTable;
 use crate::verbs::{
-    PdId, PostReason, QpCap, QpId, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode,
+    Completion, PostReason, QpCap, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode,
     WcStatus, WrId,
 };
 
+use super::RcConfig;
 use super::recv_queue::{NO_SGE, copy_sges, message_len};
 
 /// Phase of a send request.
@@ -42,6 +42,8 @@ pub struct SendWqe {
     pub op: SendOp,
     /// Flags of the operation.
     pub flags: SendFlags,
+    /// Its data was copied at the post.
+    is_inline: bool,
     /// Bytes of its message.
     pub length: u32,
     /// Phase of the request.
@@ -101,12 +103,13 @@ impl SendWqe {
 
     /// Makes the completion of the request.
     #[must_use]
-    pub fn completion(&self, qp: QpId, status: WcStatus) -> crate::verbs::Completion {
-        crate::verbs::Completion {
+    pub fn completion(&self, cfg: &RcConfig, status: WcStatus) -> Completion {
+        Completion {
             wr_id: self.wr_id,
             status,
             opcode: self.wc_opcode(),
-            qp,
+            qp: cfg.qp,
+            qp_num: cfg.qp_num,
             byte_len: if status.is_ok() { self.length } else { 0 },
             imm: None,
             invalidated: None,
@@ -141,6 +144,7 @@ const UNUSED: SendWqe = SendWqe {
     wr_id: WrId(0),
     op: SendOp::Send,
     flags: SendFlags::empty(),
+    is_inline: false,
     length: 0,
     phase: Phase::Executed,
     first: 0,
@@ -294,7 +298,7 @@ impl SendQueue {
     pub fn payload(&self, at: u64) -> Payload<'_> {
         let slot = self.slot(at);
         let wqe = &self.wqes[slot];
-        if wqe.flags.contains(SendFlags::INLINE) {
+        if wqe.is_inline {
             let from = slot * self.max_inline;
             Payload::Inline(&self.inline[from..from + wqe.length as usize])
         } else {
@@ -315,7 +319,7 @@ impl SendQueue {
     ///
     /// # Errors
     /// The reason of a refusal; nothing has then changed.
-    pub fn push(&mut self, wr: &SendWr<'_>, pd: PdId, mrs: &MrTable) -> Result<(), PostReason> {
+    pub fn push(&mut self, wr: &SendWr<'_>) -> Result<(), PostReason> {
         // A connection's destination is fixed at RTR; one in the request would be ignored, which
         // the consumer would not notice.
         if wr.ud.is_some() {
@@ -324,12 +328,10 @@ impl SendQueue {
             ));
         }
         let length = check_shape(wr)?;
-        let is_inline = wr.flags.contains(SendFlags::INLINE);
-        // Inline data is limited by bytes, not by entries: the entries are gone after the post.
-        if is_inline && length as usize > self.max_inline {
+        if wr.inline.is_some_and(|data| data.len() > self.max_inline) {
             return Err(PostReason::InvalidInline);
         }
-        if !is_inline && wr.sges.len() > self.max_sge {
+        if wr.sges.len() > self.max_sge {
             return Err(PostReason::TooManySges);
         }
         // All checks come before the first write, so that a refused request leaves no trace.
@@ -338,8 +340,10 @@ impl SendQueue {
         }
         let slot = self.slot(self.tail);
         self.make_slot(slot);
-        if is_inline {
-            self.copy_inline(slot, wr.sges, pd, mrs)?;
+        // The consumer may reuse the memory of inline data as soon as the post returns.
+        if let Some(data) = wr.inline {
+            let at = slot * self.max_inline;
+            self.inline[at..at + data.len()].copy_from_slice(data);
         } else {
             let at = slot * self.max_sge;
             copy_sges(&mut self.sges[at..at + wr.sges.len()], wr.sges);
@@ -351,11 +355,12 @@ impl SendQueue {
         // that it will take. One that takes none has that of the request before it.
         self.recv_seq += u64::from(consumes_receive(&wr.op));
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
-        let sges = if is_inline { 0 } else { wr.sges.len() as u32 };
+        let sges = wr.sges.len() as u32;
         self.wqes[slot] = SendWqe {
             wr_id: wr.wr_id,
             op: wr.op,
             flags: wr.flags,
+            is_inline: wr.inline.is_some(),
             length,
             phase: Phase::Posted,
             first: 0,
@@ -364,26 +369,6 @@ impl SendQueue {
             sges,
         };
         self.tail += 1;
-        Ok(())
-    }
-
-    /// Copies the data of an inline request, because the consumer may reuse its memory as soon as
-    /// the post returns.
-    fn copy_inline(
-        &mut self,
-        slot: usize,
-        sges: &[Sge],
-        pd: PdId,
-        mrs: &MrTable,
-    ) -> Result<(), PostReason> {
-        let mut at = slot * self.max_inline;
-        for sge in sges {
-            let span = mrs
-                .resolve_inline(pd, sge)
-                .map_err(|_| PostReason::InvalidKey)?;
-            span.read(0, &mut self.inline[at..at + span.len()]);
-            at += span.len();
-        }
         Ok(())
     }
 
@@ -419,8 +404,11 @@ fn name_of(key: u32) -> usize {
 fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
     // Shape is checked at the post, and keys when the request starts: a chain may register a
     // region in front of the request that uses it.
-    let length = message_len(wr.sges)?;
-    let is_inline = wr.flags.contains(SendFlags::INLINE);
+    let length = match wr.inline {
+        None => message_len(wr.sges)?,
+        Some(_) if !wr.sges.is_empty() => return Err(PostReason::InvalidInline),
+        Some(data) => u32::try_from(data.len()).map_err(|_| PostReason::InvalidInline)?,
+    };
     // READs and atomics write into the scatter list, so it cannot be data that was copied.
     let may_inline = match wr.op {
         SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => true,
@@ -437,7 +425,7 @@ fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
         }
         SendOp::RegMr { .. } | SendOp::LocalInv(_) => false,
     };
-    if is_inline && !may_inline {
+    if wr.inline.is_some() && !may_inline {
         return Err(PostReason::InvalidInline);
     }
     Ok(length)
@@ -459,12 +447,9 @@ fn check_atomic(remote: RemoteAddr, length: u32) -> Result<(), PostReason> {
 
 #[cfg(test)]
 mod tests {
-    use riser_memory::Memory;
-
     use super::*;
-    use crate::verbs::{Access, Handle, LKey};
+    use crate::verbs::LKey;
 
-    const PD: PdId = PdId(Handle::new(0, 0));
     const CAP: QpCap = QpCap {
         max_send_wr: 2,
         max_recv_wr: 0,
@@ -482,33 +467,28 @@ mod tests {
     }
 
     #[test]
-    fn inline_data_is_copied_at_the_post_whatever_the_key() {
-        let mut mrs = MrTable::new(4, 4, [3; 16]);
-        let memory = Memory::new(4096).unwrap();
-        mrs.reg(PD, &memory.whole(), Access::empty()).unwrap();
-        memory.write(10, b"payload");
-        let sges = [
-            sge(memory.addr() + 10, 3),
-            sge(0, 0),
-            sge(memory.addr() + 13, 4),
-        ];
+    fn inline_data_is_copied_at_the_post() {
         let mut q = SendQueue::new(&CAP);
-        let wr = SendWr::new(1, SendOp::Send, &sges).flags(SendFlags::INLINE);
-        q.push(&wr, PD, &mrs).unwrap();
-        memory.write(10, b"changed");
+        let mut data = *b"payload";
+        q.push(&SendWr::with_inline(1, SendOp::Send, &data))
+            .unwrap();
+        data.fill(0);
         assert_eq!(q.payload(0), Payload::Inline(b"payload"));
-        let outside = [sge(8, 4)];
-        let wr = SendWr::new(1, SendOp::Send, &outside).flags(SendFlags::INLINE);
-        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::InvalidKey));
-        let long = [sge(memory.addr(), 17)];
-        let wr = SendWr::new(1, SendOp::Send, &long).flags(SendFlags::INLINE);
-        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::InvalidInline));
+        assert_eq!(q.wqe(0).length, 7);
+        let long = SendWr::with_inline(1, SendOp::Send, &[0; 17]);
+        assert_eq!(q.push(&long), Err(PostReason::InvalidInline));
+        let both = SendWr {
+            sges: &[sge(8, 4)],
+            ..SendWr::with_inline(1, SendOp::Send, &data)
+        };
+        assert_eq!(q.push(&both), Err(PostReason::InvalidInline));
         assert_eq!(q.len(), 1);
+        q.push(&SendWr::with_inline(2, SendOp::Send, &[])).unwrap();
+        assert_eq!(q.payload(1), Payload::Inline(b""));
     }
 
     #[test]
     fn requests_against_the_rules_are_refused() {
-        let mrs = MrTable::new(4, 4, [3; 16]);
         let mut q = SendQueue::new(&CAP);
         let remote = RemoteAddr {
             addr: 4,
@@ -520,28 +500,28 @@ mod tests {
         let refused = [
             SendWr::new(0, add(remote), &eight),
             SendWr::new(0, add(aligned), &[]),
-            SendWr::new(0, add(aligned), &eight).flags(SendFlags::INLINE),
-            SendWr::new(0, SendOp::Read(remote), &eight).flags(SendFlags::INLINE),
+            SendWr::with_inline(0, add(aligned), &[0; 8]),
+            SendWr::with_inline(0, SendOp::Read(remote), &[0; 8]),
+            SendWr::with_inline(0, SendOp::LocalInv(RKey(1)), &[]),
             SendWr::new(0, SendOp::LocalInv(RKey(1)), &eight),
         ];
         for wr in refused {
-            q.push(&wr, PD, &mrs).unwrap_err();
+            q.push(&wr).unwrap_err();
         }
         let three = [sge(0, 1); 3];
         let wr = SendWr::new(0, SendOp::Send, &three);
-        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::TooManySges));
+        assert_eq!(q.push(&wr), Err(PostReason::TooManySges));
         let wr = SendWr::new(0, SendOp::Send, &[]);
-        q.push(&wr, PD, &mrs).unwrap();
-        q.push(&wr, PD, &mrs).unwrap();
-        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::QueueFull));
+        q.push(&wr).unwrap();
+        q.push(&wr).unwrap();
+        assert_eq!(q.push(&wr), Err(PostReason::QueueFull));
         q.retire();
-        q.push(&wr, PD, &mrs).unwrap();
+        q.push(&wr).unwrap();
         assert_eq!((q.head(), q.tail(), q.wqe(2).recv_seq), (1, 3, 3));
     }
 
     #[test]
     fn a_slot_is_made_for_the_deepest_queue_only() {
-        let mrs = MrTable::new(4, 4, [3; 16]);
         let cap = QpCap {
             max_send_wr: 3,
             ..CAP
@@ -551,28 +531,26 @@ mod tests {
         let list = [sge(1, 8), sge(2, 8)];
         let wr = SendWr::new(0, SendOp::Send, &list);
         for _ in 0..5 {
-            q.push(&wr, PD, &mrs).unwrap();
+            q.push(&wr).unwrap();
             q.retire();
         }
         assert_eq!((q.wqes.len(), q.sges.len(), q.head()), (1, 2, 5));
         // Around the end of the ring, which is never empty meanwhile.
-        q.push(&wr, PD, &mrs).unwrap();
+        q.push(&wr).unwrap();
         for n in 6..20 {
             let other = [sge(n, 8)];
-            q.push(&SendWr::new(n, SendOp::Send, &other), PD, &mrs)
-                .unwrap();
+            q.push(&SendWr::new(n, SendOp::Send, &other)).unwrap();
             assert_eq!((q.wqe(n).wr_id, q.sges(n)), (WrId(n), &other[..]));
             q.retire();
         }
-        q.push(&wr, PD, &mrs).unwrap();
-        q.push(&wr, PD, &mrs).unwrap();
-        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::QueueFull));
+        q.push(&wr).unwrap();
+        q.push(&wr).unwrap();
+        assert_eq!(q.push(&wr), Err(PostReason::QueueFull));
         assert_eq!((q.wqes.len(), q.footprint()), (3, most));
     }
 
     #[test]
     fn a_key_is_named_until_its_request_is_completed() {
-        let mrs = MrTable::new(4, 4, [3; 16]);
         let mut q = SendQueue::new(&CAP);
         let by = |lkey| Sge {
             lkey: LKey(lkey),
@@ -581,10 +559,8 @@ mod tests {
         // Keys that share a place, and one that shares the index.
         let (key, other) = (0x100, (NAMES as u32 + 1) << 8);
         let list = [by(other), by(key)];
-        q.push(&SendWr::new(1, SendOp::Send, &list), PD, &mrs)
-            .unwrap();
-        q.push(&SendWr::new(2, SendOp::Send, &[by(7)]), PD, &mrs)
-            .unwrap();
+        q.push(&SendWr::new(1, SendOp::Send, &list)).unwrap();
+        q.push(&SendWr::new(2, SendOp::Send, &[by(7)])).unwrap();
         let names = |q: &SendQueue, key| q.names(RKey(key), q.tail());
         assert!(names(&q, key) && names(&q, other) && names(&q, 7));
         assert!(!names(&q, key + 1) && !names(&q, 2 * other));

@@ -6,7 +6,7 @@ use riser_rdma_core_sys::bindings::*;
 
 use crate::verbs::{
     Access, AhAttr, CmError, ConnParam, Gid, Mtu, PostReason, QKey, QpAttr, QpState, SendFlags,
-    VerbsError, WcOpcode, WcStatus,
+    SendWr, VerbsError, WcOpcode, WcStatus,
 };
 
 /// The error of the last failed call of this thread.
@@ -71,15 +71,15 @@ pub(super) fn access_of(flags: u32) -> Access {
     .fold(Access::empty(), |access, (ours, _)| access | ours)
 }
 
-pub(super) fn send_flags(flags: SendFlags) -> u32 {
+pub(super) fn send_flags(wr: &SendWr<'_>) -> u32 {
     [
-        (SendFlags::SIGNALED, IBV_SEND_SIGNALED),
-        (SendFlags::SOLICITED, IBV_SEND_SOLICITED),
-        (SendFlags::FENCE, IBV_SEND_FENCE),
-        (SendFlags::INLINE, IBV_SEND_INLINE),
+        (wr.flags.contains(SendFlags::SIGNALED), IBV_SEND_SIGNALED),
+        (wr.flags.contains(SendFlags::SOLICITED), IBV_SEND_SOLICITED),
+        (wr.flags.contains(SendFlags::FENCE), IBV_SEND_FENCE),
+        (wr.inline.is_some(), IBV_SEND_INLINE),
     ]
     .into_iter()
-    .filter(|(ours, _)| flags.contains(*ours))
+    .filter(|(is_set, _)| *is_set)
     .fold(0, |all, (_, theirs)| all | theirs)
 }
 

@@ -389,25 +389,44 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
+        let iova = if access.contains(Access::ZERO_BASED) {
+            0
+        } else {
+            range.addr()
+        };
+        self.reg_mr_iova(pd, range, iova, access)
+    }
+
+    fn reg_mr_iova(
+        &mut self,
+        pd: PdId,
+        range: &MemSlice,
+        addr: u64,
+        access: Access,
+    ) -> Result<Mr, VerbsError> {
         let remote_change = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
         if access.intersects(remote_change) && !access.contains(Access::LOCAL_WRITE) {
             return Err(VerbsError::InvalidAccess(
                 "remote write without local write",
             ));
         }
+        if addr.checked_add(range.len() as u64).is_none()
+            || (addr != 0 && access.contains(Access::ZERO_BASED))
+        {
+            return Err(VerbsError::InvalidParameter("address of the region"));
+        }
         let domain = self.pd_ptr(pd)?;
         // Before the library makes what would have to be destroyed again.
         self.regions.check_room()?;
         // Any region may get windows, which stand for its fast registrations.
         let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
-        let zero_based = access.contains(Access::ZERO_BASED);
-        let addr = if zero_based { 0 } else { range.addr() };
         // SAFETY: the range is mapped, and the table entry keeps it so until it is deregistered.
         let ptr = unsafe {
-            if zero_based {
-                (self.core.verbs.ibv_reg_mr_iova)(domain, range.ptr().cast(), range.len(), 0, flags)
+            let (start, len) = (range.ptr().cast(), range.len());
+            if addr == range.addr() {
+                (self.core.verbs.ibv_reg_mr)(domain, start, len, flags)
             } else {
-                (self.core.verbs.ibv_reg_mr)(domain, range.ptr().cast(), range.len(), flags)
+                (self.core.verbs.ibv_reg_mr_iova)(domain, start, len, addr, flags)
             }
         };
         if ptr.is_null() {
@@ -435,7 +454,6 @@ impl Verbs for RdmaCoreDevice {
         if let Ok(Region::Plain { mr: entry, .. }) = self.regions.get_mut(id) {
             *entry = mr(id);
         }
-        self.lkeys.insert(lkey, id);
         self.use_pd(pd);
         Ok(mr(id))
     }
@@ -463,10 +481,9 @@ impl Verbs for RdmaCoreDevice {
             Region::Plain { windows: 1.., .. } => {
                 return Err(VerbsError::ResourceBusy("memory region"));
             }
-            Region::Plain { pd, ptr, mr, .. } => {
+            Region::Plain { pd, ptr, .. } => {
                 // SAFETY: the region leaves the table below; nothing else has the pointer.
                 checked(unsafe { (self.core.verbs.ibv_dereg_mr)(*ptr) })?;
-                self.lkeys.remove(&mr.lkey.0);
                 *pd
             }
             Region::Window(w) => {

@@ -216,8 +216,7 @@ pub struct RdmaCoreDevice {
     pub(super) gone: bool,
     pub(super) pds: Table<PdId, Pd>,
     pub(super) regions: Table<MrId, Region>,
-    /// Local keys and window keys, for the rare look-ups by key.
-    pub(super) lkeys: HashMap<u32, MrId>,
+    /// Keys of windows, for the rare look-ups by key.
     pub(super) rkeys: HashMap<u32, MrId>,
     pub(super) cqs: Table<CqId, Cq>,
     pub(super) srqs: Table<SrqId, Srq>,
@@ -347,7 +346,6 @@ impl RdmaCoreDevice {
             gone: false,
             pds: Table::new("protection domains", MANY),
             regions: Table::new("memory regions", MANY),
-            lkeys: HashMap::new(),
             rkeys: HashMap::new(),
             cqs: Table::new("completion queues", MANY),
             srqs: Table::new("shared receive queues", MANY),

@@ -116,9 +116,9 @@ impl RdmaCoreDevice {
         let mut sge = scratch.sges.as_mut_ptr();
         let mut next: *mut ibv_send_wr = ptr::null_mut();
         // Pointers are set when both lists are complete, since they move as they grow.
-        for (i, wr) in scratch.sends.iter_mut().enumerate() {
+        for wr in &mut scratch.sends {
             wr.sg_list = sge;
-            sge = sge.wrapping_add(wrs[i].sges.len());
+            sge = sge.wrapping_add(wr.num_sge as usize);
         }
         // From the end, so that each request can name the next.
         for wr in scratch.sends.iter_mut().rev() {
@@ -136,7 +136,8 @@ impl RdmaCoreDevice {
         scratch: &mut Scratch,
     ) -> Result<(), PostReason> {
         let theirs = self.send_wr(init, wr)?;
-        self.push_sges(wr.sges, wr.flags.contains(SendFlags::INLINE), init, scratch)?;
+        let before = scratch.sges.len();
+        self.push_sges(wr, init, scratch)?;
         // The slot last: what is refused before it leaves none behind.
         let slot = Slot {
             wr_id: wr.wr_id,
@@ -147,8 +148,8 @@ impl RdmaCoreDevice {
         scratch.slots.push(slot);
         scratch.sends.push(ibv_send_wr {
             wr_id: pack(slot.0),
-            num_sge: wr.sges.len() as i32,
-            send_flags: convert::send_flags(wr.flags),
+            num_sge: (scratch.sges.len() - before) as i32,
+            send_flags: convert::send_flags(wr),
             ..theirs
         });
         Ok(())
@@ -156,47 +157,31 @@ impl RdmaCoreDevice {
 
     fn push_sges(
         &self,
-        sges: &[Sge],
-        inline: bool,
+        wr: &SendWr<'_>,
         init: &QpInitAttr,
         scratch: &mut Scratch,
     ) -> Result<(), PostReason> {
         // Checked here, where the reason is known: the library has one errno for several.
-        if sges.len() > init.cap.max_send_sge.max(1) as usize {
+        if wr.sges.len() > init.cap.max_send_sge.max(1) as usize {
             return Err(PostReason::TooManySges);
         }
-        if inline
-            && sges.iter().map(|s| u64::from(s.length)).sum::<u64>()
-                > u64::from(init.cap.max_inline)
-        {
-            return Err(PostReason::InvalidInline);
-        }
-        for sge in sges {
-            // The library copies inline data itself and looks at no key, so the bytes must be known
-            // to be mapped.
-            if inline && !self.is_registered(sge) {
-                return Err(PostReason::InvalidKey);
+        if let Some(data) = wr.inline {
+            if data.len() > init.cap.max_inline as usize || !wr.sges.is_empty() {
+                return Err(PostReason::InvalidInline);
             }
+            // The library copies them before the post returns, and looks at no key.
             scratch.sges.push(ibv_sge {
-                addr: sge.addr,
-                length: sge.length,
-                lkey: sge.lkey.0,
+                addr: data.as_ptr() as u64,
+                length: data.len() as u32,
+                lkey: 0,
             });
         }
+        scratch.sges.extend(wr.sges.iter().map(|sge| ibv_sge {
+            addr: sge.addr,
+            length: sge.length,
+            lkey: sge.lkey.0,
+        }));
         Ok(())
-    }
-
-    /// Whether a segment lies within a region registered under its key at its virtual address.
-    fn is_registered(&self, sge: &Sge) -> bool {
-        match self.lkeys.get(&sge.lkey.0).map(|id| self.regions.get(*id)) {
-            Some(Ok(Region::Plain { memory, access, .. })) => {
-                let end = sge.addr.checked_add(u64::from(sge.length));
-                !access.contains(Access::ZERO_BASED)
-                    && sge.addr >= memory.addr()
-                    && end.is_some_and(|end| end <= memory.addr() + memory.len() as u64)
-            }
-            _ => false,
-        }
     }
 
     /// One request in the library's form, without its scatter list.
@@ -266,7 +251,10 @@ impl RdmaCoreDevice {
         let Some((base, segment)) = &w.mapped else {
             return Err(PostReason::InvalidKey);
         };
-        let Ok(Region::Plain { ptr, .. }) = self.regions.get(*base) else {
+        let Ok(Region::Plain {
+            ptr, mr, memory, ..
+        }) = self.regions.get(*base)
+        else {
             return Err(PostReason::InvalidKey);
         };
         Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
@@ -274,7 +262,7 @@ impl RdmaCoreDevice {
             rkey: key.0,
             bind_info: ibv_mw_bind_info {
                 mr: *ptr,
-                addr: segment.addr(),
+                addr: mr.addr + (segment.addr() - memory.addr()),
                 length: segment.len() as u64,
                 // A window grants what a peer may do; local rights are those of its region.
                 mw_access_flags: convert::access_flags(access & Access::REMOTE),
@@ -541,6 +529,7 @@ impl RdmaCoreDevice {
                 slot.opcode
             },
             qp,
+            qp_num: wc.qp_num,
             byte_len: wc.byte_len,
             imm,
             invalidated,

@@ -193,6 +193,7 @@ mod tests {
             status: WcStatus::Success,
             opcode: WcOpcode::Send,
             qp: QpId(Handle::new(0, 1)),
+            qp_num: 0x11,
             byte_len: 0,
             imm: None,
             invalidated: None,

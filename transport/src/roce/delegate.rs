@@ -13,6 +13,7 @@ macro_rules! delegate_verbs_to_nic {
                 @mut alloc_pd() -> Result<$crate::verbs::PdId, $crate::verbs::VerbsError>;
                 @mut dealloc_pd(pd: $crate::verbs::PdId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut reg_mr(pd: $crate::verbs::PdId, range: &riser_memory::MemSlice, access: $crate::verbs::Access) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+                @mut reg_mr_iova(pd: $crate::verbs::PdId, range: &riser_memory::MemSlice, iova: u64, access: $crate::verbs::Access) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
                 @ref query_mr(mr: $crate::verbs::MrId) -> Result<$crate::verbs::MrAttr, $crate::verbs::VerbsError>;
                 @mut dereg_mr(mr: $crate::verbs::MrId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut alloc_fast_mr(pd: $crate::verbs::PdId, max_segments: u32) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;

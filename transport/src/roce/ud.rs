@@ -151,6 +151,7 @@ impl UdQp {
             status,
             opcode,
             qp: self.id,
+            qp_num: self.qpn.value(),
             byte_len: 0,
             imm: None,
             invalidated: None,
@@ -168,7 +169,6 @@ impl UdQp {
         &mut self,
         wr: &SendWr<'_>,
         dst: SocketAddr,
-        mrs: &MrTable,
         out: &mut Vec<RcEvent>,
     ) -> Result<(), PostReason> {
         if !matches!(
@@ -184,49 +184,35 @@ impl UdQp {
         };
         // A datagram queue pair has no peer; each send names its own.
         let ud = wr.ud.ok_or(PostReason::InvalidRequest("no destination"))?;
-        let length: u64 = wr.sges.iter().map(|s| u64::from(s.length)).sum();
+        let length = match wr.inline {
+            Some(data) => data.len() as u64,
+            None => wr.sges.iter().map(|s| u64::from(s.length)).sum(),
+        };
         if length > self.mtu as u64 {
             return Err(PostReason::MessageTooLong);
         }
         let most = (self.cap.max_send_sge as usize).min(MAX_UD_SGE);
-        let is_inline = wr.flags.contains(SendFlags::INLINE);
-        if wr.sges.len() > most && !is_inline {
-            // Inline data is copied, so its entries take no place.
+        if wr.sges.len() > most {
             return Err(PostReason::TooManySges);
         }
-        if is_inline && length > u64::from(self.cap.max_inline) {
+        if wr.inline.is_some() && (length > u64::from(self.cap.max_inline) || !wr.sges.is_empty()) {
             return Err(PostReason::InvalidInline);
         }
         if self.sends.len() >= self.cap.max_send_wr as usize {
             return Err(PostReason::QueueFull);
         }
         // The scatter list is copied, not the data: those are gathered when the datagram leaves.
-        let mut send = UdSend {
+        self.sends.push_back(UdSend {
             wr_id: wr.wr_id,
             flags: wr.flags,
             imm,
             dst,
             qpn: Qpn::new(ud.qpn),
             qkey: ud.qkey.0,
-            sges: ArrayVec::new(),
-            inline: None,
+            sges: wr.sges.iter().copied().collect(),
+            inline: wr.inline.map(Box::from),
             length: length as u32,
-        };
-        if is_inline {
-            let mut data = vec![0; length as usize].into_boxed_slice();
-            let mut at = 0;
-            for sge in wr.sges {
-                let span = mrs
-                    .resolve_inline(self.pd, sge)
-                    .map_err(|_| PostReason::InvalidKey)?;
-                span.read(0, &mut data[at..at + span.len()]);
-                at += span.len();
-            }
-            send.inline = Some(data);
-        } else {
-            send.sges.extend(wr.sges.iter().copied());
-        }
-        self.sends.push_back(send);
+        });
         // Posted in a state that sends nothing, it completes as flushed at once.
         if matches!(self.state, QpState::Sqe | QpState::Error) {
             self.flush_sends(out);
@@ -510,7 +496,7 @@ mod tests {
                     ..sge(&b, 0, 4)
                 }];
                 let wr = wr(&sges, SendFlags::empty());
-                b.qp.post_send(&wr, peer(), &b.mrs, &mut b.out).unwrap();
+                b.qp.post_send(&wr, peer(), &mut b.out).unwrap();
                 assert_eq!(transmit(&mut b), None);
             }
             assert_eq!(b.qp.state(), state);
@@ -536,7 +522,7 @@ mod tests {
         let mut b = in_rts(Qpn::new(0x77));
         b.memory.write(4096, b"hello");
         let send = [sge(&b, 4096, 2), sge(&b, 4098, 3)];
-        b.qp.post_send(&wr(&send, SendFlags::SIGNALED), peer(), &b.mrs, &mut b.out)
+        b.qp.post_send(&wr(&send, SendFlags::SIGNALED), peer(), &mut b.out)
             .unwrap();
         let bytes = transmit(&mut b).unwrap();
         assert!(matches!(&b.out[..], [RcEvent::Send(c)] if c.status.is_ok() && c.wr_id == WrId(5)));
@@ -567,7 +553,7 @@ mod tests {
     #[test]
     fn a_wrong_key_or_a_missing_receive_loses_the_datagram() {
         let mut b = in_rts(Qpn::new(0x77));
-        b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+        b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &mut b.out)
             .unwrap();
         let bytes = transmit(&mut b).unwrap();
         assert!(b.out.is_empty(), "not signaled");
@@ -591,12 +577,12 @@ mod tests {
         let mut bad = sge(&b, 0, 8);
         bad.lkey.0 ^= 0x100;
         let bad = [bad];
-        b.qp.post_send(&wr(&bad, SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+        b.qp.post_send(&wr(&bad, SendFlags::empty()), peer(), &mut b.out)
             .unwrap();
-        b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+        b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &mut b.out)
             .unwrap();
         assert_eq!(
-            b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &b.mrs, &mut b.out),
+            b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &mut b.out),
             Err(PostReason::QueueFull)
         );
         assert!(transmit(&mut b).is_none());
@@ -616,7 +602,7 @@ mod tests {
     fn a_datagram_that_is_too_long_is_lost_and_nothing_else() {
         let mut b = in_rts(Qpn::new(0x77));
         let send = [sge(&b, 4096, 64)];
-        b.qp.post_send(&wr(&send, SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+        b.qp.post_send(&wr(&send, SendFlags::empty()), peer(), &mut b.out)
             .unwrap();
         let bytes = transmit(&mut b).unwrap();
         let short = [sge(&b, 0, GRH_LEN as u32 + 63)];

@@ -97,7 +97,8 @@ pub enum PostReason {
     /// The scatter list is longer than a message may be, or its sum overflows.
     #[error("message too long")]
     MessageTooLong,
-    /// Inline data longer than the queue was created for, or inline where it makes no sense.
+    /// Inline data longer than the queue was created for, beside a scatter list, or of an operation
+    /// that has no data of its own.
     #[error("inline data too long or not allowed")]
     InvalidInline,
     /// The operation does not exist on this kind of queue pair.

@@ -99,6 +99,22 @@ pub trait Verbs {
     /// [`VerbsError::InvalidAccess`] for remote write or atomic without local write.
     fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
 
+    /// As [`Verbs::reg_mr`], but addresses of the region, in scatter lists and in requests of peers,
+    /// count from `iova`.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::reg_mr`]; [`VerbsError::InvalidParameter`] where addresses would wrap, or
+    /// `iova` is not 0 with [`Access::ZERO_BASED`].
+    fn reg_mr_iova(
+        &mut self,
+        pd: PdId,
+        range: &MemSlice,
+        iova: u64,
+        access: Access,
+    ) -> Result<Mr, VerbsError>;
+
     /// A region's attributes at present.
     ///
     /// # Errors

@@ -103,8 +103,6 @@ bitflags! {
         const SOLICITED = 2;
         /// Starts only after all earlier READs and atomics of the queue have completed.
         const FENCE = 4;
-        /// The data is copied at the post; the scatter list's keys are not looked at.
-        const INLINE = 8;
     }
 }
 
@@ -126,8 +124,13 @@ pub struct SendWr<'a> {
     pub wr_id: WrId,
     /// Operation with its arguments.
     pub op: SendOp,
-    /// Local memory: the source of sends and writes, the destination of reads and atomics.
+    /// Local memory: the source of sends and writes, the destination of reads and atomics. Keys
+    /// and ranges are checked when the request is carried out: a bad one ends it with
+    /// [`WcStatus::LocProtErr`] in its turn, not at the post (IBTA 10.7.3.2).
     pub sges: &'a [Sge],
+    /// The data of a send or write in place of a scatter list, which is then empty. It is copied at
+    /// the post and needs no key; at most [`QpCap::max_inline`](super::QpCap::max_inline) bytes.
+    pub inline: Option<&'a [u8]>,
     /// Flags of the operation.
     pub flags: SendFlags,
     /// The destination, on datagram queue pairs only.
@@ -142,8 +145,20 @@ impl<'a> SendWr<'a> {
             wr_id: WrId(wr_id),
             op,
             sges,
+            inline: None,
             flags: SendFlags::SIGNALED,
             ud: None,
+        }
+    }
+
+    /// Makes a signaled request that carries its data.
+    ///
+    /// No user yet.
+    #[must_use]
+    pub fn with_inline(wr_id: u64, op: SendOp, data: &'a [u8]) -> Self {
+        Self {
+            inline: Some(data),
+            ..Self::new(wr_id, op, &[])
         }
     }
 
@@ -160,7 +175,8 @@ pub struct RecvWr<'a> {
     /// Comes back in the completion.
     pub wr_id: WrId,
     /// Memory for the message, whose length bounds the message. On datagram queue pairs the
-    /// first 40 bytes are the global route header's place.
+    /// first 40 bytes are the global route header's place. As for sends, a bad key ends the
+    /// receive with [`WcStatus::LocProtErr`] when a message needs it, not at the post.
     pub sges: &'a [Sge],
 }
 
@@ -240,8 +256,8 @@ impl WcStatus {
 
 /// The end of a work request.
 ///
-/// With a status other than success only `wr_id`, `status`, `opcode`, `qp` and `vendor_err` are
-/// valid.
+/// With a status other than success only `wr_id`, `status`, `opcode`, `qp`, `qp_num` and
+/// `vendor_err` are valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     /// The request's own value.
@@ -253,6 +269,8 @@ pub struct Completion {
     /// The queue pair it was posted to; for a shared receive queue, the one it was used by. It may
     /// have been destroyed since, and then the handle names none.
     pub qp: QpId,
+    /// Its number on the wire, which stays known after it was destroyed.
+    pub qp_num: u32,
     /// Bytes received or read; includes the 40 bytes of route header on a datagram receive.
     pub byte_len: u32,
     /// Immediate data, where the peer sent any.

@@ -16,6 +16,7 @@ macro_rules! suite_names {
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
                 a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
                 a_sender_waits_for_the_receiver not_ready_for_too_long keys_rights_and_ranges
+                regions_of_foreign_memory_at_other_addresses
                 a_bad_local_key_completes a_message_longer_than_its_receive flushes_in_order
                 a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
                 notifications_come_when_armed the_send_queue_drains mixed_traffic many_connections

@@ -193,6 +193,7 @@ impl Agent {
             wr_id: WrId(0),
             op: SendOp::Send,
             sges: &[self.sge(at, MAD_LEN)],
+            inline: None,
             flags: SendFlags::SIGNALED,
             ud: Some(UdDest {
                 ah,

@@ -361,6 +361,7 @@ impl<const R: usize> RdmaConn<R> {
             wr_id: WorkRequest::Message(number).id(),
             op: SendOp::Send,
             sges: &[rings.own(at, message.len())],
+            inline: None,
             flags: SendFlags::SIGNALED,
             ud: None,
         };
@@ -437,6 +438,7 @@ impl<const R: usize> RdmaConn<R> {
             wr_id: WorkRequest::Command(slot).id(),
             op: SendOp::Send,
             sges: &sges,
+            inline: None,
             flags: match is_signaled {
                 true => SendFlags::SIGNALED,
                 false => SendFlags::empty(),

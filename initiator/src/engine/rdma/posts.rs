@@ -92,6 +92,7 @@ impl Posts {
                 wr_id: request.id,
                 op: request.op,
                 sges: &self.sges[request.sges.clone()],
+                inline: None,
                 flags: request.flags,
                 ud: None,
             }));

@@ -807,9 +807,10 @@ fn a_chain_stops_at_the_request_that_does_not_fit() {
 #[test]
 fn inline_data_travels_without_a_key() {
     let mut rig = Rig::new();
-    rig.memory.write(0, b"inline!");
-    rig.post_flags(1, SendOp::Send, 7, SendFlags::INLINE | SendFlags::SIGNALED);
-    rig.memory.write(0, b"changed");
+    let mut data = *b"inline!";
+    let wr = SendWr::with_inline(1, SendOp::Send, &data);
+    rig.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
+    data.fill(0);
     let sent = rig.sent();
     assert_eq!(sent[0][12..], *b"inline!\0");
     rig.expire();

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use riser_memory::MemSlice;
 
 use super::{Ah, Nic, Pd};
+use crate::mr::MrTable;
 use crate::roce::cq::{Added, Cq};
 use crate::roce::srq::Srq;
 use crate::verbs::{
@@ -87,9 +88,28 @@ impl Nic {
     }
 
     pub fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
-        self.pds.get(pd)?;
-        let mr = self.mrs.reg(pd, range, access)?;
-        self.pds.get_mut(pd)?.users += 1;
+        self.make_region(pd, |mrs| mrs.reg(pd, range, access))
+    }
+
+    pub fn reg_mr_iova(
+        &mut self,
+        pd: PdId,
+        range: &MemSlice,
+        iova: u64,
+        access: Access,
+    ) -> Result<Mr, VerbsError> {
+        self.make_region(pd, |mrs| mrs.reg_iova(pd, range, iova, access))
+    }
+
+    /// Makes a region that counts as a user of its domain.
+    fn make_region(
+        &mut self,
+        pd: PdId,
+        make: impl FnOnce(&mut MrTable) -> Result<Mr, VerbsError>,
+    ) -> Result<Mr, VerbsError> {
+        let domain = self.pds.get_mut(pd)?;
+        let mr = make(&mut self.mrs)?;
+        domain.users += 1;
         Ok(mr)
     }
 
@@ -104,10 +124,7 @@ impl Nic {
     }
 
     pub fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError> {
-        self.pds.get(pd)?;
-        let mr = self.mrs.alloc_fast(pd, max_segments)?;
-        self.pds.get_mut(pd)?.users += 1;
-        Ok(mr)
+        self.make_region(pd, |mrs| mrs.alloc_fast(pd, max_segments))
     }
 
     pub fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {

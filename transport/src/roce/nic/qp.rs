@@ -123,6 +123,7 @@ impl Nic {
     fn machine(&mut self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
         if init.qp_type == QpType::Rc {
             return Machine::Rc(Box::new(RcQp::new(RcConfig {
+                qp_num: qpn,
                 sq_sig_all: init.sq_sig_all,
                 has_srq: init.srq.is_some(),
                 max_inflight_bytes: self.config.max_inflight_bytes,
@@ -445,7 +446,7 @@ impl Nic {
                         .filter(|ah| ah.pd == pd)
                         .map(|ah| std::net::SocketAddr::new(ah.attr.dgid.ip(), ROCE_PORT))
                         .ok_or(PostReason::InvalidKey);
-                    dst.and_then(|dst| ud.post_send(wr, dst, env.mrs, env.out))
+                    dst.and_then(|dst| ud.post_send(wr, dst, env.out))
                         .map_err(|reason| PostError { index, reason })
                 })
             }

@@ -7,6 +7,12 @@ cd "$(dirname "$0")"
 
 types='ibv_(device_attr|port_attr|async_event|wc|send_wr|recv_wr|qp|cq|srq|mw_bind|qp_attr|qp_init_attr'
 types="$types"'|srq_init_attr|context|ah_attr|(access|send|device_cap|wc)_flags|(qp|srq)_attr_mask)'
+types="$types"'|verbs_context|ibv_(cq|qp|values)_ex|ibv_(cq|qp|srq)_init_attr_ex|ibv_device_attr_ex|ibv_query_device_ex_input'
+types="$types"'|ibv_(rate|fork_status|event_type|port_state|rx_hash_fields|values_mask|gid_entry|xrcd_init_attr|qp_open_attr|alloc_dm_attr|modify_cq_attr|poll_cq_attr|td_init_attr|ece)'
+types="$types"'|ibv_(parent_domain_init_attr|wq_attr|wq_init_attr|rwq_ind_table_init_attr|qp_rate_limit_attr|sge|data_buf)'
+types="$types"'|ibv_(counters|counter_attach_attr|counters_init_attr|flow|flow_attr|create_cq_wc_flags|wc_opcode|wc_status)'
+types="$types"'|ibv_(cq_init_attr_mask|qp_create_send_ops_flags|qp_init_attr_mask|srq_init_attr_mask|rereg_mr_flags)'
+types="$types"'|rdma_(addrinfo|event_channel|cm_join_mc_attr_ex|cm_event_type|cm_join_mc_attr_mask|cm_mc_join_flags)'
 types="$types"'|_compat_ibv_port_attr|rdma_(cm_id|cm_event|conn_param|port_space)|sockaddr_(in6?|storage)'
 
 header=$(mktemp --suffix=.h)
@@ -19,7 +25,7 @@ printf '#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n' >"$header"
     bindgen --rust-target 1.85 --use-core --ctypes-prefix libc --disable-header-comment \
         --ignore-functions --no-doc-comments --with-derive-default \
         --default-enum-style consts --no-prepend-enum-name \
-        --allowlist-type "$types" --allowlist-var 'RDMA_OPTION_.*' \
+        --allowlist-type "$types" --allowlist-var '(RDMA_OPTION|RAI|IBV_ACCESS|IBV_QP_EX|IBV_DM|RDMA_MC)_.*' \
         --blocklist-type '_*pthread_.*|__atomic_wide_counter.*' \
         --raw-line 'use libc::{pthread_cond_t, pthread_mutex_t};' \
         "$header" -- "$@" |

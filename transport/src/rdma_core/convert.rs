@@ -1,4 +1,5 @@
-//! Our types and rdma-core's, one into the other. Nothing here calls the libraries.
+//! Our types and rdma-core's, one into the other. Nothing here calls the libraries, so it also serves
+//! a library that takes the place of rdma-core's.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -59,7 +60,9 @@ pub(super) fn access_flags(access: Access) -> u32 {
     .fold(0, |flags, (_, theirs)| flags | theirs)
 }
 
-pub(super) fn access_of(flags: u32) -> Access {
+/// The rights that access flags give; unknown flags give none.
+#[must_use]
+pub fn access_of(flags: u32) -> Access {
     [
         (Access::LOCAL_WRITE, IBV_ACCESS_LOCAL_WRITE),
         (Access::REMOTE_WRITE, IBV_ACCESS_REMOTE_WRITE),
@@ -81,6 +84,19 @@ pub(super) fn send_flags(wr: &SendWr<'_>) -> u32 {
     .into_iter()
     .filter(|(is_set, _)| *is_set)
     .fold(0, |all, (_, theirs)| all | theirs)
+}
+
+/// Flags of a send request; unknown ones, and the one for inline data, are left out.
+#[must_use]
+pub fn send_flags_of(flags: u32) -> SendFlags {
+    [
+        (SendFlags::SIGNALED, IBV_SEND_SIGNALED),
+        (SendFlags::SOLICITED, IBV_SEND_SOLICITED),
+        (SendFlags::FENCE, IBV_SEND_FENCE),
+    ]
+    .into_iter()
+    .filter(|(_, theirs)| flags & theirs != 0)
+    .fold(SendFlags::empty(), |all, (ours, _)| all | ours)
 }
 
 pub(super) fn mtu(theirs: ibv_mtu) -> Option<Mtu> {
@@ -133,6 +149,45 @@ pub(super) fn wc_status(theirs: ibv_wc_status) -> WcStatus {
     }
 }
 
+/// Status of a completion as `ibv_wc` has it.
+#[must_use]
+pub fn wc_status_code(ours: WcStatus) -> ibv_wc_status {
+    match ours {
+        WcStatus::Success => IBV_WC_SUCCESS,
+        WcStatus::LocLenErr => IBV_WC_LOC_LEN_ERR,
+        WcStatus::LocQpOpErr => IBV_WC_LOC_QP_OP_ERR,
+        WcStatus::LocProtErr => IBV_WC_LOC_PROT_ERR,
+        WcStatus::WrFlushErr => IBV_WC_WR_FLUSH_ERR,
+        WcStatus::MwBindErr => IBV_WC_MW_BIND_ERR,
+        WcStatus::BadRespErr => IBV_WC_BAD_RESP_ERR,
+        WcStatus::LocAccessErr => IBV_WC_LOC_ACCESS_ERR,
+        WcStatus::RemInvReqErr => IBV_WC_REM_INV_REQ_ERR,
+        WcStatus::RemAccessErr => IBV_WC_REM_ACCESS_ERR,
+        WcStatus::RemOpErr => IBV_WC_REM_OP_ERR,
+        WcStatus::RetryExcErr => IBV_WC_RETRY_EXC_ERR,
+        WcStatus::RnrRetryExcErr => IBV_WC_RNR_RETRY_EXC_ERR,
+        WcStatus::RemAbortErr => IBV_WC_REM_ABORT_ERR,
+        WcStatus::FatalErr => IBV_WC_FATAL_ERR,
+    }
+}
+
+/// Opcode of a completion as `ibv_wc` has it. A fast registration has none there: rdma-core reports
+/// it as the driver's own.
+#[must_use]
+pub fn wc_opcode_code(ours: WcOpcode) -> ibv_wc_opcode {
+    match ours {
+        WcOpcode::Send => IBV_WC_SEND,
+        WcOpcode::Write => IBV_WC_RDMA_WRITE,
+        WcOpcode::Read => IBV_WC_RDMA_READ,
+        WcOpcode::CmpSwap => IBV_WC_COMP_SWAP,
+        WcOpcode::FetchAdd => IBV_WC_FETCH_ADD,
+        WcOpcode::RegMr => IBV_WC_DRIVER1,
+        WcOpcode::LocalInv => IBV_WC_LOCAL_INV,
+        WcOpcode::Recv => IBV_WC_RECV,
+        WcOpcode::RecvWriteImm => IBV_WC_RECV_RDMA_WITH_IMM,
+    }
+}
+
 /// The opcode of a successful completion; `posted` is what the request was.
 pub(super) fn wc_opcode(theirs: ibv_wc_opcode, posted: WcOpcode) -> WcOpcode {
     match theirs {
@@ -167,7 +222,9 @@ pub(super) fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
     }
 }
 
-fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
+/// The path that an address attribute with a global route describes.
+#[must_use]
+pub fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
     AhAttr {
         // SAFETY: every bit pattern of a GID is 16 bytes.
         dgid: Gid(unsafe { theirs.grh.dgid.raw }),
@@ -179,7 +236,8 @@ fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
 }
 
 /// Attributes for `ibv_modify_qp`, with the mask that says which are meant.
-pub(super) fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
+#[must_use]
+pub fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
     let mut theirs = ibv_qp_attr::default();
     let mut mask = 0;
     macro_rules! set {
@@ -212,6 +270,83 @@ pub(super) fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
     (theirs, mask)
 }
 
+/// Attributes of `ibv_modify_qp`, of which `mask` says which are meant.
+///
+/// # Errors
+/// [`VerbsError::InvalidParameter`] for a value outside of its type, [`VerbsError::Os`] with
+/// `EOPNOTSUPP` for attributes that queue pairs do not have here, and `EINVAL` for unknown bits.
+pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, VerbsError> {
+    const KNOWN: u32 = IBV_QP_STATE
+        | IBV_QP_CUR_STATE
+        | IBV_QP_EN_SQD_ASYNC_NOTIFY
+        | IBV_QP_ACCESS_FLAGS
+        | IBV_QP_PKEY_INDEX
+        | IBV_QP_PORT
+        | IBV_QP_QKEY
+        | IBV_QP_AV
+        | IBV_QP_PATH_MTU
+        | IBV_QP_TIMEOUT
+        | IBV_QP_RETRY_CNT
+        | IBV_QP_RNR_RETRY
+        | IBV_QP_RQ_PSN
+        | IBV_QP_MAX_QP_RD_ATOMIC
+        | IBV_QP_MIN_RNR_TIMER
+        | IBV_QP_SQ_PSN
+        | IBV_QP_MAX_DEST_RD_ATOMIC
+        | IBV_QP_DEST_QPN;
+    const ABSENT: u32 = IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_CAP | IBV_QP_RATE_LIMIT;
+    if mask & !(KNOWN | ABSENT) != 0 {
+        return Err(VerbsError::Os(libc::EINVAL));
+    }
+    if mask & ABSENT != 0 {
+        return Err(VerbsError::Os(libc::EOPNOTSUPP));
+    }
+    let given = |bit: u32| mask & bit != 0;
+    let state = given(IBV_QP_STATE)
+        .then(|| {
+            let known = STATES.iter().find(|(_, t)| *t == theirs.qp_state);
+            known
+                .map(|(ours, _)| *ours)
+                .ok_or(VerbsError::InvalidParameter("qp_state"))
+        })
+        .transpose()?;
+    let path_mtu = given(IBV_QP_PATH_MTU)
+        .then(|| mtu(theirs.path_mtu).ok_or(VerbsError::InvalidParameter("path_mtu")))
+        .transpose()?;
+    let ah = given(IBV_QP_AV)
+        .then(|| {
+            // Without a global route there is no address on RoCE.
+            (theirs.ah_attr.is_global != 0)
+                .then(|| ah_attr_of(&theirs.ah_attr))
+                .ok_or(VerbsError::InvalidParameter("ah_attr.is_global"))
+        })
+        .transpose()?;
+    macro_rules! take {
+        ($bit:ident, $value:expr) => {
+            given($bit).then(|| $value)
+        };
+    }
+    Ok(QpAttr {
+        state,
+        path_mtu,
+        ah,
+        pkey_index: take!(IBV_QP_PKEY_INDEX, theirs.pkey_index),
+        port: take!(IBV_QP_PORT, theirs.port_num),
+        access: take!(IBV_QP_ACCESS_FLAGS, access_of(theirs.qp_access_flags)),
+        qkey: take!(IBV_QP_QKEY, QKey(theirs.qkey)),
+        dest_qp: take!(IBV_QP_DEST_QPN, theirs.dest_qp_num),
+        rq_psn: take!(IBV_QP_RQ_PSN, theirs.rq_psn),
+        sq_psn: take!(IBV_QP_SQ_PSN, theirs.sq_psn),
+        max_dest_rd_atomic: take!(IBV_QP_MAX_DEST_RD_ATOMIC, theirs.max_dest_rd_atomic),
+        max_rd_atomic: take!(IBV_QP_MAX_QP_RD_ATOMIC, theirs.max_rd_atomic),
+        min_rnr_timer: take!(IBV_QP_MIN_RNR_TIMER, theirs.min_rnr_timer),
+        timeout: take!(IBV_QP_TIMEOUT, theirs.timeout),
+        retry_cnt: take!(IBV_QP_RETRY_CNT, theirs.retry_cnt),
+        rnr_retry: take!(IBV_QP_RNR_RETRY, theirs.rnr_retry),
+        pkey: None,
+    })
+}
+
 /// Attributes from the answer of `ibv_query_qp`.
 pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
     QpAttr {
@@ -237,14 +372,16 @@ pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
 
 /// An address as the socket API writes it.
 #[repr(C)]
-pub(super) union SockAddr {
+pub union SockAddr {
     any: sockaddr,
     v4: sockaddr_in,
     v6: sockaddr_in6,
 }
 
 impl SockAddr {
-    pub(super) fn new(addr: SocketAddr) -> Self {
+    /// The address as the socket API writes it.
+    #[must_use]
+    pub fn new(addr: SocketAddr) -> Self {
         match addr {
             SocketAddr::V4(a) => Self {
                 v4: sockaddr_in {
@@ -272,13 +409,15 @@ impl SockAddr {
         }
     }
 
-    pub(super) fn as_mut_ptr(&mut self) -> *mut sockaddr {
+    /// Pointer for a call.
+    pub fn as_mut_ptr(&mut self) -> *mut sockaddr {
         (&raw mut *self).cast()
     }
 }
 
 /// The address of a CM identifier's route; `None` for a family that is not the Internet's.
-pub(super) fn socket_addr(storage: &sockaddr_storage) -> Option<SocketAddr> {
+#[must_use]
+pub fn socket_addr(storage: &sockaddr_storage) -> Option<SocketAddr> {
     let p: *const sockaddr_storage = storage;
     match i32::from(storage.ss_family) {
         libc::AF_INET => {
@@ -299,7 +438,8 @@ pub(super) fn socket_addr(storage: &sockaddr_storage) -> Option<SocketAddr> {
 }
 
 /// Connection parameters; `theirs` borrows the private data of `ours`.
-pub(super) fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
+#[must_use]
+pub fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
     rdma_conn_param {
         private_data: ours.private_data.as_ptr().cast(),
         private_data_len: ours.private_data.len() as u8,
@@ -317,7 +457,7 @@ pub(super) fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
 ///
 /// # Safety
 /// The private data that `theirs` points at is alive.
-pub(super) unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
+pub unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
     let private_data = if theirs.private_data.is_null() {
         Vec::new()
     } else {

@@ -60,7 +60,7 @@
 )]
 
 mod cm;
-mod convert;
+pub mod convert;
 mod device;
 #[cfg(test)]
 mod fake;

@@ -353,7 +353,10 @@ impl Roce {
         taken
     }
 
-    fn transmit(&mut self, now: Instant) -> usize {
+    /// Sends what has been posted, as [`Provider::progress`] does, but takes nothing in: for a caller
+    /// that posts and may not come back soon. Answers how many packets left.
+    pub fn transmit(&mut self, now: Instant) -> usize {
+        self.nic.set_now(now);
         let mut sent = 0;
         // A bounded number of batches, so that receiving has its turn.
         for _ in 0..TX_BATCHES {

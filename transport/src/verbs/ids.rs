@@ -74,6 +74,7 @@ handles! {
 
 /// Local key: names a region in a scatter list of this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[repr(transparent)]
 pub struct LKey(pub u32);
 
 /// Remote key: names a region, on the wire, to the peer that may use it.

@@ -4,8 +4,9 @@ use bitflags::bitflags;
 
 use super::{Access, AhId, LKey, MrId, QKey, QpId, RKey, WrId};
 
-/// One segment of local memory in a scatter list.
+/// One segment of local memory in a scatter list. Laid out as `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct Sge {
     /// Virtual address (or offset, for a zero-based region) of the first byte.
     pub addr: u64,

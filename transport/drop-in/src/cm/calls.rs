@@ -1,0 +1,346 @@
+//! What a program asks of an identifier.
+
+use std::ffi::{c_int, c_void};
+use std::mem;
+use std::net::{IpAddr, SocketAddr};
+use std::ptr;
+use std::slice;
+use std::time::Duration;
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::conn_param_of;
+use riser_transport::verbs::{ConnParam, RdmaCm as _};
+
+use super::{Id, address, device_at, device_towards, id_of, rdma_ack_cm_event, rdma_get_cm_event};
+use crate::devices::devices;
+use crate::errno::{Errno, minus};
+use crate::object::Ref;
+
+/// Longest queue of requests of a listener, for one that gives none.
+const BACKLOG: u32 = 1024;
+
+/// Waits for the outcome of a call, where the identifier has no channel of the program's. The event
+/// is kept for the program in the identifier.
+///
+/// # Errors
+/// The event's, for one that reports an error; `ECONNREFUSED` for a refusal.
+pub(super) fn complete(id: Ref<Id>) -> Result<(), Errno> {
+    let channel = {
+        let state = id.lock();
+        if !state.is_synchronous {
+            return Ok(());
+        }
+        state.channel
+    };
+    // SAFETY: the identifier is alive, and its events are its own.
+    unsafe {
+        let old = mem::replace(&mut (*id.c()).event, ptr::null_mut());
+        if !old.is_null() {
+            rdma_ack_cm_event(old);
+        }
+        let mut event = ptr::null_mut();
+        if rdma_get_cm_event(channel.handle(), &raw mut event) != 0 {
+            return Err(Errno::last());
+        }
+        (*id.c()).event = event;
+        match (*event).status {
+            0 => Ok(()),
+            _ if (*event).event == RDMA_CM_EVENT_REJECTED => Err(Errno(libc::ECONNREFUSED)),
+            status => Err(Errno(status.abs())),
+        }
+    }
+}
+
+/// `rdma_bind_addr(3)`.
+pub(crate) unsafe extern "C" fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        // SAFETY: as above.
+        let addr = unsafe { address(addr) }?.ok_or(Errno::INVALID)?;
+        bind(id, addr)
+    }))
+}
+
+pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
+    if !id.links().is_empty() {
+        return Err(Errno::INVALID);
+    }
+    let result = if addr.ip().is_unspecified() {
+        bind_all(id, addr)
+    } else {
+        let device = device_at(addr.ip()).ok_or(Errno(libc::ENODEV))?;
+        id.link_to(device)
+            .and_then(|(context, device_id)| Ok(context.lock().nic.bind_addr(device_id, addr)?))
+    };
+    if result.is_err() {
+        id.unlink();
+    } else {
+        id.show_route();
+        if addr.ip().is_unspecified() {
+            // The program sees the address that it gave, with the port that was taken.
+            let port = id.link().ok().and_then(|(c, i)| c.lock().nic.local_addr(i));
+            let port = port.map_or(addr.port(), |a| a.port());
+            // SAFETY: the identifier is alive.
+            unsafe {
+                let place = &raw mut (*id.c()).route.addr.__bindgen_anon_1;
+                super::write_address(place.cast(), SocketAddr::new(addr.ip(), port));
+            }
+        }
+    }
+    result
+}
+
+/// Binds to the unspecified address: to all devices, at one port. That of IPv6 stands for IPv4 as
+/// well.
+fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
+    let is_any_family = addr.is_ipv6();
+    let mut port = addr.port();
+    for device in devices() {
+        let ip = device.config.addr;
+        if ip.is_ipv4() != addr.is_ipv4() && !is_any_family {
+            continue;
+        }
+        let (context, device_id) = id.link_to(device)?;
+        let mut locked = context.lock();
+        locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
+        // The first device chooses for all where the program leaves it open.
+        port = locked.nic.local_addr(device_id).map_or(port, |a| a.port());
+    }
+    id.link().map(drop).map_err(|_| Errno(libc::ENODEV))
+}
+
+/// `rdma_resolve_addr(3)`.
+pub(crate) unsafe extern "C" fn rdma_resolve_addr(
+    id: *mut rdma_cm_id,
+    src: *mut sockaddr,
+    dst: *mut sockaddr,
+    timeout_ms: c_int,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        // SAFETY: as above.
+        let (src, dst) = unsafe { (address(src)?, address(dst)?.ok_or(Errno::INVALID)?) };
+        resolve_addr(id, src, dst, timeout_ms)?;
+        complete(id)
+    }))
+}
+
+pub(super) fn resolve_addr(
+    id: Ref<Id>,
+    src: Option<SocketAddr>,
+    dst: SocketAddr,
+    timeout_ms: c_int,
+) -> Result<(), Errno> {
+    let src = src.filter(|a| !a.ip().is_unspecified() || a.port() != 0);
+    let links = id.links();
+    let (context, device_id) = match links[..] {
+        [] => {
+            let given = src.filter(|a| !a.ip().is_unspecified());
+            let device = match given {
+                Some(src) => device_at(src.ip()).ok_or(Errno(libc::ENODEV))?,
+                None => device_towards(dst)?,
+            };
+            id.link_to(device)?
+        }
+        [link] => link,
+        // It is bound to the unspecified address.
+        [first, ..] => first,
+    };
+    let timeout = Duration::from_millis(timeout_ms.max(0) as u64);
+    let mut locked = context.lock();
+    // An unspecified source stands for the device's own.
+    let own = locked.nic.socket_addr().ip();
+    let src = src.map(|a| match a.ip() {
+        ip if ip.is_unspecified() => SocketAddr::new(own, a.port()),
+        ip => SocketAddr::new(ip, a.port()),
+    });
+    locked.nic.resolve_addr(device_id, src, dst, timeout)?;
+    Ok(())
+}
+
+/// `rdma_resolve_route(3)`.
+pub(crate) unsafe extern "C" fn rdma_resolve_route(
+    id: *mut rdma_cm_id,
+    timeout_ms: c_int,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        let timeout = Duration::from_millis(timeout_ms.max(0) as u64);
+        context.lock().nic.resolve_route(device_id, timeout)?;
+        complete(id)
+    }))
+}
+
+/// `rdma_listen(3)`.
+pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        if id.links().is_empty() {
+            // One that is not bound listens at a free port of all devices.
+            let any = SocketAddr::new(IpAddr::from([0u16; 8]), 0);
+            bind(id, any)?;
+        }
+        let backlog = u32::try_from(backlog).ok().filter(|n| *n > 0);
+        for (context, device_id) in id.links() {
+            let mut locked = context.lock();
+            locked.nic.listen(device_id, backlog.unwrap_or(BACKLOG))?;
+        }
+        Ok(())
+    }))
+}
+
+/// Parameters that a program gives, or those that are usual.
+///
+/// # Safety
+/// The pointer is null, or the parameters and their private data are alive.
+unsafe fn param(given: *mut rdma_conn_param) -> ConnParam {
+    if given.is_null() {
+        return ConnParam::default();
+    }
+    // SAFETY: as the caller promises.
+    unsafe { conn_param_of(&*given) }
+}
+
+/// `rdma_connect(3)`.
+pub(crate) unsafe extern "C" fn rdma_connect(
+    id: *mut rdma_cm_id,
+    given: *mut rdma_conn_param,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        // SAFETY: as above.
+        let mut param = unsafe { param(given) };
+        if param.private_data.is_empty() {
+            param.private_data.clone_from(&id.lock().connect_data);
+        }
+        {
+            let mut locked = context.lock();
+            locked.nic.connect(device_id, &param)?;
+            locked.transmit();
+        }
+        complete(id)
+    }))
+}
+
+/// `rdma_accept(3)`.
+pub(crate) unsafe extern "C" fn rdma_accept(
+    id: *mut rdma_cm_id,
+    given: *mut rdma_conn_param,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        // SAFETY: as above.
+        let param = unsafe { param(given) };
+        {
+            let mut locked = context.lock();
+            locked.nic.accept(device_id, &param)?;
+            locked.transmit();
+        }
+        complete(id)
+    }))
+}
+
+/// `rdma_reject(3)`.
+pub(crate) unsafe extern "C" fn rdma_reject(
+    id: *mut rdma_cm_id,
+    data: *const c_void,
+    length: u8,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        let data = match data.is_null() || length == 0 {
+            true => &[][..],
+            // SAFETY: the program gives that many bytes.
+            false => unsafe { slice::from_raw_parts(data.cast::<u8>(), length.into()) },
+        };
+        let mut locked = context.lock();
+        locked.nic.reject(device_id, data)?;
+        locked.transmit();
+        Ok(())
+    }))
+}
+
+/// `rdma_disconnect(3)`.
+pub(crate) unsafe extern "C" fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        {
+            let mut locked = context.lock();
+            locked.nic.disconnect(device_id)?;
+            locked.transmit();
+        }
+        complete(id)
+    }))
+}
+
+/// `rdma_notify(3)`: the communication-established event of the queue pair is passed on.
+pub(crate) unsafe extern "C" fn rdma_notify(id: *mut rdma_cm_id, event: ibv_event_type) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        if event != IBV_EVENT_COMM_EST {
+            return Err(Errno::INVALID);
+        }
+        context.lock().nic.notify_established(device_id)?;
+        Ok(())
+    }))
+}
+
+/// `rdma_get_src_port(3)`: in network byte order.
+pub(crate) unsafe extern "C" fn rdma_get_src_port(id: *mut rdma_cm_id) -> __be16 {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { id_of(id) }.map_or(0, |id| {
+        // SAFETY: the identifier is alive; an address has its port at one place in both families.
+        u16::to_be(unsafe { port(&raw const (*id.c()).route.addr.__bindgen_anon_1) })
+    })
+}
+
+/// `rdma_get_dst_port(3)`: in network byte order.
+pub(crate) unsafe extern "C" fn rdma_get_dst_port(id: *mut rdma_cm_id) -> __be16 {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { id_of(id) }.map_or(0, |id| {
+        // SAFETY: as in `rdma_get_src_port`.
+        u16::to_be(unsafe { port(&raw const (*id.c()).route.addr.__bindgen_anon_2) })
+    })
+}
+
+/// Port of an address of a route; 0 where there is none.
+///
+/// # Safety
+/// The address is alive.
+unsafe fn port<T>(place: *const T) -> u16 {
+    // SAFETY: as the caller promises.
+    let addr = unsafe { address(place.cast()) };
+    addr.ok().flatten().map_or(0, |a| a.port())
+}
+
+/// `rdma_set_option(3)`.
+pub(crate) unsafe extern "C" fn rdma_set_option(
+    id: *mut rdma_cm_id,
+    level: c_int,
+    option: c_int,
+    value: *mut c_void,
+    length: usize,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|_| {
+        if value.is_null() || length == 0 {
+            return Err(Errno::INVALID);
+        }
+        if level as u32 != RDMA_OPTION_ID {
+            return Err(Errno(libc::ENOSYS));
+        }
+        match option as u32 {
+            // A device here has one address, so addresses are not shared, and a family is not
+            // mixed with another.
+            RDMA_OPTION_ID_REUSEADDR | RDMA_OPTION_ID_AFONLY => Ok(()),
+            RDMA_OPTION_ID_TOS | RDMA_OPTION_ID_ACK_TIMEOUT => Err(Errno(libc::ENOSYS)),
+            _ => Err(Errno(libc::ENOSYS)),
+        }
+    }))
+}

@@ -1,0 +1,268 @@
+//! `rdma_getaddrinfo` and end points.
+
+use std::ffi::{c_char, c_int};
+use std::mem::zeroed;
+use std::ptr;
+use std::slice;
+
+use riser_rdma_core_sys::bindings::*;
+
+use super::{
+    address, bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event,
+    rdma_destroy_id, rdma_destroy_qp, rdma_destroy_srq, rdma_get_cm_event, rdma_resolve_route,
+    resolve_addr,
+};
+use crate::errno::{Errno, minus};
+use crate::memory::Pd;
+use crate::object::Ref;
+
+/// Time that an end point gives each step on the way to its peer, in milliseconds.
+const STEP_MS: c_int = 2000;
+
+/// `rdma_getaddrinfo(3)`.
+pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
+    node: *const c_char,
+    service: *const c_char,
+    hints: *const rdma_addrinfo,
+    result: *mut *mut rdma_addrinfo,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    let hints = unsafe { hints.as_ref() };
+    if node.is_null() && service.is_null() && hints.is_none() {
+        Errno::INVALID.set();
+        return libc::EAI_NONAME;
+    }
+    let flags = hints.map_or(0, |h| h.ai_flags as u32);
+    let space = hints.map_or(0, |h| h.ai_port_space as u32);
+    let space = if space == 0 { RDMA_PS_TCP } else { space };
+    // SAFETY: all-zero bytes are valid hints.
+    let mut wanted: libc::addrinfo = unsafe { zeroed() };
+    if flags & RAI_PASSIVE != 0 {
+        wanted.ai_flags |= libc::AI_PASSIVE;
+    }
+    if flags & RAI_NUMERICHOST != 0 {
+        wanted.ai_flags |= libc::AI_NUMERICHOST;
+    }
+    if flags & RAI_FAMILY != 0 {
+        wanted.ai_family = hints.map_or(0, |h| h.ai_family);
+    }
+    wanted.ai_socktype = match space {
+        RDMA_PS_UDP => libc::SOCK_DGRAM,
+        _ => libc::SOCK_STREAM,
+    };
+    let mut found = ptr::null_mut();
+    // SAFETY: the strings are the program's.
+    let answer = unsafe { libc::getaddrinfo(node, service, &raw const wanted, &raw mut found) };
+    if answer != 0 {
+        return answer;
+    }
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut info: rdma_addrinfo = unsafe { zeroed() };
+    // SAFETY: the list has at least one entry.
+    let first = unsafe { &*found };
+    info.ai_flags = flags as c_int;
+    info.ai_family = first.ai_family;
+    info.ai_port_space = space as c_int;
+    let kind = hints.map_or(0, |h| h.ai_qp_type);
+    info.ai_qp_type = match kind {
+        0 => super::qp_type(space) as c_int,
+        kind => kind,
+    };
+    // SAFETY: the address is alive and has that length.
+    let copy = unsafe { copy(first.ai_addr.cast(), first.ai_addrlen) };
+    if flags & RAI_PASSIVE != 0 {
+        info.ai_src_addr = copy;
+        info.ai_src_len = first.ai_addrlen;
+    } else {
+        info.ai_dst_addr = copy;
+        info.ai_dst_len = first.ai_addrlen;
+        if let Some(hints) = hints.filter(|h| h.ai_src_len > 0 && !h.ai_src_addr.is_null()) {
+            // SAFETY: the program's address has that length.
+            info.ai_src_addr = unsafe { self::copy(hints.ai_src_addr, hints.ai_src_len) };
+            info.ai_src_len = hints.ai_src_len;
+        }
+    }
+    // SAFETY: the list is the C library's; the program gives a place for ours.
+    unsafe {
+        libc::freeaddrinfo(found);
+        result.write(Box::into_raw(Box::new(info)));
+    }
+    0
+}
+
+/// A copy of an address, which [`rdma_freeaddrinfo`] frees.
+///
+/// # Safety
+/// The address has `len` bytes.
+unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let place = libc::malloc(len as usize);
+        if !place.is_null() {
+            ptr::copy_nonoverlapping(addr.cast::<u8>(), place.cast(), len as usize);
+        }
+        place.cast()
+    }
+}
+
+/// `rdma_freeaddrinfo(3)`.
+pub(crate) unsafe extern "C" fn rdma_freeaddrinfo(mut info: *mut rdma_addrinfo) {
+    while !info.is_null() {
+        // SAFETY: it came from `rdma_getaddrinfo`; the program may have set the connection data,
+        // which are then its own to free.
+        unsafe {
+            let entry = Box::from_raw(info);
+            libc::free(entry.ai_src_addr.cast());
+            libc::free(entry.ai_dst_addr.cast());
+            info = entry.ai_next;
+        }
+    }
+}
+
+/// `rdma_create_ep(3)`.
+pub(crate) unsafe extern "C" fn rdma_create_ep(
+    id: *mut *mut rdma_cm_id,
+    info: *mut rdma_addrinfo,
+    pd: *mut ibv_pd,
+    attr: *mut ibv_qp_init_attr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { create_ep(info, pd, attr) }.map(|created| {
+        // SAFETY: as above.
+        unsafe { id.write(created) };
+    }))
+}
+
+/// # Safety
+/// The pointers are the program's, as the manual page demands.
+unsafe fn create_ep(
+    info: *mut rdma_addrinfo,
+    pd: *mut ibv_pd,
+    attr: *mut ibv_qp_init_attr,
+) -> Result<*mut rdma_cm_id, Errno> {
+    // SAFETY: as the caller promises.
+    let info = unsafe { info.as_ref() }.ok_or(Errno::INVALID)?;
+    let kind = info.ai_qp_type as ibv_qp_type;
+    let space = info.ai_port_space as rdma_port_space;
+    let id = create_id(None, ptr::null_mut(), space, Some(kind))?;
+    let pd = match pd.is_null() {
+        true => Ok(None),
+        // SAFETY: as the caller promises.
+        false => unsafe { Ref::<Pd>::get(pd) }.map(Some),
+    };
+    let result = pd.and_then(|pd| {
+        // SAFETY: as the caller promises.
+        let (src, dst) = unsafe { (address(info.ai_src_addr)?, address(info.ai_dst_addr)?) };
+        // SAFETY: as the caller promises.
+        let attr = unsafe { attr.as_mut() };
+        if info.ai_flags as u32 & RAI_PASSIVE != 0 {
+            bind(id, src.ok_or(Errno::INVALID)?)?;
+            if let Some(pd) = pd {
+                // SAFETY: the identifier is alive.
+                unsafe { (*id.c()).pd = pd.handle() };
+            }
+            id.lock().listen_qp = attr.map(|a| {
+                a.qp_type = kind;
+                *a
+            });
+            return Ok(());
+        }
+        resolve_addr(id, src, dst.ok_or(Errno::INVALID)?, STEP_MS)?;
+        complete(id)?;
+        // SAFETY: the identifier is alive.
+        if unsafe { rdma_resolve_route(id.handle(), STEP_MS) } != 0 {
+            return Err(Errno::last());
+        }
+        if let Some(attr) = attr {
+            attr.qp_type = kind;
+            create_qp(id, pd, attr)?;
+        }
+        if info.ai_connect_len > 0 && !info.ai_connect.is_null() {
+            // SAFETY: the program's data have that length.
+            let data =
+                unsafe { slice::from_raw_parts(info.ai_connect.cast::<u8>(), info.ai_connect_len) };
+            id.lock().connect_data = data.to_vec();
+        }
+        Ok(())
+    });
+    if let Err(errno) = result {
+        // SAFETY: the identifier is alive.
+        unsafe { rdma_destroy_ep(id.handle()) };
+        return Err(errno);
+    }
+    Ok(id.handle())
+}
+
+/// `rdma_destroy_ep(3)`.
+pub(crate) unsafe extern "C" fn rdma_destroy_ep(id: *mut rdma_cm_id) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe {
+        rdma_destroy_qp(id);
+        rdma_destroy_srq(id);
+        rdma_destroy_id(id);
+    }
+}
+
+/// `rdma_get_request(3)`.
+pub(crate) unsafe extern "C" fn rdma_get_request(
+    listener: *mut rdma_cm_id,
+    id: *mut *mut rdma_cm_id,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(listener) }.and_then(|listener| {
+        if !listener.lock().is_synchronous {
+            return Err(Errno::INVALID);
+        }
+        let channel = listener.lock().channel;
+        let mut event = ptr::null_mut();
+        // SAFETY: the channel is the listener's, and the event is this call's.
+        let new = unsafe {
+            if rdma_get_cm_event(channel.handle(), &raw mut event) != 0 {
+                return Err(Errno::last());
+            }
+            if (*event).event != RDMA_CM_EVENT_CONNECT_REQUEST {
+                let status = (*event).status;
+                rdma_ack_cm_event(event);
+                return Err(Errno(if status == 0 {
+                    libc::EINVAL
+                } else {
+                    status.abs()
+                }));
+            }
+            id_of((*event).id)?
+        };
+        // Its calls wait for their outcome like its listener's.
+        migrate(new, None)?;
+        let (qp, pd) = {
+            let attr = listener.lock().listen_qp;
+            // SAFETY: the listener is alive.
+            (attr, unsafe { (*listener.c()).pd })
+        };
+        if let Some(mut attr) = qp {
+            let pd = (!pd.is_null())
+                // SAFETY: the listener's own.
+                .then(|| unsafe { Ref::<Pd>::get(pd) })
+                .transpose()?;
+            create_qp(new, pd, &mut attr)?;
+        }
+        // SAFETY: the program gives a place for the identifier, whose event has the peer's data.
+        unsafe {
+            (*new.c()).event = event;
+            id.write(new.handle());
+        }
+        Ok(())
+    }))
+}
+
+/// `rdma_establish(3)`: for a queue pair that the program drives itself.
+pub(crate) unsafe extern "C" fn rdma_establish(id: *mut rdma_cm_id) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        // SAFETY: the identifier is alive.
+        if unsafe { !(*id.c()).qp.is_null() } {
+            // The library has established the connection itself.
+            return Err(Errno::INVALID);
+        }
+        Err(Errno::UNSUPPORTED)
+    }))
+}

@@ -1,0 +1,364 @@
+//! What happens to identifiers.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::mem::{self, zeroed};
+use std::net::SocketAddr;
+use std::ptr;
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::conn_param;
+use riser_transport::verbs::{CmEvent, CmEventKind, ConnParam, RdmaCm as _, Verbs as _};
+
+use super::{EventChannel, Id, create_id, id_of};
+use crate::context::Context;
+use crate::engine::State;
+use crate::errno::{Errno, minus};
+use crate::object::{Ref, kind};
+
+/// An event on its way to the program.
+pub(crate) struct Event {
+    id: Ref<Id>,
+    listener: Option<Ref<Id>>,
+    kind: CmEventKind,
+}
+
+/// An event that the program has, with its private data.
+pub(crate) struct Given {
+    /// The identifier that waits for its acknowledgement.
+    owner: Ref<Id>,
+    _private_data: Vec<u8>,
+}
+
+kind!(Given, rdma_cm_event, b"evnt");
+
+/// Reports what has happened at a device; its lock is held.
+pub(crate) fn report(state: &mut State, event: CmEvent) {
+    let CmEvent { id, kind } = event;
+    if let CmEventKind::ConnectRequest { listener, .. } = &kind {
+        let Some(&listener) = state.ids.get(listener) else {
+            return;
+        };
+        match accept_request(state, listener, id) {
+            Ok(new) => push(Event {
+                id: new,
+                listener: Some(listener),
+                kind,
+            }),
+            Err(errno) => {
+                tracing::warn!("a connection request is lost: error {}", errno.0);
+                // The peer asks again, or gives up.
+                let _ = state.nic.destroy_id(id);
+            }
+        }
+        return;
+    }
+    if let Some(&id) = state.ids.get(&id) {
+        push(Event {
+            id,
+            listener: None,
+            kind,
+        });
+    }
+}
+
+fn push(event: Event) {
+    let owner = event.listener.unwrap_or(event.id);
+    let channel = owner.lock().channel;
+    channel.events.push(event);
+}
+
+/// Makes the identifier of a connection request: it has its listener's channel and context.
+fn accept_request(
+    state: &mut State,
+    listener: Ref<Id>,
+    id: riser_transport::verbs::CmId,
+) -> Result<Ref<Id>, Errno> {
+    // SAFETY: the listener is alive, since the device knows it.
+    let (context, space, kind) = unsafe {
+        let c = &*listener.c();
+        (c.context, c.ps, c.qp_type)
+    };
+    let channel = listener.lock().channel;
+    let links = listener.lock().links.clone();
+    let new = create_id(Some(channel), context, space, Some(kind))?;
+    let device: Option<Ref<Context>> = links
+        .into_iter()
+        .map(|(context, _)| context)
+        .find(|context| state.contexts.contains(context));
+    let device = device.ok_or(Errno::INVALID)?;
+    new.lock().links.push((device, id));
+    state.ids.insert(id, new);
+    let (local, peer) = (state.nic.local_addr(id), state.nic.peer_addr(id));
+    // SAFETY: no other thread knows the identifier yet.
+    unsafe {
+        let c = &mut *new.c();
+        c.verbs = device.handle();
+        c.port_num = 1;
+        if let Some(local) = local {
+            super::write_address((&raw mut c.route.addr.__bindgen_anon_1).cast(), local);
+            let gid = riser_transport::verbs::Gid::from(local.ip());
+            c.route.addr.addr.ibaddr.sgid = ibv_gid { raw: gid.0 };
+        }
+        if let Some(peer) = peer {
+            super::write_address((&raw mut c.route.addr.__bindgen_anon_2).cast(), peer);
+            let gid = riser_transport::verbs::Gid::from(peer.ip());
+            c.route.addr.addr.ibaddr.dgid = ibv_gid { raw: gid.0 };
+        }
+        c.route.addr.addr.ibaddr.pkey = 0xffff_u16.to_be();
+    }
+    make_route(new, local, peer, state);
+    Ok(new)
+}
+
+/// Gives an identifier a path record, which is computed: RoCE has no subnet administration.
+fn make_route(id: Ref<Id>, local: Option<SocketAddr>, peer: Option<SocketAddr>, state: &State) {
+    let (Some(local), Some(peer)) = (local, peer) else {
+        return;
+    };
+    let mtu = state.nic.query_port(1).map_or(3, |p| p.active_mtu.code());
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut path: ibv_sa_path_rec = unsafe { zeroed() };
+    let (sgid, dgid) = (local.ip().into(), peer.ip().into());
+    let (sgid, dgid): (riser_transport::verbs::Gid, riser_transport::verbs::Gid) = (sgid, dgid);
+    path.sgid = ibv_gid { raw: sgid.0 };
+    path.dgid = ibv_gid { raw: dgid.0 };
+    path.hop_limit = 64;
+    path.reversible = 1;
+    path.numb_path = 1;
+    path.pkey = 0xffff_u16.to_be();
+    // Each exactly (selector 2 of the record).
+    path.mtu_selector = 2;
+    path.mtu = mtu;
+    path.rate_selector = 2;
+    path.packet_life_time_selector = 2;
+    path.packet_life_time = 14;
+    let path = Box::into_raw(Box::new(path));
+    // SAFETY: the identifier is alive, and its calls wait for each other.
+    unsafe {
+        let c = &mut *id.c();
+        if !c.route.path_rec.is_null() {
+            drop(Box::from_raw(c.route.path_rec));
+        }
+        c.route.path_rec = path;
+        c.route.num_paths = 1;
+    }
+}
+
+/// Frees what `make_route` has made.
+pub(super) fn free_route(id: Ref<Id>) {
+    // SAFETY: the identifier is alive; its record came from a box.
+    unsafe {
+        let path = mem::replace(&mut (*id.c()).route.path_rec, ptr::null_mut());
+        if !path.is_null() {
+            drop(Box::from_raw(path));
+        }
+    }
+}
+
+/// Takes back the events of an identifier that is going away. Requests to a listener end with it.
+pub(super) fn retract(channel: Ref<EventChannel>, id: Ref<Id>) {
+    let gone = channel
+        .events
+        .retract(|event| event.id == id || event.listener == Some(id));
+    for event in gone.into_iter().filter(|event| event.listener == Some(id)) {
+        let request = event.id;
+        request.unlink();
+        free_route(request);
+        let _ = request.retire();
+    }
+}
+
+/// `rdma_migrate_id(3)`: its events come to another channel, also those that wait.
+pub(crate) unsafe extern "C" fn rdma_migrate_id(
+    id: *mut rdma_cm_id,
+    channel: *mut rdma_event_channel,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let to = (!channel.is_null())
+            // SAFETY: as above.
+            .then(|| unsafe { Ref::<EventChannel>::get(channel) })
+            .transpose()?;
+        migrate(id, to)
+    }))
+}
+
+/// Moves an identifier to a channel, or to one of its own.
+pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), Errno> {
+    let is_synchronous = to.is_none();
+    let to = to.map_or_else(super::create_channel, Ok)?;
+    let (from, had_its_own) = {
+        let mut state = id.lock();
+        let from = mem::replace(&mut state.channel, to);
+        (
+            from,
+            mem::replace(&mut state.is_synchronous, is_synchronous),
+        )
+    };
+    // SAFETY: the identifier is alive.
+    unsafe { (*id.c()).channel = to.handle() };
+    let waiting = from
+        .events
+        .retract(|event| event.listener.unwrap_or(event.id) == id);
+    for event in waiting {
+        to.events.push(event);
+    }
+    // Those that the program has must be acknowledged on the old channel first.
+    id.events.wait();
+    if had_its_own {
+        let _ = from.retire();
+    }
+    Ok(())
+}
+
+/// `rdma_get_cm_event(3)`.
+pub(crate) unsafe extern "C" fn rdma_get_cm_event(
+    channel: *mut rdma_event_channel,
+    event: *mut *mut rdma_cm_event,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(
+        unsafe { Ref::<EventChannel>::get(channel) }.and_then(|channel| {
+            let next = channel.events.take()?;
+            // SAFETY: the program gives a place for the event.
+            unsafe { event.write(give(next)) };
+            Ok(())
+        }),
+    )
+}
+
+/// Makes an event for the program.
+fn give(event: Event) -> *mut rdma_cm_event {
+    let Event { id, listener, kind } = event;
+    let owner = listener.unwrap_or(id);
+    owner.events.add();
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut c: rdma_cm_event = unsafe { zeroed() };
+    c.id = id.handle();
+    c.listen_id = listener.map_or(ptr::null_mut(), Ref::handle);
+    let mut param = None;
+    let mut data = Vec::new();
+    match kind {
+        CmEventKind::AddrResolved => {
+            id.show_route();
+            c.event = RDMA_CM_EVENT_ADDR_RESOLVED;
+        }
+        CmEventKind::AddrError(error) => {
+            c.event = RDMA_CM_EVENT_ADDR_ERROR;
+            c.status = -Errno::from(error).0;
+        }
+        CmEventKind::RouteResolved => {
+            if let Ok((context, device_id)) = id.link() {
+                let locked = context.lock();
+                let local = locked.nic.local_addr(device_id);
+                let peer = locked.nic.peer_addr(device_id);
+                make_route(id, local, peer, &locked);
+            }
+            c.event = RDMA_CM_EVENT_ROUTE_RESOLVED;
+        }
+        CmEventKind::RouteError(error) => {
+            c.event = RDMA_CM_EVENT_ROUTE_ERROR;
+            c.status = -Errno::from(error).0;
+        }
+        CmEventKind::ConnectRequest { param: theirs, .. } => {
+            c.event = RDMA_CM_EVENT_CONNECT_REQUEST;
+            param = Some(theirs);
+        }
+        CmEventKind::ConnectError(error) => {
+            c.event = RDMA_CM_EVENT_CONNECT_ERROR;
+            c.status = -Errno::from(error).0;
+        }
+        CmEventKind::Unreachable => {
+            c.event = RDMA_CM_EVENT_UNREACHABLE;
+            c.status = -libc::ETIMEDOUT;
+        }
+        CmEventKind::Rejected {
+            reason,
+            private_data,
+        } => {
+            c.event = RDMA_CM_EVENT_REJECTED;
+            c.status = reason.into();
+            param = Some(ConnParam {
+                private_data,
+                responder_resources: 0,
+                initiator_depth: 0,
+                flow_control: false,
+                retry_count: 0,
+                rnr_retry_count: 0,
+                srq: false,
+            });
+        }
+        CmEventKind::Established { param: theirs } => {
+            c.event = RDMA_CM_EVENT_ESTABLISHED;
+            param = Some(theirs);
+            set_qp_state(id, IBV_QPS_RTS);
+        }
+        CmEventKind::Disconnected => {
+            c.event = RDMA_CM_EVENT_DISCONNECTED;
+            set_qp_state(id, IBV_QPS_ERR);
+        }
+        CmEventKind::DeviceRemoval => c.event = RDMA_CM_EVENT_DEVICE_REMOVAL,
+        CmEventKind::TimewaitExit => c.event = RDMA_CM_EVENT_TIMEWAIT_EXIT,
+    }
+    if let Some(ours) = param {
+        let mut theirs = conn_param(&ours, 0);
+        data = ours.private_data;
+        theirs.private_data = if data.is_empty() {
+            ptr::null()
+        } else {
+            data.as_ptr().cast()
+        };
+        c.param.conn = theirs;
+    }
+    let given = Given {
+        owner,
+        _private_data: data,
+    };
+    Ref::new(c, given).handle()
+}
+
+/// Shows the program the state of an identifier's queue pair, which the device has changed.
+fn set_qp_state(id: Ref<Id>, state: ibv_qp_state) {
+    // SAFETY: the identifier is alive, and its queue pair, where it has one.
+    unsafe {
+        let qp = (*id.c()).qp;
+        if !qp.is_null() {
+            (*qp).state = state;
+        }
+    }
+}
+
+/// `rdma_ack_cm_event(3)`.
+pub(crate) unsafe extern "C" fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { Ref::<Given>::get(event) }.and_then(|event| {
+        let owner = event.owner;
+        event.retire()?;
+        owner.events.acknowledge(1);
+        Ok(())
+    }))
+}
+
+/// `rdma_event_str(3)`.
+pub(crate) extern "C" fn rdma_event_str(event: rdma_cm_event_type) -> *const c_char {
+    let name: &CStr = match event {
+        RDMA_CM_EVENT_ADDR_RESOLVED => c"RDMA_CM_EVENT_ADDR_RESOLVED",
+        RDMA_CM_EVENT_ADDR_ERROR => c"RDMA_CM_EVENT_ADDR_ERROR",
+        RDMA_CM_EVENT_ROUTE_RESOLVED => c"RDMA_CM_EVENT_ROUTE_RESOLVED",
+        RDMA_CM_EVENT_ROUTE_ERROR => c"RDMA_CM_EVENT_ROUTE_ERROR",
+        RDMA_CM_EVENT_CONNECT_REQUEST => c"RDMA_CM_EVENT_CONNECT_REQUEST",
+        RDMA_CM_EVENT_CONNECT_RESPONSE => c"RDMA_CM_EVENT_CONNECT_RESPONSE",
+        RDMA_CM_EVENT_CONNECT_ERROR => c"RDMA_CM_EVENT_CONNECT_ERROR",
+        RDMA_CM_EVENT_UNREACHABLE => c"RDMA_CM_EVENT_UNREACHABLE",
+        RDMA_CM_EVENT_REJECTED => c"RDMA_CM_EVENT_REJECTED",
+        RDMA_CM_EVENT_ESTABLISHED => c"RDMA_CM_EVENT_ESTABLISHED",
+        RDMA_CM_EVENT_DISCONNECTED => c"RDMA_CM_EVENT_DISCONNECTED",
+        RDMA_CM_EVENT_DEVICE_REMOVAL => c"RDMA_CM_EVENT_DEVICE_REMOVAL",
+        RDMA_CM_EVENT_MULTICAST_JOIN => c"RDMA_CM_EVENT_MULTICAST_JOIN",
+        RDMA_CM_EVENT_MULTICAST_ERROR => c"RDMA_CM_EVENT_MULTICAST_ERROR",
+        RDMA_CM_EVENT_ADDR_CHANGE => c"RDMA_CM_EVENT_ADDR_CHANGE",
+        RDMA_CM_EVENT_TIMEWAIT_EXIT => c"RDMA_CM_EVENT_TIMEWAIT_EXIT",
+        _ => c"UNKNOWN EVENT",
+    };
+    name.as_ptr()
+}

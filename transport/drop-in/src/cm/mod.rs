@@ -1,0 +1,415 @@
+//! The RDMA CM: librdmacm's calls over the device's connection manager.
+//!
+//! | module | what it has |
+//! | --- | --- |
+//! | this one | identifiers and event channels |
+//! | `calls` | what a program asks of an identifier |
+//! | `events` | what happens to it |
+//! | `endpoint` | `rdma_getaddrinfo` and what is built on it |
+//! | `qp` | queue pairs and receive queues of identifiers |
+//!
+//! # Locks
+//! An identifier's state has a lock of its own. It is taken while the device's lock is held, since
+//! events are reported under that one; so no call holds it when it locks the device.
+
+mod calls;
+mod endpoint;
+mod events;
+mod qp;
+
+use std::ffi::{c_int, c_void};
+use std::mem::{self, zeroed};
+use std::net::{IpAddr, SocketAddr};
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
+use riser_transport::verbs::{CmError, CmId, PortSpace, RdmaCm as _, Verbs as _};
+
+pub(crate) use self::calls::*;
+pub(crate) use self::endpoint::*;
+pub(crate) use self::events::*;
+pub(crate) use self::qp::*;
+use crate::context::{Context, open};
+use crate::devices::{Device, devices};
+use crate::errno::{Errno, minus, pointer};
+use crate::memory::{Pd, alloc_pd};
+use crate::object::{Ref, kind};
+use crate::queue::{EventQueue, Unacknowledged};
+
+/// An event channel.
+pub(crate) struct EventChannel {
+    events: EventQueue<Event>,
+}
+
+kind!(EventChannel, rdma_event_channel, b"evch");
+
+/// An identifier.
+pub(crate) struct Id {
+    state: Mutex<IdState>,
+    events: Unacknowledged,
+}
+
+kind!(Id, rdma_cm_id, b"cmid");
+
+// SAFETY: the pointers of the kept attributes are given back to the program and not followed.
+unsafe impl Send for IdState {}
+
+/// What an identifier's lock protects.
+struct IdState {
+    channel: Ref<EventChannel>,
+    /// It has no channel of the program's: each call waits for its outcome.
+    is_synchronous: bool,
+    space: PortSpace,
+    /// Its identifiers of the devices: none before it has an address, and several where it listens
+    /// on all devices.
+    links: Vec<(Ref<Context>, CmId)>,
+    /// Queue pair, for each request of a listening end point.
+    listen_qp: Option<ibv_qp_init_attr>,
+    /// Private data of the connection request of an end point.
+    connect_data: Vec<u8>,
+    /// Completion queues and channels that were made with the queue pair.
+    owns_send_cq: bool,
+    owns_recv_cq: bool,
+}
+
+impl From<CmError> for Errno {
+    fn from(error: CmError) -> Self {
+        Self(match error {
+            CmError::TooManyIds => libc::ENOMEM,
+            CmError::AddressInUse => libc::EADDRINUSE,
+            CmError::AddressNotAvailable => libc::EADDRNOTAVAIL,
+            CmError::Unreachable | CmError::LinkLocal => libc::ENETUNREACH,
+            CmError::Timeout => libc::ETIMEDOUT,
+            CmError::Verbs(error) => return error.into(),
+            _ => libc::EINVAL,
+        })
+    }
+}
+
+impl Id {
+    fn lock(&self) -> MutexGuard<'_, IdState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its identifiers of the devices.
+    fn links(&self) -> Vec<(Ref<Context>, CmId)> {
+        self.lock().links.clone()
+    }
+
+    /// Its identifier of the device.
+    ///
+    /// # Errors
+    /// `EINVAL` before it has one.
+    fn link(&self) -> Result<(Ref<Context>, CmId), Errno> {
+        self.lock().links.first().copied().ok_or(Errno::INVALID)
+    }
+}
+
+/// The identifier that a program's pointer names.
+///
+/// # Errors
+/// `EINVAL` where it names none.
+///
+/// # Safety
+/// As [`Ref::get`].
+unsafe fn id_of(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
+    // SAFETY: as the caller promises.
+    unsafe { Ref::get(id) }
+}
+
+/// A context that the identifiers of a device share, with a protection domain for queue pairs that
+/// are created without one. It stays open, as in librdmacm.
+struct Shared {
+    context: Ref<Context>,
+    pd: Ref<Pd>,
+}
+
+/// The shared context of a device.
+///
+/// # Errors
+/// Those of opening the device.
+fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
+    static SHARED: OnceLock<Vec<Mutex<Option<&'static Shared>>>> = OnceLock::new();
+    let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
+    let place = all.get(device.index).ok_or(Errno::INVALID)?;
+    let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(shared) = *place {
+        return Ok(shared);
+    }
+    let context = open(device)?;
+    let pd = alloc_pd(context)?;
+    let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd }));
+    *place = Some(shared);
+    Ok(shared)
+}
+
+/// The device that has an address.
+fn device_at(addr: IpAddr) -> Option<&'static Device> {
+    devices().iter().find(|d| d.config.addr == addr)
+}
+
+/// The device from which a destination is reached: the one whose address the host would use, or the
+/// first of the destination's family.
+fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
+    let any: SocketAddr = match dst {
+        SocketAddr::V4(_) => ([0, 0, 0, 0], 0).into(),
+        SocketAddr::V6(_) => ([0u16; 8], 0).into(),
+    };
+    // Nothing is sent: connecting a datagram socket looks the route up.
+    let local = std::net::UdpSocket::bind(any)
+        .and_then(|socket| socket.connect(dst).and_then(|()| socket.local_addr()));
+    let by_route = local.ok().and_then(|local| device_at(local.ip()));
+    let same_family = || {
+        let mut all = devices().iter();
+        all.find(|d| d.config.addr.is_ipv4() == dst.is_ipv4())
+    };
+    by_route.or_else(same_family).ok_or(Errno(libc::ENODEV))
+}
+
+/// An address of the program's.
+///
+/// # Errors
+/// `EAFNOSUPPORT` for another family than the Internet's.
+///
+/// # Safety
+/// The pointer is null, or the address has the size of its family.
+unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
+    if addr.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the family comes first in each address.
+    let family = i32::from(unsafe { (*addr).sa_family });
+    let size = match family {
+        libc::AF_INET => size_of::<sockaddr_in>(),
+        libc::AF_INET6 => size_of::<sockaddr_in6>(),
+        _ => return Err(Errno(libc::EAFNOSUPPORT)),
+    };
+    // SAFETY: all-zero bytes are valid, and there is room for each kind of address.
+    let storage = unsafe {
+        let mut storage: sockaddr_storage = zeroed();
+        ptr::copy_nonoverlapping(addr.cast::<u8>(), (&raw mut storage).cast(), size);
+        storage
+    };
+    let addr = socket_addr(&storage).ok_or(Errno(libc::EAFNOSUPPORT))?;
+    Ok(Some(SocketAddr::new(addr.ip().to_canonical(), addr.port())))
+}
+
+/// Writes an address where a route has one.
+///
+/// # Safety
+/// There is room for an address of any family.
+unsafe fn write_address(place: *mut sockaddr, addr: SocketAddr) {
+    let mut ours = SockAddr::new(addr);
+    let size = if addr.is_ipv4() {
+        size_of::<sockaddr_in>()
+    } else {
+        size_of::<sockaddr_in6>()
+    };
+    // SAFETY: as the caller promises.
+    unsafe { ptr::copy_nonoverlapping(ours.as_mut_ptr().cast::<u8>(), place.cast(), size) };
+}
+
+/// `rdma_create_event_channel(3)`.
+pub(crate) unsafe extern "C" fn rdma_create_event_channel() -> *mut rdma_event_channel {
+    pointer(create_channel().map(Ref::handle))
+}
+
+fn create_channel() -> Result<Ref<EventChannel>, Errno> {
+    if devices().is_empty() {
+        return Err(Errno(libc::ENODEV));
+    }
+    let events = EventQueue::new()?;
+    let c = rdma_event_channel {
+        fd: events.raw_fd(),
+    };
+    Ok(Ref::new(c, EventChannel { events }))
+}
+
+/// `rdma_destroy_event_channel(3)`.
+pub(crate) unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    if let Ok(channel) = unsafe { Ref::<EventChannel>::get(channel) } {
+        // It has no way to report that another thread was faster.
+        let _ = channel.retire();
+    }
+}
+
+/// `rdma_create_id(3)`.
+pub(crate) unsafe extern "C" fn rdma_create_id(
+    channel: *mut rdma_event_channel,
+    id: *mut *mut rdma_cm_id,
+    context: *mut c_void,
+    space: rdma_port_space,
+) -> c_int {
+    let created = (!channel.is_null())
+        // SAFETY: the program's pointer, as the manual page demands.
+        .then(|| unsafe { Ref::<EventChannel>::get(channel) })
+        .transpose()
+        .and_then(|channel| create_id(channel, context, space, None));
+    minus(created.map(|created| {
+        // SAFETY: the program gives a place for the identifier.
+        unsafe { id.write(created.handle()) };
+    }))
+}
+
+/// Kind of queue pair that the identifiers of a port space have.
+fn qp_type(space: rdma_port_space) -> ibv_qp_type {
+    match space {
+        RDMA_PS_UDP | RDMA_PS_IPOIB => IBV_QPT_UD,
+        _ => IBV_QPT_RC,
+    }
+}
+
+fn create_id(
+    channel: Option<Ref<EventChannel>>,
+    context: *mut c_void,
+    space: rdma_port_space,
+    kind: Option<ibv_qp_type>,
+) -> Result<Ref<Id>, Errno> {
+    let ours = match space {
+        RDMA_PS_TCP => PortSpace::Tcp,
+        RDMA_PS_UDP => PortSpace::Udp,
+        RDMA_PS_IB | RDMA_PS_IPOIB => return Err(Errno(libc::EPROTONOSUPPORT)),
+        _ => return Err(Errno::INVALID),
+    };
+    let is_synchronous = channel.is_none();
+    let channel = channel.map_or_else(create_channel, Ok)?;
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut c: rdma_cm_id = unsafe { zeroed() };
+    c.channel = channel.handle();
+    c.context = context;
+    c.ps = space;
+    c.qp_type = kind.unwrap_or_else(|| qp_type(space));
+    Ok(Ref::new(
+        c,
+        Id {
+            state: Mutex::new(IdState {
+                channel,
+                is_synchronous,
+                space: ours,
+                links: Vec::new(),
+                listen_qp: None,
+                connect_data: Vec::new(),
+                owns_send_cq: false,
+                owns_recv_cq: false,
+            }),
+            events: Unacknowledged::default(),
+        },
+    ))
+}
+
+impl Ref<Id> {
+    /// Gives the identifier one of the device's.
+    fn link_to(self, device: &'static Device) -> Result<(Ref<Context>, CmId), Errno> {
+        let shared = shared(device)?;
+        let space = self.lock().space;
+        let mut locked = shared.context.lock();
+        let id = locked.nic.create_id(space)?;
+        locked.ids.insert(id, self);
+        self.lock().links.push((shared.context, id));
+        Ok((shared.context, id))
+    }
+
+    /// Takes back what `link_to` has done.
+    fn unlink(self) {
+        let links = mem::take(&mut self.lock().links);
+        for (context, id) in links {
+            let mut locked = context.lock();
+            locked.ids.remove(&id);
+            // It existed, so it can be destroyed.
+            let _ = locked.nic.destroy_id(id);
+        }
+    }
+
+    /// Shows the program the device and the addresses of an identifier.
+    fn show_route(self) {
+        let Ok((context, id)) = self.link() else {
+            return;
+        };
+        let (local, peer, gid) = {
+            let locked = context.lock();
+            let gid = locked.nic.query_gid(1, 0).ok();
+            (locked.nic.local_addr(id), locked.nic.peer_addr(id), gid)
+        };
+        let is_wildcard = self.lock().links.len() > 1;
+        // SAFETY: the identifier is alive; the program reads these members once it has the outcome
+        // of the call, or the event, that sets them.
+        unsafe {
+            let c = &mut *self.c();
+            if let Some(local) = local {
+                write_address((&raw mut c.route.addr.__bindgen_anon_1).cast(), local);
+            }
+            if !is_wildcard {
+                c.verbs = context.handle();
+                c.port_num = 1;
+                if let Some(gid) = gid {
+                    c.route.addr.addr.ibaddr.sgid = ibv_gid { raw: gid.0 };
+                }
+                c.route.addr.addr.ibaddr.pkey = 0xffff_u16.to_be();
+            }
+            if let Some(peer) = peer {
+                write_address((&raw mut c.route.addr.__bindgen_anon_2).cast(), peer);
+                let gid = riser_transport::verbs::Gid::from(peer.ip());
+                c.route.addr.addr.ibaddr.dgid = ibv_gid { raw: gid.0 };
+            }
+        }
+    }
+}
+
+/// `rdma_destroy_id(3)`.
+pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        id.unlink();
+        let (channel, is_synchronous) = {
+            let state = id.lock();
+            (state.channel, state.is_synchronous)
+        };
+        // SAFETY: the identifier is alive.
+        let event = unsafe { mem::replace(&mut (*id.c()).event, ptr::null_mut()) };
+        if !event.is_null() {
+            // SAFETY: the identifier's own event.
+            unsafe { rdma_ack_cm_event(event) };
+        }
+        // What the program has not taken yet goes; what it has taken it must acknowledge.
+        retract(channel, id);
+        id.events.wait();
+        if is_synchronous {
+            let _ = channel.retire();
+        }
+        free_route(id);
+        id.retire()
+    }))
+}
+
+/// `rdma_get_devices(3)`: contexts of all devices, and a null pointer after them.
+pub(crate) unsafe extern "C" fn rdma_get_devices(count: *mut c_int) -> *mut *mut ibv_context {
+    let contexts: Vec<_> = devices()
+        .iter()
+        .filter_map(|d| shared(d).ok())
+        .map(|shared| shared.context.handle())
+        .collect();
+    if !count.is_null() {
+        // SAFETY: the program gives a place for the number.
+        unsafe { count.write(contexts.len() as c_int) };
+    }
+    // SAFETY: the size is that of the pointers and one more.
+    let list = unsafe { libc::calloc(contexts.len() + 1, size_of::<*mut ibv_context>()) };
+    let list = list.cast::<*mut ibv_context>();
+    if list.is_null() {
+        return pointer(Err(Errno::NO_MEMORY));
+    }
+    for (i, context) in contexts.into_iter().enumerate() {
+        // SAFETY: the list has room for all of them.
+        unsafe { list.add(i).write(context) };
+    }
+    list
+}
+
+/// `rdma_free_devices(3)`.
+pub(crate) unsafe extern "C" fn rdma_free_devices(list: *mut *mut ibv_context) {
+    // SAFETY: the list came from `calloc`.
+    unsafe { libc::free(list.cast()) };
+}

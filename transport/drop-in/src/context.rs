@@ -1,0 +1,545 @@
+//! Opened devices: their attributes, ports and asynchronous events.
+
+use std::ffi::{c_char, c_int};
+use std::mem::{MaybeUninit, offset_of, size_of, zeroed};
+use std::ptr;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
+use tracing::error;
+
+use crate::cq::{Cq, poll_cq, req_notify_cq};
+use crate::devices::Device;
+use crate::engine::{Engine, Locked};
+use crate::errno::{Errno, minus, number, pointer};
+use crate::object::{Ref, kind};
+use crate::post::{post_recv, post_send, post_srq_recv};
+use crate::qp::{Qp, Srq, create_qp_ex, create_srq_ex};
+use crate::queue::EventQueue;
+
+/// Marks a context that has the table of extended functions.
+const EXTENDED: usize = usize::MAX;
+
+/// Version of the hardware that the device reports: there is none.
+const HW_VERSION: u32 = 0;
+
+/// Link layer of a port, and a flag of one whose packets need a global route.
+const LINK_LAYER_ETHERNET: u8 = 2;
+const GRH_REQUIRED: u8 = 1;
+
+/// GID type of RoCEv2 in `ibv_gid_entry`, and in `ibv_query_gid_type`.
+const GID_TYPE_ROCE_V2: u32 = 2;
+const GID_SYSFS_ROCE_V2: u32 = 1;
+
+/// An opened device.
+pub(crate) struct Context {
+    pub(crate) device: &'static Device,
+    engine: Arc<Engine>,
+    events: EventQueue<Event>,
+}
+
+kind!(
+    Context,
+    verbs_context,
+    ibv_context,
+    offset_of!(verbs_context, context),
+    b"cntx"
+);
+
+/// An asynchronous event on its way to the program.
+#[derive(Clone, Copy)]
+pub(crate) enum Event {
+    Cq(Ref<Cq>, AsyncEvent),
+    Qp(Ref<Qp>, AsyncEvent),
+    Srq(Ref<Srq>, AsyncEvent),
+    Port(AsyncEvent),
+}
+
+impl Context {
+    /// Takes the lock of the device.
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        self.engine.lock()
+    }
+
+    pub(crate) fn report(&self, event: AsyncEvent) {
+        self.events.push(Event::Port(event));
+    }
+
+    pub(crate) fn report_cq(&self, cq: Ref<Cq>, event: AsyncEvent) {
+        self.events.push(Event::Cq(cq, event));
+    }
+
+    pub(crate) fn report_qp(&self, qp: Ref<Qp>, event: AsyncEvent) {
+        self.events.push(Event::Qp(qp, event));
+    }
+
+    pub(crate) fn report_srq(&self, srq: Ref<Srq>, event: AsyncEvent) {
+        self.events.push(Event::Srq(srq, event));
+    }
+
+    /// Takes back the events of an object that is going away.
+    pub(crate) fn retract(&self, is_gone: impl FnMut(&Event) -> bool) {
+        self.events.retract(is_gone);
+    }
+}
+
+/// The context that a program's pointer names.
+///
+/// # Errors
+/// `EINVAL` where it names none.
+///
+/// # Safety
+/// As [`Ref::get`].
+pub(crate) unsafe fn context_of(context: *mut ibv_context) -> Result<Ref<Context>, Errno> {
+    // SAFETY: as the caller promises.
+    unsafe { Ref::get(context) }
+}
+
+/// `ibv_open_device(3)`.
+pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
+    pointer(Device::get(device).and_then(open).map(Ref::handle))
+}
+
+/// Opens a device.
+///
+/// # Errors
+/// Those of [`Engine::open`].
+pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
+    let config = &device.config;
+    let engine = Engine::open(&config.clone()).map_err(|error| {
+        let (name, addr) = (&config.name, config.addr);
+        error!("cannot open {name} at {addr}: {error}");
+        Errno::from(error)
+    })?;
+    let events = EventQueue::new()?;
+    // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
+    let mut c: verbs_context = unsafe { zeroed() };
+    c.context.device = device.handle();
+    c.context.cmd_fd = -1;
+    c.context.async_fd = events.raw_fd();
+    c.context.num_comp_vectors = 1;
+    c.context.abi_compat = ptr::without_provenance_mut(EXTENDED);
+    c.context.ops.poll_cq = Some(poll_cq);
+    c.context.ops.req_notify_cq = Some(req_notify_cq);
+    c.context.ops.post_send = Some(post_send);
+    c.context.ops.post_recv = Some(post_recv);
+    c.context.ops.post_srq_recv = Some(post_srq_recv);
+    c.sz = size_of::<verbs_context>();
+    c.query_port = Some(query_port);
+    c.query_device_ex = Some(query_device_ex);
+    c.query_rt_values = Some(query_rt_values);
+    c.create_qp_ex = Some(create_qp_ex);
+    c.create_srq_ex = Some(create_srq_ex);
+    let context = Ref::new(
+        c,
+        Context {
+            device,
+            engine,
+            events,
+        },
+    );
+    context.lock().contexts.push(context);
+    Ok(context)
+}
+
+/// `ibv_close_device(3)`.
+pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { context_of(context) }.and_then(|context| {
+        let mut locked = context.lock();
+        locked.contexts.retain(|c| *c != context);
+        locked.transmit();
+        drop(locked);
+        context.retire()
+    }))
+}
+
+/// `ibv_query_device(3)`.
+pub(crate) unsafe extern "C" fn ibv_query_device(
+    context: *mut ibv_context,
+    attr: *mut ibv_device_attr,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { context_of(context) }.map(|context| {
+        // SAFETY: the program gives a place for the attributes.
+        unsafe { attr.write(device_attr(&context)) };
+    }))
+}
+
+fn device_attr(context: &Context) -> ibv_device_attr {
+    let locked = context.lock();
+    let ours = locked.nic.device_attr();
+    let mut fw_ver = [0; 64];
+    for (to, from) in fw_ver.iter_mut().zip(env!("CARGO_PKG_VERSION").bytes()) {
+        *to = from as c_char;
+    }
+    let int = |n: u32| c_int::try_from(n).unwrap_or(c_int::MAX);
+    ibv_device_attr {
+        fw_ver,
+        node_guid: ours.node_guid.to_be(),
+        sys_image_guid: ours.node_guid.to_be(),
+        max_mr_size: ours.max_mr_size,
+        // Any power of two from a page on: addresses are virtual.
+        page_size_cap: !0xfff,
+        hw_ver: HW_VERSION,
+        max_qp: int(ours.max_qp),
+        max_qp_wr: int(ours.max_qp_wr),
+        device_cap_flags: IBV_DEVICE_CURR_QP_STATE_MOD
+            | IBV_DEVICE_RC_RNR_NAK_GEN
+            | IBV_DEVICE_SRQ_RESIZE
+            | IBV_DEVICE_SYS_IMAGE_GUID
+            | IBV_DEVICE_MEM_MGT_EXTENSIONS,
+        max_sge: int(ours.max_sge),
+        max_sge_rd: int(ours.max_sge),
+        max_cq: int(ours.max_cq),
+        max_cqe: int(ours.max_cqe),
+        max_mr: int(ours.max_mr),
+        max_pd: int(ours.max_pd),
+        max_qp_rd_atom: ours.max_qp_rd_atom.into(),
+        max_res_rd_atom: int(u32::from(ours.max_qp_rd_atom).saturating_mul(ours.max_qp)),
+        max_qp_init_rd_atom: ours.max_qp_init_rd_atom.into(),
+        // Atomics of the device are atomic to each other, not to the processor's.
+        atomic_cap: IBV_ATOMIC_HCA,
+        max_ah: int(ours.max_ah),
+        max_srq: int(ours.max_srq),
+        max_srq_wr: int(ours.max_srq_wr),
+        max_srq_sge: int(ours.max_sge),
+        max_pkeys: 1,
+        local_ca_ack_delay: 15,
+        phys_port_cnt: ours.ports,
+        ..Default::default()
+    }
+}
+
+/// `ibv_query_device_ex(3)`.
+unsafe extern "C" fn query_device_ex(
+    context: *mut ibv_context,
+    input: *const ibv_query_device_ex_input,
+    attr: *mut ibv_device_attr_ex,
+    size: usize,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { context_of(context) }.and_then(|context| {
+        // SAFETY: an input is a structure with a mask; no bit of it is known.
+        if !input.is_null() && unsafe { (*input).comp_mask } != 0 {
+            return Err(Errno::INVALID);
+        }
+        if size < size_of::<ibv_device_attr>() {
+            return Err(Errno::INVALID);
+        }
+        let attr_ex = ibv_device_attr_ex {
+            orig_attr: device_attr(&context),
+            device_cap_flags_ex: device_attr(&context).device_cap_flags.into(),
+            phys_port_cnt_ex: 1,
+            ..Default::default()
+        };
+        // A program that was built for another version has another size: it gets the part that it
+        // knows.
+        // SAFETY: the program's structure has `size` bytes.
+        unsafe {
+            ptr::write_bytes(attr.cast::<u8>(), 0, size);
+            let known = size.min(size_of::<ibv_device_attr_ex>());
+            ptr::copy_nonoverlapping((&raw const attr_ex).cast::<u8>(), attr.cast(), known);
+        }
+        Ok(())
+    }))
+}
+
+/// `ibv_query_rt_values_ex(3)`.
+unsafe extern "C" fn query_rt_values(
+    context: *mut ibv_context,
+    values: *mut ibv_values_ex,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { context_of(context) }.map(|_| {
+        let now = SystemTime::now();
+        let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        // SAFETY: the program gives a place for the values.
+        unsafe {
+            (*values).comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
+            (*values).raw_clock.tv_sec = now.as_secs() as _;
+            (*values).raw_clock.tv_nsec = now.subsec_nanos().into();
+        }
+    }))
+}
+
+fn port_attr(context: &Context, port: u8) -> Result<ibv_port_attr, Errno> {
+    let ours = context.lock().nic.query_port(port)?;
+    let is_active = ours.state == PortState::Active;
+    Ok(ibv_port_attr {
+        state: if is_active {
+            IBV_PORT_ACTIVE
+        } else {
+            IBV_PORT_DOWN
+        },
+        max_mtu: ours.max_mtu.code().into(),
+        active_mtu: ours.active_mtu.code().into(),
+        gid_tbl_len: ours.gid_table_len.into(),
+        port_cap_flags: 1 << 16,
+        max_msg_sz: ours.max_msg_size,
+        pkey_tbl_len: ours.pkey_table_len,
+        max_vl_num: 1,
+        // One lane of 2.5 Gbit/s, the least that can be said: a socket has no speed.
+        active_width: 1,
+        active_speed: 1,
+        // Link up, or polling.
+        phys_state: if is_active { 5 } else { 2 },
+        link_layer: LINK_LAYER_ETHERNET,
+        flags: GRH_REQUIRED,
+        ..Default::default()
+    })
+}
+
+/// `ibv_query_port(3)` for programs built for another size of the structure.
+unsafe extern "C" fn query_port(
+    context: *mut ibv_context,
+    port: u8,
+    attr: *mut ibv_port_attr,
+    size: usize,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { context_of(context) }.and_then(|context| {
+        let ours = port_attr(&context, port)?;
+        // SAFETY: the program's structure has `size` bytes.
+        unsafe {
+            ptr::write_bytes(attr.cast::<u8>(), 0, size);
+            let known = size.min(size_of::<ibv_port_attr>());
+            ptr::copy_nonoverlapping((&raw const ours).cast::<u8>(), attr.cast(), known);
+        }
+        Ok(())
+    }))
+}
+
+/// `ibv_query_port(3)` as programs call that do not know the table: the structure ends before
+/// `port_cap_flags2`.
+pub(crate) unsafe extern "C" fn ibv_query_port(
+    context: *mut ibv_context,
+    port: u8,
+    attr: *mut ibv_port_attr,
+) -> c_int {
+    // SAFETY: as the program promises.
+    unsafe {
+        query_port(
+            context,
+            port,
+            attr,
+            offset_of!(ibv_port_attr, port_cap_flags2),
+        )
+    }
+}
+
+/// `ibv_query_gid(3)`.
+pub(crate) unsafe extern "C" fn ibv_query_gid(
+    context: *mut ibv_context,
+    port: u8,
+    index: c_int,
+    gid: *mut ibv_gid,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { context_of(context) }.and_then(|context| {
+        let index = u16::try_from(index).map_err(|_| Errno::INVALID)?;
+        let ours = context.lock().nic.query_gid(port, index)?;
+        // SAFETY: the program gives a place for the GID.
+        unsafe { gid.write(ibv_gid { raw: ours.0 }) };
+        Ok(())
+    }))
+}
+
+fn gid_entry(context: &Context, port: u32, index: u32) -> Result<ibv_gid_entry, Errno> {
+    let port_number = u8::try_from(port).map_err(|_| Errno::INVALID)?;
+    let entry = u16::try_from(index).map_err(|_| Errno::INVALID)?;
+    let gid = context.lock().nic.query_gid(port_number, entry)?;
+    Ok(ibv_gid_entry {
+        gid: ibv_gid { raw: gid.0 },
+        gid_index: index,
+        port_num: port,
+        gid_type: GID_TYPE_ROCE_V2,
+        // A socket has an address, and its interface may change.
+        ndev_ifindex: 0,
+    })
+}
+
+/// `ibv_query_gid_ex(3)`: an entry of the GID table.
+pub(crate) unsafe extern "C" fn _ibv_query_gid_ex(
+    context: *mut ibv_context,
+    port: u32,
+    index: u32,
+    entry: *mut ibv_gid_entry,
+    flags: u32,
+    size: usize,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { context_of(context) }.and_then(|context| {
+        if flags != 0 || size < size_of::<ibv_gid_entry>() {
+            return Err(Errno::INVALID);
+        }
+        let ours = gid_entry(&context, port, index)?;
+        // SAFETY: the program gives a place for an entry.
+        unsafe { entry.write(ours) };
+        Ok(())
+    }))
+}
+
+/// `ibv_query_gid_table(3)`: the entries of all ports.
+pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
+    context: *mut ibv_context,
+    entries: *mut ibv_gid_entry,
+    max: usize,
+    flags: u32,
+    size: usize,
+) -> isize {
+    // SAFETY: the program's pointer, as the manual page demands.
+    let result = unsafe { context_of(context) }.and_then(|context| {
+        if flags != 0 || size < size_of::<ibv_gid_entry>() || max == 0 {
+            return Err(Errno::INVALID);
+        }
+        let ours = gid_entry(&context, 1, 0)?;
+        // SAFETY: the program gives a place for `max` entries.
+        unsafe { entries.write(ours) };
+        Ok(1)
+    });
+    result.unwrap_or_else(|errno| -(errno.0 as isize))
+}
+
+/// Type of an entry of the GID table, for rdma-core's own tools.
+pub(crate) unsafe extern "C" fn ibv_query_gid_type(
+    context: *mut ibv_context,
+    port: u8,
+    index: u32,
+    kind: *mut u32,
+) -> c_int {
+    // SAFETY: the program's pointer.
+    minus(unsafe { context_of(context) }.and_then(|context| {
+        gid_entry(&context, port.into(), index)?;
+        // SAFETY: the program gives a place for the type.
+        unsafe { kind.write(GID_SYSFS_ROCE_V2) };
+        Ok(())
+    }))
+}
+
+/// `ibv_query_pkey(3)`: in network byte order.
+pub(crate) unsafe extern "C" fn ibv_query_pkey(
+    context: *mut ibv_context,
+    port: u8,
+    index: c_int,
+    pkey: *mut __be16,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { context_of(context) }.and_then(|context| {
+        let index = u16::try_from(index).map_err(|_| Errno::INVALID)?;
+        let ours = context.lock().nic.query_pkey(port, index)?;
+        // SAFETY: the program gives a place for the key.
+        unsafe { pkey.write(ours.0.to_be()) };
+        Ok(())
+    }))
+}
+
+/// `ibv_get_pkey_index(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_pkey_index(
+    context: *mut ibv_context,
+    port: u8,
+    pkey: __be16,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    let found = unsafe { context_of(context) }.and_then(|context| {
+        let ours = context.lock().nic.query_pkey(port, 0)?;
+        // The membership bit is no part of the partition.
+        let partition = |key: u16| key & 0x7fff;
+        let is_it = partition(ours.0) == partition(u16::from_be(pkey));
+        is_it.then_some(0).ok_or(Errno::INVALID)
+    });
+    found.unwrap_or_else(|errno| {
+        errno.set();
+        -1
+    })
+}
+
+/// `ibv_get_async_event(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_async_event(
+    context: *mut ibv_context,
+    event: *mut ibv_async_event,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { context_of(context) }.and_then(|context| {
+        let next = context.events.take()?;
+        // SAFETY: the program gives a place for the event.
+        unsafe { event.write(async_event(next)) };
+        Ok(())
+    }))
+}
+
+fn async_event(event: Event) -> ibv_async_event {
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut theirs: ibv_async_event = unsafe { MaybeUninit::zeroed().assume_init() };
+    let kind = match event {
+        Event::Cq(cq, kind) => {
+            cq.async_events.add();
+            theirs.element.cq = cq.handle();
+            kind
+        }
+        Event::Qp(qp, kind) => {
+            qp.async_events.add();
+            theirs.element.qp = qp.handle();
+            kind
+        }
+        Event::Srq(srq, kind) => {
+            srq.async_events.add();
+            theirs.element.srq = srq.handle();
+            kind
+        }
+        Event::Port(kind) => {
+            theirs.element.port_num = 1;
+            kind
+        }
+    };
+    theirs.event_type = match kind {
+        AsyncEvent::CqError(_) => IBV_EVENT_CQ_ERR,
+        AsyncEvent::QpFatal(_) => IBV_EVENT_QP_FATAL,
+        AsyncEvent::QpReqError(_) => IBV_EVENT_QP_REQ_ERR,
+        AsyncEvent::QpAccessError(_) => IBV_EVENT_QP_ACCESS_ERR,
+        AsyncEvent::CommEstablished(_) => IBV_EVENT_COMM_EST,
+        AsyncEvent::SqDrained(_) => IBV_EVENT_SQ_DRAINED,
+        AsyncEvent::QpLastWqeReached(_) => IBV_EVENT_QP_LAST_WQE_REACHED,
+        AsyncEvent::SrqLimitReached(_) => IBV_EVENT_SRQ_LIMIT_REACHED,
+        AsyncEvent::PortActive(_) => IBV_EVENT_PORT_ACTIVE,
+        AsyncEvent::PortError(_) => IBV_EVENT_PORT_ERR,
+        AsyncEvent::GidChange(_) => IBV_EVENT_GID_CHANGE,
+        AsyncEvent::DeviceFatal => IBV_EVENT_DEVICE_FATAL,
+    };
+    theirs
+}
+
+/// `ibv_ack_async_event(3)`.
+pub(crate) unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
+    // SAFETY: the program's pointer, as the manual page demands; the type says which member of the
+    // union is meant. An object that is gone has no event to be acknowledged.
+    unsafe {
+        match (*event).event_type {
+            IBV_EVENT_CQ_ERR => {
+                if let Ok(cq) = Ref::<Cq>::get((*event).element.cq.cast()) {
+                    cq.async_events.acknowledge(1);
+                }
+            }
+            IBV_EVENT_QP_FATAL
+            | IBV_EVENT_QP_REQ_ERR
+            | IBV_EVENT_QP_ACCESS_ERR
+            | IBV_EVENT_COMM_EST
+            | IBV_EVENT_SQ_DRAINED
+            | IBV_EVENT_PATH_MIG
+            | IBV_EVENT_PATH_MIG_ERR
+            | IBV_EVENT_QP_LAST_WQE_REACHED => {
+                if let Ok(qp) = Ref::<Qp>::get((*event).element.qp.cast()) {
+                    qp.async_events.acknowledge(1);
+                }
+            }
+            IBV_EVENT_SRQ_ERR | IBV_EVENT_SRQ_LIMIT_REACHED => {
+                if let Ok(srq) = Ref::<Srq>::get((*event).element.srq) {
+                    srq.async_events.acknowledge(1);
+                }
+            }
+            _ => {}
+        }
+    }
+}

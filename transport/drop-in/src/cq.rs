@@ -1,0 +1,265 @@
+//! Completion queues and completion channels.
+
+use std::ffi::{c_int, c_void};
+use std::mem::zeroed;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::{wc_opcode_code, wc_status_code};
+use riser_transport::verbs::{Completion, CqId, Notify, Verbs as _, WcStatus};
+
+use crate::context::{Context, Event, context_of};
+use crate::errno::{Errno, number, pointer};
+use crate::object::{Ref, kind};
+use crate::queue::{EventQueue, Unacknowledged};
+
+/// A completion channel: a queue of notifications with a descriptor.
+pub(crate) struct Channel {
+    events: EventQueue<Ref<Cq>>,
+    /// Completion queues that use it.
+    users: AtomicU32,
+}
+
+kind!(Channel, ibv_comp_channel, b"chan");
+
+/// A completion queue.
+pub(crate) struct Cq {
+    pub(crate) context: Ref<Context>,
+    pub(crate) id: CqId,
+    channel: Option<Ref<Channel>>,
+    /// The program waits for a notification.
+    is_armed: AtomicBool,
+    events: Unacknowledged,
+    pub(crate) async_events: Unacknowledged,
+}
+
+kind!(Cq, ibv_cq_ex, ibv_cq, 0, b"cque");
+
+impl Ref<Cq> {
+    /// Notifies the program. Answers whether it waited for that.
+    pub(crate) fn fire(self) -> bool {
+        let was_armed = self.is_armed.swap(false, Ordering::Relaxed);
+        if let Some(channel) = self.channel {
+            channel.events.push(self);
+        }
+        was_armed
+    }
+}
+
+/// `ibv_create_comp_channel(3)`.
+pub(crate) unsafe extern "C" fn ibv_create_comp_channel(
+    context: *mut ibv_context,
+) -> *mut ibv_comp_channel {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        let events = EventQueue::new()?;
+        let c = ibv_comp_channel {
+            context: context.handle(),
+            fd: events.raw_fd(),
+            refcnt: 0,
+        };
+        let users = AtomicU32::new(0);
+        Ok(Ref::new(c, Channel { events, users }).handle())
+    }))
+}
+
+/// `ibv_destroy_comp_channel(3)`.
+pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Channel>::get(channel) }.and_then(|channel| {
+        if channel.users.load(Ordering::Acquire) > 0 {
+            return Err(Errno(libc::EBUSY));
+        }
+        channel.retire()
+    }))
+}
+
+/// `ibv_create_cq(3)`.
+pub(crate) unsafe extern "C" fn ibv_create_cq(
+    context: *mut ibv_context,
+    entries: c_int,
+    cq_context: *mut c_void,
+    channel: *mut ibv_comp_channel,
+    vector: c_int,
+) -> *mut ibv_cq {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        let channel = (!channel.is_null())
+            // SAFETY: as above.
+            .then(|| unsafe { Ref::<Channel>::get(channel) })
+            .transpose()?;
+        // SAFETY: a live context has initialised fields.
+        let vectors = unsafe { (*context.handle()).num_comp_vectors };
+        if !(0..vectors).contains(&vector) {
+            return Err(Errno::INVALID);
+        }
+        let entries = u32::try_from(entries).map_err(|_| Errno::INVALID)?;
+        create(context, entries, cq_context, channel)
+    }))
+}
+
+fn create(
+    context: Ref<Context>,
+    entries: u32,
+    cq_context: *mut c_void,
+    channel: Option<Ref<Channel>>,
+) -> Result<*mut ibv_cq, Errno> {
+    let mut locked = context.lock();
+    let id = locked.nic.create_cq(entries)?;
+    // SAFETY: all-zero bytes are valid: no function, an unlocked mutex.
+    let mut c: ibv_cq_ex = unsafe { zeroed() };
+    c.context = context.handle();
+    c.channel = channel.map_or(ptr::null_mut(), Ref::handle);
+    c.cq_context = cq_context;
+    c.handle = id.0.index() as u32;
+    c.cqe = c_int::try_from(entries).unwrap_or(c_int::MAX);
+    if let Some(channel) = channel {
+        channel.users.fetch_add(1, Ordering::AcqRel);
+    }
+    let cq = Ref::new(
+        c,
+        Cq {
+            context,
+            id,
+            channel,
+            is_armed: AtomicBool::new(false),
+            events: Unacknowledged::default(),
+            async_events: Unacknowledged::default(),
+        },
+    );
+    locked.cqs.insert(id, cq);
+    Ok(cq.handle())
+}
+
+/// `ibv_resize_cq(3)`.
+pub(crate) unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
+        let count = u32::try_from(entries).map_err(|_| Errno::INVALID)?;
+        cq.context.lock().nic.resize_cq(cq.id, count)?;
+        // SAFETY: the queue is alive.
+        unsafe { (*cq.handle()).cqe = entries };
+        Ok(())
+    }))
+}
+
+/// `ibv_destroy_cq(3)`.
+pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
+        {
+            let mut locked = cq.context.lock();
+            locked.nic.destroy_cq(cq.id)?;
+            locked.cqs.remove(&cq.id);
+            if cq.is_armed.swap(false, Ordering::Relaxed) {
+                locked.disarm();
+            }
+        }
+        // What the program has not taken yet goes; what it has taken it must acknowledge.
+        if let Some(channel) = cq.channel {
+            channel.events.retract(|c| *c == cq);
+        }
+        cq.context
+            .retract(|e| matches!(e, Event::Cq(c, _) if *c == cq));
+        cq.events.wait();
+        cq.async_events.wait();
+        if let Some(channel) = cq.channel {
+            channel.users.fetch_sub(1, Ordering::AcqRel);
+        }
+        cq.retire()
+    }))
+}
+
+/// `ibv_req_notify_cq(3)`.
+pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
+        let notify = if solicited_only == 0 {
+            Notify::Next
+        } else {
+            Notify::Solicited
+        };
+        let mut locked = cq.context.lock();
+        locked.nic.req_notify_cq(cq.id, notify)?;
+        let is_first = !cq.is_armed.swap(true, Ordering::Relaxed);
+        locked.arm(is_first);
+        Ok(())
+    }))
+}
+
+/// `ibv_get_cq_event(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_cq_event(
+    channel: *mut ibv_comp_channel,
+    cq: *mut *mut ibv_cq,
+    cq_context: *mut *mut c_void,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    crate::errno::minus(unsafe { Ref::<Channel>::get(channel) }.and_then(|channel| {
+        let next = channel.events.take()?;
+        next.events.add();
+        // SAFETY: the program gives places for both; the queue waits for its acknowledgement.
+        unsafe {
+            cq.write(next.handle());
+            cq_context.write((*next.handle()).cq_context);
+        }
+        Ok(())
+    }))
+}
+
+/// `ibv_ack_cq_events(3)`.
+pub(crate) unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: u32) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    if let Ok(cq) = unsafe { Ref::<Cq>::get(cq) } {
+        cq.events.acknowledge(count);
+    }
+}
+
+/// `ibv_poll_cq(3)`: number of completions, or a negative number.
+pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, wc: *mut ibv_wc) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    let Ok(cq) = (unsafe { Ref::<Cq>::get(cq) }) else {
+        return -libc::EINVAL;
+    };
+    let Ok(max) = usize::try_from(max) else {
+        return -libc::EINVAL;
+    };
+    let mut locked = cq.context.lock();
+    match locked.poll_cq(cq.id, max) {
+        Ok(completions) => {
+            for (i, completion) in completions.iter().enumerate() {
+                // SAFETY: the program has room for `max` completions.
+                unsafe { wc.add(i).write(convert(completion)) };
+            }
+            completions.len() as c_int
+        }
+        Err(error) => -Errno::from(error).0,
+    }
+}
+
+fn convert(ours: &Completion) -> ibv_wc {
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut wc: ibv_wc = unsafe { zeroed() };
+    wc.wr_id = ours.wr_id.0;
+    wc.status = wc_status_code(ours.status);
+    wc.qp_num = ours.qp_num;
+    wc.vendor_err = ours.vendor_err;
+    wc.opcode = wc_opcode_code(ours.opcode);
+    if ours.status == WcStatus::Success {
+        wc.byte_len = ours.byte_len;
+        wc.src_qp = ours.src_qp;
+        if let Some(imm) = ours.imm {
+            wc.__bindgen_anon_1.imm_data = imm.to_be();
+            wc.wc_flags |= IBV_WC_WITH_IMM;
+        }
+        if let Some(key) = ours.invalidated {
+            wc.__bindgen_anon_1.invalidated_rkey = key.0;
+            wc.wc_flags |= IBV_WC_WITH_INV;
+        }
+        // Only datagrams have a sender's number, and on RoCE always a route header.
+        if ours.src_qp != 0 {
+            wc.wc_flags |= IBV_WC_GRH;
+        }
+    }
+    wc
+}

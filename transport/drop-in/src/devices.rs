@@ -1,0 +1,232 @@
+//! The list of devices.
+//!
+//! The environment says which there are: `RISER_DEVICES` has `NAME=ADDRESS`, separated by commas.
+//! `riser run` sets it. Without it there is one, `riser0` at 127.0.0.1.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::net::IpAddr;
+use std::sync::OnceLock;
+use std::{env, ptr};
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::roce::nic::device_guid;
+use tracing::error;
+
+use crate::engine::Config;
+use crate::errno::{Errno, pointer};
+
+/// A device that can be opened. It lives as long as the process, since programs keep the pointer.
+#[repr(C)]
+pub(crate) struct Device {
+    c: ibv_device,
+    pub(crate) config: Config,
+    pub(crate) index: usize,
+}
+
+// SAFETY: nothing changes a device once it is made.
+unsafe impl Sync for Device {}
+// SAFETY: as above.
+unsafe impl Send for Device {}
+
+impl Device {
+    /// The device that a program's pointer names.
+    ///
+    /// # Errors
+    /// `EINVAL` where it names none.
+    pub(crate) fn get(device: *mut ibv_device) -> Result<&'static Self, Errno> {
+        let known = devices().iter().find(|d| ptr::eq(&raw const d.c, device));
+        known.ok_or(Errno::INVALID)
+    }
+
+    pub(crate) fn handle(&'static self) -> *mut ibv_device {
+        (&raw const self.c).cast_mut()
+    }
+
+    /// GUID of the device.
+    pub(crate) fn guid(&self) -> u64 {
+        device_guid(self.config.addr)
+    }
+}
+
+/// All devices, in the order of their names in the environment.
+pub(crate) fn devices() -> &'static [Device] {
+    static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
+    DEVICES.get_or_init(|| {
+        start_log();
+        let text = env::var("RISER_DEVICES").unwrap_or_else(|_| "riser0=127.0.0.1".to_owned());
+        let configs = parse(&text).unwrap_or_else(|reason| {
+            error!("RISER_DEVICES: {reason}");
+            Vec::new()
+        });
+        let devices = configs.into_iter().enumerate();
+        devices.map(|(index, config)| make(index, config)).collect()
+    })
+}
+
+fn start_log() {
+    let filter = env::var("RISER_LOG").unwrap_or_else(|_| "error".to_owned());
+    // Another part of the process may have a subscriber already.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
+        .with_writer(std::io::stderr)
+        .try_init();
+}
+
+fn parse(text: &str) -> Result<Vec<Config>, String> {
+    let mut configs: Vec<Config> = Vec::new();
+    for part in text.split(',').filter(|p| !p.is_empty()) {
+        let (name, addr) = part
+            .split_once('=')
+            .ok_or_else(|| format!("{part:?} is not NAME=ADDRESS"))?;
+        let addr: IpAddr = addr
+            .parse()
+            .map_err(|_| format!("{addr:?} is not an address"))?;
+        if name.is_empty() || name.len() > 63 || name.contains('/') {
+            return Err(format!("{name:?} is no name of a device"));
+        }
+        if configs.iter().any(|c| c.name == name || c.addr == addr) {
+            return Err(format!("{part:?}: duplicate name or address"));
+        }
+        configs.push(Config {
+            name: name.to_owned(),
+            addr,
+            faults: Default::default(),
+            capture: None,
+        });
+    }
+    Ok(configs)
+}
+
+fn make(index: usize, config: Config) -> Device {
+    fn copy<const N: usize>(text: &str) -> [c_char; N] {
+        let mut all = [0; N];
+        for (to, from) in all.iter_mut().zip(text.bytes().take(N - 1)) {
+            *to = from as c_char;
+        }
+        all
+    }
+    let name = &config.name;
+    Device {
+        c: ibv_device {
+            _ops: _ibv_device_ops {
+                _dummy1: None,
+                _dummy2: None,
+            },
+            node_type: IBV_NODE_CA,
+            transport_type: IBV_TRANSPORT_IB,
+            name: copy(name),
+            dev_name: copy(&format!("uverbs{index}")),
+            // Programs read more about a device there; there is nothing of a software device.
+            dev_path: copy(&format!("/sys/class/infiniband_verbs/uverbs{index}")),
+            ibdev_path: copy(&format!("/sys/class/infiniband/{name}")),
+        },
+        config,
+        index,
+    }
+}
+
+/// `ibv_get_device_list(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_device {
+    let devices = devices();
+    // SAFETY: the size is that of the pointers and a null pointer after them.
+    let list = unsafe { libc::calloc(devices.len() + 1, size_of::<*mut ibv_device>()) };
+    let list = list.cast::<*mut ibv_device>();
+    if list.is_null() {
+        return pointer(Err(Errno::NO_MEMORY));
+    }
+    for (i, device) in devices.iter().enumerate() {
+        // SAFETY: the list has room for all devices.
+        unsafe { list.add(i).write(device.handle()) };
+    }
+    if !count.is_null() {
+        // SAFETY: the program gives a place for the number.
+        unsafe { count.write(devices.len() as c_int) };
+    }
+    list
+}
+
+/// `ibv_free_device_list(3)`.
+pub(crate) unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
+    // SAFETY: the list came from `calloc`.
+    unsafe { libc::free(list.cast()) };
+}
+
+/// `ibv_get_device_name(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char {
+    match Device::get(device) {
+        Ok(device) => device.c.name.as_ptr(),
+        Err(errno) => pointer::<c_char>(Err(errno)),
+    }
+}
+
+/// `ibv_get_device_guid(3)`: in network byte order.
+pub(crate) unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> __be64 {
+    Device::get(device).map_or(0, |d| d.guid().to_be())
+}
+
+/// `ibv_get_device_index(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_device_index(device: *mut ibv_device) -> c_int {
+    Device::get(device).map_or(-1, |d| d.index as c_int)
+}
+
+/// Path at which kernel devices are mounted.
+pub(crate) unsafe extern "C" fn ibv_get_sysfs_path() -> *const c_char {
+    const PATH: &CStr = c"/sys";
+    PATH.as_ptr()
+}
+
+/// Reads a file of a device's folder in sysfs, which a software device has not.
+pub(crate) unsafe extern "C" fn ibv_read_sysfs_file(
+    _folder: *const c_char,
+    _file: *const c_char,
+    _text: *mut c_char,
+    _size: usize,
+) -> c_int {
+    Errno(libc::ENOENT).set();
+    -1
+}
+
+/// `ibv_fork_init(3)`. Nothing of a program's memory is pinned, so a copy of it is as good as the
+/// original.
+pub(crate) unsafe extern "C" fn ibv_fork_init() -> c_int {
+    0
+}
+
+/// Whether a process may fork without further ado: it may.
+pub(crate) unsafe extern "C" fn ibv_is_fork_initialized() -> ibv_fork_status {
+    IBV_FORK_UNNEEDED
+}
+
+/// A range that a child does not need; see [`ibv_fork_init`].
+pub(crate) unsafe extern "C" fn ibv_dontfork_range(
+    _base: *mut libc::c_void,
+    _size: usize,
+) -> c_int {
+    0
+}
+
+/// A range that a child needs again; see [`ibv_fork_init`].
+pub(crate) unsafe extern "C" fn ibv_dofork_range(_base: *mut libc::c_void, _size: usize) -> c_int {
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_from_their_text() {
+        let configs = parse("a=127.0.0.1,b=::1").unwrap();
+        let names: Vec<_> = configs
+            .iter()
+            .map(|c| (&c.name[..], c.addr.to_string()))
+            .collect();
+        assert_eq!(
+            names,
+            [("a", "127.0.0.1".to_owned()), ("b", "::1".to_owned())]
+        );
+        for bad in ["a", "a=b", "=::1", "a=::1,a=::2", "a=::1,b=::1", "a/b=::1"] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! A NIC, its lock and its thread.
+//!
+//! All contexts of a process on one device share one [`Engine`]. A call of the program takes the
+//! lock, does its work, and drives the NIC where it may have to wait for something: so a program
+//! that polls needs no other thread. The engine's thread drives the NIC where no call does:
+//!
+//! - While calls drive the NIC it only looks once in a [`TICK`] whether they still do.
+//! - Otherwise it drives the NIC itself, and sleeps until a packet comes or a timer is due. The next
+//!   call that drives the NIC wakes it once, since its sleep may be too long for the timers of what
+//!   that call has started.
+//! - A program that has armed a completion queue is about to sleep itself. Its next poll that finds
+//!   nothing has the socket watched, so that a packet wakes the thread at once.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use riser_transport::roce::nic::NicLimits;
+use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+use riser_transport::verbs::{
+    AsyncEvent, CmId, Completion, CqId, Provider, QpId, RdmaCm, SrqId, Verbs, VerbsError,
+};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use tracing::error;
+
+use crate::cm;
+use crate::context::Context;
+use crate::cq::Cq;
+use crate::object::Ref;
+use crate::qp::{Qp, Srq};
+
+/// Interval at which the thread looks whether calls still drive the NIC.
+const TICK: Duration = Duration::from_millis(1);
+
+/// Most rounds of the NIC in a row under the lock, so that calls get it in between.
+const ROUNDS: usize = 16;
+
+/// A device as the environment configures it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Config {
+    pub(crate) name: String,
+    pub(crate) addr: IpAddr,
+    pub(crate) faults: RoceFaults,
+    pub(crate) capture: Option<PathBuf>,
+}
+
+/// A NIC with its lock.
+pub(crate) struct Engine {
+    state: Mutex<State>,
+    wake: OwnedFd,
+}
+
+/// What the lock protects.
+pub(crate) struct State {
+    pub(crate) nic: Roce,
+    /// Objects of the program by the handles of the NIC.
+    pub(crate) cqs: HashMap<CqId, Ref<Cq>>,
+    pub(crate) qps: HashMap<QpId, Ref<Qp>>,
+    pub(crate) srqs: HashMap<SrqId, Ref<Srq>>,
+    pub(crate) ids: HashMap<CmId, Ref<cm::Id>>,
+    pub(crate) contexts: Vec<Ref<Context>>,
+    /// Completions on their way to the program.
+    completions: Vec<Completion>,
+    /// Completion queues that a program has armed and that have not fired.
+    armed: usize,
+    /// A call has driven the NIC since the thread looked.
+    is_driven: bool,
+    /// The thread may sleep for longer than a tick.
+    thread_sleeps: bool,
+}
+
+/// The locked engine. What has happened is reported to the program when it is dropped.
+pub(crate) struct Locked<'a> {
+    state: MutexGuard<'a, State>,
+    engine: &'a Engine,
+}
+
+/// The engines of this process, by the names of their devices.
+static ENGINES: Mutex<Vec<(String, Weak<Engine>)>> = Mutex::new(Vec::new());
+
+impl Engine {
+    /// The engine of a device, which is opened where this process has not done so.
+    ///
+    /// # Errors
+    /// Those of [`Roce::open`], and of making a thread.
+    pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
+        let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|(_, engine)| engine.strong_count() > 0);
+        let known = engines.iter().find(|(name, _)| *name == config.name);
+        if let Some(engine) = known.and_then(|(_, engine)| engine.upgrade()) {
+            return Ok(engine);
+        }
+        let nic = Roce::open(&RoceConfig {
+            limits: limits(),
+            faults: config.faults,
+            capture: config.capture.clone(),
+            ..RoceConfig::new(config.addr)
+        })?;
+        let engine = Arc::new(Self {
+            state: Mutex::new(State {
+                nic,
+                cqs: HashMap::new(),
+                qps: HashMap::new(),
+                srqs: HashMap::new(),
+                ids: HashMap::new(),
+                contexts: Vec::new(),
+                completions: Vec::new(),
+                armed: 0,
+                is_driven: false,
+                thread_sleeps: false,
+            }),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        });
+        // The thread ends once the last context is closed.
+        let weak = Arc::downgrade(&engine);
+        let wake = engine.wake.try_clone()?;
+        thread::Builder::new()
+            .name(format!("riser-{}", config.name))
+            .spawn(move || run(&weak, &wake))?;
+        engines.push((config.name.clone(), Arc::downgrade(&engine)));
+        FLUSH.call_once(|| {
+            // SAFETY: the function may be called at any time.
+            unsafe { libc::atexit(flush) };
+        });
+        Ok(engine)
+    }
+
+    /// Takes the lock.
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        Locked {
+            state,
+            engine: self,
+        }
+    }
+
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // The thread notices that the engine is gone.
+        self.wake();
+    }
+}
+
+static FLUSH: Once = Once::new();
+
+/// Sends what waits to be sent when the process ends: acknowledgements of a peer's last messages
+/// above all, which an adapter would have sent by itself.
+extern "C" fn flush() {
+    let Ok(engines) = ENGINES.try_lock() else {
+        return;
+    };
+    for engine in engines.iter().filter_map(|(_, engine)| engine.upgrade()) {
+        // A thread that ended amid a call may have left the lock taken.
+        if let Ok(mut state) = engine.state.try_lock() {
+            state.nic.transmit(Instant::now());
+        }
+    }
+}
+
+/// Limits of a device whose user is one program, which may do as it likes with its own memory.
+fn limits() -> NicLimits {
+    NicLimits {
+        max_qps_per_peer: u32::MAX,
+        ..NicLimits::default()
+    }
+}
+
+/// The thread: drives the NIC while no call does.
+fn run(engine: &Weak<Engine>, wake: &OwnedFd) {
+    let mut has_packet = false;
+    // The descriptor of the device outlives each look at the engine: it is duplicated.
+    let Some(fd) = engine.upgrade().and_then(|engine| {
+        let locked = engine.lock();
+        let fds = locked.state.nic.event_fds();
+        fds.first().and_then(|fd| fd.try_clone_to_owned().ok())
+    }) else {
+        return;
+    };
+    loop {
+        let timeout = {
+            let Some(engine) = engine.upgrade() else {
+                return;
+            };
+            let mut locked = engine.lock();
+            locked.take_turn(has_packet)
+        };
+        let timeout = timeout.map(|t| Timespec {
+            tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: t.subsec_nanos().into(),
+        });
+        let mut fds = [
+            PollFd::new(&fd, PollFlags::IN),
+            PollFd::new(wake, PollFlags::IN),
+        ];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                error!(%error, "the device's thread cannot wait");
+                thread::sleep(TICK);
+            }
+        }
+        has_packet = !fds[0].revents().is_empty();
+        let _ = rustix::io::read(wake.as_fd(), &mut [0; 8]);
+    }
+}
+
+impl Locked<'_> {
+    /// A turn of the engine's thread; answers how long it may sleep, `None` without end.
+    fn take_turn(&mut self, has_packet: bool) -> Option<Duration> {
+        let is_driven = std::mem::take(&mut self.state.is_driven);
+        if is_driven && !has_packet {
+            self.state.thread_sleeps = false;
+            return Some(TICK);
+        }
+        let mut rounds = 0;
+        while self.state.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
+            rounds += 1;
+        }
+        self.state.report();
+        if rounds == ROUNDS || self.state.nic.arm_fds() {
+            return Some(Duration::ZERO);
+        }
+        self.state.thread_sleeps = true;
+        let deadline = self.state.nic.deadline()?;
+        Some(deadline.saturating_duration_since(Instant::now()))
+    }
+
+    /// Sends what a call has posted.
+    pub(crate) fn transmit(&mut self) {
+        self.state.nic.transmit(Instant::now());
+        self.state.is_driven = true;
+    }
+
+    /// Takes up to `max` completions, of which there are none before the NIC has been driven.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::poll_cq`].
+    pub(crate) fn poll_cq(&mut self, cq: CqId, max: usize) -> Result<&[Completion], VerbsError> {
+        let state = &mut *self.state;
+        state.completions.clear();
+        if state.nic.poll_cq(cq, max, &mut state.completions)? == 0 {
+            state.nic.progress(Instant::now());
+            state.is_driven = true;
+            let n = state.nic.poll_cq(cq, max, &mut state.completions)?;
+            if n == 0 && state.armed > 0 && state.nic.arm_fds() {
+                // The thread looks at once instead of waiting for the descriptor.
+                self.engine.wake();
+            }
+        }
+        Ok(&self.state.completions)
+    }
+
+    /// Counts a completion queue that the program arms: a packet has to wake the thread from now on.
+    pub(crate) fn arm(&mut self, is_first: bool) {
+        if is_first {
+            self.state.armed += 1;
+        }
+        if self.state.nic.arm_fds() {
+            self.engine.wake();
+        }
+    }
+
+    /// Forgets a completion queue that was armed.
+    pub(crate) fn disarm(&mut self) {
+        self.state.armed -= 1;
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.state.report();
+        if self.state.is_driven && self.state.thread_sleeps {
+            self.state.thread_sleeps = false;
+            self.engine.wake();
+        }
+    }
+}
+
+impl std::ops::Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl std::ops::DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl State {
+    /// Reports what has happened to the program.
+    fn report(&mut self) {
+        while let Some(id) = self.nic.poll_cq_event() {
+            let Some(&cq) = self.cqs.get(&id) else {
+                continue;
+            };
+            if cq.fire() {
+                self.armed -= 1;
+            }
+        }
+        while let Some(event) = self.nic.poll_async_event() {
+            self.report_async(event);
+        }
+        while let Some(event) = self.nic.poll_cm_event() {
+            cm::report(self, event);
+        }
+    }
+
+    fn report_async(&self, event: AsyncEvent) {
+        match event {
+            AsyncEvent::CqError(id) => {
+                if let Some(cq) = self.cqs.get(&id) {
+                    cq.context.report_cq(*cq, event);
+                }
+            }
+            AsyncEvent::QpFatal(id)
+            | AsyncEvent::QpReqError(id)
+            | AsyncEvent::QpAccessError(id)
+            | AsyncEvent::CommEstablished(id)
+            | AsyncEvent::SqDrained(id)
+            | AsyncEvent::QpLastWqeReached(id) => {
+                if let Some(qp) = self.qps.get(&id) {
+                    qp.context.report_qp(*qp, event);
+                }
+            }
+            AsyncEvent::SrqLimitReached(id) => {
+                if let Some(srq) = self.srqs.get(&id) {
+                    srq.context.report_srq(*srq, event);
+                }
+            }
+            AsyncEvent::PortActive(_)
+            | AsyncEvent::PortError(_)
+            | AsyncEvent::GidChange(_)
+            | AsyncEvent::DeviceFatal => {
+                for context in &self.contexts {
+                    context.report(event);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Error numbers.
+
+use std::ffi::c_int;
+use std::ptr;
+
+use riser_transport::verbs::{PostReason, VerbsError};
+
+/// An error number of the operating system, greater than 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Errno(pub(crate) c_int);
+
+impl Errno {
+    pub(crate) const INVALID: Self = Self(libc::EINVAL);
+    pub(crate) const UNSUPPORTED: Self = Self(libc::EOPNOTSUPP);
+    pub(crate) const NO_MEMORY: Self = Self(libc::ENOMEM);
+
+    /// The error that the last failed system call of this thread left.
+    pub(crate) fn last() -> Self {
+        let error = std::io::Error::last_os_error();
+        Self(error.raw_os_error().unwrap_or(libc::EIO))
+    }
+
+    /// Makes it the thread's `errno`.
+    pub(crate) fn set(self) {
+        // SAFETY: the C library gives each thread a place for its error.
+        unsafe { *libc::__errno_location() = self.0 };
+    }
+}
+
+impl From<VerbsError> for Errno {
+    fn from(error: VerbsError) -> Self {
+        Self(match error {
+            VerbsError::ResourceBusy(_) => libc::EBUSY,
+            VerbsError::InsufficientResources(_) => libc::ENOMEM,
+            VerbsError::WrongQpType(_) => libc::EOPNOTSUPP,
+            VerbsError::CqOverrun => libc::EOVERFLOW,
+            VerbsError::DeviceGone => libc::EIO,
+            VerbsError::Os(errno) => errno,
+            _ => libc::EINVAL,
+        })
+    }
+}
+
+impl From<PostReason> for Errno {
+    fn from(reason: PostReason) -> Self {
+        Self(match reason {
+            PostReason::QueueFull => libc::ENOMEM,
+            PostReason::InvalidOpcode => libc::EOPNOTSUPP,
+            PostReason::Os(errno) => errno,
+            _ => libc::EINVAL,
+        })
+    }
+}
+
+impl From<std::io::Error> for Errno {
+    fn from(error: std::io::Error) -> Self {
+        Self(error.raw_os_error().unwrap_or(libc::EIO))
+    }
+}
+
+impl From<rustix::io::Errno> for Errno {
+    fn from(error: rustix::io::Errno) -> Self {
+        Self(error.raw_os_error())
+    }
+}
+
+/// What a function returns that returns 0 or an error number.
+pub(crate) fn number(result: Result<(), Errno>) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(errno) => {
+            errno.set();
+            errno.0
+        }
+    }
+}
+
+/// What a function returns that returns 0, or -1 with the reason in `errno`.
+pub(crate) fn minus(result: Result<(), Errno>) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(errno) => {
+            errno.set();
+            -1
+        }
+    }
+}
+
+/// What a function returns that returns a pointer, or none with the reason in `errno`.
+pub(crate) fn pointer<T>(result: Result<*mut T, Errno>) -> *mut T {
+    result.unwrap_or_else(|errno| {
+        errno.set();
+        ptr::null_mut()
+    })
+}

@@ -1,0 +1,30 @@
+//! The exported symbols; `build.rs` writes the jumps.
+
+use std::ffi::{c_int, c_void};
+
+use crate::address::*;
+use crate::cm::*;
+use crate::context::*;
+use crate::cq::*;
+use crate::devices::*;
+use crate::errno::{Errno, minus, number, pointer};
+use crate::memory::*;
+use crate::names::*;
+use crate::qp::*;
+
+include!(concat!(env!("OUT_DIR"), "/exports.rs"));
+
+/// A function that is not provided and returns an error number.
+extern "C" fn absent_errno() -> c_int {
+    number(Err(Errno::UNSUPPORTED))
+}
+
+/// A function that is not provided and returns -1.
+extern "C" fn absent_minus() -> c_int {
+    minus(Err(Errno::UNSUPPORTED))
+}
+
+/// A function that is not provided and returns a pointer.
+extern "C" fn absent_null() -> *mut c_void {
+    pointer(Err(Errno::UNSUPPORTED))
+}

@@ -1,0 +1,280 @@
+//! Work requests.
+
+use std::ffi::c_int;
+use std::ops::Range;
+use std::slice;
+
+use arrayvec::ArrayVec;
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::send_flags_of;
+use riser_transport::verbs::{
+    PostError, QKey, RKey, RecvWr, RemoteAddr, SendOp, SendWr, Sge, UdDest, Verbs as _, WrId,
+};
+
+use crate::address::Ah;
+use crate::errno::{Errno, number};
+use crate::object::Ref;
+use crate::qp::{Qp, Srq};
+
+/// Requests of a chain that are posted at a time.
+const CHAIN: usize = 16;
+
+/// Most bytes of inline data of a chain's part, which are on the stack meanwhile.
+const INLINE: usize = 4096;
+
+// A program's scatter list is used as it is.
+const _: () = {
+    assert!(size_of::<Sge>() == size_of::<ibv_sge>());
+    assert!(std::mem::offset_of!(Sge, addr) == std::mem::offset_of!(ibv_sge, addr));
+    assert!(std::mem::offset_of!(Sge, length) == std::mem::offset_of!(ibv_sge, length));
+    assert!(std::mem::offset_of!(Sge, lkey) == std::mem::offset_of!(ibv_sge, lkey));
+};
+
+/// A converted request, and where its inline data are in the chain's.
+struct Request<'a> {
+    wr: SendWr<'a>,
+    inline: Option<Range<usize>>,
+}
+
+/// A scatter list of the program's.
+///
+/// # Safety
+/// The list has `count` entries for as long as `'a`.
+unsafe fn sges<'a>(list: *mut ibv_sge, count: c_int) -> Result<&'a [Sge], Errno> {
+    let count = usize::try_from(count).map_err(|_| Errno::INVALID)?;
+    if count == 0 {
+        return Ok(&[]);
+    }
+    if list.is_null() {
+        return Err(Errno::INVALID);
+    }
+    // SAFETY: as the caller promises; the two types have the same layout.
+    Ok(unsafe { slice::from_raw_parts(list.cast::<Sge>(), count) })
+}
+
+/// Where the rest of a chain begins that could not be posted.
+fn report<T>(bad: *mut *mut T, at: *mut T, result: Result<(), Errno>) -> c_int {
+    if result.is_err() && !bad.is_null() {
+        // SAFETY: the program gives a place for the request.
+        unsafe { bad.write(at) };
+    }
+    number(result)
+}
+
+/// `ibv_post_send(3)`.
+pub(crate) unsafe extern "C" fn post_send(
+    qp: *mut ibv_qp,
+    mut wr: *mut ibv_send_wr,
+    bad: *mut *mut ibv_send_wr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    let qp = match unsafe { Ref::<Qp>::get(qp) } {
+        Ok(qp) => qp,
+        Err(errno) => return report(bad, wr, Err(errno)),
+    };
+    let mut locked = qp.context.lock();
+    let mut result = Ok(());
+    while !wr.is_null() && result.is_ok() {
+        let first = wr;
+        let mut inline = ArrayVec::<u8, INLINE>::new();
+        let mut chain = ArrayVec::<Request<'_>, CHAIN>::new();
+        while !wr.is_null() && !chain.is_full() {
+            // SAFETY: a request of the chain.
+            let theirs = unsafe { &*wr };
+            // SAFETY: as above.
+            match unsafe { request(theirs, &qp, &mut inline) } {
+                Ok(Some(ours)) => chain.push(ours),
+                // Its inline data have no room beside the others'.
+                Ok(None) if !chain.is_empty() => break,
+                Ok(None) => result = Err(Errno::INVALID),
+                Err(errno) => result = Err(errno),
+            }
+            if result.is_err() {
+                break;
+            }
+            wr = theirs.next;
+        }
+        let wrs: ArrayVec<SendWr<'_>, CHAIN> = chain
+            .iter()
+            .map(|request| SendWr {
+                inline: request.inline.clone().map(|range| &inline[range]),
+                ..request.wr
+            })
+            .collect();
+        if let Err(PostError { index, reason }) = locked.nic.post_send(qp.id, &wrs) {
+            result = Err(reason.into());
+            wr = first;
+            for _ in 0..index {
+                // SAFETY: as many requests of the chain were converted.
+                wr = unsafe { (*wr).next };
+            }
+        }
+    }
+    locked.transmit();
+    drop(locked);
+    report(bad, wr, result)
+}
+
+/// Converts a request. Its inline data are appended to `inline`. `None` where they have no room.
+///
+/// # Safety
+/// The request is the program's, as the manual page demands.
+unsafe fn request<'a>(
+    wr: &ibv_send_wr,
+    qp: &Qp,
+    inline: &mut ArrayVec<u8, INLINE>,
+) -> Result<Option<Request<'a>>, Errno> {
+    // SAFETY: the opcode says which member of each union is meant.
+    let op = unsafe {
+        let remote = || RemoteAddr {
+            addr: wr.wr.rdma.remote_addr,
+            rkey: RKey(wr.wr.rdma.rkey),
+        };
+        let atomic = RemoteAddr {
+            addr: wr.wr.atomic.remote_addr,
+            rkey: RKey(wr.wr.atomic.rkey),
+        };
+        let imm = || u32::from_be(wr.__bindgen_anon_1.imm_data);
+        let key = || RKey(wr.__bindgen_anon_1.invalidate_rkey);
+        match wr.opcode {
+            IBV_WR_SEND => SendOp::Send,
+            IBV_WR_SEND_WITH_IMM => SendOp::SendImm(imm()),
+            IBV_WR_SEND_WITH_INV => SendOp::SendInv(key()),
+            IBV_WR_RDMA_WRITE => SendOp::Write(remote()),
+            IBV_WR_RDMA_WRITE_WITH_IMM => SendOp::WriteImm(remote(), imm()),
+            IBV_WR_RDMA_READ => SendOp::Read(remote()),
+            IBV_WR_ATOMIC_CMP_AND_SWP => SendOp::CmpSwap {
+                remote: atomic,
+                compare: wr.wr.atomic.compare_add,
+                swap: wr.wr.atomic.swap,
+            },
+            IBV_WR_ATOMIC_FETCH_AND_ADD => SendOp::FetchAdd {
+                remote: atomic,
+                add: wr.wr.atomic.compare_add,
+            },
+            IBV_WR_LOCAL_INV => SendOp::LocalInv(key()),
+            IBV_WR_BIND_MW | IBV_WR_TSO | IBV_WR_DRIVER1 => return Err(Errno::UNSUPPORTED),
+            _ => return Err(Errno::INVALID),
+        }
+    };
+    let ud = if qp.is_datagram {
+        // SAFETY: datagram queue pairs use this member.
+        let ud = unsafe { wr.wr.ud };
+        Some(UdDest {
+            // SAFETY: the program's pointer.
+            ah: unsafe { Ref::<Ah>::get(ud.ah) }?.id,
+            qpn: ud.remote_qpn,
+            qkey: QKey(ud.remote_qkey),
+        })
+    } else {
+        None
+    };
+    // SAFETY: as the caller promises.
+    let mut list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
+    let mut range = None;
+    if wr.send_flags & IBV_SEND_INLINE != 0 {
+        let start = inline.len();
+        for sge in list {
+            let address = sge.addr as usize;
+            let length = sge.length as usize;
+            if inline.remaining_capacity() < length {
+                inline.truncate(start);
+                return Ok(None);
+            }
+            // SAFETY: the program's memory, which it has not registered and may not change now.
+            let bytes = unsafe {
+                slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(address), length)
+            };
+            inline.extend(bytes.iter().copied());
+        }
+        range = Some(start..inline.len());
+        list = &[];
+    }
+    let ours = SendWr {
+        wr_id: WrId(wr.wr_id),
+        op,
+        sges: list,
+        flags: send_flags_of(wr.send_flags),
+        inline: None,
+        ud,
+    };
+    Ok(Some(Request {
+        wr: ours,
+        inline: range,
+    }))
+}
+
+/// Posts a chain of receives by `post`, some at a time.
+///
+/// # Safety
+/// The chain is the program's, as the manual page demands.
+unsafe fn receive(
+    mut wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+    mut post: impl FnMut(&[RecvWr<'_>]) -> Result<(), PostError>,
+) -> c_int {
+    let mut result = Ok(());
+    while !wr.is_null() && result.is_ok() {
+        let first = wr;
+        let mut chain = ArrayVec::<RecvWr<'_>, CHAIN>::new();
+        while !wr.is_null() && !chain.is_full() {
+            // SAFETY: a request of the chain.
+            let theirs = unsafe { &*wr };
+            // SAFETY: as above.
+            match unsafe { sges(theirs.sg_list, theirs.num_sge) } {
+                Ok(sges) => chain.push(RecvWr {
+                    wr_id: WrId(theirs.wr_id),
+                    sges,
+                }),
+                Err(errno) => {
+                    result = Err(errno);
+                    break;
+                }
+            }
+            wr = theirs.next;
+        }
+        if let Err(PostError { index, reason }) = post(&chain) {
+            result = Err(reason.into());
+            wr = first;
+            for _ in 0..index {
+                // SAFETY: as many requests of the chain were converted.
+                wr = unsafe { (*wr).next };
+            }
+        }
+    }
+    report(bad, wr, result)
+}
+
+/// `ibv_post_recv(3)`.
+pub(crate) unsafe extern "C" fn post_recv(
+    qp: *mut ibv_qp,
+    wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    match unsafe { Ref::<Qp>::get(qp) } {
+        Ok(qp) => {
+            let mut locked = qp.context.lock();
+            // SAFETY: as above.
+            unsafe { receive(wr, bad, |wrs| locked.nic.post_recv(qp.id, wrs)) }
+        }
+        Err(errno) => report(bad, wr, Err(errno)),
+    }
+}
+
+/// `ibv_post_srq_recv(3)`.
+pub(crate) unsafe extern "C" fn post_srq_recv(
+    srq: *mut ibv_srq,
+    wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    match unsafe { Ref::<Srq>::get(srq) } {
+        Ok(srq) => {
+            let mut locked = srq.context.lock();
+            // SAFETY: as above.
+            unsafe { receive(wr, bad, |wrs| locked.nic.post_srq_recv(srq.id, wrs)) }
+        }
+        Err(errno) => report(bad, wr, Err(errno)),
+    }
+}

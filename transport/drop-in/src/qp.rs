@@ -1,0 +1,379 @@
+//! Queue pairs and shared receive queues.
+
+use std::ffi::c_int;
+use std::mem::zeroed;
+use std::ptr;
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
+use riser_transport::roce::Roce;
+use riser_transport::verbs::{
+    QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _,
+};
+
+use crate::context::{Context, Event, context_of};
+use crate::cq::Cq;
+use crate::errno::{Errno, number, pointer};
+use crate::memory::Pd;
+use crate::object::{Ref, kind};
+use crate::queue::Unacknowledged;
+
+/// A queue pair.
+pub(crate) struct Qp {
+    pub(crate) context: Ref<Context>,
+    pub(crate) id: QpId,
+    pub(crate) is_datagram: bool,
+    init: ibv_qp_init_attr,
+    pub(crate) async_events: Unacknowledged,
+}
+
+// SAFETY: the pointers of the attributes are given back to the program and not followed.
+unsafe impl Send for Qp {}
+// SAFETY: as above.
+unsafe impl Sync for Qp {}
+
+kind!(Qp, ibv_qp_ex, ibv_qp, 0, b"qpai");
+
+/// A shared receive queue.
+pub(crate) struct Srq {
+    pub(crate) context: Ref<Context>,
+    pub(crate) id: SrqId,
+    pub(crate) async_events: Unacknowledged,
+}
+
+kind!(Srq, ibv_srq, b"srqu");
+
+/// `ibv_create_qp(3)`.
+pub(crate) unsafe extern "C" fn ibv_create_qp(
+    pd: *mut ibv_pd,
+    attr: *mut ibv_qp_init_attr,
+) -> *mut ibv_qp {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        // SAFETY: as above.
+        let attr = unsafe { &mut *attr };
+        create_qp_by(pd, attr, |nic, init| Ok(nic.create_qp(init)?)).map(Ref::handle)
+    }))
+}
+
+/// `ibv_create_qp_ex(3)`.
+pub(crate) unsafe extern "C" fn create_qp_ex(
+    context: *mut ibv_context,
+    attr: *mut ibv_qp_init_attr_ex,
+) -> *mut ibv_qp {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|_| {
+        // SAFETY: as above.
+        let attr = unsafe { &mut *attr };
+        if attr.comp_mask & !IBV_QP_INIT_ATTR_PD != 0 {
+            return Err(Errno::UNSUPPORTED);
+        }
+        if attr.comp_mask & IBV_QP_INIT_ATTR_PD == 0 {
+            return Err(Errno::INVALID);
+        }
+        // SAFETY: as above.
+        let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
+        let mut plain = plain_attr(attr);
+        let qp = create_qp_by(pd, &mut plain, |nic, init| Ok(nic.create_qp(init)?))?;
+        attr.cap = plain.cap;
+        Ok(qp.handle())
+    }))
+}
+
+/// The part of the attributes that the older call has as well.
+pub(crate) fn plain_attr(attr: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
+    ibv_qp_init_attr {
+        qp_context: attr.qp_context,
+        send_cq: attr.send_cq,
+        recv_cq: attr.recv_cq,
+        srq: attr.srq,
+        cap: attr.cap,
+        qp_type: attr.qp_type,
+        sq_sig_all: attr.sq_sig_all,
+    }
+}
+
+/// Creates a queue pair by the call of the device that `make` makes.
+pub(crate) fn create_qp_by(
+    pd: Ref<Pd>,
+    attr: &mut ibv_qp_init_attr,
+    make: impl FnOnce(&mut Roce, &QpInitAttr) -> Result<QpId, Errno>,
+) -> Result<Ref<Qp>, Errno> {
+    // SAFETY: the program's pointers, as the manual page demands.
+    let (send_cq, recv_cq) =
+        unsafe { (Ref::<Cq>::get(attr.send_cq)?, Ref::<Cq>::get(attr.recv_cq)?) };
+    let srq = (!attr.srq.is_null())
+        // SAFETY: as above.
+        .then(|| unsafe { Ref::<Srq>::get(attr.srq) })
+        .transpose()?;
+    let qp_type = match attr.qp_type {
+        IBV_QPT_RC => QpType::Rc,
+        IBV_QPT_UD => QpType::Ud,
+        IBV_QPT_UC | IBV_QPT_XRC_SEND | IBV_QPT_XRC_RECV | IBV_QPT_RAW_PACKET | IBV_QPT_DRIVER => {
+            return Err(Errno::UNSUPPORTED);
+        }
+        _ => return Err(Errno::INVALID),
+    };
+    let context = pd.context;
+    let mut locked = context.lock();
+    let cap = QpCap {
+        // A queue without a place is legal here, and is given one.
+        max_send_wr: attr.cap.max_send_wr.max(1),
+        max_recv_wr: attr.cap.max_recv_wr.max(1),
+        max_send_sge: attr.cap.max_send_sge.max(1),
+        max_recv_sge: attr.cap.max_recv_sge.max(1),
+        max_inline: attr.cap.max_inline_data,
+    };
+    let init = QpInitAttr {
+        pd: pd.id,
+        send_cq: send_cq.id,
+        recv_cq: recv_cq.id,
+        srq: srq.map(|s| s.id),
+        qp_type,
+        cap,
+        sq_sig_all: attr.sq_sig_all != 0,
+        recv_order: RecvOrder::OldestFirst,
+    };
+    let id = make(&mut locked.nic, &init)?;
+    attr.cap = ibv_qp_cap {
+        max_send_wr: cap.max_send_wr,
+        max_recv_wr: if srq.is_some() { 0 } else { cap.max_recv_wr },
+        max_send_sge: cap.max_send_sge,
+        max_recv_sge: if srq.is_some() { 0 } else { cap.max_recv_sge },
+        max_inline_data: cap.max_inline,
+    };
+    // SAFETY: all-zero bytes are valid: no function, an unlocked mutex.
+    let mut c: ibv_qp_ex = unsafe { zeroed() };
+    c.qp_base.context = context.handle();
+    c.qp_base.qp_context = attr.qp_context;
+    c.qp_base.pd = pd.handle();
+    c.qp_base.send_cq = attr.send_cq;
+    c.qp_base.recv_cq = attr.recv_cq;
+    c.qp_base.srq = attr.srq;
+    c.qp_base.handle = id.0.index() as u32;
+    c.qp_base.qp_num = locked.nic.qp_num(id)?;
+    c.qp_base.state = IBV_QPS_RESET;
+    c.qp_base.qp_type = attr.qp_type;
+    let qp = Ref::new(
+        c,
+        Qp {
+            context,
+            id,
+            is_datagram: qp_type == QpType::Ud,
+            init: *attr,
+            async_events: Unacknowledged::default(),
+        },
+    );
+    locked.qps.insert(id, qp);
+    Ok(qp)
+}
+
+/// `ibv_modify_qp(3)`.
+pub(crate) unsafe extern "C" fn ibv_modify_qp(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    mask: c_int,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        // SAFETY: as above.
+        let attr = unsafe { &*attr };
+        let mask = mask as u32;
+        let ours = qp_attr_from_mask(attr, mask)?;
+        let mut locked = qp.context.lock();
+        if mask & IBV_QP_CUR_STATE != 0 {
+            let current = locked.nic.query_qp(qp.id)?.state;
+            let given = qp_attr_from_mask(
+                &ibv_qp_attr {
+                    qp_state: attr.cur_qp_state,
+                    ..*attr
+                },
+                IBV_QP_STATE,
+            )?;
+            if given.state != current {
+                return Err(Errno::INVALID);
+            }
+        }
+        locked.nic.modify_qp(qp.id, &ours)?;
+        if mask & IBV_QP_STATE != 0 {
+            // SAFETY: the queue pair is alive.
+            unsafe { (*qp.handle()).state = attr.qp_state };
+        }
+        locked.transmit();
+        Ok(())
+    }))
+}
+
+/// `ibv_query_qp(3)`.
+pub(crate) unsafe extern "C" fn ibv_query_qp(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    _mask: c_int,
+    init: *mut ibv_qp_init_attr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        let ours = qp.context.lock().nic.query_qp(qp.id)?;
+        let (mut theirs, _) = qp_attr(&ours);
+        theirs.cur_qp_state = theirs.qp_state;
+        theirs.cap = qp.init.cap;
+        theirs.sq_draining = u8::from(ours.state == Some(QpState::Sqd));
+        // SAFETY: the program gives places for both; the queue pair is alive.
+        unsafe {
+            attr.write(theirs);
+            if !init.is_null() {
+                init.write(qp.init);
+            }
+            (*qp.handle()).state = theirs.qp_state;
+        }
+        Ok(())
+    }))
+}
+
+/// `ibv_query_qp_data_in_order(3)`: data of a message are written in any order.
+pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
+    _qp: *mut ibv_qp,
+    _op: ibv_wr_opcode,
+    _flags: u32,
+) -> c_int {
+    0
+}
+
+/// `ibv_qp_to_qp_ex(3)`: none, unless the queue pair was created for the extended interface.
+pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(_qp: *mut ibv_qp) -> *mut ibv_qp_ex {
+    ptr::null_mut()
+}
+
+/// `ibv_destroy_qp(3)`.
+pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        {
+            let mut locked = qp.context.lock();
+            locked.nic.destroy_qp(qp.id)?;
+            locked.qps.remove(&qp.id);
+            // Its last answers leave now: the program may end next.
+            locked.transmit();
+        }
+        qp.context
+            .retract(|e| matches!(e, Event::Qp(q, _) if *q == qp));
+        qp.async_events.wait();
+        qp.retire()
+    }))
+}
+
+/// `ibv_create_srq(3)`.
+pub(crate) unsafe extern "C" fn ibv_create_srq(
+    pd: *mut ibv_pd,
+    attr: *mut ibv_srq_init_attr,
+) -> *mut ibv_srq {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        // SAFETY: as above.
+        let attr = unsafe { &mut *attr };
+        create_srq(pd, attr.srq_context, &mut attr.attr)
+    }))
+}
+
+/// `ibv_create_srq_ex(3)`.
+pub(crate) unsafe extern "C" fn create_srq_ex(
+    context: *mut ibv_context,
+    attr: *mut ibv_srq_init_attr_ex,
+) -> *mut ibv_srq {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|_| {
+        // SAFETY: as above.
+        let attr = unsafe { &mut *attr };
+        if attr.comp_mask & IBV_SRQ_INIT_ATTR_TYPE != 0 && attr.srq_type != IBV_SRQT_BASIC {
+            return Err(Errno::UNSUPPORTED);
+        }
+        // SAFETY: as above.
+        let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
+        create_srq(pd, attr.srq_context, &mut attr.attr)
+    }))
+}
+
+fn create_srq(
+    pd: Ref<Pd>,
+    srq_context: *mut std::ffi::c_void,
+    attr: &mut ibv_srq_attr,
+) -> Result<*mut ibv_srq, Errno> {
+    let context = pd.context;
+    let mut locked = context.lock();
+    let ours = SrqAttr {
+        max_wr: attr.max_wr.max(1),
+        max_sge: attr.max_sge.max(1),
+        limit: 0,
+    };
+    let id = locked.nic.create_srq(pd.id, ours)?;
+    attr.max_wr = ours.max_wr;
+    attr.max_sge = ours.max_sge;
+    // SAFETY: all-zero bytes are valid: an unlocked mutex.
+    let mut c: ibv_srq = unsafe { zeroed() };
+    c.context = context.handle();
+    c.srq_context = srq_context;
+    c.pd = pd.handle();
+    c.handle = id.0.index() as u32;
+    let srq = Ref::new(
+        c,
+        Srq {
+            context,
+            id,
+            async_events: Unacknowledged::default(),
+        },
+    );
+    locked.srqs.insert(id, srq);
+    Ok(srq.handle())
+}
+
+/// `ibv_modify_srq(3)`.
+pub(crate) unsafe extern "C" fn ibv_modify_srq(
+    srq: *mut ibv_srq,
+    attr: *mut ibv_srq_attr,
+    mask: c_int,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
+        // SAFETY: as above.
+        let attr = unsafe { &*attr };
+        let mask = mask as u32;
+        if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
+            return Err(Errno::INVALID);
+        }
+        let max_wr = (mask & IBV_SRQ_MAX_WR != 0).then_some(attr.max_wr);
+        let limit = (mask & IBV_SRQ_LIMIT != 0).then_some(attr.srq_limit);
+        Ok(srq.context.lock().nic.modify_srq(srq.id, max_wr, limit)?)
+    }))
+}
+
+/// `ibv_query_srq(3)`.
+pub(crate) unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
+        let ours = srq.context.lock().nic.query_srq(srq.id)?;
+        let theirs = ibv_srq_attr {
+            max_wr: ours.max_wr,
+            max_sge: ours.max_sge,
+            srq_limit: ours.limit,
+        };
+        // SAFETY: the program gives a place for the attributes.
+        unsafe { attr.write(theirs) };
+        Ok(())
+    }))
+}
+
+/// `ibv_destroy_srq(3)`.
+pub(crate) unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
+        {
+            let mut locked = srq.context.lock();
+            locked.nic.destroy_srq(srq.id)?;
+            locked.srqs.remove(&srq.id);
+        }
+        srq.context
+            .retract(|e| matches!(e, Event::Srq(s, _) if *s == srq));
+        srq.async_events.wait();
+        srq.retire()
+    }))
+}

@@ -1,26 +1,19 @@
 //! Opened devices: their attributes, ports and asynchronous events.
 
-use std::ffi::{c_char, c_int};
-use std::mem::{MaybeUninit, offset_of, size_of, zeroed};
+use std::ffi::{c_char, c_int, c_void};
+use std::mem::{offset_of, size_of};
 use std::ptr;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
-use tracing::error;
 
-use crate::cq::{Cq, poll_cq, req_notify_cq};
 use crate::devices::Device;
-use crate::engine::{Engine, Locked};
-use crate::errno::{Errno, minus, number, pointer};
+use crate::engine::{Engine, Locked, Reports};
+use crate::errno::{Errno, minus, number};
 use crate::object::{Ref, kind};
-use crate::post::{post_recv, post_send, post_srq_recv};
-use crate::qp::{Qp, Srq, create_qp_ex, create_srq_ex};
-use crate::queue::EventQueue;
-
-/// Marks a context that has the table of extended functions.
-const EXTENDED: usize = usize::MAX;
+use crate::queue::{EventQueue, Unacknowledged};
 
 /// Version of the hardware that the device reports: there is none.
 const HW_VERSION: u32 = 0;
@@ -36,8 +29,8 @@ const GID_SYSFS_ROCE_V2: u32 = 1;
 /// An opened device.
 pub(crate) struct Context {
     pub(crate) device: &'static Device,
-    engine: Arc<Engine>,
-    events: EventQueue<Event>,
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) events: EventQueue<Event>,
 }
 
 kind!(
@@ -50,12 +43,21 @@ kind!(
 
 /// An asynchronous event on its way to the program.
 #[derive(Clone, Copy)]
-pub(crate) enum Event {
-    Cq(Ref<Cq>, AsyncEvent),
-    Qp(Ref<Qp>, AsyncEvent),
-    Srq(Ref<Srq>, AsyncEvent),
-    Port(AsyncEvent),
+pub(crate) struct Event {
+    pub(crate) kind: AsyncEvent,
+    /// The object that it is about; none for a port or the device.
+    pub(crate) object: Option<Subject>,
 }
+
+/// Object of an event: the program's pointer, and the account of what the program has been given.
+#[derive(Clone, Copy)]
+pub(crate) struct Subject {
+    pub(crate) handle: *mut c_void,
+    pub(crate) unacknowledged: &'static Unacknowledged,
+}
+
+// SAFETY: the pointer is given to the program and not followed.
+unsafe impl Send for Subject {}
 
 impl Context {
     /// Takes the lock of the device.
@@ -63,25 +65,33 @@ impl Context {
         self.engine.lock()
     }
 
-    pub(crate) fn report(&self, event: AsyncEvent) {
-        self.events.push(Event::Port(event));
+    /// Number among the contexts that are open: that of its descriptor.
+    pub(crate) fn number(&self) -> u64 {
+        self.events.raw_fd() as u64
     }
 
-    pub(crate) fn report_cq(&self, cq: Ref<Cq>, event: AsyncEvent) {
-        self.events.push(Event::Cq(cq, event));
+    /// Reports an event of an object.
+    pub(crate) fn report_about(&self, kind: AsyncEvent, object: Subject) {
+        let object = Some(object);
+        self.events.push(Event { kind, object });
     }
 
-    pub(crate) fn report_qp(&self, qp: Ref<Qp>, event: AsyncEvent) {
-        self.events.push(Event::Qp(qp, event));
+    /// Takes back the events of an object that is going away, and waits until the program has
+    /// acknowledged those that it has been given.
+    pub(crate) fn settle(&self, object: &Unacknowledged) {
+        let is_its = |event: &Event| {
+            let subject = event.object.as_ref();
+            subject.is_some_and(|s| ptr::eq(s.unacknowledged, object))
+        };
+        self.events.retract(is_its);
+        object.wait();
     }
+}
 
-    pub(crate) fn report_srq(&self, srq: Ref<Srq>, event: AsyncEvent) {
-        self.events.push(Event::Srq(srq, event));
-    }
-
-    /// Takes back the events of an object that is going away.
-    pub(crate) fn retract(&self, is_gone: impl FnMut(&Event) -> bool) {
-        self.events.retract(is_gone);
+impl Reports for Ref<Context> {
+    fn report(&self, kind: AsyncEvent) {
+        let object = None;
+        self.events.push(Event { kind, object });
     }
 }
 
@@ -97,59 +107,12 @@ pub(crate) unsafe fn context_of(context: *mut ibv_context) -> Result<Ref<Context
     unsafe { Ref::get(context) }
 }
 
-/// `ibv_open_device(3)`.
-pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
-    pointer(Device::get(device).and_then(open).map(Ref::handle))
-}
-
-/// Opens a device.
-///
-/// # Errors
-/// Those of [`Engine::open`].
-pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
-    let config = &device.config;
-    let engine = Engine::open(&config.clone()).map_err(|error| {
-        let (name, addr) = (&config.name, config.addr);
-        error!("cannot open {name} at {addr}: {error}");
-        Errno::from(error)
-    })?;
-    let events = EventQueue::new()?;
-    // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
-    let mut c: verbs_context = unsafe { zeroed() };
-    c.context.device = device.handle();
-    c.context.cmd_fd = -1;
-    c.context.async_fd = events.raw_fd();
-    c.context.num_comp_vectors = 1;
-    c.context.abi_compat = ptr::without_provenance_mut(EXTENDED);
-    c.context.ops.poll_cq = Some(poll_cq);
-    c.context.ops.req_notify_cq = Some(req_notify_cq);
-    c.context.ops.post_send = Some(post_send);
-    c.context.ops.post_recv = Some(post_recv);
-    c.context.ops.post_srq_recv = Some(post_srq_recv);
-    c.sz = size_of::<verbs_context>();
-    c.query_port = Some(query_port);
-    c.query_device_ex = Some(query_device_ex);
-    c.query_rt_values = Some(query_rt_values);
-    c.create_qp_ex = Some(create_qp_ex);
-    c.create_srq_ex = Some(create_srq_ex);
-    let context = Ref::new(
-        c,
-        Context {
-            device,
-            engine,
-            events,
-        },
-    );
-    context.lock().contexts.push(context);
-    Ok(context)
-}
-
 /// `ibv_close_device(3)`.
 pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     minus(unsafe { context_of(context) }.and_then(|context| {
         let mut locked = context.lock();
-        locked.contexts.retain(|c| *c != context);
+        locked.contexts.remove(&context.number());
         locked.transmit();
         drop(locked);
         context.retire()
@@ -214,7 +177,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
 }
 
 /// `ibv_query_device_ex(3)`.
-unsafe extern "C" fn query_device_ex(
+pub(crate) unsafe extern "C" fn query_device_ex(
     context: *mut ibv_context,
     input: *const ibv_query_device_ex_input,
     attr: *mut ibv_device_attr_ex,
@@ -248,7 +211,7 @@ unsafe extern "C" fn query_device_ex(
 }
 
 /// `ibv_query_rt_values_ex(3)`.
-unsafe extern "C" fn query_rt_values(
+pub(crate) unsafe extern "C" fn query_rt_values(
     context: *mut ibv_context,
     values: *mut ibv_values_ex,
 ) -> c_int {
@@ -293,7 +256,7 @@ fn port_attr(context: &Context, port: u8) -> Result<ibv_port_attr, Errno> {
 }
 
 /// `ibv_query_port(3)` for programs built for another size of the structure.
-unsafe extern "C" fn query_port(
+pub(crate) unsafe extern "C" fn query_port(
     context: *mut ibv_context,
     port: u8,
     attr: *mut ibv_port_attr,
@@ -454,92 +417,4 @@ pub(crate) unsafe extern "C" fn ibv_get_pkey_index(
         errno.set();
         -1
     })
-}
-
-/// `ibv_get_async_event(3)`.
-pub(crate) unsafe extern "C" fn ibv_get_async_event(
-    context: *mut ibv_context,
-    event: *mut ibv_async_event,
-) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
-    minus(unsafe { context_of(context) }.and_then(|context| {
-        let next = context.events.take()?;
-        // SAFETY: the program gives a place for the event.
-        unsafe { event.write(async_event(next)) };
-        Ok(())
-    }))
-}
-
-fn async_event(event: Event) -> ibv_async_event {
-    // SAFETY: all-zero bytes are valid for this plain C structure.
-    let mut theirs: ibv_async_event = unsafe { MaybeUninit::zeroed().assume_init() };
-    let kind = match event {
-        Event::Cq(cq, kind) => {
-            cq.async_events.add();
-            theirs.element.cq = cq.handle();
-            kind
-        }
-        Event::Qp(qp, kind) => {
-            qp.async_events.add();
-            theirs.element.qp = qp.handle();
-            kind
-        }
-        Event::Srq(srq, kind) => {
-            srq.async_events.add();
-            theirs.element.srq = srq.handle();
-            kind
-        }
-        Event::Port(kind) => {
-            theirs.element.port_num = 1;
-            kind
-        }
-    };
-    theirs.event_type = match kind {
-        AsyncEvent::CqError(_) => IBV_EVENT_CQ_ERR,
-        AsyncEvent::QpFatal(_) => IBV_EVENT_QP_FATAL,
-        AsyncEvent::QpReqError(_) => IBV_EVENT_QP_REQ_ERR,
-        AsyncEvent::QpAccessError(_) => IBV_EVENT_QP_ACCESS_ERR,
-        AsyncEvent::CommEstablished(_) => IBV_EVENT_COMM_EST,
-        AsyncEvent::SqDrained(_) => IBV_EVENT_SQ_DRAINED,
-        AsyncEvent::QpLastWqeReached(_) => IBV_EVENT_QP_LAST_WQE_REACHED,
-        AsyncEvent::SrqLimitReached(_) => IBV_EVENT_SRQ_LIMIT_REACHED,
-        AsyncEvent::PortActive(_) => IBV_EVENT_PORT_ACTIVE,
-        AsyncEvent::PortError(_) => IBV_EVENT_PORT_ERR,
-        AsyncEvent::GidChange(_) => IBV_EVENT_GID_CHANGE,
-        AsyncEvent::DeviceFatal => IBV_EVENT_DEVICE_FATAL,
-    };
-    theirs
-}
-
-/// `ibv_ack_async_event(3)`.
-pub(crate) unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
-    // SAFETY: the program's pointer, as the manual page demands; the type says which member of the
-    // union is meant. An object that is gone has no event to be acknowledged.
-    unsafe {
-        match (*event).event_type {
-            IBV_EVENT_CQ_ERR => {
-                if let Ok(cq) = Ref::<Cq>::get((*event).element.cq.cast()) {
-                    cq.async_events.acknowledge(1);
-                }
-            }
-            IBV_EVENT_QP_FATAL
-            | IBV_EVENT_QP_REQ_ERR
-            | IBV_EVENT_QP_ACCESS_ERR
-            | IBV_EVENT_COMM_EST
-            | IBV_EVENT_SQ_DRAINED
-            | IBV_EVENT_PATH_MIG
-            | IBV_EVENT_PATH_MIG_ERR
-            | IBV_EVENT_QP_LAST_WQE_REACHED => {
-                if let Ok(qp) = Ref::<Qp>::get((*event).element.qp.cast()) {
-                    qp.async_events.acknowledge(1);
-                }
-            }
-            IBV_EVENT_SRQ_ERR | IBV_EVENT_SRQ_LIMIT_REACHED => {
-                if let Ok(srq) = Ref::<Srq>::get((*event).element.srq) {
-                    srq.async_events.acknowledge(1);
-                }
-            }
-            _ => {}
-        }
-    }
 }

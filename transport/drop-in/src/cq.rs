@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{wc_opcode_code, wc_status_code};
-use riser_transport::verbs::{Completion, CqId, Notify, Verbs as _, WcStatus};
+use riser_transport::verbs::{AsyncEvent, Completion, CqId, Notify, Verbs as _, WcStatus};
 
-use crate::context::{Context, Event, context_of};
+use crate::context::{Context, Subject, context_of};
+use crate::engine::{Fires, Reports};
 use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
@@ -36,12 +37,21 @@ pub(crate) struct Cq {
 
 kind!(Cq, ibv_cq_ex, ibv_cq, 0, b"cque");
 
-impl Ref<Cq> {
-    /// Notifies the program. Answers whether it waited for that.
-    pub(crate) fn fire(self) -> bool {
+impl Reports for Ref<Cq> {
+    fn report(&self, event: AsyncEvent) {
+        let subject = Subject {
+            handle: self.handle().cast(),
+            unacknowledged: &self.kind().async_events,
+        };
+        self.context.report_about(event, subject);
+    }
+}
+
+impl Fires for Ref<Cq> {
+    fn fire(&self) -> bool {
         let was_armed = self.is_armed.swap(false, Ordering::Relaxed);
         if let Some(channel) = self.channel {
-            channel.events.push(self);
+            channel.events.push(*self);
         }
         was_armed
     }
@@ -128,7 +138,7 @@ fn create(
             async_events: Unacknowledged::default(),
         },
     );
-    locked.cqs.insert(id, cq);
+    locked.cqs.insert(id, Box::new(cq));
     Ok(cq.handle())
 }
 
@@ -160,10 +170,8 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
         if let Some(channel) = cq.channel {
             channel.events.retract(|c| *c == cq);
         }
-        cq.context
-            .retract(|e| matches!(e, Event::Cq(c, _) if *c == cq));
         cq.events.wait();
-        cq.async_events.wait();
+        cq.context.settle(&cq.async_events);
         if let Some(channel) = cq.channel {
             channel.users.fetch_sub(1, Ordering::AcqRel);
         }

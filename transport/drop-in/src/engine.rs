@@ -23,16 +23,10 @@ use std::time::{Duration, Instant};
 use riser_transport::roce::nic::NicLimits;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{
-    AsyncEvent, CmId, Completion, CqId, Provider, QpId, RdmaCm, SrqId, Verbs, VerbsError,
+    AsyncEvent, CmEvent, Completion, CqId, Provider, QpId, RdmaCm, SrqId, Verbs, VerbsError,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::error;
-
-use crate::cm;
-use crate::context::Context;
-use crate::cq::Cq;
-use crate::object::Ref;
-use crate::qp::{Qp, Srq};
 
 /// Interval at which the thread looks whether calls still drive the NIC.
 const TICK: Duration = Duration::from_millis(1);
@@ -55,15 +49,28 @@ pub(crate) struct Engine {
     wake: OwnedFd,
 }
 
+/// An object of the program that asynchronous events are about.
+pub(crate) trait Reports: Send {
+    fn report(&self, event: AsyncEvent);
+}
+
+/// A completion queue of the program.
+pub(crate) trait Fires: Reports {
+    /// Notifies the program. Returns whether it waited for that.
+    fn fire(&self) -> bool;
+}
+
 /// What the lock protects.
 pub(crate) struct State {
     pub(crate) nic: Roce,
     /// Objects of the program by the handles of the NIC.
-    pub(crate) cqs: HashMap<CqId, Ref<Cq>>,
-    pub(crate) qps: HashMap<QpId, Ref<Qp>>,
-    pub(crate) srqs: HashMap<SrqId, Ref<Srq>>,
-    pub(crate) ids: HashMap<CmId, Ref<cm::Id>>,
-    pub(crate) contexts: Vec<Ref<Context>>,
+    pub(crate) cqs: HashMap<CqId, Box<dyn Fires>>,
+    pub(crate) qps: HashMap<QpId, Box<dyn Reports>>,
+    pub(crate) srqs: HashMap<SrqId, Box<dyn Reports>>,
+    /// The contexts, by numbers of their own.
+    pub(crate) contexts: HashMap<u64, Box<dyn Reports>>,
+    /// What takes the events of the connection manager, once it is used.
+    pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
     /// Completions on their way to the program.
     completions: Vec<Completion>,
     /// Completion queues that a program has armed and that have not fired.
@@ -107,8 +114,8 @@ impl Engine {
                 cqs: HashMap::new(),
                 qps: HashMap::new(),
                 srqs: HashMap::new(),
-                ids: HashMap::new(),
-                contexts: Vec::new(),
+                contexts: HashMap::new(),
+                on_cm_event: None,
                 completions: Vec::new(),
                 armed: 0,
                 is_driven: false,
@@ -304,18 +311,17 @@ impl State {
     /// Reports what has happened to the program.
     fn report(&mut self) {
         while let Some(id) = self.nic.poll_cq_event() {
-            let Some(&cq) = self.cqs.get(&id) else {
-                continue;
-            };
-            if cq.fire() {
+            if self.cqs.get(&id).is_some_and(|cq| cq.fire()) {
                 self.armed -= 1;
             }
         }
         while let Some(event) = self.nic.poll_async_event() {
             self.report_async(event);
         }
-        while let Some(event) = self.nic.poll_cm_event() {
-            cm::report(self, event);
+        if let Some(on_cm_event) = self.on_cm_event {
+            while let Some(event) = self.nic.poll_cm_event() {
+                on_cm_event(self, event);
+            }
         }
     }
 
@@ -323,7 +329,7 @@ impl State {
         match event {
             AsyncEvent::CqError(id) => {
                 if let Some(cq) = self.cqs.get(&id) {
-                    cq.context.report_cq(*cq, event);
+                    cq.report(event);
                 }
             }
             AsyncEvent::QpFatal(id)
@@ -333,19 +339,19 @@ impl State {
             | AsyncEvent::SqDrained(id)
             | AsyncEvent::QpLastWqeReached(id) => {
                 if let Some(qp) = self.qps.get(&id) {
-                    qp.context.report_qp(*qp, event);
+                    qp.report(event);
                 }
             }
             AsyncEvent::SrqLimitReached(id) => {
                 if let Some(srq) = self.srqs.get(&id) {
-                    srq.context.report_srq(*srq, event);
+                    srq.report(event);
                 }
             }
             AsyncEvent::PortActive(_)
             | AsyncEvent::PortError(_)
             | AsyncEvent::GidChange(_)
             | AsyncEvent::DeviceFatal => {
-                for context in &self.contexts {
+                for context in self.contexts.values() {
                     context.report(event);
                 }
             }

@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_void};
 
 use crate::address::*;
+use crate::async_events::*;
 use crate::cm::*;
 use crate::context::*;
 use crate::cq::*;
@@ -10,6 +11,7 @@ use crate::devices::*;
 use crate::errno::{Errno, minus, number, pointer};
 use crate::memory::*;
 use crate::names::*;
+use crate::open::*;
 use crate::qp::*;
 
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));

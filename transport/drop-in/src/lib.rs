@@ -12,7 +12,9 @@
 //! | `object` | what programs hold pointers to |
 //! | `engine` | a NIC with its lock and its thread |
 //! | `devices` | the list of devices |
-//! | `context` | opened devices, their attributes and asynchronous events |
+//! | `context` | opened devices, their attributes and ports |
+//! | `open` | opening devices; the tables of functions |
+//! | `async_events` | asynchronous events as programs get them |
 //! | `memory` | protection domains and memory regions |
 //! | `cq` | completion queues and their channels |
 //! | `qp` | queue pairs and shared receive queues |
@@ -33,6 +35,7 @@
 #![allow(unsafe_code, reason = "this crate is a C interface")]
 
 mod address;
+mod async_events;
 mod cm;
 mod context;
 mod cq;
@@ -43,6 +46,7 @@ mod exports;
 mod memory;
 mod names;
 mod object;
+mod open;
 mod post;
 mod qp;
 mod queue;

@@ -121,6 +121,13 @@ impl<K: Kind> Ref<K> {
         unsafe { (*self.0.as_ptr()).c.get() }
     }
 
+    /// What the library keeps about the object, for as long as it is alive.
+    pub(crate) fn kind(self) -> &'static K {
+        // SAFETY: the object was alive when the reference was made. A program that destroys it while
+        // another of its threads uses it breaks the rules of the interface.
+        unsafe { (*self.0.as_ref().kind.get()).assume_init_ref() }
+    }
+
     /// Ends the object and keeps its memory for the next one.
     ///
     /// # Errors
@@ -143,9 +150,7 @@ impl<K: Kind> Deref for Ref<K> {
     type Target = K;
 
     fn deref(&self) -> &K {
-        // SAFETY: the object was alive when the reference was made. A program that destroys it while
-        // another of its threads uses it breaks the rules of the interface.
-        unsafe { (*self.0.as_ref().kind.get()).assume_init_ref() }
+        self.kind()
     }
 }
 

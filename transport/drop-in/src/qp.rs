@@ -8,11 +8,12 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _,
+    AsyncEvent, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _,
 };
 
-use crate::context::{Context, Event, context_of};
+use crate::context::{Context, Subject, context_of};
 use crate::cq::Cq;
+use crate::engine::Reports;
 use crate::errno::{Errno, number, pointer};
 use crate::memory::Pd;
 use crate::object::{Ref, kind};
@@ -42,6 +43,26 @@ pub(crate) struct Srq {
 }
 
 kind!(Srq, ibv_srq, b"srqu");
+
+impl Reports for Ref<Qp> {
+    fn report(&self, event: AsyncEvent) {
+        let subject = Subject {
+            handle: self.handle().cast(),
+            unacknowledged: &self.kind().async_events,
+        };
+        self.context.report_about(event, subject);
+    }
+}
+
+impl Reports for Ref<Srq> {
+    fn report(&self, event: AsyncEvent) {
+        let subject = Subject {
+            handle: self.handle().cast(),
+            unacknowledged: &self.kind().async_events,
+        };
+        self.context.report_about(event, subject);
+    }
+}
 
 /// `ibv_create_qp(3)`.
 pub(crate) unsafe extern "C" fn ibv_create_qp(
@@ -164,7 +185,7 @@ pub(crate) fn create_qp_by(
             async_events: Unacknowledged::default(),
         },
     );
-    locked.qps.insert(id, qp);
+    locked.qps.insert(id, Box::new(qp));
     Ok(qp)
 }
 
@@ -255,9 +276,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
             // Its last answers leave now: the program may end next.
             locked.transmit();
         }
-        qp.context
-            .retract(|e| matches!(e, Event::Qp(q, _) if *q == qp));
-        qp.async_events.wait();
+        qp.context.settle(&qp.async_events);
         qp.retire()
     }))
 }
@@ -322,7 +341,7 @@ fn create_srq(
             async_events: Unacknowledged::default(),
         },
     );
-    locked.srqs.insert(id, srq);
+    locked.srqs.insert(id, Box::new(srq));
     Ok(srq.handle())
 }
 
@@ -371,9 +390,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
             locked.nic.destroy_srq(srq.id)?;
             locked.srqs.remove(&srq.id);
         }
-        srq.context
-            .retract(|e| matches!(e, Event::Srq(s, _) if *s == srq));
-        srq.async_events.wait();
+        srq.context.settle(&srq.async_events);
         srq.retire()
     }))
 }

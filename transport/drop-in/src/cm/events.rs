@@ -1,13 +1,15 @@
 //! What happens to identifiers.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
 use std::mem::{self, zeroed};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::conn_param;
-use riser_transport::verbs::{CmEvent, CmEventKind, ConnParam, RdmaCm as _, Verbs as _};
+use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _, Verbs as _};
 
 use super::{EventChannel, Id, create_id, id_of};
 use crate::context::Context;
@@ -35,7 +37,7 @@ kind!(Given, rdma_cm_event, b"evnt");
 pub(crate) fn report(state: &mut State, event: CmEvent) {
     let CmEvent { id, kind } = event;
     if let CmEventKind::ConnectRequest { listener, .. } = &kind {
-        let Some(&listener) = state.ids.get(listener) else {
+        let Some(listener) = known(state, *listener) else {
             return;
         };
         match accept_request(state, listener, id) {
@@ -52,13 +54,34 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
         }
         return;
     }
-    if let Some(&id) = state.ids.get(&id) {
+    if let Some(id) = known(state, id) {
         push(Event {
             id,
             listener: None,
             kind,
         });
     }
+}
+
+/// The identifiers, by the address of their device and its own identifier.
+static IDS: Mutex<BTreeMap<(IpAddr, CmId), Ref<Id>>> = Mutex::new(BTreeMap::new());
+
+fn ids() -> MutexGuard<'static, BTreeMap<(IpAddr, CmId), Ref<Id>>> {
+    IDS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn known(state: &State, id: CmId) -> Option<Ref<Id>> {
+    ids().get(&(state.nic.socket_addr().ip(), id)).copied()
+}
+
+/// Remembers which identifier the events of the device's are for.
+pub(super) fn know(state: &State, id: CmId, ours: Ref<Id>) {
+    ids().insert((state.nic.socket_addr().ip(), id), ours);
+}
+
+/// Forgets an identifier of the device.
+pub(super) fn forget(state: &State, id: CmId) {
+    ids().remove(&(state.nic.socket_addr().ip(), id));
 }
 
 fn push(event: Event) {
@@ -68,11 +91,7 @@ fn push(event: Event) {
 }
 
 /// Makes the identifier of a connection request: it has its listener's channel and context.
-fn accept_request(
-    state: &mut State,
-    listener: Ref<Id>,
-    id: riser_transport::verbs::CmId,
-) -> Result<Ref<Id>, Errno> {
+fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<Id>, Errno> {
     // SAFETY: the listener is alive, since the device knows it.
     let (context, space, kind) = unsafe {
         let c = &*listener.c();
@@ -84,10 +103,10 @@ fn accept_request(
     let device: Option<Ref<Context>> = links
         .into_iter()
         .map(|(context, _)| context)
-        .find(|context| state.contexts.contains(context));
+        .find(|context| context.device.config.addr == state.nic.socket_addr().ip());
     let device = device.ok_or(Errno::INVALID)?;
     new.lock().links.push((device, id));
-    state.ids.insert(id, new);
+    know(state, id, new);
     let (local, peer) = (state.nic.local_addr(id), state.nic.peer_addr(id));
     // SAFETY: no other thread knows the identifier yet.
     unsafe {

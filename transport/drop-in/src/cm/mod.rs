@@ -31,11 +31,12 @@ pub(crate) use self::calls::*;
 pub(crate) use self::endpoint::*;
 pub(crate) use self::events::*;
 pub(crate) use self::qp::*;
-use crate::context::{Context, open};
+use crate::context::Context;
 use crate::devices::{Device, devices};
 use crate::errno::{Errno, minus, pointer};
 use crate::memory::{Pd, alloc_pd};
 use crate::object::{Ref, kind};
+use crate::open::open;
 use crate::queue::{EventQueue, Unacknowledged};
 
 /// An event channel.
@@ -139,6 +140,7 @@ fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
         return Ok(shared);
     }
     let context = open(device)?;
+    context.lock().on_cm_event = Some(report);
     let pd = alloc_pd(context)?;
     let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd }));
     *place = Some(shared);
@@ -307,7 +309,7 @@ impl Ref<Id> {
         let space = self.lock().space;
         let mut locked = shared.context.lock();
         let id = locked.nic.create_id(space)?;
-        locked.ids.insert(id, self);
+        know(&locked, id, self);
         self.lock().links.push((shared.context, id));
         Ok((shared.context, id))
     }
@@ -317,7 +319,7 @@ impl Ref<Id> {
         let links = mem::take(&mut self.lock().links);
         for (context, id) in links {
             let mut locked = context.lock();
-            locked.ids.remove(&id);
+            forget(&locked, id);
             // It existed, so it can be destroyed.
             let _ = locked.nic.destroy_id(id);
         }

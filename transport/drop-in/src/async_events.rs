@@ -1,0 +1,88 @@
+//! Asynchronous events as programs get them.
+
+use std::ffi::c_int;
+use std::mem::zeroed;
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::verbs::AsyncEvent;
+
+use crate::context::{Event, context_of};
+use crate::cq::Cq;
+use crate::errno::minus;
+use crate::object::Ref;
+use crate::qp::{Qp, Srq};
+
+/// `ibv_get_async_event(3)`.
+pub(crate) unsafe extern "C" fn ibv_get_async_event(
+    context: *mut ibv_context,
+    event: *mut ibv_async_event,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    minus(unsafe { context_of(context) }.and_then(|context| {
+        let next = context.events.take()?;
+        // SAFETY: the program gives a place for the event.
+        unsafe { event.write(async_event(next)) };
+        Ok(())
+    }))
+}
+
+fn async_event(event: Event) -> ibv_async_event {
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut theirs: ibv_async_event = unsafe { zeroed() };
+    match event.object {
+        Some(subject) => {
+            subject.unacknowledged.add();
+            // Each object is at the same place of the union.
+            theirs.element.cq = subject.handle.cast();
+        }
+        None => theirs.element.port_num = 1,
+    }
+    theirs.event_type = match event.kind {
+        AsyncEvent::CqError(_) => IBV_EVENT_CQ_ERR,
+        AsyncEvent::QpFatal(_) => IBV_EVENT_QP_FATAL,
+        AsyncEvent::QpReqError(_) => IBV_EVENT_QP_REQ_ERR,
+        AsyncEvent::QpAccessError(_) => IBV_EVENT_QP_ACCESS_ERR,
+        AsyncEvent::CommEstablished(_) => IBV_EVENT_COMM_EST,
+        AsyncEvent::SqDrained(_) => IBV_EVENT_SQ_DRAINED,
+        AsyncEvent::QpLastWqeReached(_) => IBV_EVENT_QP_LAST_WQE_REACHED,
+        AsyncEvent::SrqLimitReached(_) => IBV_EVENT_SRQ_LIMIT_REACHED,
+        AsyncEvent::PortActive(_) => IBV_EVENT_PORT_ACTIVE,
+        AsyncEvent::PortError(_) => IBV_EVENT_PORT_ERR,
+        AsyncEvent::GidChange(_) => IBV_EVENT_GID_CHANGE,
+        AsyncEvent::DeviceFatal => IBV_EVENT_DEVICE_FATAL,
+    };
+    theirs
+}
+
+/// `ibv_ack_async_event(3)`.
+pub(crate) unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
+    // SAFETY: the program's pointer, as the manual page demands; the type says which member of the
+    // union is meant. An object that is gone has no event to be acknowledged.
+    unsafe {
+        match (*event).event_type {
+            IBV_EVENT_CQ_ERR => {
+                if let Ok(cq) = Ref::<Cq>::get((*event).element.cq.cast()) {
+                    cq.async_events.acknowledge(1);
+                }
+            }
+            IBV_EVENT_QP_FATAL
+            | IBV_EVENT_QP_REQ_ERR
+            | IBV_EVENT_QP_ACCESS_ERR
+            | IBV_EVENT_COMM_EST
+            | IBV_EVENT_SQ_DRAINED
+            | IBV_EVENT_PATH_MIG
+            | IBV_EVENT_PATH_MIG_ERR
+            | IBV_EVENT_QP_LAST_WQE_REACHED => {
+                if let Ok(qp) = Ref::<Qp>::get((*event).element.qp.cast()) {
+                    qp.async_events.acknowledge(1);
+                }
+            }
+            IBV_EVENT_SRQ_ERR | IBV_EVENT_SRQ_LIMIT_REACHED => {
+                if let Ok(srq) = Ref::<Srq>::get((*event).element.srq) {
+                    srq.async_events.acknowledge(1);
+                }
+            }
+            _ => {}
+        }
+    }
+}

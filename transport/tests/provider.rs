@@ -96,6 +96,22 @@ mod in_shared_memory {
     crate::provider_suite!(Shared::new());
 }
 
+mod with_itself {
+    //! A device that is its own peer.
+
+    use crate::software::{Itself, device};
+
+    crate::provider_suite!(Itself::new(device(|_| {})));
+}
+
+mod with_itself_on_a_wire {
+    use riser_transport::loopback::{FabricConfig, Pair};
+
+    use crate::software::Itself;
+
+    crate::provider_suite!(Itself::new(Pair::new(FabricConfig::default())));
+}
+
 mod on_sockets_without_segmentation {
     use riser_transport::verbs::Mtu;
 

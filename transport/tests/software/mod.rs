@@ -1,5 +1,6 @@
 //! The worlds of the software NIC: on a wire in memory, on sockets, and in shared memory.
 
+use std::collections::{HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::shm::{Shm, ShmConfig};
-use riser_transport::verbs::Provider as _;
+use riser_transport::verbs::{CmEvent, CmEventKind, CmId, Provider, RdmaCm as _};
 
 use crate::suite::world::{End, World};
 
@@ -68,6 +69,13 @@ pub(crate) fn addresses() -> (IpAddr, IpAddr) {
     )
 }
 
+/// A device on the loopback interface, whose configuration `change` has changed.
+pub(crate) fn device(change: impl Fn(&mut RoceConfig)) -> Roce {
+    let mut config = RoceConfig::new(addresses().0);
+    change(&mut config);
+    Roce::open(&config).expect("a device on the loopback interface")
+}
+
 impl Real {
     pub(crate) fn new() -> Self {
         Self::with(|_| {})
@@ -123,6 +131,113 @@ impl<N> World for Real<N> {
 
     fn now(&self) -> Instant {
         Instant::now()
+    }
+}
+
+/// A device that can be its own peer, and a way to drive it.
+pub(crate) trait Alone {
+    type Device: Provider;
+
+    fn device(&mut self) -> &mut Self::Device;
+    fn addr(&self) -> IpAddr;
+    fn step(&mut self);
+    fn now(&self) -> Instant;
+}
+
+impl Alone for Roce {
+    type Device = Self;
+
+    fn device(&mut self) -> &mut Self {
+        self
+    }
+
+    fn addr(&self) -> IpAddr {
+        self.socket_addr().ip()
+    }
+
+    fn step(&mut self) {
+        if self.progress(Instant::now()) == 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+}
+
+/// One of a pair of devices, whose other end is left alone.
+impl Alone for Pair {
+    type Device = Endpoint;
+
+    fn device(&mut self) -> &mut Endpoint {
+        &mut self.a
+    }
+
+    fn addr(&self) -> IpAddr {
+        self.a.addr()
+    }
+
+    fn step(&mut self) {
+        let limit = self.fabric.now() + Duration::from_millis(1);
+        if Pair::step(self) == 0 && !self.step_to_next(limit) {
+            self.fabric.advance_to(limit);
+        }
+    }
+
+    fn now(&self) -> Instant {
+        self.fabric.now()
+    }
+}
+
+/// Both ends are one device, which talks to itself.
+pub(crate) struct Itself<D> {
+    device: D,
+    /// Identifiers that connection requests have made: the end B, which listens.
+    requested: HashSet<CmId>,
+    /// Events of the other end than the one that was asked for.
+    events: VecDeque<CmEvent>,
+}
+
+impl<D: Alone> Itself<D> {
+    pub(crate) fn new(device: D) -> Self {
+        Self {
+            device,
+            requested: HashSet::new(),
+            events: VecDeque::new(),
+        }
+    }
+}
+
+impl<D: Alone> World for Itself<D> {
+    type P = D::Device;
+
+    fn provider(&mut self, _: End) -> &mut D::Device {
+        self.device.device()
+    }
+
+    fn addr(&self, _: End) -> IpAddr {
+        self.device.addr()
+    }
+
+    fn step(&mut self) {
+        self.device.step();
+    }
+
+    fn now(&self) -> Instant {
+        self.device.now()
+    }
+
+    fn poll_cm_event(&mut self, end: End) -> Option<CmEvent> {
+        while let Some(event) = self.device.device().poll_cm_event() {
+            if matches!(event.kind, CmEventKind::ConnectRequest { .. }) {
+                self.requested.insert(event.id);
+            }
+            self.events.push_back(event);
+        }
+        let is_wanted = |e: &CmEvent| self.requested.contains(&e.id) == (end == End::B);
+        let at = self.events.iter().position(is_wanted)?;
+        self.events.remove(at)
     }
 }
 

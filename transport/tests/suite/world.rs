@@ -34,6 +34,11 @@ pub(crate) trait World {
         self.provider(end).device_attr().provider == "rdma_core"
     }
 
+    /// The next event of the RDMA CM at a device.
+    fn poll_cm_event(&mut self, end: End) -> Option<CmEvent> {
+        self.provider(end).poll_cm_event()
+    }
+
     /// Time that anything may take, of the devices' time.
     fn patience(&self) -> Duration {
         Duration::from_secs(60)
@@ -206,9 +211,7 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
 
 /// The next event of the RDMA CM.
 pub(crate) fn cm_event<W: World>(w: &mut W, end: End) -> CmEvent {
-    w.until("an event of the RDMA CM", |w| {
-        w.provider(end).poll_cm_event()
-    })
+    w.until("an event of the RDMA CM", |w| w.poll_cm_event(end))
 }
 
 /// A listener at a device.

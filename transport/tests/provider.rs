@@ -99,9 +99,100 @@ mod in_shared_memory {
 mod with_itself {
     //! A device that is its own peer.
 
-    use crate::software::{Itself, device};
+    use riser_transport::roce::fault::FaultConfig;
+    use riser_transport::verbs::{Mtu, PortSpace, RdmaCm as _, SendOp, Verbs as _};
+
+    use crate::software::{Itself, connected_steps, device};
+    use crate::suite::world::{
+        End, Side, Wants, World as _, connected, init_attr, objects, pattern,
+    };
 
     crate::provider_suite!(Itself::new(device(|_| {})));
+
+    #[test]
+    fn no_packet_takes_the_socket() {
+        let mut w = Itself::new(device(|_| {}));
+        let (a, b) = connected(&mut w);
+        for side in [&a, &b] {
+            side.recv(&mut w, 1, 0, 300_000);
+        }
+        for (from, to) in [(&a, &b), (&b, &a)] {
+            from.send(&mut w, 2, SendOp::Send, 300_000, 300_000);
+            assert!(from.completion(&mut w).status.is_ok());
+            assert!(to.completion(&mut w).status.is_ok());
+        }
+        let counters = w.provider(End::A).driver_counters();
+        assert_eq!((counters.send_calls, counters.trains), (0, 0));
+        let counters = *w.provider(End::A).counters();
+        assert_eq!(counters.rx_packets, counters.tx_packets);
+        assert_eq!(counters.rx_icrc_errors, 0);
+    }
+
+    #[test]
+    fn a_queue_pair_may_be_its_own_peer() {
+        let mut w = Itself::new(device(|_| {}));
+        let wants = Wants::default();
+        let (pd, cq, memory, mr) = objects(&mut w, End::A, &wants);
+        let addr = w.addr(End::A);
+        let p = w.provider(End::A);
+        let qp = p.create_qp(&init_attr(pd, cq, &wants)).unwrap();
+        let number = p.qp_num(qp).unwrap();
+        for step in connected_steps(addr, number) {
+            p.modify_qp(qp, &step).unwrap();
+        }
+        let side = Side {
+            end: End::A,
+            pd,
+            cq,
+            memory,
+            mr,
+            qp,
+            id: p.create_id(PortSpace::Tcp).unwrap(),
+        };
+        let data = pattern(3, 200_000);
+        side.memory.write(0, &data);
+        side.recv(&mut w, 1, 300_000, 200_000);
+        side.send(&mut w, 2, SendOp::Send, 0, 200_000);
+        side.send(&mut w, 3, SendOp::Read(side.remote(0)), 600_000, 200_000);
+        let done = side.completions(&mut w, 3);
+        assert!(done.iter().all(|c| c.status.is_ok()), "{done:?}");
+        assert_eq!(side.bytes(300_000, 200_000), data);
+        assert_eq!(side.bytes(600_000, 200_000), data);
+    }
+
+    #[test]
+    fn a_faulty_wire_has_its_packets_too() {
+        let mut w = Itself::new(device(|c| {
+            c.mtu = Some(Mtu::Mtu1024);
+            c.faults.transmit = Some(FaultConfig::percent(3, 3.0, 2.0, 2.0, 5.0));
+        }));
+        let (a, b) = connected(&mut w);
+        let data = pattern(4, 500_000);
+        a.memory.write(0, &data);
+        a.send(&mut w, 1, SendOp::Write(b.remote(0)), 0, data.len());
+        assert!(a.completion(&mut w).status.is_ok());
+        assert_eq!(b.bytes(0, data.len()), data);
+        assert!(w.provider(End::A).fault_counters().0.lost > 0);
+    }
+
+    #[test]
+    fn a_capture_has_each_packet_once() {
+        let name = format!("riser-own-{}.pcap", std::process::id());
+        let file = std::env::temp_dir().join(name);
+        let mut w = Itself::new(device(|c| c.capture = Some(file.clone())));
+        let (a, b) = connected(&mut w);
+        b.recv(&mut w, 1, 0, 64);
+        a.memory.write(0, b"only once in all of the file");
+        a.send(&mut w, 2, SendOp::Send, 0, 28);
+        assert!(b.completion(&mut w).status.is_ok());
+        w.provider(End::A).flush_capture();
+        let bytes = std::fs::read(&file).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        let found = bytes
+            .windows(28)
+            .filter(|w| w == b"only once in all of the file");
+        assert_eq!(found.count(), 1);
+    }
 }
 
 mod with_itself_on_a_wire {

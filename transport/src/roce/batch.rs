@@ -384,6 +384,13 @@ impl TxBatch {
     #[must_use]
     pub fn copy_packets(&self, group: &Group) -> Vec<Vec<u8>> {
         let mut all = Vec::with_capacity(group.bytes);
+        self.copy_group(group, &mut all);
+        all.chunks(group.segment).map(<[u8]>::to_vec).collect()
+    }
+
+    /// Appends the packets of a group to `all`, one after the other.
+    pub(super) fn copy_group(&self, group: &Group, all: &mut Vec<u8>) {
+        let before = all.len();
         for piece in self.pieces(group) {
             match piece {
                 Piece::Bytes(r) => all.extend_from_slice(self.own(r)),
@@ -394,8 +401,7 @@ impl TxBatch {
                 }
             }
         }
-        debug_assert_eq!(all.len(), group.bytes);
-        all.chunks(group.segment).map(<[u8]>::to_vec).collect()
+        debug_assert_eq!(all.len() - before, group.bytes);
     }
 }
 

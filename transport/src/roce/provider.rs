@@ -219,6 +219,10 @@ impl Roce {
             now,
         );
         nic.set_stranger_port(driver.stranger_port());
+        // A faulty wire gets all packets.
+        if !has_tx_faults && config.faults.receive.is_none() {
+            nic.keep_own_packets(driver.max_segments());
+        }
         let capture = config
             .capture
             .as_deref()
@@ -371,7 +375,8 @@ impl Roce {
             // What was left by a full socket goes before anything new.
             if self.batch.is_empty() {
                 sent += self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
-                if self.batch.is_empty() {
+                let own = self.receive_own(now);
+                if self.batch.is_empty() && own == 0 {
                     break;
                 }
                 capture_sent(&mut self.capture, now, &self.nic, &self.batch);
@@ -381,6 +386,15 @@ impl Roce {
             }
         }
         sent
+    }
+
+    /// Takes in what was sent to the device's own address, which no socket sees.
+    fn receive_own(&mut self, now: Instant) -> usize {
+        // Captured once, although it is sent and received.
+        if let Some(own) = self.nic.own_packets() {
+            capture_sent(&mut self.capture, now, &self.nic, own);
+        }
+        self.nic.receive_own(now)
     }
 
     /// Sends through the bad wire.

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::shm::{Shm, ShmConfig};
-use riser_transport::verbs::{CmEvent, CmEventKind, CmId, Provider, RdmaCm as _};
+use riser_transport::verbs::{
+    Access, AhAttr, CmEvent, CmEventKind, CmId, Mtu, Provider, QpAttr, QpState, RdmaCm as _,
+};
 
 use crate::suite::world::{End, World};
 
@@ -239,6 +241,45 @@ impl<D: Alone> World for Itself<D> {
         let at = self.events.iter().position(is_wanted)?;
         self.events.remove(at)
     }
+}
+
+/// The states up to RTS of a queue pair whose peer is queue pair `number` at an address.
+pub(crate) fn connected_steps(peer: IpAddr, number: u32) -> [QpAttr; 3] {
+    let to = |state| QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    };
+    [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(Access::REMOTE),
+            ..to(QpState::Init)
+        },
+        QpAttr {
+            ah: Some(AhAttr {
+                dgid: peer.into(),
+                sgid_index: 0,
+                hop_limit: 64,
+                traffic_class: 0,
+                port: 1,
+            }),
+            path_mtu: Some(Mtu::Mtu1024),
+            dest_qp: Some(number),
+            rq_psn: Some(5),
+            max_dest_rd_atomic: Some(4),
+            min_rnr_timer: Some(12),
+            ..to(QpState::Rtr)
+        },
+        QpAttr {
+            sq_psn: Some(5),
+            max_rd_atomic: Some(4),
+            timeout: Some(14),
+            retry_cnt: Some(7),
+            rnr_retry: Some(7),
+            ..to(QpState::Rts)
+        },
+    ]
 }
 
 /// Over shared memory: two devices of this process, which are each other's peers all the same.

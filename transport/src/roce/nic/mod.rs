@@ -56,6 +56,7 @@ use chacha20::rand_core::{Rng, SeedableRng};
 use crate::cm::CmConfig;
 use crate::mr::MrTable;
 use crate::rc::{RcCounters, RcEvent, RcQp, RecvQueue, TxPacket};
+use crate::roce::batch::TxBatch;
 use crate::roce::cq::Cq;
 use crate::roce::srq::Srq;
 use crate::roce::ud::UdQp;
@@ -63,7 +64,7 @@ use crate::table::Table;
 use crate::verbs::{
     AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, QpAttr, QpId, QpState, QpType, SrqId,
 };
-use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, ROCE_PORT};
+use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT};
 
 pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
@@ -104,6 +105,25 @@ enum Machine {
 struct Peer {
     addr: SocketAddr,
     flow: IcrcFlow,
+    /// It is this device, and its packets do not leave it.
+    is_own: bool,
+}
+
+/// The way of packets to the device's own address, where they do not leave it.
+#[derive(Debug)]
+struct OwnWay {
+    addr: SocketAddr,
+    worker_index: u32,
+    worker_bits: u8,
+    /// There are none while they are being received.
+    packets: Option<OwnPackets>,
+}
+
+#[derive(Debug)]
+struct OwnPackets {
+    batch: TxBatch,
+    /// A train of them in one piece, as a socket would hand it over.
+    train: Vec<u8>,
 }
 
 #[derive(Debug)]
@@ -139,6 +159,18 @@ impl Qp {
     }
 }
 
+impl OwnWay {
+    /// Whether packets to queue pair `qpn` at an address are for this device.
+    fn takes(&self, dst: SocketAddr, qpn: Qpn) -> bool {
+        let is_ours = match qpn {
+            // Which worker gets a message for queue pair 1, its content says.
+            Qpn::GSI => self.worker_bits == 0,
+            _ => qpn.value() & ((1 << self.worker_bits) - 1) == self.worker_index,
+        };
+        dst == self.addr && is_ours
+    }
+}
+
 /// The device. See the [module](self) for the calling order.
 pub struct Nic {
     config: NicConfig,
@@ -148,6 +180,7 @@ pub struct Nic {
     attr: DeviceAttr,
     now: Instant,
     random: ChaCha20Rng,
+    own_way: Option<OwnWay>,
     pds: Table<PdId, Pd>,
     mrs: MrTable,
     cqs: Table<CqId, Cq>,
@@ -218,6 +251,7 @@ impl Nic {
             to_strangers: SocketAddr::new(config.addr, ROCE_PORT),
             attr: config.device_attr(),
             now,
+            own_way: None,
             pds: Table::new("protection domain", limits.max_pd),
             mrs,
             cqs: Table::new("completion queue", limits.max_cq),
@@ -265,6 +299,26 @@ impl Nic {
     /// covers.
     pub(in crate::roce) fn set_stranger_port(&mut self, port: u16) {
         self.to_strangers.set_port(port);
+    }
+
+    /// Keeps packets to the device's own address, for [`Nic::receive_own`], from now on. Those to
+    /// another worker at this address are sent as before.
+    pub(in crate::roce) fn keep_own_packets(&mut self, max_segments: usize) {
+        self.own_way = Some(OwnWay {
+            addr: self.local,
+            worker_index: self.config.worker_index,
+            worker_bits: self.config.worker_bits,
+            packets: Some(OwnPackets {
+                batch: TxBatch::new(max_segments),
+                train: Vec::new(),
+            }),
+        });
+    }
+
+    /// Whether packets to queue pair `qpn` at an address do not leave the device.
+    fn keeps(&self, dst: SocketAddr, qpn: Qpn) -> bool {
+        let own = self.own_way.as_ref();
+        own.is_some_and(|own| own.takes(dst, qpn))
     }
 
     /// Its address and the port of RoCEv2.

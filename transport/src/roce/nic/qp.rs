@@ -290,7 +290,9 @@ impl Nic {
         let addr = std::net::SocketAddr::new(ip, ROCE_PORT);
         let flow = IcrcFlow::new(self.local, addr)
             .ok_or(VerbsError::InvalidParameter("destination address"))?;
-        Ok(Some(Peer { addr, flow }))
+        let dest = attr.dest_qp.or(self.qps.get(id)?.attr.dest_qp);
+        let is_own = dest.is_some_and(|qpn| self.keeps(addr, Qpn::new(qpn)));
+        Ok(Some(Peer { addr, flow, is_own }))
     }
 
     fn leave_peer(&mut self, id: QpId) {

@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::qp::with_env;
 use super::{Machine, Nic, PORTS_PER_QP};
 use crate::rc::{Env, RcEvent};
+use crate::roce::batch::TxBatch;
 use crate::verbs::{CqId, PKey, QpId};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
@@ -109,6 +110,33 @@ impl Nic {
         if is_peer && known != Some(verifier) {
             self.remember(key, verifier);
         }
+    }
+
+    /// The packets that the device keeps for itself.
+    pub(in crate::roce) fn own_packets(&self) -> Option<&TxBatch> {
+        let own = self.own_way.as_ref()?.packets.as_ref()?;
+        Some(&own.batch)
+    }
+
+    /// Takes in the packets that were kept by the last [`Nic::poll_transmit`]. Answers how many.
+    /// To be called after each, before a request may complete: they refer to its memory.
+    pub(in crate::roce) fn receive_own(&mut self, now: Instant) -> usize {
+        // Taken out, since the packets change the device, and put back with its memory.
+        let own_way = self.own_way.as_mut();
+        let Some(mut own) = own_way.and_then(|way| way.packets.take()) else {
+            return 0;
+        };
+        let packets = own.batch.packets();
+        for group in own.batch.groups() {
+            own.train.clear();
+            own.batch.copy_group(group, &mut own.train);
+            self.handle_datagram(now, self.local, group.segment, &own.train);
+        }
+        own.batch.clear();
+        if let Some(way) = &mut self.own_way {
+            way.packets = Some(own);
+        }
+        packets
     }
 
     /// Takes in one packet without an ICRC from a wire that proves where it comes from: a device

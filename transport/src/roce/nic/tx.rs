@@ -4,11 +4,25 @@ use std::cmp::Reverse;
 use std::time::Instant;
 
 use super::qp::with_env;
-use super::{MAX_LAST_ANSWERS, Machine, Nic, Qp, TURN};
+use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp, TURN};
 use crate::rc::Env;
 use crate::roce::batch::{TxBatch, Way, destination};
 use crate::verbs::{QpId, QpType};
 use crate::wire::{IcrcFlow, Qpn};
+
+/// The batch that a packet goes to.
+fn choose<'a>(
+    own_way: &'a mut Option<OwnWay>,
+    is_own: bool,
+    batch: &'a mut TxBatch,
+) -> &'a mut TxBatch {
+    match own_way.as_mut().filter(|_| is_own) {
+        Some(OwnWay {
+            packets: Some(own), ..
+        }) => &mut own.batch,
+        _ => batch,
+    }
+}
 
 impl Qp {
     /// The time of a timer that is to be added, if its deadline needs one.
@@ -34,19 +48,20 @@ impl Nic {
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
         let has_icrc = self.config.has_icrc();
-        let before = (batch.packets(), batch.total_bytes());
+        let before = self.collected(batch);
         // Before the message of the CM that ends the connection: the peer would not take them after
         // it.
         while let Some((peer, headers)) = self.last_answers.pop_front() {
             self.tx.clear();
             self.tx.headers = headers;
             let flow = has_icrc.then_some(&peer.flow);
+            let batch = choose(&mut self.own_way, peer.is_own, batch);
             batch.push_packet(flow, &Way::to(peer.addr), &mut self.tx);
         }
         // Then the messages of the CM, whose peers wait by timers. However many a stranger causes,
         // queue pairs share most of the budget.
         self.transmit_mads(batch, budget / 4);
-        while batch.total_bytes() < budget {
+        while self.collected(batch).1 < budget {
             let Some(id) = self.ready.pop_front() else {
                 break;
             };
@@ -74,10 +89,27 @@ impl Nic {
                 self.settle(id);
             }
         }
-        let packets = batch.packets() - before.0;
+        let after = self.collected(batch);
+        let packets = after.0 - before.0;
         self.counters.tx_packets += packets as u64;
-        self.counters.tx_bytes += (batch.total_bytes() - before.1) as u64;
+        self.counters.tx_bytes += (after.1 - before.1) as u64;
         packets
+    }
+
+    /// The batch that a packet goes to.
+    pub(super) fn batch_for<'a>(
+        &'a mut self,
+        is_own: bool,
+        batch: &'a mut TxBatch,
+    ) -> &'a mut TxBatch {
+        choose(&mut self.own_way, is_own, batch)
+    }
+
+    /// Packets and bytes that were collected, those that the device keeps included.
+    pub(super) fn collected(&self, batch: &TxBatch) -> (usize, usize) {
+        let own = self.own_packets();
+        let own = own.map_or((0, 0), |own| (own.packets(), own.total_bytes()));
+        (batch.packets() + own.0, batch.total_bytes() + own.1)
     }
 
     /// Lets a connection send; answers whether it was stopped before it had nothing left.
@@ -88,6 +120,8 @@ impl Nic {
             return false;
         };
         let peer = qp.peer;
+        let is_own = peer.is_some_and(|peer| peer.is_own);
+        let batch = choose(&mut self.own_way, is_own, batch);
         with_env!(self, qp, env);
         // RESET forgets the peer; the turn was asked for before.
         let (Machine::Rc(rc), Some(peer)) = (&mut qp.machine, peer) else {
@@ -95,7 +129,7 @@ impl Nic {
         };
         // What is repeated for a peer that is gone may wait in the socket for its neighbour entry.
         // By a socket of its own it holds up no other peer's packets.
-        let is_silent = rc.is_peer_silent(now);
+        let is_silent = !is_own && rc.is_peer_silent(now);
         let flow = match is_silent {
             true => IcrcFlow::new(to_strangers, peer.addr),
             false => Some(peer.flow),
@@ -144,8 +178,10 @@ impl Nic {
                 return false;
             };
             // A question on queue pair 1 may bear a forged address.
-            let is_answer = destination(&self.tx.headers) == Qpn::GSI;
-            let is_stranger = is_answer && !cm.is_proven(dst.ip());
+            let qpn = destination(&self.tx.headers);
+            let own_way = self.own_way.as_ref();
+            let is_own = own_way.is_some_and(|own| own.takes(dst, qpn));
+            let is_stranger = qpn == Qpn::GSI && !is_own && !cm.is_proven(dst.ip());
             let from = if is_stranger { to_strangers } else { local };
             // An address handle is checked for its family when it is made.
             if let Some(flow) = IcrcFlow::new(from, dst) {
@@ -153,6 +189,7 @@ impl Nic {
                     is_to_stranger: is_stranger,
                     ..Way::to(dst)
                 };
+                let batch = choose(&mut self.own_way, is_own, batch);
                 batch.push_packet(has_icrc.then_some(&flow), &way, &mut self.tx);
             }
             if batch.total_bytes() >= budget {

@@ -94,7 +94,7 @@ impl Nic {
 
     /// Appends the CM's MADs to a batch, until it has `budget` bytes.
     pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
-        while self.cm.may_send && batch.total_bytes() < budget {
+        while self.cm.may_send && self.collected(batch).1 < budget {
             let Some((peer, mad)) = self.cm.cm.poll_transmit() else {
                 self.cm.may_send = false;
                 break;
@@ -102,7 +102,8 @@ impl Nic {
             let dst = SocketAddr::new(peer, ROCE_PORT);
             // A message to an address that has not answered yet may wait for its neighbour, so it
             // goes by a socket of its own.
-            let is_stranger = !self.cm.cm.is_proven(peer);
+            let is_own = self.keeps(dst, Qpn::GSI);
+            let is_stranger = !is_own && !self.cm.cm.is_proven(peer);
             let from = match is_stranger {
                 true => self.stranger_addr(),
                 false => self.local_addr(),
@@ -128,7 +129,8 @@ impl Nic {
                 ..Way::to(dst)
             };
             let flow = self.config().has_icrc().then_some(&flow);
-            batch.push_packet(flow, &way, &mut tx);
+            self.batch_for(is_own, batch)
+                .push_packet(flow, &way, &mut tx);
         }
     }
 

@@ -541,10 +541,7 @@ impl Sim {
             self.tx.copy_to(&mut bytes);
             let icrc = side.flow_out.compute(&bytes, 0);
             let dst = "127.0.0.1:4791".parse().expect("an address");
-            let way = Way {
-                is_markable: true,
-                ..Way::to(dst)
-            };
+            let way = Way::to(dst).markable(true);
             side.batch.begin(way, Qpn::new(2), bytes.len() + 4);
             side.batch.push_bytes(&self.tx.headers);
             side.batch.push_bytes(&self.tx.inline);

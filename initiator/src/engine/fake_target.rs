@@ -178,13 +178,7 @@ impl Gsi {
             };
             self.memory.write(1024, &reply.emit(&data));
             let v4: [u8; 4] = bytes[32..36].try_into().unwrap();
-            let attr = AhAttr {
-                dgid: Gid::from(IpAddr::from(v4)),
-                sgid_index: 0,
-                hop_limit: 64,
-                traffic_class: 0,
-                port: 1,
-            };
+            let attr = AhAttr::new(Gid::from(IpAddr::from(v4)));
             let ah = nic.create_ah(pd, attr).unwrap();
             let sges = [self.sge(1024, 256)];
             let wr = SendWr {

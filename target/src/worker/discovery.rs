@@ -317,13 +317,7 @@ impl DiscoveryAgent {
         }
         let at = SEND_BASE + slot * MAD_LEN;
         self.memory.write(at, &reply);
-        let attr = AhAttr {
-            dgid: source,
-            sgid_index: 0,
-            hop_limit: 64,
-            traffic_class: 0,
-            port: 1,
-        };
+        let attr = AhAttr::new(source);
         let Ok(ah) = dev.create_ah(self.pd, attr) else {
             return false;
         };

@@ -93,13 +93,7 @@ impl Gsi {
             sges: &self.sge(1024, 296),
         };
         self.dev.post_recv(self.qp, &[recv]).unwrap();
-        let ah = AhAttr {
-            dgid: Gid::from(server),
-            sgid_index: 0,
-            hop_limit: 64,
-            traffic_class: 0,
-            port: 1,
-        };
+        let ah = AhAttr::new(Gid::from(server));
         let ah = self.dev.create_ah(self.pd, ah).unwrap();
         let sge = self.sge(0, 256);
         let send = SendWr {

@@ -39,6 +39,7 @@ impl Ctx<'_> {
             invalidated: None,
             src_qp: 0,
             solicited: false,
+            network: None,
             vendor_err: 0,
         }));
     }

@@ -589,6 +589,7 @@ impl RcQp {
                 invalidated: None,
                 src_qp: 0,
                 solicited: false,
+                network: None,
                 vendor_err: 0,
             }));
         };

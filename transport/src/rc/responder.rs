@@ -460,6 +460,7 @@ impl Responder {
             invalidated,
             src_qp: 0,
             solicited: pkt.bth.is_solicited(),
+            network: None,
             vendor_err: 0,
         }));
     }

@@ -115,6 +115,7 @@ impl SendWqe {
             invalidated: None,
             src_qp: 0,
             solicited: false,
+            network: None,
             vendor_err: 0,
         }
     }

@@ -211,7 +211,7 @@ pub(super) fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
     ibv_ah_attr {
         grh: ibv_global_route {
             dgid: ibv_gid { raw: ours.dgid.0 },
-            flow_label: 0,
+            flow_label: ours.flow_label,
             sgid_index: ours.sgid_index as u8,
             hop_limit: ours.hop_limit,
             traffic_class: ours.traffic_class,
@@ -231,6 +231,7 @@ pub fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
         sgid_index: u16::from(theirs.grh.sgid_index),
         hop_limit: theirs.grh.hop_limit,
         traffic_class: theirs.grh.traffic_class,
+        flow_label: theirs.grh.flow_label,
         port: theirs.port_num,
     }
 }

@@ -10,7 +10,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
 use super::convert::{self, checked, last_os_error};
-use super::objects::{Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, Window, pack, unpack};
+use super::objects::{Ah, Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, Window, pack, unpack};
 use super::shared::{Object, Occurrence};
 use crate::verbs::*;
 
@@ -806,20 +806,27 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
-        let mut theirs = convert::ah_attr(&attr);
-        self.choose_gid(&mut theirs);
         self.ahs.check_room()?;
-        // SAFETY: the domain is alive.
-        let ptr = unsafe { (self.core.verbs.ibv_create_ah)(self.pd_ptr(pd)?, &raw mut theirs) };
-        if ptr.is_null() {
-            Err(last_os_error())
-        } else {
-            self.ahs.insert(ptr)
-        }
+        let ptr = self.make_ah(self.pd_ptr(pd)?, &attr)?;
+        self.ahs.insert(Ah { ptr, attr })
+    }
+
+    fn query_ah(&self, ah: AhId) -> Result<AhAttr, VerbsError> {
+        Ok(self.ahs.get(ah)?.attr)
+    }
+
+    fn modify_ah(&mut self, ah: AhId, attr: AhAttr) -> Result<(), VerbsError> {
+        // The library changes none, so another takes its place.
+        let before = self.ahs.get(ah)?.ptr;
+        // SAFETY: the handle is alive, and so is its domain.
+        let ptr = self.make_ah(unsafe { (*before).pd }, &attr)?;
+        *self.ahs.get_mut(ah)? = Ah { ptr, attr };
+        // SAFETY: the table has the other one now.
+        checked(unsafe { (self.core.verbs.ibv_destroy_ah)(before) })
     }
 
     fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError> {
-        let ptr = self.ahs.remove(ah)?;
+        let ptr = self.ahs.remove(ah)?.ptr;
         // SAFETY: the handle has just left the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_ah)(ptr) })
     }
@@ -831,6 +838,18 @@ impl RdmaCoreDevice {
         if let Some(index) = self.gid_index() {
             attr.grh.sgid_index = index as u8;
         }
+    }
+
+    /// Makes an address handle in a domain that is alive.
+    fn make_ah(&self, pd: *mut ibv_pd, attr: &AhAttr) -> Result<*mut ibv_ah, VerbsError> {
+        let mut theirs = convert::ah_attr(attr);
+        self.choose_gid(&mut theirs);
+        // SAFETY: the domain is alive.
+        let ptr = unsafe { (self.core.verbs.ibv_create_ah)(pd, &raw mut theirs) };
+        if ptr.is_null() {
+            return Err(last_os_error());
+        }
+        Ok(ptr)
     }
 
     /// One window less lies in a region.

@@ -16,8 +16,8 @@ use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
 use crate::verbs::{
-    Access, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu, PdId,
-    QpId, SrqId, VerbsError, WcOpcode, WrId,
+    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu,
+    PdId, QpId, SrqId, VerbsError, WcOpcode, WrId,
 };
 
 /// Completions taken from the library in one call.
@@ -76,6 +76,11 @@ pub(super) struct Scratch {
 pub(super) struct Pd {
     pub(super) ptr: *mut ibv_pd,
     pub(super) users: u32,
+}
+
+pub(super) struct Ah {
+    pub(super) ptr: *mut ibv_ah,
+    pub(super) attr: AhAttr,
 }
 
 pub(super) enum Region {
@@ -222,7 +227,7 @@ pub struct RdmaCoreDevice {
     pub(super) srqs: Table<SrqId, Srq>,
     pub(super) qps: Table<QpId, Qp>,
     pub(super) qpns: HashMap<u32, QpId>,
-    pub(super) ahs: Table<AhId, *mut ibv_ah>,
+    pub(super) ahs: Table<AhId, Ah>,
     pub(super) ids: Table<CmId, Id>,
     pub(super) by_id: HashMap<usize, CmId>,
     pub(super) slots: Table<SlotId, Slot>,
@@ -445,7 +450,7 @@ impl Drop for RdmaCoreDevice {
                 (verbs.ibv_destroy_srq)(srq.ptr);
             }
             for (_, ah) in self.ahs.iter() {
-                (verbs.ibv_destroy_ah)(*ah);
+                (verbs.ibv_destroy_ah)(ah.ptr);
             }
             // Windows before the regions that they are bound to.
             for (_, region) in self.regions.iter() {

@@ -3,6 +3,7 @@
 //! A request goes to the library under the number of a slot in our table. Requests of one queue
 //! complete in order, so a completion also retires the unsignaled requests before it.
 
+use std::net::IpAddr;
 use std::ptr;
 
 use riser_rdma_core_sys::bindings::*;
@@ -274,7 +275,8 @@ impl RdmaCoreDevice {
         let dest = wr.ud.ok_or(PostReason::InvalidRequest(
             "a datagram without a destination",
         ))?;
-        let ah = *self.ahs.get(dest.ah).map_err(|_| PostReason::InvalidKey)?;
+        let ah = self.ahs.get(dest.ah);
+        let ah = ah.map_err(|_| PostReason::InvalidKey)?.ptr;
         out.opcode = match wr.op {
             SendOp::Send => IBV_WR_SEND,
             SendOp::SendImm(imm) => {
@@ -520,6 +522,11 @@ impl RdmaCoreDevice {
         if let Some(key) = invalidated {
             self.on_invalidated(key);
         }
+        // Which of the two it is, the device's address says; bytes before a receive say no more.
+        let network = match self.addr {
+            IpAddr::V4(_) => NetworkHeader::Ipv4,
+            IpAddr::V6(_) => NetworkHeader::Ipv6,
+        };
         Some(Completion {
             wr_id: slot.wr_id,
             status: convert::wc_status(wc.status),
@@ -535,6 +542,7 @@ impl RdmaCoreDevice {
             invalidated,
             src_qp: wc.src_qp,
             solicited: false,
+            network: has(IBV_WC_GRH).then_some(network),
             vendor_err: wc.vendor_err,
         })
     }

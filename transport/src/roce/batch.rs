@@ -37,6 +37,15 @@ use riser_memory::MemSlice;
 use crate::rc::TxPacket;
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, MAX_DATAGRAM, Qpn};
 
+/// Hop limit, or TTL, of what we send to single hosts: as
+/// [`DriverConfig::on_link`](super::driver::DriverConfig::on_link) demands at the other end.
+pub const HOP_LIMIT: u8 = 255;
+
+/// ECN codepoint of packets that may be marked, and where it is in the type of service (RFC 3168,
+/// section 5).
+pub const ECT_0: u8 = 0b10;
+pub(super) const ECN_MASK: u8 = 0b11;
+
 /// Most packets of a group: Linux's `UDP_MAX_SEGMENTS` of the kernels before 6.2.
 pub const MAX_GROUP_SEGMENTS: usize = 64;
 
@@ -88,8 +97,10 @@ pub enum Piece {
 pub struct Way {
     /// Address of the destination.
     pub dst: SocketAddr,
-    /// Routers may mark it for congestion (RFC 3168), since its receiver passes that on.
-    pub is_markable: bool,
+    /// Type of service, or traffic class, of the IP header.
+    pub tos: u8,
+    /// Hop limit, or time to live, of the IP header.
+    pub hop_limit: u8,
     /// It goes to an address that may be made up, or to a peer that may be gone, and so by a
     /// socket of its own, and alone.
     pub is_to_stranger: bool,
@@ -101,8 +112,20 @@ impl Way {
     pub const fn to(dst: SocketAddr) -> Self {
         Self {
             dst,
-            is_markable: false,
+            tos: 0,
+            hop_limit: HOP_LIMIT,
             is_to_stranger: false,
+        }
+    }
+
+    /// The same, where routers may mark the packet for congestion (RFC 3168) if `is_markable`,
+    /// since its receiver passes that on.
+    #[must_use]
+    pub const fn markable(self, is_markable: bool) -> Self {
+        let ecn = if is_markable { ECT_0 } else { 0 };
+        Self {
+            tos: self.tos & !ECN_MASK | ecn,
+            ..self
         }
     }
 }
@@ -465,10 +488,7 @@ mod tests {
         b.begin(way(1), Qpn::GSI, 8);
         assert_eq!(b.begin(way(1), Qpn::GSI, 8), 0);
         assert_eq!(b.groups().len(), 4, "each alone");
-        let markable = Way {
-            is_markable: true,
-            ..way(1)
-        };
+        let markable = way(1).markable(true);
         b.begin(markable, Qpn::new(3), 8);
         assert_eq!(b.begin(markable, Qpn::new(3), 8), 1);
         assert_eq!(b.begin(way(1), Qpn::new(3), 8), 0, "marked or not");

@@ -188,19 +188,8 @@ mod tests {
     use crate::verbs::{Handle, QpId, WcOpcode, WcStatus, WrId};
 
     fn wc(n: u64) -> Completion {
-        Completion {
-            wr_id: WrId(n),
-            status: WcStatus::Success,
-            opcode: WcOpcode::Send,
-            qp: QpId(Handle::new(0, 1)),
-            qp_num: 0x11,
-            byte_len: 0,
-            imm: None,
-            invalidated: None,
-            src_qp: 0,
-            solicited: false,
-            vendor_err: 0,
-        }
+        let qp = QpId(Handle::new(0, 1));
+        Completion::new(WrId(n), WcStatus::Success, WcOpcode::Send, qp, 0x11)
     }
 
     #[test]

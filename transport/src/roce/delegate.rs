@@ -38,6 +38,8 @@ macro_rules! delegate_verbs_to_nic {
                 @mut post_send(qp: $crate::verbs::QpId, wrs: &[$crate::verbs::SendWr<'_>]) -> Result<(), $crate::verbs::PostError>;
                 @mut post_recv(qp: $crate::verbs::QpId, wrs: &[$crate::verbs::RecvWr<'_>]) -> Result<(), $crate::verbs::PostError>;
                 @mut create_ah(pd: $crate::verbs::PdId, attr: $crate::verbs::AhAttr) -> Result<$crate::verbs::AhId, $crate::verbs::VerbsError>;
+                @ref query_ah(ah: $crate::verbs::AhId) -> Result<$crate::verbs::AhAttr, $crate::verbs::VerbsError>;
+                @mut modify_ah(ah: $crate::verbs::AhId, attr: $crate::verbs::AhAttr) -> Result<(), $crate::verbs::VerbsError>;
                 @mut destroy_ah(ah: $crate::verbs::AhId) -> Result<(), $crate::verbs::VerbsError>;
             }
         }

@@ -53,11 +53,14 @@ use rustix::event::epoll::{self, EventFlags};
 use socket2::{Domain, Protocol, Socket, Type};
 use tracing::{debug, info, warn};
 
-use super::batch::{Group, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch};
+use super::batch::{
+    ECT_0, Group, HOP_LIMIT, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch,
+};
+use super::nic::IpFields;
 use super::sys::{
     ControlWriter, UDP_SEGMENT, allow_no_checksum, attach_selector, check, enable_gro, grow_buffer,
-    has_gso, hop_limit, is_marked, read_addr, segment_size, set_ecn, set_hop_limit, set_mtu_probe,
-    tos_message, watch, write_addr,
+    has_gso, hop_limit, hop_limit_message, read_addr, segment_size, set_ecn, set_hop_limit,
+    set_mtu_probe, tos_message, traffic_class, watch, write_addr,
 };
 use crate::wire::{Qpn, ROCE_PORT};
 
@@ -75,8 +78,6 @@ const TX_GROUPS: usize = 16;
 /// Bytes of control messages per message: three values of up to 4 bytes, each with its header,
 /// aligned.
 const CONTROL: usize = 96;
-/// Hop limit, or TTL, of what we send: as [`DriverConfig::on_link`] demands at the other end.
-pub const HOP_LIMIT: u8 = 255;
 
 /// Sockets for messages to strangers. An address that is made up fills one at most: the kernel
 /// keeps as much for a neighbour that does not answer as a small socket buffer has.
@@ -144,6 +145,7 @@ pub struct Driver {
     rcvbuf: usize,
     sndbuf: usize,
     on_link: bool,
+    reports_hop_limits: bool,
     counters: DriverCounters,
     rx: Box<[u8]>,
     /// Datagrams that the next receiving call takes, and whether the last one was full.
@@ -250,6 +252,7 @@ impl Driver {
             rcvbuf,
             sndbuf,
             on_link: config.on_link,
+            reports_hop_limits: config.on_link,
             counters: DriverCounters::default(),
             rx: vec![0; RX_SLOTS * RX_BUFFER].into_boxed_slice(),
             rx_slots: RX_SLOTS,
@@ -341,6 +344,19 @@ impl Driver {
             let addr = self.local.ip();
             warn!(%addr, %error, failures, "cannot watch the device's socket: its worker polls \
                 it and does not sleep (is fs.epoll.max_user_watches too low?)");
+        }
+    }
+
+    /// Has the hop limits of received packets reported from now on, which costs a control message
+    /// for each train. Without that they are taken for [`HOP_LIMIT`].
+    pub fn report_hop_limits(&mut self) {
+        if !self.reports_hop_limits {
+            let set = set_hop_limit(&self.socket, self.local.is_ipv6(), HOP_LIMIT, true);
+            if let Err(error) = set {
+                debug!(%error, "hop limits are not reported");
+            }
+            // One attempt: a kernel that refuses it will refuse it again.
+            self.reports_hop_limits = true;
         }
     }
 
@@ -460,6 +476,7 @@ impl Driver {
             }
         }
         let tos = tos_message(self.local.is_ipv6());
+        let hops = hop_limit_message(self.local.is_ipv6());
         let mut at = 0;
         let headers = &mut *self.tx_headers;
         for (i, group) in groups.iter().enumerate() {
@@ -474,8 +491,11 @@ impl Driver {
                 let segment = (group.segment as u16).to_ne_bytes();
                 control.push((libc::IPPROTO_UDP, UDP_SEGMENT), &segment);
             }
-            if !group.way.is_markable {
-                control.push(tos, &0i32.to_ne_bytes());
+            if group.way.tos != ECT_0 {
+                control.push(tos, &i32::from(group.way.tos).to_ne_bytes());
+            }
+            if group.way.hop_limit != HOP_LIMIT {
+                control.push(hops, &i32::from(group.way.hop_limit).to_ne_bytes());
             }
             header.msg_controllen = control.len as _;
             header.msg_control = match control.len {
@@ -500,12 +520,12 @@ impl Driver {
     }
 
     /// Takes in what waits, at most about `limit` datagrams or trains: for each, `handle` gets the
-    /// sender, the length of a segment (the last may be shorter), the bytes, and whether a router
-    /// has marked them for congestion. Answers how many. A limit of 1 is one system call.
+    /// sender, the length of a segment (the last may be shorter), the bytes, and the fields of their
+    /// IP headers. Answers how many. A limit of 1 is one system call.
     pub fn receive(
         &mut self,
         limit: usize,
-        mut handle: impl FnMut(SocketAddr, usize, &[u8], bool),
+        mut handle: impl FnMut(SocketAddr, usize, &[u8], IpFields),
     ) -> usize {
         // The caller is awake.
         let _ = self.watch(EventFlags::empty());
@@ -531,7 +551,7 @@ impl Driver {
 
     fn receive_some(
         &mut self,
-        handle: &mut impl FnMut(SocketAddr, usize, &[u8], bool),
+        handle: &mut impl FnMut(SocketAddr, usize, &[u8], IpFields),
     ) -> io::Result<usize> {
         let base = self.rx.as_mut_ptr();
         let mut iovecs: [libc::iovec; RX_SLOTS] = std::array::from_fn(|i| libc::iovec {
@@ -583,10 +603,24 @@ impl Driver {
             // An empty datagram is no packet, and a train of length 0 cannot be cut.
             if len > 0 && segment > 0 {
                 let bytes = &self.rx[i * RX_BUFFER..][..len];
-                handle(src, segment, bytes, is_marked(header));
+                handle(
+                    src,
+                    segment,
+                    bytes,
+                    ip_fields(header, self.reports_hop_limits),
+                );
             }
         }
         Ok(got)
+    }
+}
+
+/// Fields of a received IP header.
+fn ip_fields(header: &libc::msghdr, has_hop_limit: bool) -> IpFields {
+    let hops = has_hop_limit.then(|| hop_limit(header)).flatten();
+    IpFields {
+        traffic_class: traffic_class(header),
+        hop_limit: hops.and_then(|h| h.try_into().ok()).unwrap_or(HOP_LIMIT),
     }
 }
 
@@ -639,7 +673,6 @@ mod tests {
     use nix::sys::socket::setsockopt;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-    use super::super::sys::{CE, ECT_0, ecn};
     use super::*;
     use crate::roce::batch::Way;
 
@@ -655,7 +688,7 @@ mod tests {
     }
 
     /// The ECN codepoint of the next datagram.
-    fn next_ecn(socket: &UdpSocket) -> Option<libc::c_int> {
+    fn next_ecn(socket: &UdpSocket) -> u8 {
         let (mut data, mut control) = ([0u8; 64], [0u64; 16]);
         let mut vector = libc::iovec {
             iov_base: data.as_mut_ptr().cast(),
@@ -670,16 +703,12 @@ mod tests {
         // SAFETY: what the header points to lives until the call returns.
         let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, 0) };
         assert!(got > 0, "{}", io::Error::last_os_error());
-        ecn(&header)
+        traffic_class(&header) & 0b11
     }
 
     fn packets(batch: &mut TxBatch, dst: SocketAddr, is_markable: bool) {
         for _ in 0..2 {
-            let way = Way {
-                dst,
-                is_markable,
-                is_to_stranger: false,
-            };
+            let way = Way::to(dst).markable(is_markable);
             batch.begin(way, Qpn::new(2), 16);
             batch.push_bytes(&[0; 16]);
         }
@@ -699,11 +728,11 @@ mod tests {
         packets(&mut batch, dst, false);
         assert_eq!(driver.send(Instant::now(), &mut batch), SendOutcome::Done);
         let sent = [0; 4].map(|_| next_ecn(&socket));
-        assert_eq!(sent, [Some(ECT_0), Some(ECT_0), Some(0), Some(0)]);
+        assert_eq!(sent, [ECT_0, ECT_0, 0, 0]);
 
         let local = driver.local_addr();
         let mut marked = Vec::new();
-        for tos in [0, ECT_0, CE] {
+        for tos in [0, 0b10, 0b11] {
             match is_v6 {
                 true => setsockopt(&socket, sockopt::Ipv6TClass, &tos).unwrap(),
                 false => setsockopt(&socket, sockopt::Ipv4Tos, &tos).unwrap(),
@@ -712,7 +741,7 @@ mod tests {
         }
         let end = Instant::now() + Duration::from_secs(10);
         while marked.len() < 3 && Instant::now() < end {
-            driver.receive(8, |_, _, _, is_marked| marked.push(is_marked));
+            driver.receive(8, |_, _, _, ip| marked.push(ip.is_marked()));
         }
         assert_eq!(marked, [false, false, true]);
     }

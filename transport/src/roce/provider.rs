@@ -13,7 +13,7 @@ use super::batch::{SendOutcome, TxBatch, Way};
 use super::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
-use super::nic::{Nic, NicConfig, NicLimits};
+use super::nic::{IpFields, Nic, NicConfig, NicLimits};
 use super::pcap::PcapWriter;
 use super::steer::steer;
 use crate::cm::MAX_WORKER_BITS;
@@ -120,8 +120,8 @@ pub struct ForwardedPacket {
     pub worker: u32,
     /// Address of its sender.
     pub src: SocketAddr,
-    /// A router has marked it for congestion.
-    pub is_marked: bool,
+    /// Fields of its IP header.
+    pub ip: IpFields,
     /// Bytes of the datagram.
     pub bytes: Vec<u8>,
 }
@@ -132,7 +132,7 @@ pub struct Roce {
     driver: Driver,
     batch: TxBatch,
     tx_faults: Option<FaultInjector<(Way, Qpn)>>,
-    rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
+    rx_faults: Option<FaultInjector<(SocketAddr, IpFields)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     forwarded: VecDeque<ForwardedPacket>,
     /// Packets that came out of the faulty wire.
@@ -300,7 +300,7 @@ impl Roce {
     pub fn handle_forwarded(&mut self, now: Instant, packet: &ForwardedPacket) {
         let (bytes, len) = (&packet.bytes[..], packet.bytes.len());
         self.nic
-            .handle_train(now, packet.src, len, bytes, packet.is_marked);
+            .handle_train(now, packet.src, len, bytes, packet.ip);
     }
 
     /// Brings everything captured so far to the file.
@@ -321,11 +321,11 @@ impl Roce {
         let is_plain = capture.is_none() && faults.is_none();
         let is_ours = |packet: &[u8]| steer(packet, bits).is_none_or(|to| to == worker);
         // One system call.
-        let taken = self.driver.receive(1, |src, segment, bytes, is_marked| {
+        let taken = self.driver.receive(1, |src, segment, bytes, ip| {
             // The common case hands whole trains on. The kernel has chosen the worker by the
             // first packet.
             if is_plain && (bits == 0 || bytes.chunks(segment).all(is_ours)) {
-                nic.handle_train(now, src, segment, bytes, is_marked);
+                nic.handle_train(now, src, segment, bytes, ip);
                 return;
             }
             for packet in bytes.chunks(segment) {
@@ -336,7 +336,7 @@ impl Roce {
                         forwarded.push_back(ForwardedPacket {
                             worker: to,
                             src,
-                            is_marked,
+                            ip,
                             bytes: packet.to_vec(),
                         });
                     }
@@ -344,14 +344,14 @@ impl Roce {
                 }
                 capture_received(capture, now, src, local, packet);
                 match faults {
-                    Some(f) => f.handle_packet(now, (src, is_marked), packet.to_vec()),
-                    None => nic.handle_train(now, src, packet.len(), packet, is_marked),
+                    Some(f) => f.handle_packet(now, (src, ip), packet.to_vec()),
+                    None => nic.handle_train(now, src, packet.len(), packet, ip),
                 }
             }
         });
         if let Some(f) = faults {
-            while let Some(((src, is_marked), packet)) = f.poll_packet(now) {
-                nic.handle_train(now, src, packet.len(), &packet, is_marked);
+            while let Some(((src, ip), packet)) = f.poll_packet(now) {
+                nic.handle_train(now, src, packet.len(), &packet, ip);
             }
         }
         taken
@@ -433,6 +433,9 @@ impl Provider for Roce {
         // Now and then only: it is a system call that the data path does not need.
         if now >= self.mtu_due {
             self.follow_mtu(now);
+        }
+        if self.nic.has_datagrams() {
+            self.driver.report_hop_limits();
         }
         // Sending comes first: what the user posted in answer to the last call's completions leaves
         // together with the acknowledgements of that call, in one system call.

@@ -15,6 +15,7 @@ use nix::sys::socket::{GetSockOpt, SetSockOpt, getsockopt, setsockopt, sockopt};
 use nix::{setsockopt_impl, sockopt_impl};
 use rustix::event::epoll::{self, EventFlags};
 
+use super::batch::ECT_0;
 use super::steer;
 
 /// Control messages of UDP that the C library binding does not have everywhere.
@@ -39,12 +40,6 @@ sockopt_impl!(
     /// Hop limit of what is sent over IPv6.
     Ipv6UnicastHops, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, libc::c_int
 );
-
-/// ECN codepoints (RFC 3168, section 5): capable, marked, and where they are in the type of
-/// service.
-pub(super) const ECT_0: libc::c_int = 0b10;
-pub(super) const CE: libc::c_int = 0b11;
-const ECN_MASK: libc::c_int = 0b11;
 
 pub(super) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
@@ -110,10 +105,10 @@ pub(super) fn set_hop_limit(
 /// of what is received reported (RFC 3168).
 pub(super) fn set_ecn(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     if is_v6 {
-        setsockopt(socket, sockopt::Ipv6TClass, &ECT_0)?;
+        setsockopt(socket, sockopt::Ipv6TClass, &ECT_0.into())?;
         setsockopt(socket, sockopt::Ipv6RecvTClass, &true)?;
     } else {
-        setsockopt(socket, sockopt::Ipv4Tos, &ECT_0)?;
+        setsockopt(socket, sockopt::Ipv4Tos, &ECT_0.into())?;
         setsockopt(socket, sockopt::IpRecvTos, &true)?;
     }
     Ok(())
@@ -142,18 +137,22 @@ pub(super) fn tos_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
     }
 }
 
-/// Whether a datagram, or every one of a train, was marked for congestion on its way. The kernel
-/// merges no datagrams whose marks differ.
-pub(super) fn is_marked(header: &libc::msghdr) -> bool {
-    ecn(header) == Some(CE)
-}
-
-/// The ECN codepoint of a datagram, or of every one of a train.
-pub(super) fn ecn(header: &libc::msghdr) -> Option<libc::c_int> {
+/// The type of service, or traffic class, of a datagram, or of every one of a train: the kernel
+/// merges no datagrams in which it differs.
+pub(super) fn traffic_class(header: &libc::msghdr) -> u8 {
     let tos = control_value(header, |level, kind| {
         (level, kind) == tos_message(true) || (level, kind) == tos_message(false)
     });
-    tos.map(|tos| tos & ECN_MASK)
+    tos.map_or(0, |tos| tos as u8)
+}
+
+/// Level and type of the control message with the hop limit or time to live.
+pub(super) fn hop_limit_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
+    if is_v6 {
+        (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT)
+    } else {
+        (libc::IPPROTO_IP, libc::IP_TTL)
+    }
 }
 
 /// The segment length of a train, in bytes; `None` for a single datagram.
@@ -167,9 +166,7 @@ pub(super) fn segment_size(header: &libc::msghdr) -> Option<usize> {
 /// The hop limit with which a datagram, or every one of a train, has arrived.
 pub(super) fn hop_limit(header: &libc::msghdr) -> Option<libc::c_int> {
     control_value(header, |level, kind| {
-        let v4 = (libc::IPPROTO_IP, libc::IP_TTL);
-        let v6 = (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT);
-        (level, kind) == v4 || (level, kind) == v6
+        (level, kind) == hop_limit_message(true) || (level, kind) == hop_limit_message(false)
     })
 }
 

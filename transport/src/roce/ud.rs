@@ -14,20 +14,17 @@
 //! Bounds: the depths it was created with.
 
 use std::collections::VecDeque;
-use std::net::{IpAddr, SocketAddr};
 
 use arrayvec::ArrayVec;
 
 use crate::mr::{MrTable, Span};
 use crate::rc::{RcEvent, RecvQueue, RecvWqe, TxPacket};
+use crate::roce::batch::Way;
 use crate::verbs::{
-    AsyncEvent, Completion, PdId, PostReason, QKey, QpCap, QpId, QpState, QpType, SendFlags,
-    SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId, qp_state,
+    AsyncEvent, Completion, GRH_LEN, PdId, PostReason, QKey, QpCap, QpId, QpState, QpType,
+    RouteHeader, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId, qp_state,
 };
 use crate::wire::{Bth, Deth, ExtHeaders, ImmDt, Opcode, Packet, Psn, Qpn, emit_headers};
-
-/// Bytes before a received datagram's payload.
-pub const GRH_LEN: usize = 40;
 
 /// Most scatter-gather entries of a datagram send.
 pub const MAX_UD_SGE: usize = 16;
@@ -37,7 +34,7 @@ struct UdSend {
     wr_id: WrId,
     flags: SendFlags,
     imm: Option<u32>,
-    dst: SocketAddr,
+    way: Way,
     qpn: Qpn,
     qkey: u32,
     sges: ArrayVec<Sge, MAX_UD_SGE>,
@@ -146,29 +143,17 @@ impl UdQp {
     }
 
     fn completion(&self, wr_id: WrId, opcode: WcOpcode, status: WcStatus) -> Completion {
-        Completion {
-            wr_id,
-            status,
-            opcode,
-            qp: self.id,
-            qp_num: self.qpn.value(),
-            byte_len: 0,
-            imm: None,
-            invalidated: None,
-            src_qp: 0,
-            solicited: false,
-            vendor_err: 0,
-        }
+        Completion::new(wr_id, status, opcode, self.id, self.qpn.value())
     }
 
-    /// Posts a send whose address handle stands for `dst`. In SQE and ERROR it flushes at once.
+    /// Posts a send whose address handle stands for `way`. In SQE and ERROR it flushes at once.
     ///
     /// # Errors
     /// Why it was refused.
     pub fn post_send(
         &mut self,
         wr: &SendWr<'_>,
-        dst: SocketAddr,
+        way: Way,
         out: &mut Vec<RcEvent>,
     ) -> Result<(), PostReason> {
         if !matches!(
@@ -206,7 +191,7 @@ impl UdQp {
             wr_id: wr.wr_id,
             flags: wr.flags,
             imm,
-            dst,
+            way,
             qpn: Qpn::new(ud.qpn),
             qkey: ud.qkey.0,
             sges: wr.sges.iter().copied().collect(),
@@ -226,7 +211,7 @@ impl UdQp {
         mrs: &MrTable,
         out: &mut Vec<RcEvent>,
         tx: &mut TxPacket,
-    ) -> Option<SocketAddr> {
+    ) -> Option<Way> {
         // SQD holds back what was posted, until RTS.
         if self.state != QpState::Rts {
             return None;
@@ -279,15 +264,15 @@ impl UdQp {
             c.byte_len = send.length;
             out.push(RcEvent::Send(c));
         }
-        Some(send.dst)
+        Some(send.way)
     }
 
-    /// Takes in a datagram whose ICRC and partition key have been checked.
+    /// Takes in a datagram whose ICRC and partition key have been checked, and that came with this
+    /// IP header.
     pub fn handle_packet(
         &mut self,
         packet: &Packet<'_>,
-        src: IpAddr,
-        dst: IpAddr,
+        header: &RouteHeader,
         mrs: &MrTable,
         rq: &mut RecvQueue,
         out: &mut Vec<RcEvent>,
@@ -312,7 +297,7 @@ impl UdQp {
         // empty.
         let mut wqe = std::mem::replace(&mut self.wqe, RecvWqe::new(0));
         rq.pop(&mut wqe);
-        let grh = route_header(src, dst, packet.payload.len());
+        let grh = header.to_bytes();
         let status = place(self.pd, mrs, wqe.sges(), &[&grh, packet.payload]);
         let mut c = self.completion(wqe.wr_id, WcOpcode::Recv, status);
         self.wqe = wqe;
@@ -321,6 +306,7 @@ impl UdQp {
             c.imm = packet.ext.imm.map(|i| i.data());
             c.src_qp = deth.src_qpn().value();
             c.solicited = packet.bth.is_solicited();
+            c.network = Some(header.network());
         }
         out.push(RcEvent::Recv(c));
         // The receive itself was wrong, which is our owner's mistake, unlike all above.
@@ -362,38 +348,6 @@ fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
     WcStatus::Success
 }
 
-/// The 40 bytes that stand before a received datagram.
-fn route_header(src: IpAddr, dst: IpAddr, payload: usize) -> [u8; GRH_LEN] {
-    let mut h = [0; GRH_LEN];
-    // BTH, DETH, padding and ICRC belong to the datagram of UDP.
-    let udp = 8 + 12 + 8 + payload.next_multiple_of(4) + 4;
-    match (src, dst) {
-        (IpAddr::V4(s), IpAddr::V4(d)) => {
-            let ip = &mut h[20..];
-            ip[0] = 0x45;
-            ip[2..4].copy_from_slice(&((udp + 20) as u16).to_be_bytes());
-            ip[6] = 0x40;
-            ip[8] = 64;
-            ip[9] = 17;
-            ip[12..16].copy_from_slice(&s.octets());
-            ip[16..].copy_from_slice(&d.octets());
-        }
-        (s, d) => {
-            let v6 = |ip| match ip {
-                IpAddr::V4(v4) => v4.to_ipv6_mapped(),
-                IpAddr::V6(v6) => v6,
-            };
-            h[0] = 0x60;
-            h[4..6].copy_from_slice(&(udp as u16).to_be_bytes());
-            h[6] = 17;
-            h[7] = 64;
-            h[8..24].copy_from_slice(&v6(s).octets());
-            h[24..].copy_from_slice(&v6(d).octets());
-        }
-    }
-    h
-}
-
 #[cfg(test)]
 mod tests {
     use riser_memory::Memory;
@@ -402,7 +356,7 @@ mod tests {
 
     use super::*;
     use crate::verbs::qp_state::{OfType, STATES};
-    use crate::verbs::{Access, AhId, Handle, Mr, RecvWr, UdDest};
+    use crate::verbs::{Access, AhId, Handle, Mr, NetworkHeader, RecvWr, UdDest};
 
     const PD: PdId = PdId(Handle::new(0, 1));
     const CAP: QpCap = QpCap {
@@ -441,8 +395,21 @@ mod tests {
         b
     }
 
-    fn peer() -> SocketAddr {
-        "10.0.0.9:4791".parse().unwrap()
+    fn peer() -> Way {
+        Way::to("10.0.0.9:4791".parse().unwrap())
+    }
+
+    /// The IP header of a datagram of `len` bytes from 10.0.0.1 to 10.0.0.2.
+    fn header(len: usize) -> RouteHeader {
+        RouteHeader {
+            source: [10, 0, 0, 1].into(),
+            destination: [10, 0, 0, 2].into(),
+            traffic_class: 0x2e,
+            flow_label: 0,
+            hop_limit: 63,
+            identification: 0,
+            payload_len: (len + 8) as u16,
+        }
     }
 
     fn wr<'a>(sges: &'a [Sge], flags: SendFlags) -> SendWr<'a> {
@@ -524,7 +491,7 @@ mod tests {
         let send = [sge(&b, 4096, 2), sge(&b, 4098, 3)];
         b.qp.post_send(&wr(&send, SendFlags::SIGNALED), peer(), &mut b.out)
             .unwrap();
-        let bytes = transmit(&mut b).unwrap();
+        let sent = transmit(&mut b).unwrap();
         assert!(matches!(&b.out[..], [RcEvent::Send(c)] if c.status.is_ok() && c.wr_id == WrId(5)));
         b.out.clear();
         let recv = [sge(&b, 0, 30), sge(&b, 100, 100)];
@@ -533,9 +500,9 @@ mod tests {
             sges: &recv,
         }])
         .unwrap();
-        let packet = Packet::parse(&bytes).unwrap();
-        let (src, dst) = ("10.0.0.1".parse().unwrap(), "10.0.0.2".parse().unwrap());
-        b.qp.handle_packet(&packet, src, dst, &b.mrs, &mut b.rq, &mut b.out);
+        let packet = Packet::parse(&sent).unwrap();
+        let header = header(sent.len());
+        b.qp.handle_packet(&packet, &header, &b.mrs, &mut b.rq, &mut b.out);
         let [RcEvent::Recv(c)] = &b.out[..] else {
             panic!("{:?}", b.out);
         };
@@ -543,10 +510,14 @@ mod tests {
             (c.byte_len, c.imm, c.src_qp, c.wr_id),
             (45, Some(0xabcd), 0x77, WrId(8))
         );
+        assert_eq!(c.network, Some(NetworkHeader::Ipv4));
         let bytes = b.memory.whole().to_vec();
-        assert_eq!(bytes[20], 0x45);
+        // IP header, UDP header, BTH, DETH, immediate, payload, padding and ICRC.
+        let total = 20 + 8 + 12 + 8 + 4 + 8 + 4;
+        assert_eq!(bytes[..20], [0; 20]);
+        assert_eq!(bytes[20..30], [0x45, 0x2e, 0, total, 0, 0, 0x40, 0, 63, 17]);
         // The checksum and the addresses of the IP header, then the payload.
-        assert_eq!(bytes[100..110], [0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+        assert_eq!(bytes[100..110], [0x27, 0x7d, 10, 0, 0, 1, 10, 0, 0, 2]);
         assert_eq!(&bytes[110..116], b"hello\0");
     }
 
@@ -558,8 +529,8 @@ mod tests {
         let bytes = transmit(&mut b).unwrap();
         assert!(b.out.is_empty(), "not signaled");
         let packet = Packet::parse(&bytes).unwrap();
-        let ip = "::1".parse().unwrap();
-        b.qp.handle_packet(&packet, ip, ip, &b.mrs, &mut b.rq, &mut b.out);
+        let header = header(bytes.len());
+        b.qp.handle_packet(&packet, &header, &b.mrs, &mut b.rq, &mut b.out);
         let recv = [sge(&b, 0, 64)];
         b.rq.post(&[RecvWr {
             wr_id: WrId(8),
@@ -567,7 +538,7 @@ mod tests {
         }])
         .unwrap();
         b.qp.set_qkey(QKey(0x12));
-        b.qp.handle_packet(&packet, ip, ip, &b.mrs, &mut b.rq, &mut b.out);
+        b.qp.handle_packet(&packet, &header, &b.mrs, &mut b.rq, &mut b.out);
         assert_eq!((b.qp.dropped, b.rq.len(), b.out.len()), (2, 1, 0));
     }
 
@@ -612,8 +583,8 @@ mod tests {
         }])
         .unwrap();
         let packet = Packet::parse(&bytes).unwrap();
-        let ip = "10.0.0.1".parse().unwrap();
-        b.qp.handle_packet(&packet, ip, ip, &b.mrs, &mut b.rq, &mut b.out);
+        let header = header(bytes.len());
+        b.qp.handle_packet(&packet, &header, &b.mrs, &mut b.rq, &mut b.out);
         assert_eq!(b.qp.state(), QpState::Rts);
         assert_eq!((b.qp.dropped, b.rq.len(), b.out.len()), (1, 1, 0));
     }

@@ -337,12 +337,30 @@ pub struct AhAttr {
     pub dgid: Gid,
     /// Index of our own GID.
     pub sgid_index: u16,
-    /// Hop limit of the IP header.
+    /// Hop limit of the IP header. The software NIC sends it to multicast groups; a single host
+    /// gets 255, by which it may know that no router had the packet (RFC 5082).
     pub hop_limit: u8,
-    /// Traffic class of the IP header.
+    /// Traffic class of the IP header. The lowest two bits are those of ECN, which the device sets.
     pub traffic_class: u8,
+    /// Flow label of the IPv6 header, of 20 bits. The software NIC sends 0.
+    pub flow_label: u32,
     /// Number of our port.
     pub port: u8,
+}
+
+impl AhAttr {
+    /// A path from our first GID to a peer's, of hop limit 64, without traffic class and flow label.
+    #[must_use]
+    pub fn new(dgid: Gid) -> Self {
+        Self {
+            dgid,
+            sgid_index: 0,
+            hop_limit: 64,
+            traffic_class: 0,
+            flow_label: 0,
+            port: 1,
+        }
+    }
 }
 
 /// Attributes of a queue pair: given to `modify_qp` (what is `None` stays as it is) and answered by

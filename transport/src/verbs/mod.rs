@@ -31,6 +31,7 @@
 mod attr;
 mod cm;
 mod error;
+mod grh;
 mod gsi;
 mod ids;
 pub mod qp_state;
@@ -45,6 +46,7 @@ use riser_memory::MemSlice;
 pub use attr::*;
 pub use cm::*;
 pub use error::*;
+pub use grh::{GRH_LEN, NetworkHeader, RouteHeader};
 pub use gsi::make_gsi_ready;
 pub use ids::*;
 pub use wr::*;
@@ -291,6 +293,44 @@ pub trait Verbs {
     /// # Errors
     /// [`VerbsError::InvalidParameter`] for an address that the device cannot reach.
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError>;
+
+    /// Attributes of an address handle (IBTA 11.2.2.3).
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_ah(&self, ah: AhId) -> Result<AhAttr, VerbsError>;
+
+    /// Changes the attributes of an address handle (IBTA 11.2.2.2). Sends that were posted before
+    /// go where it led then.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::create_ah`], [`VerbsError::InvalidHandle`].
+    fn modify_ah(&mut self, ah: AhId, attr: AhAttr) -> Result<(), VerbsError>;
+
+    /// Attributes of an address handle that leads back to the sender of a datagram, by its
+    /// completion and the [`GRH_LEN`] bytes before its payload: the addresses are exchanged, and
+    /// traffic class, flow label and hop limit are those with which it has arrived.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`], and [`VerbsError::InvalidParameter`] for a completion without a
+    /// route header, for a header that is none, and for a datagram to a multicast group.
+    fn ah_from_wc(
+        &self,
+        port: u8,
+        wc: &Completion,
+        grh: &[u8; GRH_LEN],
+    ) -> Result<AhAttr, VerbsError> {
+        let gids = self.query_port(port)?.gid_table_len;
+        grh::ah_from_wc(port, wc, grh, |gid| {
+            (0..gids).find(|&index| self.query_gid(port, index) == Ok(gid))
+        })
+    }
 
     /// Destroys an address handle.
     ///

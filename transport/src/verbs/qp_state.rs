@@ -292,13 +292,7 @@ mod tests {
 
     /// A request that gives exactly `set`.
     fn request(to: QpState, set: Attrs) -> QpAttr {
-        let ah = AhAttr {
-            dgid: Gid::default(),
-            sgid_index: 0,
-            hop_limit: 64,
-            traffic_class: 0,
-            port: 1,
-        };
+        let ah = AhAttr::new(Gid::default());
         let has = |a| set.contains(a);
         QpAttr {
             state: Some(to),

@@ -2,7 +2,7 @@
 
 use bitflags::bitflags;
 
-use super::{Access, AhId, LKey, MrId, QKey, QpId, RKey, WrId};
+use super::{Access, AhId, LKey, MrId, NetworkHeader, QKey, QpId, RKey, WrId};
 
 /// One segment of local memory in a scatter list. Laid out as `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -282,8 +282,37 @@ pub struct Completion {
     pub src_qp: u32,
     /// It counts for a solicited notification.
     pub solicited: bool,
+    /// Kind of the route header before a datagram; `None` where there is none, as with connections.
+    pub network: Option<NetworkHeader>,
     /// The provider's own detail of an error; 0 if none.
     pub vendor_err: u32,
+}
+
+impl Completion {
+    /// The end of a request that has received nothing.
+    #[must_use]
+    pub const fn new(
+        wr_id: WrId,
+        status: WcStatus,
+        opcode: WcOpcode,
+        qp: QpId,
+        qp_num: u32,
+    ) -> Self {
+        Self {
+            wr_id,
+            status,
+            opcode,
+            qp,
+            qp_num,
+            byte_len: 0,
+            imm: None,
+            invalidated: None,
+            src_qp: 0,
+            solicited: false,
+            network: None,
+            vendor_err: 0,
+        }
+    }
 }
 
 /// For which completions an armed queue fires.

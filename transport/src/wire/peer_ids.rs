@@ -158,14 +158,14 @@ impl IcrcVerifier {
     }
 
     /// Checks a received UDP payload, which follows another one in a train of the peer's or begins
-    /// one.
+    /// one. Returns its IPv4 identification, which is 0 on IPv6.
     ///
     /// # Errors
     /// See [`IcrcError`].
-    pub fn verify(&mut self, datagram: &[u8], follows: bool) -> Result<(), IcrcError> {
+    pub fn verify(&mut self, datagram: &[u8], follows: bool) -> Result<u16, IcrcError> {
         let id = self.flow.check(datagram, self.ids.likely(follows))?;
         if self.flow.is_v6() || self.ids.admit(id, follows) {
-            Ok(())
+            Ok(id)
         } else {
             Err(IcrcError::UnlikelyId { id })
         }

@@ -383,13 +383,7 @@ fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
             ..state(QpState::Init)
         },
         QpAttr {
-            ah: Some(AhAttr {
-                dgid: Gid::from(peer),
-                sgid_index: 0,
-                hop_limit: 64,
-                traffic_class: 0,
-                port: 1,
-            }),
+            ah: Some(AhAttr::new(Gid::from(peer))),
             path_mtu: Some(Mtu::Mtu4096),
             dest_qp: Some(17),
             rq_psn: Some(1),

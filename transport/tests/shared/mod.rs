@@ -489,13 +489,7 @@ fn a_peer_that_reads_nothing_delays_no_other() {
     ] {
         w.a.modify_qp(qp, &attr).unwrap();
     }
-    let ah = AhAttr {
-        dgid: idle.into(),
-        sgid_index: 0,
-        hop_limit: 64,
-        traffic_class: 0,
-        port: 1,
-    };
+    let ah = AhAttr::new(idle.into());
     let ah = w.a.create_ah(pd, ah).unwrap();
     let sges = [riser_transport::verbs::Sge {
         addr: mr.addr,

@@ -257,13 +257,7 @@ pub(crate) fn connected_steps(peer: IpAddr, number: u32) -> [QpAttr; 3] {
             ..to(QpState::Init)
         },
         QpAttr {
-            ah: Some(AhAttr {
-                dgid: peer.into(),
-                sgid_index: 0,
-                hop_limit: 64,
-                traffic_class: 0,
-                port: 1,
-            }),
+            ah: Some(AhAttr::new(peer.into())),
             path_mtu: Some(Mtu::Mtu1024),
             dest_qp: Some(number),
             rq_psn: Some(5),

@@ -1,9 +1,9 @@
 //! Objects: limits, handles, who keeps whom alive, and the queue pair's states.
 
-use riser_memory::Memory;
 use riser_transport::verbs::{
-    Access, AhAttr, Gid, Mtu, PKey, PortState, PostReason, QKey, QpAttr, QpCap, QpInitAttr,
-    QpState, QpType, RecvWr, SendOp, SendWr, Sge, UdDest, VerbsError, WcOpcode, WcStatus, WrId,
+    Access, AhAttr, GRH_LEN, Gid, Mtu, PKey, PortState, PostReason, QKey, QpAttr, QpCap,
+    QpInitAttr, QpState, QpType, RecvWr, RouteHeader, SendOp, SendWr, Sge, UdDest, VerbsError,
+    WcOpcode, WcStatus, WrId,
 };
 
 use riser_transport::verbs::Verbs as _;
@@ -164,13 +164,7 @@ pub(crate) fn a_queue_pair_goes_through_its_states<W: World>(mut w: W) {
     );
     let rtr = QpAttr {
         state: Some(QpState::Rtr),
-        ah: Some(AhAttr {
-            dgid: peer.into(),
-            sgid_index: 0,
-            hop_limit: 64,
-            traffic_class: 0,
-            port: 1,
-        }),
+        ah: Some(AhAttr::new(peer.into())),
         path_mtu: Some(Mtu::Mtu1024),
         dest_qp: Some(77),
         rq_psn: Some(5),
@@ -283,13 +277,7 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
     );
     let dgid = w.addr(End::B).into();
     let p = w.provider(End::A);
-    let ah = AhAttr {
-        dgid,
-        sgid_index: 0,
-        hop_limit: 64,
-        traffic_class: 0,
-        port: 1,
-    };
+    let ah = AhAttr::new(dgid);
     let other = Gid::from("2001:db8::1".parse::<std::net::IpAddr>().unwrap());
     let other = if dgid.ip().is_ipv4() {
         other
@@ -300,7 +288,23 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
         p.create_ah(ends[0].0, AhAttr { dgid: other, ..ah })
             .is_err()
     );
-    let ah = p.create_ah(ends[0].0, ah).unwrap();
+    let (attr, nowhere) = (ah, AhAttr::new(Gid::from(w.addr(End::A))));
+    let p = w.provider(End::A);
+    let ah = p.create_ah(ends[0].0, nowhere).unwrap();
+    assert_eq!(p.query_ah(ah), Ok(nowhere));
+    assert!(
+        p.modify_ah(
+            ah,
+            AhAttr {
+                dgid: other,
+                ..attr
+            }
+        )
+        .is_err()
+    );
+    assert_eq!(p.query_ah(ah), Ok(nowhere));
+    p.modify_ah(ah, attr).unwrap();
+    assert_eq!(p.query_ah(ah), Ok(attr));
     ends[0].2.write(9000, b"datagram");
     let sges = [Sge {
         addr: ends[0].3.addr + 9000,
@@ -339,5 +343,47 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
     let mut got = [0; 8];
     ends[1].2.read(40, &mut got);
     assert_eq!(&got, b"datagram");
-    let _: &Memory = &ends[1].2;
+    // The bytes before the payload lead back.
+    let mut grh = [0; GRH_LEN];
+    ends[1].2.read(0, &mut grh);
+    let header = RouteHeader::parse(&grh).unwrap();
+    assert_eq!(c.network, Some(header.network()));
+    // Over shared memory a link stands for the sender.
+    let here = w.addr(End::B);
+    assert_eq!(header.destination, here);
+    let p = w.provider(End::B);
+    let back = p.ah_from_wc(1, &c, &grh).unwrap();
+    assert_eq!(
+        (back.dgid, back.hop_limit),
+        (header.source.into(), header.hop_limit)
+    );
+    assert_eq!(p.query_gid(1, back.sgid_index), Ok(here.into()));
+    assert_eq!(p.ah_from_wc(9, &c, &grh), Err(VerbsError::InvalidPort(9)));
+    assert!(p.ah_from_wc(1, &c, &[0; GRH_LEN]).is_err());
+    let ah = p.create_ah(ends[1].0, back).unwrap();
+    let sges = [Sge {
+        addr: ends[1].3.addr + 40,
+        length: 8,
+        lkey: ends[1].3.lkey,
+    }];
+    let wr = SendWr {
+        ud: Some(UdDest {
+            ah,
+            qpn: c.src_qp,
+            qkey: key,
+        }),
+        ..SendWr::new(8, SendOp::Send, &sges)
+    };
+    p.post_send(ends[1].4, &[wr]).unwrap();
+    out.clear();
+    w.until("an answer", |w| {
+        w.provider(End::A).poll_cq(ends[0].1, 9, &mut out).unwrap();
+        out.iter().any(|c| c.opcode.is_recv()).then_some(())
+    });
+    let mut got = [0; 8];
+    ends[0].2.read(40, &mut got);
+    assert_eq!(&got, b"datagram");
+    w.provider(End::B).destroy_ah(ah).unwrap();
+    let gone = w.provider(End::B).query_ah(ah);
+    assert!(matches!(gone, Err(VerbsError::InvalidHandle(_))));
 }

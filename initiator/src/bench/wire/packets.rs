@@ -130,10 +130,7 @@ impl Sender {
     pub(super) fn new(local: SocketAddr, peer: SocketAddr) -> Option<Self> {
         Some(Self {
             // As the NIC's data: capable of ECN, which the socket sets for all.
-            data: Way {
-                is_markable: true,
-                ..Way::to(peer)
-            },
+            data: Way::to(peer).markable(true),
             flow: IcrcFlow::new(local, peer)?,
             psn: Psn::new(0),
         })

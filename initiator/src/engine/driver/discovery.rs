@@ -178,13 +178,7 @@ impl Agent {
         let at = DEPTH * RECV_LEN + self.turn % DEPTH * MAD_LEN;
         self.turn += 1;
         self.memory.write(at, mad);
-        let attr = AhAttr {
-            dgid,
-            sgid_index: 0,
-            hop_limit: 64,
-            traffic_class: 0,
-            port: 1,
-        };
+        let attr = AhAttr::new(dgid);
         // What cannot be sent now is asked again later.
         let Ok(ah) = provider.create_ah(self.pd, attr) else {
             return;

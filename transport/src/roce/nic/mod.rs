@@ -70,6 +70,7 @@ pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
+pub use rx::IpFields;
 pub(crate) use rx::LinkPeer;
 
 /// Packets that a queue pair sends before the next one has its turn.
@@ -105,6 +106,8 @@ enum Machine {
 struct Peer {
     addr: SocketAddr,
     flow: IcrcFlow,
+    /// Type of service of its packets, without ECN.
+    tos: u8,
     /// It is this device, and its packets do not leave it.
     is_own: bool,
 }
@@ -181,6 +184,8 @@ pub struct Nic {
     now: Instant,
     random: ChaCha20Rng,
     own_way: Option<OwnWay>,
+    /// There has been a datagram queue pair, whose receives report IP headers.
+    has_datagrams: bool,
     pds: Table<PdId, Pd>,
     mrs: MrTable,
     cqs: Table<CqId, Cq>,
@@ -252,6 +257,7 @@ impl Nic {
             attr: config.device_attr(),
             now,
             own_way: None,
+            has_datagrams: false,
             pds: Table::new("protection domain", limits.max_pd),
             mrs,
             cqs: Table::new("completion queue", limits.max_cq),
@@ -299,6 +305,11 @@ impl Nic {
     /// covers.
     pub(in crate::roce) fn set_stranger_port(&mut self, port: u16) {
         self.to_strangers.set_port(port);
+    }
+
+    /// Returns whether the IP headers of received packets are of interest to a user.
+    pub(in crate::roce) fn has_datagrams(&self) -> bool {
+        self.has_datagrams
     }
 
     /// Keeps packets to the device's own address, for [`Nic::receive_own`], from now on. Those to

@@ -282,12 +282,31 @@ impl Nic {
         Ok(ip)
     }
 
+    fn check_ah(&self, attr: &AhAttr) -> Result<(), VerbsError> {
+        self.reachable(attr)?;
+        if attr.flow_label > 0x000f_ffff {
+            return Err(VerbsError::InvalidParameter("flow label"));
+        }
+        Ok(())
+    }
+
     pub fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
-        self.reachable(&attr)?;
+        self.check_ah(&attr)?;
         self.pds.get(pd)?;
         let id = self.ahs.insert(Ah { pd, attr })?;
         self.pds.get_mut(pd)?.users += 1;
         Ok(id)
+    }
+
+    pub fn query_ah(&self, ah: AhId) -> Result<AhAttr, VerbsError> {
+        Ok(self.ahs.get(ah)?.attr)
+    }
+
+    pub fn modify_ah(&mut self, ah: AhId, attr: AhAttr) -> Result<(), VerbsError> {
+        self.ahs.get(ah)?;
+        self.check_ah(&attr)?;
+        self.ahs.get_mut(ah)?.attr = attr;
+        Ok(())
     }
 
     pub fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError> {

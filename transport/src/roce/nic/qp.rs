@@ -7,12 +7,13 @@ use chacha20::rand_core::Rng as _;
 use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters};
 use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
+use crate::roce::batch::{ECN_MASK, Way};
 use crate::roce::cq::Cq;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
 use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
-    Access, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr,
-    SendWr, VerbsError,
+    Access, AhAttr, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType,
+    RecvWr, SendWr, VerbsError,
 };
 use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer};
 
@@ -104,6 +105,7 @@ impl Nic {
             armed: None,
             counters: QpCounters::default(),
         })?;
+        self.has_datagrams |= init.qp_type == QpType::Ud;
         let machine = self.machine(id, init, cap, qpn);
         self.qps.get_mut(id)?.machine = machine;
         self.pds.get_mut(init.pd)?.users += 1;
@@ -292,7 +294,14 @@ impl Nic {
             .ok_or(VerbsError::InvalidParameter("destination address"))?;
         let dest = attr.dest_qp.or(self.qps.get(id)?.attr.dest_qp);
         let is_own = dest.is_some_and(|qpn| self.keeps(addr, Qpn::new(qpn)));
-        Ok(Some(Peer { addr, flow, is_own }))
+        // The device sets ECN by itself.
+        let tos = ah.traffic_class & !ECN_MASK;
+        Ok(Some(Peer {
+            addr,
+            flow,
+            tos,
+            is_own,
+        }))
     }
 
     fn leave_peer(&mut self, id: QpId) {
@@ -442,13 +451,13 @@ impl Nic {
                 wrs.iter().enumerate().try_for_each(|(index, wr)| {
                     // An address handle of another protection domain is as good as none: it was
                     // made for another owner's queue pairs.
-                    let dst = wr
+                    let way = wr
                         .ud
                         .and_then(|u| ahs.get(u.ah).ok())
                         .filter(|ah| ah.pd == pd)
-                        .map(|ah| std::net::SocketAddr::new(ah.attr.dgid.ip(), ROCE_PORT))
+                        .map(|ah| datagram_way(&ah.attr))
                         .ok_or(PostReason::InvalidKey);
-                    dst.and_then(|dst| ud.post_send(wr, dst, env.out))
+                    way.and_then(|way| ud.post_send(wr, way, env.out))
                         .map_err(|reason| PostError { index, reason })
                 })
             }
@@ -481,6 +490,22 @@ impl Nic {
         };
         self.settle(id);
         result
+    }
+}
+
+/// The way to where an address handle leads. Multicast groups have the scope that the hop limit
+/// gives them.
+fn datagram_way(ah: &AhAttr) -> Way {
+    let ip = ah.dgid.ip();
+    let way = Way::to(std::net::SocketAddr::new(ip, ROCE_PORT));
+    Way {
+        tos: ah.traffic_class & !ECN_MASK,
+        hop_limit: if ip.is_multicast() {
+            ah.hop_limit
+        } else {
+            way.hop_limit
+        },
+        ..way
     }
 }
 

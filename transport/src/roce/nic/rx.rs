@@ -6,24 +6,67 @@ use std::time::Instant;
 use super::qp::with_env;
 use super::{Machine, Nic, PORTS_PER_QP};
 use crate::rc::{Env, RcEvent};
-use crate::roce::batch::TxBatch;
-use crate::verbs::{CqId, PKey, QpId};
+use crate::roce::batch::{HOP_LIMIT, TxBatch};
+use crate::verbs::{CqId, PKey, QpId, RouteHeader};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
 use crate::wire::{
     GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, ROCE_PORT, Service, is_link_local,
 };
 
+/// Fields of a received IP header, beside its addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IpFields {
+    /// Type of service, or traffic class: DSCP and ECN.
+    pub traffic_class: u8,
+    /// Hop limit, or time to live, with which the packet has arrived.
+    pub hop_limit: u8,
+}
+
+impl Default for IpFields {
+    fn default() -> Self {
+        Self {
+            traffic_class: 0,
+            hop_limit: HOP_LIMIT,
+        }
+    }
+}
+
+impl IpFields {
+    /// Whether a router has marked the packet for congestion (RFC 3168, section 5).
+    #[must_use]
+    pub fn is_marked(self) -> bool {
+        self.traffic_class & 0b11 == 0b11
+    }
+}
+
 /// A packet as it came in.
 struct Received<'a> {
     src: SocketAddr,
     /// Address of the sender for users of datagrams, who may answer there.
     datagram_src: IpAddr,
+    /// Address that it was sent to.
+    dst: IpAddr,
     bytes: &'a [u8],
-    /// A router has marked it for congestion.
-    is_marked: bool,
+    ip: IpFields,
     /// It follows another packet in a train.
     follows: bool,
+}
+
+impl Received<'_> {
+    /// The header that a datagram's receiver gets. The ICRC has shown its identification.
+    fn route_header(&self, identification: u16) -> RouteHeader {
+        RouteHeader {
+            source: self.datagram_src,
+            destination: self.dst,
+            traffic_class: self.ip.traffic_class,
+            flow_label: 0,
+            hop_limit: self.ip.hop_limit,
+            identification,
+            // With the header of UDP.
+            payload_len: (self.bytes.len() + 8) as u16,
+        }
+    }
 }
 
 /// What the packets of a train have in common, as a rule.
@@ -59,18 +102,17 @@ impl Nic {
     /// Takes in a datagram, or a train of them: `bytes` are packets of `segment` bytes, the last of
     /// which may be shorter.
     pub fn handle_datagram(&mut self, now: Instant, src: SocketAddr, segment: usize, bytes: &[u8]) {
-        self.handle_train(now, src, segment, bytes, false);
+        self.handle_train(now, src, segment, bytes, IpFields::default());
     }
 
-    /// [`Nic::handle_datagram`], for packets that a router has marked for congestion if
-    /// `is_marked`.
+    /// [`Nic::handle_datagram`], for packets with these IP headers.
     pub fn handle_train(
         &mut self,
         now: Instant,
         src: SocketAddr,
         segment: usize,
         bytes: &[u8],
-        is_marked: bool,
+        ip: IpFields,
     ) {
         self.set_now(now);
         // Nothing can be sent to an address whose interface is not known.
@@ -97,8 +139,9 @@ impl Nic {
             let received = Received {
                 src,
                 datagram_src: src.ip(),
+                dst: self.local.ip(),
                 bytes,
-                is_marked,
+                ip,
                 follows: at > 0,
             };
             is_peer |= self.handle_packet(&received, &mut train);
@@ -130,7 +173,11 @@ impl Nic {
         for group in own.batch.groups() {
             own.train.clear();
             own.batch.copy_group(group, &mut own.train);
-            self.handle_datagram(now, self.local, group.segment, &own.train);
+            let ip = IpFields {
+                traffic_class: group.way.tos,
+                hop_limit: group.way.hop_limit,
+            };
+            self.handle_train(now, self.local, group.segment, &own.train, ip);
         }
         own.batch.clear();
         if let Some(way) = &mut self.own_way {
@@ -147,8 +194,9 @@ impl Nic {
         let received = Received {
             src: SocketAddr::new(from.name, ROCE_PORT),
             datagram_src: from.datagrams,
+            dst: self.local.ip(),
             bytes,
-            is_marked: false,
+            ip: IpFields::default(),
             follows: false,
         };
         let mut train = Train::default();
@@ -196,9 +244,9 @@ impl Nic {
         let qpn = packet.bth.dest_qpn();
         let (src, verifier) = (received.src, train.verifier.as_deref_mut());
         if qpn == Qpn::GSI {
-            if self.verify(received, verifier) {
+            if let Some(id) = self.verify(received, verifier) {
                 self.settle_train(train);
-                self.handle_gsi(received, &packet);
+                self.handle_gsi(received, &packet, id);
             }
             return false;
         }
@@ -210,14 +258,17 @@ impl Nic {
             self.counters.rx_unknown_qp += 1;
             return false;
         };
-        if !self.is_from_peer(id, src, &packet) || !self.verify(received, verifier) {
+        if !self.is_from_peer(id, src, &packet) {
             return false;
         }
+        let Some(ip_id) = self.verify(received, verifier) else {
+            return false;
+        };
         train.qp = Some((qpn, id));
         if train.unsettled != Some(id) {
             self.settle_train(train);
         }
-        let Some(taken) = self.hand_over(id, received, &packet) else {
+        let Some(taken) = self.hand_over(id, received, &packet, ip_id) else {
             return false;
         };
         train.unsettled = Some(id);
@@ -236,8 +287,9 @@ impl Nic {
         id: QpId,
         received: &Received<'_>,
         packet: &Packet<'_>,
+        ip_id: u16,
     ) -> Option<Taken> {
-        let Received { src, is_marked, .. } = *received;
+        let (src, is_marked) = (received.src, received.ip.is_marked());
         let now = self.now;
         let qp = self.qps.get_mut(id).ok()?;
         // A notification has no PSN that would have to be guessed, so it has to come from where
@@ -274,8 +326,8 @@ impl Nic {
                 }
             }
             Machine::Ud(ud) => {
-                let (src, dst) = (received.datagram_src, self.local.ip());
-                ud.handle_packet(packet, src, dst, env.mrs, env.rq, env.out);
+                let header = received.route_header(ip_id);
+                ud.handle_packet(packet, &header, env.mrs, env.rq, env.out);
                 Taken {
                     is_peer: false,
                     is_first: false,
@@ -315,20 +367,25 @@ impl Nic {
         is_peer
     }
 
-    fn verify(&mut self, received: &Received<'_>, verifier: Option<&mut IcrcVerifier>) -> bool {
+    /// The identification in the IP header of a packet whose ICRC is right.
+    fn verify(
+        &mut self,
+        received: &Received<'_>,
+        verifier: Option<&mut IcrcVerifier>,
+    ) -> Option<u16> {
         let Some(verifier) = verifier else {
-            return true;
+            return Some(0);
         };
-        let is_right = verifier.verify(received.bytes, received.follows).is_ok();
-        if !is_right {
+        let verified = verifier.verify(received.bytes, received.follows);
+        if verified.is_err() {
             self.counters.rx_icrc_errors += 1;
         }
-        is_right
+        verified.ok()
     }
 
     /// A datagram for queue pair 1: connection management is the device's own business, everything
     /// else goes to the user's queue pair.
-    fn handle_gsi(&mut self, received: &Received<'_>, packet: &Packet<'_>) {
+    fn handle_gsi(&mut self, received: &Received<'_>, packet: &Packet<'_>, ip_id: u16) {
         // Queue pair 1 has a Q_Key that every CM knows. It keeps out datagrams that were meant
         // for another queue pair, not strangers.
         let is_datagram = packet.op.service == Service::Ud
@@ -348,12 +405,11 @@ impl Nic {
             self.counters.rx_dropped_mads += 1;
             return;
         };
-        let dst = self.local.ip();
         if let Ok(qp) = self.qps.get_mut(id)
             && let Machine::Ud(ud) = &mut qp.machine
         {
-            let src = received.datagram_src;
-            ud.handle_packet(packet, src, dst, &self.mrs, &mut qp.rq, &mut self.out);
+            let header = received.route_header(ip_id);
+            ud.handle_packet(packet, &header, &self.mrs, &mut qp.rq, &mut self.out);
         }
         self.settle(id);
     }

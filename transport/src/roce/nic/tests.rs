@@ -77,13 +77,7 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
             ..to(QpState::Init)
         },
         QpAttr {
-            ah: Some(AhAttr {
-                dgid: Gid::from(peer),
-                sgid_index: 0,
-                hop_limit: 64,
-                traffic_class: 0,
-                port: 1,
-            }),
+            ah: Some(AhAttr::new(Gid::from(peer))),
             path_mtu: Some(Mtu::Mtu1024),
             dest_qp: Some(0x99),
             rq_psn: Some(100),
@@ -105,6 +99,12 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
     }
     qp
 }
+
+/// The IP header of a packet that was marked for congestion.
+const MARKED: IpFields = IpFields {
+    traffic_class: 0b11,
+    hop_limit: 64,
+};
 
 /// Bytes that a queue pair may have on the way.
 fn inflight(nic: &Nic, qp: QpId) -> u32 {
@@ -283,7 +283,7 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     let bth = Bth::new(Opcode::RcSendOnly, Qpn::new(qpn), Psn::new(100)).with_ack_request(true);
     let bytes = sealed(&nic, peer(), &bth, &ExtHeaders::default(), &[1; 4]);
     let now = nic.now();
-    nic.handle_train(now, peer(), bytes.len(), &bytes, true);
+    nic.handle_train(now, peer(), bytes.len(), &bytes, MARKED);
     let memory = Memory::new(4096).unwrap();
     let pd = nic.qps.get(qp).unwrap().pd;
     let mr = nic
@@ -302,7 +302,7 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     let sent: Vec<(Vec<u8>, bool)> = batch
         .groups()
         .iter()
-        .map(|g| (opcodes(g), g.way.is_markable))
+        .map(|g| (opcodes(g), g.way.tos == 2))
         .collect();
     // The notification, an RNR NAK since no receive is posted, and two SENDs, one without data.
     let expected = [
@@ -381,7 +381,7 @@ fn a_mark_must_come_from_where_the_connection_comes_from() {
             ..ExtHeaders::default()
         };
         let bytes = sealed(&nic, src, &bth, &ext, &[1; 4]);
-        nic.handle_train(nic.now(), src, bytes.len(), &bytes, true);
+        nic.handle_train(nic.now(), src, bytes.len(), &bytes, MARKED);
         nic.rc_counters().rx_marked
     };
     assert_eq!(take(peer(), Opcode::RcSendOnly, 100), 1);
@@ -1025,13 +1025,7 @@ fn a_datagram_that_is_complete_does_not_change_in_a_batch() {
     let mr = nic
         .reg_mr(attr.pd, &memory.whole(), Access::LOCAL_WRITE)
         .unwrap();
-    let ah = AhAttr {
-        dgid: Gid::from(peer().ip()),
-        sgid_index: 0,
-        hop_limit: 64,
-        traffic_class: 0,
-        port: 1,
-    };
+    let ah = AhAttr::new(Gid::from(peer().ip()));
     let ah = nic.create_ah(attr.pd, ah).unwrap();
     let sges = [Sge {
         addr: mr.addr,

@@ -137,6 +137,7 @@ impl Nic {
         let flow = flow.expect("addresses of one family");
         let flow = has_icrc.then_some(&flow);
         let mut way = Way {
+            tos: peer.tos,
             is_to_stranger: is_silent,
             ..Way::to(peer.addr)
         };
@@ -146,7 +147,7 @@ impl Nic {
                 return false;
             }
             // What a congested router should make rarer is data.
-            way.is_markable = self.tx.payload_len > 0;
+            way = way.markable(self.tx.payload_len > 0);
             batch.push_packet(flow, &way, &mut self.tx);
             // It has more, for all that is known: the next turn finds out.
             if batch.total_bytes() >= budget {
@@ -156,7 +157,7 @@ impl Nic {
         // All other queue pairs may have their turns before the next, and the peer's timer fires
         // where that takes long.
         if rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
-            way.is_markable = false;
+            way = way.markable(false);
             batch.push_packet(flow, &way, &mut self.tx);
         }
         true
@@ -174,9 +175,10 @@ impl Nic {
             return false;
         };
         for _ in 0..TURN {
-            let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
+            let Some(mut way) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
                 return false;
             };
+            let dst = way.dst;
             // A question on queue pair 1 may bear a forged address.
             let qpn = destination(&self.tx.headers);
             let own_way = self.own_way.as_ref();
@@ -185,10 +187,7 @@ impl Nic {
             let from = if is_stranger { to_strangers } else { local };
             // An address handle is checked for its family when it is made.
             if let Some(flow) = IcrcFlow::new(from, dst) {
-                let way = Way {
-                    is_to_stranger: is_stranger,
-                    ..Way::to(dst)
-                };
+                way.is_to_stranger = is_stranger;
                 let batch = choose(&mut self.own_way, is_own, batch);
                 batch.push_packet(has_icrc.then_some(&flow), &way, &mut self.tx);
             }

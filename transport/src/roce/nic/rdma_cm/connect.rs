@@ -189,13 +189,7 @@ impl Nic {
             qp,
             &QpAttr {
                 state: Some(QpState::Rtr),
-                ah: Some(AhAttr {
-                    dgid: Gid::from(peer),
-                    sgid_index: 0,
-                    hop_limit: 64,
-                    traffic_class: 0,
-                    port: 1,
-                }),
+                ah: Some(AhAttr::new(Gid::from(peer))),
                 path_mtu: Some(said.path_mtu),
                 dest_qp: Some(said.dest_qpn.value()),
                 rq_psn: Some(rq_psn.value()),

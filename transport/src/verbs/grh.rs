@@ -1,0 +1,278 @@
+//! The 40 bytes before a received datagram, and the way back to its sender (IBTA 11.4.2.1, annex
+//! A17.4.5).
+//!
+//! ```text
+//!            0        20        40
+//! IPv6       [ IPv6 header      ]
+//! IPv4       [ zero  ][ IPv4 h. ]
+//! ```
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use super::{AhAttr, Completion, Gid, VerbsError};
+
+/// Bytes before a received datagram's payload.
+pub const GRH_LEN: usize = 40;
+
+/// Offset of an IPv4 header in them, which is at their end.
+const IPV4_AT: usize = 20;
+
+const PROTOCOL_UDP: u8 = 17;
+/// Version 4, and five words of header.
+const IPV4_PLAIN: u8 = 0x45;
+const DO_NOT_FRAGMENT: u8 = 0x40;
+
+/// Kind of the header before a received datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NetworkHeader {
+    /// The IPv4 header of RoCEv2, in the last 20 bytes.
+    Ipv4,
+    /// The IPv6 header of RoCEv2.
+    Ipv6,
+}
+
+/// Fields of the IP header that a datagram came with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouteHeader {
+    /// Address of the sender.
+    pub source: IpAddr,
+    /// Address that it was sent to, of the same family: ours, or that of a multicast group.
+    pub destination: IpAddr,
+    /// Traffic class, or type of service: DSCP and ECN.
+    pub traffic_class: u8,
+    /// Flow label, of 20 bits; 0 over IPv4.
+    pub flow_label: u32,
+    /// Hop limit, or time to live, with which it has arrived.
+    pub hop_limit: u8,
+    /// Identification; 0 over IPv6.
+    pub identification: u16,
+    /// Bytes behind the IP header: UDP header, transport headers, payload, padding and ICRC.
+    pub payload_len: u16,
+}
+
+impl RouteHeader {
+    /// Kind of the header.
+    #[must_use]
+    pub fn network(&self) -> NetworkHeader {
+        match self.source {
+            IpAddr::V4(_) => NetworkHeader::Ipv4,
+            IpAddr::V6(_) => NetworkHeader::Ipv6,
+        }
+    }
+
+    /// The header as it stands before the payload: what an adapter and `rdma_rxe` copy out of the
+    /// packet. IPv4 headers have a checksum.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; GRH_LEN] {
+        let mut h = [0; GRH_LEN];
+        match (self.source, self.destination) {
+            (IpAddr::V4(source), IpAddr::V4(destination)) => {
+                let ip = &mut h[IPV4_AT..];
+                let total = self.payload_len.saturating_add(20);
+                ip[0] = IPV4_PLAIN;
+                ip[1] = self.traffic_class;
+                ip[2..4].copy_from_slice(&total.to_be_bytes());
+                ip[4..6].copy_from_slice(&self.identification.to_be_bytes());
+                ip[6] = DO_NOT_FRAGMENT;
+                ip[8] = self.hop_limit;
+                ip[9] = PROTOCOL_UDP;
+                ip[12..16].copy_from_slice(&source.octets());
+                ip[16..].copy_from_slice(&destination.octets());
+                let sum = ipv4_checksum(ip);
+                ip[10..12].copy_from_slice(&sum.to_be_bytes());
+            }
+            (source, destination) => {
+                let first = 6 << 28 | u32::from(self.traffic_class) << 20 | self.flow_label;
+                h[..4].copy_from_slice(&first.to_be_bytes());
+                h[4..6].copy_from_slice(&self.payload_len.to_be_bytes());
+                h[6] = PROTOCOL_UDP;
+                h[7] = self.hop_limit;
+                h[8..24].copy_from_slice(&Gid::from(source).0);
+                h[24..].copy_from_slice(&Gid::from(destination).0);
+            }
+        }
+        h
+    }
+
+    /// Reads the bytes before a received datagram.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] where they are no IP header, or one of another protocol
+    /// than UDP.
+    pub fn parse(grh: &[u8; GRH_LEN]) -> Result<Self, VerbsError> {
+        let ip = &grh[IPV4_AT..];
+        // The bytes before an IPv4 header are what the receive's memory held, where the adapter
+        // does not write them. So an IPv4 header with the right sum is believed (as rdma-core
+        // does).
+        let is_v6 = grh[0] >> 4 == 6 && !(ip[0] == IPV4_PLAIN && ipv4_checksum(ip) == 0);
+        let header = if is_v6 {
+            let first = u32::from_be_bytes([grh[0], grh[1], grh[2], grh[3]]);
+            let address =
+                |at| Ipv6Addr::from(<[u8; 16]>::try_from(&grh[at..at + 16]).unwrap_or_default());
+            (grh[6] == PROTOCOL_UDP).then(|| Self {
+                source: address(8).into(),
+                destination: address(24).into(),
+                traffic_class: (first >> 20) as u8,
+                flow_label: first & 0x000f_ffff,
+                hop_limit: grh[7],
+                identification: 0,
+                payload_len: u16::from_be_bytes([grh[4], grh[5]]),
+            })
+        } else {
+            let address = |at| Ipv4Addr::new(ip[at], ip[at + 1], ip[at + 2], ip[at + 3]);
+            (ip[0] == IPV4_PLAIN && ip[9] == PROTOCOL_UDP).then(|| Self {
+                source: address(12).into(),
+                destination: address(16).into(),
+                traffic_class: ip[1],
+                flow_label: 0,
+                hop_limit: ip[8],
+                identification: u16::from_be_bytes([ip[4], ip[5]]),
+                payload_len: u16::from_be_bytes([ip[2], ip[3]]).saturating_sub(20),
+            })
+        };
+        header.ok_or(VerbsError::InvalidParameter("route header"))
+    }
+}
+
+/// The checksum of an IPv4 header whose checksum field is zero; 0 for one with a right sum.
+fn ipv4_checksum(header: &[u8]) -> u16 {
+    let words = header
+        .chunks_exact(2)
+        .map(|w| u32::from(w[0]) << 8 | u32::from(w[1]));
+    let sum: u32 = words.sum();
+    let folded = (sum & 0xffff) + (sum >> 16);
+    !((folded & 0xffff) + (folded >> 16)) as u16
+}
+
+/// Attributes of an address handle that leads back to the sender of a datagram: the source becomes
+/// the destination, and traffic class, flow label and hop limit stay as they came. `gid_index`
+/// looks an address of the datagram's destination up in the GID table of `port`.
+///
+/// # Errors
+/// [`VerbsError::InvalidParameter`] for a completion without a route header, for a header that is
+/// none, and for a datagram to a multicast group or another address that is not ours.
+pub(super) fn ah_from_wc(
+    port: u8,
+    wc: &Completion,
+    grh: &[u8; GRH_LEN],
+    gid_index: impl FnOnce(Gid) -> Option<u16>,
+) -> Result<AhAttr, VerbsError> {
+    if wc.network.is_none() {
+        return Err(VerbsError::InvalidParameter(
+            "completion without a route header",
+        ));
+    }
+    let header = RouteHeader::parse(grh)?;
+    let sgid_index = gid_index(header.destination.into())
+        .ok_or(VerbsError::InvalidParameter("destination that is not ours"))?;
+    Ok(AhAttr {
+        sgid_index,
+        hop_limit: header.hop_limit,
+        traffic_class: header.traffic_class,
+        flow_label: header.flow_label,
+        port,
+        ..AhAttr::new(header.source.into())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::{Handle, QpId, WcOpcode, WcStatus, WrId};
+
+    /// 10.0.0.1 to 10.0.0.2, identification 0x1c46, time to live 64 (RFC 791 3.1).
+    const IPV4: [u8; 20] = [
+        0x45, 0x02, 0x01, 0x30, 0x1c, 0x46, 0x40, 0x00, 0x40, 0x11, 0x09, 0x73, 0x0a, 0x00, 0x00,
+        0x01, 0x0a, 0x00, 0x00, 0x02,
+    ];
+
+    fn v4() -> RouteHeader {
+        RouteHeader {
+            source: [10, 0, 0, 1].into(),
+            destination: [10, 0, 0, 2].into(),
+            traffic_class: 2,
+            flow_label: 0,
+            hop_limit: 64,
+            identification: 0x1c46,
+            payload_len: 0x130 - 20,
+        }
+    }
+
+    fn v6() -> RouteHeader {
+        RouteHeader {
+            source: "2001:db8::1".parse().unwrap(),
+            destination: "2001:db8::2".parse().unwrap(),
+            traffic_class: 0xb8,
+            flow_label: 0xabcde,
+            hop_limit: 63,
+            identification: 0,
+            payload_len: 0x11c,
+        }
+    }
+
+    const IPV6: [u8; 40] = [
+        0x6b, 0x8a, 0xbc, 0xde, 0x01, 0x1c, 0x11, 0x3f, 0x20, 0x01, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0,
+        0, 0, 0, 0, 0, 1, 0x20, 0x01, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2,
+    ];
+
+    fn wc(network: Option<NetworkHeader>) -> Completion {
+        Completion {
+            network,
+            ..Completion::new(
+                WrId(1),
+                WcStatus::Success,
+                WcOpcode::Recv,
+                QpId(Handle::new(0, 1)),
+                2,
+            )
+        }
+    }
+
+    #[test]
+    fn an_ipv4_header_is_in_the_last_twenty_bytes() {
+        let bytes = v4().to_bytes();
+        assert_eq!(bytes[..20], [0; 20]);
+        assert_eq!(bytes[20..], IPV4);
+        assert_eq!(RouteHeader::parse(&bytes), Ok(v4()));
+        assert_eq!(v4().network(), NetworkHeader::Ipv4);
+    }
+
+    #[test]
+    fn an_ipv6_header_takes_all_forty() {
+        assert_eq!(v6().to_bytes(), IPV6);
+        assert_eq!(RouteHeader::parse(&IPV6), Ok(v6()));
+        assert_eq!(v6().network(), NetworkHeader::Ipv6);
+    }
+
+    #[test]
+    fn an_ipv4_header_behind_other_bytes_is_found_by_its_checksum() {
+        let mut bytes = [0x60; 40];
+        bytes[20..].copy_from_slice(&IPV4);
+        assert_eq!(RouteHeader::parse(&bytes), Ok(v4()));
+        bytes[28] ^= 1;
+        assert!(RouteHeader::parse(&bytes).is_err());
+    }
+
+    #[test]
+    fn other_bytes_are_no_header() {
+        assert!(RouteHeader::parse(&[0; 40]).is_err());
+        let mut tcp = IPV6;
+        tcp[6] = 6;
+        assert!(RouteHeader::parse(&tcp).is_err());
+    }
+
+    #[test]
+    fn the_way_back_has_the_addresses_exchanged() {
+        let (a, b) = (v6().source, v6().destination);
+        let own = |gid| (gid == Gid::from(b)).then_some(3);
+        let wc = wc(Some(NetworkHeader::Ipv6));
+        let attr = ah_from_wc(1, &wc, &IPV6, own).unwrap();
+        assert_eq!((attr.dgid, attr.sgid_index, attr.port), (a.into(), 3, 1));
+        assert_eq!(
+            (attr.traffic_class, attr.flow_label, attr.hop_limit),
+            (0xb8, 0xabcde, 63)
+        );
+        assert!(ah_from_wc(1, &wc, &IPV6, |_| None).is_err());
+        assert!(ah_from_wc(1, &super::tests::wc(None), &IPV6, own).is_err());
+    }
+}

@@ -95,6 +95,10 @@ pub(super) struct Unconfirmed {
     pub(super) sent: Instant,
     /// Time by which it must have been confirmed.
     pub(super) until: Instant,
+    /// Time that the peer has after each of its requests.
+    pub(super) patience: Duration,
+    /// Repetitions of its request that still renew that time.
+    pub(super) renewals_left: u8,
 }
 
 #[derive(Debug)]

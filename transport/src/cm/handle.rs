@@ -127,7 +127,7 @@ impl Cm {
         let identity = ReqIdentity::new(transaction, req);
         // A repetition has its place already, so it is recognised before any limit is looked at.
         if let Some(&id) = self.by_req.get(&(from, identity)) {
-            return self.on_duplicate_req(id);
+            return self.on_duplicate_req(now, id);
         }
         let Some(listener) = self.listener_of(req.service_id) else {
             return refuse(self, RejReason::InvalidServiceId);
@@ -193,11 +193,18 @@ impl Cm {
         );
     }
 
-    fn on_duplicate_req(&mut self, id: IbCmId) {
+    fn on_duplicate_req(&mut self, now: Instant, id: IbCmId) {
         let conn = &self.conns[&id];
         match conn.state {
             // MRA or REP: the peer did not get it, or will soon.
-            CmState::MraReqSent | CmState::RepSent => self.answer_again(id),
+            CmState::MraReqSent => self.answer_again(id),
+            CmState::RepSent => {
+                // Linux repeats a REQ every four seconds, for more than a minute. As long as it
+                // does, it gets an answer to each: as many as it asked for, so nothing is
+                // amplified.
+                self.renew_rep(now, id);
+                self.answer_again(id);
+            }
             // The refusal was lost: it is repeated as long as it is kept.
             CmState::Timewait
                 if conn

@@ -49,9 +49,12 @@
 //!   instead and ends the old connection at once; a peer that reconnects so is
 //!   connected sooner here, and one that was only impersonated stays connected.
 //! - The peer has [`CmConfig::max_half_open`] to confirm a REP, even if its REQ
-//!   and its MRAs ask for longer, and a REP is repeated
+//!   and its MRAs ask for longer. A REP is repeated by itself
 //!   [`CmConfig::max_unproven_retries`] times at most to an address that has no
-//!   connection with us.
+//!   connection with us. Beyond that it answers the REQ each time that it arrives:
+//!   an address gets no more answers than requests come in its name, and these few.
+//!   A peer that repeats its REQ has its time again, as often as the REQ says
+//!   that it is repeated.
 //! - A peer has a share of a listener's backlog
 //!   ([`CmConfig::max_half_open_per_peer`]), beyond which it may go as long as
 //!   as much is left to others. Where the backlog or the share is used up, the
@@ -121,12 +124,13 @@ pub struct CmConfig {
     /// leave to others when it has more: a host that connects many times at once may use the rest
     /// of an empty backlog.
     pub max_half_open_per_peer: usize,
-    /// The longest time that a peer may take to confirm a REP, even if its REQ asks for longer.
+    /// The longest time that a peer may take to confirm a REP after it has sent or repeated its
+    /// REQ, even if that asks for longer.
     pub max_half_open: Duration,
     /// Time that a peer has to confirm a REP before its place may go to a newer REQ.
     pub half_open_grace: Duration,
-    /// Repetitions of a REP to an address that has no connection with us: it may be made up,
-    /// and its owner should not be flooded with answers.
+    /// Repetitions of a REP, without a repeated REQ, to an address that has no connection with us:
+    /// it may be made up, and its owner should not be flooded with answers.
     pub max_unproven_retries: u8,
     /// Outgoing MADs that wait to be polled.
     pub max_outbox: usize,
@@ -154,7 +158,8 @@ impl CmConfig {
             ca_guid,
             max_ids: 16 * 1024,
             max_half_open_per_peer: 64,
-            max_half_open: Duration::from_secs(8),
+            // Four repetitions of a Linux host's REQ, which it sends every 4.3 s.
+            max_half_open: Duration::from_secs(18),
             half_open_grace: Duration::from_millis(20),
             max_unproven_retries: 3,
             max_outbox: 1024,

@@ -19,6 +19,11 @@ use crate::wire::mad::{Mad, TransactionId};
 /// over.
 pub(super) const DREQ_INTERVAL: Duration = Duration::from_millis(250);
 
+/// Time to the first repetition of a REP; then twice as long, up to the connection's interval. All
+/// that an unproven address gets without asking again leave within the life of a half-open
+/// connection, even if the peer promises to be slow.
+const REP_INTERVAL: Duration = Duration::from_millis(500);
+
 /// One service id, or a range of them.
 #[derive(Debug)]
 pub(super) struct Listener {
@@ -209,13 +214,29 @@ impl Cm {
         // As often, and at the interval, that the peer wants to be asked. Within the limit for
         // half-open connections, or a REQ could hold its place for minutes.
         let patience = conn.interval * (u32::from(conn.max_retries) + 1);
+        let patience = patience.min(longest);
         conn.unconfirmed = Some(Unconfirmed {
             number,
             sent: now,
-            until: now + patience.min(longest),
+            until: now + patience,
+            patience,
+            renewals_left: conn.max_retries,
         });
         for holder in conn.holders() {
             self.unconfirmed.insert((holder, number), id);
+        }
+    }
+
+    /// The peer has repeated its REQ, so it still waits for the REP. It has as long as before from
+    /// now on, as often as its REQ says that it asks: who repeats it without end is not waited
+    /// for without end.
+    pub(super) fn renew_rep(&mut self, now: Instant, id: IbCmId) {
+        let Some(rep) = &mut self.known(id).unconfirmed else {
+            return;
+        };
+        if let Some(left) = rep.renewals_left.checked_sub(1) {
+            rep.renewals_left = left;
+            rep.until = rep.until.max(now + rep.patience);
         }
     }
 
@@ -324,13 +345,10 @@ impl Cm {
         } else {
             u8::MAX
         };
-        // A REP is repeated several times within the life of a half-open connection, even for a
-        // peer that promises to be slow.
-        let rep_interval = self.config.max_half_open / 4;
         let conn = self.known(id);
         let interval = match message {
             CmMessage::Dreq(_) => conn.interval.min(DREQ_INTERVAL),
-            CmMessage::Rep(_) => conn.interval.min(rep_interval),
+            CmMessage::Rep(_) => conn.interval.min(REP_INTERVAL),
             _ => conn.interval,
         };
         conn.pending = Some(Box::new(Pending {

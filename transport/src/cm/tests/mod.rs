@@ -6,6 +6,7 @@ mod script;
 mod sidr_lap;
 mod states;
 mod strangers;
+mod unproven;
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};

@@ -223,11 +223,10 @@ pub(super) fn answer(param: &ConnParam, private_data: &[u8]) -> ConnParam {
         private_data: private_data.to_vec(),
         responder_resources: RESPONDER_RESOURCES.min(param.responder_resources),
         initiator_depth: reads(param),
-        flow_control: true,
         retry_count: 7,
         // Seven stands for no limit. An initiator whose receives are late is waited for; one that
         // never posts any runs into the channel's own time limits.
         rnr_retry_count: 7,
-        srq: false,
+        ..ConnParam::default()
     }
 }

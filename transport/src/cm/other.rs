@@ -164,8 +164,6 @@ impl Cm {
 
     /// Ask a peer which queue pair serves a service id.
     ///
-    /// No user yet.
-    ///
     /// # Errors
     ///
     /// [`IbCmError::TooManyIds`].

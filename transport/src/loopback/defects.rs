@@ -12,8 +12,8 @@ use riser_memory::MemSlice;
 use crate::roce::nic::{Breakage, Nic};
 use crate::verbs::{
     Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, Mr, MrId, PdId, PortSpace,
-    PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, RecvWr, SendWr, Sge, VerbsError,
-    WcOpcode, WcStatus, WrId,
+    PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RecvWr, SendWr, Sge,
+    VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 /// Posts that a device refuses.
@@ -221,7 +221,7 @@ impl DefectiveNic {
         create_qp(init: &QpInitAttr) -> Result<QpId, VerbsError>;
         modify_qp(qp: QpId, attr: &QpAttr) -> Result<(), VerbsError>;
         create_ah(pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError>;
-        create_id(space: PortSpace) -> Result<CmId, CmError>;
+        create_id_for(space: PortSpace, qp_type: QpType) -> Result<CmId, CmError>;
         bind_addr(id: CmId, addr: SocketAddr) -> Result<(), CmError>;
         resolve_addr(id: CmId, src: Option<SocketAddr>, dst: SocketAddr, timeout: Duration) -> Result<(), CmError>;
         resolve_route(id: CmId, timeout: Duration) -> Result<(), CmError>;

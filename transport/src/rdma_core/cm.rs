@@ -42,9 +42,10 @@ impl RdmaCoreDevice {
         self.id(id, call).map(|i| i.ptr)
     }
 
-    fn enter(&mut self, ptr: *mut rdma_cm_id) -> Result<CmId, CmError> {
+    fn enter(&mut self, ptr: *mut rdma_cm_id, qp_type: QpType) -> Result<CmId, CmError> {
         let entry = Id {
             ptr,
+            qp_type,
             qp: None,
             state: IdState::Idle,
             offered: 0,
@@ -117,8 +118,6 @@ impl RdmaCoreDevice {
     }
 
     fn on_event(&mut self, event: &rdma_cm_event) -> Option<CmEvent> {
-        // SAFETY: reliable connections carry the connection parameters, and the event is alive.
-        let param = || unsafe { convert::conn_param_of(&event.param.conn) };
         if event.event == RDMA_CM_EVENT_DEVICE_REMOVAL && !self.gone {
             // Our own probe hears of it even where the user has no identifier.
             self.gone = true;
@@ -126,9 +125,18 @@ impl RdmaCoreDevice {
         }
         // A request comes with an identifier of its own, which no call of ours has made.
         let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
-            self.enter(event.id).ok()?
+            let listener = *self.by_id.get(&(event.listen_id as usize))?;
+            let qp_type = self.ids.get(listener).ok()?.qp_type;
+            self.enter(event.id, qp_type).ok()?
         } else {
             *self.by_id.get(&(event.id as usize))?
+        };
+        let is_ud = self.ids.get(id).is_ok_and(|i| i.qp_type == QpType::Ud);
+        let param = || match is_ud {
+            // SAFETY: datagram identifiers carry their own parameters, and the event is alive.
+            true => unsafe { convert::ud_param_of(&event.param.ud) },
+            // SAFETY: others carry those of a connection.
+            false => unsafe { convert::conn_param_of(&event.param.conn) },
         };
         if self.ids.get(id).is_ok_and(|i| i.zombie) {
             // Its user has destroyed it and expects none of its events.
@@ -146,6 +154,11 @@ impl RdmaCoreDevice {
                 param: param(),
             },
             RDMA_CM_EVENT_CONNECT_ERROR => CmEventKind::ConnectError(event_error(event.status)),
+            // The status of a SIDR_REP, of which the library makes this event.
+            RDMA_CM_EVENT_UNREACHABLE if is_ud && event.status > 0 => CmEventKind::Rejected {
+                reason: u16::try_from(event.status).unwrap_or(u16::MAX),
+                private_data: param().private_data,
+            },
             RDMA_CM_EVENT_UNREACHABLE => CmEventKind::Unreachable,
             RDMA_CM_EVENT_REJECTED => CmEventKind::Rejected {
                 reason: u16::try_from(event.status).unwrap_or(u16::MAX),
@@ -173,8 +186,10 @@ impl RdmaCoreDevice {
             RDMA_CM_EVENT_ROUTE_RESOLVED => IdState::RouteResolved,
             RDMA_CM_EVENT_ADDR_ERROR => IdState::Idle,
             RDMA_CM_EVENT_CONNECT_REQUEST => {
-                // SAFETY: a request carries the connection parameters.
-                entry.offered = unsafe { event.param.conn.initiator_depth };
+                if entry.qp_type != QpType::Ud {
+                    // SAFETY: such a request carries the connection parameters.
+                    entry.offered = unsafe { event.param.conn.initiator_depth };
+                }
                 IdState::Requested
             }
             RDMA_CM_EVENT_REJECTED | RDMA_CM_EVENT_UNREACHABLE | RDMA_CM_EVENT_CONNECT_ERROR => {
@@ -213,10 +228,16 @@ impl RdmaCoreDevice {
 }
 
 impl RdmaCm for RdmaCoreDevice {
-    fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError> {
+    fn create_id_for(&mut self, port_space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
+        // The library knows the type by the port space.
+        if qp_type != port_space.qp_type() {
+            return Err(VerbsError::WrongQpType("connection identifier").into());
+        }
         let space = match port_space {
             PortSpace::Tcp => RDMA_PS_TCP,
             PortSpace::Udp => RDMA_PS_UDP,
+            PortSpace::IpoIb => RDMA_PS_IPOIB,
+            PortSpace::IbIp => RDMA_PS_IB,
             PortSpace::Ib { .. } => return Err(CmError::AddressNotAvailable),
         };
         let mut ptr = ptr::null_mut();
@@ -224,7 +245,7 @@ impl RdmaCm for RdmaCoreDevice {
         checked_cm(unsafe {
             (self.core.cm.rdma_create_id)(self.channel, &raw mut ptr, ptr::null_mut(), space)
         })?;
-        self.enter(ptr).inspect_err(|_| {
+        self.enter(ptr, qp_type).inspect_err(|_| {
             // SAFETY: the identifier was just made, and is in no table.
             unsafe { (self.core.cm.rdma_destroy_id)(ptr) };
         })
@@ -286,8 +307,12 @@ impl RdmaCm for RdmaCoreDevice {
             IdState::Requested,
         ];
         let ptr = self.id_in(id, "queue pair creation", &may)?;
-        if self.id(id, "queue pair creation")?.qp.is_some() {
+        let entry = self.id(id, "queue pair creation")?;
+        if entry.qp.is_some() {
             return Err(CmError::InvalidState("a second queue pair"));
+        }
+        if entry.qp_type != init.qp_type {
+            return Err(VerbsError::WrongQpType("connection identifier").into());
         }
         let mut theirs = self.qp_init(init)?;
         let pd = self.pds.get(init.pd)?.ptr;
@@ -310,8 +335,17 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let ptr = self.id_in(id, "connect", &[IdState::RouteResolved])?;
-        fits(&param.private_data, MAX_CONNECT_PRIVATE_DATA)?;
-        let mut theirs = convert::conn_param(param, self.owned_qpn(id));
+        let most = match self.id(id, "connect")?.qp_type {
+            QpType::Ud => MAX_DATAGRAM_CONNECT_PRIVATE_DATA,
+            _ => MAX_CONNECT_PRIVATE_DATA,
+        };
+        fits(&param.private_data, most)?;
+        // A datagram identifier asks for a queue pair, and needs none to ask.
+        let qpn = match self.id(id, "connect")?.qp_type {
+            QpType::Ud => 0,
+            _ => self.qpn(id, param, "connect")?,
+        };
+        let mut theirs = convert::conn_param(param, qpn);
         // SAFETY: the identifier is alive; the private data outlives the call.
         checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })?;
         self.set_state(id, IdState::Connected);
@@ -320,8 +354,16 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let ptr = self.id_in(id, "accept", &[IdState::Requested])?;
-        fits(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
-        let mut theirs = convert::conn_param(param, self.owned_qpn(id));
+        let most = match self.id(id, "accept")?.qp_type {
+            QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
+            _ => MAX_ACCEPT_PRIVATE_DATA,
+        };
+        fits(&param.private_data, most)?;
+        // The library always names its own.
+        if param.qkey.is_some_and(|qkey| qkey != DATAGRAM_QKEY) {
+            return Err(VerbsError::InvalidParameter("Q_Key").into());
+        }
+        let mut theirs = convert::conn_param(param, self.qpn(id, param, "accept")?);
         // The library bounds the queue pair by the offer, but not what it advertises to the peer.
         theirs.initiator_depth = theirs.initiator_depth.min(self.id(id, "accept")?.offered);
         // SAFETY: the identifier is alive; the private data outlives the call.
@@ -332,7 +374,11 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
         let ptr = self.id_in(id, "reject", &[IdState::Requested])?;
-        fits(private_data, MAX_REJECT_PRIVATE_DATA)?;
+        let most = match self.id(id, "reject")?.qp_type {
+            QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
+            _ => MAX_REJECT_PRIVATE_DATA,
+        };
+        fits(private_data, most)?;
         let len = private_data.len() as u8;
         // SAFETY: the identifier is alive; the private data outlives the call.
         checked_cm(unsafe { (self.core.cm.rdma_reject)(ptr, private_data.as_ptr().cast(), len) })?;
@@ -353,6 +399,10 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
         let ptr = self.id_in(id, "disconnect", &[IdState::Connected, IdState::Closed])?;
+        // Its peer keeps nothing that could be ended.
+        if self.id(id, "disconnect")?.qp_type == QpType::Ud {
+            return Err(CmError::InvalidState("disconnect"));
+        }
         // SAFETY: the identifier is alive. A second call fails in the library and changes nothing.
         unsafe { (self.core.cm.rdma_disconnect)(ptr) };
         Ok(())
@@ -421,8 +471,15 @@ impl RdmaCoreDevice {
         }
     }
 
-    fn owned_qpn(&self, id: CmId) -> u32 {
-        let qp = self.ids.get(id).ok().and_then(|i| i.qp);
-        qp.and_then(|qp| self.qp_num(qp).ok()).unwrap_or(0)
+    /// Number of the queue pair of an identifier, or else the one that its owner names.
+    fn qpn(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<u32, CmError> {
+        let qpn = match self.id(id, call)?.qp {
+            Some(qp) => self.qp_num(qp)?,
+            None => param.qp_num,
+        };
+        if qpn == 0 {
+            return Err(CmError::InvalidState(call));
+        }
+        Ok(qpn)
     }
 }

@@ -454,26 +454,61 @@ pub fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
     }
 }
 
-/// The peer's parameters from an event.
+/// Parameters of a datagram identifier's event; `theirs` borrows the private data of `ours`.
+pub fn ud_param(ours: &ConnParam) -> rdma_ud_param {
+    rdma_ud_param {
+        private_data: ours.private_data.as_ptr().cast(),
+        private_data_len: ours.private_data.len() as u8,
+        ah_attr: ours.ah.as_ref().map(ah_attr).unwrap_or_default(),
+        qp_num: ours.qp_num,
+        qkey: ours.qkey.map_or(0, |qkey| qkey.0),
+    }
+}
+
+/// Private data from an event.
+///
+/// # Safety
+/// `data` is null or points at `len` bytes that are alive.
+unsafe fn private_data(data: *const libc::c_void, len: u8) -> Vec<u8> {
+    if data.is_null() {
+        return Vec::new();
+    }
+    // SAFETY: as the caller promises.
+    unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
+}
+
+/// The peer's parameters from an event of a connection.
 ///
 /// # Safety
 /// The private data that `theirs` points at is alive.
 pub unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
-    let private_data = if theirs.private_data.is_null() {
-        Vec::new()
-    } else {
-        let len = usize::from(theirs.private_data_len);
-        // SAFETY: the library gives a pointer to that many bytes; the caller keeps the event.
-        unsafe { std::slice::from_raw_parts(theirs.private_data.cast::<u8>(), len) }.to_vec()
-    };
     ConnParam {
-        private_data,
+        // SAFETY: as the caller promises.
+        private_data: unsafe { private_data(theirs.private_data, theirs.private_data_len) },
         responder_resources: theirs.responder_resources,
         initiator_depth: theirs.initiator_depth,
         flow_control: theirs.flow_control != 0,
         retry_count: theirs.retry_count,
         rnr_retry_count: theirs.rnr_retry_count,
         srq: theirs.srq != 0,
+        qp_num: theirs.qp_num,
+        qkey: None,
+        ah: None,
+    }
+}
+
+/// The same from an event of a datagram identifier.
+///
+/// # Safety
+/// As [`conn_param_of`].
+pub(super) unsafe fn ud_param_of(theirs: &rdma_ud_param) -> ConnParam {
+    ConnParam {
+        // SAFETY: as the caller promises.
+        private_data: unsafe { private_data(theirs.private_data, theirs.private_data_len) },
+        qp_num: theirs.qp_num,
+        qkey: Some(QKey(theirs.qkey)),
+        ah: Some(ah_attr_of(&theirs.ah_attr)),
+        ..ConnParam::default()
     }
 }
 

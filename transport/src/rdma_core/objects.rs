@@ -16,8 +16,8 @@ use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
 use crate::verbs::{
-    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu,
-    PdId, QpId, SrqId, VerbsError, WcOpcode, WrId,
+    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu, PdId,
+    QpId, QpType, SrqId, VerbsError, WcOpcode, WrId,
 };
 
 /// Completions taken from the library in one call.
@@ -168,6 +168,8 @@ pub(super) struct Qp {
 
 pub(super) struct Id {
     pub(super) ptr: *mut rdma_cm_id,
+    /// Type of its queue pairs.
+    pub(super) qp_type: QpType,
     pub(super) qp: Option<QpId>,
     pub(super) state: IdState,
     /// READs and atomics that the peer's request offers to hold at once.

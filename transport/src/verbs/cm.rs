@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use thiserror::Error;
 
-use super::{CmId, VerbsError};
+use super::{AhAttr, CmId, QKey, QpType, VerbsError};
 
 /// Most private data that an RDMA CM user can send in a request, in bytes (92 less the 36-byte
 /// address header).
@@ -16,6 +16,16 @@ pub const MAX_ACCEPT_PRIVATE_DATA: usize = 196;
 /// Most private data in a reject, in bytes.
 pub const MAX_REJECT_PRIVATE_DATA: usize = 148;
 
+/// Most private data in a request of a datagram identifier, in bytes (216 less the 36-byte address
+/// header).
+pub const MAX_DATAGRAM_CONNECT_PRIVATE_DATA: usize = 180;
+
+/// Most private data in the answer to such a request, accept or reject, in bytes.
+pub const MAX_DATAGRAM_ANSWER_PRIVATE_DATA: usize = 136;
+
+/// Q_Key of datagram identifiers that ask for no other (`RDMA_UDP_QKEY` of Linux).
+pub const DATAGRAM_QKEY: QKey = QKey(0x0123_4567);
+
 /// Range of service ids that an identifier's ports map to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PortSpace {
@@ -23,6 +33,10 @@ pub enum PortSpace {
     Tcp,
     /// Datagrams: `0x0000000001110000 | port`.
     Udp,
+    /// Datagrams of IP over InfiniBand: `0x0000000000020000 | port`.
+    IpoIb,
+    /// Any transport service, by IP address and port: `0x00000000013f0000 | port`.
+    IbIp,
     /// A bare InfiniBand service id, with no address header in the private data.
     Ib {
         /// ServiceID of 64 bits.
@@ -30,6 +44,17 @@ pub enum PortSpace {
         /// Bits of it that a listener compares.
         mask: u64,
     },
+}
+
+impl PortSpace {
+    /// Type of the queue pairs of identifiers that are created without naming one.
+    #[must_use]
+    pub const fn qp_type(self) -> QpType {
+        match self {
+            Self::Udp | Self::IpoIb => QpType::Ud,
+            Self::Tcp | Self::IbIp | Self::Ib { .. } => QpType::Rc,
+        }
+    }
 }
 
 /// Parameters that both sides exchange when they connect.
@@ -49,6 +74,16 @@ pub struct ConnParam {
     pub rnr_retry_count: u8,
     /// Our queue pair uses a shared receive queue.
     pub srq: bool,
+    /// Number of the queue pair, 24 bits. In an event the peer's, or 0 where a request of a
+    /// datagram identifier names none. In a call ours, if the identifier has no queue pair, and
+    /// its owner takes one through its states by [`RdmaCm::init_qp_attr`](super::RdmaCm::init_qp_attr).
+    pub qp_num: u32,
+    /// Datagram identifiers: the Q_Key of the queue pair, the peer's in an event. Without one in
+    /// [`RdmaCm::accept`](super::RdmaCm::accept) it is [`DATAGRAM_QKEY`].
+    pub qkey: Option<QKey>,
+    /// Datagram identifiers, in an event: the way to the queue pair, for
+    /// [`Verbs::create_ah`](super::Verbs::create_ah).
+    pub ah: Option<AhAttr>,
 }
 
 impl Default for ConnParam {
@@ -61,6 +96,9 @@ impl Default for ConnParam {
             retry_count: 7,
             rnr_retry_count: 7,
             srq: false,
+            qp_num: 0,
+            qkey: None,
+            ah: None,
         }
     }
 }
@@ -100,12 +138,15 @@ pub enum CmEventKind {
     Unreachable,
     /// The peer refused the connection.
     Rejected {
-        /// The IB CM's reason (28: by the consumer, 8: no listener …).
+        /// The IB CM's reason (28: by the consumer, 8: no listener …). For a datagram identifier
+        /// the status of the SIDR_REP (IBTA 12.11.2.1; 1: no listener, 2: refused), which
+        /// librdmacm reports as unreachable.
         reason: u16,
         /// The private data of the refusal.
         private_data: Vec<u8>,
     },
-    /// Both sides are connected. The active side has the peer's private data here.
+    /// Both sides are connected. The active side has the peer's private data here. Of a datagram
+    /// identifier only the active side gets it, with number, Q_Key and address of the queue pair.
     Established {
         /// The peer's parameters; private data is empty on the passive side.
         param: ConnParam,

@@ -343,11 +343,21 @@ pub trait Verbs {
 ///
 /// Every call returns at once; its outcome is a [`CmEvent`]. A failed call changes nothing.
 pub trait RdmaCm {
-    /// Creates an identifier, not yet bound to a device.
+    /// Creates an identifier for the usual queue pairs of its port space, not yet bound to a
+    /// device.
     ///
     /// # Errors
     /// [`CmError::TooManyIds`].
-    fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError>;
+    fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError> {
+        self.create_id_for(port_space, port_space.qp_type())
+    }
+
+    /// Creates an identifier for queue pairs of a type. A listener takes the requests that ask for
+    /// its type.
+    ///
+    /// # Errors
+    /// [`CmError::TooManyIds`], [`VerbsError::WrongQpType`] for a type that cannot be connected.
+    fn create_id_for(&mut self, port_space: PortSpace, qp_type: QpType) -> Result<CmId, CmError>;
 
     /// Binds to a local address; port 0 takes a free port. An unspecified address means the
     /// device's own.
@@ -374,7 +384,8 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`].
     fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError>;
 
-    /// Creates a queue pair that this identifier takes through its states while connecting.
+    /// Creates a queue pair that this identifier takes through its states while connecting. One for
+    /// datagrams goes to RTS at once, with the Q_Key [`DATAGRAM_QKEY`].
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::Verbs`].
@@ -387,13 +398,15 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`], [`CmError::AddressInUse`].
     fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError>;
 
-    /// Sends a connection request.
+    /// Sends a connection request; a datagram identifier asks for the number and the Q_Key of the
+    /// queue pair behind the port.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
 
-    /// Accepts a connection request. Receives should be posted to the queue pair before.
+    /// Accepts a connection request. Receives should be posted to the queue pair before. A datagram
+    /// identifier is established by that, without an event.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].

@@ -1,6 +1,7 @@
 //! The suite that every provider passes.
 
 pub(crate) mod cm;
+pub(crate) mod datagrams;
 pub(crate) mod objects;
 pub(crate) mod ops;
 pub(crate) mod transfers;
@@ -28,6 +29,9 @@ macro_rules! suite_names {
                 destroying_a_listener_refuses_what_waits connections_come_and_go
                 data_before_the_confirmation_establishes
                 an_error_here_does_not_end_the_connection_there;
+            datagrams: a_datagram_identifier_finds_the_queue_pair_behind_a_port
+                a_datagram_identifier_is_refused no_datagram_service_is_behind_a_port
+                datagram_calls_out_of_turn_are_refused;
             transfers: a_command_registers_transfers_and_invalidates
                 a_region_put_back_alive_is_replaced;
         }

@@ -216,9 +216,14 @@ pub(crate) fn cm_event<W: World>(w: &mut W, end: End) -> CmEvent {
 
 /// A listener at a device.
 pub(crate) fn listen<W: World>(w: &mut W, end: End, port: u16) -> CmId {
+    listen_in(w, PortSpace::Tcp, end, port)
+}
+
+/// A listener at a device, in a port space.
+pub(crate) fn listen_in<W: World>(w: &mut W, space: PortSpace, end: End, port: u16) -> CmId {
     let addr = SocketAddr::new(w.addr(end), port);
     let p = w.provider(end);
-    let listener = p.create_id(PortSpace::Tcp).unwrap();
+    let listener = p.create_id(space).unwrap();
     p.bind_addr(listener, addr).unwrap();
     p.listen(listener, 8).unwrap();
     listener
@@ -226,9 +231,14 @@ pub(crate) fn listen<W: World>(w: &mut W, end: End, port: u16) -> CmId {
 
 /// An identifier of A that has resolved B's port.
 pub(crate) fn resolve<W: World>(w: &mut W, port: u16) -> CmId {
+    resolve_in(w, PortSpace::Tcp, port)
+}
+
+/// An identifier of A that has resolved B's port, in a port space.
+pub(crate) fn resolve_in<W: World>(w: &mut W, space: PortSpace, port: u16) -> CmId {
     let dst = SocketAddr::new(w.addr(End::B), port);
     let p = w.provider(End::A);
-    let id = p.create_id(PortSpace::Tcp).unwrap();
+    let id = p.create_id(space).unwrap();
     let wait = Duration::from_secs(2);
     p.resolve_addr(id, None, dst, wait).unwrap();
     assert_eq!(cm_event(w, End::A).kind, CmEventKind::AddrResolved);

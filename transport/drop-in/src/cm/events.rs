@@ -8,7 +8,7 @@ use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
-use riser_transport::rdma_core::convert::conn_param;
+use riser_transport::rdma_core::convert::{conn_param, ud_param};
 use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _, Verbs as _};
 
 use super::{EventChannel, Id, create_id, id_of};
@@ -255,6 +255,8 @@ fn give(event: Event) -> *mut rdma_cm_event {
     let mut c: rdma_cm_event = unsafe { zeroed() };
     c.id = id.handle();
     c.listen_id = listener.map_or(ptr::null_mut(), Ref::handle);
+    // SAFETY: the identifier is alive.
+    let is_ud = unsafe { (*id.c()).qp_type } == IBV_QPT_UD;
     let mut param = None;
     let mut data = Vec::new();
     match kind {
@@ -295,7 +297,11 @@ fn give(event: Event) -> *mut rdma_cm_event {
             reason,
             private_data,
         } => {
-            c.event = RDMA_CM_EVENT_REJECTED;
+            // The library has one event for all that a datagram identifier is not told.
+            c.event = match is_ud {
+                true => RDMA_CM_EVENT_UNREACHABLE,
+                false => RDMA_CM_EVENT_REJECTED,
+            };
             c.status = reason.into();
             param = Some(ConnParam {
                 private_data,
@@ -304,7 +310,7 @@ fn give(event: Event) -> *mut rdma_cm_event {
                 flow_control: false,
                 retry_count: 0,
                 rnr_retry_count: 0,
-                srq: false,
+                ..ConnParam::default()
             });
         }
         CmEventKind::Established { param: theirs } => {
@@ -320,14 +326,21 @@ fn give(event: Event) -> *mut rdma_cm_event {
         CmEventKind::TimewaitExit => c.event = RDMA_CM_EVENT_TIMEWAIT_EXIT,
     }
     if let Some(ours) = param {
-        let mut theirs = conn_param(&ours, 0);
-        data = ours.private_data;
-        theirs.private_data = if data.is_empty() {
-            ptr::null()
+        let no_data = ours.private_data.is_empty();
+        if is_ud {
+            let mut theirs = ud_param(&ours);
+            if no_data {
+                theirs.private_data = ptr::null();
+            }
+            c.param.ud = theirs;
         } else {
-            data.as_ptr().cast()
-        };
-        c.param.conn = theirs;
+            let mut theirs = conn_param(&ours, ours.qp_num);
+            if no_data {
+                theirs.private_data = ptr::null();
+            }
+            c.param.conn = theirs;
+        }
+        data = ours.private_data;
     }
     let given = Given {
         owner,

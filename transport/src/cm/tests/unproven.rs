@@ -20,10 +20,7 @@ fn linux_params() -> ReqParams {
 fn connects(random: &mut ChaCha12Rng, loss: u32) -> bool {
     let mut lost = || random.next_u32() % 100 < loss;
     let mut pair = Pair::new();
-    let a = pair
-        .a
-        .send_req(pair.now, addr(2), &linux_params())
-        .unwrap();
+    let a = pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
     let mut passive = None;
     // Packets of data of the active side, which its queue pair repeats so often.
     let (mut data, mut next_data) = (8, pair.now);
@@ -95,9 +92,7 @@ fn a_peer_that_asks_long_enough_is_connected_though_messages_are_lost() {
 fn an_unproven_address_gets_an_answer_for_each_request_and_a_few_beside() {
     for repetitions in [0, 1, 5, 15, 30] {
         let mut pair = Pair::new();
-        pair.a
-            .send_req(pair.now, addr(2), &linux_params())
-            .unwrap();
+        pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
         let (_, req) = pair.a.poll_transmit().unwrap();
         let (begin, mut answers, mut times, mut lives) = (pair.now, 0, 0, 0);
         let mut next_req = Some(pair.now);

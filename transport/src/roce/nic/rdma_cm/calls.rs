@@ -6,12 +6,12 @@ use std::time::Duration;
 use chacha20::rand_core::Rng;
 use riser_state::become_state;
 
-use super::{EPHEMERALS, FIRST_EPHEMERAL, Id, IdState, Ports};
+use super::{EPHEMERALS, FIRST_EPHEMERAL, Id, IdState};
 use crate::cm::IbCmError;
 use crate::roce::nic::Nic;
 use crate::verbs::{
-    Access, CmError, CmEvent, CmEventKind, CmId, PortSpace, QpAttr, QpId, QpInitAttr, QpState,
-    QpType, VerbsError,
+    Access, CmError, CmEvent, CmEventKind, CmId, DATAGRAM_QKEY, PortSpace, QpAttr, QpId,
+    QpInitAttr, QpState, QpType, VerbsError,
 };
 use crate::wire::cm_msg::ServiceId;
 use crate::wire::cma::RdmaPortSpace;
@@ -29,20 +29,44 @@ impl From<IbCmError> for CmError {
     }
 }
 
-fn ports(space: PortSpace) -> Option<Ports> {
+/// The space of ports that an identifier's port is in; a bare service id is in none.
+pub(super) fn ports(space: PortSpace) -> Option<RdmaPortSpace> {
     match space {
-        PortSpace::Tcp => Some(Ports::Tcp),
-        PortSpace::Udp => Some(Ports::Udp),
+        PortSpace::Tcp => Some(RdmaPortSpace::Tcp),
+        PortSpace::Udp => Some(RdmaPortSpace::Udp),
+        PortSpace::IpoIb => Some(RdmaPortSpace::IpoIb),
+        PortSpace::IbIp => Some(RdmaPortSpace::Ib),
         PortSpace::Ib { .. } => None,
     }
 }
 
 /// The service id and mask that an identifier with `port` stands for.
 pub(super) fn service_id(space: PortSpace, port: u16) -> (ServiceId, u64) {
-    match space {
-        PortSpace::Tcp => (RdmaPortSpace::Tcp.service_id(port), u64::MAX),
-        PortSpace::Udp => (RdmaPortSpace::Udp.service_id(port), u64::MAX),
-        PortSpace::Ib { service_id, mask } => (ServiceId(service_id), mask),
+    match (space, ports(space)) {
+        (PortSpace::Ib { service_id, mask }, _) => (ServiceId(service_id), mask),
+        (_, Some(ports)) => (ports.service_id(port), u64::MAX),
+        (_, None) => unreachable!("every other identifier has ports"),
+    }
+}
+
+/// Attributes of a connection's queue pair in INIT.
+pub(super) fn connection_init() -> QpAttr {
+    QpAttr {
+        state: Some(QpState::Init),
+        pkey_index: Some(0),
+        port: Some(1),
+        // What a peer may do with a region, the region says; the connection forbids nothing.
+        access: Some(Access::REMOTE),
+        ..QpAttr::default()
+    }
+}
+
+/// The same for datagrams.
+pub(super) fn datagram_init() -> QpAttr {
+    QpAttr {
+        access: None,
+        qkey: Some(DATAGRAM_QKEY),
+        ..connection_init()
     }
 }
 
@@ -60,9 +84,16 @@ impl Nic {
     }
 
     pub fn create_id(&mut self, space: PortSpace) -> Result<CmId, CmError> {
+        self.create_id_for(space, space.qp_type())
+    }
+
+    pub fn create_id_for(&mut self, space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
+        if !matches!(qp_type, QpType::Rc | QpType::Ud) {
+            return Err(VerbsError::WrongQpType("connection identifier").into());
+        }
         self.cm
             .ids
-            .insert(Id::new(space))
+            .insert(Id::new(space, qp_type))
             .map_err(|_| CmError::TooManyIds)
     }
 
@@ -106,7 +137,7 @@ impl Nic {
     }
 
     /// A free port, from a random one on.
-    fn free_port(&mut self, space: Ports) -> Result<u16, CmError> {
+    fn free_port(&mut self, space: RdmaPortSpace) -> Result<u16, CmError> {
         let start = (self.random().next_u32() % u32::from(EPHEMERALS)) as u16;
         (0..EPHEMERALS)
             .map(|i| FIRST_EPHEMERAL + (start + i) % EPHEMERALS)
@@ -174,19 +205,15 @@ impl Nic {
         if !has_device || entry.qp.is_some() {
             return Err(CmError::InvalidState("create_cm_qp"));
         }
-        if init.qp_type != QpType::Rc {
-            return Err(VerbsError::WrongQpType("connection").into());
+        if init.qp_type != entry.qp_type {
+            return Err(VerbsError::WrongQpType("connection identifier").into());
         }
         let qp = self.create_qp(init)?;
-        let to_init = QpAttr {
-            state: Some(QpState::Init),
-            pkey_index: Some(0),
-            port: Some(1),
-            // What a peer may do with a region, the region says; the connection forbids nothing.
-            access: Some(Access::REMOTE),
-            ..QpAttr::default()
+        let ready = match init.qp_type {
+            QpType::Ud => self.start_datagrams(qp),
+            _ => self.modify_qp(qp, &connection_init()),
         };
-        if let Err(e) = self.modify_qp(qp, &to_init) {
+        if let Err(e) = ready {
             // It was created by the lines above, so it can be destroyed.
             let _ = self.destroy_qp(qp);
             return Err(e.into());
@@ -194,6 +221,23 @@ impl Nic {
         self.cm_id(id, "create_cm_qp")?.qp = Some(qp);
         self.cm.by_qp.insert(qp, id);
         Ok(qp)
+    }
+
+    /// Takes a datagram queue pair from RESET to RTS. It has no peer to wait for.
+    fn start_datagrams(&mut self, qp: QpId) -> Result<(), VerbsError> {
+        let to = |state| QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        let steps = [
+            datagram_init(),
+            to(QpState::Rtr),
+            QpAttr {
+                sq_psn: Some(0),
+                ..to(QpState::Rts)
+            },
+        ];
+        steps.iter().try_for_each(|attr| self.modify_qp(qp, attr))
     }
 
     pub fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {

@@ -5,19 +5,18 @@ use std::net::{IpAddr, SocketAddr};
 use chacha20::rand_core::Rng;
 use riser_state::become_state;
 
-use super::calls::service_id;
-use super::{IdState, MAX_IB_PRIVATE_DATA};
+use super::IdState;
+use super::calls::{ports, service_id};
 use crate::cm::{RepParams, ReqParams};
 use crate::roce::nic::Nic;
 use crate::verbs::{
     AhAttr, CmError, CmEventKind, CmId, ConnParam, Gid, MAX_ACCEPT_PRIVATE_DATA,
-    MAX_CONNECT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA, Mtu, PKey, PortSpace, QpAttr, QpId, QpState,
-    VerbsError,
+    MAX_REJECT_PRIVATE_DATA, Mtu, PKey, PortSpace, QpAttr, QpId, QpState, QpType, VerbsError,
 };
 use crate::wire::cm_msg::{
     AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejReason,
 };
-use crate::wire::cma::{CmaAddrs, CmaHeader};
+use crate::wire::cma::{CMA_HEADER_LEN, CmaAddrs, CmaHeader};
 use crate::wire::{Psn, Qpn};
 
 /// ACK timeout that we propose: 4.096 µs × 2¹⁶, a quarter of a second. Retransmission begins far
@@ -26,15 +25,15 @@ const ACK_TIMEOUT: u8 = 16;
 /// Bounds for the ACK timeout that a peer proposes.
 const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
 /// Time that we wait for an answer to a CM message: 4.096 µs × 2¹⁷, half a second.
-const CM_TIMEOUT: u8 = 17;
+pub(super) const CM_TIMEOUT: u8 = 17;
 /// Repetitions of a CM message.
-const CM_RETRIES: u32 = 15;
+pub(super) const CM_RETRIES: u32 = 15;
 /// Time that an MRA asks for: 4.096 µs × 2²², 17 seconds.
 const MRA_TIMEOUT: u8 = 22;
 /// Delay that our RNR NAKs ask for: 0.64 ms (IBTA table 45).
 const MIN_RNR_TIMER: u8 = 12;
 
-fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
+pub(super) fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
     if data.len() > max {
         return Err(CmError::PrivateDataTooLong {
             len: data.len(),
@@ -44,7 +43,7 @@ fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
     Ok(())
 }
 
-fn padded<const N: usize>(data: &[u8]) -> PrivateData<N> {
+pub(super) fn padded<const N: usize>(data: &[u8]) -> PrivateData<N> {
     PrivateData::new(data).expect("the length was checked")
 }
 
@@ -62,6 +61,9 @@ impl Nic {
         let entry = self.cm_id(id, "connect")?;
         if entry.state != IdState::RouteResolved {
             return Err(CmError::InvalidState("connect"));
+        }
+        if entry.qp_type == QpType::Ud {
+            return self.ask_for_qp(id, param);
         }
         let mut param = param.clone();
         // More than the device can hold would be refused when the queue pair is connected, after
@@ -120,8 +122,11 @@ impl Nic {
     }
 
     pub fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
-        check_len(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
         let entry = self.cm_id(id, "accept")?;
+        if entry.qp_type == QpType::Ud {
+            return self.name_qp(id, param);
+        }
+        check_len(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
         let (IdState::Requested, Some(qp), Some(ib), Some(peer)) =
             (entry.state, entry.qp, entry.ib, entry.peer)
         else {
@@ -189,7 +194,7 @@ impl Nic {
             qp,
             &QpAttr {
                 state: Some(QpState::Rtr),
-                ah: Some(AhAttr::new(Gid::from(peer))),
+                ah: Some(way_to(peer)),
                 path_mtu: Some(said.path_mtu),
                 dest_qp: Some(said.dest_qpn.value()),
                 rq_psn: Some(rq_psn.value()),
@@ -216,9 +221,12 @@ impl Nic {
     }
 
     pub fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
-        check_len(private_data, MAX_REJECT_PRIVATE_DATA)?;
         let now = self.now();
         let entry = self.cm_id(id, "reject")?;
+        if entry.qp_type == QpType::Ud {
+            return self.name_no_qp(id, private_data);
+        }
+        check_len(private_data, MAX_REJECT_PRIVATE_DATA)?;
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("reject"));
         };
@@ -265,6 +273,8 @@ impl Nic {
         let entry = self.cm_id(id, "disconnect")?;
         let (state, ib) = (entry.state, entry.ib);
         match state {
+            // Its peer keeps nothing that could be ended.
+            _ if entry.qp_type == QpType::Ud => return Err(CmError::InvalidState("disconnect")),
             IdState::Established => {
                 become_state(&mut entry.state, IdState::Disconnecting);
                 // First the queue pair: nothing new may be sent on a connection whose end is
@@ -294,24 +304,35 @@ impl Nic {
     }
 }
 
+/// Address of a peer's queue pairs.
+pub(super) fn way_to(peer: IpAddr) -> AhAttr {
+    AhAttr {
+        dgid: Gid::from(peer),
+        sgid_index: 0,
+        hop_limit: 64,
+        traffic_class: 0,
+        port: 1,
+    }
+}
+
 /// A request's private data: the address header, where the port space has one, and the user's.
-fn request_data(
+pub(super) fn request_data<const N: usize>(
     space: PortSpace,
     local: SocketAddr,
     peer: SocketAddr,
     user: &[u8],
-) -> Result<PrivateData<92>, CmError> {
+) -> Result<PrivateData<N>, CmError> {
     // A bare service id belongs to no port space, so the peer expects no address header.
-    if matches!(space, PortSpace::Ib { .. }) {
-        check_len(user, MAX_IB_PRIVATE_DATA)?;
+    if ports(space).is_none() {
+        check_len(user, N)?;
         return Ok(padded(user));
     }
-    check_len(user, MAX_CONNECT_PRIVATE_DATA)?;
+    check_len(user, N - CMA_HEADER_LEN)?;
     let header = CmaHeader {
         src_port: local.port(),
         addrs: CmaAddrs::new(local.ip(), peer.ip()).ok_or(CmError::Unreachable)?,
     };
-    let mut data = [0; MAX_IB_PRIVATE_DATA];
+    let mut data = [0; N];
     let bytes = header.emit();
     data[..bytes.len()].copy_from_slice(&bytes);
     data[bytes.len()..][..user.len()].copy_from_slice(user);

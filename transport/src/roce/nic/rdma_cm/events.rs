@@ -5,16 +5,17 @@ use std::time::Instant;
 
 use riser_state::become_state;
 
+use super::calls::ports;
 use super::{Id, IdState, MAX_WAITING_MADS};
-use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
+use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
 use crate::rc::TxPacket;
 use crate::roce::batch::{TxBatch, Way};
 use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState,
+    CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState, QpType,
 };
-use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason, ReqMsg, SidrStatus};
-use crate::wire::cma::CmaHeader;
+use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason, ReqMsg};
+use crate::wire::cma::{CmaError, CmaHeader};
 use crate::wire::mad::{MAD_LEN, Mad};
 use crate::wire::{
     Bth, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Opcode, Qpn, ROCE_PORT, emit_headers,
@@ -192,7 +193,11 @@ impl Nic {
                     qp,
                     req,
                 } => self.on_req(ib, listener, peer, qp, &req),
-                IbCmEventKind::SidrReqReceived { .. } => self.refuse_sidr(ib),
+                IbCmEventKind::SidrReqReceived {
+                    listener,
+                    peer,
+                    req,
+                } => self.on_sidr_req(ib, listener, peer, &req),
                 kind => {
                     if let Some(&id) = self.cm.by_ib.get(&ib) {
                         self.on_ib_event(id, ib, kind);
@@ -244,20 +249,15 @@ impl Nic {
             .ids
             .get(listener_id)
             .map_err(|_| RejReason::InvalidServiceId)?;
+        if entry.qp_type == QpType::Ud {
+            return Err(RejReason::InvalidServiceId);
+        }
         // A path MTU above what our interface carries would lose every long packet.
         if qp.path_mtu > self.config().mtu {
             return Err(RejReason::InvalidMtu);
         }
-        // The address header names the peer's port; its addresses are not believed, since the
-        // packet has the sender's.
-        let (port, data) = match entry.space {
-            PortSpace::Ib { .. } => (0, &req.private_data.0[..]),
-            PortSpace::Tcp | PortSpace::Udp => {
-                let (header, rest) =
-                    CmaHeader::parse(&req.private_data.0).map_err(|_| RejReason::Unsupported)?;
-                (header.src_port, rest)
-            }
-        };
+        let (port, data) =
+            split_request(entry.space, &req.private_data.0).map_err(|_| RejReason::Unsupported)?;
         let peer = SocketAddr::new(peer, port);
         let new = Id {
             state: IdState::Requested,
@@ -269,7 +269,7 @@ impl Nic {
             peer: Some(peer),
             ib: Some(ib),
             request: Some(Box::new(qp)),
-            ..Id::new(entry.space)
+            ..Id::new(entry.space, entry.qp_type)
         };
         let kind = CmEventKind::ConnectRequest {
             listener: listener_id,
@@ -288,18 +288,6 @@ impl Nic {
         Ok(())
     }
 
-    fn refuse_sidr(&mut self, ib: IbCmId) {
-        let params = SidrRepParams {
-            status: SidrStatus::Unsupported,
-            qpn: Qpn::default(),
-            qkey: 0,
-            info: AdditionalInfo::default(),
-            private_data: PrivateData::default(),
-        };
-        // A question that has ended meanwhile needs no answer.
-        let _ = self.cm.cm.send_sidr_rep(ib, &params);
-    }
-
     fn on_ib_event(&mut self, id: CmId, ib: IbCmId, kind: IbCmEventKind) {
         let now = self.now();
         match kind {
@@ -307,7 +295,10 @@ impl Nic {
                 self.on_rep(id, ib, &qp, rep.private_data.0.to_vec());
             }
             IbCmEventKind::RtuReceived { .. } => self.on_established(id, ConnParam::default()),
-            IbCmEventKind::ReqTimeout | IbCmEventKind::RepTimeout => {
+            IbCmEventKind::SidrRepReceived { rep } => self.on_sidr_rep(id, &rep),
+            IbCmEventKind::ReqTimeout
+            | IbCmEventKind::RepTimeout
+            | IbCmEventKind::SidrReqTimeout => {
                 self.on_closed(id, CmEventKind::Unreachable);
             }
             IbCmEventKind::RejReceived {
@@ -345,8 +336,8 @@ impl Nic {
             | IbCmEventKind::DreqTimeout
             | IbCmEventKind::StaleConnection => self.on_closed(id, CmEventKind::Disconnected),
             IbCmEventKind::TimewaitExit => self.report(id, CmEventKind::TimewaitExit),
-            // Time that the peer asks for is the IB CM's business; alternate paths and datagram
-            // services are never asked for here.
+            // Time that the peer asks for is the IB CM's business; alternate paths are never asked
+            // for here.
             _ => {}
         }
     }
@@ -422,7 +413,7 @@ impl Nic {
     }
 
     /// A connection is over: its queue pair fails and its user is notified, once.
-    fn on_closed(&mut self, id: CmId, kind: CmEventKind) {
+    pub(super) fn on_closed(&mut self, id: CmId, kind: CmEventKind) {
         let Ok(entry) = self.cm.ids.get_mut(id) else {
             return;
         };
@@ -430,9 +421,22 @@ impl Nic {
             return;
         }
         become_state(&mut entry.state, IdState::Closed);
-        self.fail_cm_qp(id);
+        // A datagram queue pair serves others beside the one that was asked for.
+        if entry.qp_type != QpType::Ud {
+            self.fail_cm_qp(id);
+        }
         self.report(id, kind);
     }
+}
+
+/// The peer's port, and the user's part of a request's private data. The address header names the
+/// port; its addresses are not believed, since the packet has the sender's.
+pub(super) fn split_request(space: PortSpace, data: &[u8]) -> Result<(u16, &[u8]), CmaError> {
+    if ports(space).is_none() {
+        return Ok((0, data));
+    }
+    let (header, rest) = CmaHeader::parse(data)?;
+    Ok((header.src_port, rest))
 }
 
 /// Parameters of a peer's message, from our point of view.
@@ -445,5 +449,8 @@ fn param_of(qp: &QpPeer, private_data: Vec<u8>) -> ConnParam {
         retry_count: qp.retry_count.value() as u8,
         rnr_retry_count: qp.rnr_retry_count.value() as u8,
         srq: qp.srq,
+        qp_num: qp.dest_qpn.value(),
+        qkey: None,
+        ah: None,
     }
 }

@@ -10,6 +10,7 @@
 //! | --- | --- |
 //! | `calls` | identifiers, addresses, listeners |
 //! | `connect` | connecting, accepting, refusing, disconnecting |
+//! | `datagram` | identifiers for datagrams: which queue pair is behind a port |
 //! | `events` | events of the IB CM, and MADs in and out |
 //! | `state` | the states of an identifier |
 //!
@@ -36,10 +37,11 @@
 //! of them, however few are handled. So a flood of requests neither delays the packets of
 //! connections nor the messages of those being made.
 //!
-//! Not implemented: datagram services (SIDR requests are refused), multicast, path migration.
+//! Not implemented: multicast, path migration.
 
 mod calls;
 mod connect;
+mod datagram;
 mod events;
 mod state;
 #[cfg(test)]
@@ -52,13 +54,11 @@ use std::time::Duration;
 use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;
-use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId};
+use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId, QpType};
 use crate::wire::Psn;
 use crate::wire::cm_msg::CaGuid;
+use crate::wire::cma::RdmaPortSpace;
 use crate::wire::mad::Mad;
-
-/// Most bytes of private data in a request on a bare service id.
-const MAX_IB_PRIVATE_DATA: usize = 92;
 
 /// First of the ports that are given out where none was asked for.
 const FIRST_EPHEMERAL: u16 = 32_768;
@@ -77,6 +77,8 @@ const ROUNDS_PER_MAD: u32 = 8;
 #[derive(Debug)]
 struct Id {
     space: PortSpace,
+    /// Type of its queue pairs; a datagram one asks for a queue pair instead of a connection.
+    qp_type: QpType,
     state: IdState,
     local: Option<SocketAddr>,
     /// The local port is entered in the table of ports as this identifier's.
@@ -95,9 +97,10 @@ struct Id {
 }
 
 impl Id {
-    fn new(space: PortSpace) -> Self {
+    fn new(space: PortSpace, qp_type: QpType) -> Self {
         Self {
             space,
+            qp_type,
             state: IdState::Idle,
             local: None,
             owns_port: false,
@@ -112,13 +115,6 @@ impl Id {
     }
 }
 
-/// Port space of an identifier's port; bare service ids have none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Ports {
-    Tcp,
-    Udp,
-}
-
 /// The connection manager of a device.
 #[derive(Debug)]
 pub struct CmAgent {
@@ -126,7 +122,7 @@ pub struct CmAgent {
     ids: Table<CmId, Id>,
     by_ib: HashMap<IbCmId, CmId>,
     by_qp: HashMap<QpId, CmId>,
-    ports: HashMap<(Ports, u16), CmId>,
+    ports: HashMap<(RdmaPortSpace, u16), CmId>,
     events: VecDeque<CmEvent>,
     /// Messages of strangers that wait for a later round.
     waiting: VecDeque<(IpAddr, Mad)>,

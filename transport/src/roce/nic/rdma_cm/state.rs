@@ -12,7 +12,7 @@ use riser_state::State;
 ///    └───resolve_addr───┤                   ▼
 ///                       ▼               Requested ──reject──▶ Closed
 ///                  AddrResolved             │ accept
-///                       │ resolve_route     ▼
+///                       │ resolve_route     ▼            (datagrams: Established)
 ///                       ▼               Accepting
 ///                  RouteResolved            │ RTU, or the first packet
 ///                       │ connect           │
@@ -64,7 +64,8 @@ impl State for IdState {
             RouteResolved => matches!(next, Connecting),
             // The request is sent again with the path MTU that the peer takes.
             Connecting => matches!(next, Connecting | Established | Closed),
-            Requested => matches!(next, Accepting | Closed),
+            // A datagram identifier waits for no confirmation.
+            Requested => matches!(next, Accepting | Established | Closed),
             Accepting => matches!(next, Established | Closed),
             Established => matches!(next, Disconnecting | Closed),
             Disconnecting => matches!(next, Closed),

@@ -47,7 +47,25 @@ impl Two {
         let id = two.b.create_id(PortSpace::Tcp).unwrap();
         two.b.bind_addr(id, ([10, 0, 0, 2], 4000).into()).unwrap();
         two.b.listen(id, 8).unwrap();
+        let id = two.b.create_id(PortSpace::Udp).unwrap();
+        two.b.bind_addr(id, ([10, 0, 0, 2], 4000).into()).unwrap();
+        two.b.listen(id, 8).unwrap();
         two
+    }
+
+    /// Asks for the queue pair behind the datagram port; the identifier.
+    fn ask(&mut self) -> CmId {
+        let id = resolved_in(&mut self.a, PortSpace::Udp);
+        self.a.connect(id, &ConnParam::default()).unwrap();
+        id
+    }
+
+    /// Lets time pass at both ends.
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        for nic in [&mut self.a, &mut self.b] {
+            nic.handle_timeouts(self.now);
+        }
     }
 
     /// Hands packets over until there are none.
@@ -87,7 +105,11 @@ fn hand_over(now: Instant, from: &mut Nic, to: &mut Nic) -> usize {
 }
 
 fn resolved(nic: &mut Nic) -> CmId {
-    let id = nic.create_id(PortSpace::Tcp).unwrap();
+    resolved_in(nic, PortSpace::Tcp)
+}
+
+fn resolved_in(nic: &mut Nic, space: PortSpace) -> CmId {
+    let id = nic.create_id(space).unwrap();
     let wait = Duration::from_secs(1);
     nic.resolve_addr(id, None, ([10, 0, 0, 2], 4000).into(), wait)
         .unwrap();
@@ -104,6 +126,12 @@ fn with_qp(nic: &mut Nic, id: CmId) {
     nic.create_cm_qp(id, &init).unwrap();
 }
 
+fn last_event(nic: &mut Nic) -> CmEvent {
+    std::iter::from_fn(|| nic.poll_cm_event())
+        .last()
+        .expect("an event")
+}
+
 #[test]
 fn the_table_is_the_diagram() {
     let expected = "Idle: Bound AddrResolved Listening\n\
@@ -112,7 +140,7 @@ fn the_table_is_the_diagram() {
                     RouteResolved: Connecting\n\
                     Listening: \n\
                     Connecting: Connecting Established Closed\n\
-                    Requested: Accepting Closed\n\
+                    Requested: Accepting Established Closed\n\
                     Accepting: Established Closed\n\
                     Established: Disconnecting Closed\n\
                     Disconnecting: Closed\n\
@@ -140,6 +168,21 @@ fn every_transition_is_taken() {
         two.b.disconnect(b).unwrap();
         two.a.disconnect(a).unwrap();
         two.exchange();
+        // Datagrams: told the queue pair, and told none.
+        for tells in [true, false] {
+            two.ask();
+            two.exchange();
+            let request = last_event(&mut two.b).id;
+            let param = ConnParam {
+                qp_num: 77,
+                ..ConnParam::default()
+            };
+            match tells {
+                true => two.b.accept(request, &param).unwrap(),
+                false => two.b.reject(request, &[]).unwrap(),
+            }
+            two.exchange();
+        }
         // Addresses that are bound first, and a service id that needs none.
         let id = two.a.create_id(PortSpace::Tcp).unwrap();
         two.a.bind_addr(id, ([10, 0, 0, 1], 0).into()).unwrap();
@@ -172,4 +215,93 @@ fn a_refused_request_that_cannot_be_sent_again_leaves_no_id() {
     );
     assert_eq!(two.a.cm.ids.get(id).unwrap().ib, None);
     assert!(two.a.cm.by_ib.is_empty());
+}
+
+/// Throws away what a device has to send; how many packets that were.
+fn lose(now: Instant, nic: &mut Nic) -> usize {
+    let mut batch = TxBatch::new(1);
+    nic.poll_transmit(now, &mut batch, 1 << 20)
+}
+
+#[test]
+fn a_question_that_is_lost_is_repeated_and_an_answer_that_is_lost_given_again() {
+    let two = &mut Two::new();
+    let id = two.ask();
+    assert_eq!(lose(two.now, &mut two.a), 1);
+    two.pass(Duration::from_millis(600));
+    two.exchange();
+    let first = last_event(&mut two.b).id;
+    let param = ConnParam {
+        qp_num: 77,
+        ..ConnParam::default()
+    };
+    two.b.accept(first, &param).unwrap();
+    assert_eq!(lose(two.now, &mut two.b), 1);
+    // As with Linux, the question that comes again is another one.
+    two.pass(Duration::from_millis(600));
+    two.exchange();
+    let second = last_event(&mut two.b).id;
+    assert_ne!(first, second);
+    two.b.accept(second, &param).unwrap();
+    two.exchange();
+    let event = last_event(&mut two.a);
+    assert_eq!(event.id, id);
+    let CmEventKind::Established { param } = event.kind else {
+        panic!("{event:?}");
+    };
+    assert_eq!(param.qp_num, 77);
+    assert_eq!(two.a.cm.ids.get(id).unwrap().ib, None);
+    assert!(two.a.cm.by_ib.is_empty());
+}
+
+#[test]
+fn a_question_that_nobody_answers_is_given_up() {
+    let two = &mut Two::new();
+    let id = two.ask();
+    let mut sent = 0;
+    for _ in 0..20 {
+        sent += lose(two.now, &mut two.a);
+        two.pass(Duration::from_millis(600));
+    }
+    assert_eq!(sent, 16);
+    let event = last_event(&mut two.a);
+    assert_eq!((event.id, event.kind), (id, CmEventKind::Unreachable));
+    assert!(two.a.cm.by_ib.is_empty());
+}
+
+/// A peer may ask for a connection where datagrams are served, and for datagrams where connections
+/// are.
+#[test]
+fn a_request_of_the_wrong_kind_makes_no_identifier() {
+    use crate::cm::SidrReqParams;
+    use crate::wire::cm_msg::{Bits, CmTimeout, PrivateData, ServiceId};
+
+    let two = &mut Two::new();
+    let space = PortSpace::Ib {
+        service_id: 0x0111_0fa0,
+        mask: !0,
+    };
+    let id = resolved_in(&mut two.a, space);
+    with_qp(&mut two.a, id);
+    two.a.connect(id, &ConnParam::default()).unwrap();
+    two.exchange();
+    let event = last_event(&mut two.a);
+    assert!(
+        matches!(event.kind, CmEventKind::Rejected { reason: 8, .. }),
+        "{event:?}"
+    );
+    let params = SidrReqParams {
+        service_id: ServiceId(0x0106_0fa0),
+        pkey: crate::verbs::PKey::DEFAULT,
+        timeout: CmTimeout::new(17),
+        max_cm_retries: Bits::truncate(1),
+        private_data: PrivateData::default(),
+    };
+    let peer = [10, 0, 0, 2].into();
+    two.a.cm.cm.send_sidr_req(two.now, peer, &params).unwrap();
+    two.a.cm.may_send = true;
+    two.exchange();
+    assert_eq!(two.b.poll_cm_event(), None);
+    assert_eq!(two.b.cm.ids.len(), 2);
+    assert_eq!(two.a.cm.cm.id_count(), 0);
 }

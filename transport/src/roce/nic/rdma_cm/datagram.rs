@@ -1,0 +1,193 @@
+//! Identifiers for datagrams (`RDMA_PS_UDP`): the active side asks which queue pair is behind a port
+//! and which Q_Key it has, the passive side answers (SIDR, IBTA 12.11). There is no connection: with
+//! the answer both sides are done, and neither learns when the other goes.
+
+use std::net::{IpAddr, SocketAddr};
+
+use riser_state::become_state;
+
+use super::calls::service_id;
+use super::connect::{CM_RETRIES, CM_TIMEOUT, check_len, padded, request_data, way_to};
+use super::events::split_request;
+use super::{Id, IdState};
+use crate::cm::{IbCmId, SidrRepParams, SidrReqParams};
+use crate::roce::nic::Nic;
+use crate::verbs::{
+    CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_DATAGRAM_ANSWER_PRIVATE_DATA, PKey,
+    QKey, QpType,
+};
+use crate::wire::Qpn;
+use crate::wire::cm_msg::{
+    AdditionalInfo, Bits, CmTimeout, PrivateData, SidrRepMsg, SidrReqMsg, SidrStatus,
+};
+
+impl Nic {
+    /// Asks for the queue pair behind the peer's port.
+    pub(super) fn ask_for_qp(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "connect")?;
+        let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
+            return Err(CmError::InvalidState("connect"));
+        };
+        let space = entry.space;
+        let params = SidrReqParams {
+            service_id: service_id(space, peer.port()).0,
+            pkey: PKey::DEFAULT,
+            timeout: CmTimeout::new(CM_TIMEOUT),
+            max_cm_retries: Bits::saturate(CM_RETRIES),
+            private_data: request_data(space, local, peer, &param.private_data)?,
+        };
+        let now = self.now();
+        let ib = self.cm.cm.send_sidr_req(now, peer.ip(), &params)?;
+        let entry = self.cm_id(id, "connect")?;
+        entry.ib = Some(ib);
+        become_state(&mut entry.state, IdState::Connecting);
+        self.cm.by_ib.insert(ib, id);
+        self.pump_cm();
+        Ok(())
+    }
+
+    /// Answers a question with the queue pair of the identifier, or the one that its owner names.
+    pub(super) fn name_qp(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        let qp = self.cm_id(id, "accept")?.qp;
+        let qpn = match qp {
+            Some(qp) => self.qp_num(qp)?,
+            None => param.qp_num,
+        };
+        // A peer cannot send to no queue pair at all.
+        if qpn == 0 {
+            return Err(CmError::InvalidState("accept"));
+        }
+        let answer = (SidrStatus::Success, Qpn::new(qpn));
+        let qkey = param.qkey.unwrap_or(DATAGRAM_QKEY);
+        self.answer_sidr(id, IdState::Established, answer, qkey, &param.private_data)
+    }
+
+    /// Refuses a question.
+    pub(super) fn name_no_qp(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        let answer = (SidrStatus::Reject, Qpn::default());
+        self.answer_sidr(id, IdState::Closed, answer, QKey(0), private_data)
+    }
+
+    fn answer_sidr(
+        &mut self,
+        id: CmId,
+        next: IdState,
+        (status, qpn): (SidrStatus, Qpn),
+        qkey: QKey,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
+        check_len(private_data, MAX_DATAGRAM_ANSWER_PRIVATE_DATA)?;
+        let entry = self.cm_id(id, "an answer")?;
+        let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
+            return Err(CmError::InvalidState("an answer"));
+        };
+        // The IB CM forgets the question with the answer.
+        become_state(&mut entry.state, next);
+        entry.ib = None;
+        self.cm.by_ib.remove(&ib);
+        let params = SidrRepParams {
+            status,
+            qpn,
+            qkey: qkey.0,
+            info: AdditionalInfo::default(),
+            private_data: padded(private_data),
+        };
+        let sent = self.cm.cm.send_sidr_rep(ib, &params);
+        self.pump_cm();
+        Ok(sent?)
+    }
+
+    /// A peer asks for the queue pair behind a port.
+    pub(super) fn on_sidr_req(
+        &mut self,
+        ib: IbCmId,
+        listener: IbCmId,
+        peer: IpAddr,
+        req: &SidrReqMsg,
+    ) {
+        let Err(status) = self.take_question(ib, listener, peer, req) else {
+            return;
+        };
+        let params = SidrRepParams {
+            status,
+            qpn: Qpn::default(),
+            qkey: 0,
+            info: AdditionalInfo::default(),
+            private_data: PrivateData::default(),
+        };
+        // A question that has ended meanwhile needs no answer.
+        let _ = self.cm.cm.send_sidr_rep(ib, &params);
+    }
+
+    fn take_question(
+        &mut self,
+        ib: IbCmId,
+        listener: IbCmId,
+        peer: IpAddr,
+        req: &SidrReqMsg,
+    ) -> Result<(), SidrStatus> {
+        let listener = *self
+            .cm
+            .by_ib
+            .get(&listener)
+            .ok_or(SidrStatus::Unsupported)?;
+        let entry = self.cm.ids.get(listener);
+        // A port of connections has no datagram queue pair behind it.
+        let entry = entry
+            .ok()
+            .filter(|entry| entry.qp_type == QpType::Ud)
+            .ok_or(SidrStatus::Unsupported)?;
+        let (port, data) = split_request(entry.space, &req.private_data.0)
+            .map_err(|_| SidrStatus::UnsupportedVersion)?;
+        let here = SocketAddr::new(self.local_addr().ip(), 0);
+        let remote = SocketAddr::new(peer, port);
+        let new = Id {
+            state: IdState::Requested,
+            local: Some(entry.local.unwrap_or(here)),
+            peer: Some(remote),
+            ib: Some(ib),
+            ..Id::new(entry.space, entry.qp_type)
+        };
+        let param = ConnParam {
+            private_data: data.to_vec(),
+            ah: Some(way_to(peer)),
+            ..ConnParam::default()
+        };
+        // No event without an identifier: the question is refused, and the peer may ask again.
+        let id = self.cm.ids.insert(new).map_err(|_| SidrStatus::NoQp)?;
+        self.cm.by_ib.insert(ib, id);
+        let kind = CmEventKind::ConnectRequest {
+            listener,
+            peer: remote,
+            param,
+        };
+        self.report(id, kind);
+        Ok(())
+    }
+
+    /// The peer has answered.
+    pub(super) fn on_sidr_rep(&mut self, id: CmId, rep: &SidrRepMsg) {
+        let Some(peer) = self.cm.ids.get(id).ok().and_then(|entry| entry.peer) else {
+            return;
+        };
+        let private_data = rep.private_data.0.to_vec();
+        if rep.status != SidrStatus::Success {
+            let reason = u8::from(rep.status).into();
+            return self.on_closed(
+                id,
+                CmEventKind::Rejected {
+                    reason,
+                    private_data,
+                },
+            );
+        }
+        let param = ConnParam {
+            private_data,
+            qp_num: rep.qpn.value(),
+            qkey: Some(QKey(rep.qkey)),
+            ah: Some(way_to(peer.ip())),
+            ..ConnParam::default()
+        };
+        self.on_established(id, param);
+    }
+}

@@ -1,0 +1,217 @@
+//! Identifiers for datagrams: a queue pair behind a port is found, or not.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use riser_transport::verbs::{
+    AhAttr, CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, Gid,
+    MAX_DATAGRAM_ANSWER_PRIVATE_DATA, MAX_DATAGRAM_CONNECT_PRIVATE_DATA, PortSpace, QpInitAttr,
+    QpState, QpType, RdmaCm as _, SendOp, SendWr, UdDest, Verbs as _, VerbsError,
+};
+
+use crate::suite::world::{
+    End, Side, Wants, World, cm_event, init_attr, listen, listen_in, objects, resolve_in,
+};
+
+/// The objects of an identifier's end, and its datagram queue pair, which is ready at once.
+fn with_qp<W: World>(w: &mut W, end: End, id: CmId) -> Side {
+    let wants = Wants::default();
+    let (pd, cq, memory, mr) = objects(w, end, &wants);
+    let init = QpInitAttr {
+        qp_type: QpType::Ud,
+        ..init_attr(pd, cq, &wants)
+    };
+    let p = w.provider(end);
+    let qp = p.create_cm_qp(id, &init).unwrap();
+    let attr = p.query_qp(qp).unwrap();
+    assert_eq!(
+        (attr.state, attr.qkey),
+        (Some(QpState::Rts), Some(DATAGRAM_QKEY))
+    );
+    Side {
+        end,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    }
+}
+
+fn param(data: &[u8]) -> ConnParam {
+    ConnParam {
+        private_data: data.to_vec(),
+        ..ConnParam::default()
+    }
+}
+
+/// Asks for the queue pair behind port 4000 of B; the question's identifier there.
+fn ask<W: World>(w: &mut W, listener: CmId, id: CmId, data: &[u8]) -> CmId {
+    w.provider(End::A).connect(id, &param(data)).unwrap();
+    let request = cm_event(w, End::B);
+    let CmEventKind::ConnectRequest {
+        listener: l,
+        peer,
+        param: said,
+    } = request.kind
+    else {
+        panic!("{request:?}");
+    };
+    assert_eq!(l, listener);
+    assert_eq!(w.provider(End::A).local_addr(id), Some(peer));
+    assert_eq!(w.provider(End::B).peer_addr(request.id), Some(peer));
+    assert_eq!(said.private_data.len(), MAX_DATAGRAM_CONNECT_PRIVATE_DATA);
+    assert_eq!(&said.private_data[..data.len()], data);
+    request.id
+}
+
+pub(crate) fn a_datagram_identifier_finds_the_queue_pair_behind_a_port<W: World>(mut w: W) {
+    let w = &mut w;
+    let listener = listen_in(w, PortSpace::Udp, End::B, 4000);
+    let id = resolve_in(w, PortSpace::Udp, 4000);
+    let a = with_qp(w, End::A, id);
+    let request = ask(w, listener, id, &[7; MAX_DATAGRAM_CONNECT_PRIVATE_DATA]);
+    let b = with_qp(w, End::B, request);
+    b.recv(w, 1, 0, 100);
+    w.provider(End::B)
+        .accept(request, &param(b"welcome"))
+        .unwrap();
+    let CmEventKind::Established { param: said } = cm_event(w, End::A).kind else {
+        panic!("not established");
+    };
+    assert_eq!(said.private_data.len(), MAX_DATAGRAM_ANSWER_PRIVATE_DATA);
+    assert_eq!(&said.private_data[..8], b"welcome\0");
+    assert_eq!(said.qp_num, w.provider(End::B).qp_num(b.qp).unwrap());
+    assert_eq!(said.qkey, Some(DATAGRAM_QKEY));
+    let way: AhAttr = said.ah.unwrap();
+    if w.provider(End::A).device_attr().provider != "shm" {
+        // A device of shared memory has names of its own for its peers.
+        assert_eq!(way.dgid, Gid::from(w.addr(End::B)));
+    }
+    // What the answer says is enough to send to it.
+    a.memory.write(0, b"datagram");
+    let p = w.provider(End::A);
+    let ah = p.create_ah(a.pd, way).unwrap();
+    let sges = [a.sge(0, 8)];
+    let wr = SendWr {
+        ud: Some(UdDest {
+            ah,
+            qpn: said.qp_num,
+            qkey: said.qkey.unwrap(),
+        }),
+        ..SendWr::new(2, SendOp::Send, &sges)
+    };
+    p.post_send(a.qp, &[wr]).unwrap();
+    assert!(a.completion(w).status.is_ok());
+    let received = b.completion(w);
+    assert!(received.status.is_ok());
+    assert_eq!(received.byte_len, 48);
+    assert_eq!(received.src_qp, w.provider(End::A).qp_num(a.qp).unwrap());
+    assert_eq!(b.bytes(40, 8), b"datagram");
+    // Neither end has more to learn, and each goes by itself.
+    assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    w.provider(End::A).destroy_id(id).unwrap();
+    w.pass(Duration::from_millis(20));
+    assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
+    assert_eq!(state, Some(QpState::Rts));
+    w.provider(End::B).destroy_id(request).unwrap();
+}
+
+pub(crate) fn a_datagram_identifier_is_refused<W: World>(mut w: W) {
+    let w = &mut w;
+    let listener = listen_in(w, PortSpace::Udp, End::B, 4000);
+    for by_call in [true, false] {
+        let id = resolve_in(w, PortSpace::Udp, 4000);
+        let a = with_qp(w, End::A, id);
+        let request = ask(w, listener, id, b"hello");
+        let p = w.provider(End::B);
+        if by_call {
+            p.reject(request, b"no thanks").unwrap();
+            let again = p.reject(request, b"");
+            assert!(matches!(again, Err(CmError::InvalidState(_))));
+            p.destroy_id(request).unwrap();
+        } else {
+            // Nothing else would answer the question.
+            p.destroy_id(request).unwrap();
+        }
+        let CmEventKind::Rejected {
+            reason,
+            private_data,
+        } = cm_event(w, End::A).kind
+        else {
+            panic!("not refused");
+        };
+        assert_eq!(reason, 2, "refused");
+        let said: &[u8] = if by_call { b"no thanks\0" } else { &[0; 10] };
+        assert_eq!(&private_data[..10], said);
+        // Its queue pair may serve others.
+        let state = w.provider(End::A).query_qp(a.qp).unwrap().state;
+        assert_eq!(state, Some(QpState::Rts));
+    }
+}
+
+pub(crate) fn no_datagram_service_is_behind_a_port<W: World>(mut w: W) {
+    let w = &mut w;
+    // A port of connections is another port.
+    let _listener = listen(w, End::B, 4001);
+    let id = resolve_in(w, PortSpace::Udp, 4001);
+    w.provider(End::A).connect(id, &param(b"")).unwrap();
+    let CmEventKind::Rejected { reason, .. } = cm_event(w, End::A).kind else {
+        panic!("not refused");
+    };
+    assert_eq!(reason, 1, "unsupported service id");
+}
+
+pub(crate) fn datagram_calls_out_of_turn_are_refused<W: World>(mut w: W) {
+    let w = &mut w;
+    let listener = listen_in(w, PortSpace::Udp, End::B, 4000);
+    let wrong =
+        |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let id = resolve_in(w, PortSpace::Udp, 4000);
+    let p = w.provider(End::A);
+    let reliable = init_attr(pd, cq, &Wants::default());
+    assert_eq!(
+        p.create_cm_qp(id, &reliable),
+        Err(CmError::Verbs(VerbsError::WrongQpType(
+            "connection identifier"
+        )))
+    );
+    wrong(p.accept(id, &param(b"")));
+    wrong(p.reject(id, b""));
+    wrong(p.disconnect(id));
+    let len = MAX_DATAGRAM_CONNECT_PRIVATE_DATA + 1;
+    assert_eq!(
+        p.connect(id, &param(&[0; MAX_DATAGRAM_CONNECT_PRIVATE_DATA + 1])),
+        Err(CmError::PrivateDataTooLong { len, max: len - 1 })
+    );
+    let request = ask(w, listener, id, b"");
+    let p = w.provider(End::B);
+    // Without a queue pair there is none to name.
+    wrong(p.accept(request, &param(b"")));
+    let len = MAX_DATAGRAM_ANSWER_PRIVATE_DATA + 1;
+    let too_long = param(&[0; MAX_DATAGRAM_ANSWER_PRIVATE_DATA + 1]);
+    let b = with_qp(w, End::B, request);
+    let p = w.provider(End::B);
+    assert_eq!(
+        p.accept(request, &too_long),
+        Err(CmError::PrivateDataTooLong { len, max: len - 1 })
+    );
+    p.accept(request, &param(b"")).unwrap();
+    wrong(p.accept(request, &param(b"")));
+    wrong(p.disconnect(request));
+    assert!(matches!(
+        cm_event(w, End::A).kind,
+        CmEventKind::Established { .. }
+    ));
+    // A second queue pair of an identifier would be another owner's.
+    let again = QpInitAttr {
+        qp_type: QpType::Ud,
+        ..init_attr(b.pd, b.cq, &Wants::default())
+    };
+    wrong(w.provider(End::B).create_cm_qp(request, &again).map(drop));
+    let here = SocketAddr::new(w.addr(End::A), 0);
+    wrong(w.provider(End::A).bind_addr(id, here));
+}

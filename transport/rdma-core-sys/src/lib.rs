@@ -92,6 +92,31 @@ macro_rules! functions {
     };
 }
 
+/// Extended request to join a multicast group (`struct rdma_cm_join_mc_attr_ex`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(
+    non_camel_case_types,
+    reason = "named as the structures of the headers"
+)]
+pub struct rdma_cm_join_mc_attr_ex {
+    /// Fields that are set: [`JOIN_MC_ADDRESS`] and [`JOIN_MC_FLAGS`].
+    pub comp_mask: u32,
+    /// How the group is joined: [`JOIN_MC_FULL_MEMBER`] or [`JOIN_MC_SEND_ONLY`].
+    pub join_flags: u32,
+    /// Address of the group.
+    pub addr: *mut sockaddr,
+}
+
+/// The address of a join is set.
+pub const JOIN_MC_ADDRESS: u32 = 1;
+/// The flags of a join are set.
+pub const JOIN_MC_FLAGS: u32 = 2;
+/// The group's datagrams are received.
+pub const JOIN_MC_FULL_MEMBER: u32 = 0;
+/// Datagrams are only sent to the group.
+pub const JOIN_MC_SEND_ONLY: u32 = 1;
+
 functions! {
     /// The functions of libibverbs that the provider calls.
     Verbs from "libibverbs.so.1" {
@@ -153,6 +178,8 @@ functions! {
         rdma_get_cm_event @ "RDMACM_1.0": fn(*mut rdma_event_channel, *mut *mut rdma_cm_event) -> c_int;
         rdma_ack_cm_event @ "RDMACM_1.0": fn(*mut rdma_cm_event) -> c_int;
         rdma_set_option @ "RDMACM_1.0": fn(*mut rdma_cm_id, c_int, c_int, *mut c_void, usize) -> c_int;
+        rdma_join_multicast_ex @ "RDMACM_1.1": fn(*mut rdma_cm_id, *mut rdma_cm_join_mc_attr_ex, *mut c_void) -> c_int;
+        rdma_leave_multicast @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut sockaddr) -> c_int;
         rdma_get_src_port @ "RDMACM_1.0": fn(*mut rdma_cm_id) -> u16;
     }
 }

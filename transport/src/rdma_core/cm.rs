@@ -4,11 +4,14 @@
 //! that is destroyed while its queue pair lives waits for that, since the library frees both
 //! together; its events are dropped meanwhile.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
+use riser_rdma_core_sys::{
+    JOIN_MC_ADDRESS, JOIN_MC_FLAGS, JOIN_MC_FULL_MEMBER, JOIN_MC_SEND_ONLY, rdma_cm_join_mc_attr_ex,
+};
 
 use super::convert::{self, SockAddr, checked_cm, event_error, socket_addr};
 use super::objects::{Id, IdState, RdmaCoreDevice};
@@ -168,6 +171,8 @@ impl RdmaCoreDevice {
             RDMA_CM_EVENT_DISCONNECTED => CmEventKind::Disconnected,
             RDMA_CM_EVENT_DEVICE_REMOVAL => CmEventKind::DeviceRemoval,
             RDMA_CM_EVENT_TIMEWAIT_EXIT => CmEventKind::TimewaitExit,
+            RDMA_CM_EVENT_MULTICAST_JOIN => CmEventKind::MulticastJoin { param: param() },
+            RDMA_CM_EVENT_MULTICAST_ERROR => CmEventKind::MulticastError(event_error(event.status)),
             _ => return None,
         };
         Some(CmEvent { id, kind })
@@ -406,6 +411,41 @@ impl RdmaCm for RdmaCoreDevice {
         // SAFETY: the identifier is alive. A second call fails in the library and changes nothing.
         unsafe { (self.core.cm.rdma_disconnect)(ptr) };
         Ok(())
+    }
+
+    fn join_multicast(&mut self, id: CmId, group: IpAddr, send_only: bool) -> Result<(), CmError> {
+        let may = [
+            IdState::Bound,
+            IdState::AddrResolved,
+            IdState::RouteResolved,
+        ];
+        let ptr = self.id_in(id, "join_multicast", &may)?;
+        if self.id(id, "join_multicast")?.qp_type != QpType::Ud {
+            return Err(CmError::InvalidState("join_multicast"));
+        }
+        mgid(group).ok_or(VerbsError::InvalidParameter("multicast group"))?;
+        if group.is_ipv4() != self.addr.is_ipv4() {
+            return Err(CmError::Unreachable);
+        }
+        let mut addr = SockAddr::new(SocketAddr::new(group, 0));
+        let mut request = rdma_cm_join_mc_attr_ex {
+            comp_mask: JOIN_MC_ADDRESS | JOIN_MC_FLAGS,
+            join_flags: match send_only {
+                true => JOIN_MC_SEND_ONLY,
+                false => JOIN_MC_FULL_MEMBER,
+            },
+            addr: addr.as_mut_ptr(),
+        };
+        let (join, request) = (self.core.cm.rdma_join_multicast_ex, &raw mut request);
+        // SAFETY: the identifier is alive; the request and its address outlive the call.
+        checked_cm(unsafe { join(ptr, request, ptr::null_mut()) })
+    }
+
+    fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "leave_multicast")?;
+        let mut addr = SockAddr::new(SocketAddr::new(group, 0));
+        // SAFETY: the identifier is alive, the address is one.
+        checked_cm(unsafe { (self.core.cm.rdma_leave_multicast)(ptr, addr.as_mut_ptr()) })
     }
 
     fn destroy_id(&mut self, id: CmId) -> Result<(), CmError> {

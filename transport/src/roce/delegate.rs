@@ -82,6 +82,8 @@ macro_rules! forward_cm_calls {
             @tick $tick mra(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
             @tick $tick notify_established(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
             @tick $tick disconnect(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick join_multicast(id: $crate::verbs::CmId, group: std::net::IpAddr, send_only: bool) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick leave_multicast(id: $crate::verbs::CmId, group: std::net::IpAddr) -> Result<(), $crate::verbs::CmError>;
             @tick $tick destroy_id(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
         }
 

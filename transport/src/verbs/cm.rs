@@ -1,10 +1,10 @@
 //! The connection API's types.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use thiserror::Error;
 
-use super::{AhAttr, CmId, QKey, QpType, VerbsError};
+use super::{AhAttr, CmId, Gid, QKey, QpType, VerbsError};
 
 /// Most private data that an RDMA CM user can send in a request, in bytes (92 less the 36-byte
 /// address header).
@@ -25,6 +25,26 @@ pub const MAX_DATAGRAM_ANSWER_PRIVATE_DATA: usize = 136;
 
 /// Q_Key of datagram identifiers that ask for no other (`RDMA_UDP_QKEY` of Linux).
 pub const DATAGRAM_QKEY: QKey = QKey(0x0123_4567);
+
+/// Number of the queue pair that datagrams to a multicast group name (IBTA 10.5).
+pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
+
+/// Multicast groups that an identifier may be in at a time.
+pub const MAX_GROUPS_PER_ID: usize = 64;
+
+/// MGID of a multicast group: on RoCEv2 its IPv6 address, or its IPv4 address mapped into one, as
+/// for any GID (Linux: `cma_iboe_set_mgid`). `None` for an address that is no group's.
+///
+/// ```
+/// # use riser_transport::verbs::mgid;
+/// assert_eq!(mgid([239, 1, 2, 3].into()).unwrap().to_string(), "::ffff:239.1.2.3");
+/// assert_eq!(mgid([192, 0, 2, 1].into()), None);
+/// ```
+#[must_use]
+pub fn mgid(group: IpAddr) -> Option<Gid> {
+    let group = group.to_canonical();
+    group.is_multicast().then(|| group.into())
+}
 
 /// Range of service ids that an identifier's ports map to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -157,6 +177,14 @@ pub enum CmEventKind {
     DeviceRemoval,
     /// The queue pair's number may be used again.
     TimewaitExit,
+    /// The call `join_multicast` succeeded.
+    MulticastJoin {
+        /// Parameters for datagrams to the group: the way, whose GID is the group's MGID, the
+        /// number [`MULTICAST_QPN`] and the Q_Key.
+        param: ConnParam,
+    },
+    /// A group could not be joined, or is lost.
+    MulticastError(CmError),
 }
 
 /// Reason why a connection call or a connection failed.

@@ -37,6 +37,7 @@ mod ids;
 pub mod qp_state;
 mod wr;
 
+use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
@@ -439,7 +440,26 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`] before a connection was tried.
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Destroys an identifier and ends its operations. Its queue pair stays the caller's to
+    /// Joins a multicast group with a datagram identifier that is bound or has resolved an address;
+    /// the answer is `MulticastJoin` or `MulticastError`. The event names the group's MGID, to which
+    /// the identifier's owner attaches its queue pair; one that only sends needs no more than the
+    /// event, and says so by `send_only`.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`]; [`CmError::AddressInUse`] for a group that it has joined;
+    /// [`VerbsError::InvalidParameter`] for an address that is no group's;
+    /// [`CmError::Unreachable`] for one of the other family;
+    /// [`VerbsError::InsufficientResources`] beyond [`MAX_GROUPS_PER_ID`].
+    fn join_multicast(&mut self, id: CmId, group: IpAddr, send_only: bool) -> Result<(), CmError>;
+
+    /// Leaves a multicast group. No event comes for it.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`]; [`CmError::AddressNotAvailable`] for a group that the identifier
+    /// has not joined.
+    fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError>;
+
+    /// Destroys an identifier and ends its operations. It leaves its groups. Its queue pair stays the caller's to
     /// destroy.
     ///
     /// # Errors

@@ -1,12 +1,12 @@
 //! Identifiers for datagrams: a queue pair behind a port is found, or not.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use riser_transport::verbs::{
     AhAttr, CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, Gid,
     MAX_DATAGRAM_ANSWER_PRIVATE_DATA, MAX_DATAGRAM_CONNECT_PRIVATE_DATA, PortSpace, QpInitAttr,
-    QpState, QpType, RdmaCm as _, SendOp, SendWr, UdDest, Verbs as _, VerbsError,
+    QpState, QpType, RdmaCm as _, SendOp, SendWr, UdDest, Verbs as _, VerbsError, mgid,
 };
 
 use crate::suite::world::{
@@ -214,4 +214,78 @@ pub(crate) fn datagram_calls_out_of_turn_are_refused<W: World>(mut w: W) {
     wrong(w.provider(End::B).create_cm_qp(request, &again).map(drop));
     let here = SocketAddr::new(w.addr(End::A), 0);
     wrong(w.provider(End::A).bind_addr(id, here));
+}
+
+pub(crate) fn groups_are_joined_and_left<W: World>(mut w: W) {
+    let w = &mut w;
+    if w.is_kernel(End::A) || w.provider(End::A).device_attr().provider == "shm" {
+        // Linux joins no IPv6 groups on RoCEv2, and needs a multicast route for those of IPv4.
+        // Shared memory reaches hosts only, not groups.
+        return;
+    }
+    let here = SocketAddr::new(w.addr(End::A), 0);
+    let group = |n: u8| -> IpAddr {
+        match here.is_ipv4() {
+            true => [239, 1, 2, n].into(),
+            false => [0xff0e, 0, 0, 0, 0, 0, 1, n.into()].into(),
+        }
+    };
+    let other: IpAddr = match here.is_ipv4() {
+        true => [0xff0e, 0, 0, 0, 0, 0, 0, 1].into(),
+        false => [239, 1, 2, 3].into(),
+    };
+    let p = w.provider(End::A);
+    let id = p.create_id(PortSpace::Udp).unwrap();
+    let wrong =
+        |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
+    wrong(p.join_multicast(id, group(1), false));
+    // A program that joins a group resolves its address first, or binds one of its own.
+    p.resolve_addr(id, None, SocketAddr::new(group(1), 0), Duration::ZERO)
+        .unwrap();
+    assert_eq!(cm_event(w, End::A).kind, CmEventKind::AddrResolved);
+    for (n, send_only) in [(1, false), (2, true)] {
+        let p = w.provider(End::A);
+        p.join_multicast(id, group(n), send_only).unwrap();
+        let CmEventKind::MulticastJoin { param } = cm_event(w, End::A).kind else {
+            panic!("not joined");
+        };
+        assert_eq!(param.ah.unwrap().dgid, mgid(group(n)).unwrap());
+        assert_eq!(param.qp_num, 0x00ff_ffff);
+        assert_eq!(param.qkey, Some(DATAGRAM_QKEY));
+    }
+    let p = w.provider(End::A);
+    let again = p.join_multicast(id, group(1), false);
+    assert_eq!(again, Err(CmError::AddressInUse));
+    let unicast = p.join_multicast(id, here.ip(), false);
+    assert_eq!(
+        unicast,
+        Err(VerbsError::InvalidParameter("multicast group").into())
+    );
+    let unreachable = p.join_multicast(id, other, false);
+    assert_eq!(unreachable, Err(CmError::Unreachable));
+    p.leave_multicast(id, group(1)).unwrap();
+    let gone = p.leave_multicast(id, group(1));
+    assert_eq!(gone, Err(CmError::AddressNotAvailable));
+    // Joined and left before the event was taken.
+    p.join_multicast(id, group(1), false).unwrap();
+    p.leave_multicast(id, group(1)).unwrap();
+    assert_eq!(p.poll_cm_event(), None);
+    for n in 3..=65 {
+        p.join_multicast(id, group(n), true).unwrap();
+    }
+    assert_eq!(
+        p.join_multicast(id, group(66), true),
+        Err(VerbsError::InsufficientResources("multicast groups").into())
+    );
+    p.resolve_route(id, Duration::ZERO).unwrap();
+    assert_eq!(
+        p.connect(id, &param(b"")),
+        Err(CmError::Unreachable),
+        "no queue pair is behind a group"
+    );
+    p.destroy_id(id).unwrap();
+    assert_eq!(p.poll_cm_event(), None);
+    let reliable = p.create_id(PortSpace::Tcp).unwrap();
+    p.bind_addr(reliable, here).unwrap();
+    wrong(p.join_multicast(reliable, group(1), false));
 }

@@ -31,7 +31,7 @@ macro_rules! suite_names {
                 an_error_here_does_not_end_the_connection_there;
             datagrams: a_datagram_identifier_finds_the_queue_pair_behind_a_port
                 a_datagram_identifier_is_refused no_datagram_service_is_behind_a_port
-                datagram_calls_out_of_turn_are_refused;
+                datagram_calls_out_of_turn_are_refused groups_are_joined_and_left;
             transfers: a_command_registers_transfers_and_invalidates
                 a_region_put_back_alive_is_replaced;
         }

@@ -324,6 +324,14 @@ fn give(event: Event) -> *mut rdma_cm_event {
         }
         CmEventKind::DeviceRemoval => c.event = RDMA_CM_EVENT_DEVICE_REMOVAL,
         CmEventKind::TimewaitExit => c.event = RDMA_CM_EVENT_TIMEWAIT_EXIT,
+        CmEventKind::MulticastJoin { param: theirs } => {
+            c.event = RDMA_CM_EVENT_MULTICAST_JOIN;
+            param = Some(theirs);
+        }
+        CmEventKind::MulticastError(error) => {
+            c.event = RDMA_CM_EVENT_MULTICAST_ERROR;
+            c.status = -Errno::from(error).0;
+        }
     }
     if let Some(ours) = param {
         let no_data = ours.private_data.is_empty();

@@ -158,13 +158,14 @@ impl Nic {
             return Err(CmError::InvalidState("resolve_addr"));
         }
         let is_bound = entry.local.is_some();
+        let takes_groups = entry.qp_type == QpType::Ud;
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
         // Errors come as an event, as librdmacm reports what it finds on the way.
         let outcome = if is_link_local(dst.ip()) {
             Err(CmError::LinkLocal)
         } else if dst.ip().is_ipv4() != own.is_ipv4()
             || dst.ip().is_unspecified()
-            || dst.ip().is_multicast()
+            || dst.ip().is_multicast() && !takes_groups
         {
             Err(CmError::Unreachable)
         } else if is_bound {

@@ -28,6 +28,10 @@ impl Nic {
         let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
             return Err(CmError::InvalidState("connect"));
         };
+        // A group has no queue pair of its own.
+        if peer.ip().is_multicast() {
+            return Err(CmError::Unreachable);
+        }
         let space = entry.space;
         let params = SidrReqParams {
             service_id: service_id(space, peer.port()).0,

@@ -12,6 +12,7 @@
 //! | `connect` | connecting, accepting, refusing, disconnecting |
 //! | `datagram` | identifiers for datagrams: which queue pair is behind a port |
 //! | `events` | events of the IB CM, and MADs in and out |
+//! | `groups` | multicast groups |
 //! | `state` | the states of an identifier |
 //!
 //! # Choices
@@ -37,12 +38,13 @@
 //! of them, however few are handled. So a flood of requests neither delays the packets of
 //! connections nor the messages of those being made.
 //!
-//! Not implemented: multicast, path migration.
+//! Not implemented: path migration.
 
 mod calls;
 mod connect;
 mod datagram;
 mod events;
+mod groups;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -94,6 +96,8 @@ struct Id {
     param: Option<Box<ConnParam>>,
     /// Active: whether the request was sent again with a smaller path MTU.
     retried: bool,
+    /// Multicast groups that it has joined.
+    groups: Vec<IpAddr>,
 }
 
 impl Id {
@@ -111,6 +115,7 @@ impl Id {
             rq_psn: Psn::new(0),
             param: None,
             retried: false,
+            groups: Vec::new(),
         }
     }
 }

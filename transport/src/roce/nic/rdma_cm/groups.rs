@@ -1,0 +1,74 @@
+//! Multicast groups of datagram identifiers.
+//!
+//! On RoCE no subnet manager keeps the members of a group: an address stands for its MGID, and
+//! joining is between a host and its network (IGMP, MLD), which begins when a queue pair is attached.
+//! So a join is a check, and has answered by the time its event is polled.
+
+use std::net::IpAddr;
+
+use super::IdState;
+use super::connect::way_to;
+use crate::roce::nic::Nic;
+use crate::verbs::{
+    CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_GROUPS_PER_ID, MULTICAST_QPN, QpType,
+    VerbsError, mgid,
+};
+
+#[allow(
+    missing_docs,
+    reason = "the calls of the RDMA CM trait, documented there"
+)]
+impl Nic {
+    pub fn join_multicast(
+        &mut self,
+        id: CmId,
+        group: IpAddr,
+        _send_only: bool,
+    ) -> Result<(), CmError> {
+        let own = self.local_addr().ip();
+        let entry = self.cm_id(id, "join_multicast")?;
+        // As Linux: a datagram identifier that belongs to a device, and is not connected.
+        let may = matches!(
+            entry.state,
+            IdState::Bound | IdState::AddrResolved | IdState::RouteResolved
+        );
+        if !may || entry.qp_type != QpType::Ud {
+            return Err(CmError::InvalidState("join_multicast"));
+        }
+        let group = group.to_canonical();
+        mgid(group).ok_or(VerbsError::InvalidParameter("multicast group"))?;
+        if group.is_ipv4() != own.is_ipv4() {
+            return Err(CmError::Unreachable);
+        }
+        if entry.groups.contains(&group) {
+            return Err(CmError::AddressInUse);
+        }
+        if entry.groups.len() >= MAX_GROUPS_PER_ID {
+            return Err(VerbsError::InsufficientResources("multicast groups").into());
+        }
+        entry.groups.push(group);
+        let param = ConnParam {
+            qp_num: MULTICAST_QPN,
+            qkey: Some(DATAGRAM_QKEY),
+            ah: Some(way_to(group)),
+            ..ConnParam::default()
+        };
+        self.report(id, CmEventKind::MulticastJoin { param });
+        Ok(())
+    }
+
+    pub fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "leave_multicast")?;
+        let group = group.to_canonical();
+        let at = entry.groups.iter().position(|joined| *joined == group);
+        let at = at.ok_or(CmError::AddressNotAvailable)?;
+        entry.groups.swap_remove(at);
+        // An answer that was not taken would name a group that the identifier is no longer in.
+        let way = way_to(group);
+        self.cm.events.retain(|event| {
+            !matches!(&event.kind, CmEventKind::MulticastJoin { param }
+                if event.id == id && param.ah == Some(way))
+        });
+        Ok(())
+    }
+}

@@ -256,6 +256,40 @@ impl RdmaCm for RdmaCoreDevice {
         })
     }
 
+    fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
+        let entry = self.id(id, "set_option")?;
+        if let CmOption::AckTimeout(exponent) = option
+            && (entry.qp_type != QpType::Rc || exponent > 31)
+        {
+            return Err(VerbsError::InvalidParameter("ACK timeout").into());
+        }
+        let ptr = entry.ptr;
+        let level = RDMA_OPTION_ID as i32;
+        let set = |name: u32, value: *mut libc::c_void, len: usize| {
+            // SAFETY: the identifier is alive; the value, of the length that the option has,
+            // outlives the call.
+            let set =
+                unsafe { (self.core.cm.rdma_set_option)(ptr, level, name as i32, value, len) };
+            checked_cm(set)
+        };
+        match option {
+            CmOption::TypeOfService(mut value) => {
+                set(RDMA_OPTION_ID_TOS, (&raw mut value).cast(), 1)
+            }
+            CmOption::AckTimeout(mut value) => {
+                set(RDMA_OPTION_ID_ACK_TIMEOUT, (&raw mut value).cast(), 1)
+            }
+            CmOption::ReuseAddress(value) => {
+                let mut value = i32::from(value);
+                set(RDMA_OPTION_ID_REUSEADDR, (&raw mut value).cast(), 4)
+            }
+            CmOption::AddressFamilyOnly(value) => {
+                let mut value = i32::from(value);
+                set(RDMA_OPTION_ID_AFONLY, (&raw mut value).cast(), 4)
+            }
+        }
+    }
+
     fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
         let ptr = self.id_in(id, "bind", &[IdState::Idle])?;
         let ip = if addr.ip().is_unspecified() {
@@ -330,6 +364,10 @@ impl RdmaCm for RdmaCoreDevice {
     }
 
     fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
+        // The kernel would listen at every device.
+        if self.id(id, "listen")?.state == IdState::Idle {
+            self.bind_addr(id, SocketAddr::new(self.addr, 0))?;
+        }
         let ptr = self.id_in(id, "listen", &[IdState::Bound])?;
         let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
         // SAFETY: the identifier is alive.

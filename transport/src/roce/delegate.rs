@@ -72,6 +72,7 @@ macro_rules! forward_cm_calls {
     ($tick:ident) => {
         $crate::roce::delegate::forward! {
             @tick $tick create_id_for(space: $crate::verbs::PortSpace, qp_type: $crate::verbs::QpType) -> Result<$crate::verbs::CmId, $crate::verbs::CmError>;
+            @tick $tick set_option(id: $crate::verbs::CmId, option: $crate::verbs::CmOption) -> Result<(), $crate::verbs::CmError>;
             @tick $tick bind_addr(id: $crate::verbs::CmId, addr: std::net::SocketAddr) -> Result<(), $crate::verbs::CmError>;
             @tick $tick resolve_route(id: $crate::verbs::CmId, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
             @tick $tick create_cm_qp(id: $crate::verbs::CmId, init: &$crate::verbs::QpInitAttr) -> Result<$crate::verbs::QpId, $crate::verbs::CmError>;

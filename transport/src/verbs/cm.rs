@@ -77,6 +77,25 @@ impl PortSpace {
     }
 }
 
+/// Options of an identifier (`rdma_set_option`, level `RDMA_OPTION_ID`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CmOption {
+    /// Type of service of what the identifier sends from now on: the traffic class of its messages
+    /// and, from the time that it is connected, of its queue pair's packets. The low two bits
+    /// belong to congestion notification (RFC 3168) and are ignored. The request carries it, and
+    /// the peer answers with it.
+    TypeOfService(u8),
+    /// The local port may have several owners that all say so, until one of them listens. May be
+    /// set until the identifier listens, and be taken back before it is bound.
+    ReuseAddress(bool),
+    /// The unspecified address of IPv6 stands for addresses of IPv6 only. May be set until the
+    /// identifier has resolved an address or listens. Off without it; on for IPv4.
+    AddressFamilyOnly(bool),
+    /// ACK timeout of the connection's queue pairs: 4.096 µs × 2ⁿ, *n* up to 31. For reliable
+    /// connections, before they are made.
+    AckTimeout(u8),
+}
+
 /// Parameters that both sides exchange when they connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnParam {

@@ -360,11 +360,22 @@ pub trait RdmaCm {
     /// [`CmError::TooManyIds`], [`VerbsError::WrongQpType`] for a type that cannot be connected.
     fn create_id_for(&mut self, port_space: PortSpace, qp_type: QpType) -> Result<CmId, CmError>;
 
-    /// Binds to a local address; port 0 takes a free port. An unspecified address means the
-    /// device's own.
+    /// Sets an option.
     ///
     /// # Errors
-    /// [`CmError::AddressInUse`], [`CmError::AddressNotAvailable`].
+    /// [`CmError::InvalidState`] where it is too late, [`VerbsError::InvalidParameter`].
+    fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError>;
+
+    /// Binds to a local address; port 0 takes a free port. An unspecified address means the
+    /// device's own; that of IPv6 also where this is of IPv4, but for an identifier with
+    /// [`CmOption::AddressFamilyOnly`].
+    ///
+    /// A port has one owner in its port space, or several with [`CmOption::ReuseAddress`].
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`] if it is bound; [`CmError::AddressInUse`] if another identifier is
+    /// bound to this address and port; [`CmError::AddressNotAvailable`] if the address is not the
+    /// device's, or if this address or that of the port's owner is unspecified.
     fn bind_addr(&mut self, id: CmId, addr: std::net::SocketAddr) -> Result<(), CmError>;
 
     /// Resolves a destination to a device and a GID; the answer is `AddrResolved` or `AddrError`.
@@ -392,7 +403,8 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`], [`CmError::Verbs`].
     fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError>;
 
-    /// Listens on the bound address. `backlog` bounds the connection requests not yet accepted or
+    /// Listens on the bound address, or on a free port of the device's if it is not bound; no other
+    /// identifier may be bound to the same, even if both said that they share it. `backlog` bounds the connection requests not yet accepted or
     /// rejected; a request beyond it is dropped and will be sent again by its peer.
     ///
     /// # Errors

@@ -1,16 +1,16 @@
 //! Connections: made, refused, ended, and given up.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use riser_transport::verbs::{
-    CmError, CmEventKind, ConnParam, MAX_CONNECT_PRIVATE_DATA, PortSpace, QpAttr, QpState,
-    RdmaCm as _, SendOp, Verbs as _, WcStatus,
+    CmError, CmEventKind, CmId, CmOption, ConnParam, MAX_CONNECT_PRIVATE_DATA, PortSpace, QpAttr,
+    QpState, RdmaCm as _, SendOp, Verbs as _, VerbsError, WcStatus,
 };
 
 use crate::suite::world::{
-    End, Wants, World, cm_event, connect_on, connect_to, connected, init_attr, listen, objects,
-    resolve,
+    End, Wants, World, cm_event, connect_on, connect_to, connected, init_attr, listen, listen_in,
+    objects, resolve, resolve_in,
 };
 
 fn param(data: &[u8]) -> ConnParam {
@@ -179,7 +179,6 @@ pub(crate) fn calls_out_of_turn_are_refused<W: World>(mut w: W) {
     let wrong =
         |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
     let id = p.create_id(PortSpace::Tcp).unwrap();
-    wrong(p.listen(id, 1));
     wrong(p.connect(id, &param(b"")));
     wrong(p.accept(id, &param(b"")));
     wrong(p.reject(id, b""));
@@ -232,6 +231,191 @@ pub(crate) fn calls_out_of_turn_are_refused<W: World>(mut w: W) {
         too_long,
         Err(CmError::PrivateDataTooLong { len: 57, max: 56 })
     );
+}
+
+/// An identifier of A with an option, if any.
+fn id_with<W: World>(w: &mut W, option: Option<CmOption>) -> CmId {
+    let p = w.provider(End::A);
+    let id = p.create_id(PortSpace::Tcp).unwrap();
+    if let Some(option) = option {
+        p.set_option(id, option).unwrap();
+    }
+    id
+}
+
+pub(crate) fn ports_are_shared_as_their_owners_say<W: World>(mut w: W) {
+    let w = &mut w;
+    let here = SocketAddr::new(w.addr(End::A), 700);
+    let share = Some(CmOption::ReuseAddress(true));
+    let alone = id_with(w, None);
+    let p = w.provider(End::A);
+    p.bind_addr(alone, here).unwrap();
+    // Each port space has ports of its own.
+    let other = p.create_id(PortSpace::Udp).unwrap();
+    p.bind_addr(other, here).unwrap();
+    // One that shares does not make the other share.
+    let sharing = id_with(w, share);
+    let p = w.provider(End::A);
+    assert_eq!(p.bind_addr(sharing, here), Err(CmError::AddressInUse));
+    p.destroy_id(alone).unwrap();
+    p.bind_addr(sharing, here).unwrap();
+    let second = id_with(w, share);
+    let p = w.provider(End::A);
+    p.bind_addr(second, here).unwrap();
+    let third = id_with(w, None);
+    let p = w.provider(End::A);
+    assert_eq!(p.bind_addr(third, here), Err(CmError::AddressInUse));
+    // A listener is alone.
+    assert_eq!(p.listen(second, 1), Err(CmError::AddressInUse));
+    p.destroy_id(sharing).unwrap();
+    p.listen(second, 1).unwrap();
+    let late = id_with(w, share);
+    let p = w.provider(End::A);
+    assert_eq!(p.bind_addr(late, here), Err(CmError::AddressInUse));
+    p.destroy_id(second).unwrap();
+    p.bind_addr(late, here).unwrap();
+}
+
+pub(crate) fn wildcards_stand_for_the_address<W: World>(mut w: W) {
+    let w = &mut w;
+    if w.is_kernel(End::B) {
+        // The provider binds to its device's own address instead.
+        return;
+    }
+    let here = SocketAddr::new(w.addr(End::B), 4000);
+    let any_v6 = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 4000);
+    let any = match here.ip() {
+        IpAddr::V4(_) => SocketAddr::from(([0, 0, 0, 0], 4000)),
+        IpAddr::V6(_) => any_v6,
+    };
+    let p = w.provider(End::B);
+    let specific = p.create_id(PortSpace::Tcp).unwrap();
+    p.bind_addr(specific, here).unwrap();
+    let wild = p.create_id(PortSpace::Tcp).unwrap();
+    // Which of the two a request would be for is not defined.
+    assert_eq!(p.bind_addr(wild, any), Err(CmError::AddressNotAvailable));
+    p.destroy_id(specific).unwrap();
+    if here.is_ipv4() {
+        let only = CmOption::AddressFamilyOnly(true);
+        p.set_option(wild, only).unwrap();
+        let not_ours = p.bind_addr(wild, any_v6);
+        assert_eq!(not_ours, Err(CmError::AddressNotAvailable));
+        let both = CmOption::AddressFamilyOnly(false);
+        p.set_option(wild, both).unwrap();
+    }
+    p.bind_addr(wild, any_v6).unwrap();
+    assert_eq!(p.local_addr(wild), Some(here));
+    let specific = p.create_id(PortSpace::Tcp).unwrap();
+    assert_eq!(
+        p.bind_addr(specific, here),
+        Err(CmError::AddressNotAvailable)
+    );
+    p.listen(wild, 8).unwrap();
+    let _ = connect_to(w, 4000, &Wants::default(), &Wants::default());
+}
+
+pub(crate) fn a_listener_without_an_address_gets_a_port<W: World>(mut w: W) {
+    let w = &mut w;
+    let addr = w.addr(End::B);
+    let p = w.provider(End::B);
+    let listener = p.create_id(PortSpace::Tcp).unwrap();
+    p.listen(listener, 8).unwrap();
+    let at = p.local_addr(listener).unwrap();
+    assert_eq!(at.ip(), addr);
+    assert_ne!(at.port(), 0);
+    let (a, _b) = connect_to(w, at.port(), &Wants::default(), &Wants::default());
+    assert_eq!(w.provider(End::A).peer_addr(a.id), Some(at));
+}
+
+pub(crate) fn options_are_set_in_time<W: World>(mut w: W) {
+    let w = &mut w;
+    let here = SocketAddr::new(w.addr(End::A), 0);
+    let p = w.provider(End::A);
+    let wrong =
+        |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
+    let id = p.create_id(PortSpace::Tcp).unwrap();
+    for share in [true, false] {
+        p.set_option(id, CmOption::ReuseAddress(share)).unwrap();
+    }
+    p.bind_addr(id, here).unwrap();
+    p.set_option(id, CmOption::ReuseAddress(true)).unwrap();
+    wrong(p.set_option(id, CmOption::ReuseAddress(false)));
+    p.set_option(id, CmOption::AddressFamilyOnly(true)).unwrap();
+    p.set_option(id, CmOption::TypeOfService(0x20)).unwrap();
+    p.listen(id, 1).unwrap();
+    wrong(p.set_option(id, CmOption::ReuseAddress(true)));
+    wrong(p.set_option(id, CmOption::AddressFamilyOnly(true)));
+    p.destroy_id(id).unwrap();
+    wrong(p.set_option(id, CmOption::TypeOfService(0)));
+    let invalid = Err(VerbsError::InvalidParameter("ACK timeout").into());
+    let id = p.create_id(PortSpace::Tcp).unwrap();
+    assert_eq!(p.set_option(id, CmOption::AckTimeout(32)), invalid);
+    let datagrams = p.create_id(PortSpace::Udp).unwrap();
+    assert_eq!(p.set_option(datagrams, CmOption::AckTimeout(16)), invalid);
+}
+
+pub(crate) fn an_ack_timeout_is_proposed_to_the_peer<W: World>(mut w: W) {
+    let w = &mut w;
+    if w.is_kernel(End::A) || w.is_kernel(End::B) {
+        // Kernels add the time that the adapter takes, and more.
+        return;
+    }
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let p = w.provider(End::A);
+    let qp_a = p.create_cm_qp(id, &init).unwrap();
+    p.set_option(id, CmOption::AckTimeout(18)).unwrap();
+    p.connect(id, &param(b"")).unwrap();
+    assert!(matches!(
+        p.set_option(id, CmOption::AckTimeout(19)),
+        Err(CmError::InvalidState(_))
+    ));
+    let request = cm_event(w, End::B).id;
+    let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let p = w.provider(End::B);
+    let qp_b = p.create_cm_qp(request, &init).unwrap();
+    p.accept(request, &param(b"")).unwrap();
+    for end in [End::A, End::B] {
+        let event = cm_event(w, end);
+        assert!(matches!(event.kind, CmEventKind::Established { .. }));
+    }
+    for (end, qp) in [(End::A, qp_a), (End::B, qp_b)] {
+        let attr = w.provider(end).query_qp(qp).unwrap();
+        assert_eq!(attr.timeout, Some(18));
+    }
+}
+
+pub(crate) fn every_port_space_connects<W: World>(mut w: W) {
+    let w = &mut w;
+    for space in [PortSpace::Tcp, PortSpace::IbIp] {
+        // The same port in both, with a listener of its own in each.
+        let listener = listen_in(w, space, End::B, 4000);
+        let id = resolve_in(w, space, 4000);
+        let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+        let init = init_attr(pd, cq, &Wants::default());
+        w.provider(End::A).create_cm_qp(id, &init).unwrap();
+        w.provider(End::A).connect(id, &param(b"hello")).unwrap();
+        let request = cm_event(w, End::B);
+        let CmEventKind::ConnectRequest {
+            listener: l,
+            param: said,
+            ..
+        } = request.kind
+        else {
+            panic!("{request:?}");
+        };
+        assert_eq!(l, listener);
+        assert_eq!(&said.private_data[..6], b"hello\0");
+        w.provider(End::B).reject(request.id, b"").unwrap();
+        let event = cm_event(w, End::A);
+        assert!(matches!(
+            event.kind,
+            CmEventKind::Rejected { reason: 28, .. }
+        ));
+    }
 }
 
 pub(crate) fn a_bare_service_id_takes_all_the_private_data<W: World>(mut w: W) {

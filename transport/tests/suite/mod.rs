@@ -25,6 +25,9 @@ macro_rules! suite_names {
             cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason no_peer_listens
                 a_disconnect_reaches_both_sides both_disconnect_at_once
                 destroying_an_identifier_ends_its_connection calls_out_of_turn_are_refused
+                ports_are_shared_as_their_owners_say wildcards_stand_for_the_address
+                a_listener_without_an_address_gets_a_port options_are_set_in_time
+                an_ack_timeout_is_proposed_to_the_peer every_port_space_connects
                 a_bare_service_id_takes_all_the_private_data a_full_backlog_makes_requests_wait
                 destroying_a_listener_refuses_what_waits connections_come_and_go
                 data_before_the_confirmation_establishes

@@ -1,12 +1,11 @@
 //! Identifiers, addresses and listeners: what the user asks for before and after a connection.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
-use chacha20::rand_core::Rng;
 use riser_state::become_state;
 
-use super::{EPHEMERALS, FIRST_EPHEMERAL, Id, IdState};
+use super::{Id, IdState};
 use crate::cm::IbCmError;
 use crate::roce::nic::Nic;
 use crate::verbs::{
@@ -105,44 +104,6 @@ impl Nic {
         self.bind(id, addr)?;
         become_state(&mut self.cm_id(id, "bind_addr")?.state, IdState::Bound);
         Ok(())
-    }
-
-    /// Gives an identifier its local address and port.
-    fn bind(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
-        let own = self.local_addr().ip();
-        let ip = addr.ip().to_canonical();
-        // The unspecified address stands for the only one that the device has.
-        let is_ours = ip == own || ip.is_unspecified() && ip.is_ipv4() == own.is_ipv4();
-        if !is_ours {
-            return Err(CmError::AddressNotAvailable);
-        }
-        let space = ports(self.cm_id(id, "bind_addr")?.space);
-        let port = match (space, addr.port()) {
-            (None, port) => port,
-            (Some(space), 0) => self.free_port(space)?,
-            (Some(space), port) => {
-                if self.cm.ports.contains_key(&(space, port)) {
-                    return Err(CmError::AddressInUse);
-                }
-                port
-            }
-        };
-        if let Some(space) = space {
-            self.cm.ports.insert((space, port), id);
-        }
-        let entry = self.cm_id(id, "bind_addr")?;
-        entry.owns_port = space.is_some();
-        entry.local = Some(SocketAddr::new(own, port));
-        Ok(())
-    }
-
-    /// A free port, from a random one on.
-    fn free_port(&mut self, space: RdmaPortSpace) -> Result<u16, CmError> {
-        let start = (self.random().next_u32() % u32::from(EPHEMERALS)) as u16;
-        (0..EPHEMERALS)
-            .map(|i| FIRST_EPHEMERAL + (start + i) % EPHEMERALS)
-            .find(|&port| !self.cm.ports.contains_key(&(space, port)))
-            .ok_or(CmError::AddressInUse)
     }
 
     pub fn resolve_addr(
@@ -244,14 +205,28 @@ impl Nic {
     pub fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
         let entry = self.cm_id(id, "listen")?;
         let is_bare = matches!(entry.space, PortSpace::Ib { .. });
-        if entry.state != IdState::Bound && !(is_bare && entry.state == IdState::Idle) {
-            return Err(CmError::InvalidState("listen"));
+        match entry.state {
+            IdState::Bound => {}
+            // A bare service id is listened on without an address.
+            IdState::Idle if is_bare => {}
+            IdState::Idle => {
+                let any = match self.local_addr().ip() {
+                    IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+                    IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+                };
+                self.bind_addr(id, SocketAddr::new(any, 0))?;
+            }
+            _ => return Err(CmError::InvalidState("listen")),
         }
+        self.check_sole_owner(id)?;
+        let entry = self.cm_id(id, "listen")?;
         let port = entry.local.map_or(0, |a| a.port());
         let (service, mask) = service_id(entry.space, port);
         // A backlog of 0 would drop every request.
         let ib = self.cm.cm.listen(service, mask, backlog.max(1) as usize)?;
         let entry = self.cm_id(id, "listen")?;
+        // From now on no other may bind to the port.
+        entry.options.reuse = false;
         entry.ib = Some(ib);
         become_state(&mut entry.state, IdState::Listening);
         self.cm.by_ib.insert(ib, id);
@@ -264,10 +239,7 @@ impl Nic {
             .ids
             .remove(id)
             .map_err(|_| CmError::InvalidState("destroy_id"))?;
-        if let (true, Some(space), Some(local)) = (entry.owns_port, ports(entry.space), entry.local)
-        {
-            self.cm.ports.remove(&(space, local.port()));
-        }
+        self.leave_port(id, &entry);
         // The queue pair stays: it belongs to the user, who may destroy it before or after.
         if let Some(qp) = entry.qp {
             self.cm.by_qp.remove(&qp);

@@ -87,12 +87,12 @@ impl Nic {
         let (Some(local), Some(peer), Some(qp)) = (entry.local, entry.peer, entry.qp) else {
             return Err(CmError::InvalidState("connect"));
         };
-        let space = entry.space;
+        let (space, options) = (entry.space, entry.options);
         let private_data = request_data(space, local, peer, &param.private_data)?;
         let now = self.now();
         // A random PSN, so that a stranger cannot guess one in the window.
         let rq_psn = Psn::new(self.random().next_u32());
-        let ack_timeout = CmTimeout::new(ACK_TIMEOUT);
+        let ack_timeout = CmTimeout::new(options.ack_timeout.unwrap_or(ACK_TIMEOUT));
         let params = ReqParams {
             service_id: service_id(space, peer.port()).0,
             local_qpn: Qpn::new(self.qp_num(qp)?),
@@ -132,6 +132,7 @@ impl Nic {
         else {
             return Err(CmError::InvalidState("accept"));
         };
+        let options = entry.options;
         let request = entry
             .request
             .clone()
@@ -152,8 +153,8 @@ impl Nic {
             peer.ip(),
             &request,
             rq_psn,
-            responder_resources,
-            initiator_depth,
+            (responder_resources, initiator_depth),
+            options.ack_timeout,
         )?;
         let params = RepParams {
             local_qpn,
@@ -185,10 +186,13 @@ impl Nic {
         peer: IpAddr,
         said: &crate::cm::QpPeer,
         rq_psn: Psn,
-        responder_resources: u8,
-        initiator_depth: u8,
+        (responder_resources, initiator_depth): (u8, u8),
+        ack_timeout: Option<u8>,
     ) -> Result<(), VerbsError> {
-        let ack_timeout = said.path.ack_timeout.exponent();
+        // The peer's proposal in bounds: too short, and a busy peer would be taken for a dead one;
+        // too long, and a dead one for a busy one. Its owner may know better.
+        let proposed = said.path.ack_timeout.exponent();
+        let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
         // RTR and RTS follow at once, since the peer's message has the attributes of both.
         self.modify_qp(
             qp,
@@ -210,9 +214,7 @@ impl Nic {
                 sq_psn: Some(said.sq_psn.value()),
                 // Never more than the peer holds: it would take one more for an invalid request.
                 max_rd_atomic: Some(initiator_depth.min(said.responder_resources)),
-                // The peer's proposal in bounds: too short, and a busy peer would be taken for a
-                // dead one; too long, and a dead one for a busy one.
-                timeout: Some(ack_timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end())),
+                timeout: Some(ack_timeout.unwrap_or(proposed)),
                 retry_cnt: Some(said.retry_count.value() as u8),
                 rnr_retry: Some(said.rnr_retry_count.value() as u8),
                 ..QpAttr::default()

@@ -371,7 +371,7 @@ impl Nic {
         let Ok(entry) = self.cm.ids.get(id) else {
             return;
         };
-        let rq_psn = entry.rq_psn;
+        let (rq_psn, ack_timeout) = (entry.rq_psn, entry.options.ack_timeout);
         let (resources, depth) = entry
             .param
             .as_ref()
@@ -379,7 +379,7 @@ impl Nic {
         // The queue pair is ready before the RTU leaves: with it the peer may send.
         let outcome = match (entry.qp, entry.peer) {
             (Some(q), Some(peer)) => self
-                .connect_qp(q, peer.ip(), qp, rq_psn, resources, depth)
+                .connect_qp(q, peer.ip(), qp, rq_psn, (resources, depth), ack_timeout)
                 .map_err(CmError::from),
             _ => Err(CmError::InvalidState("connect")),
         };

@@ -13,6 +13,8 @@
 //! | `datagram` | identifiers for datagrams: which queue pair is behind a port |
 //! | `events` | events of the IB CM, and MADs in and out |
 //! | `groups` | multicast groups |
+//! | `options` | what is set before a connection is made |
+//! | `ports` | local ports and who may share them |
 //! | `state` | the states of an identifier |
 //!
 //! # Choices
@@ -45,6 +47,8 @@ mod connect;
 mod datagram;
 mod events;
 mod groups;
+mod options;
+mod ports;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -53,6 +57,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use self::options::Options;
 use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;
@@ -61,11 +66,6 @@ use crate::wire::Psn;
 use crate::wire::cm_msg::CaGuid;
 use crate::wire::cma::RdmaPortSpace;
 use crate::wire::mad::Mad;
-
-/// First of the ports that are given out where none was asked for.
-const FIRST_EPHEMERAL: u16 = 32_768;
-/// Number of these ports.
-const EPHEMERALS: u16 = 28_232;
 
 /// Messages of strangers that are handled in a round. The user may make a whole channel for each.
 const MADS_PER_ROUND: u32 = 16;
@@ -82,9 +82,11 @@ struct Id {
     /// Type of its queue pairs; a datagram one asks for a queue pair instead of a connection.
     qp_type: QpType,
     state: IdState,
+    options: Options,
     local: Option<SocketAddr>,
-    /// The local port is entered in the table of ports as this identifier's.
-    owns_port: bool,
+    /// The address that it was bound to by its owner, perhaps an unspecified one. The local port is
+    /// entered in the table of ports as its own.
+    bound: Option<IpAddr>,
     peer: Option<SocketAddr>,
     qp: Option<QpId>,
     ib: Option<IbCmId>,
@@ -106,8 +108,9 @@ impl Id {
             space,
             qp_type,
             state: IdState::Idle,
+            options: Options::default(),
             local: None,
-            owns_port: false,
+            bound: None,
             peer: None,
             qp: None,
             ib: None,
@@ -127,7 +130,8 @@ pub struct CmAgent {
     ids: Table<CmId, Id>,
     by_ib: HashMap<IbCmId, CmId>,
     by_qp: HashMap<QpId, CmId>,
-    ports: HashMap<(RdmaPortSpace, u16), CmId>,
+    /// Owners of local ports.
+    ports: HashMap<(RdmaPortSpace, u16), Vec<CmId>>,
     events: VecDeque<CmEvent>,
     /// Messages of strangers that wait for a later round.
     waiting: VecDeque<(IpAddr, Mad)>,

@@ -1,0 +1,72 @@
+//! Options of identifiers.
+
+use std::net::IpAddr;
+
+use super::{Id, IdState};
+use crate::roce::nic::Nic;
+use crate::verbs::{CmError, CmId, CmOption, QpType, VerbsError};
+
+/// Most that an ACK timeout's exponent may be: it has five bits.
+const MAX_ACK_TIMEOUT: u8 = 31;
+
+/// Values of an identifier's options; `None` for those that were not set.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Options {
+    /// Traffic class of its packets, without the bits of ECN.
+    pub(super) traffic_class: Option<u8>,
+    /// Others may own its port.
+    pub(super) reuse: bool,
+    family_only: Option<bool>,
+    /// Exponent of the queue pair's ACK timeout.
+    pub(super) ack_timeout: Option<u8>,
+}
+
+impl Options {
+    /// Whether an identifier that is bound to an address takes what comes to addresses of the other
+    /// family as well.
+    pub(super) fn is_family_only(&self, bound: IpAddr) -> bool {
+        self.family_only.unwrap_or(bound.is_ipv4())
+    }
+}
+
+impl Id {
+    fn set(&mut self, option: CmOption) -> Result<(), CmError> {
+        let late = CmError::InvalidState("set_option");
+        let state = self.state;
+        let options = &mut self.options;
+        match option {
+            CmOption::TypeOfService(class) => options.traffic_class = Some(class & !0b11),
+            CmOption::ReuseAddress(reuse) => {
+                // The others that own the port have relied on it since it was bound.
+                let may = state == IdState::Idle || reuse && state != IdState::Listening;
+                options.reuse = may.then_some(reuse).ok_or(late)?;
+            }
+            CmOption::AddressFamilyOnly(only) => {
+                let may = matches!(state, IdState::Idle | IdState::Bound);
+                options.family_only = Some(may.then_some(only).ok_or(late)?);
+            }
+            CmOption::AckTimeout(exponent) => {
+                if self.qp_type != QpType::Rc || exponent > MAX_ACK_TIMEOUT {
+                    return Err(VerbsError::InvalidParameter("ACK timeout").into());
+                }
+                let may = matches!(
+                    state,
+                    IdState::Idle
+                        | IdState::Bound
+                        | IdState::AddrResolved
+                        | IdState::RouteResolved
+                        | IdState::Requested
+                );
+                options.ack_timeout = Some(may.then_some(exponent).ok_or(late)?);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[allow(missing_docs, reason = "a call of the RDMA CM trait, documented there")]
+impl Nic {
+    pub fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
+        self.cm_id(id, "set_option")?.set(option)
+    }
+}

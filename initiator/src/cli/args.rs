@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use riser_transport::roce::RoceFaults;
 
 use super::address::Address;
 use super::target::VerbParser;
@@ -188,8 +189,8 @@ pub struct ConnectOptions {
     pub channels: Option<u8>,
     /// Make the software NIC's wire bad, for tests: a comma-separated list of loss, duplication,
     /// corruption and reorder, each in percent of the packets sent and of those received, and seed
-    #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = Inject::parse)]
-    pub inject: Option<Inject>,
+    #[arg(long, value_name = "FAULTS", env = "RISER_INJECT")]
+    pub inject: Option<RoceFaults>,
     /// Number that the initiator port follows from, if it is to be that of an earlier process.
     #[arg(skip)]
     pub port: Option<u64>,
@@ -205,62 +206,6 @@ pub struct ConnectOptions {
     /// Bytes of buffers that are needed at once, if more than by default.
     #[arg(skip)]
     pub buffers: Option<u64>,
-}
-
-/// Faults of the software NIC's wire. Rates are percent of the packets sent, and of those
-/// received.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Inject {
-    /// Share of packets that are lost.
-    pub loss: f64,
-    /// Share of packets that are sent twice.
-    pub duplication: f64,
-    /// Packets with flipped bits.
-    pub corruption: f64,
-    /// Packets overtaken by later ones.
-    pub reorder: f64,
-    /// Seed of the random numbers.
-    pub seed: u64,
-}
-
-impl Inject {
-    /// Reads `loss=2,reorder=5,seed=7`.
-    ///
-    /// # Errors
-    /// A line that names the part that is wrong.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let mut inject = Self {
-            seed: 1,
-            ..Self::default()
-        };
-        for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
-            let (key, value) = part
-                .split_once('=')
-                .ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
-            // NaN fails here, too: no range contains it.
-            let percent = || match value.trim_end_matches('%').parse::<f64>() {
-                Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
-                _ => Err(format!("`{value}` is not a percentage from 0 to 100")),
-            };
-            match key {
-                "loss" => inject.loss = percent()?,
-                "dup" | "duplication" => inject.duplication = percent()?,
-                "corrupt" | "corruption" => inject.corruption = percent()?,
-                "reorder" => inject.reorder = percent()?,
-                "seed" => {
-                    inject.seed = value
-                        .parse()
-                        .map_err(|_| format!("`{value}` is not a number"))?;
-                }
-                _ => {
-                    return Err(format!(
-                        "`{key}` is none of loss, duplication, corruption, reorder, seed"
-                    ));
-                }
-            }
-        }
-        Ok(inject)
-    }
 }
 
 /// Verb of the command line.
@@ -808,22 +753,5 @@ mod tests {
                 assert!(has, "{} takes no {option}", verb.get_name());
             }
         }
-    }
-
-    #[test]
-    fn faults_are_read_by_name() {
-        let got = Inject::parse("loss=2,reorder=1.5%,dup=0,seed=9").unwrap();
-        assert_eq!(
-            got,
-            Inject {
-                loss: 2.0,
-                reorder: 1.5,
-                seed: 9,
-                ..Inject::default()
-            }
-        );
-        assert!(Inject::parse("loss").unwrap_err().contains("KEY=VALUE"));
-        assert!(Inject::parse("loss=101").unwrap_err().contains("101"));
-        assert!(Inject::parse("delay=1").unwrap_err().contains("delay"));
     }
 }

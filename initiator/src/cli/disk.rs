@@ -13,12 +13,11 @@ use riser_scsi::iscsi::login::LoginError as IscsiLogin;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::LoginRejReason;
 use riser_transport::rdma_core::RdmaCoreDevice;
-use riser_transport::roce::fault::FaultConfig;
-use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::CmError;
 
 use super::address::Address;
-use super::args::{ConnectOptions, Inject, ProviderChoice};
+use super::args::{ConnectOptions, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::shared;
 use crate::block::{
@@ -47,25 +46,6 @@ const ATTEMPT: Duration = Duration::from_secs(3);
 /// Shortest time from the start of one attempt to that of the next. A refusal comes at once, and
 /// would otherwise be asked for again thousands of times a second.
 const PAUSE: Duration = Duration::from_millis(200);
-
-impl From<Inject> for RoceFaults {
-    fn from(inject: Inject) -> Self {
-        let faults = |seed| {
-            Some(FaultConfig::percent(
-                seed,
-                inject.loss,
-                inject.duplication,
-                inject.corruption,
-                inject.reorder,
-            ))
-        };
-        // Both ways, as a bad wire is; with different numbers, or both would lose the same packets.
-        Self {
-            transmit: faults(inject.seed),
-            receive: faults(inject.seed.wrapping_add(1)),
-        }
-    }
-}
 
 /// Logs in to a target.
 ///
@@ -308,7 +288,7 @@ fn start_on_network(
             Err(error) => return Err(no_rdma_device(addr, error)),
         }
     }
-    let faults = link.inject.map_or_else(RoceFaults::default, Into::into);
+    let faults = link.inject.unwrap_or_default();
     let start = |addr: IpAddr| {
         let mut config = RoceConfig::new(addr);
         config.faults = faults;
@@ -800,13 +780,5 @@ mod tests {
         ] {
             assert_eq!(with_link(&url.parse().unwrap(), &link).to_string(), want);
         }
-    }
-
-    #[test]
-    fn faults_go_both_ways_with_different_seeds() {
-        let faults = RoceFaults::from(Inject::parse("loss=2,seed=5").unwrap());
-        let (transmit, receive) = (faults.transmit.unwrap(), faults.receive.unwrap());
-        assert_eq!((transmit.loss, receive.loss), (20_000, 20_000));
-        assert_ne!(transmit.seed, receive.seed);
     }
 }

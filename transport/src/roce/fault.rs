@@ -7,6 +7,7 @@
 //! Bound: [`FaultConfig::reorder_depth`] packets are held back at most.
 
 use std::collections::VecDeque;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// Faults of a wire. Rates are in packets of a million.
@@ -55,6 +56,74 @@ impl FaultConfig {
             reorder: rate(reorder),
             ..Self::default()
         }
+    }
+}
+
+/// Faults of the wire of a device, by direction. As text they are what `riser --inject` takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoceFaults {
+    /// Faults of what we send.
+    pub transmit: Option<FaultConfig>,
+    /// Faults of what we receive.
+    pub receive: Option<FaultConfig>,
+}
+
+/// Errors of the text of [`RoceFaults`]. Each names the part that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FaultsError {
+    /// A part without a value.
+    #[error("`{0}` is not KEY=VALUE")]
+    NoValue(String),
+    /// A rate that is none.
+    #[error("`{0}` is not a percentage from 0 to 100")]
+    Percentage(String),
+    /// A seed that is no number of 64 bits.
+    #[error("`{0}` is not a number")]
+    Seed(String),
+    /// A key that does not exist.
+    #[error("`{0}` is none of loss, duplication, corruption, reorder, seed")]
+    Key(String),
+}
+
+impl FromStr for RoceFaults {
+    type Err = FaultsError;
+
+    /// Reads `loss=2,reorder=5,seed=7`: rates in percent of the packets sent, and of those received.
+    ///
+    /// # Errors
+    /// Those of [`FaultsError`].
+    fn from_str(text: &str) -> Result<Self, FaultsError> {
+        let (mut loss, mut duplication, mut corruption, mut reorder) = (0.0, 0.0, 0.0, 0.0);
+        let mut seed = 1_u64;
+        for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let no_value = || FaultsError::NoValue(part.to_owned());
+            let (key, value) = part.split_once('=').ok_or_else(no_value)?;
+            // NaN fails here, too: no range contains it.
+            let percent = || match value.trim_end_matches('%').parse::<f64>() {
+                Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
+                _ => Err(FaultsError::Percentage(value.to_owned())),
+            };
+            match key {
+                "loss" => loss = percent()?,
+                "dup" | "duplication" => duplication = percent()?,
+                "corrupt" | "corruption" => corruption = percent()?,
+                "reorder" => reorder = percent()?,
+                "seed" => {
+                    let none = |_| FaultsError::Seed(value.to_owned());
+                    seed = value.parse().map_err(none)?;
+                }
+                _ => return Err(FaultsError::Key(key.to_owned())),
+            }
+        }
+        let faults = |seed| {
+            let config = FaultConfig::percent(seed, loss, duplication, corruption, reorder);
+            Some(config)
+        };
+        // Both ways, as a bad wire is; with different numbers, or both would lose the same packets.
+        Ok(Self {
+            transmit: faults(seed),
+            receive: faults(seed.wrapping_add(1)),
+        })
     }
 }
 
@@ -205,6 +274,26 @@ mod tests {
             out.push(tag);
         }
         (out, f.counters())
+    }
+
+    #[test]
+    fn faults_are_read_by_name() {
+        let got: RoceFaults = "loss=2,reorder=1.5%,dup=0,seed=9".parse().unwrap();
+        let wanted = FaultConfig {
+            seed: 9,
+            loss: 20_000,
+            reorder: 15_000,
+            ..FaultConfig::default()
+        };
+        assert_eq!(got.transmit, Some(wanted));
+        // The other way with another seed.
+        assert_eq!(got.receive, Some(FaultConfig { seed: 10, ..wanted }));
+        let refused = |text: &str| text.parse::<RoceFaults>().unwrap_err().to_string();
+        assert!(refused("loss").contains("KEY=VALUE"));
+        assert!(refused("loss=101").contains("101"));
+        assert!(refused("loss=NaN").contains("percentage"));
+        assert!(refused("delay=1").contains("delay"));
+        assert!(refused("seed=-1").contains("not a number"));
     }
 
     #[test]

@@ -64,4 +64,5 @@ pub mod steer;
 mod sys;
 pub mod ud;
 
-pub use provider::{ForwardedPacket, Roce, RoceConfig, RoceFaults};
+pub use fault::RoceFaults;
+pub use provider::{ForwardedPacket, Roce, RoceConfig};

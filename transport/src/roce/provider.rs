@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use super::batch::{SendOutcome, TxBatch, Way};
 use super::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use super::driver::{Driver, DriverConfig, DriverCounters};
-use super::fault::{FaultConfig, FaultCounters, FaultInjector};
+use super::fault::{FaultCounters, FaultInjector, RoceFaults};
 use super::nic::{IpFields, Nic, NicConfig, NicLimits};
 use super::pcap::PcapWriter;
 use super::steer::steer;
@@ -47,15 +47,6 @@ const INFLIGHT_MAX: usize = 1 << 20;
 /// to take in. More would make no transfer faster, but keep other peers of the receiver waiting
 /// behind it, and push what waits out of its cache.
 const PEER_INFLIGHT_MAX: usize = 4 << 20;
-
-/// Faults of the wire, by direction.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RoceFaults {
-    /// Faults of what we send.
-    pub transmit: Option<FaultConfig>,
-    /// Faults of what we receive.
-    pub receive: Option<FaultConfig>,
-}
 
 /// Configuration of a device.
 #[derive(Clone, Debug)]

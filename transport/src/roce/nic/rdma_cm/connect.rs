@@ -308,13 +308,7 @@ impl Nic {
 
 /// Address of a peer's queue pairs.
 pub(super) fn way_to(peer: IpAddr) -> AhAttr {
-    AhAttr {
-        dgid: Gid::from(peer),
-        sgid_index: 0,
-        hop_limit: 64,
-        traffic_class: 0,
-        port: 1,
-    }
+    AhAttr::new(Gid::from(peer))
 }
 
 /// A request's private data: the address header, where the port space has one, and the user's.

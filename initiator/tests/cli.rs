@@ -3,6 +3,8 @@
 #![allow(missing_docs, reason = "a test")]
 
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
@@ -89,6 +91,7 @@ fn help_names_every_verb_and_every_exit_status() {
         "read",
         "write",
         "bench",
+        "run",
         "completions",
         "man",
         "--timeout",
@@ -953,4 +956,132 @@ fn target_becomes_the_daemon_s_program() {
     assert_eq!(said, "set\n/limits\nmax_sessions=9\n-o\njson\n--help\n");
     assert_eq!(run(&["--help"]).stdout, b"--help\n");
     assert!(home.ok(&["completions", "bash"]).contains("rollback"));
+}
+
+/// A file in the place of the library. Programs that do not link to it run without noticing.
+fn stand_in(home: &Home) -> String {
+    let library = home.path("stand-in.so");
+    std::fs::write(&library, "").unwrap();
+    library
+}
+
+/// `riser run`, with temporary folders of the test's own.
+fn running(home: &Home, args: &[&str]) -> Command {
+    let mut command = home.command(&["run"]);
+    command
+        .args(args)
+        .env("RISER_DROP_IN", stand_in(home))
+        .env("TMPDIR", &home.0)
+        .env_remove("XDG_RUNTIME_DIR")
+        .env_remove("RISER_DEVICES")
+        .env_remove("RISER_PCAP")
+        .env("LD_LIBRARY_PATH", "/else");
+    std::fs::set_permissions(&home.0, PermissionsExt::from_mode(0o700)).unwrap();
+    command
+}
+
+#[test]
+fn a_program_finds_the_library_and_its_devices() {
+    let home = Home::new();
+    let script = "echo $RISER_DEVICES/$RISER_INJECT/$RISER_PCAP/$RISER_LOG; \
+                  echo $LD_LIBRARY_PATH; echo $@; exit 7";
+    let args = [
+        "--addr=127.0.0.1,127.0.0.2",
+        "--device",
+        "mlx5_0=127.0.0.3",
+        "--inject",
+        "loss=2,seed=3",
+        "--pcap",
+        "a.pcap",
+        "-v",
+        "--",
+        "sh",
+        "-c",
+        script,
+        "--",
+        "-v",
+        "--addr",
+    ];
+    let output = running(&home, &args).current_dir(&home.0).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(7), "{errors}");
+    let [environment, path, arguments] = text.lines().collect::<Vec<_>>()[..] else {
+        panic!("{text}{errors}");
+    };
+    let devices = "riser0=127.0.0.1,riser1=127.0.0.2,mlx5_0=127.0.0.3";
+    let pcap = home.path("a.pcap");
+    assert_eq!(environment, format!("{devices}/loss=2,seed=3/{pcap}/info"));
+    assert_eq!(arguments, "-v --addr");
+    let folder = path.strip_suffix(":/else").unwrap();
+    assert!(folder.starts_with(home.0.to_str().unwrap()), "{folder}");
+    for name in ["libibverbs.so.1", "librdmacm.so.1"] {
+        let file = std::fs::canonicalize(Path::new(folder).join(name)).unwrap();
+        assert_eq!(file, std::fs::canonicalize(stand_in(&home)).unwrap());
+    }
+    // Without options there is one device, no capture, and the log is the library's own affair.
+    let script = "echo $RISER_DEVICES/$RISER_INJECT/$RISER_PCAP/$RISER_LOG";
+    let output = running(&home, &["sh", "-c", script]).output().unwrap();
+    assert_eq!(output.stdout, b"riser0=127.0.0.1///\n");
+}
+
+#[test]
+fn a_program_that_cannot_run_has_the_status_of_shells() {
+    let home = Home::new();
+    let plain = home.path("plain");
+    std::fs::write(&plain, "#!/bin/sh\n").unwrap();
+    let cases: &[(&[&str], i32, &str)] = &[
+        (
+            &["no-such-program-anywhere"],
+            127,
+            "cannot run no-such-program-anywhere",
+        ),
+        (&[&plain], 126, "cannot run"),
+        (&["sh", "-c", "exit 3"], 3, ""),
+        (
+            &["--addr", "192.0.2.1", "true"],
+            2,
+            "riser0 cannot be at 192.0.2.1",
+        ),
+        (&["--device", "a=b", "true"], 2, "`a=b` has no IP address"),
+        (&["--inject", "loss=200", "true"], 2, "percentage"),
+        (&[], 2, "COMMAND"),
+    ];
+    for (args, status, want) in cases {
+        let output = running(&home, args).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(*status), "{args:?}: {text}");
+        assert!(text.contains(want), "{args:?}: no {want:?} in {text}");
+    }
+    let mut lost = running(&home, &["true"]);
+    let output = lost.env("RISER_DROP_IN", "/gone.so").output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("/gone.so"), "{text}");
+    assert!(
+        text.contains("cargo build --release -p riser-drop-in"),
+        "{text}"
+    );
+    // A signal ends the program itself.
+    let output = running(&home, &["sh", "-c", "kill -9 $$"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.signal(), Some(9));
+}
+
+#[test]
+fn a_program_that_gains_rights_is_refused() {
+    if !rustix::process::geteuid().is_root() || rustix::thread::no_new_privs().unwrap() {
+        let why = "only root can make one, where such programs gain rights";
+        return skip("riser run with a setuid program", why);
+    }
+    let home = Home::new();
+    let program = home.path("program");
+    std::fs::copy("/bin/true", &program).unwrap();
+    std::os::unix::fs::chown(&program, Some(1), None).unwrap();
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o4755)).unwrap();
+    let output = running(&home, &[&program]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(126), "{text}");
+    assert!(text.contains("setuid"), "{text}");
 }

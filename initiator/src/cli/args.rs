@@ -11,6 +11,7 @@ use clap_complete::Shell;
 use riser_transport::roce::RoceFaults;
 
 use super::address::Address;
+use super::run_args::RunArgs;
 use super::target::VerbParser;
 use super::units;
 use super::wire_args::WireArgs;
@@ -27,6 +28,7 @@ Exit status:
   5  no such attachment, logical unit or path
   6  busy, or in use already
   7  data that were read are not those that were written (bench)
+  126, 127  the program cannot be run, or does not exist (run); otherwise its own status
 
 Addresses:
   srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target
@@ -235,6 +237,8 @@ pub enum Verb {
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),
+    /// Run a program that uses RDMA on the software NIC, without an adapter, a driver or root
+    Run(RunArgs),
     /// Ask or change the target daemon of this host: runs `riserd` with these arguments
     #[command(disable_help_flag = true)]
     Target {

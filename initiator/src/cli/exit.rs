@@ -32,6 +32,10 @@ pub enum Exit {
     Busy = 6,
     /// Data that were read are not those that were written.
     Mismatch = 7,
+    /// The program of `riser run` cannot be run, as shells say it.
+    NotExecutable = 126,
+    /// The program of `riser run` does not exist, as shells say it.
+    CommandNotFound = 127,
 }
 
 impl From<Exit> for ExitCode {

@@ -35,6 +35,8 @@ mod port;
 mod process;
 mod results;
 mod rping;
+mod run;
+pub mod run_args;
 mod serve;
 mod shared;
 pub mod state;
@@ -98,6 +100,7 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Write(args) => copy::write(&args, global),
         Verb::Bench(args) => bench::run(&args, global),
         Verb::Rping(args) => rping::run(&args, global),
+        Verb::Run(args) => run::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
         Verb::Target { args } => target::run(&args),
         Verb::Udev { device } => udev::run(&device),
@@ -105,22 +108,26 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
     }
 }
 
-/// Logs to standard error, as `--log` or the number of `-v` and `-q` says.
-fn start_log(global: &Global) {
+/// Filter of the log that the command line asks for, if it does: `--log`, or the number of `-v` and
+/// `-q`.
+fn chosen_log(global: &Global) -> Option<String> {
     let level = match (global.quiet, global.verbose) {
-        (true, _) => "error",
-        (false, 0) => "warn",
-        (false, 1) => "info",
-        (false, 2) => "debug",
-        (false, _) => "trace",
+        (true, _) => Some("error"),
+        (false, 0) => None,
+        (false, 1) => Some("info"),
+        (false, 2) => Some("debug"),
+        (false, _) => Some("trace"),
     };
-    let filter = global
-        .log
-        .as_deref()
-        .and_then(|filter| EnvFilter::try_new(filter).ok())
-        .unwrap_or_else(|| EnvFilter::new(level));
+    let filter = global.log.as_deref();
+    let filter = filter.filter(|filter| EnvFilter::try_new(filter).is_ok());
+    filter.or(level).map(str::to_owned)
+}
+
+/// Logs to standard error, by default warnings.
+fn start_log(global: &Global) {
+    let filter = chosen_log(global);
     tracing_subscriber::fmt()
-        .with_env_filter(filter)
+        .with_env_filter(EnvFilter::new(filter.as_deref().unwrap_or("warn")))
         .with_writer(std::io::stderr)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .init();

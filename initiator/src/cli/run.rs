@@ -1,0 +1,539 @@
+//! `riser run`: an RDMA program on our software NIC, in the place of adapters and their drivers.
+//!
+//! The dynamic loader looks for libraries in the folders of `LD_LIBRARY_PATH` before those of the
+//! system. So a folder with two links, `libibverbs.so.1` and `librdmacm.so.1`, to one file of ours
+//! gives a program both: the loader knows the file by its inode and maps it once. What the library
+//! is to do is in its environment, which the program's own processes inherit.
+
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, Metadata};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crc_fast::{CrcAlgorithm, checksum};
+
+use super::args::Global;
+use super::exit::{CliError, Exit};
+use super::run_args::{Device, RunArgs};
+
+/// File of the library.
+const LIBRARY: &str = "libriser_drop_in.so";
+
+/// Names by which programs ask for the libraries.
+const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+
+/// Folders of the loader, before those of the system.
+const LOADER_PATH: &str = "LD_LIBRARY_PATH";
+
+/// Devices of the library, `NAME=IP,…`.
+const DEVICES: &str = "RISER_DEVICES";
+
+/// Path of the library, if it is not where it is looked for.
+const DROP_IN: &str = "RISER_DROP_IN";
+
+/// Becomes the program, which ends with its own status and gets its own signals.
+pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
+    let Some((program, rest)) = args.command.split_first() else {
+        return Err(CliError::new(Exit::Usage, "there is no command to run"));
+    };
+    let devices = devices(args, std::env::var(DEVICES).ok().as_deref())?;
+    for device in &devices {
+        check_address(device)?;
+    }
+    let library = find_library(std::env::var_os(DROP_IN).as_deref(), &own_folder()?)?;
+    let folder = folder_of(&library)?;
+    if let Some(path) = search(program)
+        && gains_rights(&path)
+    {
+        let error = CliError::new(
+            Exit::NotExecutable,
+            format!(
+                "{} gets other rights at its start (setuid, setgid or capabilities), for which \
+                 the loader ignores {LOADER_PATH}: it would run on the libraries of the system",
+                path.display()
+            ),
+        );
+        return Err(
+            error.help("run riser as that user, or a copy of the program without the rights")
+        );
+    }
+    let mut command = Command::new(program);
+    command.args(rest);
+    command.env(
+        LOADER_PATH,
+        in_front(&folder, std::env::var_os(LOADER_PATH)),
+    );
+    let devices: Vec<_> = devices.iter().map(Device::to_string).collect();
+    command.env(DEVICES, devices.join(","));
+    if let Some(faults) = &args.inject {
+        command.env("RISER_INJECT", faults);
+    }
+    if let Some(file) = &args.pcap {
+        // The program may change its folder before the library opens the file.
+        let file = std::path::absolute(file);
+        let file = file.map_err(|e| CliError::io("the capture's path has no beginning", e))?;
+        command.env("RISER_PCAP", file);
+    }
+    if let Some(filter) = super::chosen_log(global) {
+        command.env("RISER_LOG", filter);
+    }
+    tracing::info!(library = %library.display(), devices = devices.join(","), "starting");
+    let failed = command.exec();
+    let exit = match failed.kind() {
+        io::ErrorKind::NotFound => Exit::CommandNotFound,
+        _ => Exit::NotExecutable,
+    };
+    let what = format!("cannot run {}", Path::new(program).display());
+    Err(CliError::new(exit, what).because(failed))
+}
+
+/// Devices of the command line; without any those of the environment, and without these one at
+/// 127.0.0.1.
+fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliError> {
+    let numbered = args.addr.iter().enumerate().map(|(n, addr)| Device {
+        name: format!("riser{n}"),
+        addr: *addr,
+    });
+    let mut devices: Vec<_> = numbered.chain(args.device.iter().cloned()).collect();
+    if devices.is_empty() {
+        let listed = inherited.unwrap_or_default().split(',');
+        let listed = listed.map(str::trim).filter(|part| !part.is_empty());
+        let read: Result<_, _> = listed.map(str::parse).collect();
+        devices = read.map_err(|why: String| {
+            CliError::new(Exit::Usage, format!("{DEVICES} in the environment: {why}"))
+        })?;
+    }
+    if devices.is_empty() {
+        devices.push(Device {
+            name: "riser0".to_owned(),
+            addr: Ipv4Addr::LOCALHOST.into(),
+        });
+    }
+    let (mut names, mut addrs) = (BTreeSet::new(), BTreeSet::new());
+    for device in &devices {
+        if !names.insert(device.name.as_str()) {
+            let what = format!("two devices have the name {}", device.name);
+            return Err(CliError::new(Exit::Usage, what));
+        }
+        if !addrs.insert(device.addr) {
+            let what = format!("two devices have the address {}", device.addr);
+            return Err(CliError::new(Exit::Usage, what));
+        }
+    }
+    Ok(devices)
+}
+
+/// Checks that a device can be at its address, so that a program does not end with "no devices".
+fn check_address(device: &Device) -> Result<(), CliError> {
+    let Device { name, addr } = device;
+    let is_broadcast = matches!(addr, IpAddr::V4(addr) if addr.is_broadcast());
+    if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
+        let what = format!("{addr} is not the address of an interface, which {name} needs");
+        return Err(CliError::new(Exit::Usage, what));
+    }
+    // The kernel lets a socket have any local address, also those of loopback that no list has.
+    if let Err(error) = UdpSocket::bind((*addr, 0)) {
+        let what = format!("{name} cannot be at {addr}, which is not an address of this host");
+        let error = CliError::new(Exit::Usage, what).because(error);
+        return Err(error.help("`riser devices` lists the addresses"));
+    }
+    Ok(())
+}
+
+/// Folder of this program's file.
+fn own_folder() -> Result<PathBuf, CliError> {
+    let own = std::env::current_exe();
+    let own = own.map_err(|e| CliError::io("cannot find the file of this program", e))?;
+    Ok(own.parent().map(Path::to_owned).unwrap_or_default())
+}
+
+/// Finds the library: where the environment says, or beside the program, or where a package has it.
+fn find_library(named: Option<&OsStr>, own_folder: &Path) -> Result<PathBuf, CliError> {
+    let places = match named {
+        // One that is named is not replaced by another.
+        Some(path) => vec![PathBuf::from(path)],
+        None => vec![
+            own_folder.join(LIBRARY),
+            own_folder.join("../lib/riser").join(LIBRARY),
+        ],
+    };
+    let found = places.iter().find(|place| place.is_file());
+    if let Some(found) = found {
+        let canonical = fs::canonicalize(found);
+        return canonical.map_err(|e| CliError::io(format!("cannot use {}", found.display()), e));
+    }
+    let places: Vec<_> = places.iter().map(|p| p.display().to_string()).collect();
+    let what = format!("there is no {LIBRARY} at {}", places.join(" or "));
+    let help =
+        format!("`cargo build --release -p riser-drop-in` builds it; {DROP_IN} says where it is");
+    Err(CliError::new(Exit::NotFound, what).help(help))
+}
+
+/// A folder that has the library by its two names.
+///
+/// That of a package has the links beside the library. Otherwise they are in a folder of this user,
+/// one for each library: runs share it, and it stays for processes that outlive this one.
+fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
+    let is_library = |link: PathBuf| fs::canonicalize(link).is_ok_and(|path| path == library);
+    if let Some(folder) = library.parent()
+        && is_path_of_loader(folder)
+        && NAMES.iter().all(|name| is_library(folder.join(name)))
+    {
+        return Ok(folder.to_owned());
+    }
+    let uid = rustix::process::geteuid().as_raw();
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let runtime = runtime.filter(|dir| dir.is_absolute());
+    let parents = runtime.into_iter().chain([std::env::temp_dir()]);
+    let mut refused = None;
+    for parent in parents.filter(|parent| is_path_of_loader(parent)) {
+        let folder = parent.join(format!("riser-libraries-{uid}"));
+        match links_in(&parent, &folder, library, uid) {
+            Ok(folder) => return Ok(folder),
+            Err(why) => refused = Some(CliError::io(folder.display().to_string(), why)),
+        }
+    }
+    let what = "there is no folder for links to the library";
+    let error = CliError::new(Exit::Failure, what);
+    Err(match refused {
+        Some(why) => error.because(why),
+        None => error.help("set TMPDIR to a folder without `:`, `;` and `$` in its path"),
+    })
+}
+
+/// Whether the loader takes a path in its list as it is.
+fn is_path_of_loader(path: &Path) -> bool {
+    !path
+        .as_os_str()
+        .as_bytes()
+        .iter()
+        .any(|b| b":;$".contains(b))
+}
+
+/// Makes the folder of a library, below one of this user's, with its links.
+///
+/// # Errors
+/// Another user could replace a folder: the program would run that user's code.
+fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Result<PathBuf> {
+    let above = fs::metadata(parent)?;
+    let is_kept = !is_writable_by_others(&above) || above.mode() & libc::S_ISVTX != 0;
+    if !is_kept || ![0, uid].contains(&above.uid()) {
+        let why = format!("other users may change {}", parent.display());
+        return Err(io::Error::other(why));
+    }
+    own_dir(folder, uid)?;
+    let sum = checksum(CrcAlgorithm::Crc64Nvme, library.as_os_str().as_bytes());
+    let folder = folder.join(format!("{sum:016x}"));
+    own_dir(&folder, uid)?;
+    for name in NAMES {
+        let link = folder.join(name);
+        if fs::read_link(&link).is_ok_and(|to| to == library) {
+            continue;
+        }
+        // Another run may use the folder, so the link is there at every moment.
+        let new = folder.join(format!(".{name}.{}", std::process::id()));
+        symlink(library, &new)?;
+        fs::rename(&new, &link).inspect_err(|_| {
+            let _ = fs::remove_file(&new);
+        })?;
+    }
+    Ok(folder)
+}
+
+/// Sees to it that there is a folder, and that only this user can change it.
+fn own_dir(folder: &Path, uid: u32) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let is = fs::symlink_metadata(folder)?;
+    if !is.is_dir() || is.uid() != uid || is_writable_by_others(&is) {
+        let why = "it is not a folder that only this user can write";
+        return Err(io::Error::other(why));
+    }
+    Ok(())
+}
+
+fn is_writable_by_others(file: &Metadata) -> bool {
+    file.mode() & 0o022 != 0
+}
+
+/// The list of folders of the loader, with one in front.
+fn in_front(folder: &Path, rest: Option<OsString>) -> OsString {
+    let mut list = folder.as_os_str().to_owned();
+    // An empty entry would be the current folder.
+    if let Some(rest) = rest.filter(|rest| !rest.is_empty()) {
+        list.push(":");
+        list.push(rest);
+    }
+    list
+}
+
+/// File of a program, by its path or by `PATH`.
+fn search(program: &OsStr) -> Option<PathBuf> {
+    if program.as_bytes().contains(&b'/') {
+        return Some(program.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    let files = std::env::split_paths(&path).map(|dir| dir.join(program));
+    let is_program =
+        |file: &PathBuf| fs::metadata(file).is_ok_and(|is| is.is_file() && is.mode() & 0o111 != 0);
+    files.into_iter().find(is_program)
+}
+
+/// Whether the kernel gives a program other rights than ours at its start (`AT_SECURE`).
+fn gains_rights(program: &Path) -> bool {
+    let Ok(is) = fs::metadata(program) else {
+        return false;
+    };
+    // A process that is to gain no rights starts such a program as any other.
+    if rustix::thread::no_new_privs().unwrap_or(false) {
+        return false;
+    }
+    let euid = rustix::process::geteuid();
+    let (setuid, setgid) = (libc::S_ISUID, libc::S_ISGID);
+    let is_other_user = is.mode() & setuid != 0 && is.uid() != euid.as_raw();
+    // Without the group's right to run it, the bit means something else.
+    let is_other_group = is.mode() & setgid != 0
+        && is.mode() & libc::S_IXGRP != 0
+        && is.gid() != rustix::process::getegid().as_raw();
+    let has_capabilities = || {
+        let mut room = [0_u8; 64];
+        rustix::fs::getxattr(program, "security.capability", &mut room).is_ok()
+    };
+    is_other_user || is_other_group || (!euid.is_root() && has_capabilities())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use clap::Parser;
+
+    use super::super::args::{Args, Verb};
+    use super::*;
+
+    /// A folder of one test.
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("riser-run-{name}-{}", std::process::id()));
+            fs::create_dir(&path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+            Self(fs::canonicalize(path).unwrap())
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn own_uid() -> u32 {
+        rustix::process::geteuid().as_raw()
+    }
+
+    fn args(words: &[&str]) -> RunArgs {
+        let all = ["riser", "run"].iter().chain(words).chain(&["true"]);
+        match Args::try_parse_from(all).unwrap().verb {
+            Verb::Run(args) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn shown(words: &[&str], inherited: Option<&str>) -> String {
+        match devices(&args(words), inherited) {
+            Ok(devices) => {
+                let devices: Vec<_> = devices.iter().map(Device::to_string).collect();
+                devices.join(",")
+            }
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn devices_are_numbered_or_named() {
+        for (words, inherited, want) in [
+            (&[] as &[&str], None, "riser0=127.0.0.1"),
+            (&[], Some(""), "riser0=127.0.0.1"),
+            (&[], Some("a=::1, b=127.0.0.2"), "a=::1,b=127.0.0.2"),
+            (&["--addr", "127.0.0.2"], Some("a=::1"), "riser0=127.0.0.2"),
+            (
+                &["--addr", "127.0.0.2,127.0.0.3", "--device", "mlx5_0=::1"],
+                None,
+                "riser0=127.0.0.2,riser1=127.0.0.3,mlx5_0=::1",
+            ),
+            (
+                &["--addr", "::1", "--device", "riser0=127.0.0.1"],
+                None,
+                "two devices have the name riser0",
+            ),
+            (
+                &["--addr", "::1,::1"],
+                None,
+                "two devices have the address ::1",
+            ),
+            (
+                &[],
+                Some("a"),
+                "RISER_DEVICES in the environment: `a` is not NAME=IP",
+            ),
+        ] {
+            assert_eq!(shown(words, inherited), want, "{words:?}");
+        }
+    }
+
+    #[test]
+    fn addresses_are_checked() {
+        let at = |text: &str| check_address(&text.parse().unwrap());
+        assert!(at("a=127.1.2.3").is_ok());
+        for other in [
+            "192.0.2.1",
+            "0.0.0.0",
+            "224.0.0.1",
+            "255.255.255.255",
+            "ff02::1",
+        ] {
+            let error = at(&format!("a={other}")).unwrap_err();
+            assert_eq!(error.exit, Exit::Usage);
+            assert!(error.to_string().contains(other), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_library_is_found_in_order() {
+        let dir = Dir::new("find");
+        let bin = dir.0.join("bin");
+        fs::create_dir_all(dir.0.join("lib/riser")).unwrap();
+        fs::create_dir(&bin).unwrap();
+        let error = find_library(None, &bin).unwrap_err();
+        assert_eq!(error.exit, Exit::NotFound);
+        let beside = bin.join(LIBRARY);
+        assert!(
+            error.to_string().contains(beside.to_str().unwrap()),
+            "{error}"
+        );
+        assert!(error.to_string().contains("../lib/riser"), "{error}");
+        assert!(error.help.unwrap().contains("cargo build --release"));
+        let packaged = dir.0.join("lib/riser").join(LIBRARY);
+        fs::write(&packaged, "").unwrap();
+        assert_eq!(find_library(None, &bin).unwrap(), packaged);
+        fs::write(&beside, "").unwrap();
+        assert_eq!(find_library(None, &bin).unwrap(), beside);
+        let named = find_library(Some(packaged.as_os_str()), &bin).unwrap();
+        assert_eq!(named, packaged);
+        // One that is named and missing is not replaced.
+        assert!(find_library(Some(OsStr::new("/does/not/exist")), &bin).is_err());
+    }
+
+    #[test]
+    fn links_are_made_once_and_follow_their_library() {
+        let dir = Dir::new("links");
+        let (library, folder) = (dir.0.join("a.so"), dir.0.join("own"));
+        let made = links_in(&dir.0, &folder, &library, own_uid()).unwrap();
+        let inode = |name| fs::symlink_metadata(made.join(name)).unwrap().ino();
+        let before = NAMES.map(inode);
+        assert_eq!(
+            links_in(&dir.0, &folder, &library, own_uid()).unwrap(),
+            made
+        );
+        assert_eq!(NAMES.map(inode), before);
+        // A wrong link is replaced, and nothing is left beside.
+        fs::remove_file(made.join(NAMES[0])).unwrap();
+        symlink("/dev/null", made.join(NAMES[0])).unwrap();
+        links_in(&dir.0, &folder, &library, own_uid()).unwrap();
+        for name in NAMES {
+            assert_eq!(fs::read_link(made.join(name)).unwrap(), library);
+        }
+        assert_eq!(fs::read_dir(&made).unwrap().count(), 2);
+        let other = links_in(&dir.0, &folder, &dir.0.join("b.so"), own_uid()).unwrap();
+        assert_ne!(other, made);
+    }
+
+    #[test]
+    fn a_package_has_its_links() {
+        let dir = Dir::new("package");
+        let library = dir.0.join(LIBRARY);
+        fs::write(&library, "").unwrap();
+        assert_ne!(folder_of(&library).unwrap(), dir.0);
+        for name in NAMES {
+            symlink(LIBRARY, dir.0.join(name)).unwrap();
+        }
+        assert_eq!(folder_of(&library).unwrap(), dir.0);
+    }
+
+    #[test]
+    fn folders_that_others_can_change_are_refused() {
+        let dir = Dir::new("others");
+        let (library, folder) = (dir.0.join("a.so"), dir.0.join("own"));
+        let mode = |path: &Path, mode| {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        };
+        let refused = || links_in(&dir.0, &folder, &library, own_uid()).unwrap_err();
+        // Its parent: anyone could rename it, unless the sticky bit is set.
+        mode(&dir.0, 0o777);
+        assert!(refused().to_string().contains("other users may change"));
+        mode(&dir.0, 0o1777);
+        links_in(&dir.0, &folder, &library, own_uid()).unwrap();
+        mode(&folder, 0o770);
+        assert!(refused().to_string().contains("only this user"));
+        // A link to a folder of ours is not one.
+        fs::remove_dir_all(&folder).unwrap();
+        fs::create_dir(dir.0.join("real")).unwrap();
+        symlink(dir.0.join("real"), &folder).unwrap();
+        assert!(refused().to_string().contains("only this user"));
+        // That of another user.
+        let other = links_in(&dir.0, &dir.0.join("b"), &library, own_uid() + 1);
+        assert!(other.is_err());
+    }
+
+    #[test]
+    fn the_loader_has_the_links_first() {
+        let list = |rest: Option<&str>| in_front(Path::new("/a"), rest.map(OsString::from));
+        assert_eq!(list(None), "/a");
+        assert_eq!(list(Some("")), "/a");
+        assert_eq!(list(Some("/b:/c")), "/a:/b:/c");
+        assert!(!is_path_of_loader(Path::new("/a:b")));
+        assert!(!is_path_of_loader(Path::new("/$ORIGIN")));
+        assert!(is_path_of_loader(Path::new("/run/user/1000")));
+    }
+
+    #[test]
+    fn programs_that_gain_rights_are_known() {
+        let dir = Dir::new("rights");
+        let program = dir.0.join("program");
+        fs::write(&program, "").unwrap();
+        let mode = |mode| {
+            fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
+        };
+        mode(0o755);
+        assert!(!gains_rights(&program));
+        // The same user, or a group that does not run it: nothing is gained.
+        mode(0o4755);
+        assert!(!gains_rights(&program));
+        assert!(!gains_rights(Path::new("/does/not/exist")));
+        assert_eq!(search(OsStr::new("/a/b")), Some("/a/b".into()));
+        assert!(search(OsStr::new("sh")).is_some());
+        assert_eq!(search(OsStr::new("no-such-program-anywhere")), None);
+        // Root can make it another user's.
+        if own_uid() == 0 && !rustix::thread::no_new_privs().unwrap() {
+            std::os::unix::fs::chown(&program, Some(1), None).unwrap();
+            mode(0o4755);
+            assert!(gains_rights(&program));
+            std::os::unix::fs::chown(&program, Some(0), Some(1)).unwrap();
+            mode(0o2755);
+            assert!(gains_rights(&program));
+            mode(0o2745);
+            assert!(!gains_rights(&program));
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Options of `riser run`.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::ValueHint;
+use riser_transport::roce::RoceFaults;
+use riser_transport::roce::fault::FaultsError;
+
+/// Longest name of an RDMA device, without the zero that ends it (`IBV_SYSFS_NAME_MAX`).
+const NAME_MAX: usize = 63;
+
+/// Arguments of `riser run`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RunArgs {
+    /// Addresses of this host: a device at each, riser0, riser1 and so on [default: 127.0.0.1,
+    /// unless RISER_DEVICES is set]
+    #[arg(long, value_name = "IP", value_delimiter = ',')]
+    pub addr: Vec<IpAddr>,
+    /// A device with this name, at this address of this host; may be repeated
+    #[arg(long, value_name = "NAME=IP")]
+    pub device: Vec<Device>,
+    /// Make the wire bad: a comma-separated list of loss, duplication, corruption and reorder, each
+    /// in percent of the packets sent and of those received, and seed
+    #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = faults)]
+    pub inject: Option<String>,
+    /// Capture all packets to this file; of several processes each writes one that ends in its
+    /// process id
+    #[arg(long, value_name = "FILE", env = "RISER_PCAP")]
+    pub pcap: Option<PathBuf>,
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        value_name = "COMMAND",
+        value_hint = ValueHint::CommandWithArguments,
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    pub command: Vec<OsString>,
+}
+
+/// Checks faults, which the library then reads in the same way.
+fn faults(text: &str) -> Result<String, FaultsError> {
+    text.parse::<RoceFaults>().map(|_| text.to_owned())
+}
+
+/// A device that a program is to see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Name as in `ibv_devices`.
+    pub name: String,
+    /// Its address, one of this host's.
+    pub addr: IpAddr,
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    /// Reads `NAME=IP`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let pair = text.split_once('=');
+        let (name, addr) = pair.ok_or_else(|| format!("`{text}` is not NAME=IP"))?;
+        // Names become parts of paths in programs, and of a list with commas here.
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+        if !(1..=NAME_MAX).contains(&name.len())
+            || !name.chars().all(is_allowed)
+            || name.starts_with('.')
+        {
+            return Err(format!(
+                "`{name}` is not a device's name: 1 to {NAME_MAX} letters, digits, `_`, `-` and `.`"
+            ));
+        }
+        let addr = addr.parse();
+        let addr = addr.map_err(|_| format!("`{text}` has no IP address behind `=`"))?;
+        Ok(Self {
+            name: name.to_owned(),
+            addr,
+        })
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.name, self.addr)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_checked() {
+        let refused = |text: &str| text.parse::<Device>().unwrap_err();
+        assert!(refused("=::1").contains("name"));
+        assert!(refused("a/b=::1").contains("name"));
+        assert!(refused("..=::1").contains("name"));
+        assert!(refused(&format!("{}=::1", "x".repeat(64))).contains("63"));
+        assert!(format!("{}=::1", "x".repeat(63)).parse::<Device>().is_ok());
+        assert!(refused("a=localhost").contains("no IP address"));
+    }
+}

@@ -15,6 +15,7 @@
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
+//! - `cargo xtask verbs`: RDMA programs of others on our libibverbs and librdmacm ([`verbs`]).
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask container`: the container's image ([`container`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
@@ -67,6 +68,7 @@ mod tgt;
 mod tidy;
 mod tree;
 mod tsan;
+mod verbs;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -122,6 +124,8 @@ enum Command {
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
     Conformance(conformance::Options),
+    /// Run RDMA programs of others, and rdma-core's own tests, on our libibverbs and librdmacm.
+    Verbs(verbs::Options),
     /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its
     /// own.
     Package(package::Options),
@@ -172,6 +176,7 @@ fn main() -> ExitCode {
         Command::Fuzz(options) => fuzz::run(&options),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
+        Command::Verbs(options) => verbs::run(&options),
         Command::Package(options) => package::run(&options),
         Command::Container => container::run(),
         Command::Bench(options) => bench::run(&options),

@@ -4,7 +4,9 @@
 //! person at a terminal, and otherwise with yes, after it has been announced.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
@@ -113,6 +115,41 @@ pub(crate) fn install(packages: &[(&str, String)]) {
     let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
     args.extend(packages.iter().map(|(package, _)| *package));
     apt(&args);
+}
+
+/// Unpacks a package into a folder instead of installing it: it may bring services, or other things
+/// that have no business on this machine. Its archive is kept in the user's cache folder.
+pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
+    let archives = cache().join("archives");
+    fs::create_dir_all(&archives)?;
+    let find = || {
+        let is_it = |path: &PathBuf| {
+            let file = path.file_name().unwrap_or_default().to_string_lossy();
+            file.starts_with(&format!("{package}_")) && file.ends_with(".deb")
+        };
+        let entries = fs::read_dir(&archives).ok()?;
+        entries.flatten().map(|entry| entry.path()).find(is_it)
+    };
+    if find().is_none() {
+        if !may_install(&format!("{package} into {}", archives.display())) {
+            return Err(format!("the Debian package {package} is not there").into());
+        }
+        let mut download = sh::cmd("apt-get", ["download", package]);
+        // The cache may be in a home that apt's own user cannot enter.
+        download.args(["-o", "APT::Sandbox::User=root"]);
+        sh::output(download.current_dir(&archives))?;
+    }
+    let archive = find().ok_or_else(|| format!("the package {package} did not arrive"))?;
+    sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(into)).map(drop)
+}
+
+/// The folder where downloads and unpacked kernels are kept.
+pub(crate) fn cache() -> PathBuf {
+    std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("riser")
 }
 
 /// Sees to it that the program of a crate is there: `cargo-NAME`, a subcommand of Cargo, or one by

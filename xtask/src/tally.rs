@@ -17,8 +17,10 @@ use crate::skip;
 pub(crate) enum Kind {
     /// Functions of Rust's test harness.
     Function,
-    /// Tests of libiscsi's suite, over TCP.
+    /// Tests of suites of others: libiscsi's, over TCP, and rdma-core's.
     SuiteTest,
+    /// Cases with RDMA programs of others on our libraries.
+    Program,
     /// Cases with a Linux kernel in a guest.
     Case,
     /// A thing that succeeds or fails as a whole: formatting, lints, a tool of others, a long run,
@@ -27,13 +29,20 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 4] = [Self::Function, Self::SuiteTest, Self::Case, Self::Check];
+    const ALL: [Self; 5] = [
+        Self::Function,
+        Self::SuiteTest,
+        Self::Program,
+        Self::Case,
+        Self::Check,
+    ];
 
     /// The word of the kind in the file of skips.
     const fn word(self) -> &'static str {
         match self {
             Self::Function => skip::FUNCTION,
             Self::SuiteTest => "suite",
+            Self::Program => "program",
             Self::Case => "case",
             Self::Check => "check",
         }
@@ -43,6 +52,7 @@ impl Kind {
         match self {
             Self::Function => "test functions",
             Self::SuiteTest => "suite tests",
+            Self::Program => "RDMA programs",
             Self::Case => "interop cases",
             Self::Check => "checks",
         }

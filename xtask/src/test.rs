@@ -13,6 +13,7 @@ use crate::steps::{
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{
     Failure, conformance, container, demo, instructions, interleavings, interop, package, sh, sim,
+    verbs,
 };
 
 /// Programs that the tests use beyond Rust.
@@ -169,6 +170,13 @@ const STEPS: &[Step] = &[
     step("instructions of reads and writes", |_| instructions_step())
         .requiring(instructions::NEEDS),
     step("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
+    step("RDMA programs on our libraries", |_| {
+        match verbs::run_all(&verbs::Options::for_test()) {
+            Ok((tally, failure)) => Outcome::Ran(tally, failure),
+            Err(e) => Outcome::of(Err(e)),
+        }
+    })
+    .needing(&[verbs::NEEDS]),
     step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
     step("package", |_| package_step())
         .requiring(package::NEEDS)

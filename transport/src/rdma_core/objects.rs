@@ -16,8 +16,8 @@ use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
 use crate::verbs::{
-    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu, PdId,
-    QpId, QpType, SrqId, VerbsError, WcOpcode, WrId,
+    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu,
+    PdId, QpId, QpType, SrqId, VerbsError, WcOpcode, WrId,
 };
 
 /// Completions taken from the library in one call.

@@ -6,6 +6,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::packages::cache;
 use crate::{Failure, sh};
 
 /// The package that names the kernel.
@@ -26,15 +27,6 @@ impl Kernel {
     pub(crate) fn modules(&self) -> PathBuf {
         self.root.join("lib/modules").join(&self.version)
     }
-}
-
-/// The folder where downloads and unpacked kernels are kept.
-pub(crate) fn cache() -> PathBuf {
-    std::env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache")))
-        .unwrap_or_else(std::env::temp_dir)
-        .join("riser")
 }
 
 /// Answers the kernel, fetching it if the cache has none.

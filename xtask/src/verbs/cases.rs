@@ -1,0 +1,458 @@
+//! The cases: which programs are run, and what they must say.
+//!
+//! A command is words between spaces. In it `{server}` and `{client}` are the addresses of the two
+//! sides, `{port}` a port that no other case uses, and `{dir}` a folder of the case's own.
+
+/// Time of a case unless it says otherwise, in seconds.
+const SECONDS: u64 = 30;
+
+/// Sign that a server takes clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ready {
+    /// It listens at TCP port `{port}`.
+    Port,
+    /// Its device has its UDP socket. What follows until it listens takes no system call that could
+    /// be seen.
+    Device,
+    /// It has said this.
+    Says(&'static str),
+}
+
+/// Ways in which a server ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// By itself, with success.
+    Itself,
+    /// When it is asked to, by SIGTERM.
+    Asked,
+}
+
+/// One case.
+#[derive(Clone, Debug)]
+pub(super) struct Case {
+    pub(super) group: &'static str,
+    pub(super) name: String,
+    /// The command that is started first.
+    pub(super) server: Option<String>,
+    pub(super) ready: Ready,
+    pub(super) end: End,
+    /// The command that is started then.
+    pub(super) client: Option<String>,
+    /// Number of clients that run at once, each at an address of its own.
+    pub(super) clients: usize,
+    /// Words in the output of each client, or of the server where there is none.
+    pub(super) says: Vec<&'static str>,
+    /// The client must refuse to do it, by an exit status that is not 0.
+    pub(super) is_refused: bool,
+    /// Faults of both sides' wire.
+    pub(super) faults: Option<&'static str>,
+    /// Two files in `{dir}` that are the same in the end. The first one is there before.
+    pub(super) is_copy: bool,
+    /// Longest time.
+    pub(super) seconds: u64,
+}
+
+impl Case {
+    /// Name with its group.
+    pub(super) fn path(&self) -> String {
+        format!("{}/{}", self.group, self.name)
+    }
+
+    fn alone(group: &'static str, name: &str, command: &str, says: &[&'static str]) -> Self {
+        Self {
+            group,
+            name: name.to_owned(),
+            server: None,
+            ready: Ready::Device,
+            end: End::Itself,
+            client: Some(command.to_owned()),
+            clients: 1,
+            says: says.to_vec(),
+            is_refused: false,
+            faults: None,
+            is_copy: false,
+            seconds: SECONDS,
+        }
+    }
+
+    fn pair(
+        group: &'static str,
+        name: &str,
+        [server, client]: [&str; 2],
+        says: &[&'static str],
+    ) -> Self {
+        Self {
+            server: Some(server.to_owned()),
+            ..Self::alone(group, name, client, says)
+        }
+    }
+
+    fn ready(self, ready: Ready) -> Self {
+        Self { ready, ..self }
+    }
+
+    /// The server serves until it is asked to end.
+    fn asked(self) -> Self {
+        Self {
+            end: End::Asked,
+            ..self
+        }
+    }
+
+    fn clients(self, clients: usize) -> Self {
+        Self { clients, ..self }
+    }
+
+    fn refused(self) -> Self {
+        Self {
+            is_refused: true,
+            ..self
+        }
+    }
+
+    fn faults(self, faults: &'static str) -> Self {
+        Self {
+            faults: Some(faults),
+            ..self
+        }
+    }
+
+    fn seconds(self, seconds: u64) -> Self {
+        Self { seconds, ..self }
+    }
+}
+
+/// Index of the GID that programs are told to use: that of RoCEv2 with the device's address.
+const GID: &str = "0";
+
+/// All cases, in the order of their run.
+pub(super) fn all() -> Vec<Case> {
+    let mut cases = info();
+    cases.extend(pingpong());
+    cases.extend(rdmacm());
+    cases.extend(rsockets());
+    cases.extend(perftest());
+    cases.extend(misuse());
+    cases
+}
+
+fn info() -> Vec<Case> {
+    let watch = Case {
+        server: Some("ibv_asyncwatch -d riser0".to_owned()),
+        client: None,
+        ready: Ready::Says("async event"),
+        end: End::Asked,
+        ..Case::alone("info", "ibv_asyncwatch", "", &["riser0"])
+    };
+    vec![
+        Case::alone("info", "ibv_devices", "ibv_devices", &["riser0"]),
+        Case::alone("info", "ibv_devinfo", "ibv_devinfo", &["PORT_ACTIVE"]),
+        Case::alone(
+            "info",
+            "ibv_devinfo -v",
+            "ibv_devinfo -v -d riser0",
+            &["link_layer:\t\tEthernet", "max_mr_size", "GID["],
+        ),
+        watch,
+    ]
+}
+
+fn pingpong() -> Vec<Case> {
+    // Program, options, their name.
+    const RUNS: &[(&str, &str)] = &[
+        ("ibv_rc_pingpong", "-c"),
+        ("ibv_rc_pingpong", "-c -e"),
+        ("ibv_rc_pingpong", "-c -N"),
+        ("ibv_rc_pingpong", "-c -t"),
+        ("ibv_rc_pingpong", "-c -o"),
+        ("ibv_rc_pingpong", "-c -o -P"),
+        ("ibv_rc_pingpong", "-c -O"),
+        ("ibv_rc_pingpong", "-c -j"),
+        ("ibv_rc_pingpong", "-c -s 1048576 -m 4096 -n 100"),
+        ("ibv_uc_pingpong", "-c"),
+        ("ibv_uc_pingpong", "-c -e"),
+        ("ibv_ud_pingpong", "-c -s 1024"),
+        ("ibv_ud_pingpong", "-c -s 1024 -e"),
+        ("ibv_srq_pingpong", "-c"),
+        ("ibv_srq_pingpong", "-c -e"),
+        ("ibv_srq_pingpong", "-c -q 4"),
+        ("ibv_xsrq_pingpong", ""),
+        ("ibv_xsrq_pingpong", "-e"),
+    ];
+    let case = |(program, options): &(&str, &str)| {
+        let server = format!("{program} -d riser0 -g {GID} -p {{port}} {options}");
+        let client = format!("{server} {{server}}");
+        // Each program prints its figures when all messages have come back.
+        let name = format!("{program} {options}");
+        Case::pair("pingpong", name.trim(), [&server, &client], &["usec/iter"]).ready(Ready::Port)
+    };
+    let mut cases: Vec<_> = RUNS.iter().map(case).collect();
+    let loss = cases[0].clone();
+    cases.push(Case {
+        name: format!("{}, packets lost", loss.name),
+        ..loss.faults("loss=1,reorder=1,seed=7")
+    });
+    cases
+}
+
+fn rdmacm() -> Vec<Case> {
+    let rping = |name: &str, server: &str, client: &str| {
+        let server = format!("rping -s -V -a {{server}} -p {{port}} {server}");
+        let client = format!("rping -c -V -v -a {{server}} -I {{client}} -p {{port}} {client}");
+        Case::pair("rdmacm", name, [&server, &client], &["rdma-ping-19: "])
+    };
+    let mut cases = vec![
+        rping("rping", "-C 20", "-C 20"),
+        rping("rping -S 32768", "-C 20 -S 32768", "-C 20 -S 32768"),
+        rping("rping -q", "-q -C 20", "-q -C 20"),
+        rping("rping, packets lost", "-C 20", "-C 20").faults("loss=1,seed=7"),
+        rping("rping -P, four clients", "-P", "-C 20")
+            .clients(4)
+            .asked(),
+    ];
+    let both = |name: &str, program: &str, options: &str, says: &[&'static str]| {
+        let server = format!("{program} -b {{server}} {options}");
+        let client = format!("{program} -s {{server}} -b {{client}} {options}");
+        Case::pair("rdmacm", name, [&server, &client], says)
+    };
+    let done = &["return status 0"];
+    cases.extend([
+        both("ucmatose", "ucmatose", "", done),
+        both("ucmatose -c 10", "ucmatose", "-c 10 -C 100 -S 4096", done),
+        both("ucmatose -P ib", "ucmatose", "-P ib", done),
+        both("ucmatose -m", "ucmatose", "-m -c 4", done),
+        both("udaddy", "udaddy", "", done),
+        both("udaddy -c 5", "udaddy", "-c 5 -C 20 -S 1000", done),
+        both("udaddy -p 2", "udaddy", "-p 0x0002", done),
+        both("cmtime", "cmtime", "-c 50 -p {port}", &["disconnect"]),
+    ]);
+    let group = "239.255.17.1";
+    cases.push(Case::pair(
+        "rdmacm",
+        "mckey",
+        [
+            &format!("mckey -m {group} -b {{server}}"),
+            &format!("mckey -m {group} -s -b {{client}}"),
+        ],
+        done,
+    ));
+    let simple = |name: &str, server: &str, client: &str, says: &[&'static str]| {
+        let server = format!("{server} -p {{port}}");
+        let client = format!("{client} -s {{server}} -p {{port}}");
+        Case::pair("rdmacm", name, [&server, &client], says)
+    };
+    cases.extend([
+        simple("rdma_client", "rdma_server", "rdma_client", &["end 0"]),
+        simple("rdma_xclient", "rdma_xserver", "rdma_xclient", &["end 0"]),
+        simple(
+            "rdma_xclient -c x",
+            "rdma_xserver -c x",
+            "rdma_xclient -c x",
+            &["end 0"],
+        ),
+    ]);
+    cases
+}
+
+fn rsockets() -> Vec<Case> {
+    // A line of figures for each size.
+    let figures = &["Gb/sec"];
+    let both = |name: &str, program: &str, options: &str| {
+        let server = format!("{program} -b {{server}} -p {{port}} {options}");
+        let client = format!("{program} -s {{server}} -b {{client}} -p {{port}} {options}");
+        Case::pair("rsockets", name, [&server, &client], figures)
+    };
+    let copy = Case {
+        is_copy: true,
+        ..Case::pair(
+            "rsockets",
+            "rcopy",
+            [
+                "rcopy -p {port}",
+                "rcopy {dir}/first {server}:{dir}/second -p {port}",
+            ],
+            &["Gb/sec"],
+        )
+        .asked()
+    };
+    vec![
+        both("rstream", "rstream", "-T v -I 10 -C 100"),
+        both("rstream -S all", "rstream", "-T v -S all").seconds(120),
+        both("rstream -T a", "rstream", "-T v -T a -I 10 -C 100"),
+        both("rstream -T n", "rstream", "-T v -T n -I 10 -C 100"),
+        both("rstream -T r", "rstream", "-T v -T r -I 10 -C 100"),
+        both("riostream", "riostream", "-T v -I 10"),
+        both("udpong", "udpong", "-C 100"),
+        both("udpong -T e", "udpong", "-T e -C 100"),
+        copy,
+    ]
+}
+
+/// A program of perftest: which transport services it knows, and whether it takes `-e`.
+struct Test {
+    program: &'static str,
+    services: &'static [&'static str],
+    has_events: bool,
+    options: &'static [&'static str],
+}
+
+fn perftest() -> Vec<Case> {
+    const TESTS: &[Test] = &[
+        Test {
+            program: "ib_send_bw",
+            services: &["RC", "UC", "UD", "XRC"],
+            has_events: true,
+            options: &[
+                "-b",
+                "-q 4",
+                "--use-srq",
+                "-l 8",
+                "-I 64 -s 64",
+                "-s 8 -Q 1",
+            ],
+        },
+        Test {
+            program: "ib_send_lat",
+            services: &["RC", "UC", "UD", "XRC"],
+            has_events: true,
+            options: &["-I 0 -s 8"],
+        },
+        Test {
+            program: "ib_write_bw",
+            services: &["RC", "UC", "XRC"],
+            has_events: true,
+            options: &["-b", "-q 4", "-l 8", "--odp"],
+        },
+        Test {
+            program: "ib_write_lat",
+            services: &["RC", "UC", "XRC"],
+            has_events: false,
+            options: &["-I 0 -s 8"],
+        },
+        Test {
+            program: "ib_read_bw",
+            services: &["RC", "XRC"],
+            has_events: true,
+            options: &["-b", "-q 4", "-o 1", "--odp"],
+        },
+        Test {
+            program: "ib_read_lat",
+            services: &["RC", "XRC"],
+            has_events: true,
+            options: &[],
+        },
+        Test {
+            program: "ib_atomic_bw",
+            services: &["RC", "XRC"],
+            has_events: true,
+            options: &["-A CMP_AND_SWAP", "-A FETCH_AND_ADD", "-q 4"],
+        },
+        Test {
+            program: "ib_atomic_lat",
+            services: &["RC", "XRC"],
+            has_events: true,
+            options: &["-A CMP_AND_SWAP"],
+        },
+    ];
+    TESTS.iter().flat_map(Test::cases).collect()
+}
+
+impl Test {
+    fn cases(&self) -> Vec<Case> {
+        let is_atomic = self.program.contains("atomic");
+        let is_bandwidth = self.program.ends_with("_bw");
+        // Every size up to 8 MiB, but few of each: a size that is cut wrongly shows at once. An
+        // atomic operation has one size.
+        let sizes = match (is_atomic, is_bandwidth) {
+            (true, _) => "-n 500",
+            (false, true) => "-a -n 20 -t 16",
+            (false, false) => "-a -n 20",
+        };
+        let mut options = Vec::new();
+        for service in self.services {
+            options.push(format!("-c {service} {sizes}"));
+        }
+        if self.has_events {
+            options.push("-c RC -e -n 200".to_owned());
+        }
+        for service in ["RC", "UD"] {
+            if self.services.contains(&service) {
+                options.push(format!("-c {service} -R -n 200"));
+            }
+        }
+        let more = self.options.iter();
+        options.extend(more.map(|more| format!("-c RC {more} -n 200")));
+        options.iter().map(|options| self.case(options)).collect()
+    }
+
+    fn case(&self, options: &str) -> Case {
+        let program = self.program;
+        // The program asks for itself where it is to say nothing of the processor's frequency.
+        let mut server = format!("{program} -F -d riser0 -p {{port}} {options}");
+        let mut client = format!("{server} {{server}}");
+        let mut ready = Ready::Port;
+        if options.contains("-R") {
+            // The connection manager chooses the devices by these addresses.
+            server += " --source_ip {server}";
+            client += " --source_ip {client}";
+            ready = Ready::Device;
+        }
+        let figures = if program.ends_with("_bw") {
+            "BW average"
+        } else {
+            "t_typical"
+        };
+        let name = format!("{program} {options}");
+        Case::pair("perftest", &name, [&server, &client], &[figures])
+            .ready(ready)
+            .seconds(60)
+    }
+}
+
+fn misuse() -> Vec<Case> {
+    let refused = |name: &str, command: &str, says: &'static str| {
+        Case::alone("misuse", name, command, &[says]).refused()
+    };
+    vec![
+        refused(
+            "a device that does not exist",
+            "ibv_devinfo -d riser7",
+            "not found",
+        ),
+        refused(
+            "a device that does not exist, rc_pingpong",
+            "ibv_rc_pingpong -d riser7",
+            "not found",
+        ),
+        refused(
+            "port 2",
+            "ibv_rc_pingpong -d riser0 -i 2 -g 0 -p {port}",
+            "",
+        ),
+        refused(
+            "a queue that is too long",
+            "ibv_rc_pingpong -d riser0 -g 0 -r 100000000 -p {port}",
+            "",
+        ),
+        refused(
+            "rping without a server",
+            "rping -c -a {server} -I {client} -p {port} -C 1",
+            "",
+        ),
+        refused(
+            "rping to an address of no host",
+            "rping -c -a 192.0.2.77 -p {port} -C 1",
+            "",
+        ),
+        refused(
+            "rping from an address of no device",
+            "rping -c -a {server} -I 192.0.2.77",
+            "",
+        ),
+        refused(
+            "more connections than a queue pair number has",
+            "ib_send_bw -d riser0 -q 17000000 -p {port}",
+            "",
+        ),
+    ]
+}

@@ -1,0 +1,403 @@
+//! `cargo xtask verbs`: RDMA programs of others on our `libibverbs.so.1` and `librdmacm.so.1`.
+//!
+//! Each program runs under `riser run` as it comes from Debian, at a loopback address of its own, on
+//! a machine that needs no RDMA device and no module of the kernel. As root they run as a user
+//! without any right ([`runner`]). What is run, and what it must say, is a table ([`cases`]); the
+//! other judges are rdma-core's own tests ([`pyverbs`]) and the symbols of its libraries
+//! ([`symbols`]). What is known not to work yet is in one list, [`NOT_YET`].
+
+mod cases;
+mod pyverbs;
+mod runner;
+mod symbols;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cases::Case;
+use pyverbs::{Test, Verdict};
+use runner::Rig;
+
+use crate::daemon::OPTIMIZED;
+use crate::packages::{Need, ensure, need};
+use crate::tally::{Counts, Kind, Tally, note, noted};
+use crate::{Failure, root, sh};
+
+/// Debian packages with the programs.
+pub(crate) const NEEDS: &[Need] = &[
+    need("ibv_devinfo", "ibverbs-utils", "programs for verbs"),
+    need("rping", "rdmacm-utils", "programs for connections"),
+    need("ib_write_bw", "perftest", "perftest"),
+    pyverbs::NEED,
+    symbols::NEED,
+];
+
+/// Cases and tests that are known not to work yet, by the beginning of their paths (`--list`), with
+/// the reason. They are counted apart, and only `--not-yet` runs them.
+const NOT_YET: &[(&str, &str)] = &[];
+
+/// Group and name of the comparison of symbols.
+const SYMBOLS: &str = "symbols/exports";
+
+/// Group of rdma-core's own tests.
+const PYVERBS: &str = "pyverbs";
+
+/// Options of `cargo xtask verbs`.
+///
+/// The output of each program is kept.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Run only the cases whose path contains one of these words.
+    words: Vec<String>,
+    /// List the cases and end.
+    #[arg(long)]
+    list: bool,
+    /// Run also what is known not to work yet.
+    #[arg(long)]
+    not_yet: bool,
+    /// Profile of Cargo that the programs are built in.
+    #[arg(long, default_value = OPTIMIZED)]
+    profile: String,
+    /// A folder with `riser` and `libriser_drop_in.so`, instead of building them.
+    #[arg(long)]
+    programs: Option<PathBuf>,
+    /// Folder of the logs.
+    #[arg(long, default_value = ".build/verbs")]
+    logs: PathBuf,
+}
+
+impl Options {
+    /// Options of the test command.
+    pub(crate) fn for_test() -> Self {
+        Self {
+            words: Vec::new(),
+            list: false,
+            not_yet: false,
+            profile: OPTIMIZED.to_owned(),
+            programs: None,
+            logs: ".build/verbs".into(),
+        }
+    }
+
+    fn is_chosen(&self, path: &str) -> bool {
+        self.words.is_empty() || self.words.iter().any(|word| path.contains(word.as_str()))
+    }
+}
+
+/// One result.
+struct Row {
+    path: String,
+    kind: Kind,
+    outcome: Outcome,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Outcome {
+    Passed,
+    Failed(String),
+    Skipped(String),
+    NotYet(&'static str),
+}
+
+/// Runs the cases and prints their table.
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    if options.list {
+        for path in all_paths() {
+            println!("{path}{}", not_yet(&path).map_or("", |_| "  (not yet)"));
+        }
+        return Ok(());
+    }
+    let (_, failure) = run_all(options)?;
+    // They are printed, and nothing counts them here.
+    let _ = noted();
+    failure.map_or(Ok(()), |why| Err(why.into()))
+}
+
+/// Runs the cases; their counts, and what went wrong if something did.
+pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Failure> {
+    ensure(NEEDS);
+    let programs = match &options.programs {
+        Some(folder) => std::fs::canonicalize(folder)?,
+        None => build(&options.profile)?,
+    };
+    let scratch = sh::Scratch::new("verbs")?;
+    let logs = root().join(&options.logs);
+    let rig = Rig::new(&programs, &scratch, &logs)?;
+    let mut rows = Vec::new();
+    if options.is_chosen(SYMBOLS) {
+        rows.push(of_symbols(&programs));
+    }
+    for (number, case) in cases::all().iter().enumerate() {
+        if options.is_chosen(&case.path()) {
+            rows.push(of_case(options, &rig, number, case));
+        }
+    }
+    rows.extend(of_pyverbs(options, &rig, &scratch));
+    if rows.is_empty() {
+        return Err("no case has one of these words in its path".into());
+    }
+    let (tally, failure) = count(&rows);
+    print_skips(&rows);
+    println!("\n{}; logs in {}", summary(&rows), options.logs.display());
+    Ok((tally, failure))
+}
+
+/// Builds the program and the library; answers their folder.
+fn build(profile: &str) -> Result<PathBuf, Failure> {
+    println!("building riser and its libraries");
+    let packages = ["-p", "riser-initiator", "-p", "riser-drop-in"];
+    let args = ["build", "-q", "--profile", profile];
+    sh::run(&mut sh::cargo(args.into_iter().chain(packages)))?;
+    let folder = if profile == "dev" { "debug" } else { profile };
+    Ok(root().join(".build").join(folder))
+}
+
+fn all_paths() -> Vec<String> {
+    let cases = cases::all();
+    let paths = cases.iter().map(Case::path);
+    let first = std::iter::once(SYMBOLS.to_owned());
+    first
+        .chain(paths)
+        .chain([format!("{PYVERBS}/MODULE.CLASS.TEST")])
+        .collect()
+}
+
+/// The reason why something does not work yet, if it is on the list.
+fn not_yet(path: &str) -> Option<&'static str> {
+    let is_it = |(beginning, _): &&(&str, _)| path.starts_with(*beginning);
+    NOT_YET.iter().find(is_it).map(|(_, why)| *why)
+}
+
+fn of_symbols(programs: &Path) -> Row {
+    let began = Instant::now();
+    let library = programs.join("libriser_drop_in.so");
+    let outcome = if sh::which(symbols::NEED.program).is_none() {
+        Outcome::Skipped(format!("{} is missing", symbols::NEED.program))
+    } else {
+        match symbols::compare(&library) {
+            Ok(said) => {
+                println!("symbols that are there: {said}");
+                Outcome::Passed
+            }
+            Err(why) => Outcome::Failed(why.to_string()),
+        }
+    };
+    show(SYMBOLS.to_owned(), Kind::Check, outcome, began.elapsed())
+}
+
+fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
+    let path = case.path();
+    let row = |outcome, took| show(path.clone(), Kind::Program, outcome, took);
+    if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
+        return row(Outcome::NotYet(why), Duration::ZERO);
+    }
+    let commands = [&case.server, &case.client].into_iter().flatten();
+    let mut programs = commands.filter_map(|command| command.split(' ').next());
+    if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
+        return row(
+            Outcome::Skipped(format!("{program} is missing")),
+            Duration::ZERO,
+        );
+    }
+    match rig.run(number, case) {
+        Ok(took) => row(Outcome::Passed, took),
+        Err(why) => row(Outcome::Failed(why.to_string()), Duration::ZERO),
+    }
+}
+
+/// rdma-core's own tests, a process for each module: one that ends in a module does not take the
+/// others along.
+fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
+    let is_named = |word: &String| word.starts_with(PYVERBS) || word.starts_with("test_");
+    if !options.words.is_empty() && !options.words.iter().any(is_named) {
+        return Vec::new();
+    }
+    let all = |outcome| {
+        vec![show(
+            PYVERBS.to_owned(),
+            Kind::SuiteTest,
+            outcome,
+            Duration::ZERO,
+        )]
+    };
+    if sh::which(pyverbs::NEED.program).is_none() {
+        let why = format!("{} is missing", pyverbs::NEED.package);
+        return all(Outcome::Skipped(why));
+    }
+    let modules = match pyverbs::unpack(scratch) {
+        Ok(modules) => modules,
+        Err(why) => return all(Outcome::Skipped(why.to_string())),
+    };
+    let mut rows = Vec::new();
+    for module in modules {
+        let path = format!("{PYVERBS}/{module}");
+        if !options.is_chosen(&path) {
+            continue;
+        }
+        if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
+            rows.push(show(
+                path,
+                Kind::SuiteTest,
+                Outcome::NotYet(why),
+                Duration::ZERO,
+            ));
+            continue;
+        }
+        let began = Instant::now();
+        match pyverbs::run(rig, scratch, &module) {
+            Ok(tests) => rows.extend(module_rows(options, &path, tests, began.elapsed())),
+            Err(why) => {
+                let outcome = Outcome::Failed(why.to_string());
+                rows.push(show(path, Kind::SuiteTest, outcome, began.elapsed()));
+            }
+        }
+    }
+    rows
+}
+
+/// Rows of the tests of a module, for which one line is printed, and one for each failure.
+fn module_rows(options: &Options, path: &str, tests: Vec<Test>, took: Duration) -> Vec<Row> {
+    let row = |test: Test| {
+        let path = format!("{PYVERBS}/{}", test.name);
+        let outcome = match test.verdict {
+            Verdict::Passed => Outcome::Passed,
+            Verdict::Skipped(why) => Outcome::Skipped(why),
+            Verdict::Failed(why) => Outcome::Failed(why),
+            Verdict::Unfinished => Outcome::Failed("its process ended, or its time was up".into()),
+        };
+        let outcome = match (not_yet(&path).filter(|_| !options.not_yet), outcome) {
+            (Some(why), Outcome::Failed(_)) => Outcome::NotYet(why),
+            // So the list becomes shorter when something is done.
+            (Some(_), Outcome::Passed) => Outcome::Failed("it passes: take it off the list".into()),
+            (_, outcome) => outcome,
+        };
+        Row {
+            path,
+            kind: Kind::SuiteTest,
+            outcome,
+        }
+    };
+    let rows: Vec<_> = tests.into_iter().map(row).collect();
+    println!(
+        "{path:<58} {:>6.1} s  {}",
+        took.as_secs_f64(),
+        summary(&rows)
+    );
+    for row in &rows {
+        if let Outcome::Failed(why) = &row.outcome {
+            println!("  FAILED   {}: {why}", row.path);
+        }
+    }
+    rows
+}
+
+/// Prints a result and answers its row.
+fn show(path: String, kind: Kind, outcome: Outcome, took: Duration) -> Row {
+    let said = match &outcome {
+        Outcome::Passed => format!("{:>6.1} s  ok", took.as_secs_f64()),
+        Outcome::Failed(why) => format!("{:>8}  FAILED: {why}", ""),
+        Outcome::Skipped(why) => format!("{:>8}  skipped: {why}", ""),
+        Outcome::NotYet(why) => format!("{:>8}  not yet: {why}", ""),
+    };
+    println!("{path:<58} {said}");
+    Row {
+        path,
+        kind,
+        outcome,
+    }
+}
+
+/// Counts of the rows, and the failures. What was skipped is noted.
+fn count(rows: &[Row]) -> (Tally, Option<String>) {
+    let mut tally = Tally::default();
+    let mut failures = Vec::new();
+    for row in rows {
+        let mut counts = Counts::default();
+        match &row.outcome {
+            Outcome::Passed => counts.passed = 1,
+            Outcome::Failed(why) => {
+                counts.failed = 1;
+                failures.push(format!("{}: {why}", row.path));
+            }
+            Outcome::Skipped(why) => note(row.kind, &row.path, why),
+            Outcome::NotYet(why) => note(row.kind, &row.path, &format!("not yet: {why}")),
+        }
+        tally.add(row.kind, counts);
+    }
+    (tally, (!failures.is_empty()).then(|| failures.join("\n")))
+}
+
+fn summary(rows: &[Row]) -> String {
+    let count = |is: fn(&Outcome) -> bool| rows.iter().filter(|row| is(&row.outcome)).count();
+    format!(
+        "{} passed, {} failed, {} skipped, {} not yet",
+        count(|o| *o == Outcome::Passed),
+        count(|o| matches!(o, Outcome::Failed(_))),
+        count(|o| matches!(o, Outcome::Skipped(_))),
+        count(|o| matches!(o, Outcome::NotYet(_)))
+    )
+}
+
+/// A line for each reason of a skip.
+fn print_skips(rows: &[Row]) {
+    let mut reasons = BTreeMap::<&str, Vec<&str>>::new();
+    for row in rows {
+        if let Outcome::Skipped(why) = &row.outcome {
+            reasons.entry(why).or_default().push(&row.path);
+        }
+    }
+    for (why, paths) in reasons {
+        println!("skipped, {why}: {}", paths.join(" "));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn paths_are_unique_and_the_list_names_things_that_exist() {
+        let paths = all_paths();
+        let unique: BTreeSet<_> = paths.iter().collect();
+        assert_eq!(unique.len(), paths.len());
+        for (beginning, _) in NOT_YET {
+            // rdma-core's tests are known to its package only.
+            let is_known = beginning.starts_with(PYVERBS)
+                || paths.iter().any(|path| path.starts_with(beginning));
+            assert!(is_known, "{beginning}");
+        }
+    }
+
+    #[test]
+    fn rows_are_counted() {
+        let row = |outcome| Row {
+            path: "a/b".to_owned(),
+            kind: Kind::Program,
+            outcome,
+        };
+        let rows = [
+            row(Outcome::Passed),
+            row(Outcome::Failed("why".to_owned())),
+            row(Outcome::Passed),
+        ];
+        assert_eq!(summary(&rows), "2 passed, 1 failed, 0 skipped, 0 not yet");
+        let (tally, failure) = count(&rows);
+        assert_eq!(tally.counts(Kind::Program).passed, 2);
+        assert_eq!(tally.counts(Kind::Program).failed, 1);
+        assert_eq!(failure.as_deref(), Some("a/b: why"));
+    }
+
+    #[test]
+    fn words_choose_cases() {
+        let options = Options {
+            words: vec!["rping".to_owned(), "info/".to_owned()],
+            ..Options::for_test()
+        };
+        assert!(options.is_chosen("rdmacm/rping -q"));
+        assert!(options.is_chosen("info/ibv_devices"));
+        assert!(!options.is_chosen("pyverbs/test_qp"));
+    }
+}

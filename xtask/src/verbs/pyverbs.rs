@@ -1,0 +1,285 @@
+//! rdma-core's own tests, which are in Python: those that name no vendor, at Debian's version.
+//!
+//! Debian has them as documentation of the package `rdma-core`, which is unpacked and not installed:
+//! it brings services and rules for adapters.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::runner::{Ended, Rig};
+use crate::packages::{Need, need};
+use crate::{Failure, packages, sh};
+
+/// The module by which the tests use the library. A file of it, as it has no program.
+pub(super) const NEED: Need = need(
+    "/usr/lib/python3/dist-packages/pyverbs/__init__.py",
+    "python3-pyverbs",
+    "rdma-core's own tests",
+);
+
+/// Debian's Python, for which the module is built.
+const PYTHON: &str = "/usr/bin/python3";
+
+/// Package that has the tests, and their folder in it.
+const PACKAGE: &str = "rdma-core";
+const FOLDER: &str = "usr/share/doc/rdma-core/tests";
+
+/// Beginnings of modules that are about devices of a vendor, or memory of a graphics processor.
+const VENDORS: [&str; 3] = ["test_mlx5", "test_efa", "test_cuda"];
+
+/// Longest time of a module.
+const PATIENCE: Duration = Duration::from_secs(240);
+
+/// Results of one test.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It holds.
+    Passed,
+    /// It was not tried, for this reason.
+    Skipped(String),
+    /// It does not hold, by the last line of its trace.
+    Failed(String),
+    /// The process ended within it.
+    Unfinished,
+}
+
+/// A test and its result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Test {
+    /// `module.Class.function`.
+    pub(super) name: String,
+    pub(super) verdict: Verdict,
+}
+
+/// Unpacks the tests into a folder that processes can read; answers their modules.
+pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
+    let package = scratch.join("rdma-core");
+    packages::unpack(PACKAGE, &package)?;
+    let folder = scratch.join("tests");
+    fs::create_dir_all(&folder)?;
+    let files = fs::read_dir(package.join(FOLDER));
+    let files = files.map_err(|e| format!("the package {PACKAGE} has no {FOLDER}: {e}"))?;
+    let mut modules = Vec::new();
+    for file in files {
+        let path = file?.path();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let plain = name.trim_end_matches(".gz");
+        if VENDORS.iter().any(|vendor| plain.starts_with(vendor)) {
+            continue;
+        }
+        let text = match name.ends_with(".gz") {
+            true => sh::output(&mut sh::cmd("gzip", [Path::new("-dc"), &path]))?,
+            false => fs::read_to_string(&path)?,
+        };
+        fs::write(folder.join(plain), text)?;
+        if plain.starts_with("test_") {
+            modules.push(plain.trim_end_matches(".py").to_owned());
+        }
+    }
+    modules.sort();
+    match modules.is_empty() {
+        true => Err(format!("{FOLDER} of the package {PACKAGE} has no tests").into()),
+        false => Ok(modules),
+    }
+}
+
+/// Runs the tests of one module in a process.
+pub(super) fn run(rig: &Rig, scratch: &sh::Scratch, module: &str) -> Result<Vec<Test>, Failure> {
+    let runner = scratch.join("tests/run_tests.py");
+    let runner = runner.display().to_string();
+    let words = [
+        PYTHON, "-B", &runner, "--dev", "riser0", "--port", "1", "--gid", "0", "-v", module,
+    ];
+    let command = rig.command("127.0.17.1", None, &words);
+    let mut process = rig.start(command, &format!("pyverbs/{module}"))?;
+    let ended = process.end(Instant::now() + PATIENCE);
+    let tests = parse(&ended.said);
+    let is_whole = ended.said.lines().any(|line| line.starts_with("Ran "));
+    if tests.is_empty() && !is_whole {
+        return Err(format!("{}\n{}", how(&ended), last_line(&ended.said)).into());
+    }
+    Ok(tests)
+}
+
+fn how(ended: &Ended) -> String {
+    match ended.status {
+        None => "its time was up".to_owned(),
+        Some(status) => format!("no test ran, {status}"),
+    }
+}
+
+/// Reads what unittest prints with `-v`, and the traces at its end.
+///
+/// A test is `name (module.Class.name)`, perhaps a line of its description, then `... ` and its
+/// result. What the test prints may stand between.
+fn parse(said: &str) -> Vec<Test> {
+    let mut tests: Vec<Test> = Vec::new();
+    let mut is_open = false;
+    let end = said.find("\n======").unwrap_or(said.len());
+    let traces = traces(&said[end..]);
+    for line in said[..end].lines() {
+        let mut rest = line;
+        if let Some(name) = begun(line) {
+            tests.push(Test {
+                name,
+                verdict: Verdict::Unfinished,
+            });
+            is_open = true;
+            rest = line.split_once(" ... ").map_or("", |(_, rest)| rest);
+        } else if is_open && let Some((_, result)) = line.rsplit_once(" ... ") {
+            rest = result;
+        }
+        let Some(test) = tests.last_mut().filter(|_| is_open) else {
+            continue;
+        };
+        let verdict = match rest.trim() {
+            "ok" => Verdict::Passed,
+            "FAIL" | "ERROR" => {
+                let why = traces.get(&test.name).cloned();
+                Verdict::Failed(why.unwrap_or_default())
+            }
+            rest if rest.starts_with("skipped") => {
+                let why = rest.trim_start_matches("skipped").trim();
+                Verdict::Skipped(why.trim_matches(['\'', '"']).to_owned())
+            }
+            _ => continue,
+        };
+        test.verdict = verdict;
+        is_open = false;
+    }
+    // What fails as a class or a module is set up has a trace and no line of its own.
+    for (name, why) in traces {
+        if !tests.iter().any(|test| test.name == name) {
+            tests.push(Test {
+                name,
+                verdict: Verdict::Failed(why),
+            });
+        }
+    }
+    tests
+}
+
+/// The name of the test that a line begins.
+fn begun(line: &str) -> Option<String> {
+    let (function, rest) = line.split_once(" (")?;
+    let (class, _) = rest.split_once(')')?;
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "_.".contains(c);
+    if !function.starts_with("test")
+        || !function.chars().all(is_name)
+        || !class.chars().all(is_name)
+    {
+        return None;
+    }
+    Some(full_name(function, class))
+}
+
+/// `tests.module.Class`, to which newer versions of Python add the function, as `module.Class.function`.
+fn full_name(function: &str, class: &str) -> String {
+    let class = class.trim_start_matches("tests.");
+    match class.ends_with(&format!(".{function}")) {
+        true => class.to_owned(),
+        false => format!("{class}.{function}"),
+    }
+}
+
+/// The last line of each trace, by the test's name.
+fn traces(text: &str) -> BTreeMap<String, String> {
+    let mut traces = BTreeMap::new();
+    for part in text.split("\n======").skip(1) {
+        let mut lines = part.lines().skip(1);
+        let head = lines.next().unwrap_or_default();
+        let head = head
+            .strip_prefix("ERROR: ")
+            .or_else(|| head.strip_prefix("FAIL: "));
+        let Some((function, rest)) = head.and_then(|head| head.split_once(" (")) else {
+            continue;
+        };
+        let class = rest.split(')').next().unwrap_or_default();
+        let end = lines.take_while(|line| !line.starts_with("Ran "));
+        let end = end.filter(|line| !line.trim().is_empty() && !line.starts_with("---"));
+        let why = end.last().unwrap_or_default().trim().to_owned();
+        traces.insert(full_name(function, class), why);
+    }
+    traces
+}
+
+fn last_line(said: &str) -> String {
+    let mut lines = said.lines().rev();
+    let line = lines.find(|line| !line.trim().is_empty());
+    line.unwrap_or_default().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAID: &str = "\
+test_alloc_pd (tests.test_pd.PDTest.test_alloc_pd)
+Test ibv_alloc_pd() ... ok
+test_create_pd_none_ctx (tests.test_pd.PDTest.test_create_pd_none_ctx) ... a warning
+ok
+test_dm (tests.test_device.DMTest) ... skipped 'Unsupported memory size'
+test_odp (tests.test_odp.OdpTest.test_odp) ... ERROR
+test_more (tests.test_odp.OdpTest.test_more) ... FAIL
+test_last (tests.test_odp.OdpTest.test_last)
+It ends here ... 
+======================================================================
+ERROR: test_odp (tests.test_odp.OdpTest.test_odp)
+----------------------------------------------------------------------
+Traceback (most recent call last):
+  File \"a.py\", line 1, in b
+pyverbs.pyverbs_error.PyverbsRDMAError: Failed to register. Errno: 95, Operation not supported
+
+======================================================================
+FAIL: test_more (tests.test_odp.OdpTest.test_more)
+----------------------------------------------------------------------
+Traceback (most recent call last):
+AssertionError: 1 != 2
+
+======================================================================
+ERROR: setUpClass (tests.test_x.XTest)
+----------------------------------------------------------------------
+Traceback (most recent call last):
+KeyError: 'a'
+
+----------------------------------------------------------------------
+Ran 5 tests in 0.1s
+
+FAILED (errors=2)
+";
+
+    #[test]
+    fn results_are_read() {
+        let test = |name: &str, verdict| Test {
+            name: name.to_owned(),
+            verdict,
+        };
+        let failed = |why: &str| Verdict::Failed(why.to_owned());
+        let unsupported = "pyverbs.pyverbs_error.PyverbsRDMAError: Failed to register. Errno: 95, \
+                           Operation not supported";
+        assert_eq!(
+            parse(SAID),
+            [
+                test("test_pd.PDTest.test_alloc_pd", Verdict::Passed),
+                test("test_pd.PDTest.test_create_pd_none_ctx", Verdict::Passed),
+                test(
+                    "test_device.DMTest.test_dm",
+                    Verdict::Skipped("Unsupported memory size".to_owned())
+                ),
+                test("test_odp.OdpTest.test_odp", failed(unsupported)),
+                test(
+                    "test_odp.OdpTest.test_more",
+                    failed("AssertionError: 1 != 2")
+                ),
+                test("test_odp.OdpTest.test_last", Verdict::Unfinished),
+                test("test_x.XTest.setUpClass", failed("KeyError: 'a'")),
+            ]
+        );
+    }
+}

@@ -1,0 +1,75 @@
+//! Symbols of Debian's libraries, and of ours, which must have them all with their versions.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::packages::{Need, need};
+use crate::{Failure, sh};
+
+/// The program that lists them.
+pub(super) const NEED: Need = need("nm", "binutils", "symbols of the libraries");
+
+/// The libraries in whose place ours is.
+const LIBRARIES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+
+/// Compares our library with those of this machine; answers the number of symbols of each.
+///
+/// # Errors
+/// The symbols that ours lacks.
+pub(super) fn compare(ours: &Path) -> Result<String, Failure> {
+    let has = exports(ours)?;
+    let mut said = Vec::new();
+    let mut missing = Vec::new();
+    for library in LIBRARIES {
+        let path = find(library).ok_or_else(|| format!("this machine has no {library}"))?;
+        let wanted = exports(&path)?;
+        said.push(format!("{library}: {}", wanted.len()));
+        missing.extend(wanted.difference(&has).cloned());
+    }
+    match missing.is_empty() {
+        true => Ok(said.join(", ")),
+        false => Err(format!("{} are missing: {}", missing.len(), missing.join(" ")).into()),
+    }
+}
+
+/// Debian's file of a library.
+pub(super) fn find(library: &str) -> Option<PathBuf> {
+    // In a folder that is named after the architecture.
+    let folders = fs::read_dir("/usr/lib").ok()?;
+    let files = folders.flatten().map(|folder| folder.path().join(library));
+    files.into_iter().find(|file| file.is_file())
+}
+
+fn exports(library: &Path) -> Result<BTreeSet<String>, Failure> {
+    let text = sh::output(sh::cmd("nm", ["-D", "--defined-only"]).arg(library))?;
+    let found = parse(&text);
+    match found.is_empty() {
+        true => Err(format!("{} has no symbols with versions", library.display()).into()),
+        false => Ok(found),
+    }
+}
+
+/// `name@@VERSION` for each that has a version. Those of a version itself (kind `A`) are no symbols.
+fn parse(text: &str) -> BTreeSet<String> {
+    let symbol = |line: &str| {
+        let mut fields = line.split_whitespace().rev();
+        let (name, kind) = (fields.next()?, fields.next()?);
+        (kind != "A" && name.contains('@')).then(|| name.to_owned())
+    };
+    text.lines().filter_map(symbol).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn symbols_have_their_versions() {
+        let text = "0000000000000000 A IBVERBS_1.0\n000000000000d0a0 T ibv_alloc_pd@@IBVERBS_1.1\n\
+                    000000000000d0a0 T ibv_alloc_pd@IBVERBS_1.0\n0000000000012345 T _init\n\
+                    0000000000000000 A IBVERBS_1.1@@IBVERBS_1.1\n";
+        let wanted = ["ibv_alloc_pd@@IBVERBS_1.1", "ibv_alloc_pd@IBVERBS_1.0"];
+        assert_eq!(parse(text), wanted.map(str::to_owned).into());
+    }
+}

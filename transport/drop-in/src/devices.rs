@@ -5,10 +5,12 @@
 
 use std::ffi::{CStr, c_char, c_int};
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::{env, ptr};
 
 use riser_rdma_core_sys::bindings::*;
+use riser_transport::roce::RoceFaults;
 use riser_transport::roce::nic::device_guid;
 use tracing::error;
 
@@ -58,9 +60,37 @@ pub(crate) fn devices() -> &'static [Device] {
             error!("RISER_DEVICES: {reason}");
             Vec::new()
         });
+        let faults = env::var("RISER_INJECT").map_or_else(
+            |_| RoceFaults::default(),
+            |text| {
+                text.parse().unwrap_or_else(|reason| {
+                    error!("RISER_INJECT: {reason}");
+                    RoceFaults::default()
+                })
+            },
+        );
         let devices = configs.into_iter().enumerate();
-        devices.map(|(index, config)| make(index, config)).collect()
+        devices
+            .map(|(index, config)| Config {
+                faults,
+                capture: capture_file(&config.name, index),
+                ..config
+            })
+            .enumerate()
+            .map(|(index, config)| make(index, config))
+            .collect()
     })
+}
+
+/// File to capture a device's packets to. Each process has its own, and each device after the first
+/// one.
+fn capture_file(name: &str, index: usize) -> Option<PathBuf> {
+    let mut file = env::var_os("RISER_PCAP")?;
+    if index > 0 {
+        file.push(format!(".{name}"));
+    }
+    file.push(format!(".{}", std::process::id()));
+    Some(file.into())
 }
 
 fn start_log() {
@@ -90,7 +120,7 @@ fn parse(text: &str) -> Result<Vec<Config>, String> {
         configs.push(Config {
             name: name.to_owned(),
             addr,
-            faults: Default::default(),
+            faults: RoceFaults::default(),
             capture: None,
         });
     }

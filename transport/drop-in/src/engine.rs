@@ -8,6 +8,9 @@
 //! - Otherwise it drives the NIC itself, and sleeps until a packet comes or a timer is due. The next
 //!   call that drives the NIC wakes it once, since its sleep may be too long for the timers of what
 //!   that call has started.
+//! - A program may wait for a peer's WRITE by looking at its memory. Where packets come while no call
+//!   drives the NIC, calls leave the socket watched, so that the next packet wakes the thread at once,
+//!   until the program polls for what it waits for again.
 //! - A program that has armed a completion queue is about to sleep itself. Its next poll that finds
 //!   nothing has the socket watched, so that a packet wakes the thread at once.
 
@@ -30,6 +33,12 @@ use tracing::error;
 
 /// Interval at which the thread looks whether calls still drive the NIC.
 const TICK: Duration = Duration::from_millis(1);
+
+/// Polls with completions after which the thread no longer expects packets that no poll takes in.
+const EAGER: u32 = 64;
+
+/// Posts that follow each other within this time belong together.
+const BURST: Duration = Duration::from_micros(10);
 
 /// Most rounds of the NIC in a row under the lock, so that calls get it in between.
 const ROUNDS: usize = 16;
@@ -75,6 +84,11 @@ pub(crate) struct State {
     completions: Vec<Completion>,
     /// Completion queues that a program has armed and that have not fired.
     armed: usize,
+    /// Packets come while no call drives the NIC, so the socket is always watched: for so many more
+    /// polls that find something by themselves.
+    eager: u32,
+    /// When posts were sent last.
+    sent_at: Instant,
     /// A call has driven the NIC since the thread looked.
     is_driven: bool,
     /// The thread may sleep for longer than a tick.
@@ -118,6 +132,8 @@ impl Engine {
                 on_cm_event: None,
                 completions: Vec::new(),
                 armed: 0,
+                eager: 0,
+                sent_at: Instant::now(),
                 is_driven: false,
                 thread_sleeps: false,
             }),
@@ -224,28 +240,51 @@ fn run(engine: &Weak<Engine>, wake: &OwnedFd) {
 impl Locked<'_> {
     /// A turn of the engine's thread; answers how long it may sleep, `None` without end.
     fn take_turn(&mut self, has_packet: bool) -> Option<Duration> {
-        let is_driven = std::mem::take(&mut self.state.is_driven);
-        if is_driven && !has_packet {
-            self.state.thread_sleeps = false;
+        let state = &mut *self.state;
+        let is_driven = std::mem::take(&mut state.is_driven);
+        if is_driven && !has_packet && state.eager == 0 {
+            state.thread_sleeps = false;
             return Some(TICK);
         }
         let mut rounds = 0;
-        while self.state.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
+        while state.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
             rounds += 1;
         }
-        self.state.report();
-        if rounds == ROUNDS || self.state.nic.arm_fds() {
+        state.eager = match (rounds > 0, is_driven) {
+            // Nothing happens, so nobody waits for the thread.
+            (false, false) => 0,
+            (false, true) => state.eager,
+            (true, _) => EAGER,
+        };
+        state.report();
+        if rounds == ROUNDS || state.nic.arm_fds() {
             return Some(Duration::ZERO);
         }
-        self.state.thread_sleeps = true;
-        let deadline = self.state.nic.deadline()?;
+        if state.eager > 0 {
+            state.thread_sleeps = false;
+            return Some(TICK);
+        }
+        state.thread_sleeps = true;
+        let deadline = state.nic.deadline()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Sends what a call has posted.
+    /// Sends what has to leave before the program goes on.
     pub(crate) fn transmit(&mut self) {
-        self.state.nic.transmit(Instant::now());
+        let now = Instant::now();
+        self.state.nic.transmit(now);
+        self.state.sent_at = now;
         self.state.is_driven = true;
+    }
+
+    /// Sends what a call has posted, unless posts follow each other quickly: then they leave together
+    /// with the next poll, or with the thread's next look.
+    pub(crate) fn transmit_soon(&mut self) {
+        if self.state.armed == 0 && self.state.sent_at.elapsed() < BURST {
+            self.state.is_driven = true;
+        } else {
+            self.transmit();
+        }
     }
 
     /// Takes up to `max` completions, of which there are none before the NIC has been driven.
@@ -264,6 +303,9 @@ impl Locked<'_> {
                 self.engine.wake();
             }
         }
+        if !state.completions.is_empty() {
+            state.eager = state.eager.saturating_sub(1);
+        }
         Ok(&self.state.completions)
     }
 
@@ -272,6 +314,7 @@ impl Locked<'_> {
         if is_first {
             self.state.armed += 1;
         }
+        self.transmit();
         if self.state.nic.arm_fds() {
             self.engine.wake();
         }
@@ -285,9 +328,14 @@ impl Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        self.state.report();
-        if self.state.is_driven && self.state.thread_sleeps {
-            self.state.thread_sleeps = false;
+        let state = &mut *self.state;
+        state.report();
+        if !state.is_driven {
+            return;
+        }
+        let must_look = state.eager > 0 && state.nic.arm_fds();
+        if must_look || state.thread_sleeps {
+            state.thread_sleeps = false;
             self.engine.wake();
         }
     }

@@ -110,7 +110,7 @@ pub(crate) unsafe extern "C" fn post_send(
             }
         }
     }
-    locked.transmit();
+    locked.transmit_soon();
     drop(locked);
     report(bad, wr, result)
 }

@@ -9,12 +9,12 @@ use crate::wire::Packet;
     clippy::cast_possible_truncation,
     reason = "a datagram has less than 64 KiB"
 )]
-pub(super) fn payload_len(pkt: &Packet<'_>) -> u32 {
+pub(crate) fn payload_len(pkt: &Packet<'_>) -> u32 {
     pkt.payload.len() as u32
 }
 
 /// Packets of a message of `length` bytes; a message of none takes one.
-pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
+pub(crate) fn plan_packets(length: u32, mtu: u32) -> u32 {
     debug_assert!(mtu.is_power_of_two(), "a path MTU");
     // A message without payload is one packet: it needs a PSN to be acknowledged. Without a
     // division, since it is planned at each attempt to begin a request.
@@ -23,7 +23,7 @@ pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
 
 /// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it,
 /// the offset in those bytes, and how many bytes. The list must be that long.
-pub(super) fn walk(
+pub(crate) fn walk(
     sges: &[Sge],
     offset: usize,
     len: usize,

@@ -12,6 +12,7 @@
 //! | [`recv_queue`] | [`RecvQueue`]: the ring of posted receives, a queue pair's own or a shared one |
 //! | `ctx` | what both directions work with during one call |
 //! | `message` | the packets and the scatter list of a message |
+//! | `emit` | a request packet: its opcode, headers and payload |
 //! | `congestion` | the window of the requester |
 //! | `pacing` | the pace of the responder's READ responses |
 //! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
@@ -71,7 +72,8 @@
 mod completer;
 mod congestion;
 mod ctx;
-mod message;
+pub(crate) mod emit;
+pub(crate) mod message;
 mod pacing;
 pub mod qp;
 pub mod recv_queue;

@@ -1,8 +1,10 @@
 //! The ring of posted receives: a queue pair's own, or a shared one.
 
-use crate::verbs::{LKey, PostError, PostReason, RecvOrder, RecvWr, Sge, WrId};
+use crate::mr::{KeyError, MrTable};
+use crate::verbs::{LKey, PdId, PostError, PostReason, RecvOrder, RecvWr, Sge, WrId};
 
 use super::MAX_MESSAGE;
+use super::message::walk;
 
 /// Posted receives, taken in the order in which they were posted or newest first ([`RecvOrder`]).
 /// Bound: the depth that it was created with; posting beyond it is [`PostReason::QueueFull`].
@@ -61,6 +63,29 @@ impl RecvWqe {
     #[must_use]
     pub fn sges(&self) -> &[Sge] {
         &self.sges[..self.count]
+    }
+
+    /// Writes a packet of a message, from `offset` in it on: all of it, or nothing.
+    pub(crate) fn scatter(
+        &self,
+        pd: PdId,
+        mrs: &MrTable,
+        offset: usize,
+        data: &[u8],
+    ) -> Result<(), KeyError> {
+        let sges = self.sges();
+        // Two passes: an entry with a bad key behind a good one must not leave half a packet in
+        // the good one.
+        if sges.len() > 1 {
+            walk(sges, offset, data.len(), |sge, _, _, _| {
+                mrs.resolve_local(pd, sge, true).map(drop)
+            })?;
+        }
+        walk(sges, offset, data.len(), |sge, within, done, take| {
+            let span = mrs.resolve_local(pd, sge, true)?;
+            span.write(within, &data[done..done + take]);
+            Ok(())
+        })
     }
 }
 

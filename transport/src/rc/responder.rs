@@ -20,11 +20,10 @@ use riser_state::become_state;
 
 use self::answer::{Resource, ResourceKind};
 use super::ctx::{Ctx, Fault};
-use super::message::{payload_len, plan_packets, walk};
+use super::message::{payload_len, plan_packets};
 use super::pacing::Pacer;
 use super::state::{Inbound, ResponderState};
 use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
-use crate::mr::KeyError;
 use crate::verbs::{Access, AsyncEvent, Completion, RKey, Sge, WcOpcode, WcStatus, WrId};
 use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 
@@ -283,7 +282,9 @@ impl Responder {
         }
         // Our owner's fault: a receive with a bad key. The peer learns of an operational error
         // only.
-        if self.scatter(ctx, received as usize, pkt.payload).is_err() {
+        let (pd, mrs) = (ctx.cfg.pd, &*ctx.mrs);
+        let placed = self.recv.scatter(pd, mrs, received as usize, pkt.payload);
+        if placed.is_err() {
             return Err(self.fail_receive(ctx, WcStatus::LocProtErr, Refusal::RemoteOperation));
         }
         self.inbound = Inbound::Send { received: total };
@@ -296,24 +297,6 @@ impl Responder {
             self.complete_receive(ctx, pkt, WcOpcode::Recv, total, invalidated);
         }
         Ok(true)
-    }
-
-    /// Writes a packet of a SEND into the bound receive: all of it, or nothing.
-    fn scatter(&self, ctx: &Ctx<'_>, offset: usize, data: &[u8]) -> Result<(), KeyError> {
-        let (pd, mrs) = (ctx.cfg.pd, &*ctx.mrs);
-        let sges = self.recv.sges();
-        // Two passes: an entry with a bad key behind a good one must not leave half a packet in
-        // the good one.
-        if sges.len() > 1 {
-            walk(sges, offset, data.len(), |sge, _, _, _| {
-                mrs.resolve_local(pd, sge, true).map(drop)
-            })?;
-        }
-        walk(sges, offset, data.len(), |sge, within, done, take| {
-            let span = mrs.resolve_local(pd, sge, true)?;
-            span.write(within, &data[done..done + take]);
-            Ok(())
-        })
     }
 
     /// A packet of an RDMA WRITE; false if it needs a receive and there is none.

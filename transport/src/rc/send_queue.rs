@@ -5,8 +5,9 @@
 //! (`head`), the request being cut into packets (the requester's own), and where the next post goes
 //! (`tail`).
 
+use crate::mr::{KeyError, MrTable};
 use crate::verbs::{
-    Completion, PostReason, QpCap, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode,
+    Completion, PdId, PostReason, QpCap, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode,
     WcStatus, WrId,
 };
 
@@ -87,6 +88,15 @@ impl SendWqe {
     #[must_use]
     pub fn is_local(&self) -> bool {
         matches!(self.op, SendOp::RegMr { .. } | SendOp::LocalInv(_))
+    }
+
+    /// Carries out a local operation on the device's own table.
+    pub(crate) fn run_local(&self, pd: PdId, mrs: &mut MrTable) -> Result<(), KeyError> {
+        match self.op {
+            SendOp::RegMr { mr, key, access } => mrs.reg_fast(pd, mr, key, access),
+            SendOp::LocalInv(key) => mrs.invalidate(pd, key),
+            _ => unreachable!("a local operation"),
+        }
     }
 
     /// Returns whether it takes a receive of the peer's.

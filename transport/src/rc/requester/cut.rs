@@ -3,29 +3,14 @@
 use std::time::Instant;
 
 use super::{FIRST_ROUND_TRIP, Requester};
-use crate::mr::KeyError;
 use crate::rc::TxPacket;
 use crate::rc::ctx::{Ctx, Fault};
-use crate::rc::message::{plan_packets, walk};
-use crate::rc::send_queue::{Payload, Phase, SendWqe};
+use crate::rc::emit::{Cut, gather, plan_opcode, push_extended};
+use crate::rc::message::plan_packets;
+use crate::rc::send_queue::{Phase, SendWqe};
 use crate::rc::state::RequesterState;
 use crate::verbs::{SendFlags, SendOp, WcStatus};
-use crate::wire::{AtomicEth, Bth, HeaderBuf, Ieth, ImmDt, Opcode, Reth, push_header};
-
-/// Longest payload that is copied, in bytes. To refer to memory, and to give it to the kernel as a
-/// piece of its own, costs more than to copy so little.
-const COPIED: usize = 256;
-
-/// A request packet: its place among those of its request.
-#[derive(Clone, Copy, Debug)]
-struct Cut {
-    /// Packet numbers that it uses up.
-    count: u32,
-    /// Where it begins in the message, in bytes.
-    offset: u32,
-    is_first: bool,
-    is_last: bool,
-}
+use crate::wire::{Bth, push_header};
 
 impl Requester {
     /// The next request packet, if state, window, credits and fences allow one. `may_start` is
@@ -96,13 +81,7 @@ impl Requester {
         if self.awaits_others(self.cur, wqe) {
             return Ok(false);
         }
-        let pd = ctx.cfg.pd;
-        let result = match wqe.op {
-            SendOp::RegMr { mr, key, access } => ctx.mrs.reg_fast(pd, mr, key, access),
-            SendOp::LocalInv(key) => ctx.mrs.invalidate(pd, key),
-            _ => unreachable!("a local operation"),
-        };
-        if result.is_err() {
+        if wqe.run_local(ctx.cfg.pd, ctx.mrs).is_err() {
             self.fail_current(ctx, WcStatus::MwBindErr)?;
             return Ok(false);
         }
@@ -292,7 +271,8 @@ impl Requester {
             let len = (wqe.length - cut.offset).min(self.mtu) as usize;
             // The key may have been invalidated, or the region deregistered, since the last
             // packet.
-            if self.gather(ctx, tx, cut.offset as usize, len).is_err() {
+            let (pd, payload) = (ctx.cfg.pd, self.sq.payload(self.cur));
+            if gather(payload, pd, ctx.mrs, tx, cut.offset as usize, len).is_err() {
                 // Some entries may be gathered already, and `tx` goes on to the next user.
                 tx.clear();
                 self.fail_current(ctx, WcStatus::LocProtErr)?;
@@ -394,96 +374,5 @@ impl Requester {
             at += 1;
         }
         false
-    }
-
-    /// Puts `len` bytes of the current request's data, from `offset` on, into `tx`.
-    fn gather(
-        &self,
-        ctx: &Ctx<'_>,
-        tx: &mut TxPacket,
-        offset: usize,
-        len: usize,
-    ) -> Result<(), KeyError> {
-        let sges = match self.sq.payload(self.cur) {
-            // Copied at the post, so neither key nor memory is looked at again.
-            Payload::Inline(data) => {
-                tx.inline.extend_from_slice(&data[offset..offset + len]);
-                return Ok(());
-            }
-            Payload::Sges(sges) => sges,
-        };
-        walk(sges, offset, len, |sge, within, _, take| {
-            let span = ctx.mrs.resolve_local(ctx.cfg.pd, sge, false)?;
-            if len <= COPIED {
-                span.append_to(within, take, &mut tx.inline);
-            } else {
-                span.push_slices(within, take, &mut tx.segments);
-            }
-            Ok(())
-        })
-    }
-}
-
-/// The opcode of a request packet (IBTA 9.2.1, table 35).
-fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
-    // The operation decides the family of opcodes, the place in the message picks one of it.
-    let pick = |first, middle, last, only| match (cut.is_first, cut.is_last) {
-        (true, false) => first,
-        (false, false) => middle,
-        (false, true) => last,
-        (true, true) => only,
-    };
-    let send = |last, only| pick(Opcode::RcSendFirst, Opcode::RcSendMiddle, last, only);
-    let write = |last, only| pick(Opcode::RcWriteFirst, Opcode::RcWriteMiddle, last, only);
-    match op {
-        SendOp::Send => send(Opcode::RcSendLast, Opcode::RcSendOnly),
-        SendOp::SendImm(_) => send(Opcode::RcSendLastImm, Opcode::RcSendOnlyImm),
-        SendOp::SendInv(_) => {
-            let (last, only) = (Opcode::RcSendLastInvalidate, Opcode::RcSendOnlyInvalidate);
-            send(last, only)
-        }
-        SendOp::Write(_) => write(Opcode::RcWriteLast, Opcode::RcWriteOnly),
-        SendOp::WriteImm(..) => write(Opcode::RcWriteLastImm, Opcode::RcWriteOnlyImm),
-        SendOp::Read(_) => Opcode::RcReadRequest,
-        SendOp::CmpSwap { .. } => Opcode::RcCmpSwap,
-        SendOp::FetchAdd { .. } => Opcode::RcFetchAdd,
-        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
-    }
-}
-
-/// Appends the extended headers of a request packet (IBTA 9.2.1, table 38).
-fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: Cut, mtu: u32) {
-    match wqe.op {
-        SendOp::SendImm(imm) if cut.is_last => push_header(headers, &ImmDt::new(imm)),
-        SendOp::SendInv(key) if cut.is_last => push_header(headers, &Ieth::new(key.0)),
-        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => {}
-        SendOp::Write(to) | SendOp::WriteImm(to, _) => {
-            if cut.is_first {
-                push_header(headers, &Reth::new(to.addr, to.rkey.0, wqe.length));
-            }
-            if let (SendOp::WriteImm(_, imm), true) = (wqe.op, cut.is_last) {
-                push_header(headers, &ImmDt::new(imm));
-            }
-        }
-        SendOp::Read(from) => {
-            let addr = from.addr.wrapping_add(u64::from(cut.offset));
-            let len = (wqe.length - cut.offset).min(cut.count * mtu);
-            push_header(headers, &Reth::new(addr, from.rkey.0, len));
-        }
-        SendOp::CmpSwap {
-            remote,
-            compare,
-            swap,
-        } => {
-            let eth = AtomicEth::compare_swap(remote.addr, remote.rkey.0, compare, swap);
-            push_header(headers, &eth);
-        }
-        SendOp::FetchAdd { remote, add } => {
-            push_header(
-                headers,
-                &AtomicEth::fetch_add(remote.addr, remote.rkey.0, add),
-            );
-        }
-        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
     }
 }

@@ -5,6 +5,7 @@
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
 //! - [`mr`]: the memory-key table of our own devices.
 //! - [`rc`]: the reliable-connection transport, as pure machines.
+//! - [`uc`]: the unreliable-connection transport, as a pure machine.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
 //! - [`shm`]: the same device between processes of one host, in shared memory.
@@ -25,5 +26,6 @@ pub mod rdma_core;
 pub mod roce;
 pub mod shm;
 mod table;
+pub mod uc;
 pub mod verbs;
 pub mod wire;

@@ -60,7 +60,8 @@ fn main() -> ExitCode {
         .skip(1)
         .filter(|a| !a.starts_with('-'))
         .collect();
-    let tests: Vec<Test> = crate::suite_names! { suite_table, () };
+    let mut tests: Vec<Test> = crate::suite_names! { suite_table, () };
+    tests.extend(crate::hand_made_names! { suite_table, () });
     let stress = stress::TESTS.iter().copied();
     let is_named = |t: &Test| words.iter().any(|w| t.0.contains(w.as_str()));
     let chosen: Vec<Test> = if words.is_empty() {

@@ -12,6 +12,7 @@ mod on_loopback {
     use crate::software::Virtual;
 
     crate::provider_suite!(Virtual::new(FabricConfig::default()));
+    crate::hand_made_suite!(Virtual::new(FabricConfig::default()));
 }
 
 mod on_full_sockets {
@@ -44,12 +45,16 @@ mod on_full_sockets {
 mod on_a_bad_wire {
     //! The same with every thirtieth packet lost, and others repeated, spoilt and overtaken.
 
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
     use riser_transport::loopback::FabricConfig;
     use riser_transport::roce::fault::FaultConfig;
-    use riser_transport::verbs::Mtu;
+    use riser_transport::verbs::{Mtu, QpState, SendOp, Verbs as _, WcOpcode};
 
     use crate::software::Virtual;
-    use crate::suite::{cm, ops, transfers};
+    use crate::suite::world::{World as _, pattern};
+    use crate::suite::{cm, ops, transfers, unreliable};
 
     fn bad(seed: u64) -> Virtual {
         Virtual::new(FabricConfig {
@@ -73,6 +78,54 @@ mod on_a_bad_wire {
         }
     }
 
+    /// Messages over a wire that loses packets: each arrives as it was sent or not at all, and most do.
+    fn messages_arrive_whole_or_not_at_all(mut w: Virtual) {
+        const SLOT: usize = 8192;
+        const ROUNDS: u32 = 200;
+        let w = &mut w;
+        let (a, b) = unreliable::plain(w);
+        let len = |n: u32| 1 + (n as usize * 7919) % (SLOT - 1);
+        for slot in 0..8 {
+            b.recv(w, slot, slot as usize * SLOT, SLOT);
+        }
+        let mut arrived = BTreeMap::new();
+        let mut out = Vec::new();
+        for n in 0..ROUNDS {
+            a.memory.write(0, &pattern(n.into(), len(n)));
+            let op = match n % 2 {
+                0 => SendOp::SendImm(n),
+                _ => SendOp::WriteImm(b.remote(16 * SLOT), n),
+            };
+            a.send(w, n.into(), op, 0, len(n));
+            assert!(a.completion(w).status.is_ok());
+            w.pass(Duration::from_millis(1));
+            w.provider(b.end).poll_cq(b.cq, 16, &mut out).unwrap();
+            for c in out.drain(..) {
+                assert!(c.status.is_ok(), "{c:?}");
+                let n = c.imm.unwrap();
+                let at = match c.opcode {
+                    WcOpcode::Recv => c.wr_id.0 as usize * SLOT,
+                    _ => 16 * SLOT,
+                };
+                assert_eq!(c.byte_len as usize, len(n));
+                assert!(b.bytes(at, len(n)) == pattern(n.into(), len(n)), "{n}");
+                *arrived.entry(n).or_insert(0) += 1;
+                b.recv(w, c.wr_id.0, c.wr_id.0 as usize * SLOT, SLOT);
+            }
+        }
+        let count = arrived.len() as u32;
+        assert!((ROUNDS / 2..ROUNDS).contains(&count), "{count}");
+        let state = w.provider(b.end).query_qp(b.qp).unwrap().state;
+        assert_eq!(state, Some(QpState::Rts));
+    }
+
+    #[test]
+    fn unreliable_connections() {
+        for seed in 1..6 {
+            messages_arrive_whole_or_not_at_all(bad(seed));
+        }
+    }
+
     #[test]
     fn connections() {
         for seed in 1..6 {
@@ -88,6 +141,7 @@ mod on_sockets {
     use crate::software::Real;
 
     crate::provider_suite!(Real::new());
+    crate::hand_made_suite!(Real::new());
 }
 
 mod in_shared_memory {
@@ -207,7 +261,7 @@ mod on_sockets_without_segmentation {
     use riser_transport::verbs::Mtu;
 
     use crate::software::Real;
-    use crate::suite::ops;
+    use crate::suite::{ops, unreliable};
 
     #[test]
     fn operations() {
@@ -220,6 +274,7 @@ mod on_sockets_without_segmentation {
         ops::sends_of_every_kind(plain());
         ops::writes_and_reads(plain());
         ops::mixed_traffic(plain());
+        unreliable::unreliable_sends_and_writes(plain());
     }
 }
 
@@ -670,7 +725,7 @@ mod only {
 
     #[test]
     fn tshark_reads_a_capture() {
-        use crate::suite::{cm, transfers};
+        use crate::suite::{cm, transfers, unreliable};
 
         let dir = std::env::temp_dir().join(format!("riser-tshark-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
@@ -690,6 +745,7 @@ mod only {
         cm::a_disconnect_reaches_both_sides(world());
         cm::destroying_a_listener_refuses_what_waits(world());
         transfers::a_command_registers_transfers_and_invalidates(world());
+        unreliable::unreliable_sends_and_writes(world());
         let mut opcodes = std::collections::BTreeSet::new();
         for file in std::fs::read_dir(&dir).unwrap() {
             let file = file.unwrap().path();

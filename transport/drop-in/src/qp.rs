@@ -129,8 +129,9 @@ pub(crate) fn create_qp_by(
         .transpose()?;
     let qp_type = match attr.qp_type {
         IBV_QPT_RC => QpType::Rc,
+        IBV_QPT_UC => QpType::Uc,
         IBV_QPT_UD => QpType::Ud,
-        IBV_QPT_UC | IBV_QPT_XRC_SEND | IBV_QPT_XRC_RECV | IBV_QPT_RAW_PACKET | IBV_QPT_DRIVER => {
+        IBV_QPT_XRC_SEND | IBV_QPT_XRC_RECV | IBV_QPT_RAW_PACKET | IBV_QPT_DRIVER => {
             return Err(Errno::UNSUPPORTED);
         }
         _ => return Err(Errno::INVALID),

@@ -253,7 +253,8 @@ impl Requester {
         self.end_rnr_wait();
         while !self.sq.is_empty() {
             let wqe = self.sq.retire();
-            out.push(RcEvent::Send(wqe.completion(cfg, WcStatus::WrFlushErr)));
+            let flushed = wqe.completion(cfg.qp, cfg.qp_num, WcStatus::WrFlushErr);
+            out.push(RcEvent::Send(flushed));
         }
         // The positions go on counting; a later post begins at the new head.
         self.cur = self.sq.head();
@@ -528,7 +529,7 @@ impl Requester {
             // Counted also for unsignaled requests: credits are about receives, not completions.
             self.consumed = wqe.recv_seq;
             if ctx.cfg.sq_sig_all || wqe.flags.contains(SendFlags::SIGNALED) {
-                let done = wqe.completion(ctx.cfg, WcStatus::Success);
+                let done = wqe.completion(ctx.cfg.qp, ctx.cfg.qp_num, WcStatus::Success);
                 ctx.out.push(RcEvent::Send(done));
             }
         }
@@ -542,7 +543,7 @@ impl Requester {
         // With an empty queue there is no request to blame, but the connection ends all the same.
         if !self.sq.is_empty() {
             let wqe = self.sq.retire();
-            let failed = wqe.completion(ctx.cfg, status);
+            let failed = wqe.completion(ctx.cfg.qp, ctx.cfg.qp_num, status);
             ctx.out.push(RcEvent::Send(failed));
         }
         Fault

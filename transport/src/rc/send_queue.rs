@@ -7,11 +7,10 @@
 
 use crate::mr::{KeyError, MrTable};
 use crate::verbs::{
-    Completion, PdId, PostReason, QpCap, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode,
-    WcStatus, WrId,
+    Completion, PdId, PostReason, QpCap, QpId, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
+    WcOpcode, WcStatus, WrId,
 };
 
-use super::RcConfig;
 use super::recv_queue::{NO_SGE, copy_sges, message_len};
 
 /// Phase of a send request.
@@ -113,13 +112,13 @@ impl SendWqe {
 
     /// Makes the completion of the request.
     #[must_use]
-    pub fn completion(&self, cfg: &RcConfig, status: WcStatus) -> Completion {
+    pub fn completion(&self, qp: QpId, qp_num: u32, status: WcStatus) -> Completion {
         Completion {
             wr_id: self.wr_id,
             status,
             opcode: self.wc_opcode(),
-            qp: cfg.qp,
-            qp_num: cfg.qp_num,
+            qp,
+            qp_num,
             byte_len: if status.is_ok() { self.length } else { 0 },
             imm: None,
             invalidated: None,

@@ -81,6 +81,7 @@ impl RdmaCoreDevice {
     pub(super) fn qp_init(&self, init: &QpInitAttr) -> Result<ibv_qp_init_attr, VerbsError> {
         let qp_type = match init.qp_type {
             QpType::Rc => IBV_QPT_RC,
+            QpType::Uc => IBV_QPT_UC,
             QpType::Ud => IBV_QPT_UD,
             QpType::Gsi => return Err(VerbsError::WrongQpType("the kernel keeps queue pair 1")),
         };

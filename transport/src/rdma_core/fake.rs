@@ -224,11 +224,11 @@ unsafe extern "C" fn dealloc_pd(pd: *mut ibv_pd) -> c_int {
     0
 }
 
-unsafe extern "C" fn create_qp(pd: *mut ibv_pd, _: *mut ibv_qp_init_attr) -> *mut ibv_qp {
+unsafe extern "C" fn create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
     // SAFETY: as in `create_cq`; the domain is alive.
     let mut qp: Box<ibv_qp> = Box::new(unsafe { zeroed() });
-    // SAFETY: as above.
-    qp.context = unsafe { (*pd).context };
+    // SAFETY: as above; the caller gives the attributes.
+    (qp.context, qp.qp_type) = unsafe { ((*pd).context, (*init).qp_type) };
     Box::into_raw(qp)
 }
 

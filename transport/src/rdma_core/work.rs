@@ -188,7 +188,12 @@ impl RdmaCoreDevice {
     /// One request in the library's form, without its scatter list.
     fn send_wr(&self, init: &QpInitAttr, wr: &SendWr<'_>) -> Result<ibv_send_wr, PostReason> {
         let mut out = ibv_send_wr::default();
-        if init.qp_type != QpType::Rc {
+        // Refused by ourselves: what a library answers to a request that the queue pair has not is
+        // its own.
+        if !init.qp_type.has_operation(&wr.op) {
+            return Err(PostReason::InvalidOpcode);
+        }
+        if matches!(init.qp_type, QpType::Ud | QpType::Gsi) {
             return self.datagram(wr, out);
         }
         // Immediate data are in network byte order, keys to invalidate in host order
@@ -626,6 +631,26 @@ mod tests {
         }
         assert_eq!(taken(&mut device, cq), [10, 11, 12, 13]);
         assert_eq!(device.slots.len(), 0);
+    }
+
+    #[test]
+    fn an_unreliable_connection_is_made_as_one_and_posts_what_it_has() {
+        let mut device = RdmaCoreDevice::fake();
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(8).unwrap();
+        let init = QpInitAttr::new(pd, cq, QpType::Uc, QpCap::new(8, 8));
+        let qp = device.create_qp(&init).unwrap();
+        // SAFETY: the queue pair is alive.
+        let made = unsafe { (*device.qps.get(qp).unwrap().ptr).qp_type };
+        assert_eq!(made, IBV_QPT_UC);
+        let good = write(1, SendFlags::SIGNALED);
+        let bad = SendWr {
+            op: SendOp::SendInv(RKey(1)),
+            ..good
+        };
+        let error = device.post_send(qp, &[good, bad, good]).unwrap_err();
+        assert_eq!((error.index, error.reason), (1, PostReason::InvalidOpcode));
+        assert_eq!(library(|library| library.posted.len()), 1);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use bitflags::bitflags;
 use num_enum::TryFromPrimitive;
 
-use super::{CqId, Gid, LKey, MrId, PKey, PdId, QKey, QpId, RKey, SrqId};
+use super::{CqId, Gid, LKey, MrId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId};
 
 bitflags! {
     /// Rights to a memory region.
@@ -216,12 +216,37 @@ pub struct SrqAttr {
 pub enum QpType {
     /// Reliable connection (IBTA 9.7).
     Rc,
+    /// Unreliable connection (IBTA 9.8.2).
+    ///
+    /// No user yet.
+    Uc,
     /// Unreliable datagram.
     ///
     /// No user yet.
     Ud,
     /// The general service interface: queue pair 1, a datagram queue pair for MADs.
     Gsi,
+}
+
+impl QpType {
+    /// Returns whether queue pairs of this kind carry out an operation of the send queue (IBTA
+    /// 9.4, 9.5). What they do not is refused when it is posted.
+    #[must_use]
+    pub fn has_operation(self, op: &SendOp) -> bool {
+        match self {
+            Self::Rc => true,
+            // Nothing comes back from the peer of an unreliable connection, and it invalidates
+            // nothing.
+            Self::Uc => !matches!(
+                op,
+                SendOp::SendInv(_)
+                    | SendOp::Read(_)
+                    | SendOp::CmpSwap { .. }
+                    | SendOp::FetchAdd { .. }
+            ),
+            Self::Ud | Self::Gsi => matches!(op, SendOp::Send | SendOp::SendImm(_)),
+        }
+    }
 }
 
 /// Depths of a queue pair's queues.

@@ -116,6 +116,8 @@ pub struct Transition {
     pub to: QpState,
     /// Rule for reliable connections.
     pub rc: Option<Rule>,
+    /// Rule for unreliable connections.
+    pub uc: Option<Rule>,
     /// Rule for datagram queue pairs.
     pub ud: Option<Rule>,
     /// Rule for queue pair 1.
@@ -134,13 +136,14 @@ macro_rules! rule {
 }
 
 macro_rules! transitions {
-    ($($from:ident => $to:ident { rc: $rc:tt; ud: $ud:tt; gsi: $gsi:tt; })*) => {
+    ($($from:ident => $to:ident { rc: $rc:tt; uc: $uc:tt; ud: $ud:tt; gsi: $gsi:tt; })*) => {
         /// All transitions except those to RESET and ERROR, which every state has and which take no
         /// attribute.
         pub static TRANSITIONS: &[Transition] = &[$(Transition {
             from: QpState::$from,
             to: QpState::$to,
             rc: transitions!(@ $rc),
+            uc: transitions!(@ $uc),
             ud: transitions!(@ $ud),
             gsi: transitions!(@ $gsi),
         }),*];
@@ -152,46 +155,55 @@ macro_rules! transitions {
 transitions! {
     Reset => Init {
         rc: ([PKEY_INDEX PORT ACCESS] []);
+        uc: ([PKEY_INDEX PORT ACCESS] []);
         ud: ([PKEY_INDEX PORT QKEY] []);
         gsi: ([PKEY_INDEX QKEY] [PORT]);
     }
     Init => Init {
         rc: ([] [PKEY_INDEX PORT ACCESS]);
+        uc: ([] [PKEY_INDEX PORT ACCESS]);
         ud: ([] [PKEY_INDEX PORT QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Init => Rtr {
         rc: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS]);
+        uc: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS]);
         ud: ([] [PKEY_INDEX QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Rtr => Rts {
         rc: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS MIN_RNR_TIMER]);
+        uc: ([SQ_PSN] [ACCESS]);
         ud: ([SQ_PSN] [QKEY]);
         gsi: ([SQ_PSN] [QKEY]);
     }
     Rts => Rts {
         rc: ([] [ACCESS MIN_RNR_TIMER]);
+        uc: ([] [ACCESS]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
     Rts => Sqd {
         rc: ([] []);
+        uc: ([] []);
         ud: ([] []);
         gsi: ([] []);
     }
     Sqd => Rts {
         rc: ([] [ACCESS MIN_RNR_TIMER]);
+        uc: ([] [ACCESS]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
     Sqd => Sqd {
         rc: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MAX_RD_ATOMIC MIN_RNR_TIMER TIMEOUT RETRY_CNT RNR_RETRY]);
+        uc: ([] [PKEY_INDEX ACCESS AH]);
         ud: ([] [PKEY_INDEX QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Sqe => Rts {
         rc: (-);
+        uc: ([] [ACCESS]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
@@ -210,13 +222,16 @@ pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
     let row = TRANSITIONS.iter().find(|t| t.from == from && t.to == to)?;
     match qp_type {
         QpType::Rc => row.rc,
+        QpType::Uc => row.uc,
         QpType::Ud => row.ud,
         QpType::Gsi => row.gsi,
     }
 }
 
 /// The state of a queue pair of one kind, as a machine changes it. Besides the transitions that a
-/// request asks for, a datagram queue pair goes from RTS to SQE by itself (IBTA 10.3.1.6).
+/// request asks for, an unreliable queue pair goes to SQE by itself where a request fails (IBTA
+/// 10.3.1.6): from RTS, and a connection from SQD as well, where it ends the message that it has
+/// begun.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OfType(pub(crate) QpType, pub(crate) QpState);
 
@@ -229,8 +244,13 @@ impl std::fmt::Debug for OfType {
 impl State for OfType {
     fn may_become(&self, next: &Self) -> bool {
         let Self(qp_type, from) = *self;
-        // A datagram queue pair stops sending by itself where a connection would go to ERROR.
-        let fails = qp_type != QpType::Rc && (from, next.1) == (QpState::Rts, QpState::Sqe);
+        // A queue pair without acknowledgements stops sending by itself where a reliable connection
+        // would go to ERROR.
+        let fails = match (qp_type, from) {
+            (QpType::Rc, _) => false,
+            (QpType::Uc, QpState::Sqd) | (_, QpState::Rts) => next.1 == QpState::Sqe,
+            _ => false,
+        };
         fails || rule(qp_type, from, next.1).is_some()
     }
 }
@@ -290,6 +310,8 @@ mod tests {
     use super::*;
     use crate::verbs::{Access, AhAttr, Gid, Mtu, PKey, QKey};
 
+    const TYPES: [QpType; 4] = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::Gsi];
+
     /// A request that gives exactly `set`.
     fn request(to: QpState, set: Attrs) -> QpAttr {
         let ah = AhAttr::new(Gid::default());
@@ -330,7 +352,7 @@ mod tests {
 
     #[test]
     fn every_pair_of_states_is_legal_or_refused_as_the_specification_says() {
-        for qp_type in [QpType::Rc, QpType::Ud, QpType::Gsi] {
+        for qp_type in TYPES {
             for (i, from) in STATES.into_iter().enumerate() {
                 for (j, to) in STATES.into_iter().enumerate() {
                     let legal = j == 0
@@ -356,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_goes_where_requests_take_it_and_datagrams_fail_by_themselves() {
+    fn a_machine_goes_where_requests_take_it_and_unreliable_ones_fail_by_themselves() {
         let of = |qp_type| table(&STATES.map(|state| OfType(qp_type, state)));
         let connections = "Reset: Reset Init Error\n\
              Init: Reset Init Rtr Error\n\
@@ -371,11 +393,14 @@ mod tests {
             .replace("Sqe: Reset Error", "Sqe: Reset Rts Error");
         assert_eq!(of(QpType::Ud), datagrams);
         assert_eq!(of(QpType::Gsi), datagrams);
+        let unreliable =
+            datagrams.replace("Sqd: Reset Rts Sqd Error", "Sqd: Reset Rts Sqd Sqe Error");
+        assert_eq!(of(QpType::Uc), unreliable);
     }
 
     #[test]
     fn every_attribute_is_required_allowed_or_refused() {
-        for qp_type in [QpType::Rc, QpType::Ud, QpType::Gsi] {
+        for qp_type in TYPES {
             for from in STATES {
                 for to in STATES {
                     let Some(rule) = rule(qp_type, from, to) else {
@@ -431,6 +456,17 @@ mod tests {
                 "rnr_retry"
             ]
         );
+        // Without what READs, atomics and acknowledgements need.
+        let r = |from, to| names(rule(QpType::Uc, from, to).unwrap().required);
+        assert_eq!(
+            r(QpState::Reset, QpState::Init),
+            ["pkey_index", "port", "access"]
+        );
+        assert_eq!(
+            r(QpState::Init, QpState::Rtr),
+            ["ah", "path_mtu", "dest_qp", "rq_psn"]
+        );
+        assert_eq!(r(QpState::Rtr, QpState::Rts), ["sq_psn"]);
     }
 
     #[test]

@@ -121,8 +121,7 @@ impl Bth {
         self.opcode
     }
 
-    /// The operation code, if it is one of the reliable-connected or
-    /// unreliable-datagram ones.
+    /// The operation code, if it is one of the [table](super::opcode).
     #[must_use]
     pub fn opcode(&self) -> Option<Opcode> {
         Opcode::from_u8(self.opcode)

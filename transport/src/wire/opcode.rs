@@ -1,9 +1,9 @@
 //! The one table of operation codes (IBTA 9.2.1, table 38), from which parser,
 //! emitter, requester and responder take header layout and legality.
 //!
-//! Reliable connected, unreliable datagram and the congestion notification of
-//! RoCEv2 are here; unreliable connected, reliable datagram and extended
-//! reliable connected are not spoken, and their codes are unknown ones.
+//! Reliable connected, unreliable connected, unreliable datagram and the congestion
+//! notification of RoCEv2 are here; reliable datagram and extended reliable connected are not
+//! spoken, and their codes are unknown ones.
 
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
 
@@ -12,8 +12,21 @@ use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
 pub enum Service {
     /// Reliable connection (RC) service.
     Rc,
+    /// Unreliable connection (UC) service.
+    Uc,
     /// Unreliable datagram (UD) service.
     Ud,
+}
+
+impl Service {
+    /// Top three bits of the service's opcodes (IBTA 9.2.1, table 37).
+    const fn opcode_bits(self) -> u8 {
+        match self {
+            Self::Rc => 0x00,
+            Self::Uc => 0x20,
+            Self::Ud => 0x60,
+        }
+    }
 }
 
 /// Operation that a packet is part of.
@@ -284,6 +297,30 @@ opcodes! {
     RcSendLastInvalidate = 0x16, Rc Send Last [Ieth] OneToMtu;
     /// A SEND of one packet with invalidation.
     RcSendOnlyInvalidate = 0x17, Rc Send Only [Ieth] ZeroToMtu;
+    /// First packet of a SEND on an unreliable connection.
+    UcSendFirst = 0x20, Uc Send First [] ExactlyMtu;
+    /// Middle packet of a SEND on an unreliable connection.
+    UcSendMiddle = 0x21, Uc Send Middle [] ExactlyMtu;
+    /// Last packet of a SEND on an unreliable connection.
+    UcSendLast = 0x22, Uc Send Last [] OneToMtu;
+    /// Last packet of a SEND with immediate data on an unreliable connection.
+    UcSendLastImm = 0x23, Uc Send Last [ImmDt] OneToMtu;
+    /// A SEND of one packet on an unreliable connection.
+    UcSendOnly = 0x24, Uc Send Only [] ZeroToMtu;
+    /// A SEND of one packet with immediate data on an unreliable connection.
+    UcSendOnlyImm = 0x25, Uc Send Only [ImmDt] ZeroToMtu;
+    /// First packet of an RDMA WRITE on an unreliable connection.
+    UcWriteFirst = 0x26, Uc Write First [Reth] ExactlyMtu;
+    /// Middle packet of an RDMA WRITE on an unreliable connection.
+    UcWriteMiddle = 0x27, Uc Write Middle [] ExactlyMtu;
+    /// Last packet of an RDMA WRITE on an unreliable connection.
+    UcWriteLast = 0x28, Uc Write Last [] OneToMtu;
+    /// Last packet of an RDMA WRITE with immediate data on an unreliable connection.
+    UcWriteLastImm = 0x29, Uc Write Last [ImmDt] OneToMtu;
+    /// An RDMA WRITE of one packet on an unreliable connection.
+    UcWriteOnly = 0x2a, Uc Write Only [Reth] ZeroToMtu;
+    /// An RDMA WRITE of one packet with immediate data on an unreliable connection.
+    UcWriteOnlyImm = 0x2b, Uc Write Only [Reth ImmDt] ZeroToMtu;
     /// A datagram in one packet.
     UdSendOnly = 0x64, Ud Send Only [Deth] ZeroToMtu;
     /// A datagram with immediate data.
@@ -326,6 +363,17 @@ impl Opcode {
         OpcodeInfo::lookup(code).map(|info| info.opcode)
     }
 
+    /// The opcode of the same packet in another service: their low five bits are equal (IBTA 9.2.1,
+    /// table 38).
+    ///
+    /// # Panics
+    /// If the service has no such packet.
+    #[must_use]
+    pub fn in_service(self, service: Service) -> Self {
+        let code = self as u8 & 0x1f | service.opcode_bits();
+        Self::from_u8(code).expect("a packet that the service has")
+    }
+
     /// Row of this opcode in the table.
     #[must_use]
     pub fn info(self) -> &'static OpcodeInfo {
@@ -339,7 +387,7 @@ mod tests {
 
     #[test]
     fn header_lengths_are_those_of_the_specification() {
-        let expected: [(u8, usize); 26] = [
+        let expected: [(u8, usize); 38] = [
             (0x00, 12),
             (0x01, 12),
             (0x02, 12),
@@ -363,6 +411,18 @@ mod tests {
             (0x14, 40),
             (0x16, 16),
             (0x17, 16),
+            (0x20, 12),
+            (0x21, 12),
+            (0x22, 12),
+            (0x23, 16),
+            (0x24, 12),
+            (0x25, 16),
+            (0x26, 28),
+            (0x27, 12),
+            (0x28, 12),
+            (0x29, 16),
+            (0x2a, 28),
+            (0x2b, 32),
             (0x64, 20),
             (0x65, 24),
             (0x81, 28),
@@ -395,7 +455,8 @@ mod tests {
         assert_eq!(
             consuming,
             [
-                0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x09, 0x0b, 0x16, 0x17, 0x64, 0x65
+                0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x09, 0x0b, 0x16, 0x17, 0x20, 0x21, 0x22, 0x23,
+                0x24, 0x25, 0x29, 0x2b, 0x64, 0x65
             ]
         );
         let responses: Vec<u8> = OPCODES

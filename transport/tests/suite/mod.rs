@@ -5,6 +5,7 @@ pub(crate) mod datagrams;
 pub(crate) mod objects;
 pub(crate) mod ops;
 pub(crate) mod transfers;
+pub(crate) mod unreliable;
 pub(crate) mod world;
 
 /// Hands the names of the suite's functions to a macro, after what is given for it.
@@ -41,11 +42,35 @@ macro_rules! suite_names {
     };
 }
 
+/// As [`suite_names`], for the part of the suite that makes connections without the connection
+/// manager. In shared memory there are none of these: a peer is known by the link to it, which the
+/// manager makes.
+#[macro_export]
+macro_rules! hand_made_names {
+    ($then:ident, $given:tt) => {
+        $crate::$then! { $given
+            unreliable: unreliable_sends_and_writes an_unreliable_connection_reads_nothing
+                unreliable_connections_share_receives
+                unreliable_messages_without_a_receive_are_lost
+                an_unreliable_queue_pair_goes_through_its_states
+                an_unreliable_connection_within_a_device;
+        }
+    };
+}
+
 /// Makes a test of every function of the suite, for the world that an expression makes.
 #[macro_export]
 macro_rules! provider_suite {
     ($world:expr) => {
         $crate::suite_names! { suite_tests, ($world) }
+    };
+}
+
+/// As [`provider_suite`], for connections without the connection manager.
+#[macro_export]
+macro_rules! hand_made_suite {
+    ($world:expr) => {
+        $crate::hand_made_names! { suite_tests, ($world) }
     };
 }
 

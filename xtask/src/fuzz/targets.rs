@@ -80,6 +80,7 @@ const fn unit(
 }
 
 const RC: (&str, &str) = ("riser-transport", "transport/src/rc/tests");
+const UC: (&str, &str) = ("riser-transport", "transport/src/uc");
 const CM: (&str, &str) = ("riser-transport", "transport/src/cm/tests");
 const SRP: (&str, &str) = ("riser-target", "target/src/srp");
 const ISCSI: (&str, &str) = ("riser-target", "target/src/iscsi");
@@ -101,6 +102,12 @@ pub(super) const TARGETS: &[Target] = &[
         "rc::tests::hostile::",
         "queue_pair",
         "RC queue pair: packets, requests, time",
+    ),
+    unit(
+        UC,
+        "uc::tests::",
+        "uc_queue_pair",
+        "UC queue pair: packets",
     ),
     unit(
         CM,

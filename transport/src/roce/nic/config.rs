@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use fnv::FnvHasher;
 
 use crate::rc::RcCounters;
+use crate::uc::UcCounters;
 use crate::verbs::{DeviceAttr, Mtu};
 
 /// Limits of a device's tables and queues.
@@ -220,8 +221,10 @@ pub struct NicUsage {
 /// Counters of a queue pair since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QpCounters {
-    /// Counters of the connection; zero on datagram queue pairs.
+    /// Counters of a reliable connection; zero on other queue pairs.
     pub rc: RcCounters,
+    /// Counters of an unreliable connection; zero on other queue pairs.
+    pub uc: UcCounters,
     /// Packets for it that came from a wrong address.
     pub wrong_source: u64,
     /// Datagrams that were lost at the queue pair.

@@ -32,7 +32,7 @@
 //! peer numbers its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs,
 //! so no peer makes another one's be forgotten, and strangers have none.
 //!
-//! Not implemented: unreliable connections, memory windows, multicast, several ports or partitions.
+//! Not implemented: memory windows, multicast, several ports or partitions.
 
 mod breakage;
 mod config;
@@ -61,6 +61,7 @@ use crate::roce::cq::Cq;
 use crate::roce::srq::Srq;
 use crate::roce::ud::UdQp;
 use crate::table::Table;
+use crate::uc::UcQp;
 use crate::verbs::{
     AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, QpAttr, QpId, QpState, QpType, SrqId,
 };
@@ -98,6 +99,7 @@ struct Ah {
 #[derive(Debug)]
 enum Machine {
     Rc(Box<RcQp>),
+    Uc(Box<UcQp>),
     Ud(Box<UdQp>),
 }
 
@@ -157,6 +159,7 @@ impl Qp {
     fn state(&self) -> QpState {
         match &self.machine {
             Machine::Rc(rc) => rc.state(),
+            Machine::Uc(uc) => uc.state(),
             Machine::Ud(ud) => ud.state(),
         }
     }

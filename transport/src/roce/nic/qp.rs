@@ -10,12 +10,15 @@ use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
 use crate::roce::batch::{ECN_MASK, Way};
 use crate::roce::cq::Cq;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
+use crate::uc::{UcConfig, UcQp, UcRtrParams};
 use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
     Access, AhAttr, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType,
     RecvWr, SendWr, VerbsError,
 };
 use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer};
+
+const REQUIRED: &str = "the state table requires it";
 
 /// Packets after which a responder acknowledges unasked.
 const ACK_EVERY: u32 = 32;
@@ -55,7 +58,7 @@ impl Nic {
         // that queue's size.
         let mut cap = init.cap;
         if let Some(srq) = init.srq {
-            if init.qp_type != QpType::Rc {
+            if !matches!(init.qp_type, QpType::Rc | QpType::Uc) {
                 return Err(VerbsError::WrongQpType("shared receive queue"));
             }
             cap.max_recv_sge = self.srqs.get(srq)?.attr().max_sge;
@@ -134,6 +137,17 @@ impl Nic {
                 ..RcConfig::new(id, init.pd, cap)
             })));
         }
+        if init.qp_type == QpType::Uc {
+            return Machine::Uc(Box::new(UcQp::new(UcConfig {
+                qp: id,
+                qp_num: qpn,
+                pd: init.pd,
+                cap,
+                sq_sig_all: init.sq_sig_all,
+                has_srq: init.srq.is_some(),
+                max_burst_bytes: self.config.max_inflight_bytes,
+            })));
+        }
         // MADs are 256 bytes on any path (IBTA 13.5.1).
         let mtu = match init.qp_type {
             QpType::Gsi => 256,
@@ -164,8 +178,8 @@ impl Nic {
         let l = &self.config.limits;
         // The scatter list of a datagram has a fixed place in its queue entry.
         let sge = match qp_type {
-            QpType::Rc => l.max_sge,
-            _ => l.max_sge.min(MAX_UD_SGE as u32),
+            QpType::Ud | QpType::Gsi => l.max_sge.min(MAX_UD_SGE as u32),
+            _ => l.max_sge,
         };
         if cap.max_send_wr > l.max_qp_wr || cap.max_recv_wr > l.max_qp_wr {
             return Err(VerbsError::InvalidParameter("queue depth"));
@@ -189,6 +203,7 @@ impl Nic {
         let mut counters = qp.counters;
         match &qp.machine {
             Machine::Rc(rc) => counters.rc = *rc.counters(),
+            Machine::Uc(uc) => counters.uc = *uc.counters(),
             Machine::Ud(ud) => counters.dropped_datagrams = ud.dropped,
         }
         Ok(counters)
@@ -313,9 +328,7 @@ impl Nic {
         let Some(peer) = qp.peer.take() else {
             return;
         };
-        if let Machine::Rc(rc) = &mut qp.machine {
-            rc.set_max_inflight(self.config.max_inflight_bytes);
-        }
+        qp.machine.set_max_inflight(self.config.max_inflight_bytes);
         let ip = peer.addr.ip();
         if let Some(qps) = self.peers.get_mut(&ip) {
             qps.retain(|&other| other != id);
@@ -344,10 +357,8 @@ impl Nic {
         }
         let share = share(count);
         for &id in qps {
-            if let Ok(qp) = self.qps.get_mut(id)
-                && let Machine::Rc(rc) = &mut qp.machine
-            {
-                rc.set_max_inflight(share);
+            if let Ok(qp) = self.qps.get_mut(id) {
+                qp.machine.set_max_inflight(share);
             }
         }
     }
@@ -379,6 +390,12 @@ impl Nic {
                     env.rq.clear();
                 }
             }
+            Machine::Uc(uc) => {
+                move_uc(uc, from, to, attr, &merged, &mut env);
+                if to == QpState::Reset && !has_srq {
+                    env.rq.clear();
+                }
+            }
             Machine::Ud(ud) => {
                 if let Some(qkey) = attr.qkey {
                     ud.set_qkey(qkey);
@@ -403,6 +420,7 @@ impl Nic {
         with_env!(self, qp, env);
         match &mut qp.machine {
             Machine::Rc(rc) => rc.to_error(&mut env),
+            Machine::Uc(uc) => uc.to_error(&mut env),
             Machine::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
         }
         self.settle(id);
@@ -445,6 +463,7 @@ impl Nic {
         with_env!(self, qp, env);
         let result = match &mut qp.machine {
             Machine::Rc(rc) => rc.post_send(wrs, &mut env),
+            Machine::Uc(uc) => uc.post_send(wrs, &mut env),
             Machine::Ud(ud) => {
                 let ahs = &self.ahs;
                 let pd = qp.pd;
@@ -475,6 +494,7 @@ impl Nic {
         with_env!(self, qp, env);
         let result = match &mut qp.machine {
             Machine::Rc(rc) => rc.post_recv(wrs, &mut env),
+            Machine::Uc(uc) => uc.post_recv(wrs, &mut env),
             Machine::Ud(_) if state == QpState::Reset => {
                 Err(refuse(PostReason::InvalidState(state)))
             }
@@ -532,6 +552,47 @@ fn merge(into: &mut QpAttr, attr: &QpAttr) {
         max_rd_atomic min_rnr_timer timeout retry_cnt rnr_retry);
 }
 
+impl Machine {
+    /// Changes how many bytes may be on the way to the peer.
+    fn set_max_inflight(&mut self, bytes: u32) {
+        match self {
+            Self::Rc(rc) => rc.set_max_inflight(bytes),
+            Self::Uc(uc) => uc.set_max_burst(bytes),
+            Self::Ud(_) => {}
+        }
+    }
+}
+
+/// Moves an unreliable connection, as [`move_rc`].
+fn move_uc(
+    uc: &mut UcQp,
+    from: QpState,
+    to: QpState,
+    attr: &QpAttr,
+    merged: &QpAttr,
+    env: &mut Env<'_>,
+) {
+    let access = merged.access.unwrap_or_default() & Access::REMOTE;
+    match (from, to) {
+        (_, QpState::Reset) => uc.to_reset(),
+        (_, QpState::Error) => uc.to_error(env),
+        (_, QpState::Init) => uc.to_init(),
+        (_, QpState::Rtr) => uc.to_rtr(&UcRtrParams {
+            path_mtu: attr.path_mtu.expect(REQUIRED),
+            dest_qpn: Qpn::new(attr.dest_qp.expect(REQUIRED)),
+            rq_psn: Psn::new(attr.rq_psn.expect(REQUIRED)),
+            access,
+        }),
+        (QpState::Rtr, QpState::Rts) => uc.to_rts(Psn::new(attr.sq_psn.expect(REQUIRED))),
+        (QpState::Rts, QpState::Sqd) => uc.to_sqd(env),
+        (QpState::Sqd | QpState::Sqe, QpState::Rts) => uc.resume(),
+        _ => {}
+    }
+    if matches!(to, QpState::Rts | QpState::Sqd) && attr.access.is_some() {
+        uc.set_access(access);
+    }
+}
+
 /// Moves a connection. `merged` has everything that the table requires up to here.
 fn move_rc(
     rc: &mut RcQp,
@@ -541,7 +602,6 @@ fn move_rc(
     merged: &QpAttr,
     env: &mut Env<'_>,
 ) {
-    const REQUIRED: &str = "the state table requires it";
     let access = merged.access.unwrap_or_default() & Access::REMOTE;
     // The state changes first, since RTR and RTS take their attributes with it; the others follow.
     match (from, to) {

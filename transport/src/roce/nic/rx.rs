@@ -325,6 +325,13 @@ impl Nic {
                     is_first: qp.awaits_first_packet && rc.has_received(),
                 }
             }
+            Machine::Uc(uc) => {
+                uc.handle_packet(packet, &mut env);
+                Taken {
+                    is_peer: true,
+                    is_first: false,
+                }
+            }
             Machine::Ud(ud) => {
                 let header = received.route_header(ip_id);
                 ud.handle_packet(packet, &header, env.mrs, env.rq, env.out);
@@ -353,6 +360,10 @@ impl Nic {
         let (service, is_peer) = match (&qp.machine, &qp.peer) {
             (Machine::Rc(_), Some(peer)) => (Service::Rc, peer.addr.ip() == src.ip()),
             (Machine::Rc(_), None) => (Service::Rc, false),
+            (Machine::Uc(_), peer) => {
+                let is_peer = peer.is_some_and(|peer| peer.addr.ip() == src.ip());
+                (Service::Uc, is_peer)
+            }
             (Machine::Ud(_), _) => (Service::Ud, true),
         };
         // A packet of another service is not for this queue pair, even from its peer.

@@ -106,11 +106,64 @@ const MARKED: IpFields = IpFields {
     hop_limit: 64,
 };
 
+#[test]
+fn a_packet_of_another_service_or_source_is_not_for_an_unreliable_connection() {
+    let mut nic = nic();
+    let init = init(&mut nic, QpType::Uc);
+    let qp = nic.create_qp(&init).unwrap();
+    let steps = [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(Access::REMOTE),
+            ..to(QpState::Init)
+        },
+        QpAttr {
+            ah: Some(AhAttr {
+                dgid: Gid::from(peer().ip()),
+                sgid_index: 0,
+                flow_label: 0,
+                hop_limit: 64,
+                traffic_class: 0,
+                port: 1,
+            }),
+            path_mtu: Some(Mtu::Mtu1024),
+            dest_qp: Some(0x99),
+            rq_psn: Some(100),
+            ..to(QpState::Rtr)
+        },
+        QpAttr {
+            sq_psn: Some(200),
+            ..to(QpState::Rts)
+        },
+    ];
+    for step in steps {
+        nic.modify_qp(qp, &step).unwrap();
+    }
+    let dest = Qpn::new(nic.qp_num(qp).unwrap());
+    let ext = ExtHeaders {
+        reth: Some(Reth::new(0, 0, 0)),
+        ..ExtHeaders::default()
+    };
+    let mut send = |opcode, src: SocketAddr| {
+        let bth = Bth::new(opcode, dest, Psn::new(100));
+        let bytes = sealed(&nic, src, &bth, &ext, &[]);
+        receive(&mut nic, src, &bytes);
+        let taken = nic.qp_counters(qp).unwrap().uc.rx_packets;
+        let counters = nic.counters();
+        (taken, counters.rx_unknown_qp, counters.rx_wrong_source)
+    };
+    let stranger = SocketAddr::new([10, 0, 0, 9].into(), 4791);
+    assert_eq!(send(crate::wire::Opcode::RcWriteOnly, peer()), (0, 1, 0));
+    assert_eq!(send(crate::wire::Opcode::UcWriteOnly, stranger), (0, 1, 1));
+    assert_eq!(send(crate::wire::Opcode::UcWriteOnly, peer()), (1, 1, 1));
+}
+
 /// Bytes that a queue pair may have on the way.
 fn inflight(nic: &Nic, qp: QpId) -> u32 {
     match &nic.qps.get(qp).unwrap().machine {
         Machine::Rc(rc) => rc.config().max_inflight_bytes,
-        Machine::Ud(_) => panic!("not a connection"),
+        _ => panic!("not a connection"),
     }
 }
 

@@ -25,14 +25,20 @@ fn choose<'a>(
 }
 
 impl Qp {
+    /// Next time at which its machine has something to do though nothing comes in.
+    fn poll_timeout(&self) -> Option<Instant> {
+        match &self.machine {
+            Machine::Rc(rc) => rc.poll_timeout(),
+            Machine::Uc(uc) => uc.poll_timeout(),
+            Machine::Ud(_) => None,
+        }
+    }
+
     /// The time of a timer that is to be added, if its deadline needs one.
     fn rearm(&mut self) -> Option<Instant> {
-        let Machine::Rc(rc) = &self.machine else {
-            return None;
-        };
         // A deadline that moved away keeps its early entry, which then does nothing but arm again.
         // One that came nearer leaves the later entry behind.
-        let at = rc.poll_timeout()?;
+        let at = self.poll_timeout()?;
         if self.armed.is_some_and(|armed| armed <= at) {
             return None;
         }
@@ -68,6 +74,7 @@ impl Nic {
             // A queue pair that was destroyed while it waited for its turn.
             let has_more = match self.qps.get(id).map(|qp| qp.qp_type) {
                 Ok(QpType::Rc) => self.take_rc_turn(id, batch, budget),
+                Ok(QpType::Uc) => self.take_uc_turn(id, batch, budget),
                 Ok(QpType::Ud | QpType::Gsi) => self.take_ud_turn(id, batch, budget),
                 Err(_) => continue,
             };
@@ -159,6 +166,36 @@ impl Nic {
         if rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
             way = way.markable(false);
             batch.push_packet(flow, &way, &mut self.tx);
+        }
+        true
+    }
+
+    /// The same for an unreliable connection.
+    fn take_uc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
+        let (now, has_icrc) = (self.now, self.config.has_icrc());
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return false;
+        };
+        let peer = qp.peer;
+        let is_own = peer.is_some_and(|peer| peer.is_own);
+        let batch = choose(&mut self.own_way, is_own, batch);
+        with_env!(self, qp, env);
+        let (Machine::Uc(uc), Some(peer)) = (&mut qp.machine, peer) else {
+            return false;
+        };
+        let flow = has_icrc.then_some(&peer.flow);
+        let way = Way {
+            tos: peer.tos,
+            ..Way::to(peer.addr)
+        };
+        for _ in 0..TURN {
+            if !uc.poll_transmit(now, &mut env, &mut self.tx) {
+                return false;
+            }
+            batch.push_packet(flow, &way, &mut self.tx);
+            if batch.total_bytes() >= budget {
+                break;
+            }
         }
         true
     }
@@ -263,11 +300,13 @@ impl Nic {
                 continue;
             }
             qp.armed = None;
-            with_env!(self, qp, env);
-            if let Machine::Rc(rc) = &mut qp.machine
-                && rc.poll_timeout().is_some_and(|t| t <= now)
-            {
-                rc.handle_timeout(now, &mut env);
+            if qp.poll_timeout().is_some_and(|t| t <= now) {
+                with_env!(self, qp, env);
+                match &mut qp.machine {
+                    Machine::Rc(rc) => rc.handle_timeout(now, &mut env),
+                    Machine::Uc(uc) => uc.handle_timeout(now),
+                    Machine::Ud(_) => {}
+                }
                 fired += 1;
                 self.settle(id);
             } else if let Some(at) = qp.rearm() {

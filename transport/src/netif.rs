@@ -8,7 +8,7 @@
     reason = "walks the C library's list of addresses, and no library wraps the request for an MTU"
 )]
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
@@ -63,13 +63,16 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
 /// the loopback interface that has 127.0.0.1). `None` if there is none.
 #[must_use]
 pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
+    mtu_of(Addresses::look().ok()?.holder(addr)?.name)
+}
+
+/// The index of the interface that has `addr`, or whose network holds it; `None` if there is none.
+pub(crate) fn interface_index(addr: IpAddr) -> Option<u32> {
     let all = Addresses::look().ok()?;
-    let holding = all
-        .iter()
-        .filter_map(|entry| Some((entry.common_bits(addr)?, entry)));
-    // The longest prefix, as routing would decide.
-    let (_, best) = holding.reduce(|best, next| if next.0 > best.0 { next } else { best })?;
-    mtu_of(best.name)
+    let name = CString::new(all.holder(addr)?.name).ok()?;
+    // SAFETY: a string that lives until the call returns.
+    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+    (index != 0).then_some(index)
 }
 
 /// Whether an address is one of this host's: an interface that is up has it, or the loopback
@@ -127,6 +130,15 @@ impl Addresses {
             return Err(io::Error::last_os_error());
         }
         Ok(Self(head))
+    }
+
+    /// The address by which an interface has `addr`, or holds it.
+    fn holder(&self, addr: IpAddr) -> Option<Entry<'_>> {
+        let entries = self.iter();
+        let holding = entries.filter_map(|entry| Some((entry.common_bits(addr)?, entry)));
+        // The longest prefix, as routing would decide.
+        let best = holding.reduce(|best, next| if next.0 > best.0 { next } else { best });
+        best.map(|(_, entry)| entry)
     }
 
     fn iter(&self) -> impl Iterator<Item = Entry<'_>> {

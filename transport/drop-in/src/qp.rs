@@ -155,6 +155,7 @@ pub(crate) fn create_qp_by(
         cap,
         sq_sig_all: attr.sq_sig_all != 0,
         recv_order: RecvOrder::OldestFirst,
+        block_self_mcast: false,
     };
     let id = make(&mut locked.nic, &init)?;
     attr.cap = ibv_qp_cap {

@@ -23,7 +23,7 @@
 
 mod defects;
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,9 +37,9 @@ pub use defects::{Failing, Record, Refusals};
 use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
-use crate::roce::nic::{Breakage, Nic, NicConfig, NicLimits};
+use crate::roce::nic::{Breakage, IpFields, Nic, NicConfig, NicLimits};
 use crate::roce::steer::steer;
-use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, RdmaCm};
+use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, RdmaCm, VerbsError};
 
 /// Packets that wait for one device.
 pub const QUEUE: usize = 8192;
@@ -85,7 +85,7 @@ impl Default for FabricConfig {
 }
 
 /// Packets on the way to an address, by time of arrival and order of sending.
-type Queue = BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>;
+type Queue = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
 
 /// Source and destination of a packet.
 type Ends = (SocketAddr, SocketAddr);
@@ -176,6 +176,8 @@ struct Wire {
     worker_bits: HashMap<IpAddr, u8>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
+    /// Devices that have joined each multicast group.
+    groups: BTreeMap<IpAddr, BTreeSet<Place>>,
     /// Addresses that are cut off, and how.
     partitioned: HashMap<IpAddr, Blocked>,
     /// What is wrong with the devices at an address, which they know as well.
@@ -233,12 +235,24 @@ impl Wire {
     }
 
     /// Takes a packet onto the queue of its destination.
-    fn queue(&mut self, now: Instant, (src, dst): Ends, bytes: Vec<u8>) {
+    fn queue(&mut self, now: Instant, ends: Ends, bytes: Vec<u8>) {
+        let dst = ends.1;
+        // Each device of a group has a copy, its sender as well.
+        if let Some(group) = self.groups.get(&dst.ip()) {
+            for place in group.clone() {
+                self.queue_at(now, ends, bytes.clone(), place);
+            }
+            return;
+        }
         // A packet to an address without a device is lost, as on a network.
         let bits = self.worker_bits.get(&dst.ip()).copied().unwrap_or(0);
         // The selector's load beyond the packet ends it with 0.
         let worker = steer(&bytes, bits).unwrap_or(0);
-        let Some(queue) = self.queues.get_mut(&(dst.ip(), worker)) else {
+        self.queue_at(now, ends, bytes, (dst.ip(), worker));
+    }
+
+    fn queue_at(&mut self, now: Instant, ends: Ends, bytes: Vec<u8>, place: Place) {
+        let Some(queue) = self.queues.get_mut(&place) else {
             return;
         };
         // As a socket buffer does: what comes last is lost.
@@ -249,7 +263,7 @@ impl Wire {
         // Packets of one instant arrive in the order in which they were sent.
         self.sequence += 1;
         let at = now + self.config.latency;
-        queue.insert((at, self.sequence), (src, bytes));
+        queue.insert((at, self.sequence), (ends, bytes));
     }
 
     /// When something comes out of hold.
@@ -302,6 +316,7 @@ impl Fabric {
             plugged: HashMap::new(),
             worker_bits: HashMap::new(),
             unplugged: HashSet::new(),
+            groups: BTreeMap::new(),
             partitioned: HashMap::new(),
             defects: HashMap::new(),
             mtus: HashMap::new(),
@@ -560,9 +575,9 @@ impl Fabric {
     pub fn bytes_from(&self, is_sender: impl Fn(IpAddr) -> bool) -> usize {
         let wire = self.wire();
         let queued = wire.queues.values().flat_map(BTreeMap::values);
-        let queued = queued.map(|(src, packet)| (src, packet));
-        let held = wire.held.values().map(|((src, _), packet)| (src, packet));
-        let sent = queued.chain(held).filter(|(src, _)| is_sender(src.ip()));
+        let sent = queued.chain(wire.held.values());
+        let sent = sent.map(|((src, _), packet)| (src, packet));
+        let sent = sent.filter(|(src, _)| is_sender(src.ip()));
         sent.map(|(_, packet)| packet.capacity()).sum()
     }
 
@@ -619,8 +634,18 @@ impl Fabric {
         wire.pump(now);
     }
 
+    fn join(&self, group: IpAddr, place: Place) {
+        self.wire().groups.entry(group).or_default().insert(place);
+    }
+
+    fn leave(&self, group: IpAddr, place: Place) {
+        if let Some(places) = self.wire().groups.get_mut(&group) {
+            places.remove(&place);
+        }
+    }
+
     /// The next packet that has arrived at a place.
-    fn take(&self, now: Instant, place: Place) -> Option<(SocketAddr, Vec<u8>)> {
+    fn take(&self, now: Instant, place: Place) -> Option<(Ends, Vec<u8>)> {
         let mut wire = self.wire();
         let entry = wire.queues.get_mut(&place)?.first_entry()?;
         // The first is the one that arrives first; nothing behind it can be due.
@@ -657,6 +682,16 @@ delegate_counters_to_nic!(Endpoint);
 impl Endpoint {
     fn tick(&mut self) {
         self.nic.set_now(self.fabric.now());
+    }
+
+    #[allow(
+        clippy::unnecessary_wraps,
+        clippy::needless_pass_by_ref_mut,
+        reason = "sockets may refuse"
+    )]
+    fn join_group(&mut self, group: IpAddr) -> Result<(), VerbsError> {
+        self.fabric.join(group, self.place);
+        Ok(())
     }
 
     fn occupy(&mut self, at: SocketAddr) {
@@ -750,6 +785,9 @@ impl Drop for Endpoint {
             let mut wire = self.fabric.wire();
             wire.queues.remove(&self.place);
             wire.plugged.remove(&self.place);
+            for places in wire.groups.values_mut() {
+                places.remove(&self.place);
+            }
         }
     }
 }
@@ -769,9 +807,19 @@ impl Provider for Endpoint {
         }
         let mtu = self.fabric.wire().mtu(self.place.0);
         self.nic.set_mtu(mtu);
+        while let Some(group) = self.nic.poll_left_group() {
+            self.fabric.leave(group, self.place);
+        }
         let mut did = self.nic.suffer(now);
-        while let Some((src, packet)) = self.fabric.take(now, self.place) {
-            self.nic.handle_datagram(now, src, packet.len(), &packet);
+        while let Some(((src, dst), packet)) = self.fabric.take(now, self.place) {
+            let nic = &mut self.nic;
+            match dst.ip().is_multicast() {
+                false => nic.handle_datagram(now, src, packet.len(), &packet),
+                true => {
+                    let fields = IpFields::default();
+                    nic.handle_group_datagram(now, src, dst.ip(), &packet, fields);
+                }
+            }
             did += 1;
         }
         // Arrivals before timers: an acknowledgement that has come in time stops the timer.

@@ -47,7 +47,7 @@ fn a_packet_that_is_held_arrives_at_the_device_that_is_there_by_then() {
     fabric.advance_to(due);
     assert_eq!(fabric.next_arrival(), Some(due + fabric.socket().1));
     let arrived = fabric.take(due + fabric.socket().1, (B, 0));
-    assert_eq!(arrived, Some((at(A), vec![0; 64])));
+    assert_eq!(arrived, Some(((at(A), at(B)), vec![0; 64])));
     assert_eq!(fabric.next_arrival(), None);
 }
 

@@ -57,6 +57,8 @@ impl RdmaCoreDevice {
             max_qp_rd_atom: depth(d.max_qp_rd_atom),
             max_qp_init_rd_atom: depth(d.max_qp_init_rd_atom),
             max_ah: count(d.max_ah),
+            max_mcast_grp: count(d.max_mcast_grp),
+            max_mcast_qp_attach: count(d.max_mcast_qp_attach),
             ports: d.phys_port_cnt,
         })
     }
@@ -79,6 +81,10 @@ impl RdmaCoreDevice {
 
     /// The attributes for making a queue pair.
     pub(super) fn qp_init(&self, init: &QpInitAttr) -> Result<ibv_qp_init_attr, VerbsError> {
+        // A kernel without it would hand them back all the same.
+        if init.block_self_mcast {
+            return Err(VerbsError::InvalidParameter("block_self_mcast"));
+        }
         let qp_type = match init.qp_type {
             QpType::Rc => IBV_QPT_RC,
             QpType::Uc => IBV_QPT_UC,
@@ -798,6 +804,20 @@ impl Verbs for RdmaCoreDevice {
         Ok(())
     }
 
+    fn attach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError> {
+        let ptr = self.check_mcast(qp, mgid)?;
+        let gid = ibv_gid { raw: mgid.0 };
+        // SAFETY: the queue pair is alive, and the library copies the GID.
+        checked(unsafe { (self.core.verbs.ibv_attach_mcast)(ptr, &raw const gid, mlid) })
+    }
+
+    fn detach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError> {
+        let ptr = self.check_mcast(qp, mgid)?;
+        let gid = ibv_gid { raw: mgid.0 };
+        // SAFETY: as above.
+        checked(unsafe { (self.core.verbs.ibv_detach_mcast)(ptr, &raw const gid, mlid) })
+    }
+
     fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
         self.post_requests(qp, wrs)
     }
@@ -839,6 +859,18 @@ impl RdmaCoreDevice {
         if let Some(index) = self.gid_index() {
             attr.grh.sgid_index = index as u8;
         }
+    }
+
+    /// The queue pair for the library, if it may be attached to a group.
+    fn check_mcast(&self, qp: QpId, mgid: Gid) -> Result<*mut ibv_qp, VerbsError> {
+        let entry = self.qps.get(qp)?;
+        if entry.init.qp_type != QpType::Ud {
+            return Err(VerbsError::WrongQpType("multicast"));
+        }
+        if !mgid.ip().is_multicast() {
+            return Err(VerbsError::InvalidParameter("multicast group"));
+        }
+        Ok(entry.ptr)
     }
 
     /// Makes an address handle in a domain that is alive.

@@ -1,9 +1,26 @@
 //! The verbs traits for the owner of a [`Nic`](super::nic::Nic).
 
-/// Implements [`Verbs`](crate::verbs::Verbs) for a type by its field `nic`.
+/// Implements [`Verbs`](crate::verbs::Verbs) for a type by its field `nic`, and its method
+/// `join_group` for the multicast groups of its wire.
 macro_rules! delegate_verbs_to_nic {
     ($ty:ty) => {
         impl $crate::verbs::Verbs for $ty {
+            fn attach_mcast(&mut self, qp: $crate::verbs::QpId, mgid: $crate::verbs::Gid, _mlid: u16) -> Result<(), $crate::verbs::VerbsError> {
+                let Some(group) = self.nic.attach_mcast(qp, mgid)? else {
+                    return Ok(());
+                };
+                let joined = self.join_group(group);
+                if joined.is_err() {
+                    // It has just been attached.
+                    let _ = self.nic.detach_mcast(qp, mgid);
+                }
+                joined
+            }
+
+            fn detach_mcast(&mut self, qp: $crate::verbs::QpId, mgid: $crate::verbs::Gid, _mlid: u16) -> Result<(), $crate::verbs::VerbsError> {
+                self.nic.detach_mcast(qp, mgid)
+            }
+
             $crate::roce::delegate::forward! {
                 @ref device_attr() -> &$crate::verbs::DeviceAttr;
                 @ref query_port(port: u8) -> Result<$crate::verbs::PortAttr, $crate::verbs::VerbsError>;

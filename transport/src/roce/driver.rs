@@ -33,6 +33,12 @@
 //! their requests until they end. Those that have done so for a while send by two more such
 //! sockets.
 //!
+//! # Multicast
+//!
+//! The socket is bound to the device's own address, where no datagram to a group arrives. Each group
+//! that is joined has a socket of its own, bound to the group's address. The kernel speaks IGMP and
+//! MLD, and hands a copy to each such socket of the host, that of the sender's device as well.
+//!
 //! Not implemented: raw sockets, and IPv6 packets with a flow label.
 
 #![allow(
@@ -43,7 +49,7 @@
 use std::cell::Cell;
 use std::io;
 use std::mem::{size_of, zeroed};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
 use std::time::Instant;
@@ -59,9 +65,10 @@ use super::batch::{
 use super::nic::IpFields;
 use super::sys::{
     ControlWriter, UDP_SEGMENT, allow_no_checksum, attach_selector, check, enable_gro, grow_buffer,
-    has_gso, hop_limit, hop_limit_message, read_addr, segment_size, set_ecn, set_hop_limit,
-    set_mtu_probe, tos_message, traffic_class, watch, write_addr,
+    has_gso, hop_limit, hop_limit_message, only_own_groups, read_addr, segment_size, set_ecn,
+    set_hop_limit, set_mtu_probe, tos_message, traffic_class, watch, write_addr,
 };
+use crate::netif::interface_index;
 use crate::wire::{Qpn, ROCE_PORT};
 
 /// Datagrams taken by one receiving system call. They come into the first slots, whose memory the
@@ -134,6 +141,8 @@ pub struct Driver {
     /// For messages to silent peers, then for those to strangers, all at one port.
     strangers: Vec<Socket>,
     stranger_port: u16,
+    /// A socket for each multicast group that was joined.
+    groups: Vec<(IpAddr, Socket)>,
     epoll: OwnedFd,
     /// Events that the set watches the socket for; none while the worker is awake.
     watched: Cell<EventFlags>,
@@ -239,10 +248,12 @@ impl Driver {
         info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let (strangers, stranger_port) = open_strangers(config)?;
+        prepare_groups(&socket, config.addr);
         Ok(Self {
             socket,
             strangers,
             stranger_port,
+            groups: Vec::new(),
             epoll,
             watched: Cell::new(EventFlags::empty()),
             unwatched: Cell::new(0),
@@ -358,6 +369,47 @@ impl Driver {
             // One attempt: a kernel that refuses it will refuse it again.
             self.reports_hop_limits = true;
         }
+    }
+
+    /// Joins a multicast group on the interface of the device's address. Whoever has joined it gets
+    /// its datagrams by [`Driver::receive_groups`]. It may be joined already.
+    ///
+    /// # Errors
+    /// Those of `socket(2)`, `bind(2)` and of the options that join a group: `ENODEV` where no
+    /// interface has the address, `ENOBUFS` beyond the system's limit.
+    pub fn join(&mut self, group: IpAddr) -> io::Result<()> {
+        if self.groups.iter().any(|(joined, _)| *joined == group) {
+            return Ok(());
+        }
+        let socket = open_group(group, self.local.ip())?;
+        let data = epoll::EventData::new_u64(0);
+        epoll::add(&self.epoll, &socket, data, EventFlags::IN)?;
+        debug!(%group, "joined a multicast group");
+        self.groups.push((group, socket));
+        Ok(())
+    }
+
+    /// Leaves a multicast group.
+    pub fn leave(&mut self, group: IpAddr) {
+        // The socket ends its membership, and its place in the set.
+        self.groups.retain(|(joined, _)| *joined != group);
+    }
+
+    /// Takes in datagrams to multicast groups, a few of each: `handle` gets the sender, the group,
+    /// the bytes and the fields of the IP header. Answers how many.
+    pub fn receive_groups(
+        &mut self,
+        mut handle: impl FnMut(SocketAddr, IpAddr, &[u8], IpFields),
+    ) -> usize {
+        let mut taken = 0;
+        for at in 0..self.groups.len() {
+            let (group, fd) = (self.groups[at].0, self.groups[at].1.as_raw_fd());
+            // No trains: each is one datagram. What is left waits for the next round.
+            taken += self
+                .receive_from(fd, &mut |src, _, bytes, ip| handle(src, group, bytes, ip))
+                .unwrap_or(0);
+        }
+        taken
     }
 
     /// Returns whether the last call of [`Driver::receive`] may have left something.
@@ -532,8 +584,14 @@ impl Driver {
         let mut taken = 0;
         self.has_more = true;
         while taken < limit && self.has_more {
-            match self.receive_some(&mut handle) {
-                Ok(n) => taken += n,
+            let (fd, slots) = (self.socket.as_raw_fd(), self.rx_slots);
+            match self.receive_from(fd, &mut handle) {
+                Ok(n) => {
+                    // Fewer than asked for: the socket is empty, and another call would only say
+                    // so.
+                    self.has_more = n == slots;
+                    taken += n;
+                }
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
                     Some(libc::EAGAIN) => self.has_more = false,
@@ -549,8 +607,9 @@ impl Driver {
         taken
     }
 
-    fn receive_some(
+    fn receive_from(
         &mut self,
+        fd: RawFd,
         handle: &mut impl FnMut(SocketAddr, usize, &[u8], IpFields),
     ) -> io::Result<usize> {
         let base = self.rx.as_mut_ptr();
@@ -566,15 +625,13 @@ impl Driver {
         // receive buffer that is its own, all of which live until the call returns.
         let got = check(unsafe {
             libc::recvmmsg(
-                self.socket.as_raw_fd(),
+                fd,
                 headers.messages.as_mut_ptr(),
                 slots as _,
                 libc::MSG_DONTWAIT as _,
                 ptr::null_mut(),
             )
         })? as usize;
-        // Fewer than asked for: the socket is empty, and another call would only say so.
-        self.has_more = got == slots;
         let received = headers.messages[..got].iter().map(|m| m.msg_len as usize);
         self.rx_slots = match received.sum::<usize>() > RX_LONG {
             true => RX_SLOTS_OF_TRAINS,
@@ -636,6 +693,51 @@ fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
     }
     set_mtu_probe(&socket, local.is_ipv6())?;
     set_hop_limit(&socket, local.is_ipv6(), HOP_LIMIT, on_link)?;
+    Ok(socket)
+}
+
+/// Makes datagrams to multicast groups leave by the interface of the device's address. Their hop
+/// limit comes with each of them.
+fn prepare_groups(socket: &Socket, addr: IpAddr) {
+    let set = match addr {
+        // The interface follows from the address that the socket is bound to.
+        IpAddr::V4(_) => socket.set_multicast_ttl_v4(HOP_LIMIT.into()),
+        IpAddr::V6(_) => socket
+            .set_multicast_hops_v6(HOP_LIMIT.into())
+            .and_then(|()| match interface_index(addr) {
+                Some(index) => socket.set_multicast_if_v6(index),
+                None => Ok(()),
+            }),
+    };
+    if let Err(error) = set {
+        debug!(%error, "multicast datagrams leave as the system wishes");
+    }
+}
+
+/// A socket that receives the datagrams of a multicast group.
+fn open_group(group: IpAddr, own: IpAddr) -> io::Result<Socket> {
+    let is_v6 = group.is_ipv6();
+    let socket = make_socket(SocketAddr::new(group, ROCE_PORT), true)?;
+    set_ecn(&socket, is_v6)?;
+    // Other devices of the host may join the group as well, and each has a copy.
+    socket.set_reuse_address(true)?;
+    only_own_groups(&socket, is_v6)?;
+    match (group, own) {
+        (IpAddr::V4(group), IpAddr::V4(own)) => {
+            socket.bind(&SocketAddr::new(group.into(), ROCE_PORT).into())?;
+            socket.join_multicast_v4(&group, &own)?;
+        }
+        (IpAddr::V6(group), IpAddr::V6(_)) => {
+            allow_no_checksum(&socket)?;
+            let no_interface = || io::Error::from_raw_os_error(libc::ENODEV);
+            let index = interface_index(own).ok_or_else(no_interface)?;
+            // A group of the link's scope is bound to on an interface only.
+            let at = SocketAddrV6::new(group, ROCE_PORT, 0, index);
+            socket.bind(&SocketAddr::from(at).into())?;
+            socket.join_multicast_v6(&group, index)?;
+        }
+        _ => return Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT)),
+    }
     Ok(socket)
 }
 

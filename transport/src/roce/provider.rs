@@ -18,7 +18,7 @@ use super::pcap::PcapWriter;
 use super::steer::steer;
 use crate::cm::MAX_WORKER_BITS;
 use crate::netif::interface_mtu;
-use crate::verbs::{EventFds, Mtu, Provider};
+use crate::verbs::{EventFds, Mtu, Provider, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
@@ -117,13 +117,22 @@ pub struct ForwardedPacket {
     pub bytes: Vec<u8>,
 }
 
+/// What a received packet came with.
+#[derive(Clone, Copy, Debug)]
+struct Arrival {
+    src: SocketAddr,
+    /// The multicast group that it was sent to.
+    group: Option<IpAddr>,
+    ip: IpFields,
+}
+
 /// The software NIC: a [`Nic`] and a UDP socket.
 pub struct Roce {
     nic: Nic,
     driver: Driver,
     batch: TxBatch,
     tx_faults: Option<FaultInjector<(Way, Qpn)>>,
-    rx_faults: Option<FaultInjector<(SocketAddr, IpFields)>>,
+    rx_faults: Option<FaultInjector<Arrival>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     forwarded: VecDeque<ForwardedPacket>,
     /// Packets that came out of the faulty wire.
@@ -237,6 +246,11 @@ impl Roce {
         self.nic.set_now(Instant::now());
     }
 
+    fn join_group(&mut self, group: IpAddr) -> Result<(), VerbsError> {
+        let joined = self.driver.join(group);
+        joined.map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(libc::EIO)))
+    }
+
     /// Takes over what the interface carries now. While it is unknown, because the interface is
     /// gone or carries no RoCE packet, the device stays as it is.
     fn follow_mtu(&mut self, now: Instant) {
@@ -335,14 +349,32 @@ impl Roce {
                 }
                 capture_received(capture, now, src, local, packet);
                 match faults {
-                    Some(f) => f.handle_packet(now, (src, ip), packet.to_vec()),
+                    Some(f) => {
+                        let group = None;
+                        f.handle_packet(now, Arrival { src, group, ip }, packet.to_vec());
+                    }
                     None => nic.handle_train(now, src, packet.len(), packet, ip),
                 }
             }
         });
+        let taken = taken
+            + self.driver.receive_groups(|src, group, packet, ip| {
+                let to = SocketAddr::new(group, ROCE_PORT);
+                capture_received(capture, now, src, to, packet);
+                match faults {
+                    Some(f) => {
+                        let group = Some(group);
+                        f.handle_packet(now, Arrival { src, group, ip }, packet.to_vec());
+                    }
+                    None => nic.handle_group_datagram(now, src, group, packet, ip),
+                }
+            });
         if let Some(f) = faults {
-            while let Some(((src, ip), packet)) = f.poll_packet(now) {
-                nic.handle_train(now, src, packet.len(), &packet, ip);
+            while let Some((Arrival { src, group, ip }, packet)) = f.poll_packet(now) {
+                match group {
+                    Some(group) => nic.handle_group_datagram(now, src, group, &packet, ip),
+                    None => nic.handle_train(now, src, packet.len(), &packet, ip),
+                }
             }
         }
         taken
@@ -427,6 +459,9 @@ impl Provider for Roce {
         }
         if self.nic.has_datagrams() {
             self.driver.report_hop_limits();
+            while let Some(group) = self.nic.poll_left_group() {
+                self.driver.leave(group);
+            }
         }
         // Sending comes first: what the user posted in answer to the last call's completions leaves
         // together with the acknowledgements of that call, in one system call.

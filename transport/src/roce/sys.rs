@@ -23,6 +23,7 @@ pub(super) const UDP_SEGMENT: libc::c_int = 103;
 pub(super) const UDP_GRO: libc::c_int = 104;
 
 const UDP_NO_CHECK6_RX: libc::c_int = 102;
+const IPV6_MULTICAST_ALL: libc::c_int = 29;
 
 sockopt_impl!(
     /// Accepts IPv6 datagrams without a UDP checksum, as RoCEv2 allows (annex A17).
@@ -35,6 +36,14 @@ sockopt_impl!(
 sockopt_impl!(
     /// Path MTU discovery of IPv6.
     Ipv6MtuDiscover, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::c_int
+);
+sockopt_impl!(
+    /// To receive datagrams of groups that other sockets have joined.
+    Ipv4MulticastAll, SetOnly, libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, bool
+);
+sockopt_impl!(
+    /// The same over IPv6.
+    Ipv6MulticastAll, SetOnly, libc::IPPROTO_IPV6, IPV6_MULTICAST_ALL, bool
 );
 sockopt_impl!(
     /// Hop limit of what is sent over IPv6.
@@ -79,6 +88,15 @@ pub(super) fn set_mtu_probe(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
 /// Accepts datagrams without a UDP checksum: the ICRC covers more, and hardware sends none.
 pub(super) fn allow_no_checksum(socket: &impl AsFd) -> io::Result<()> {
     Ok(setsockopt(socket, NoCheck6Rx, &true)?)
+}
+
+/// Has only datagrams received that arrive where the socket has joined their group.
+pub(super) fn only_own_groups(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
+    match is_v6 {
+        true => setsockopt(socket, Ipv6MulticastAll, &false)?,
+        false => setsockopt(socket, Ipv4MulticastAll, &false)?,
+    }
+    Ok(())
 }
 
 /// Sets the hop limit of what is sent, and whether that of what is received is reported.

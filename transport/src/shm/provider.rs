@@ -12,7 +12,9 @@ use super::link::{LinkCounters, Links};
 use crate::roce::batch::{Offered, TxBatch};
 use crate::roce::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic, forward_cm_calls};
 use crate::roce::nic::{Nic, NicConfig, NicLimits, Wire};
-use crate::verbs::{CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, RdmaCm};
+use crate::verbs::{
+    CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, RdmaCm, VerbsError,
+};
 use crate::wire::is_link_local;
 
 /// Name of the provider.
@@ -228,6 +230,16 @@ impl Shm {
             lost += 1;
         }
         lost
+    }
+
+    /// Links lead to one device each, and the NIC attaches no queue pair to a group on them.
+    #[allow(
+        clippy::unused_self,
+        clippy::needless_pass_by_ref_mut,
+        reason = "the method of those that join"
+    )]
+    fn join_group(&mut self, _group: IpAddr) -> Result<(), VerbsError> {
+        Err(VerbsError::InvalidParameter("multicast group"))
     }
 
     /// The address that a user knows a peer by.

@@ -79,6 +79,10 @@ pub struct DeviceAttr {
     pub max_qp_init_rd_atom: u8,
     /// Largest number of address handles.
     pub max_ah: u32,
+    /// Most multicast groups with queue pairs of the device; 0 where it has no multicast.
+    pub max_mcast_grp: u32,
+    /// Most queue pairs that are attached to a group.
+    pub max_mcast_qp_attach: u32,
     /// Number of ports, which count from 1.
     pub ports: u8,
 }
@@ -310,6 +314,9 @@ pub struct QpInitAttr {
     pub sq_sig_all: bool,
     /// Order of its own receives.
     pub recv_order: RecvOrder,
+    /// Datagrams that it sends to a multicast group do not come back to it, although it is attached
+    /// to the group. Others get them.
+    pub block_self_mcast: bool,
 }
 
 impl QpInitAttr {
@@ -326,6 +333,7 @@ impl QpInitAttr {
             cap,
             sq_sig_all: false,
             recv_order: RecvOrder::OldestFirst,
+            block_self_mcast: false,
         }
     }
 }

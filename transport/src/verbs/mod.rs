@@ -276,6 +276,30 @@ pub trait Verbs {
     /// [`VerbsError::InvalidHandle`].
     fn destroy_qp(&mut self, qp: QpId) -> Result<(), VerbsError>;
 
+    /// Attaches a datagram queue pair to a multicast group: it gets a copy of each datagram to the
+    /// group with its queue key (IBTA 11.3.1). On RoCE the MGID is the group's IP address, an IPv4
+    /// one mapped into IPv6, and `mlid` means nothing. To be attached twice is the same as once.
+    /// The device joins the group on the network, for its first queue pair there.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::WrongQpType`], [`VerbsError::InvalidParameter`]
+    /// for an address that is no group or of another family than the device's,
+    /// [`VerbsError::InsufficientResources`] beyond [`DeviceAttr::max_mcast_grp`] or
+    /// [`DeviceAttr::max_mcast_qp_attach`], and [`VerbsError::Os`] where the system does not join.
+    fn attach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError>;
+
+    /// Detaches a queue pair from a multicast group (IBTA 11.3.2). One that is destroyed is
+    /// detached from all.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidParameter`] for a group that it is not
+    /// attached to.
+    fn detach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError>;
+
     /// Posts a chain of requests to the send queue. The chain posts whole, or fails at the named
     /// index and from there on nothing is posted.
     ///

@@ -196,7 +196,7 @@ impl Qpn {
     pub const SMI: Self = Self(0);
     /// Queue pair 1, the general services interface.
     pub const GSI: Self = Self(1);
-    /// The destination of multicast packets.
+    /// The destination of datagrams to a multicast group (IBTA 10.5.2).
     pub const MULTICAST: Self = Self(MASK);
 }
 

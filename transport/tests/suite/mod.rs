@@ -14,7 +14,7 @@ macro_rules! suite_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
             objects: a_device_reports_what_it_is what_is_in_use_is_busy limits_hold
-                a_queue_pair_goes_through_its_states datagrams;
+                a_queue_pair_goes_through_its_states datagrams multicast;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
                 a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
                 a_sender_waits_for_the_receiver not_ready_for_too_long keys_rights_and_ranges

@@ -1,9 +1,12 @@
 //! Objects: limits, handles, who keeps whom alive, and the queue pair's states.
 
+use std::net::IpAddr;
+
+use riser_memory::Memory;
 use riser_transport::verbs::{
-    Access, AhAttr, GRH_LEN, Gid, Mtu, PKey, PortState, PostReason, QKey, QpAttr, QpCap,
-    QpInitAttr, QpState, QpType, RecvWr, RouteHeader, SendOp, SendWr, Sge, UdDest, VerbsError,
-    WcOpcode, WcStatus, WrId,
+    Access, AhAttr, AhId, Completion, CqId, GRH_LEN, Gid, Mr, Mtu, PKey, PdId, PortState,
+    PostReason, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr, RouteHeader,
+    SendOp, SendWr, Sge, UdDest, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 use riser_transport::verbs::Verbs as _;
@@ -222,16 +225,26 @@ pub(crate) fn a_queue_pair_goes_through_its_states<W: World>(mut w: W) {
     p.modify_qp(qp, &init).unwrap();
 }
 
-/// A datagram queue pair in RTS, with a receive.
-pub(crate) fn datagrams<W: World>(mut w: W) {
-    let w = &mut w;
-    let key = QKey(0x1234);
-    let mut ends = Vec::new();
-    for end in [End::A, End::B] {
+/// A datagram queue pair in RTS with a receive at the beginning of its memory.
+struct Datagrams {
+    end: End,
+    pd: PdId,
+    cq: CqId,
+    memory: Memory,
+    mr: Mr,
+    qp: QpId,
+    number: u32,
+}
+
+const KEY: QKey = QKey(0x1234);
+
+impl Datagrams {
+    fn new<W: World>(w: &mut W, end: End, block_self_mcast: bool) -> Self {
         let wants = Wants::default();
         let (pd, cq, memory, mr) = objects(w, end, &wants);
         let init = QpInitAttr {
             qp_type: QpType::Ud,
+            block_self_mcast,
             ..init_attr(pd, cq, &wants)
         };
         let p = w.provider(end);
@@ -243,79 +256,102 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
         let to_init = QpAttr {
             pkey_index: Some(0),
             port: Some(1),
-            qkey: Some(key),
+            qkey: Some(KEY),
             ..step(QpState::Init)
         };
-        p.modify_qp(qp, &to_init).unwrap();
-        p.modify_qp(qp, &step(QpState::Rtr)).unwrap();
-        p.modify_qp(
+        let to_rts = QpAttr {
+            sq_psn: Some(3),
+            ..step(QpState::Rts)
+        };
+        for step in [to_init, step(QpState::Rtr), to_rts] {
+            p.modify_qp(qp, &step).unwrap();
+        }
+        let number = p.qp_num(qp).unwrap();
+        let made = Self {
+            end,
+            pd,
+            cq,
+            memory,
+            mr,
             qp,
-            &QpAttr {
-                sq_psn: Some(3),
-                ..step(QpState::Rts)
-            },
-        )
-        .unwrap();
-        let sges = [Sge {
-            addr: mr.addr,
-            length: 4096 + 40,
-            lkey: mr.lkey,
-        }];
-        p.post_recv(
-            qp,
-            &[RecvWr {
-                wr_id: WrId(1),
-                sges: &sges,
-            }],
-        )
-        .unwrap();
-        ends.push((pd, cq, memory, mr, qp));
+            number,
+        };
+        made.receive(w);
+        made
     }
-    let (qpn_a, qpn_b) = (
-        w.provider(End::A).qp_num(ends[0].4).unwrap(),
-        w.provider(End::B).qp_num(ends[1].4).unwrap(),
-    );
+
+    fn receive<W: World>(&self, w: &mut W) {
+        let sges = [self.sge(0, 4096 + 40)];
+        let wr = RecvWr {
+            wr_id: WrId(1),
+            sges: &sges,
+        };
+        w.provider(self.end).post_recv(self.qp, &[wr]).unwrap();
+    }
+
+    fn sge(&self, offset: u64, length: u32) -> Sge {
+        Sge {
+            addr: self.mr.addr + offset,
+            length,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    fn send<W: World>(&self, w: &mut W, ah: AhId, qpn: u32, sges: &[Sge]) {
+        let wr = SendWr {
+            ud: Some(UdDest { ah, qpn, qkey: KEY }),
+            ..SendWr::new(8, SendOp::Send, sges)
+        };
+        w.provider(self.end).post_send(self.qp, &[wr]).unwrap();
+    }
+
+    /// The next datagram, with the header before it.
+    fn received<W: World>(&self, w: &mut W) -> (Completion, [u8; GRH_LEN]) {
+        let mut out = Vec::new();
+        let c = w.until("a datagram", |w| {
+            out.clear();
+            w.provider(self.end).poll_cq(self.cq, 1, &mut out).unwrap();
+            out.first().copied().filter(|c| c.opcode.is_recv())
+        });
+        let mut grh = [0; GRH_LEN];
+        self.memory.read(0, &mut grh);
+        (c, grh)
+    }
+
+    /// Number of datagrams that wait.
+    fn waiting<W: World>(&self, w: &mut W) -> usize {
+        let mut out = Vec::new();
+        w.provider(self.end).poll_cq(self.cq, 9, &mut out).unwrap();
+        out.iter().filter(|c| c.opcode.is_recv()).count()
+    }
+}
+
+pub(crate) fn datagrams<W: World>(mut w: W) {
+    let w = &mut w;
+    let [a, b] = [End::A, End::B].map(|end| Datagrams::new(w, end, false));
     let dgid = w.addr(End::B).into();
-    let p = w.provider(End::A);
-    let ah = AhAttr::new(dgid);
-    let other = Gid::from("2001:db8::1".parse::<std::net::IpAddr>().unwrap());
-    let other = if dgid.ip().is_ipv4() {
-        other
-    } else {
-        Gid::from("192.0.2.1".parse::<std::net::IpAddr>().unwrap())
+    let attr = AhAttr::new(dgid);
+    let other = match dgid.ip().is_ipv4() {
+        true => "2001:db8::1",
+        false => "192.0.2.1",
     };
-    assert!(
-        p.create_ah(ends[0].0, AhAttr { dgid: other, ..ah })
-            .is_err()
-    );
-    let (attr, nowhere) = (ah, AhAttr::new(Gid::from(w.addr(End::A))));
+    let other = AhAttr::new(Gid::from(other.parse::<std::net::IpAddr>().unwrap()));
+    let nowhere = AhAttr::new(Gid::from(w.addr(End::A)));
     let p = w.provider(End::A);
-    let ah = p.create_ah(ends[0].0, nowhere).unwrap();
+    assert!(p.create_ah(a.pd, other).is_err());
+    let ah = p.create_ah(a.pd, nowhere).unwrap();
     assert_eq!(p.query_ah(ah), Ok(nowhere));
-    assert!(
-        p.modify_ah(
-            ah,
-            AhAttr {
-                dgid: other,
-                ..attr
-            }
-        )
-        .is_err()
-    );
+    assert!(p.modify_ah(ah, other).is_err());
     assert_eq!(p.query_ah(ah), Ok(nowhere));
     p.modify_ah(ah, attr).unwrap();
     assert_eq!(p.query_ah(ah), Ok(attr));
-    ends[0].2.write(9000, b"datagram");
-    let sges = [Sge {
-        addr: ends[0].3.addr + 9000,
-        length: 8,
-        lkey: ends[0].3.lkey,
-    }];
+    a.memory.write(9000, b"datagram");
+    let sges = [a.sge(9000, 8)];
     let wr = SendWr {
         ud: Some(UdDest {
             ah,
-            qpn: qpn_b,
-            qkey: key,
+            qpn: b.number,
+            qkey: KEY,
         }),
         ..SendWr::new(7, SendOp::SendImm(5), &sges)
     };
@@ -326,29 +362,21 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
         }),
         ..wr
     };
-    let refused = p.post_send(ends[0].4, &[no_read]).unwrap_err();
+    let refused = p.post_send(a.qp, &[no_read]).unwrap_err();
     assert_eq!(refused.reason, PostReason::InvalidOpcode);
-    p.post_send(ends[0].4, &[wr]).unwrap();
-    let mut out = Vec::new();
-    w.until("a datagram", |w| {
-        w.provider(End::B).poll_cq(ends[1].1, 1, &mut out).unwrap();
-        (!out.is_empty()).then_some(())
-    });
-    let c = out[0];
+    p.post_send(a.qp, &[wr]).unwrap();
+    let (c, grh) = b.received(w);
     assert_eq!(
         (c.status, c.opcode, c.byte_len),
         (WcStatus::Success, WcOpcode::Recv, 48)
     );
-    assert_eq!((c.src_qp, c.imm), (qpn_a, Some(5)));
+    assert_eq!((c.src_qp, c.imm), (a.number, Some(5)));
     let mut got = [0; 8];
-    ends[1].2.read(40, &mut got);
+    b.memory.read(40, &mut got);
     assert_eq!(&got, b"datagram");
-    // The bytes before the payload lead back.
-    let mut grh = [0; GRH_LEN];
-    ends[1].2.read(0, &mut grh);
+    // The bytes before the payload lead back. Over shared memory a link stands for the sender.
     let header = RouteHeader::parse(&grh).unwrap();
     assert_eq!(c.network, Some(header.network()));
-    // Over shared memory a link stands for the sender.
     let here = w.addr(End::B);
     assert_eq!(header.destination, here);
     let p = w.provider(End::B);
@@ -360,30 +388,89 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
     assert_eq!(p.query_gid(1, back.sgid_index), Ok(here.into()));
     assert_eq!(p.ah_from_wc(9, &c, &grh), Err(VerbsError::InvalidPort(9)));
     assert!(p.ah_from_wc(1, &c, &[0; GRH_LEN]).is_err());
-    let ah = p.create_ah(ends[1].0, back).unwrap();
-    let sges = [Sge {
-        addr: ends[1].3.addr + 40,
-        length: 8,
-        lkey: ends[1].3.lkey,
-    }];
-    let wr = SendWr {
-        ud: Some(UdDest {
-            ah,
-            qpn: c.src_qp,
-            qkey: key,
-        }),
-        ..SendWr::new(8, SendOp::Send, &sges)
-    };
-    p.post_send(ends[1].4, &[wr]).unwrap();
-    out.clear();
-    w.until("an answer", |w| {
-        w.provider(End::A).poll_cq(ends[0].1, 9, &mut out).unwrap();
-        out.iter().any(|c| c.opcode.is_recv()).then_some(())
-    });
-    let mut got = [0; 8];
-    ends[0].2.read(40, &mut got);
+    let ah = p.create_ah(b.pd, back).unwrap();
+    b.send(w, ah, c.src_qp, &[b.sge(40, 8)]);
+    assert_eq!(a.received(w).0.byte_len, 48);
+    a.memory.read(40, &mut got);
     assert_eq!(&got, b"datagram");
     w.provider(End::B).destroy_ah(ah).unwrap();
     let gone = w.provider(End::B).query_ah(ah);
     assert!(matches!(gone, Err(VerbsError::InvalidHandle(_))));
+}
+
+/// Queue pair that datagrams to a group go to.
+const TO_GROUP: u32 = 0x00ff_ffff;
+
+pub(crate) fn multicast<W: World>(mut w: W) {
+    let w = &mut w;
+    // A kernel's groups need a network that carries them; shared memory has none.
+    let has_groups = w.provider(End::A).device_attr().max_mcast_grp > 0;
+    if !has_groups || w.is_kernel(End::A) || w.is_kernel(End::B) {
+        return;
+    }
+    let group = match w.addr(End::A) {
+        IpAddr::V4(own) => IpAddr::from([239, 255, own.octets()[2], own.octets()[3]]),
+        IpAddr::V6(_) => "ff15::4711".parse().unwrap(),
+    };
+    let gid = Gid::from(group);
+    let a = Datagrams::new(w, End::A, true);
+    let b = [false, true].map(|block| Datagrams::new(w, End::B, block));
+    let other = Datagrams::new(w, End::B, false);
+    let wrong = [w.addr(End::B).into(), Gid::default()];
+    for gid in wrong {
+        let refused = w.provider(End::B).attach_mcast(other.qp, gid, 0);
+        assert_eq!(
+            refused,
+            Err(VerbsError::InvalidParameter("multicast group"))
+        );
+    }
+    for at in [&a, &b[0], &b[1], &b[1]] {
+        w.provider(at.end).attach_mcast(at.qp, gid, 0).unwrap();
+    }
+    let attr = AhAttr {
+        hop_limit: 1,
+        ..AhAttr::new(gid)
+    };
+    let ah = w.provider(End::A).create_ah(a.pd, attr).unwrap();
+    a.memory.write(9000, b"for all of you");
+    let sges = [a.sge(9000, 14)];
+    a.send(w, ah, TO_GROUP, &sges);
+    for b in &b {
+        let (c, grh) = b.received(w);
+        assert_eq!((c.status, c.byte_len), (WcStatus::Success, 54));
+        assert_eq!(c.src_qp, a.number);
+        let mut got = [0; 14];
+        b.memory.read(40, &mut got);
+        assert_eq!(&got, b"for all of you");
+        let header = RouteHeader::parse(&grh).unwrap();
+        let ends = (w.addr(End::A), group);
+        assert_eq!((header.source, header.destination), ends);
+        // A group is no sender.
+        assert!(w.provider(End::B).ah_from_wc(1, &c, &grh).is_err());
+        b.receive(w);
+    }
+    // Neither what it sent itself, nor those that are not attached.
+    assert_eq!(a.waiting(w) + other.waiting(w), 0);
+    // From an attached one that wants its own.
+    let ah = w.provider(End::B).create_ah(b[0].pd, attr).unwrap();
+    b[0].send(w, ah, TO_GROUP, &[b[0].sge(9000, 4)]);
+    for to in [&a, &b[0], &b[1]] {
+        let (c, _) = to.received(w);
+        assert_eq!((c.byte_len, c.src_qp), (44, b[0].number));
+        to.receive(w);
+    }
+    // Who has left gets nothing more, once attached twice or destroyed.
+    let p = w.provider(End::B);
+    p.detach_mcast(b[1].qp, gid, 0).unwrap();
+    assert_eq!(
+        p.detach_mcast(b[1].qp, gid, 0),
+        Err(VerbsError::InvalidParameter("multicast group"))
+    );
+    p.destroy_qp(b[0].qp).unwrap();
+    let late = Datagrams::new(w, End::B, false);
+    w.provider(End::B).attach_mcast(late.qp, gid, 0).unwrap();
+    let ah = w.provider(End::A).create_ah(a.pd, attr).unwrap();
+    a.send(w, ah, TO_GROUP, &sges);
+    assert_eq!(late.received(w).0.byte_len, 54);
+    assert_eq!(b[1].waiting(w) + a.waiting(w), 0);
 }

@@ -206,6 +206,7 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
         cap: wants.cap,
         sq_sig_all: false,
         recv_order: RecvOrder::OldestFirst,
+        block_self_mcast: false,
     }
 }
 

@@ -40,6 +40,10 @@ pub struct NicLimits {
     pub max_qp_init_rd_atom: u8,
     /// Number of address handles.
     pub max_ah: u32,
+    /// Multicast groups with queue pairs.
+    pub max_mcast_grp: u32,
+    /// Queue pairs of a multicast group.
+    pub max_mcast_qp_attach: u32,
     /// Connected queue pairs towards one peer address.
     pub max_qps_per_peer: u32,
     /// Identifiers of the RDMA CM.
@@ -63,6 +67,8 @@ impl Default for NicLimits {
             max_qp_rd_atom: 32,
             max_qp_init_rd_atom: 32,
             max_ah: 1024,
+            max_mcast_grp: 64,
+            max_mcast_qp_attach: 64,
             max_qps_per_peer: 1024,
             max_cm_ids: 8192,
         }
@@ -155,6 +161,8 @@ impl NicConfig {
             max_qp_rd_atom: l.max_qp_rd_atom,
             max_qp_init_rd_atom: l.max_qp_init_rd_atom,
             max_ah: l.max_ah,
+            max_mcast_grp: if self.has_icrc() { l.max_mcast_grp } else { 0 },
+            max_mcast_qp_attach: l.max_mcast_qp_attach,
             ports: 1,
         }
     }

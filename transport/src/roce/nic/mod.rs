@@ -15,6 +15,7 @@
 //! | `objects` | protection domains, completion queues, shared receive queues, address handles |
 //! | `qpn` | gives out queue-pair numbers |
 //! | `qp` | creates, modifies and destroys queue pairs, posts work |
+//! | `mcast` | multicast groups |
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
 //! | [`rdma_cm`] | the RDMA CM's calls and its messages |
@@ -32,10 +33,11 @@
 //! peer numbers its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs,
 //! so no peer makes another one's be forgotten, and strangers have none.
 //!
-//! Not implemented: memory windows, multicast, several ports or partitions.
+//! Not implemented: memory windows, several ports or partitions.
 
 mod breakage;
 mod config;
+mod mcast;
 mod objects;
 mod qp;
 mod qpn;
@@ -150,6 +152,8 @@ struct Qp {
     awaits_first_packet: bool,
     /// It waits for its turn to send.
     is_queued: bool,
+    /// What it sends to a multicast group does not come back to it.
+    blocks_own_mcast: bool,
     /// The earliest entry of the timer heap that is meant.
     armed: Option<Instant>,
     counters: QpCounters,
@@ -199,6 +203,9 @@ pub struct Nic {
     qpns: QpnAllocator,
     /// The user's queue pair 1, if there is one.
     gsi: Option<QpId>,
+    groups: Vec<mcast::Group>,
+    /// Groups that the owner of the device is still to leave.
+    left_groups: Vec<IpAddr>,
     /// Queue pairs that are connected with each address.
     peers: HashMap<IpAddr, Vec<QpId>>,
     async_events: VecDeque<AsyncEvent>,
@@ -270,6 +277,8 @@ impl Nic {
             by_qpn: QpnMap::default(),
             qpns: QpnAllocator::new(config.worker_index, config.worker_bits),
             gsi: None,
+            groups: Vec::new(),
+            left_groups: Vec::new(),
             peers: HashMap::new(),
             async_events: VecDeque::new(),
             cq_events: VecDeque::new(),

@@ -271,7 +271,7 @@ impl Nic {
         }
     }
 
-    /// The address that an attribute stands for, if the device can send there.
+    /// The address that an attribute stands for, if the device can send to a host there.
     pub(super) fn reachable(&self, attr: &AhAttr) -> Result<IpAddr, VerbsError> {
         check_index(attr.port, attr.sgid_index)?;
         let ip = attr.dgid.ip();
@@ -283,7 +283,12 @@ impl Nic {
     }
 
     fn check_ah(&self, attr: &AhAttr) -> Result<(), VerbsError> {
-        self.reachable(attr)?;
+        let ip = attr.dgid.ip();
+        if ip.is_multicast() && self.has_groups_like(ip) {
+            check_index(attr.port, attr.sgid_index)?;
+        } else {
+            self.reachable(attr)?;
+        }
         if attr.flow_label > 0x000f_ffff {
             return Err(VerbsError::InvalidParameter("flow label"));
         }

@@ -105,6 +105,7 @@ impl Nic {
             source_port: None,
             awaits_first_packet: false,
             is_queued: false,
+            blocks_own_mcast: init.block_self_mcast,
             armed: None,
             counters: QpCounters::default(),
         })?;
@@ -430,6 +431,7 @@ impl Nic {
         self.qps.get(id)?;
         // While queue pair and peer still exist.
         self.keep_last_answers(id);
+        self.detach_all(id);
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;
         if let Machine::Rc(rc) = &qp.machine {

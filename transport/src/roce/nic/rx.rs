@@ -41,21 +41,21 @@ impl IpFields {
 }
 
 /// A packet as it came in.
-struct Received<'a> {
-    src: SocketAddr,
+pub(super) struct Received<'a> {
+    pub(super) src: SocketAddr,
     /// Address of the sender for users of datagrams, who may answer there.
-    datagram_src: IpAddr,
+    pub(super) datagram_src: IpAddr,
     /// Address that it was sent to.
-    dst: IpAddr,
-    bytes: &'a [u8],
-    ip: IpFields,
+    pub(super) dst: IpAddr,
+    pub(super) bytes: &'a [u8],
+    pub(super) ip: IpFields,
     /// It follows another packet in a train.
-    follows: bool,
+    pub(super) follows: bool,
 }
 
 impl Received<'_> {
     /// The header that a datagram's receiver gets. The ICRC has shown its identification.
-    fn route_header(&self, identification: u16) -> RouteHeader {
+    pub(super) fn route_header(&self, identification: u16) -> RouteHeader {
         RouteHeader {
             source: self.datagram_src,
             destination: self.dst,
@@ -227,20 +227,28 @@ impl Nic {
         }
     }
 
-    /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
-    fn handle_packet(&mut self, received: &Received<'_>, train: &mut Train<'_>) -> bool {
-        let bytes = received.bytes;
+    /// Parses a packet that is of our partition.
+    #[inline]
+    pub(super) fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += bytes.len() as u64;
         let Ok(packet) = Packet::parse(bytes) else {
             self.counters.rx_malformed += 1;
-            return false;
+            return None;
         };
         // We are a full member, so a limited member may talk to us as well.
         if (packet.bth.pkey() ^ PKey::DEFAULT.0) & 0x7fff != 0 {
             self.counters.rx_wrong_pkey += 1;
-            return false;
+            return None;
         }
+        Some(packet)
+    }
+
+    /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
+    fn handle_packet(&mut self, received: &Received<'_>, train: &mut Train<'_>) -> bool {
+        let Some(packet) = self.parse(received.bytes) else {
+            return false;
+        };
         let qpn = packet.bth.dest_qpn();
         let (src, verifier) = (received.src, train.verifier.as_deref_mut());
         if qpn == Qpn::GSI {
@@ -379,7 +387,7 @@ impl Nic {
     }
 
     /// The identification in the IP header of a packet whose ICRC is right.
-    fn verify(
+    pub(super) fn verify(
         &mut self,
         received: &Received<'_>,
         verifier: Option<&mut IcrcVerifier>,

@@ -47,6 +47,7 @@ fn init(nic: &mut Nic, qp_type: QpType) -> QpInitAttr {
         cap: CAP,
         sq_sig_all: false,
         recv_order: RecvOrder::OldestFirst,
+        block_self_mcast: false,
     }
 }
 

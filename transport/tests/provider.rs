@@ -286,6 +286,7 @@ mod only {
     use std::time::{Duration, Instant};
 
     use riser_transport::loopback::FabricConfig;
+    use riser_transport::netif::Interface;
     use riser_transport::roce::fault::FaultConfig;
     use riser_transport::roce::nic::NicLimits;
     use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
@@ -295,10 +296,10 @@ mod only {
     };
 
     use crate::software::{Real, Virtual, addresses};
-    use crate::suite::ops;
     use crate::suite::world::{
         End, Side, Wants, World, cm_event, connect_on, connected, init_attr, objects, resolve,
     };
+    use crate::suite::{objects as suite_objects, ops};
     use riser_testkit::skip::skip;
 
     #[test]
@@ -568,33 +569,43 @@ mod only {
     fn ipv6_sockets_talk() {
         // A host has ::1 on its loopback interface; another address of its own may be anywhere, and
         // its interface may carry less.
-        let own: Vec<IpAddr> = riser_transport::netif::interfaces()
-            .unwrap()
-            .into_iter()
-            .map(|interface| interface.address)
-            .filter(IpAddr::is_ipv6)
-            .collect();
-        let [a, b, ..] = own[..] else {
+        let mut own = riser_transport::netif::interfaces().unwrap();
+        own.retain(|interface| interface.address.is_ipv6());
+        let pairs = || own.windows(2).map(|pair| (&pair[0], &pair[1]));
+        let is_one = |(a, b): &(&Interface, &Interface)| a.name == b.name;
+        let of_one = pairs().find(is_one);
+        let Some((a, b)) = of_one.or(pairs().next()) else {
             return skip(
                 "ipv6_sockets_talk",
                 "this host has fewer than two IPv6 addresses",
             );
         };
-        match Real::at(a, b, |c| c.mtu = Some(Mtu::Mtu1024)) {
+        let (a, b) = (a.address, b.address);
+        let open = || Real::at(a, b, |c| c.mtu = Some(Mtu::Mtu1024));
+        match open() {
             Ok(w) => ops::mixed_traffic(w),
-            Err(e) => skip("ipv6_sockets_talk", &format!("{a} or {b} is taken: {e}")),
+            Err(e) => return skip("ipv6_sockets_talk", &format!("{a} or {b} is taken: {e}")),
+        }
+        suite_objects::datagrams(open().unwrap());
+        // A group is joined on an interface.
+        if of_one.is_some() {
+            suite_objects::multicast(open().unwrap());
         }
     }
 
     #[test]
     fn ipv6_in_memory() {
-        let fabric = riser_transport::loopback::Fabric::new(FabricConfig::default());
-        let pair = riser_transport::loopback::Pair {
-            a: fabric.endpoint("fd00::1".parse().unwrap()),
-            b: fabric.endpoint("fd00::2".parse().unwrap()),
-            fabric,
+        let pair = || {
+            let fabric = riser_transport::loopback::Fabric::new(FabricConfig::default());
+            Virtual(riser_transport::loopback::Pair {
+                a: fabric.endpoint("fd00::1".parse().unwrap()),
+                b: fabric.endpoint("fd00::2".parse().unwrap()),
+                fabric,
+            })
         };
-        ops::mixed_traffic(Virtual(pair));
+        ops::mixed_traffic(pair());
+        suite_objects::datagrams(pair());
+        suite_objects::multicast(pair());
     }
 
     /// Opens `count` workers of a device.

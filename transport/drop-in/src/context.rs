@@ -18,6 +18,10 @@ use crate::queue::{EventQueue, Unacknowledged};
 /// Version of the hardware that the device reports: there is none.
 const HW_VERSION: u32 = 0;
 
+/// Vendor that the device reports, an OUI: the broadcast one, which belongs to no organisation, as
+/// Linux's software devices do. Programs take 0 for an attribute that was not filled in.
+const VENDOR_ID: u32 = 0xff_ffff;
+
 /// Link layer of a port, and a flag of one whose packets need a global route.
 const LINK_LAYER_ETHERNET: u8 = 2;
 const GRH_REQUIRED: u8 = 1;
@@ -146,6 +150,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
         max_mr_size: ours.max_mr_size,
         // Any power of two from a page on: addresses are virtual.
         page_size_cap: !0xfff,
+        vendor_id: VENDOR_ID,
         hw_ver: HW_VERSION,
         max_qp: int(ours.max_qp),
         max_qp_wr: int(ours.max_qp_wr),

@@ -86,7 +86,12 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
     pointer(unsafe { context_of(context) }.and_then(|_| {
         // SAFETY: as above.
         let attr = unsafe { &mut *attr };
-        if attr.comp_mask & !IBV_QP_INIT_ATTR_PD != 0 {
+        let known = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS;
+        if attr.comp_mask & !known != 0 {
+            return Err(Errno::UNSUPPORTED);
+        }
+        // Flags may be given as long as none is set.
+        if attr.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && attr.create_flags != 0 {
             return Err(Errno::UNSUPPORTED);
         }
         if attr.comp_mask & IBV_QP_INIT_ATTR_PD == 0 {

@@ -108,10 +108,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         }
         return Ok(());
     }
-    let (_, failure) = run_all(options)?;
-    // They are printed, and nothing counts them here.
+    let (tally, failure) = run_all(options)?;
+    // Skips and failures are printed, and nothing counts them here.
     let _ = noted();
-    failure.map_or(Ok(()), |why| Err(why.into()))
+    match failure {
+        Some(_) => Err(format!("{} failed", tally.total().failed).into()),
+        None => Ok(()),
+    }
 }
 
 /// Runs the cases; their counts, and what went wrong if something did.
@@ -227,7 +230,11 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     }
     let modules = match pyverbs::unpack(scratch) {
         Ok(modules) => modules,
-        Err(why) => return all(Outcome::Skipped(why.to_string())),
+        Err(why) => {
+            let why = why.to_string();
+            let first = why.lines().next().unwrap_or_default();
+            return all(Outcome::Skipped(first.to_owned()));
+        }
     };
     let mut rows = Vec::new();
     for module in modules {

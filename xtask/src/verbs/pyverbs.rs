@@ -1,7 +1,7 @@
 //! rdma-core's own tests, which are in Python: those that name no vendor, at Debian's version.
 //!
-//! Debian has them as documentation of the package `rdma-core`, which is unpacked and not installed:
-//! it brings services and rules for adapters.
+//! Debian has them as documentation in the package of the module that they use. It is unpacked
+//! again, since small systems install packages without their documentation.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,8 +22,7 @@ pub(super) const NEED: Need = need(
 /// Debian's Python, for which the module is built.
 const PYTHON: &str = "/usr/bin/python3";
 
-/// Package that has the tests, and their folder in it.
-const PACKAGE: &str = "rdma-core";
+/// Folder of the tests in the package.
 const FOLDER: &str = "usr/share/doc/rdma-core/tests";
 
 /// Beginnings of modules that are about devices of a vendor, or memory of a graphics processor.
@@ -55,12 +54,12 @@ pub(super) struct Test {
 
 /// Unpacks the tests into a folder that processes can read; answers their modules.
 pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
-    let package = scratch.join("rdma-core");
-    packages::unpack(PACKAGE, &package)?;
+    let package = scratch.join("pyverbs");
+    packages::unpack(NEED.package, &package)?;
     let folder = scratch.join("tests");
     fs::create_dir_all(&folder)?;
     let files = fs::read_dir(package.join(FOLDER));
-    let files = files.map_err(|e| format!("the package {PACKAGE} has no {FOLDER}: {e}"))?;
+    let files = files.map_err(|e| format!("the package {} has no {FOLDER}: {e}", NEED.package))?;
     let mut modules = Vec::new();
     for file in files {
         let path = file?.path();
@@ -84,7 +83,7 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     }
     modules.sort();
     match modules.is_empty() {
-        true => Err(format!("{FOLDER} of the package {PACKAGE} has no tests").into()),
+        true => Err(format!("{FOLDER} of the package {} has no tests", NEED.package).into()),
         false => Ok(modules),
     }
 }

@@ -347,8 +347,14 @@ fn judge(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), F
     Ok(())
 }
 
-/// Status of a process that has ended by itself, and not by a mistake that the kernel ended.
+/// Status of a process that has ended by itself, and not by a mistake that the kernel or the library
+/// ended.
 fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
+    // Programs may go on after it, and what follows hides it.
+    if let Some(at) = ended.said.find("panicked at") {
+        let lines = ended.said[at..].lines().take(2).collect::<Vec<_>>();
+        return Err(format!("{name}: the library {}", lines.join(" ")).into());
+    }
     match ended.status {
         None => Err(failure(name, "its time was up", ended)),
         Some(status) => match status.signal() {
@@ -361,10 +367,6 @@ fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
 }
 
 fn check(name: &str, ended: &Ended, says: &[&str]) -> Result<(), Failure> {
-    // Programs go on after some failures of the library; it never panics.
-    if ended.said.contains("panicked at") {
-        return Err(failure(name, "the library panicked", ended));
-    }
     match says.iter().find(|words| !ended.said.contains(**words)) {
         Some(words) => Err(failure(name, &format!("does not say {words:?}"), ended)),
         None => Ok(()),
@@ -434,7 +436,8 @@ mod tests {
         assert!(of(&good, &crashed).contains("signal: 11"));
         assert_eq!(of(&late, &good), "the server: its time was up");
         let panicked = ended(0, "thread panicked at a.rs:1\n usec/iter");
-        assert_eq!(of(&good, &panicked), "client 1: the library panicked");
+        let why = "client 1: the library panicked at a.rs:1  usec/iter";
+        assert_eq!(of(&good, &panicked), why);
         // This server was not asked to end.
         assert!(of(&ended(15, ""), &good).contains("signal: 15"));
     }

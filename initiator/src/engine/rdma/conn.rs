@@ -197,7 +197,11 @@ impl<const R: usize> RdmaConn<R> {
                 CmStep::Established(param)
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => CmStep::Lost,
-            CmEventKind::TimewaitExit | CmEventKind::ConnectRequest { .. } => CmStep::Pending,
+            // The last three are of listeners and of datagrams.
+            CmEventKind::TimewaitExit
+            | CmEventKind::ConnectRequest { .. }
+            | CmEventKind::MulticastJoin { .. }
+            | CmEventKind::MulticastError(_) => CmStep::Pending,
         }
     }
 

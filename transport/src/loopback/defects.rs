@@ -11,9 +11,9 @@ use riser_memory::MemSlice;
 
 use crate::roce::nic::{Breakage, Nic};
 use crate::verbs::{
-    Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, Mr, MrId, PdId, PortSpace,
-    PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RecvWr, SendWr, Sge,
-    VerbsError, WcOpcode, WcStatus, WrId,
+    Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, CqInitAttr, Mr, MrId, PdId,
+    PortSpace, PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RecvWr, SendWr,
+    Sge, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 /// Posts that a device refuses.
@@ -217,7 +217,7 @@ impl DefectiveNic {
         reg_mr_iova(pd: PdId, range: &MemSlice, iova: u64, access: Access) -> Result<Mr, VerbsError>;
         alloc_fast_mr(pd: PdId, max_segments: u32) -> Result<Mr, VerbsError>;
         map_mr_sg(mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
-        create_cq(entries: u32) -> Result<CqId, VerbsError>;
+        create_cq_with(init: &CqInitAttr) -> Result<CqId, VerbsError>;
         create_qp(init: &QpInitAttr) -> Result<QpId, VerbsError>;
         modify_qp(qp: QpId, attr: &QpAttr) -> Result<(), VerbsError>;
         create_ah(pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError>;

@@ -119,6 +119,7 @@ impl Region {
 pub(super) struct Cq {
     pub(super) ptr: *mut ibv_cq,
     pub(super) users: u32,
+    pub(super) vector: u32,
     pub(super) overrun: bool,
     /// Room for what the library gives in one call, all zero between two calls, since of a failed
     /// request the library writes a few fields only. It is kept: a poll that finds nothing should
@@ -135,9 +136,10 @@ pub(super) struct Cq {
 
 impl Cq {
     /// A queue that the library is still to make.
-    pub(super) fn new() -> Self {
+    pub(super) fn new(vector: u32) -> Self {
         Self {
             ptr: ptr::null_mut(),
+            vector,
             users: 0,
             overrun: false,
             batch: RefCell::new([ibv_wc::default(); BATCH].into()),

@@ -7,10 +7,14 @@
 //! ```text
 //!   idle ──req_notify──▶ armed ──matching completion──▶ idle, one event
 //! ```
+//!
+//! With a [`Moderation`] the event waits for further completions that match: until there are as many
+//! as that says, or until its time has passed, for which the device sets a timer.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
-use crate::verbs::{Completion, Notify, VerbsError};
+use crate::verbs::{Completion, CqAttr, CqInitAttr, Moderation, Notify, VerbsError};
 
 /// Result of adding a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +23,8 @@ pub enum Added {
     Quiet,
     /// The armed notification fires.
     Fire,
+    /// The armed notification waits for further completions, so long at most.
+    Wait(Duration),
     /// There was no room: the completion is lost and the queue is dead.
     Overrun,
     /// The queue was dead already.
@@ -31,23 +37,78 @@ pub struct Cq {
     entries: VecDeque<Completion>,
     capacity: usize,
     armed: Option<Notify>,
+    moderation: Moderation,
+    /// Completions that the event of an armed queue has waited for, and until when it waits.
+    moderated: u16,
+    due: Option<Instant>,
+    /// Times of the completions that wait, in nanoseconds of the device's clock, if they have any.
+    times: Option<VecDeque<u64>>,
+    vector: u32,
     overrun: bool,
     users: u32,
 }
 
 impl Cq {
-    /// An empty queue for `capacity` completions.
+    /// An empty queue.
     #[must_use]
-    pub fn new(capacity: u32) -> Self {
-        let capacity = capacity as usize;
+    pub fn new(init: &CqInitAttr) -> Self {
+        let capacity = init.entries as usize;
         Self {
             // A huge queue that stays nearly empty should not cost its whole size; the first
             // thousand are there from the start, so that the data path does not allocate.
             entries: VecDeque::with_capacity(capacity.min(1024)),
             capacity,
             armed: None,
+            moderation: Moderation::default(),
+            moderated: 0,
+            due: None,
+            times: init.is_timed.then(VecDeque::new),
+            vector: init.vector,
             overrun: false,
             users: 0,
+        }
+    }
+
+    /// Attributes of the queue at present.
+    #[must_use]
+    pub fn attr(&self) -> CqAttr {
+        CqAttr {
+            entries: self.capacity as u32,
+            vector: self.vector,
+            is_timed: self.times.is_some(),
+            moderation: self.moderation,
+        }
+    }
+
+    /// Sets how long an event may wait from now on.
+    pub fn moderate(&mut self, moderation: Moderation) {
+        self.moderation = moderation;
+    }
+
+    /// Notes until when the event of an armed queue waits.
+    pub fn set_due(&mut self, at: Instant) {
+        self.due = Some(at);
+    }
+
+    /// An event that waits comes now. Returns until when it would have waited; `None` if none does.
+    pub fn take_due(&mut self) -> Option<Instant> {
+        let due = self.due.take()?;
+        self.armed = None;
+        self.moderated = 0;
+        Some(due)
+    }
+
+    /// Whether completions have times.
+    #[must_use]
+    pub fn is_timed(&self) -> bool {
+        self.times.is_some()
+    }
+
+    /// Gives the completion that was added last its time, in nanoseconds of the device's clock.
+    pub fn stamp(&mut self, time: u64) {
+        if let Some(times) = &mut self.times {
+            // One that was lost has none.
+            times.resize(self.entries.len(), time);
         }
     }
 
@@ -102,6 +163,9 @@ impl Cq {
     pub(super) fn overrun(&mut self) -> bool {
         // What waits would look like a complete record of what was done.
         self.entries.clear();
+        if let Some(times) = &mut self.times {
+            times.clear();
+        }
         !std::mem::replace(&mut self.overrun, true)
     }
 
@@ -119,7 +183,7 @@ impl Cq {
         // learn of it.
         let wakes = completion.solicited || !completion.status.is_ok();
         self.entries.push_back(completion);
-        let fires = match &mut self.armed {
+        let matches = match &mut self.armed {
             None => false,
             Some(Notify::Next) => true,
             Some(Notify::Solicited) => wakes,
@@ -128,12 +192,23 @@ impl Cq {
                 *left == 0
             }
         };
-        if fires {
-            self.armed = None;
-            Added::Fire
-        } else {
-            Added::Quiet
+        if !matches {
+            return Added::Quiet;
         }
+        let Moderation { count, period } = self.moderation;
+        if !period.is_zero() {
+            self.moderated = self.moderated.saturating_add(1);
+            let is_enough = count > 0 && self.moderated >= count;
+            if !is_enough {
+                return match self.moderated {
+                    1 => Added::Wait(period),
+                    _ => Added::Quiet,
+                };
+            }
+        }
+        self.armed = None;
+        self.moderated = 0;
+        Added::Fire
     }
 
     /// Takes up to `max` completions, oldest first, appending them to `out`.
@@ -146,10 +221,36 @@ impl Cq {
         }
         let n = max.min(self.entries.len());
         out.extend(self.entries.drain(..n));
+        if let Some(times) = &mut self.times {
+            times.drain(..n);
+        }
         if self.entries.is_empty() {
             // Begins again at the front of its memory, so that one which is never deep touches
             // little of it.
             self.entries.clear();
+        }
+        Ok(n)
+    }
+
+    /// The same, with the time of each completion.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] where completions have no times, and those of
+    /// [`Cq::poll`].
+    pub fn poll_timed(
+        &mut self,
+        max: usize,
+        mut take: impl FnMut(Completion, u64),
+    ) -> Result<usize, VerbsError> {
+        let Some(times) = &mut self.times else {
+            return Err(VerbsError::InvalidParameter("queue without times"));
+        };
+        if self.overrun {
+            return Err(VerbsError::CqOverrun);
+        }
+        let n = max.min(self.entries.len());
+        for (completion, time) in self.entries.drain(..n).zip(times.drain(..n)) {
+            take(completion, time);
         }
         Ok(n)
     }
@@ -194,7 +295,7 @@ mod tests {
 
     #[test]
     fn completions_come_out_in_order_and_in_portions() {
-        let mut cq = Cq::new(4);
+        let mut cq = Cq::new(&CqInitAttr::new(4));
         for n in 0..4 {
             assert_eq!(cq.push(wc(n)), Added::Quiet);
         }
@@ -208,7 +309,7 @@ mod tests {
 
     #[test]
     fn a_lost_completion_kills_the_queue() {
-        let mut cq = Cq::new(1);
+        let mut cq = Cq::new(&CqInitAttr::new(1));
         assert_eq!(cq.push(wc(0)), Added::Quiet);
         assert_eq!(cq.push(wc(1)), Added::Overrun);
         assert_eq!(cq.push(wc(2)), Added::Dead);
@@ -220,7 +321,7 @@ mod tests {
 
     #[test]
     fn an_armed_queue_fires_once() {
-        let mut cq = Cq::new(16);
+        let mut cq = Cq::new(&CqInitAttr::new(16));
         assert!(!cq.arm(Notify::Next));
         assert_eq!(cq.push(wc(0)), Added::Fire);
         assert_eq!(cq.push(wc(1)), Added::Quiet);
@@ -229,7 +330,7 @@ mod tests {
 
     #[test]
     fn solicited_and_counted_notifications_wait_for_theirs() {
-        let mut cq = Cq::new(16);
+        let mut cq = Cq::new(&CqInitAttr::new(16));
         cq.arm(Notify::Solicited);
         assert_eq!(cq.push(wc(0)), Added::Quiet);
         let solicited = Completion {
@@ -253,7 +354,7 @@ mod tests {
 
     #[test]
     fn a_resize_keeps_what_waits() {
-        let mut cq = Cq::new(2);
+        let mut cq = Cq::new(&CqInitAttr::new(2));
         cq.push(wc(0));
         cq.push(wc(1));
         assert!(cq.resize(1).is_err());
@@ -263,5 +364,60 @@ mod tests {
         let mut out = Vec::new();
         cq.poll(9, &mut out).unwrap();
         assert_eq!(out, [wc(0), wc(1), wc(2)]);
+    }
+
+    #[test]
+    fn a_moderated_event_waits_for_its_count_or_its_time() {
+        let mut cq = Cq::new(&CqInitAttr::new(16));
+        let period = Duration::from_micros(50);
+        cq.moderate(Moderation { count: 3, period });
+        assert_eq!(cq.push(wc(0)), Added::Quiet, "not armed");
+        cq.arm(Notify::Next);
+        assert_eq!(cq.push(wc(1)), Added::Wait(period));
+        assert_eq!(cq.push(wc(2)), Added::Quiet);
+        assert_eq!(cq.push(wc(3)), Added::Fire);
+        assert_eq!(cq.push(wc(4)), Added::Quiet, "fired once");
+        cq.arm(Notify::Next);
+        assert_eq!(cq.push(wc(5)), Added::Wait(period));
+        let at = Instant::now();
+        cq.set_due(at);
+        assert_eq!(cq.take_due(), Some(at));
+        assert_eq!(cq.take_due(), None);
+        assert_eq!(cq.push(wc(6)), Added::Quiet, "its time has disarmed it");
+        // Without a count the time alone decides.
+        cq.moderate(Moderation { count: 0, period });
+        cq.arm(Notify::Next);
+        assert_eq!(cq.push(wc(7)), Added::Wait(period));
+        assert_eq!(cq.push(wc(8)), Added::Quiet);
+    }
+
+    #[test]
+    fn times_go_with_their_completions() {
+        let init = CqInitAttr {
+            is_timed: true,
+            ..CqInitAttr::new(3)
+        };
+        let mut cq = Cq::new(&init);
+        for n in 0..3 {
+            cq.push(wc(n));
+            cq.stamp(100 + n);
+        }
+        let mut got = Vec::new();
+        cq.poll(1, &mut Vec::new()).unwrap();
+        cq.poll_timed(1, |c, time| got.push((c.wr_id.0, time)))
+            .unwrap();
+        cq.push(wc(3));
+        cq.stamp(200);
+        cq.poll_timed(9, |c, time| got.push((c.wr_id.0, time)))
+            .unwrap();
+        assert_eq!(got, [(1, 101), (2, 102), (3, 200)]);
+        for n in 0..4 {
+            cq.push(wc(n));
+            cq.stamp(n);
+        }
+        let lost = cq.poll_timed(9, |_, _| panic!("nothing is left"));
+        assert_eq!(lost, Err(VerbsError::CqOverrun));
+        let mut plain = Cq::new(&CqInitAttr::new(1));
+        assert!(plain.poll_timed(1, |_, _| {}).is_err());
     }
 }

@@ -35,7 +35,10 @@ macro_rules! delegate_verbs_to_nic {
                 @mut dereg_mr(mr: $crate::verbs::MrId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut alloc_fast_mr(pd: $crate::verbs::PdId, max_segments: u32) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
                 @mut map_mr_sg(mr: $crate::verbs::MrId, segments: &[riser_memory::MemSlice]) -> Result<u64, $crate::verbs::VerbsError>;
-                @mut create_cq(entries: u32) -> Result<$crate::verbs::CqId, $crate::verbs::VerbsError>;
+                @mut create_cq_with(init: &$crate::verbs::CqInitAttr) -> Result<$crate::verbs::CqId, $crate::verbs::VerbsError>;
+                @ref query_cq(cq: $crate::verbs::CqId) -> Result<$crate::verbs::CqAttr, $crate::verbs::VerbsError>;
+                @mut modify_cq(cq: $crate::verbs::CqId, moderation: $crate::verbs::Moderation) -> Result<(), $crate::verbs::VerbsError>;
+                @mut poll_cq_timed(cq: $crate::verbs::CqId, max: usize, out: &mut Vec<$crate::verbs::TimedCompletion>) -> Result<usize, $crate::verbs::VerbsError>;
                 @mut resize_cq(cq: $crate::verbs::CqId, entries: u32) -> Result<(), $crate::verbs::VerbsError>;
                 @mut destroy_cq(cq: $crate::verbs::CqId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut poll_cq(cq: $crate::verbs::CqId, max: usize, out: &mut Vec<$crate::verbs::Completion>) -> Result<usize, $crate::verbs::VerbsError>;

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, BufWriter};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tracing::{info, warn};
 
@@ -214,6 +214,9 @@ impl Roce {
                 max_inflight_bytes: inflight,
                 peer_inflight_bytes: peer_inflight,
                 limits: config.limits,
+                wall_start: SystemTime::now()
+                    .duration_since(UNIX_EPOCH)
+                    .unwrap_or_default(),
                 ..NicConfig::new(config.addr, seed)
             },
             now,

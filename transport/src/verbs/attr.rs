@@ -1,6 +1,7 @@
 //! Capabilities, attributes, states.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
 use bitflags::bitflags;
 use num_enum::TryFromPrimitive;
@@ -61,6 +62,8 @@ pub struct DeviceAttr {
     pub max_cq: u32,
     /// Most entries of a completion queue.
     pub max_cqe: u32,
+    /// Number of completion vectors, which count from 0.
+    pub comp_vectors: u32,
     /// Largest number of queue pairs.
     pub max_qp: u32,
     /// Most requests in a send or receive queue.
@@ -85,6 +88,52 @@ pub struct DeviceAttr {
     pub max_mcast_qp_attach: u32,
     /// Number of ports, which count from 1.
     pub ports: u8,
+}
+
+/// Attributes that a completion queue is created with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CqInitAttr {
+    /// Completions that it has room for, at least.
+    pub entries: u32,
+    /// Completion vector that its events come by, below [`DeviceAttr::comp_vectors`].
+    pub vector: u32,
+    /// Completions are taken with their times, by
+    /// [`Verbs::poll_cq_timed`](super::Verbs::poll_cq_timed).
+    pub is_timed: bool,
+}
+
+impl CqInitAttr {
+    /// A queue for so many completions, on the first vector, without times.
+    #[must_use]
+    pub fn new(entries: u32) -> Self {
+        Self {
+            entries,
+            vector: 0,
+            is_timed: false,
+        }
+    }
+}
+
+/// Time that the event of an armed completion queue may wait for further completions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moderation {
+    /// Completions that match, and with which the event waits no longer; 0 sets no number.
+    pub count: u16,
+    /// Time from the first of them to the event, at most; 0 lets no event wait.
+    pub period: Duration,
+}
+
+/// Attributes of a completion queue at present.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CqAttr {
+    /// Completions that it has room for.
+    pub entries: u32,
+    /// Completion vector that its events come by.
+    pub vector: u32,
+    /// Completions have times.
+    pub is_timed: bool,
+    /// Time that its events may wait.
+    pub moderation: Moderation,
 }
 
 /// State of a port.

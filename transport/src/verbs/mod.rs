@@ -149,7 +149,34 @@ pub trait Verbs {
     ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] for 0 or more than [`DeviceAttr::max_cqe`].
-    fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError>;
+    fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError> {
+        self.create_cq_with(&CqInitAttr::new(entries))
+    }
+
+    /// Creates a completion queue.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::create_cq`]; [`VerbsError::InvalidParameter`] for a vector that the device
+    /// does not have, and for times where it has no clock.
+    fn create_cq_with(&mut self, init: &CqInitAttr) -> Result<CqId, VerbsError>;
+
+    /// Attributes of a completion queue at present (IBTA 11.2.8.2).
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_cq(&self, cq: CqId) -> Result<CqAttr, VerbsError>;
+
+    /// Sets how long events of a completion queue may wait for further completions. An event that
+    /// waits comes at once. The queue of a failed device, and one that was overrun, waits for
+    /// nothing.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`]; [`VerbsError::InvalidParameter`] where the device cannot.
+    fn modify_cq(&mut self, cq: CqId, moderation: Moderation) -> Result<(), VerbsError>;
 
     /// Changes a completion queue's capacity.
     ///
@@ -174,6 +201,20 @@ pub trait Verbs {
         cq: CqId,
         max: usize,
         out: &mut Vec<Completion>,
+    ) -> Result<usize, VerbsError>;
+
+    /// As [`Verbs::poll_cq`], with the time of each completion.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] for a queue that was created without times
+    /// ([`CqInitAttr::is_timed`]), and those of [`Verbs::poll_cq`].
+    fn poll_cq_timed(
+        &mut self,
+        cq: CqId,
+        max: usize,
+        out: &mut Vec<TimedCompletion>,
     ) -> Result<usize, VerbsError>;
 
     /// Number of completions that wait, counting no further than `max`.

@@ -1,5 +1,7 @@
 //! Work requests and completions.
 
+use std::time::Duration;
+
 use bitflags::bitflags;
 
 use super::{Access, AhId, LKey, MrId, NetworkHeader, QKey, QpId, RKey, WrId};
@@ -313,6 +315,17 @@ impl Completion {
             vendor_err: 0,
         }
     }
+}
+
+/// A completion, and when it came into its queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimedCompletion {
+    /// The completion itself.
+    pub completion: Completion,
+    /// Time by the device's clock, in nanoseconds.
+    pub device_time: u64,
+    /// Time since the Unix epoch, by the system's clock as it was when the device was opened.
+    pub wall_time: Duration,
 }
 
 /// For which completions an armed queue fires.

@@ -21,7 +21,8 @@ macro_rules! suite_names {
                 regions_of_foreign_memory_at_other_addresses
                 a_bad_local_key_completes a_message_longer_than_its_receive flushes_in_order
                 a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
-                notifications_come_when_armed the_send_queue_drains mixed_traffic many_connections
+                notifications_come_when_armed events_wait_for_further_completions
+                completions_with_their_times the_send_queue_drains mixed_traffic many_connections
                 long_messages empty_messages;
             cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason no_peer_listens
                 a_disconnect_reaches_both_sides both_disconnect_at_once

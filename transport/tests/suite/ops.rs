@@ -1,14 +1,18 @@
 //! Every operation, what completes and in which order, and what fails how.
 
 use riser_memory::Memory;
+use std::time::Duration;
+
 use riser_transport::verbs::{
-    Access, AsyncEvent, Notify, PostReason, QpAttr, QpState, RKey, RecvWr, RemoteAddr, SendFlags,
-    SendOp, SendWr, Sge, SrqAttr, VerbsError, WcOpcode, WcStatus, WrId,
+    Access, AsyncEvent, CqInitAttr, Moderation, Notify, PostReason, QpAttr, QpState, RKey, RecvWr,
+    RemoteAddr, SendFlags, SendOp, SendWr, Sge, SrqAttr, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
-use riser_transport::verbs::Verbs as _;
+use riser_transport::verbs::{Provider as _, Verbs as _};
 
-use crate::suite::world::{End, Side, Wants, World, connect_on, connected, objects, pattern};
+use crate::suite::world::{
+    End, Side, Wants, World, connect_on, connected, init_attr, objects, pattern,
+};
 
 fn ok<W: World>(w: &mut W, side: &Side, opcode: WcOpcode, wr_id: u64) {
     let c = side.completion(w);
@@ -557,6 +561,135 @@ pub(crate) fn notifications_come_when_armed<W: World>(mut w: W) {
     assert_eq!(w.provider(End::B).peek_cq(b_cq, 9), Ok(2));
     w.provider(End::B).resize_cq(b_cq, 2).unwrap();
     assert!(w.provider(End::B).resize_cq(b_cq, 1).is_err());
+}
+
+pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let set = |w: &mut W, count, millis| {
+        let period = Duration::from_millis(millis);
+        w.provider(End::A)
+            .modify_cq(a.cq, Moderation { count, period })
+    };
+    if w.is_kernel(End::A) {
+        assert!(set(w, 3, 1).is_err());
+        return;
+    }
+    let write = |w: &mut W, n: u64| {
+        a.send(w, n, SendOp::Write(b.remote(0)), 0, 8);
+        ok(w, &a, WcOpcode::Write, n);
+    };
+    // The time is far away, so the third is what the event waits for.
+    set(w, 3, 1_000_000).unwrap();
+    let attr = w.provider(End::A).query_cq(a.cq).unwrap();
+    assert_eq!((attr.moderation.count, attr.entries), (3, 256));
+    for round in 0..2 {
+        w.provider(End::A)
+            .req_notify_cq(a.cq, Notify::Next)
+            .unwrap();
+        for n in 0..3 {
+            assert_eq!(w.provider(End::A).poll_cq_event(), None, "{round} {n}");
+            write(w, n);
+        }
+        assert_eq!(w.provider(End::A).poll_cq_event(), Some(a.cq));
+    }
+    // What waits comes when the wish is taken back.
+    w.provider(End::A)
+        .req_notify_cq(a.cq, Notify::Next)
+        .unwrap();
+    write(w, 1);
+    assert_eq!(w.provider(End::A).poll_cq_event(), None);
+    set(w, 0, 0).unwrap();
+    assert_eq!(w.provider(End::A).poll_cq_event(), Some(a.cq));
+    // The time comes by the device's own timer.
+    set(w, 100, 30).unwrap();
+    w.provider(End::A)
+        .req_notify_cq(a.cq, Notify::Next)
+        .unwrap();
+    let before = w.now();
+    write(w, 1);
+    let deadline = w.provider(End::A).deadline();
+    assert!(deadline.is_some_and(|at| at <= w.now() + Duration::from_millis(30)));
+    let fired = w.until("a notification", |w| w.provider(End::A).poll_cq_event());
+    assert_eq!(fired, a.cq);
+    assert!(w.now() - before >= Duration::from_millis(30));
+    // A queue that is destroyed leaves no event.
+    w.provider(End::A)
+        .req_notify_cq(a.cq, Notify::Next)
+        .unwrap();
+    write(w, 1);
+    w.provider(End::A).destroy_qp(a.qp).unwrap();
+    w.provider(End::A).destroy_cq(a.cq).unwrap();
+    w.pass(Duration::from_millis(40));
+    assert_eq!(w.provider(End::A).poll_cq_event(), None);
+}
+
+pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
+    let w = &mut w;
+    let p = w.provider(End::A);
+    let vectors = p.device_attr().comp_vectors.max(1);
+    let timed = CqInitAttr {
+        vector: vectors - 1,
+        is_timed: true,
+        ..CqInitAttr::new(16)
+    };
+    let beyond = CqInitAttr {
+        vector: vectors,
+        ..CqInitAttr::new(16)
+    };
+    let invalid = |r: Result<(), VerbsError>| {
+        assert!(matches!(r, Err(VerbsError::InvalidParameter(_))), "{r:?}");
+    };
+    invalid(p.create_cq_with(&beyond).map(drop));
+    let plain = p.create_cq(16).unwrap();
+    invalid(p.poll_cq_timed(plain, 1, &mut Vec::new()).map(drop));
+    if w.is_kernel(End::A) {
+        invalid(w.provider(End::A).create_cq_with(&timed).map(drop));
+        return;
+    }
+    let p = w.provider(End::A);
+    let cq = p.create_cq_with(&timed).unwrap();
+    let attr = p.query_cq(cq).unwrap();
+    assert_eq!((attr.vector, attr.is_timed), (vectors - 1, true));
+    let pd = p.alloc_pd().unwrap();
+    let qp = p.create_qp(&init_attr(pd, cq, &Wants::default())).unwrap();
+    let step = |state| QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    };
+    let init = QpAttr {
+        pkey_index: Some(0),
+        port: Some(1),
+        access: Some(Access::empty()),
+        ..step(QpState::Init)
+    };
+    p.modify_qp(qp, &init).unwrap();
+    p.modify_qp(qp, &step(QpState::Error)).unwrap();
+    let receive = |w: &mut W, n: u64| {
+        let wr = RecvWr {
+            wr_id: WrId(n),
+            sges: &[],
+        };
+        // In ERROR it is flushed at once.
+        w.provider(End::A).post_recv(qp, &[wr]).unwrap();
+    };
+    receive(w, 1);
+    w.pass(Duration::from_millis(5));
+    receive(w, 2);
+    // With entries in flight the queue grows and shrinks.
+    w.provider(End::A).resize_cq(cq, 2).unwrap();
+    assert!(w.provider(End::A).resize_cq(cq, 1).is_err());
+    w.provider(End::A).resize_cq(cq, 64).unwrap();
+    let mut got = Vec::new();
+    assert_eq!(w.provider(End::A).poll_cq_timed(cq, 9, &mut got), Ok(2));
+    assert_eq!(got[0].completion.wr_id, WrId(1));
+    assert_eq!(got[0].completion.status, WcStatus::WrFlushErr);
+    let apart = Duration::from_nanos(got[1].device_time - got[0].device_time);
+    assert!(apart >= Duration::from_millis(4), "{apart:?}");
+    assert_eq!(got[1].wall_time - got[0].wall_time, apart);
+    receive(w, 3);
+    let mut out = Vec::new();
+    assert_eq!(w.provider(End::A).poll_cq(cq, 9, &mut out), Ok(1));
 }
 
 pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {

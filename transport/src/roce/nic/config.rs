@@ -2,6 +2,7 @@
 
 use std::hash::Hasher as _;
 use std::net::IpAddr;
+use std::time::Duration;
 
 use fnv::FnvHasher;
 
@@ -22,6 +23,8 @@ pub struct NicLimits {
     pub max_cq: u32,
     /// Entries of a completion queue.
     pub max_cqe: u32,
+    /// Number of completion vectors.
+    pub comp_vectors: u32,
     /// Number of queue pairs.
     pub max_qp: u32,
     /// Requests of a queue.
@@ -58,6 +61,7 @@ impl Default for NicLimits {
             max_fast_reg_segments: 512,
             max_cq: 4096,
             max_cqe: 1 << 17,
+            comp_vectors: 8,
             max_qp: 4096,
             max_qp_wr: 1 << 14,
             max_sge: 32,
@@ -106,6 +110,8 @@ pub struct NicConfig {
     /// Bytes that the queue pairs with one peer may have on the way together. Each may have an
     /// equal share of them, if that is more than [`NicConfig::max_inflight_bytes`].
     pub peer_inflight_bytes: u32,
+    /// Time since the Unix epoch at which the device is made, for the times of completions.
+    pub wall_start: Duration,
     /// What carries its packets.
     pub wire: Wire,
     /// Limits on the objects of the NIC.
@@ -125,6 +131,7 @@ impl NicConfig {
             seed,
             max_inflight_bytes: 128 * 1024,
             peer_inflight_bytes: 0,
+            wall_start: Duration::ZERO,
             wire: Wire::Network,
             limits: NicLimits::default(),
         }
@@ -152,6 +159,7 @@ impl NicConfig {
             reports_invalidation: true,
             max_cq: l.max_cq,
             max_cqe: l.max_cqe,
+            comp_vectors: l.comp_vectors,
             max_qp: l.max_qp,
             max_qp_wr: l.max_qp_wr,
             max_sge: l.max_sge,

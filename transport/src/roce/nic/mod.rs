@@ -48,9 +48,9 @@ mod tests;
 mod tx;
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
@@ -188,6 +188,8 @@ pub struct Nic {
     /// From where messages go to addresses that may be made up.
     to_strangers: SocketAddr,
     attr: DeviceAttr,
+    /// When it was made, from which its clock counts.
+    start: Instant,
     now: Instant,
     random: ChaCha20Rng,
     own_way: Option<OwnWay>,
@@ -210,6 +212,8 @@ pub struct Nic {
     peers: HashMap<IpAddr, Vec<QpId>>,
     async_events: VecDeque<AsyncEvent>,
     cq_events: VecDeque<CqId>,
+    /// Completion queues whose events wait for further completions, by the time at which they come.
+    moderated: BTreeSet<(Instant, CqId)>,
     /// Queue pairs that may have something to send.
     ready: VecDeque<QpId>,
     /// Headers of the last answers of queue pairs that have ended, and where they go.
@@ -265,6 +269,7 @@ impl Nic {
             local: SocketAddr::new(config.addr, ROCE_PORT),
             to_strangers: SocketAddr::new(config.addr, ROCE_PORT),
             attr: config.device_attr(),
+            start: now,
             now,
             own_way: None,
             has_datagrams: false,
@@ -282,6 +287,7 @@ impl Nic {
             peers: HashMap::new(),
             async_events: VecDeque::new(),
             cq_events: VecDeque::new(),
+            moderated: BTreeSet::new(),
             ready: VecDeque::new(),
             last_answers: VecDeque::new(),
             timers: BinaryHeap::new(),
@@ -403,6 +409,13 @@ impl Nic {
     #[must_use]
     pub fn now(&self) -> Instant {
         self.now
+    }
+
+    /// Time of the device's clock, in nanoseconds, and the same since the Unix epoch.
+    #[must_use]
+    pub fn clock(&self) -> (u64, Duration) {
+        let time = self.now.duration_since(self.start);
+        (time.as_nanos() as u64, self.config.wall_start + time)
     }
 
     /// The generator behind everything that must not be guessed.

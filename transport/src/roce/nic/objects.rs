@@ -1,6 +1,7 @@
 //! Protection domains, memory, completion queues, shared receive queues and address handles.
 
 use std::net::IpAddr;
+use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 
@@ -9,9 +10,9 @@ use crate::mr::MrTable;
 use crate::roce::cq::{Added, Cq};
 use crate::roce::srq::Srq;
 use crate::verbs::{
-    Access, AhAttr, AhId, AsyncEvent, Completion, CqId, DeviceAttr, Gid, Mr, MrAttr, MrId, Notify,
-    PKey, PdId, PortAttr, PortState, PostError, PostReason, QpId, RecvWr, SrqAttr, SrqId,
-    VerbsError,
+    Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid,
+    Moderation, Mr, MrAttr, MrId, Notify, PKey, PdId, PortAttr, PortState, PostError, PostReason,
+    QpId, RecvWr, SrqAttr, SrqId, TimedCompletion, VerbsError,
 };
 
 /// Number of the only port.
@@ -132,8 +133,44 @@ impl Nic {
     }
 
     pub fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError> {
-        self.check_cqe(entries)?;
-        self.cqs.insert(Cq::new(entries))
+        self.create_cq_with(&CqInitAttr::new(entries))
+    }
+
+    pub fn create_cq_with(&mut self, init: &CqInitAttr) -> Result<CqId, VerbsError> {
+        self.check_cqe(init.entries)?;
+        if init.vector >= self.config.limits.comp_vectors {
+            return Err(VerbsError::InvalidParameter("completion vector"));
+        }
+        self.cqs.insert(Cq::new(init))
+    }
+
+    pub fn query_cq(&self, cq: CqId) -> Result<CqAttr, VerbsError> {
+        Ok(self.cqs.get(cq)?.attr())
+    }
+
+    pub fn modify_cq(&mut self, cq: CqId, moderation: Moderation) -> Result<(), VerbsError> {
+        let queue = self.cqs.get_mut(cq)?;
+        queue.moderate(moderation);
+        if let Some(at) = queue.take_due() {
+            self.moderated.remove(&(at, cq));
+            self.fire(cq);
+        }
+        Ok(())
+    }
+
+    /// Has the events come whose time to wait is over. Answers how many.
+    pub(super) fn handle_moderated(&mut self, now: Instant) -> usize {
+        let mut fired = 0;
+        while let Some(&(at, cq)) = self.moderated.first()
+            && at <= now
+        {
+            self.moderated.remove(&(at, cq));
+            if self.cqs.get_mut(cq).is_ok_and(|q| q.take_due().is_some()) {
+                self.fire(cq);
+                fired += 1;
+            }
+        }
+        fired
     }
 
     fn check_cqe(&self, entries: u32) -> Result<(), VerbsError> {
@@ -153,6 +190,9 @@ impl Nic {
             return Err(VerbsError::ResourceBusy("completion queue"));
         }
         // An event that waits would name a queue that no longer exists.
+        if let Some(at) = self.cqs.get_mut(cq)?.take_due() {
+            self.moderated.remove(&(at, cq));
+        }
         self.cq_events.retain(|&c| c != cq);
         self.async_events.retain(|&e| e != AsyncEvent::CqError(cq));
         self.cqs.remove(cq).map(drop)
@@ -165,6 +205,23 @@ impl Nic {
         out: &mut Vec<Completion>,
     ) -> Result<usize, VerbsError> {
         self.cqs.get_mut(cq)?.poll(max, out)
+    }
+
+    pub fn poll_cq_timed(
+        &mut self,
+        cq: CqId,
+        max: usize,
+        out: &mut Vec<TimedCompletion>,
+    ) -> Result<usize, VerbsError> {
+        let wall_start = self.config.wall_start;
+        let queue = self.cqs.get_mut(cq)?;
+        queue.poll_timed(max, |completion, device_time| {
+            out.push(TimedCompletion {
+                completion,
+                device_time,
+                wall_time: wall_start + Duration::from_nanos(device_time),
+            });
+        })
     }
 
     pub fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
@@ -185,10 +242,25 @@ impl Nic {
             debug_assert!(false, "a queue pair without its completion queue");
             return false;
         };
-        match queue.push(completion) {
+        let added = queue.push(completion);
+        if queue.is_timed() {
+            let time = self.now.duration_since(self.start);
+            queue.stamp(time.as_nanos() as u64);
+        }
+        match added {
             Added::Quiet | Added::Dead => false,
             Added::Fire => {
+                // Its count was reached before its time.
+                if let Some(at) = queue.take_due() {
+                    self.moderated.remove(&(at, cq));
+                }
                 self.fire(cq);
+                false
+            }
+            Added::Wait(period) => {
+                let at = self.now + period;
+                queue.set_due(at);
+                self.moderated.insert((at, cq));
                 false
             }
             Added::Overrun => {

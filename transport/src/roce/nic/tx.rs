@@ -314,7 +314,8 @@ impl Nic {
                 self.push_timer(at, id);
             }
         }
-        fired
+        // After the queue pairs, whose timers may complete what an event waits for.
+        fired + self.handle_moderated(now)
     }
 
     /// Next time at which something is to be done though nothing comes in; the present if
@@ -331,7 +332,9 @@ impl Nic {
     #[must_use]
     pub fn timer_deadline(&self) -> Option<Instant> {
         let timer = self.timers.peek().map(|Reverse((at, _))| *at);
-        [timer, self.cm_deadline()].into_iter().flatten().min()
+        let moderated = self.moderated.first().map(|(at, _)| *at);
+        let all = [timer, self.cm_deadline(), moderated];
+        all.into_iter().flatten().min()
     }
 
     /// Returns whether [`Nic::poll_transmit`] may have something now.

@@ -264,6 +264,11 @@ impl RcQp {
         result
     }
 
+    /// Takes back the newest `count` sends, before anything has been done for them.
+    pub fn unpost_send(&mut self, count: usize) {
+        self.requester.unpost(count);
+    }
+
     /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at
     /// once.
     ///

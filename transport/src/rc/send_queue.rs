@@ -382,6 +382,19 @@ impl SendQueue {
         Ok(())
     }
 
+    /// Takes the newest `count` requests back, or fewer where something has been done for one.
+    pub fn unpost(&mut self, count: usize) {
+        for _ in 0..count.min(self.len()) {
+            let newest = *self.wqe(self.tail - 1);
+            if newest.phase != Phase::Posted {
+                return;
+            }
+            // `named` may name it for longer, which costs a look at the requests and no more.
+            self.recv_seq -= u64::from(newest.consumes_receive());
+            self.tail -= 1;
+        }
+    }
+
     /// Takes the oldest request out. Panics on an empty queue.
     pub fn retire(&mut self) -> &SendWqe {
         assert!(!self.is_empty(), "a posted request");
@@ -495,6 +508,26 @@ mod tests {
         assert_eq!(q.len(), 1);
         q.push(&SendWr::with_inline(2, SendOp::Send, &[])).unwrap();
         assert_eq!(q.payload(1), Payload::Inline(b""));
+    }
+
+    #[test]
+    fn requests_are_taken_back_until_something_was_done_for_them() {
+        let mut q = SendQueue::new(&CAP);
+        let send = |n| SendWr::new(n, SendOp::Send, &[]);
+        q.push(&send(1)).unwrap();
+        q.wqe_mut(0).phase = Phase::Started;
+        q.push(&send(2)).unwrap();
+        q.unpost(2);
+        assert_eq!((q.len(), q.wqe(0).wr_id), (1, WrId(1)));
+        // The next one has its place, and the number of its receive.
+        q.push(&send(3)).unwrap();
+        assert_eq!((q.wqe(1).wr_id, q.wqe(1).recv_seq), (WrId(3), 2));
+        q.retire();
+        q.unpost(5);
+        assert!(q.is_empty());
+        q.push(&send(4)).unwrap();
+        q.push(&send(5)).unwrap();
+        assert_eq!((q.wqe(1).wr_id, q.wqe(2).wr_id), (WrId(4), WrId(5)));
     }
 
     #[test]

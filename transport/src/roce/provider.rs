@@ -18,7 +18,7 @@ use super::pcap::PcapWriter;
 use super::steer::steer;
 use crate::cm::MAX_WORKER_BITS;
 use crate::netif::interface_mtu;
-use crate::verbs::{EventFds, Mtu, Provider, VerbsError};
+use crate::verbs::{EventFds, Mtu, Provider, QpId, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
@@ -297,6 +297,13 @@ impl Roce {
                 .as_ref()
                 .map_or_else(Default::default, FaultInjector::counters),
         )
+    }
+
+    /// Takes back the newest `count` sends of a queue pair, which have just been posted: so a list is
+    /// posted whole or not at all. Between the posts and this nothing else of the device may have
+    /// been called. A queue pair in ERROR has completed them, and keeps that.
+    pub fn unpost_send(&mut self, qp: QpId, count: usize) {
+        self.nic.unpost_send(qp, count);
     }
 
     /// The next datagram that belongs to another worker, for its [`Roce::handle_forwarded`].

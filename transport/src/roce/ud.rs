@@ -205,6 +205,11 @@ impl UdQp {
         Ok(())
     }
 
+    /// Takes back the newest `count` sends.
+    pub fn unpost_send(&mut self, count: usize) {
+        self.sends.truncate(self.sends.len().saturating_sub(count));
+    }
+
     /// The next packet to send and where to. Its send completes.
     pub fn poll_transmit(
         &mut self,

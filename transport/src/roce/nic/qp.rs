@@ -487,6 +487,17 @@ impl Nic {
         result
     }
 
+    /// Takes back the newest `count` sends, so that a list is posted whole or not at all. Nothing of
+    /// the device may have been driven since they were posted. A queue pair in ERROR has completed
+    /// them, and keeps that.
+    pub fn unpost_send(&mut self, id: QpId, count: usize) {
+        match self.qps.get_mut(id).map(|qp| &mut qp.machine) {
+            Ok(Machine::Rc(rc)) => rc.unpost_send(count),
+            Ok(Machine::Ud(ud)) => ud.unpost_send(count),
+            Err(_) => {}
+        }
+    }
+
     pub fn post_recv(&mut self, id: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
         let qp = self
             .qps

@@ -4,11 +4,11 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::{offset_of, size_of};
 use std::ptr;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
 
+use crate::clock;
 use crate::devices::Device;
 use crate::engine::{Engine, Locked, Reports};
 use crate::errno::{Errno, minus, number};
@@ -199,6 +199,8 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         }
         let attr_ex = ibv_device_attr_ex {
             orig_attr: device_attr(&context),
+            completion_timestamp_mask: clock::MASK,
+            hca_core_clock: clock::KHZ,
             device_cap_flags_ex: device_attr(&context).device_cap_flags.into(),
             phys_port_cnt_ex: 1,
             ..Default::default()
@@ -222,13 +224,13 @@ pub(crate) unsafe extern "C" fn query_rt_values(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     number(unsafe { context_of(context) }.map(|_| {
-        let now = SystemTime::now();
-        let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
         // SAFETY: the program gives a place for the values.
         unsafe {
             (*values).comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
-            (*values).raw_clock.tv_sec = now.as_secs() as _;
-            (*values).raw_clock.tv_nsec = now.subsec_nanos().into();
+            // The device's clock in its own unit, as completions have it. No part of it is in
+            // seconds, so that programs need not add them.
+            (*values).raw_clock.tv_sec = 0;
+            (*values).raw_clock.tv_nsec = clock::device_time() as _;
         }
     }))
 }

@@ -2,7 +2,6 @@
 
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
-use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use riser_rdma_core_sys::bindings::*;
@@ -14,6 +13,7 @@ use crate::engine::{Fires, Reports};
 use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
+use crate::turn::Turn;
 
 /// A completion channel: a queue of notifications with a descriptor.
 pub(crate) struct Channel {
@@ -33,9 +33,33 @@ pub(crate) struct Cq {
     is_armed: AtomicBool,
     events: Unacknowledged,
     pub(crate) async_events: Unacknowledged,
+    /// The batch of an extended poll.
+    pub(crate) polling: Turn,
+    /// Completions have the time at which a poll found them.
+    pub(crate) has_times: bool,
 }
 
-kind!(Cq, ibv_cq_ex, ibv_cq, 0, b"cque");
+/// A completion queue as the program sees it, and the completion at which an extended poll is.
+#[repr(C)]
+pub(crate) struct Shown {
+    pub(crate) ex: ibv_cq_ex,
+    pub(crate) current: ibv_wc,
+    /// Nanoseconds of the device's clock.
+    pub(crate) device_time: u64,
+    /// Nanoseconds since 1970.
+    pub(crate) wall_time: u64,
+}
+
+kind!(Cq, Shown, ibv_cq, 0, b"cque");
+
+/// Attributes of a completion queue.
+pub(crate) struct CqParams {
+    pub(crate) entries: u32,
+    pub(crate) cq_context: *mut c_void,
+    pub(crate) channel: *mut ibv_comp_channel,
+    pub(crate) vector: u32,
+    pub(crate) has_times: bool,
+}
 
 impl Reports for Ref<Cq> {
     fn report(&self, event: AsyncEvent) {
@@ -95,35 +119,41 @@ pub(crate) unsafe extern "C" fn ibv_create_cq(
 ) -> *mut ibv_cq {
     // SAFETY: the program's pointers, as the manual page demands.
     pointer(unsafe { context_of(context) }.and_then(|context| {
-        let channel = (!channel.is_null())
-            // SAFETY: as above.
-            .then(|| unsafe { Ref::<Channel>::get(channel) })
-            .transpose()?;
-        // SAFETY: a live context has initialised fields.
-        let vectors = unsafe { (*context.handle()).num_comp_vectors };
-        if !(0..vectors).contains(&vector) {
-            return Err(Errno::INVALID);
-        }
-        let entries = u32::try_from(entries).map_err(|_| Errno::INVALID)?;
-        create(context, entries, cq_context, channel)
+        let params = CqParams {
+            entries: u32::try_from(entries).map_err(|_| Errno::INVALID)?,
+            cq_context,
+            channel,
+            vector: u32::try_from(vector).map_err(|_| Errno::INVALID)?,
+            has_times: false,
+        };
+        // SAFETY: as above.
+        unsafe { create(context, &params) }.map(Ref::handle)
     }))
 }
 
-fn create(
-    context: Ref<Context>,
-    entries: u32,
-    cq_context: *mut c_void,
-    channel: Option<Ref<Channel>>,
-) -> Result<*mut ibv_cq, Errno> {
+/// Creates a completion queue.
+///
+/// # Safety
+/// The channel is null, or one that this library has given out.
+pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<Ref<Cq>, Errno> {
+    let channel = (!params.channel.is_null())
+        // SAFETY: as the caller promises.
+        .then(|| unsafe { Ref::<Channel>::get(params.channel) })
+        .transpose()?;
+    // SAFETY: a live context has initialised fields.
+    let vectors = unsafe { (*context.handle()).num_comp_vectors };
+    if i64::from(params.vector) >= i64::from(vectors) {
+        return Err(Errno::INVALID);
+    }
     let mut locked = context.lock();
-    let id = locked.nic.create_cq(entries)?;
-    // SAFETY: all-zero bytes are valid: no function, an unlocked mutex.
-    let mut c: ibv_cq_ex = unsafe { zeroed() };
-    c.context = context.handle();
-    c.channel = channel.map_or(ptr::null_mut(), Ref::handle);
-    c.cq_context = cq_context;
-    c.handle = id.0.index() as u32;
-    c.cqe = c_int::try_from(entries).unwrap_or(c_int::MAX);
+    let id = locked.nic.create_cq(params.entries)?;
+    // SAFETY: all-zero bytes are valid: no function, an unlocked mutex, plain numbers.
+    let mut c: Shown = unsafe { zeroed() };
+    c.ex.context = context.handle();
+    c.ex.channel = params.channel;
+    c.ex.cq_context = params.cq_context;
+    c.ex.handle = id.0.index() as u32;
+    c.ex.cqe = c_int::try_from(params.entries).unwrap_or(c_int::MAX);
     if let Some(channel) = channel {
         channel.users.fetch_add(1, Ordering::AcqRel);
     }
@@ -136,10 +166,12 @@ fn create(
             is_armed: AtomicBool::new(false),
             events: Unacknowledged::default(),
             async_events: Unacknowledged::default(),
+            polling: Turn::default(),
+            has_times: params.has_times,
         },
     );
     locked.cqs.insert(id, Box::new(cq));
-    Ok(cq.handle())
+    Ok(cq)
 }
 
 /// `ibv_resize_cq(3)`.
@@ -245,7 +277,8 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, wc: *mut ib
     }
 }
 
-fn convert(ours: &Completion) -> ibv_wc {
+/// A completion as programs read it.
+pub(crate) fn convert(ours: &Completion) -> ibv_wc {
     // SAFETY: all-zero bytes are valid for this plain C structure.
     let mut wc: ibv_wc = unsafe { zeroed() };
     wc.wr_id = ours.wr_id.0;

@@ -16,12 +16,13 @@
 //! | `open` | opening devices; the tables of functions |
 //! | `async_events` | asynchronous events as programs get them |
 //! | `memory` | protection domains and memory regions |
-//! | `cq` | completion queues and their channels |
+//! | `cq`, `cq_ex` | completion queues and their channels, extended polling |
 //! | `qp` | queue pairs and shared receive queues |
-//! | `post` | work requests |
+//! | `post`, `post_ex` | work requests |
 //! | `address` | address handles |
 //! | `cm` | librdmacm |
 //! | `names` | names of values, rates |
+//! | `clock`, `turn` | the device's clock, parts of objects that one thread uses at a time |
 //!
 //! # Pointers
 //! Every exported function takes what its manual page says, and is unsafe for that reason. A pointer
@@ -36,9 +37,11 @@
 
 mod address;
 mod async_events;
+mod clock;
 mod cm;
 mod context;
 mod cq;
+mod cq_ex;
 mod devices;
 mod engine;
 mod errno;
@@ -48,5 +51,7 @@ mod names;
 mod object;
 mod open;
 mod post;
+mod post_ex;
 mod qp;
 mod queue;
+mod turn;

@@ -8,6 +8,7 @@ use tracing::error;
 
 use crate::context::{Context, query_device_ex, query_port, query_rt_values};
 use crate::cq::{poll_cq, req_notify_cq};
+use crate::cq_ex::create_cq_ex;
 use crate::devices::Device;
 use crate::engine::Engine;
 use crate::errno::{Errno, pointer};
@@ -52,6 +53,7 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     c.query_port = Some(query_port);
     c.query_device_ex = Some(query_device_ex);
     c.query_rt_values = Some(query_rt_values);
+    c.create_cq_ex = Some(create_cq_ex);
     c.create_qp_ex = Some(create_qp_ex);
     c.create_srq_ex = Some(create_srq_ex);
     let context = Ref::new(

@@ -17,7 +17,7 @@ use crate::object::Ref;
 use crate::qp::{Qp, Srq};
 
 /// Requests of a chain that are posted at a time.
-const CHAIN: usize = 16;
+pub(crate) const CHAIN: usize = 16;
 
 /// Most bytes of inline data of a chain's part, which are on the stack meanwhile.
 const INLINE: usize = 4096;

@@ -2,7 +2,6 @@
 
 use std::ffi::c_int;
 use std::mem::zeroed;
-use std::ptr;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
@@ -17,6 +16,7 @@ use crate::engine::Reports;
 use crate::errno::{Errno, number, pointer};
 use crate::memory::Pd;
 use crate::object::{Ref, kind};
+use crate::post_ex::{Builder, set_calls};
 use crate::queue::Unacknowledged;
 
 /// A queue pair.
@@ -25,6 +25,8 @@ pub(crate) struct Qp {
     pub(crate) id: QpId,
     pub(crate) is_datagram: bool,
     init: ibv_qp_init_attr,
+    /// Of one that was created for requests that calls build.
+    pub(crate) builder: Option<Builder>,
     pub(crate) async_events: Unacknowledged,
 }
 
@@ -73,7 +75,7 @@ pub(crate) unsafe extern "C" fn ibv_create_qp(
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
         let attr = unsafe { &mut *attr };
-        create_qp_by(pd, attr, |nic, init| Ok(nic.create_qp(init)?)).map(Ref::handle)
+        create_qp_by(pd, attr, None, |nic, init| Ok(nic.create_qp(init)?)).map(Ref::handle)
     }))
 }
 
@@ -86,24 +88,32 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
     pointer(unsafe { context_of(context) }.and_then(|_| {
         // SAFETY: as above.
         let attr = unsafe { &mut *attr };
-        let known = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS;
-        if attr.comp_mask & !known != 0 {
-            return Err(Errno::UNSUPPORTED);
-        }
-        // Flags may be given as long as none is set.
-        if attr.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && attr.create_flags != 0 {
-            return Err(Errno::UNSUPPORTED);
-        }
+        let ops = send_ops(attr)?;
         if attr.comp_mask & IBV_QP_INIT_ATTR_PD == 0 {
             return Err(Errno::INVALID);
         }
         // SAFETY: as above.
         let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
         let mut plain = plain_attr(attr);
-        let qp = create_qp_by(pd, &mut plain, |nic, init| Ok(nic.create_qp(init)?))?;
+        let qp = create_qp_by(pd, &mut plain, ops, |nic, init| Ok(nic.create_qp(init)?))?;
         attr.cap = plain.cap;
         Ok(qp.handle())
     }))
+}
+
+/// Operations that calls will build, where the program asks for such calls.
+///
+/// # Errors
+/// `EOPNOTSUPP` for attributes of features that the device does not have.
+pub(crate) fn send_ops(attr: &ibv_qp_init_attr_ex) -> Result<Option<u64>, Errno> {
+    const KNOWN: u32 =
+        IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    let has_flags = attr.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && attr.create_flags != 0;
+    if attr.comp_mask & !KNOWN != 0 || has_flags {
+        return Err(Errno::UNSUPPORTED);
+    }
+    let has_ops = attr.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0;
+    Ok(has_ops.then_some(attr.send_ops_flags))
 }
 
 /// The part of the attributes that the older call has as well.
@@ -119,10 +129,12 @@ pub(crate) fn plain_attr(attr: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     }
 }
 
-/// Creates a queue pair by the call of the device that `make` makes.
+/// Creates a queue pair by the call of the device that `make` makes, and for requests that calls
+/// build where `send_ops` names their operations.
 pub(crate) fn create_qp_by(
     pd: Ref<Pd>,
     attr: &mut ibv_qp_init_attr,
+    send_ops: Option<u64>,
     make: impl FnOnce(&mut Roce, &QpInitAttr) -> Result<QpId, Errno>,
 ) -> Result<Ref<Qp>, Errno> {
     // SAFETY: the program's pointers, as the manual page demands.
@@ -151,6 +163,9 @@ pub(crate) fn create_qp_by(
         max_recv_sge: attr.cap.max_recv_sge.max(1),
         max_inline: attr.cap.max_inline_data,
     };
+    let builder = send_ops
+        .map(|ops| Builder::new(qp_type, cap, ops))
+        .transpose()?;
     let init = QpInitAttr {
         pd: pd.id,
         send_cq: send_cq.id,
@@ -182,6 +197,9 @@ pub(crate) fn create_qp_by(
     c.qp_base.qp_num = locked.nic.qp_num(id)?;
     c.qp_base.state = IBV_QPS_RESET;
     c.qp_base.qp_type = attr.qp_type;
+    if builder.is_some() {
+        set_calls(&mut c);
+    }
     let qp = Ref::new(
         c,
         Qp {
@@ -189,6 +207,7 @@ pub(crate) fn create_qp_by(
             id,
             is_datagram: qp_type == QpType::Ud,
             init: *attr,
+            builder,
             async_events: Unacknowledged::default(),
         },
     );
@@ -268,8 +287,12 @@ pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
 }
 
 /// `ibv_qp_to_qp_ex(3)`: none, unless the queue pair was created for the extended interface.
-pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(_qp: *mut ibv_qp) -> *mut ibv_qp_ex {
-    ptr::null_mut()
+pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        let is_extended = qp.builder.is_some();
+        is_extended.then(|| qp.c()).ok_or(Errno::UNSUPPORTED)
+    }))
 }
 
 /// `ibv_destroy_qp(3)`.

@@ -175,7 +175,7 @@ unsafe fn create_ep(
         }
         if let Some(attr) = attr {
             attr.qp_type = kind;
-            create_qp(id, pd, attr)?;
+            create_qp(id, pd, attr, None)?;
         }
         if info.ai_connect_len > 0 && !info.ai_connect.is_null() {
             // SAFETY: the program's data have that length.
@@ -243,7 +243,7 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
                 // SAFETY: the listener's own.
                 .then(|| unsafe { Ref::<Pd>::get(pd) })
                 .transpose()?;
-            create_qp(new, pd, &mut attr)?;
+            create_qp(new, pd, &mut attr, None)?;
         }
         // SAFETY: the program gives a place for the identifier, whose event has the peer's data.
         unsafe {

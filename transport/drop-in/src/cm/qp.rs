@@ -27,7 +27,12 @@ pub(crate) unsafe extern "C" fn rdma_create_qp(
             .then(|| unsafe { Ref::<Pd>::get(pd) })
             .transpose()?;
         // SAFETY: as above.
-        create_qp(id, pd, unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?)
+        create_qp(
+            id,
+            pd,
+            unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?,
+            None,
+        )
     }))
 }
 
@@ -40,16 +45,14 @@ pub(crate) unsafe extern "C" fn rdma_create_qp_ex(
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
-        if attr.comp_mask & !IBV_QP_INIT_ATTR_PD != 0 {
-            return Err(Errno::UNSUPPORTED);
-        }
+        let ops = send_ops(attr)?;
         let has_pd = attr.comp_mask & IBV_QP_INIT_ATTR_PD != 0 && !attr.pd.is_null();
         let pd = has_pd
             // SAFETY: as above.
             .then(|| unsafe { Ref::<Pd>::get(attr.pd) })
             .transpose()?;
         let mut plain = plain_attr(attr);
-        create_qp(id, pd, &mut plain)?;
+        create_qp(id, pd, &mut plain, ops)?;
         attr.cap = plain.cap;
         Ok(())
     }))
@@ -60,6 +63,7 @@ pub(super) fn create_qp(
     id: Ref<Id>,
     pd: Option<Ref<Pd>>,
     attr: &mut ibv_qp_init_attr,
+    send_ops: Option<u64>,
 ) -> Result<(), Errno> {
     let (context, device_id) = id.link()?;
     let c = id.c();
@@ -88,7 +92,9 @@ pub(super) fn create_qp(
         }
     }
     make_cqs(id, attr)?;
-    let qp = create_qp_by(pd, attr, |nic, init| Ok(nic.create_cm_qp(device_id, init)?));
+    let qp = create_qp_by(pd, attr, send_ops, |nic, init| {
+        Ok(nic.create_cm_qp(device_id, init)?)
+    });
     match qp {
         Ok(qp) => {
             // SAFETY: the identifier and its queue pair are alive.

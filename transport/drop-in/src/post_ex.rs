@@ -1,0 +1,476 @@
+//! Work requests that programs build by calls (`ibv_wr_post(3)`).
+//!
+//! A batch begins with `wr_start`, and a thread has the queue pair for it until `wr_complete` posts
+//! all of its requests or none, or `wr_abort` drops them. The calls between return nothing, so the
+//! first mistake is what `wr_complete` returns.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::ops::Range;
+use std::slice;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use arrayvec::ArrayVec;
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::send_flags_of;
+use riser_transport::verbs::{
+    LKey, PostError, QKey, QpCap, QpType, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, UdDest,
+    Verbs as _, WrId,
+};
+
+use crate::address::Ah;
+use crate::errno::{Errno, number};
+use crate::object::Ref;
+use crate::post::CHAIN;
+use crate::qp::Qp;
+use crate::turn::Turn;
+
+/// Operations of datagram queue pairs.
+const DATAGRAM: u32 = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
+
+/// Operations of reliable connections.
+const RELIABLE: u32 = DATAGRAM
+    | IBV_QP_EX_WITH_SEND_WITH_INV
+    | IBV_QP_EX_WITH_RDMA_WRITE
+    | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+    | IBV_QP_EX_WITH_RDMA_READ
+    | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
+    | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
+    | IBV_QP_EX_WITH_LOCAL_INV;
+
+/// The part of a queue pair that builds requests.
+pub(crate) struct Builder {
+    /// Operations that were asked for when the queue pair was created.
+    ops: u32,
+    cap: QpCap,
+    turn: Turn,
+    batch: Mutex<Batch>,
+}
+
+/// Requests between `wr_start` and `wr_complete`.
+#[derive(Default)]
+struct Batch {
+    requests: Vec<Request>,
+    /// Scatter lists of the requests.
+    sges: Vec<Sge>,
+    /// Inline data of the requests.
+    inline: Vec<u8>,
+    mistake: Option<Errno>,
+}
+
+struct Request {
+    wr_id: WrId,
+    op: SendOp,
+    flags: SendFlags,
+    data: Data,
+    ud: Option<UdDest>,
+}
+
+/// Data of a request, in those of the batch.
+enum Data {
+    None,
+    Sges(Range<usize>),
+    Inline(Range<usize>),
+}
+
+impl Builder {
+    /// Makes the builder of a queue pair.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` for an operation that queue pairs of this kind do not have.
+    pub(crate) fn new(qp_type: QpType, cap: QpCap, ops: u64) -> Result<Self, Errno> {
+        let known = match qp_type {
+            QpType::Rc => RELIABLE,
+            QpType::Ud | QpType::Gsi => DATAGRAM,
+        };
+        let ops = u32::try_from(ops).map_err(|_| Errno::UNSUPPORTED)?;
+        if ops & !known != 0 {
+            return Err(Errno::UNSUPPORTED);
+        }
+        Ok(Self {
+            ops,
+            cap,
+            turn: Turn::default(),
+            batch: Mutex::default(),
+        })
+    }
+
+    fn batch(&self) -> MutexGuard<'_, Batch> {
+        self.batch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Batch {
+    fn clear(&mut self) {
+        self.requests.clear();
+        self.sges.clear();
+        self.inline.clear();
+        self.mistake = None;
+    }
+
+    /// The request that setters belong to.
+    ///
+    /// # Errors
+    /// `EINVAL` where no request has been begun.
+    fn last(&mut self) -> Result<&mut Request, Errno> {
+        self.requests.last_mut().ok_or(Errno::INVALID)
+    }
+
+    /// Gives the last request its data.
+    ///
+    /// # Errors
+    /// `EINVAL` where it has some already, or takes none of this kind.
+    fn set_data(&mut self, data: Data) -> Result<(), Errno> {
+        let request = self.last()?;
+        let is_allowed = match request.op {
+            SendOp::LocalInv(_) | SendOp::RegMr { .. } => false,
+            SendOp::Read(_) | SendOp::CmpSwap { .. } | SendOp::FetchAdd { .. } => {
+                matches!(data, Data::Sges(_))
+            }
+            _ => true,
+        };
+        if !is_allowed || !matches!(request.data, Data::None) {
+            return Err(Errno::INVALID);
+        }
+        request.data = data;
+        Ok(())
+    }
+
+    /// The requests as they are posted.
+    fn posts(&self, requests: &[Request]) -> ArrayVec<SendWr<'_>, CHAIN> {
+        let posts = requests.iter().map(|request| {
+            let (sges, inline) = match &request.data {
+                Data::None => (&[][..], None),
+                Data::Sges(range) => (&self.sges[range.clone()], None),
+                Data::Inline(range) => (&[][..], Some(&self.inline[range.clone()])),
+            };
+            SendWr {
+                wr_id: request.wr_id,
+                op: request.op,
+                sges,
+                inline,
+                flags: request.flags,
+                ud: request.ud,
+            }
+        });
+        posts.collect()
+    }
+}
+
+/// Gives a queue pair the calls of the interface.
+pub(crate) fn set_calls(qp: &mut ibv_qp_ex) {
+    qp.wr_atomic_cmp_swp = Some(wr_atomic_cmp_swp);
+    qp.wr_atomic_fetch_add = Some(wr_atomic_fetch_add);
+    qp.wr_bind_mw = Some(wr_bind_mw);
+    qp.wr_local_inv = Some(wr_local_inv);
+    qp.wr_rdma_read = Some(wr_rdma_read);
+    qp.wr_rdma_write = Some(wr_rdma_write);
+    qp.wr_rdma_write_imm = Some(wr_rdma_write_imm);
+    qp.wr_send = Some(wr_send);
+    qp.wr_send_imm = Some(wr_send_imm);
+    qp.wr_send_inv = Some(wr_send_inv);
+    qp.wr_send_tso = Some(wr_send_tso);
+    qp.wr_set_ud_addr = Some(wr_set_ud_addr);
+    qp.wr_set_xrc_srqn = Some(wr_set_xrc_srqn);
+    qp.wr_set_inline_data = Some(wr_set_inline_data);
+    qp.wr_set_inline_data_list = Some(wr_set_inline_data_list);
+    qp.wr_set_sge = Some(wr_set_sge);
+    qp.wr_set_sge_list = Some(wr_set_sge_list);
+    qp.wr_start = Some(wr_start);
+    qp.wr_complete = Some(wr_complete);
+    qp.wr_abort = Some(wr_abort);
+    qp.wr_atomic_write = Some(wr_atomic_write);
+}
+
+/// `ibv_wr_start`: begins a batch.
+unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    let Ok(qp) = (unsafe { Ref::<Qp>::get(qp.cast()) }) else {
+        return;
+    };
+    if let Some(builder) = &qp.builder {
+        let begun = builder.turn.begin();
+        let mut batch = builder.batch();
+        match begun {
+            Ok(()) => batch.clear(),
+            // Within a batch: that one has a mistake.
+            Err(errno) => batch.mistake = Some(errno),
+        }
+    }
+}
+
+/// `ibv_wr_complete`: posts the batch.
+unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp.cast()) }.and_then(|qp| {
+        let builder = qp.builder.as_ref().ok_or(Errno::INVALID)?;
+        if !builder.turn.is_taken() {
+            return Err(Errno::INVALID);
+        }
+        let result = {
+            let batch = builder.batch();
+            batch.mistake.map_or_else(|| post(&qp, &batch), Err)
+        };
+        builder.turn.end();
+        result
+    }))
+}
+
+/// `ibv_wr_abort`: drops the batch.
+unsafe extern "C" fn wr_abort(qp: *mut ibv_qp_ex) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    if let Ok(qp) = unsafe { Ref::<Qp>::get(qp.cast()) }
+        && let Some(builder) = &qp.builder
+    {
+        builder.turn.end();
+    }
+}
+
+/// Posts all requests of a batch, or none.
+fn post(qp: &Qp, batch: &Batch) -> Result<(), Errno> {
+    let mut locked = qp.context.lock();
+    let mut posted = 0;
+    for requests in batch.requests.chunks(CHAIN) {
+        let result = locked.nic.post_send(qp.id, &batch.posts(requests));
+        if let Err(PostError { index, reason }) = result {
+            locked.nic.unpost_send(qp.id, posted + index);
+            return Err(reason.into());
+        }
+        posted += requests.len();
+    }
+    locked.transmit();
+    Ok(())
+}
+
+/// Does a part of building. A mistake is kept for the end of the batch; without a batch nothing is
+/// done, and the end of none is a mistake itself.
+///
+/// # Safety
+/// As [`Ref::get`].
+unsafe fn build(
+    qp: *mut ibv_qp_ex,
+    part: impl FnOnce(Ref<Qp>, &Builder, &mut Batch) -> Result<(), Errno>,
+) {
+    // SAFETY: as the caller promises.
+    let Ok(qp) = (unsafe { Ref::<Qp>::get(qp.cast()) }) else {
+        return;
+    };
+    let Some(builder) = qp.builder.as_ref().filter(|b| b.turn.is_taken()) else {
+        return;
+    };
+    let mut batch = builder.batch();
+    if batch.mistake.is_none() {
+        batch.mistake = part(qp, builder, &mut batch).err();
+    }
+}
+
+/// Begins a request.
+///
+/// # Safety
+/// As [`Ref::get`].
+unsafe fn begin(qp: *mut ibv_qp_ex, asked: c_uint, op: SendOp) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        build(qp, |qp, builder, batch| {
+            if builder.ops & asked == 0 {
+                return Err(Errno::INVALID);
+            }
+            // It would not be posted in any case.
+            if batch.requests.len() >= builder.cap.max_send_wr as usize {
+                return Err(Errno::NO_MEMORY);
+            }
+            let c = qp.c();
+            batch.requests.push(Request {
+                // SAFETY: the queue pair is alive, and the program sets these from its thread.
+                wr_id: WrId((*c).wr_id),
+                op,
+                flags: send_flags_of((*c).wr_flags),
+                data: Data::None,
+                ud: None,
+            });
+            Ok(())
+        });
+    }
+}
+
+fn remote(addr: u64, rkey: u32) -> RemoteAddr {
+    RemoteAddr {
+        addr,
+        rkey: RKey(rkey),
+    }
+}
+
+/// Declares calls that begin a request.
+macro_rules! requests {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident: $ty:ty),*) $asked:ident => $op:expr;)*) => {
+        $(
+            $(#[$doc])*
+            unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $ty)*) {
+                // SAFETY: the program's pointer, as the manual page demands.
+                unsafe { begin(qp, $asked, $op) };
+            }
+        )*
+    };
+}
+
+requests! {
+    /// `ibv_wr_send`.
+    wr_send() IBV_QP_EX_WITH_SEND => SendOp::Send;
+    /// `ibv_wr_send_imm`.
+    wr_send_imm(imm: __be32) IBV_QP_EX_WITH_SEND_WITH_IMM => SendOp::SendImm(u32::from_be(imm));
+    /// `ibv_wr_send_inv`.
+    wr_send_inv(rkey: u32) IBV_QP_EX_WITH_SEND_WITH_INV => SendOp::SendInv(RKey(rkey));
+    /// `ibv_wr_rdma_write`.
+    wr_rdma_write(rkey: u32, addr: u64) IBV_QP_EX_WITH_RDMA_WRITE
+        => SendOp::Write(remote(addr, rkey));
+    /// `ibv_wr_rdma_write_imm`.
+    wr_rdma_write_imm(rkey: u32, addr: u64, imm: __be32) IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+        => SendOp::WriteImm(remote(addr, rkey), u32::from_be(imm));
+    /// `ibv_wr_rdma_read`.
+    wr_rdma_read(rkey: u32, addr: u64) IBV_QP_EX_WITH_RDMA_READ
+        => SendOp::Read(remote(addr, rkey));
+    /// `ibv_wr_atomic_cmp_swp`.
+    wr_atomic_cmp_swp(rkey: u32, addr: u64, compare: u64, swap: u64)
+        IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
+        => SendOp::CmpSwap { remote: remote(addr, rkey), compare, swap };
+    /// `ibv_wr_atomic_fetch_add`.
+    wr_atomic_fetch_add(rkey: u32, addr: u64, add: u64) IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
+        => SendOp::FetchAdd { remote: remote(addr, rkey), add };
+    /// `ibv_wr_local_inv`.
+    wr_local_inv(rkey: u32) IBV_QP_EX_WITH_LOCAL_INV => SendOp::LocalInv(RKey(rkey));
+}
+
+/// Makes a mistake of an operation that no queue pair can have been created for.
+///
+/// # Safety
+/// As [`Ref::get`].
+unsafe fn refuse(qp: *mut ibv_qp_ex) {
+    // SAFETY: as the caller promises.
+    unsafe { build(qp, |_, _, _| Err(Errno::INVALID)) };
+}
+
+/// `ibv_wr_bind_mw`.
+unsafe extern "C" fn wr_bind_mw(
+    qp: *mut ibv_qp_ex,
+    _mw: *mut ibv_mw,
+    _rkey: u32,
+    _info: *const ibv_mw_bind_info,
+) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { refuse(qp) };
+}
+
+/// `ibv_wr_send_tso`.
+unsafe extern "C" fn wr_send_tso(
+    qp: *mut ibv_qp_ex,
+    _header: *mut c_void,
+    _length: u16,
+    _segment: u16,
+) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { refuse(qp) };
+}
+
+/// `ibv_wr_atomic_write`.
+unsafe extern "C" fn wr_atomic_write(
+    qp: *mut ibv_qp_ex,
+    _rkey: u32,
+    _addr: u64,
+    _data: *const c_void,
+) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { refuse(qp) };
+}
+
+/// `ibv_wr_set_xrc_srqn`.
+unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, _srqn: u32) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { refuse(qp) };
+}
+
+/// `ibv_wr_set_ud_addr`: the destination of a datagram.
+unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
+    // SAFETY: the program's pointers, as the manual page demands.
+    unsafe {
+        build(qp, |qp, _, batch| {
+            let ah = Ref::<Ah>::get(ah)?.id;
+            let request = batch.last()?;
+            if !qp.is_datagram || request.ud.is_some() {
+                return Err(Errno::INVALID);
+            }
+            let qkey = QKey(qkey);
+            request.ud = Some(UdDest { ah, qpn, qkey });
+            Ok(())
+        });
+    }
+}
+
+/// `ibv_wr_set_sge`: data in one piece of registered memory.
+unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length: u32) {
+    let sge = Sge {
+        addr,
+        length,
+        lkey: LKey(lkey),
+    };
+    // SAFETY: the program's pointer, as the manual page demands.
+    unsafe { build(qp, |_, builder, batch| set_sges(builder, batch, &[sge])) };
+}
+
+/// `ibv_wr_set_sge_list`: data in pieces of registered memory.
+unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: usize, list: *const ibv_sge) {
+    // SAFETY: the program's pointers, as the manual page demands; the two types have the same
+    // layout, see `post`.
+    unsafe {
+        build(qp, |_, builder, batch| {
+            let list = match count {
+                0 => &[],
+                _ if list.is_null() => return Err(Errno::INVALID),
+                _ => slice::from_raw_parts(list.cast::<Sge>(), count),
+            };
+            set_sges(builder, batch, list)
+        });
+    }
+}
+
+fn set_sges(builder: &Builder, batch: &mut Batch, list: &[Sge]) -> Result<(), Errno> {
+    if list.len() > builder.cap.max_send_sge as usize {
+        return Err(Errno::INVALID);
+    }
+    let start = batch.sges.len();
+    batch.sges.extend_from_slice(list);
+    batch.set_data(Data::Sges(start..start + list.len()))
+}
+
+/// `ibv_wr_set_inline_data`: data that are copied at once.
+unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, length: usize) {
+    let piece = ibv_data_buf { addr, length };
+    // SAFETY: as the program promises.
+    unsafe { wr_set_inline_data_list(qp, 1, &raw const piece) };
+}
+
+/// `ibv_wr_set_inline_data_list`: data in pieces that are copied at once.
+unsafe extern "C" fn wr_set_inline_data_list(
+    qp: *mut ibv_qp_ex,
+    count: usize,
+    list: *const ibv_data_buf,
+) {
+    // SAFETY: the program's pointers, as the manual page demands.
+    unsafe {
+        build(qp, |_, builder, batch| {
+            let pieces = match count {
+                0 => &[],
+                _ if list.is_null() => return Err(Errno::INVALID),
+                _ => slice::from_raw_parts(list, count),
+            };
+            let start = batch.inline.len();
+            for piece in pieces.iter().filter(|piece| piece.length > 0) {
+                let length = (batch.inline.len() - start).saturating_add(piece.length);
+                if piece.addr.is_null() || length > builder.cap.max_inline as usize {
+                    return Err(Errno::INVALID);
+                }
+                let bytes = slice::from_raw_parts(piece.addr.cast::<u8>(), piece.length);
+                batch.inline.extend_from_slice(bytes);
+            }
+            batch.set_data(Data::Inline(start..batch.inline.len()))
+        });
+    }
+}

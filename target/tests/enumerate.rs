@@ -454,7 +454,9 @@ fn statuses(opcode: WcOpcode) -> &'static [WcStatus] {
             WcStatus::WrFlushErr,
             WcStatus::FatalErr,
         ],
-        WcOpcode::RegMr | WcOpcode::LocalInv => &[WcStatus::MwBindErr, WcStatus::WrFlushErr],
+        WcOpcode::RegMr | WcOpcode::BindMw | WcOpcode::LocalInv => {
+            &[WcStatus::MwBindErr, WcStatus::WrFlushErr]
+        }
         _ => &[
             WcStatus::LocProtErr,
             WcStatus::WrFlushErr,

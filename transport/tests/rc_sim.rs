@@ -935,6 +935,7 @@ fn opcode_of(op: &SendOp) -> WcOpcode {
         SendOp::CmpSwap { .. } => WcOpcode::CmpSwap,
         SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
         SendOp::RegMr { .. } => WcOpcode::RegMr,
+        SendOp::BindMw(_) => WcOpcode::BindMw,
         SendOp::LocalInv(_) => WcOpcode::LocalInv,
     }
 }

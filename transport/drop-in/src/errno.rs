@@ -32,7 +32,7 @@ impl From<VerbsError> for Errno {
         Self(match error {
             VerbsError::ResourceBusy(_) => libc::EBUSY,
             VerbsError::InsufficientResources(_) => libc::ENOMEM,
-            VerbsError::WrongQpType(_) => libc::EOPNOTSUPP,
+            VerbsError::WrongQpType(_) | VerbsError::Unsupported(_) => libc::EOPNOTSUPP,
             VerbsError::CqOverrun => libc::EOVERFLOW,
             VerbsError::DeviceGone => libc::EIO,
             VerbsError::Os(errno) => errno,

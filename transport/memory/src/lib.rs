@@ -426,6 +426,35 @@ impl MemSlice {
         }
     }
 
+    /// Sees to it that the range is mapped and that its pages are in memory, as an access would; for
+    /// one that writes with `write`. For foreign ranges: all others are mapped.
+    ///
+    /// # Errors
+    /// `ENOMEM` where it is not mapped, `EINVAL` where it is not mapped for that access, or is of a
+    /// device; also on kernels before Linux 5.14, which do not have the call.
+    pub fn populate(&self, write: bool) -> io::Result<()> {
+        if self.len == 0 {
+            return Ok(());
+        }
+        // By addresses, since the pages reach beyond the range.
+        let start = self.ptr().addr() & !(PAGE - 1);
+        let end = self.ptr().addr().checked_add(self.len);
+        // Nothing is mapped in the upper half, to which the end of a page could not be added.
+        let end = end.filter(|&end| end <= isize::MAX as usize);
+        let end = end.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let advice = if write {
+            libc::MADV_POPULATE_WRITE
+        } else {
+            libc::MADV_POPULATE_READ
+        };
+        // SAFETY: the advice changes no byte and no mapping.
+        let r = unsafe { libc::madvise(ptr::without_provenance_mut(start), end - start, advice) };
+        match r {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
     /// A part of the range, or `None` where it is not within it.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
@@ -508,6 +537,41 @@ mod tests {
         // SAFETY: nothing of the range is touched.
         let empty = unsafe { Memory::foreign(ptr::null_mut(), 0) };
         assert!(empty.is_empty() && empty.whole().is_empty());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no such advice")]
+    fn only_what_is_mapped_can_be_populated() {
+        let m = Memory::new(4 * PAGE).unwrap();
+        m.slice(PAGE - 1..3 * PAGE + 1)
+            .unwrap()
+            .populate(true)
+            .unwrap();
+        assert!(m.whole().to_vec().iter().all(|&b| b == 0));
+        // SAFETY: nothing of the range is accessed.
+        let all = unsafe { Memory::foreign(ptr::null_mut(), usize::MAX) };
+        let at = m.addr() as usize;
+        let part = |from: usize, len| all.slice(from..from + len).unwrap().populate(false);
+        part(at + 7, 3 * PAGE).unwrap();
+        part(0, 0).unwrap();
+        for (from, len) in [
+            (0, 1),
+            (at, 1 << 46),
+            (1, usize::MAX - 1),
+            (usize::MAX - 9, 9),
+        ] {
+            assert!(part(from, len).is_err(), "{from:#x}+{len:#x}");
+        }
+        // SAFETY: a mapping of our own, at an address of the kernel's choice, which is not used.
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let p = libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ, flags, -1, 0);
+            let range = Memory::foreign(p.cast(), PAGE).whole();
+            range.populate(false).unwrap();
+            assert!(range.populate(true).is_err(), "it is read-only");
+            drop(range);
+            libc::munmap(p, PAGE);
+        }
     }
 
     #[test]

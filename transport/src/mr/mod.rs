@@ -21,20 +21,25 @@
 //! - Resolving and registering through a work request allocate nothing: a fast-registration region
 //!   holds room for its segments from the start.
 //!
-//! Not implemented: memory windows, reregistration, physical and on-demand-paged regions.
+//! - A region stays as long as windows are bound to it, and a window of type 2 no longer than the
+//!   queue pair that bound it.
 
 mod keys;
 mod span;
+mod window;
 
 use std::cell::Cell;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use riser_memory::MemSlice;
 use thiserror::Error;
 
 use self::keys::{INDEX_BITS, Permutation, Prf};
 use self::span::Segment;
-use crate::verbs::{Access, Handle, LKey, Mr, MrAttr, MrId, PdId, RKey, Sge, VerbsError};
+use self::window::Binding;
+use crate::verbs::{
+    Access, Handle, LKey, Mr, MrAttr, MrChange, MrId, MwType, PdId, QpId, RKey, Sge, VerbsError,
+};
 
 pub use self::span::Span;
 
@@ -75,6 +80,9 @@ enum Kind {
     Registered,
     /// Fast registration, with room for this many segments.
     Fast(u32),
+    /// Null region.
+    Null,
+    Window(MwType),
 }
 
 #[derive(Debug)]
@@ -88,8 +96,12 @@ struct Region {
     access: Access,
     base: u64,
     length: u64,
-    /// Never empty when `length` is not 0; segments of no bytes are left out.
+    /// Never empty when `length` is not 0, but of a null region; segments of no bytes are left out.
     segments: Vec<Segment>,
+    /// Windows that are bound to it.
+    windows: u32,
+    /// Of a window that is bound.
+    binding: Option<Binding>,
 }
 
 /// All regions of a device. Bounds: as many regions as the table was created for, and as many
@@ -106,6 +118,8 @@ pub struct MrTable {
     /// of the region.
     recent: [Cell<(u32, u32)>; RECENT],
     random: Prf,
+    /// Slots of windows of type 2 that are bound, by queue pair.
+    by_qp: BTreeSet<(QpId, u32)>,
 }
 
 impl std::fmt::Debug for MrTable {
@@ -136,6 +150,8 @@ impl MrTable {
                     base: 0,
                     length: 0,
                     segments: Vec::new(),
+                    windows: 0,
+                    binding: None,
                 })
                 .collect(),
             free: (0..count).collect(),
@@ -144,6 +160,7 @@ impl MrTable {
             permutation,
             recent: [const { Cell::new((NO_INDEX, 0)) }; RECENT],
             random,
+            by_qp: BTreeSet::new(),
         }
     }
 
@@ -186,26 +203,64 @@ impl MrTable {
         access: Access,
     ) -> Result<Mr, VerbsError> {
         check_access(access)?;
-        // Peers name places in the region by sums, which must not wrap.
-        if iova.checked_add(range.len() as u64).is_none()
-            || (iova != 0 && access.contains(Access::ZERO_BASED))
-        {
-            return Err(VerbsError::InvalidParameter("address of the region"));
-        }
-        let id = self.take_slot(pd)?;
+        check_range(iova, range.len() as u64, access)?;
+        let id = MrId(self.take_slot(pd)?);
         let region = &mut self.slots[id.0.index()];
         region.kind = Kind::Registered;
         region.valid = true;
         region.access = access;
-        region.length = range.len() as u64;
-        region.base = iova;
-        // A segment of no bytes would be in the way of the search for an address.
-        if !range.is_empty() {
-            region.segments.push(Segment {
-                end: region.length,
-                slice: range.clone(),
-            });
+        region.cover(range, iova);
+        Ok(region.describe(id))
+    }
+
+    /// Changes a registered region (see [`crate::verbs::Verbs::rereg_mr`]). That the domain exists
+    /// is the caller's to check.
+    ///
+    /// # Errors
+    /// [`VerbsError`], and nothing has changed.
+    pub fn rereg(&mut self, id: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError> {
+        let region = self.region_mut(id)?;
+        if region.kind != Kind::Registered {
+            return Err(VerbsError::InvalidState("not a registered region"));
         }
+        let MrChange {
+            translation,
+            pd,
+            access,
+        } = *change;
+        if translation.is_none() && pd.is_none() && access.is_none() {
+            return Err(VerbsError::InvalidParameter("change of a region"));
+        }
+        // Their rights and ranges follow from what would change.
+        if region.windows > 0 {
+            return Err(VerbsError::ResourceBusy("memory region"));
+        }
+        let access = access.unwrap_or(region.access);
+        check_access(access)?;
+        let (base, length) = translation.map_or((region.base, region.length), |(range, iova)| {
+            (iova, range.len() as u64)
+        });
+        check_range(base, length, access)?;
+        region.access = access;
+        region.pd = pd.unwrap_or(region.pd);
+        if let Some((range, iova)) = translation {
+            region.cover(range, iova);
+        }
+        Ok(region.describe(id))
+    }
+
+    /// Allocates a null region (see [`crate::verbs::Verbs::alloc_null_mr`]).
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`].
+    pub fn alloc_null(&mut self, pd: PdId) -> Result<Mr, VerbsError> {
+        span::prepare_zeros()?;
+        let id = MrId(self.take_slot(pd)?);
+        let region = &mut self.slots[id.0.index()];
+        region.kind = Kind::Null;
+        region.valid = true;
+        region.access = Access::LOCAL_WRITE;
+        region.length = u64::MAX;
         Ok(region.describe(id))
     }
 
@@ -217,7 +272,7 @@ impl MrTable {
         if max_segments == 0 || max_segments > self.max_segments {
             return Err(VerbsError::InvalidParameter("number of segments"));
         }
-        let id = self.take_slot(pd)?;
+        let id = MrId(self.take_slot(pd)?);
         let region = &mut self.slots[id.0.index()];
         region.kind = Kind::Fast(max_segments);
         // Room for all segments now, so that a registration in the data path allocates nothing.
@@ -275,9 +330,16 @@ impl MrTable {
     /// Deregisters a region of any kind, valid or not; returns its protection domain.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`].
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::ResourceBusy`].
     pub fn dereg(&mut self, id: MrId) -> Result<PdId, VerbsError> {
-        let region = self.region_mut(id)?;
+        if self.region(id)?.windows > 0 {
+            return Err(VerbsError::ResourceBusy("memory region"));
+        }
+        Ok(self.free_slot(id.0.index()))
+    }
+
+    fn free_slot(&mut self, slot: usize) -> PdId {
+        let region = &mut self.slots[slot];
         // The slot keeps its generation until it is taken again. Until then a stale handle is
         // refused by the slot's kind.
         region.kind = Kind::Free;
@@ -286,8 +348,8 @@ impl MrTable {
         region.segments = Vec::new();
         let pd = region.pd;
         // Behind all other free slots, so that this key comes back as late as possible.
-        self.free.push_back(id.0.index() as u32);
-        Ok(pd)
+        self.free.push_back(slot as u32);
+        pd
     }
 
     /// Executes a REG_MR: makes what was mapped valid under `key` (IBTA 10.6.3.6).
@@ -331,12 +393,16 @@ impl MrTable {
     }
 
     /// Executes a LOCAL_INV, or a peer's SEND with invalidate: the key stops working. Only a valid
-    /// fast-registration region of the same protection domain can be invalidated (IBTA 10.6.5).
+    /// fast-registration region of the same protection domain, and a window of type 2 that this
+    /// queue pair has bound, can be invalidated (IBTA 10.6.5, 10.6.7.2.6).
     ///
     /// # Errors
     /// [`KeyError`], and nothing has changed.
-    pub fn invalidate(&mut self, pd: PdId, key: RKey) -> Result<(), KeyError> {
-        let slot = self.find_invalidatable(pd, key)?;
+    pub fn invalidate(&mut self, pd: PdId, qp: QpId, key: RKey) -> Result<(), KeyError> {
+        let slot = self.find_invalidatable(pd, qp, key)?;
+        if self.slots[slot].is_window() {
+            self.unbind(slot);
+        }
         self.slots[slot].valid = false;
         Ok(())
     }
@@ -345,8 +411,8 @@ impl MrTable {
     ///
     /// # Errors
     /// [`KeyError`] as there.
-    pub fn check_invalidate(&self, pd: PdId, key: RKey) -> Result<(), KeyError> {
-        self.find_invalidatable(pd, key).map(drop)
+    pub fn check_invalidate(&self, pd: PdId, qp: QpId, key: RKey) -> Result<(), KeyError> {
+        self.find_invalidatable(pd, qp, key).map(drop)
     }
 
     /// The memory of a scatter-gather entry. `write` asks for the right to write it.
@@ -359,31 +425,34 @@ impl MrTable {
         } else {
             Access::empty()
         };
-        self.resolve(pd, sge.lkey.0, sge.addr, u64::from(sge.length), right)
+        self.resolve(pd, None, sge.lkey.0, sge.addr, sge.length, right)
     }
 
-    /// The memory of a peer's range of `len` bytes at `addr`, for which it needs `right`.
+    /// The memory of a range of `len` bytes at `addr` that the peer of a queue pair names, for which
+    /// it needs `right`.
     ///
     /// # Errors
     /// [`KeyError`]; never for a length of 0.
     pub fn resolve_remote(
         &self,
         pd: PdId,
+        qp: QpId,
         key: RKey,
         addr: u64,
         len: u32,
         right: Access,
     ) -> Result<Span<'_>, KeyError> {
         debug_assert!(!(right & Access::REMOTE).is_empty(), "a remote right");
-        self.resolve(pd, key.0, addr, u64::from(len), right)
+        self.resolve(pd, Some(qp), key.0, addr, len, right)
     }
 
     fn resolve(
         &self,
         pd: PdId,
+        qp: Option<QpId>,
         key: u32,
         addr: u64,
-        len: u64,
+        len: u32,
         right: Access,
     ) -> Result<Span<'_>, KeyError> {
         if len == 0 {
@@ -395,10 +464,22 @@ impl MrTable {
         if region.pd != pd {
             return Err(KeyError::Domain);
         }
+        if let Kind::Window(kind) = region.kind
+            && !region.admits(kind, qp)
+        {
+            return Err(KeyError::Key);
+        }
         if !region.access.contains(right) {
             return Err(KeyError::Right);
         }
-        region.span(addr, len).ok_or(KeyError::Range)
+        let span = region.span(addr, len.into()).ok_or(KeyError::Range)?;
+        if region.access.contains(Access::ON_DEMAND) {
+            // Nothing has kept its pages, so part of the range may not be mapped. A right to write
+            // was asked for, or none but to read.
+            let write = !(right - Access::REMOTE_READ).is_empty();
+            span.populate(write).map_err(|_| KeyError::Range)?;
+        }
+        Ok(span)
     }
 
     #[inline]
@@ -424,7 +505,7 @@ impl MrTable {
         }
     }
 
-    fn find_invalidatable(&self, pd: PdId, key: RKey) -> Result<usize, KeyError> {
+    fn find_invalidatable(&self, pd: PdId, qp: QpId, key: RKey) -> Result<usize, KeyError> {
         let slot = self.find_key(key.0)?;
         let region = &self.slots[slot];
         if region.pd != pd {
@@ -432,7 +513,12 @@ impl MrTable {
         }
         // A peer may take back only what a work request has given. An ordinary region stays its
         // owner's.
-        if !matches!(region.kind, Kind::Fast(_)) {
+        let is_theirs = match region.kind {
+            Kind::Fast(_) => true,
+            Kind::Window(MwType::Type2) => region.admits(MwType::Type2, Some(qp)),
+            _ => false,
+        };
+        if !is_theirs {
             return Err(KeyError::Kind);
         }
         Ok(slot)
@@ -441,18 +527,18 @@ impl MrTable {
     fn region(&self, id: MrId) -> Result<&Region, VerbsError> {
         self.slots
             .get(id.0.index())
-            .filter(|r| r.kind != Kind::Free && r.generation == id.0.generation())
+            .filter(|r| r.is_named(id))
             .ok_or(VerbsError::InvalidHandle("memory region"))
     }
 
     fn region_mut(&mut self, id: MrId) -> Result<&mut Region, VerbsError> {
         self.slots
             .get_mut(id.0.index())
-            .filter(|r| r.kind != Kind::Free && r.generation == id.0.generation())
+            .filter(|r| r.is_named(id))
             .ok_or(VerbsError::InvalidHandle("memory region"))
     }
 
-    fn take_slot(&mut self, pd: PdId) -> Result<MrId, VerbsError> {
+    fn take_slot(&mut self, pd: PdId) -> Result<Handle, VerbsError> {
         let slot = self
             .free
             .pop_front()
@@ -477,11 +563,29 @@ impl MrTable {
         region.access = Access::empty();
         region.base = 0;
         region.length = 0;
-        Ok(MrId(Handle::new(slot, region.generation)))
+        Ok(Handle::new(slot, region.generation))
     }
 }
 
 impl Region {
+    fn is_named(&self, id: MrId) -> bool {
+        self.kind != Kind::Free && !self.is_window() && self.generation == id.0.generation()
+    }
+
+    /// Gives it a range of memory, whose addresses count from `iova`.
+    fn cover(&mut self, range: &MemSlice, iova: u64) {
+        self.base = iova;
+        self.length = range.len() as u64;
+        self.segments.clear();
+        // A segment of no bytes would be in the way of the search for an address.
+        if !range.is_empty() {
+            self.segments.push(Segment {
+                end: self.length,
+                slice: range.clone(),
+            });
+        }
+    }
+
     fn describe(&self, id: MrId) -> Mr {
         Mr {
             id,
@@ -516,6 +620,15 @@ fn check_access(access: Access) -> Result<(), VerbsError> {
     Ok(())
 }
 
+/// Checks the addresses of a region that begins at `base`.
+fn check_range(base: u64, length: u64, access: Access) -> Result<(), VerbsError> {
+    // Peers name places in the region by sums, which must not wrap.
+    if base.checked_add(length).is_none() || (base != 0 && access.contains(Access::ZERO_BASED)) {
+        return Err(VerbsError::InvalidParameter("address of the region"));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -525,6 +638,7 @@ mod tests {
 
     const PD: PdId = PdId(Handle::new(1, 1));
     const OTHER: PdId = PdId(Handle::new(2, 1));
+    const QP: QpId = QpId(Handle::new(3, 1));
 
     fn table() -> MrTable {
         MrTable::new(16, 8, *b"sixteen bytes!!!")
@@ -543,7 +657,7 @@ mod tests {
             .reg(PD, &slice, Access::LOCAL_WRITE | Access::REMOTE_READ)
             .unwrap();
         let get = |addr, len, right| {
-            mrs.resolve_remote(PD, mr.rkey, addr, len, right)
+            mrs.resolve_remote(PD, QP, mr.rkey, addr, len, right)
                 .map(|s| s.len())
         };
         let read = Access::REMOTE_READ;
@@ -553,17 +667,17 @@ mod tests {
         assert_eq!(get(mr.addr - 1, 1, read), Err(KeyError::Range));
         assert_eq!(get(mr.addr, 1, Access::REMOTE_WRITE), Err(KeyError::Right));
         assert_eq!(
-            mrs.resolve_remote(OTHER, mr.rkey, mr.addr, 1, read)
+            mrs.resolve_remote(OTHER, QP, mr.rkey, mr.addr, 1, read)
                 .unwrap_err(),
             KeyError::Domain
         );
         assert_eq!(
-            mrs.resolve_remote(PD, mr.rkey.next(), mr.addr, 1, read)
+            mrs.resolve_remote(PD, QP, mr.rkey.next(), mr.addr, 1, read)
                 .unwrap_err(),
             KeyError::Key
         );
         assert!(
-            mrs.resolve_remote(PD, RKey(0), 0, 0, read)
+            mrs.resolve_remote(PD, QP, RKey(0), 0, 0, read)
                 .unwrap()
                 .is_empty()
         );
@@ -593,7 +707,7 @@ mod tests {
                 (mr.addr + 4096, 1),
             ] {
                 assert_eq!(
-                    mrs.resolve_remote(PD, mr.rkey, addr, len, Access::REMOTE_READ)
+                    mrs.resolve_remote(PD, QP, mr.rkey, addr, len, Access::REMOTE_READ)
                         .unwrap_err(),
                     KeyError::Range,
                     "{addr:#x}+{len}"
@@ -627,16 +741,16 @@ mod tests {
         let mr = mrs.reg_iova(PD, &slice, iova, access).unwrap();
         assert_eq!((mr.addr, mr.length), (iova, 100));
         let right = Access::REMOTE_WRITE;
-        let span = mrs.resolve_remote(PD, mr.rkey, iova + 90, 10, right);
+        let span = mrs.resolve_remote(PD, QP, mr.rkey, iova + 90, 10, right);
         span.unwrap().write(0, b"0123456789");
         let local = mrs.resolve_local(PD, &sge(iova + 90, 10, mr.lkey), false);
         let mut read = [0; 10];
         local.unwrap().read(0, &mut read);
         assert_eq!(&read, b"0123456789");
         assert_eq!(memory.slice(190..200).unwrap().to_vec(), b"0123456789");
-        let beyond = mrs.resolve_remote(PD, mr.rkey, iova + 91, 10, right);
+        let beyond = mrs.resolve_remote(PD, QP, mr.rkey, iova + 91, 10, right);
         assert_eq!(beyond.unwrap_err(), KeyError::Range);
-        let by_address = mrs.resolve_remote(PD, mr.rkey, slice.addr(), 1, right);
+        let by_address = mrs.resolve_remote(PD, QP, mr.rkey, slice.addr(), 1, right);
         assert_eq!(by_address.unwrap_err(), KeyError::Range);
         for (iova, access) in [(iova + 1, access), (1, access | Access::ZERO_BASED)] {
             assert!(matches!(
@@ -645,6 +759,122 @@ mod tests {
             ));
         }
         assert_eq!(mrs.len(), 1);
+    }
+
+    #[test]
+    fn a_region_changes_as_a_whole_or_not_at_all() {
+        let mut mrs = table();
+        let (old, new) = (Memory::new(4096).unwrap(), Memory::new(8192).unwrap());
+        let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let mr = mrs.reg(PD, &old.whole(), all).unwrap();
+        let slice = new.slice(1..101).unwrap();
+        let moved = MrChange {
+            translation: Some((&slice, 7)),
+            ..MrChange::default()
+        };
+        let pd = |pd| MrChange {
+            pd: Some(pd),
+            ..MrChange::default()
+        };
+        let access = |access| MrChange {
+            access: Some(access),
+            ..MrChange::default()
+        };
+        let before = mrs.query(mr.id).unwrap();
+        let refused = [
+            MrChange::default(),
+            access(Access::REMOTE_WRITE),
+            access(all | Access::ZERO_BASED),
+            MrChange {
+                translation: Some((&slice, u64::MAX - 98)),
+                pd: Some(OTHER),
+                access: Some(Access::empty()),
+            },
+        ];
+        for change in refused {
+            mrs.rereg(mr.id, &change).unwrap_err();
+            assert_eq!(mrs.query(mr.id).unwrap(), before);
+        }
+        let changed = mrs.rereg(mr.id, &moved).unwrap();
+        let expected = Mr {
+            addr: 7,
+            length: 100,
+            ..mr
+        };
+        assert_eq!(changed, expected, "the keys stay");
+        let write = |mrs: &MrTable, pd, addr| {
+            let span = mrs.resolve_remote(pd, QP, mr.rkey, addr, 3, Access::REMOTE_WRITE)?;
+            span.write(0, b"new");
+            Ok(())
+        };
+        assert_eq!(write(&mrs, PD, mr.addr), Err(KeyError::Range));
+        assert_eq!(write(&mrs, PD, 104), Ok(()));
+        assert_eq!(new.slice(98..101).unwrap().to_vec(), b"new");
+        mrs.rereg(mr.id, &pd(OTHER)).unwrap();
+        assert_eq!(write(&mrs, PD, 104), Err(KeyError::Domain));
+        assert_eq!(write(&mrs, OTHER, 104), Ok(()));
+        mrs.rereg(mr.id, &access(Access::LOCAL_WRITE)).unwrap();
+        assert_eq!(write(&mrs, OTHER, 104), Err(KeyError::Right));
+        let whole = old.whole();
+        let all_three = MrChange {
+            translation: Some((&whole, old.addr())),
+            pd: Some(PD),
+            access: Some(all),
+        };
+        assert_eq!(mrs.rereg(mr.id, &all_three).unwrap(), mr);
+        assert_eq!(mrs.query(mr.id).unwrap(), before);
+        assert_eq!(write(&mrs, PD, mr.addr), Ok(()));
+        let fast = mrs.alloc_fast(PD, 1).unwrap();
+        assert!(mrs.rereg(fast.id, &pd(OTHER)).is_err());
+        assert_eq!(mrs.dereg(mr.id), Ok(PD));
+        assert!(mrs.rereg(mr.id, &all_three).is_err());
+    }
+
+    #[test]
+    fn a_null_region_reads_as_zeros_and_keeps_nothing() {
+        let mut mrs = table();
+        let mr = mrs.alloc_null(PD).unwrap();
+        let far = u64::MAX - 10_000;
+        for addr in [0, 1, far] {
+            let span = mrs
+                .resolve_local(PD, &sge(addr, 9000, mr.lkey), true)
+                .unwrap();
+            span.write(5, b"lost");
+            let mut read = [9; 9000];
+            span.read(0, &mut read);
+            assert_eq!(read, [0; 9000]);
+            let mut slices = Vec::new();
+            span.push_slices(3, 8997, &mut slices);
+            let bytes: Vec<u8> = slices.iter().flat_map(MemSlice::to_vec).collect();
+            assert_eq!(bytes, [0; 8997]);
+        }
+        let wraps = mrs.resolve_local(PD, &sge(far, 10_001, mr.lkey), false);
+        assert_eq!(wraps.unwrap_err(), KeyError::Range);
+        let remote = mrs.resolve_remote(PD, QP, mr.rkey, 0, 1, Access::REMOTE_READ);
+        assert_eq!(remote.unwrap_err(), KeyError::Right);
+        assert_eq!(mrs.dereg(mr.id), Ok(PD));
+    }
+
+    #[test]
+    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    fn on_demand_a_range_that_is_not_mapped_is_outside_the_region() {
+        let mut mrs = table();
+        let memory = Memory::new(3 * 4096).unwrap();
+        // SAFETY: what is not mapped is found out before it is touched.
+        let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
+        let all = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::ON_DEMAND;
+        let mr = mrs.reg(PD, &space.whole(), all).unwrap();
+        assert_eq!((mr.addr, mr.length), (0, u64::MAX));
+        let at = memory.addr() + 4000;
+        let span = mrs.resolve_local(PD, &sge(at, 200, mr.lkey), true).unwrap();
+        span.write(0, &[7; 200]);
+        assert_eq!(memory.slice(4000..4200).unwrap().to_vec(), [7; 200]);
+        for (addr, length) in [(0, 1), (8, 4096), (at, 1 << 31), (u64::MAX - 4096, 4096)] {
+            let unmapped = mrs.resolve_local(PD, &sge(addr, length, mr.lkey), false);
+            assert_eq!(unmapped.unwrap_err(), KeyError::Range, "{addr:#x}+{length}");
+            let unmapped = mrs.resolve_remote(PD, QP, mr.rkey, addr, length, Access::REMOTE_READ);
+            assert_eq!(unmapped.unwrap_err(), KeyError::Range, "{addr:#x}+{length}");
+        }
     }
 
     #[test]
@@ -687,7 +917,7 @@ mod tests {
         assert!(attr.valid && attr.mr.addr == memory.addr() + 1000 && attr.mr.rkey == key);
 
         let span = mrs
-            .resolve_remote(PD, key, attr.mr.addr + 8, 12, Access::REMOTE_WRITE)
+            .resolve_remote(PD, QP, key, attr.mr.addr + 8, 12, Access::REMOTE_WRITE)
             .unwrap();
         span.write(0, b"abcdefghijkl");
         let mut out = [0; 3];
@@ -705,12 +935,12 @@ mod tests {
             [&b"b"[..], b"cdefghi", b"j"]
         );
 
-        mrs.invalidate(PD, key).unwrap();
-        assert_eq!(mrs.invalidate(PD, key), Err(KeyError::Key));
+        mrs.invalidate(PD, QP, key).unwrap();
+        assert_eq!(mrs.invalidate(PD, QP, key), Err(KeyError::Key));
         mrs.reg_fast(PD, mr.id, key.next(), access | Access::ZERO_BASED)
             .unwrap();
         assert!(
-            mrs.resolve_remote(PD, key.next(), 0, 20, Access::REMOTE_WRITE)
+            mrs.resolve_remote(PD, QP, key.next(), 0, 20, Access::REMOTE_WRITE)
                 .is_ok()
         );
     }
@@ -720,15 +950,15 @@ mod tests {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let plain = mrs.reg(PD, &memory.whole(), Access::REMOTE_READ).unwrap();
-        assert_eq!(mrs.invalidate(PD, plain.rkey), Err(KeyError::Kind));
+        assert_eq!(mrs.invalidate(PD, QP, plain.rkey), Err(KeyError::Kind));
         let fast = mrs.alloc_fast(PD, 1).unwrap();
-        assert_eq!(mrs.invalidate(PD, fast.rkey), Err(KeyError::Key));
+        assert_eq!(mrs.invalidate(PD, QP, fast.rkey), Err(KeyError::Key));
         mrs.map_sg(fast.id, &[memory.whole()]).unwrap();
         mrs.reg_fast(PD, fast.id, fast.rkey, Access::REMOTE_READ)
             .unwrap();
-        assert_eq!(mrs.invalidate(OTHER, fast.rkey), Err(KeyError::Domain));
-        mrs.check_invalidate(PD, fast.rkey).unwrap();
-        mrs.invalidate(PD, fast.rkey).unwrap();
+        assert_eq!(mrs.invalidate(OTHER, QP, fast.rkey), Err(KeyError::Domain));
+        mrs.check_invalidate(PD, QP, fast.rkey).unwrap();
+        mrs.invalidate(PD, QP, fast.rkey).unwrap();
     }
 
     #[test]
@@ -777,7 +1007,7 @@ mod tests {
             let mr = mrs.reg(PD, &memory.whole(), Access::REMOTE_READ).unwrap();
             let key = if near { mr.rkey } else { RKey(key) };
             let addr = if near { mr.addr.wrapping_add(addr % 8192).wrapping_sub(2048) } else { addr };
-            if let Ok(span) = mrs.resolve_remote(PD, key, addr, len, Access::REMOTE_READ) {
+            if let Ok(span) = mrs.resolve_remote(PD, QP, key, addr, len, Access::REMOTE_READ) {
                 prop_assert!(len == 0 || (addr >= mr.addr && addr + u64::from(len) <= mr.addr + 4096));
                 prop_assert_eq!(span.len(), len as usize);
             }
@@ -799,7 +1029,7 @@ mod tests {
             let access = Access::ZERO_BASED | Access::REMOTE_READ;
             let is_registered = mrs.reg_fast(PD, mr.id, mr.rkey, access).is_ok();
             prop_assert_eq!(is_registered, !whole.is_empty());
-            let span = mrs.resolve_remote(PD, mr.rkey, from as u64, len as u32, Access::REMOTE_READ);
+            let span = mrs.resolve_remote(PD, QP, mr.rkey, from as u64, len as u32, Access::REMOTE_READ);
             let fits = len == 0 || from + len <= whole.len();
             prop_assert_eq!(span.is_ok(), fits);
             if let Ok(span) = span && len > 0 {

@@ -1,6 +1,24 @@
 //! Ranges of regions: the way from a checked key to memory.
 
-use riser_memory::MemSlice;
+use std::io;
+use std::sync::OnceLock;
+
+use riser_memory::{MemSlice, Memory, PAGE};
+
+use crate::verbs::VerbsError;
+
+/// Zeros that null regions are read from. Nothing writes them.
+static ZEROS: OnceLock<MemSlice> = OnceLock::new();
+
+/// Makes the zeros of null regions, before there is one.
+pub(super) fn prepare_zeros() -> Result<(), VerbsError> {
+    if ZEROS.get().is_none() {
+        let zeros = Memory::new(PAGE).map_err(|_| VerbsError::InsufficientResources("memory"))?;
+        // Another thread may have been first, and then its zeros are as good.
+        let _ = ZEROS.set(zeros.whole());
+    }
+    Ok(())
+}
 
 /// A piece of a region.
 #[derive(Debug)]
@@ -10,7 +28,8 @@ pub(super) struct Segment {
     pub(super) end: u64,
 }
 
-/// A checked range of a region. Offsets in its methods count from the range's start.
+/// A checked range of a region. Offsets in its methods count from the range's start. One without
+/// segments is of a null region, unless it is empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
     pub(super) segments: &'a [Segment],
@@ -55,6 +74,9 @@ impl Span<'_> {
             }
             return;
         }
+        if self.segments.is_empty() {
+            return;
+        }
         let mut done = 0;
         // In others the first one is searched for, not walked to.
         let mut index = self.segments.partition_point(|s| s.end <= at);
@@ -77,8 +99,16 @@ impl Span<'_> {
         });
     }
 
+    /// Whether it is of a null region: without memory, but not without bytes.
+    fn is_null(&self) -> bool {
+        self.segments.is_empty() && self.len > 0
+    }
+
     /// Copies `out.len()` bytes out of the range. Panics beyond its end.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
+        if self.is_null() {
+            out.fill(0);
+        }
         self.pieces(offset, out.len(), |slice, within, done, take| {
             slice.read(within, &mut out[done..done + take]);
         });
@@ -93,8 +123,35 @@ impl Span<'_> {
 
     /// Appends the memory of `len` bytes of the range to `out`. Panics beyond the range's end.
     pub fn push_slices(&self, offset: usize, len: usize, out: &mut Vec<MemSlice>) {
+        if self.is_null() {
+            push_zeros(len, out);
+        }
         self.pieces(offset, len, |slice, within, _, take| {
             out.push(slice.slice(within..within + take).expect("a part of it"));
         });
+    }
+
+    /// Sees to it that the range is mapped and has its pages, to be written as well with `write`.
+    ///
+    /// # Errors
+    /// That of [`MemSlice::populate`] where it is not.
+    pub fn populate(&self, write: bool) -> io::Result<()> {
+        let mut result = Ok(());
+        self.pieces(0, self.len, |slice, within, _, take| {
+            let part = slice.slice(within..within + take).expect("a part of it");
+            if result.is_ok() {
+                result = part.populate(write);
+            }
+        });
+        result
+    }
+}
+
+fn push_zeros(mut len: usize, out: &mut Vec<MemSlice>) {
+    let zeros = ZEROS.get().expect("they were made before the region");
+    while len > 0 {
+        let take = len.min(zeros.len());
+        out.push(zeros.slice(0..take).expect("a part of it"));
+        len -= take;
     }
 }

@@ -73,7 +73,9 @@ pub(crate) fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
         SendOp::Read(_) => Opcode::RcReadRequest,
         SendOp::CmpSwap { .. } => Opcode::RcCmpSwap,
         SendOp::FetchAdd { .. } => Opcode::RcFetchAdd,
-        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
+        SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_) => {
+            unreachable!("a request with packets")
+        }
     }
 }
 
@@ -110,6 +112,8 @@ pub(crate) fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: Cut, mt
                 &AtomicEth::fetch_add(remote.addr, remote.rkey.0, add),
             );
         }
-        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
+        SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_) => {
+            unreachable!("a request with packets")
+        }
     }
 }

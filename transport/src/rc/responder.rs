@@ -264,7 +264,7 @@ impl Responder {
         let invalidated = pkt.ext.ieth.map(|i| RKey(i.rkey()));
         if let Some(key) = invalidated {
             ctx.mrs
-                .check_invalidate(ctx.cfg.pd, key)
+                .check_invalidate(ctx.cfg.pd, ctx.cfg.qp, key)
                 .map_err(|_| Refusal::RemoteAccess)?;
         }
         // The receive is taken with the first packet and stays bound. A shared queue could have
@@ -291,7 +291,7 @@ impl Responder {
         if pkt.op.position.is_end() {
             if let Some(key) = invalidated {
                 ctx.mrs
-                    .invalidate(ctx.cfg.pd, key)
+                    .invalidate(ctx.cfg.pd, ctx.cfg.qp, key)
                     .map_err(|_| Refusal::RemoteAccess)?;
             }
             self.complete_receive(ctx, pkt, WcOpcode::Recv, total, invalidated);
@@ -339,7 +339,14 @@ impl Responder {
         // may have invalidated the key in the middle of a message.
         let span = ctx
             .mrs
-            .resolve_remote(ctx.cfg.pd, rkey, addr, remaining, Access::REMOTE_WRITE)
+            .resolve_remote(
+                ctx.cfg.pd,
+                ctx.cfg.qp,
+                rkey,
+                addr,
+                remaining,
+                Access::REMOTE_WRITE,
+            )
             .map_err(|_| Refusal::RemoteAccess)?;
         // Before the payload is written, so that a WRITE that must wait for a receive has done
         // nothing.
@@ -379,7 +386,7 @@ impl Responder {
         // Checked now, although every response resolves the key again: a READ that cannot be
         // answered is refused by its own PSN and takes no resource.
         ctx.mrs
-            .resolve_remote(ctx.cfg.pd, rkey, addr, len, Access::REMOTE_READ)
+            .resolve_remote(ctx.cfg.pd, ctx.cfg.qp, rkey, addr, len, Access::REMOTE_READ)
             .map_err(|_| Refusal::RemoteAccess)?;
         let packets = plan_packets(len, ctx.link.mtu.bytes());
         self.accept(ResourceKind::Read { rkey, addr, len }, packets)
@@ -398,6 +405,7 @@ impl Responder {
             .mrs
             .resolve_remote(
                 ctx.cfg.pd,
+                ctx.cfg.qp,
                 RKey(eth.rkey()),
                 eth.va(),
                 8,

@@ -86,14 +86,18 @@ impl SendWqe {
     /// Whether it sends no packet.
     #[must_use]
     pub fn is_local(&self) -> bool {
-        matches!(self.op, SendOp::RegMr { .. } | SendOp::LocalInv(_))
+        matches!(
+            self.op,
+            SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_)
+        )
     }
 
     /// Carries out a local operation on the device's own table.
-    pub(crate) fn run_local(&self, pd: PdId, mrs: &mut MrTable) -> Result<(), KeyError> {
+    pub(crate) fn run_local(&self, pd: PdId, qp: QpId, mrs: &mut MrTable) -> Result<(), KeyError> {
         match self.op {
             SendOp::RegMr { mr, key, access } => mrs.reg_fast(pd, mr, key, access),
-            SendOp::LocalInv(key) => mrs.invalidate(pd, key),
+            SendOp::BindMw(bind) => mrs.bind(pd, qp, &bind),
+            SendOp::LocalInv(key) => mrs.invalidate(pd, qp, key),
             _ => unreachable!("a local operation"),
         }
     }
@@ -441,12 +445,14 @@ fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
             check_atomic(remote, length)?;
             false
         }
-        SendOp::RegMr { .. } | SendOp::LocalInv(_) if !wr.sges.is_empty() => {
-            return Err(PostReason::InvalidRequest(
-                "a local operation has no scatter list",
-            ));
+        SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_) => {
+            if !wr.sges.is_empty() {
+                return Err(PostReason::InvalidRequest(
+                    "a local operation has no scatter list",
+                ));
+            }
+            false
         }
-        SendOp::RegMr { .. } | SendOp::LocalInv(_) => false,
     };
     if wr.inline.is_some() && !may_inline {
         return Err(PostReason::InvalidInline);

@@ -54,6 +54,8 @@ pub(super) fn access_flags(access: Access) -> u32 {
         (Access::REMOTE_WRITE, IBV_ACCESS_REMOTE_WRITE),
         (Access::REMOTE_READ, IBV_ACCESS_REMOTE_READ),
         (Access::REMOTE_ATOMIC, IBV_ACCESS_REMOTE_ATOMIC),
+        (Access::MW_BIND, IBV_ACCESS_MW_BIND),
+        (Access::ON_DEMAND, IBV_ACCESS_ON_DEMAND),
     ]
     .into_iter()
     .filter(|(ours, _)| access.contains(*ours))
@@ -68,6 +70,8 @@ pub fn access_of(flags: u32) -> Access {
         (Access::REMOTE_WRITE, IBV_ACCESS_REMOTE_WRITE),
         (Access::REMOTE_READ, IBV_ACCESS_REMOTE_READ),
         (Access::REMOTE_ATOMIC, IBV_ACCESS_REMOTE_ATOMIC),
+        (Access::MW_BIND, IBV_ACCESS_MW_BIND),
+        (Access::ON_DEMAND, IBV_ACCESS_ON_DEMAND),
     ]
     .into_iter()
     .filter(|(_, theirs)| flags & theirs != 0)
@@ -182,6 +186,7 @@ pub fn wc_opcode_code(ours: WcOpcode) -> ibv_wc_opcode {
         WcOpcode::CmpSwap => IBV_WC_COMP_SWAP,
         WcOpcode::FetchAdd => IBV_WC_FETCH_ADD,
         WcOpcode::RegMr => IBV_WC_DRIVER1,
+        WcOpcode::BindMw => IBV_WC_BIND_MW,
         WcOpcode::LocalInv => IBV_WC_LOCAL_INV,
         WcOpcode::Recv => IBV_WC_RECV,
         WcOpcode::RecvWriteImm => IBV_WC_RECV_RDMA_WITH_IMM,

@@ -10,7 +10,9 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
 use super::convert::{self, checked, last_os_error};
-use super::objects::{Ah, Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, Window, pack, unpack};
+use super::objects::{
+    Ah, Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, UserWindow, Window, pack, unpack,
+};
 use super::shared::{Object, Occurrence};
 use crate::verbs::*;
 
@@ -41,6 +43,9 @@ impl RdmaCoreDevice {
             max_pd: count(d.max_pd),
             max_mr: count(d.max_mr),
             max_mr_size: d.max_mr_size,
+            max_mw: count(d.max_mw),
+            // Whether the device could is told by another call.
+            on_demand: false,
             // A window takes one segment; see the module's docs for what stands in for fast
             // registration.
             max_fast_reg_segments: u32::from(d.max_mw > 0),
@@ -465,6 +470,109 @@ impl Verbs for RdmaCoreDevice {
         }
         self.use_pd(pd);
         Ok(mr(id))
+    }
+
+    fn rereg_mr(&mut self, id: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError> {
+        let Region::Plain {
+            pd: old_pd,
+            ptr,
+            access: old_access,
+            mr: old,
+            memory: old_memory,
+            windows,
+        } = self.regions.get(id)?
+        else {
+            return Err(VerbsError::InvalidState("not a registered region"));
+        };
+        if *windows > 0 {
+            return Err(VerbsError::ResourceBusy("memory region"));
+        }
+        let (ptr, old_pd) = (*ptr, *old_pd);
+        let (pd, access) = (
+            change.pd.unwrap_or(old_pd),
+            change.access.unwrap_or(*old_access),
+        );
+        let (memory, addr) = match change.translation {
+            // The library takes the address of the memory for that of the region.
+            Some((range, iova)) if iova != range.addr() => {
+                return Err(VerbsError::Unsupported("another address of a region"));
+            }
+            Some((range, iova)) => (range.clone(), iova),
+            None => (old_memory.clone(), old.addr),
+        };
+        let flags = [
+            (
+                change.translation.is_some(),
+                IBV_REREG_MR_CHANGE_TRANSLATION,
+            ),
+            (change.pd.is_some(), IBV_REREG_MR_CHANGE_PD),
+            (change.access.is_some(), IBV_REREG_MR_CHANGE_ACCESS),
+        ];
+        let flags = flags
+            .iter()
+            .filter(|(is_set, _)| *is_set)
+            .fold(0, |all, (_, flag)| all | flag);
+        let rights = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
+        let domain = self.pd_ptr(pd)?;
+        // SAFETY: region and domain are alive, and the memory is mapped as long as the table has
+        // its slice.
+        let r = unsafe {
+            let start = memory.ptr().cast();
+            (self.core.verbs.ibv_rereg_mr)(ptr, flags as i32, domain, start, memory.len(), rights)
+        };
+        if r != 0 {
+            return Err(last_os_error());
+        }
+        // SAFETY: the region is alive. The library may have given it other keys.
+        let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
+        let mr = Mr {
+            id,
+            lkey: LKey(lkey),
+            rkey: RKey(rkey),
+            addr,
+            length: memory.len() as u64,
+        };
+        *self.regions.get_mut(id)? = Region::Plain {
+            pd,
+            ptr,
+            access,
+            mr,
+            memory,
+            windows: 0,
+        };
+        self.use_pd(pd);
+        self.release_pd(old_pd);
+        Ok(mr)
+    }
+
+    fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError> {
+        // The library binds these by a call that is not a work request.
+        if mw_type == MwType::Type1 {
+            return Err(VerbsError::Unsupported("memory windows of type 1"));
+        }
+        self.mws.check_room()?;
+        // SAFETY: the domain is alive.
+        let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, IBV_MW_TYPE_2) };
+        if ptr.is_null() {
+            return Err(last_os_error());
+        }
+        let id = self.mws.insert(UserWindow { pd, ptr })?;
+        self.use_pd(pd);
+        Ok(Mw {
+            id,
+            // SAFETY: the window was just made.
+            rkey: RKey(unsafe { (*ptr).rkey }),
+            mw_type,
+        })
+    }
+
+    fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError> {
+        let ptr = self.mws.get(mw)?.ptr;
+        // SAFETY: the window leaves the table below; nothing else has the pointer.
+        checked(unsafe { ops::ibv_dealloc_mw(ptr) })?;
+        let pd = self.mws.remove(mw)?.pd;
+        self.release_pd(pd);
+        Ok(())
     }
 
     fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError> {

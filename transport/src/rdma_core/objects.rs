@@ -17,7 +17,7 @@ use super::{OpenError, convert};
 use crate::table::Table;
 use crate::verbs::{
     Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu,
-    PdId, QpId, QpType, SrqId, VerbsError, WcOpcode, WrId,
+    MwId, PdId, QpId, QpType, SrqId, VerbsError, WcOpcode, WrId,
 };
 
 /// Completions taken from the library in one call.
@@ -105,6 +105,12 @@ pub(super) struct Window {
     /// Range of the next bind, and the region that it lies in.
     pub(super) mapped: Option<(MrId, MemSlice)>,
     pub(super) valid: bool,
+}
+
+/// A memory window that the user binds.
+pub(super) struct UserWindow {
+    pub(super) pd: PdId,
+    pub(super) ptr: *mut ibv_mw,
 }
 
 impl Region {
@@ -225,6 +231,7 @@ pub struct RdmaCoreDevice {
     pub(super) gone: bool,
     pub(super) pds: Table<PdId, Pd>,
     pub(super) regions: Table<MrId, Region>,
+    pub(super) mws: Table<MwId, UserWindow>,
     /// Keys of windows, for the rare look-ups by key.
     pub(super) rkeys: HashMap<u32, MrId>,
     pub(super) cqs: Table<CqId, Cq>,
@@ -355,6 +362,7 @@ impl RdmaCoreDevice {
             gone: false,
             pds: Table::new("protection domains", MANY),
             regions: Table::new("memory regions", MANY),
+            mws: Table::new("memory windows", MANY),
             rkeys: HashMap::new(),
             cqs: Table::new("completion queues", MANY),
             srqs: Table::new("shared receive queues", MANY),
@@ -457,6 +465,9 @@ impl Drop for RdmaCoreDevice {
                 (verbs.ibv_destroy_ah)(ah.ptr);
             }
             // Windows before the regions that they are bound to.
+            for (_, mw) in self.mws.iter() {
+                riser_rdma_core_sys::ops::ibv_dealloc_mw(mw.ptr);
+            }
             for (_, region) in self.regions.iter() {
                 if let Region::Window(w) = region {
                     riser_rdma_core_sys::ops::ibv_dealloc_mw(w.ptr);

@@ -241,6 +241,10 @@ impl RdmaCoreDevice {
                 out.opcode = IBV_WR_BIND_MW;
                 out.__bindgen_anon_2.bind_mw = self.bind(mr, key, access)?;
             }
+            SendOp::BindMw(bind) => {
+                out.opcode = IBV_WR_BIND_MW;
+                out.__bindgen_anon_2.bind_mw = self.user_bind(&bind)?;
+            }
         }
         Ok(out)
     }
@@ -272,6 +276,32 @@ impl RdmaCoreDevice {
                 length: segment.len() as u64,
                 // A window grants what a peer may do; local rights are those of its region.
                 mw_access_flags: convert::access_flags(access & Access::REMOTE),
+            },
+        })
+    }
+
+    /// The binding of a window of the user's.
+    fn user_bind(
+        &self,
+        bind: &MwBind,
+    ) -> Result<ibv_send_wr__bindgen_ty_4__bindgen_ty_1, PostReason> {
+        let invalid = |_| PostReason::InvalidKey;
+        let mw = self.mws.get(bind.mw).map_err(invalid)?.ptr;
+        let Region::Plain { ptr, .. } = self.regions.get(bind.mr).map_err(invalid)? else {
+            return Err(PostReason::InvalidKey);
+        };
+        let zero_based = match bind.access.contains(Access::ZERO_BASED) {
+            true => IBV_ACCESS_ZERO_BASED,
+            false => 0,
+        };
+        Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
+            mw,
+            rkey: bind.key.0,
+            bind_info: ibv_mw_bind_info {
+                mr: *ptr,
+                addr: bind.addr,
+                length: bind.length,
+                mw_access_flags: convert::access_flags(bind.access) | zero_based,
             },
         })
     }
@@ -312,6 +342,13 @@ impl RdmaCoreDevice {
                     unsafe { (*w.ptr).rkey = key.0 };
                     w.access = access;
                     w.valid = true;
+                }
+            }
+            SendOp::BindMw(bind) => {
+                if let Ok(mw) = self.mws.get(bind.mw) {
+                    // As above.
+                    // SAFETY: the window is alive, and this thread alone uses it.
+                    unsafe { (*mw.ptr).rkey = bind.key.0 };
                 }
             }
             SendOp::LocalInv(key) => self.on_invalidated(key),

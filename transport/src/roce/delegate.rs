@@ -31,6 +31,11 @@ macro_rules! delegate_verbs_to_nic {
                 @mut dealloc_pd(pd: $crate::verbs::PdId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut reg_mr(pd: $crate::verbs::PdId, range: &riser_memory::MemSlice, access: $crate::verbs::Access) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
                 @mut reg_mr_iova(pd: $crate::verbs::PdId, range: &riser_memory::MemSlice, iova: u64, access: $crate::verbs::Access) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+                @mut rereg_mr(mr: $crate::verbs::MrId, change: &$crate::verbs::MrChange<'_>) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+                @mut alloc_null_mr(pd: $crate::verbs::PdId) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+                @mut advise_mr(pd: $crate::verbs::PdId, advice: $crate::verbs::MrAdvice, sges: &[$crate::verbs::Sge]) -> Result<(), $crate::verbs::VerbsError>;
+                @mut alloc_mw(pd: $crate::verbs::PdId, mw_type: $crate::verbs::MwType) -> Result<$crate::verbs::Mw, $crate::verbs::VerbsError>;
+                @mut dealloc_mw(mw: $crate::verbs::MwId) -> Result<(), $crate::verbs::VerbsError>;
                 @ref query_mr(mr: $crate::verbs::MrId) -> Result<$crate::verbs::MrAttr, $crate::verbs::VerbsError>;
                 @mut dereg_mr(mr: $crate::verbs::MrId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut alloc_fast_mr(pd: $crate::verbs::PdId, max_segments: u32) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;

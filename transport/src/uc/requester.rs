@@ -98,7 +98,7 @@ impl Requester {
             let wqe = *wqe;
             if wqe.is_local() {
                 // What was sent before it is complete, so it waits for nothing.
-                if wqe.run_local(cfg.pd, env.mrs).is_err() {
+                if wqe.run_local(cfg.pd, cfg.qp, env.mrs).is_err() {
                     return Err(self.fail(cfg, env, WcStatus::MwBindErr));
                 }
                 self.complete(cfg, env);

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bitflags::bitflags;
 use num_enum::TryFromPrimitive;
+use riser_memory::MemSlice;
 
-use super::{CqId, Gid, LKey, MrId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId};
+use super::{CqId, Gid, LKey, MrId, MwId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId};
 
 bitflags! {
     /// Rights to a memory region.
@@ -22,10 +23,20 @@ bitflags! {
         ///
         /// No user yet.
         const REMOTE_ATOMIC = 8;
+        /// Memory windows may be bound to it.
+        ///
+        /// No user yet.
+        const MW_BIND = 16;
         /// Addresses count from 0 instead of from the virtual address.
         ///
         /// No user yet.
         const ZERO_BASED = 32;
+        /// Pages need not be there before they are used. The software NIC pins none in any case;
+        /// with this right it finds out at each access whether the range is mapped, and where it is
+        /// not the access fails like one outside the region.
+        ///
+        /// No user yet.
+        const ON_DEMAND = 64;
     }
 }
 
@@ -51,6 +62,10 @@ pub struct DeviceAttr {
     pub max_mr: u32,
     /// Longest region, in bytes.
     pub max_mr_size: u64,
+    /// Largest number of memory windows; 0 where there are none.
+    pub max_mw: u32,
+    /// Memory can be registered [`Access::ON_DEMAND`].
+    pub on_demand: bool,
     /// Most segments in one fast registration.
     pub max_fast_reg_segments: u32,
     /// Segments of a fast registration may start and end anywhere, or must meet at pages.
@@ -238,6 +253,67 @@ pub struct Mr {
     pub addr: u64,
     /// Length of the region in bytes.
     pub length: u64,
+}
+
+/// Changes of a region (IBTA 11.2.8.6); `None` leaves something as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MrChange<'a> {
+    /// The memory, and the address from which those of the region count.
+    pub translation: Option<(&'a MemSlice, u64)>,
+    /// Protection domain of the region.
+    pub pd: Option<PdId>,
+    /// Access rights of its keys.
+    pub access: Option<Access>,
+}
+
+/// Kind of a memory window (IBTA 10.6.7.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MwType {
+    /// Any queue pair of the protection domain serves its key. It is bound again and again, and
+    /// unbound by a bind of no bytes.
+    Type1,
+    /// Type 2B: only the queue pair that bound it serves its key. It is invalidated like a
+    /// fast-registration region, before it can be bound again.
+    Type2,
+}
+
+/// A memory window: a key for a part of a region, which a [`SendOp::BindMw`](super::SendOp::BindMw)
+/// names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mw {
+    /// Handle of the window.
+    pub id: MwId,
+    /// Its key at first, which works for nothing. Later ones differ from it in the low byte.
+    pub rkey: RKey,
+    /// Kind of the window.
+    pub mw_type: MwType,
+}
+
+/// Binding of a memory window (IBTA 11.4.1.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MwBind {
+    /// The window.
+    pub mw: MwId,
+    /// Its key from now on: the index of its present key with another low byte.
+    pub key: RKey,
+    /// The region, which needs [`Access::MW_BIND`].
+    pub mr: MrId,
+    /// First byte, as scatter lists write it for the region.
+    pub addr: u64,
+    /// Length in bytes; 0 unbinds a window of type 1.
+    pub length: u64,
+    /// Rights of peers. Those to write need [`Access::LOCAL_WRITE`] of the region, others none.
+    /// With [`Access::ZERO_BASED`], for a window of type 2, peers count addresses from 0.
+    pub access: Access,
+}
+
+/// What to do with a range of a region before it is used (`ibv_advise_mr(3)`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MrAdvice {
+    /// Bring its pages in, for reading.
+    Prefetch,
+    /// Bring its pages in, for writing.
+    PrefetchWrite,
 }
 
 /// A region's attributes at present.

@@ -61,6 +61,9 @@ pub enum VerbsError {
     /// A completion was lost because the queue was full; it takes no others.
     #[error("completion queue overrun")]
     CqOverrun,
+    /// The device has no such objects or operations.
+    #[error("the device does not support {0}")]
+    Unsupported(&'static str),
     /// The device is gone or never was.
     #[error("device is not available")]
     DeviceGone,

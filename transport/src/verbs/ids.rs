@@ -60,6 +60,8 @@ handles! {
     PdId
     /// A memory region, registered or for fast registration.
     MrId
+    /// A memory window.
+    MwId
     /// Handle of a completion queue.
     CqId
     /// A shared receive queue.

@@ -118,6 +118,60 @@ pub trait Verbs {
         access: Access,
     ) -> Result<Mr, VerbsError>;
 
+    /// Changes memory, domain or rights of a registered region, or several of them at once; its keys
+    /// stay (IBTA 11.2.8.6). Requests under way see the region as it is when they get to it. Where
+    /// this fails nothing has changed.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::reg_mr_iova`]; [`VerbsError::InvalidParameter`] where there is no change;
+    /// [`VerbsError::InvalidState`] for a region of another kind; [`VerbsError::ResourceBusy`]
+    /// while memory windows are bound to it.
+    fn rereg_mr(&mut self, mr: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError>;
+
+    /// Allocates a null region, for scatter lists only: what is read from it is zero, and what is
+    /// written to it goes nowhere. Its addresses count from 0.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`].
+    fn alloc_null_mr(&mut self, pd: PdId) -> Result<Mr, VerbsError> {
+        let _ = pd;
+        Err(VerbsError::Unsupported("null regions"))
+    }
+
+    /// Brings in the pages that the segments of regions cover, before this returns.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`] for a key that names no region of the domain,
+    /// [`VerbsError::InvalidAccess`], [`VerbsError::InvalidParameter`] for a range outside the
+    /// region or that is not mapped, [`VerbsError::Unsupported`].
+    fn advise_mr(&mut self, pd: PdId, advice: MrAdvice, sges: &[Sge]) -> Result<(), VerbsError> {
+        let _ = (pd, advice, sges);
+        Err(VerbsError::Unsupported("prefetching"))
+    }
+
+    /// Allocates a memory window. Its key works once a [`SendOp::BindMw`] has given it a range.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`] for a kind that the device
+    /// does not have.
+    fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError>;
+
+    /// Frees a memory window; its key fails from now on.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError>;
+
     /// A region's attributes at present.
     ///
     /// # Errors
@@ -127,7 +181,8 @@ pub trait Verbs {
     /// Deregisters a region; its keys fail from now on.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`].
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::ResourceBusy`] while memory windows are bound to
+    /// it.
     fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError>;
 
     /// Allocates a region for fast registration with room for `max_segments` segments. It covers
@@ -311,7 +366,7 @@ pub trait Verbs {
     fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError>;
 
     /// Destroys a queue pair. Work still in its queues goes without completions; drain it first
-    /// where they matter.
+    /// where they matter. Memory windows of type 2 that it has bound are unbound.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].

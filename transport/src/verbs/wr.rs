@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bitflags::bitflags;
 
-use super::{Access, AhId, LKey, MrId, NetworkHeader, QKey, QpId, RKey, WrId};
+use super::{Access, AhId, LKey, MrId, MwBind, NetworkHeader, QKey, QpId, RKey, WrId};
 
 /// One segment of local memory in a scatter list. Laid out as `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +75,11 @@ pub enum SendOp {
         /// Access rights of the new key.
         access: Access,
     },
+    /// Bind a memory window. It starts after the requests before it have started, and what comes
+    /// after it finds the window bound; with [`SendFlags::FENCE`] it waits for READs and atomics.
+    ///
+    /// No user yet.
+    BindMw(MwBind),
     /// Make a key of our own invalid. It waits for earlier requests of the queue whose scatter lists
     /// name the key, and with [`SendFlags::FENCE`] for all earlier ones.
     LocalInv(RKey),
@@ -91,6 +96,7 @@ impl SendOp {
             Self::CmpSwap { .. } => WcOpcode::CmpSwap,
             Self::FetchAdd { .. } => WcOpcode::FetchAdd,
             Self::RegMr { .. } => WcOpcode::RegMr,
+            Self::BindMw(_) => WcOpcode::BindMw,
             Self::LocalInv(_) => WcOpcode::LocalInv,
         }
     }
@@ -198,6 +204,8 @@ pub enum WcOpcode {
     FetchAdd,
     /// A fast registration request.
     RegMr,
+    /// A request that binds a memory window.
+    BindMw,
     /// A local invalidation request.
     LocalInv,
     /// A receive, ended by a send.

@@ -2,6 +2,7 @@
 
 pub(crate) mod cm;
 pub(crate) mod datagrams;
+pub(crate) mod memory;
 pub(crate) mod objects;
 pub(crate) mod ops;
 pub(crate) mod transfers;
@@ -18,7 +19,6 @@ macro_rules! suite_names {
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
                 a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
                 a_sender_waits_for_the_receiver not_ready_for_too_long keys_rights_and_ranges
-                regions_of_foreign_memory_at_other_addresses
                 a_bad_local_key_completes a_message_longer_than_its_receive flushes_in_order
                 a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
                 notifications_come_when_armed events_wait_for_further_completions
@@ -37,6 +37,9 @@ macro_rules! suite_names {
             datagrams: a_datagram_identifier_finds_the_queue_pair_behind_a_port
                 a_datagram_identifier_is_refused no_datagram_service_is_behind_a_port
                 datagram_calls_out_of_turn_are_refused groups_are_joined_and_left;
+            memory: regions_of_foreign_memory_at_other_addresses a_region_is_registered_anew
+                null_regions_and_prefetching windows_of_type_1 windows_of_type_2
+                a_bind_against_the_rules_completes a_device_talks_to_itself;
             transfers: a_command_registers_transfers_and_invalidates
                 a_region_put_back_alive_is_replaced;
         }

@@ -1,11 +1,10 @@
 //! Every operation, what completes and in which order, and what fails how.
 
-use riser_memory::Memory;
 use std::time::Duration;
 
 use riser_transport::verbs::{
     Access, AsyncEvent, CqInitAttr, Moderation, Notify, PostReason, QpAttr, QpState, RKey, RecvWr,
-    RemoteAddr, SendFlags, SendOp, SendWr, Sge, SrqAttr, VerbsError, WcOpcode, WcStatus, WrId,
+    RemoteAddr, SendFlags, SendOp, SendWr, SrqAttr, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 use riser_transport::verbs::{Provider as _, Verbs as _};
@@ -14,7 +13,7 @@ use crate::suite::world::{
     End, Side, Wants, World, connect_on, connected, init_attr, objects, pattern,
 };
 
-fn ok<W: World>(w: &mut W, side: &Side, opcode: WcOpcode, wr_id: u64) {
+pub(crate) fn ok<W: World>(w: &mut W, side: &Side, opcode: WcOpcode, wr_id: u64) {
     let c = side.completion(w);
     assert_eq!(
         (c.status, c.opcode, c.wr_id),
@@ -320,48 +319,6 @@ pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
             assert_eq!(state, Some(QpState::Error));
         }
     }
-}
-
-#[allow(unsafe_code, reason = "memory that is not ours is the subject")]
-pub(crate) fn regions_of_foreign_memory_at_other_addresses<W: World>(mut w: W) {
-    let w = &mut w;
-    let (a, b) = connected(w);
-    let owner = Memory::new(8192).unwrap();
-    // SAFETY: `owner` outlives the regions, and no reference to its bytes is made.
-    let foreign = unsafe { Memory::foreign(owner.ptr(100), 5000) };
-    let access = Access::LOCAL_WRITE | Access::REMOTE;
-    // A kernel wants the same offset in a page.
-    let iova = 0x1234_5678_9000 + 100;
-    let p = w.provider(End::B);
-    let mr = p.reg_mr_iova(b.pd, &foreign.whole(), iova, access).unwrap();
-    assert_eq!((mr.addr, mr.length), (iova, 5000));
-    assert_eq!(p.query_mr(mr.id).unwrap().mr, mr);
-    let wraps = p.reg_mr_iova(b.pd, &foreign.whole(), u64::MAX - 99, access);
-    assert!(matches!(wraps, Err(VerbsError::InvalidParameter(_))));
-    let remote = |offset| RemoteAddr {
-        addr: iova + offset,
-        rkey: mr.rkey,
-    };
-    let data = pattern(3, 4900);
-    a.memory.write(0, &data);
-    a.send(w, 1, SendOp::Write(remote(100)), 0, 4900);
-    ok(w, &a, WcOpcode::Write, 1);
-    assert_eq!(owner.slice(200..5100).unwrap().to_vec(), data);
-    // The owner of the addresses names them in the same way.
-    let sges = [Sge {
-        addr: iova + 101,
-        length: 7,
-        lkey: mr.lkey,
-    }];
-    let wr = SendWr::new(2, SendOp::Write(a.remote(9000)), &sges);
-    w.provider(End::B).post_send(b.qp, &[wr]).unwrap();
-    ok(w, &b, WcOpcode::Write, 2);
-    assert_eq!(a.bytes(9000, 7), data[1..8]);
-    a.send(w, 3, SendOp::Write(remote(4093)), 0, 908);
-    let c = a.completion(w);
-    assert_eq!((c.wr_id, c.status), (WrId(3), WcStatus::RemAccessErr));
-    w.provider(End::B).dereg_mr(mr.id).unwrap();
-    assert_eq!(owner.slice(200..5100).unwrap().to_vec(), data);
 }
 
 pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {

@@ -81,7 +81,7 @@ impl Requester {
         if self.awaits_others(self.cur, wqe) {
             return Ok(false);
         }
-        if wqe.run_local(ctx.cfg.pd, ctx.mrs).is_err() {
+        if wqe.run_local(ctx.cfg.pd, ctx.cfg.qp, ctx.mrs).is_err() {
             self.fail_current(ctx, WcStatus::MwBindErr)?;
             return Ok(false);
         }

@@ -328,7 +328,10 @@ impl Responder {
                 let right = Access::REMOTE_READ;
                 // The key is resolved for each packet, since its owner may have invalidated it
                 // since the last one.
-                match ctx.mrs.resolve_remote(ctx.cfg.pd, rkey, addr, take, right) {
+                match ctx
+                    .mrs
+                    .resolve_remote(ctx.cfg.pd, ctx.cfg.qp, rkey, addr, take, right)
+                {
                     Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
                     Err(_) => return self.lose(ctx, at),
                 }

@@ -15,7 +15,7 @@ use crate::verbs::{DeviceAttr, Mtu};
 pub struct NicLimits {
     /// Number of protection domains.
     pub max_pd: u32,
-    /// Memory regions; rounded up to a power of two.
+    /// Memory regions and windows; rounded up to a power of two.
     pub max_mr: u32,
     /// Segments of a fast registration.
     pub max_fast_reg_segments: u32,
@@ -152,6 +152,9 @@ impl NicConfig {
             max_pd: l.max_pd,
             max_mr: l.max_mr,
             max_mr_size: u64::MAX,
+            // They are in the table of the regions.
+            max_mw: l.max_mr,
+            on_demand: true,
             max_fast_reg_segments: l.max_fast_reg_segments,
             // Segments need no page alignment or equal lengths: the key table looks them up one
             // by one.

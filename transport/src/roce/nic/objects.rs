@@ -6,13 +6,11 @@ use std::time::{Duration, Instant};
 use riser_memory::MemSlice;
 
 use super::{Ah, Nic, Pd};
-use crate::mr::MrTable;
+use crate::mr::{KeyError, MrTable};
 use crate::roce::cq::{Added, Cq};
 use crate::roce::srq::Srq;
 use crate::verbs::{
-    Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid,
-    Moderation, Mr, MrAttr, MrId, Notify, PKey, PdId, PortAttr, PortState, PostError, PostReason,
-    QpId, RecvWr, SrqAttr, SrqId, TimedCompletion, VerbsError,
+    Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid, Moderation, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwId, MwType, Notify, PKey, PdId, PortAttr, PortState, PostError, PostReason, QpId, RecvWr, Sge, SrqAttr, SrqId, TimedCompletion, VerbsError,
 };
 
 /// Number of the only port.
@@ -102,12 +100,62 @@ impl Nic {
         self.make_region(pd, |mrs| mrs.reg_iova(pd, range, iova, access))
     }
 
-    /// Makes a region that counts as a user of its domain.
-    fn make_region(
+    pub fn rereg_mr(&mut self, mr: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError> {
+        if let Some(pd) = change.pd {
+            self.pds.get(pd)?;
+        }
+        let before = self.mrs.query(mr)?.pd;
+        let changed = self.mrs.rereg(mr, change)?;
+        if let Some(pd) = change.pd {
+            self.pds.get_mut(pd)?.users += 1;
+            self.release_pd(before);
+        }
+        Ok(changed)
+    }
+
+    pub fn alloc_null_mr(&mut self, pd: PdId) -> Result<Mr, VerbsError> {
+        self.make_region(pd, |mrs| mrs.alloc_null(pd))
+    }
+
+    pub fn advise_mr(
         &mut self,
         pd: PdId,
-        make: impl FnOnce(&mut MrTable) -> Result<Mr, VerbsError>,
-    ) -> Result<Mr, VerbsError> {
+        advice: MrAdvice,
+        sges: &[Sge],
+    ) -> Result<(), VerbsError> {
+        self.pds.get(pd)?;
+        let write = advice == MrAdvice::PrefetchWrite;
+        for sge in sges {
+            let span = self
+                .mrs
+                .resolve_local(pd, sge, write)
+                .map_err(|e| match e {
+                    KeyError::Right => VerbsError::InvalidAccess("the region may not be written"),
+                    KeyError::Range => VerbsError::InvalidParameter("range of a region"),
+                    _ => VerbsError::InvalidHandle("memory region"),
+                })?;
+            span.populate(write)
+                .map_err(|_| VerbsError::InvalidParameter("range of a region"))?;
+        }
+        Ok(())
+    }
+
+    pub fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError> {
+        self.make_region(pd, |mrs| mrs.alloc_window(pd, mw_type))
+    }
+
+    pub fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError> {
+        let pd = self.mrs.dealloc_window(mw)?;
+        self.release_pd(pd);
+        Ok(())
+    }
+
+    /// Makes a region or window that counts as a user of its domain.
+    fn make_region<T>(
+        &mut self,
+        pd: PdId,
+        make: impl FnOnce(&mut MrTable) -> Result<T, VerbsError>,
+    ) -> Result<T, VerbsError> {
         let domain = self.pds.get_mut(pd)?;
         let mr = make(&mut self.mrs)?;
         domain.users += 1;

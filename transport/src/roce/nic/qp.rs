@@ -434,6 +434,7 @@ impl Nic {
         self.detach_all(id);
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;
+        self.mrs.unbind_all(id);
         if let Machine::Rc(rc) = &qp.machine {
             super::config::add_rc(&mut self.past, rc.counters());
         }

@@ -11,6 +11,7 @@
 //! - [`shm`]: the same device between processes of one host, in shared memory.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`mr_pool`]: recycles fast-registered regions.
+//! - [`umem`]: scatter lists as pages.
 //! - [`netif`]: this host's network interfaces.
 //! - [`table`]: objects named by generation-checked handles.
 //! - [`host`]: what a host offers, for people.
@@ -27,5 +28,6 @@ pub mod roce;
 pub mod shm;
 mod table;
 pub mod uc;
+pub mod umem;
 pub mod verbs;
 pub mod wire;

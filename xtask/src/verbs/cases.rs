@@ -38,7 +38,8 @@ pub(super) struct Case {
     pub(super) end: End,
     /// The command that is started then.
     pub(super) client: Option<String>,
-    /// Number of clients that run at once, each at an address of its own.
+    /// Number of clients that run at once, each at an address of its own. One starts a moment after
+    /// the other: `rping -P` takes one request at a time, and loses those that come meanwhile.
     pub(super) clients: usize,
     /// Words in the output of each client, or of the server where there is none.
     pub(super) says: Vec<&'static str>,
@@ -200,7 +201,7 @@ fn rdmacm() -> Vec<Case> {
         rping("rping -S 32768", "-C 20 -S 32768", "-C 20 -S 32768"),
         rping("rping -q", "-q -C 20", "-q -C 20"),
         rping("rping, packets lost", "-C 20", "-C 20").faults("loss=1,seed=7"),
-        rping("rping -P, four clients", "-P", "-C 20")
+        rping("rping -P, four clients", "-P", "-C 1000")
             .clients(4)
             .asked(),
     ];

@@ -21,7 +21,7 @@ const SERVER: [u8; 4] = [127, 0, 17, 1];
 /// First port that is given to cases.
 const FIRST_PORT: usize = 21_000;
 
-/// Time from a device's socket to a listening server.
+/// Time from a device's socket to a listening server, and from one client to the next.
 const SETTLE: Duration = Duration::from_millis(300);
 
 /// Longest time that a server takes to get ready, and to end after its clients.
@@ -177,6 +177,9 @@ impl Rig {
         }
         let mut clients = Vec::new();
         for number in 1..=case.clients {
+            if number > 1 {
+                std::thread::sleep(SETTLE);
+            }
             if let Some(command) = &case.client {
                 clients.push(start(command, number, &format!("client{number}"))?);
             }

@@ -181,6 +181,9 @@ functions! {
         rdma_get_cm_event @ "RDMACM_1.0": fn(*mut rdma_event_channel, *mut *mut rdma_cm_event) -> c_int;
         rdma_ack_cm_event @ "RDMACM_1.0": fn(*mut rdma_cm_event) -> c_int;
         rdma_set_option @ "RDMACM_1.0": fn(*mut rdma_cm_id, c_int, c_int, *mut c_void, usize) -> c_int;
+        rdma_reject_ece @ "RDMACM_1.3": fn(*mut rdma_cm_id, *const c_void, u8) -> c_int;
+        rdma_establish @ "RDMACM_1.2": fn(*mut rdma_cm_id) -> c_int;
+        rdma_init_qp_attr @ "RDMACM_1.2": fn(*mut rdma_cm_id, *mut ibv_qp_attr, *mut c_int) -> c_int;
         rdma_join_multicast_ex @ "RDMACM_1.1": fn(*mut rdma_cm_id, *mut rdma_cm_join_mc_attr_ex, *mut c_void) -> c_int;
         rdma_leave_multicast @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut sockaddr) -> c_int;
         rdma_get_src_port @ "RDMACM_1.0": fn(*mut rdma_cm_id) -> u16;

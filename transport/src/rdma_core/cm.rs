@@ -156,6 +156,7 @@ impl RdmaCoreDevice {
                 peer: self.peer_addr(id)?,
                 param: param(),
             },
+            RDMA_CM_EVENT_CONNECT_RESPONSE => CmEventKind::ConnectResponse { param: param() },
             RDMA_CM_EVENT_CONNECT_ERROR => CmEventKind::ConnectError(event_error(event.status)),
             // The status of a SIDR_REP, of which the library makes this event.
             RDMA_CM_EVENT_UNREACHABLE if is_ud && event.status > 0 => CmEventKind::Rejected {
@@ -200,6 +201,7 @@ impl RdmaCoreDevice {
             RDMA_CM_EVENT_REJECTED | RDMA_CM_EVENT_UNREACHABLE | RDMA_CM_EVENT_CONNECT_ERROR => {
                 IdState::Closed
             }
+            RDMA_CM_EVENT_CONNECT_RESPONSE => IdState::Responded,
             RDMA_CM_EVENT_DISCONNECTED => {
                 // SAFETY: the identifier is alive. A failure means that this side disconnected
                 // first.
@@ -415,18 +417,47 @@ impl RdmaCm for RdmaCoreDevice {
         Ok(())
     }
 
-    fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
-        let ptr = self.id_in(id, "reject", &[IdState::Requested])?;
-        let most = match self.id(id, "reject")?.qp_type {
-            QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
-            _ => MAX_REJECT_PRIVATE_DATA,
+    fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError> {
+        let known = [
+            IdState::Requested,
+            IdState::Responded,
+            IdState::Connected,
+            IdState::Bound,
+            IdState::AddrResolved,
+            IdState::RouteResolved,
+        ];
+        let known = match state {
+            QpState::Init => &known[..],
+            // The peer has said its part.
+            QpState::Rtr | QpState::Rts => &known[..3],
+            _ => return Err(VerbsError::InvalidParameter("queue pair state").into()),
         };
-        fits(private_data, most)?;
-        let len = private_data.len() as u8;
-        // SAFETY: the identifier is alive; the private data outlives the call.
-        checked_cm(unsafe { (self.core.cm.rdma_reject)(ptr, private_data.as_ptr().cast(), len) })?;
-        self.set_state(id, IdState::Closed);
+        let ptr = self.id_in(id, "init_qp_attr", known)?;
+        let (mut attr, mut mask) = (ibv_qp_attr::default(), 0);
+        attr.qp_state = convert::state(state);
+        let init = self.core.cm.rdma_init_qp_attr;
+        // SAFETY: the identifier is alive; the attributes and their mask outlive the call.
+        checked_cm(unsafe { init(ptr, &raw mut attr, &raw mut mask) })?;
+        Ok(convert::qp_attr_from_mask(&attr, mask as u32)?)
+    }
+
+    fn establish(&mut self, id: CmId) -> Result<(), CmError> {
+        let ptr = self.id_in(id, "establish", &[IdState::Responded])?;
+        // SAFETY: the identifier is alive.
+        checked_cm(unsafe { (self.core.cm.rdma_establish)(ptr) })?;
+        self.set_state(id, IdState::Connected);
         Ok(())
+    }
+
+    fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        self.reject_by(id, private_data, self.core.cm.rdma_reject)
+    }
+
+    fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        if self.id(id, "reject_ece")?.qp_type == QpType::Ud {
+            return Err(CmError::InvalidState("reject_ece"));
+        }
+        self.reject_by(id, private_data, self.core.cm.rdma_reject_ece)
     }
 
     /// The kernel's CM sends it by itself where it is due; there is no call for it.
@@ -441,7 +472,8 @@ impl RdmaCm for RdmaCoreDevice {
     }
 
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
-        let ptr = self.id_in(id, "disconnect", &[IdState::Connected, IdState::Closed])?;
+        let may = [IdState::Connected, IdState::Responded, IdState::Closed];
+        let ptr = self.id_in(id, "disconnect", &may)?;
         // Its peer keeps nothing that could be ended.
         if self.id(id, "disconnect")?.qp_type == QpType::Ud {
             return Err(CmError::InvalidState("disconnect"));
@@ -532,6 +564,26 @@ impl RdmaCm for RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
+    /// Rejects a request by a call of the library's.
+    fn reject_by(
+        &mut self,
+        id: CmId,
+        private_data: &[u8],
+        reject: unsafe extern "C" fn(*mut rdma_cm_id, *const libc::c_void, u8) -> i32,
+    ) -> Result<(), CmError> {
+        let ptr = self.id_in(id, "reject", &[IdState::Requested, IdState::Responded])?;
+        let most = match self.id(id, "reject")?.qp_type {
+            QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
+            _ => MAX_REJECT_PRIVATE_DATA,
+        };
+        fits(private_data, most)?;
+        let len = private_data.len() as u8;
+        // SAFETY: the identifier is alive; the private data outlives the call.
+        checked_cm(unsafe { reject(ptr, private_data.as_ptr().cast(), len) })?;
+        self.set_state(id, IdState::Closed);
+        Ok(())
+    }
+
     /// Refuses the requests to a listener that its user has not taken yet.
     fn refuse_waiting(&mut self, listener: CmId) {
         let is_ours = |e: &CmEvent| matches!(e.kind, CmEventKind::ConnectRequest { listener: l, .. } if l == listener);

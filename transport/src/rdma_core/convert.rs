@@ -125,7 +125,7 @@ pub(super) fn state_of(theirs: ibv_qp_state) -> QpState {
         .map_or(QpState::Error, |(o, _)| *o)
 }
 
-fn state(ours: QpState) -> ibv_qp_state {
+pub(super) fn state(ours: QpState) -> ibv_qp_state {
     STATES
         .iter()
         .find(|(o, _)| *o == ours)

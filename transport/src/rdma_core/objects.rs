@@ -190,8 +190,8 @@ pub(super) struct Id {
 ///
 /// ```text
 /// Idle → Bound → Listening
-///   └─────┴→ AddrResolved → RouteResolved → Connected → Closed
-///                              Requested ↗─────────────↗
+///   └─────┴→ AddrResolved → RouteResolved → Connected ⇄ Responded → Closed
+///                              Requested ↗──────────────────────────↗
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IdState {
@@ -205,6 +205,8 @@ pub(super) enum IdState {
     AddrResolved,
     /// The path to the peer is known.
     RouteResolved,
+    /// The peer has accepted, and the owner of the queue pair has a part of its own to do.
+    Responded,
     /// A peer's request, to be accepted or rejected.
     Requested,
     /// Asked for or accepted a connection, established or not.

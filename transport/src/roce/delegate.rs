@@ -104,6 +104,9 @@ macro_rules! forward_cm_calls {
             @tick $tick listen(id: $crate::verbs::CmId, backlog: u32) -> Result<(), $crate::verbs::CmError>;
             @tick $tick connect(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
             @tick $tick accept(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
+            @ref init_qp_attr(id: $crate::verbs::CmId, state: $crate::verbs::QpState) -> Result<$crate::verbs::QpAttr, $crate::verbs::CmError>;
+            @tick $tick establish(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick reject_ece(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
             @tick $tick reject(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
             @tick $tick mra(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
             @tick $tick notify_established(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;

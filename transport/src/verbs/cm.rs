@@ -171,6 +171,13 @@ pub enum CmEventKind {
         /// Parameters that the peer proposes.
         param: ConnParam,
     },
+    /// The peer has accepted the request of an identifier without a queue pair. The owner of the
+    /// queue pair takes it to RTS and calls [`RdmaCm::establish`](super::RdmaCm::establish), or
+    /// rejects.
+    ConnectResponse {
+        /// The peer's parameters.
+        param: ConnParam,
+    },
     /// The peer did not answer, or something failed on the way.
     ConnectError(CmError),
     /// The peer could not be reached: every retry timed out.
@@ -194,7 +201,8 @@ pub enum CmEventKind {
     Disconnected,
     /// The device is going away; destroy everything on it.
     DeviceRemoval,
-    /// The queue pair's number may be used again.
+    /// The queue pair's number may be used again. The last event of a connection that was
+    /// established, after `Disconnected`.
     TimewaitExit,
     /// The call `join_multicast` succeeded.
     MulticastJoin {

@@ -531,25 +531,54 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`], [`CmError::AddressInUse`].
     fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError>;
 
+    /// Attributes that take a queue pair of the identifier's to INIT, RTR or RTS, for an owner that
+    /// does it by itself ([`Verbs::modify_qp`]). Those of INIT are known once the identifier is
+    /// bound or has an address resolved, the others from a request that came in, or from the answer
+    /// to one that was sent.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`] before they are known, [`VerbsError::InvalidParameter`] for another
+    /// state.
+    fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError>;
+
     /// Sends a connection request; a datagram identifier asks for the number and the Q_Key of the
     /// queue pair behind the port.
+    ///
+    /// An identifier without a queue pair asks for the one that [`ConnParam::qp_num`] names, which
+    /// stays its owner's to move. The answer is `ConnectResponse`.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
 
     /// Accepts a connection request. Receives should be posted to the queue pair before. A datagram
-    /// identifier is established by that, without an event.
+    /// identifier is established by that, without an event. An identifier without a queue pair
+    /// names the one of [`ConnParam::qp_num`], which its owner has taken to RTR or RTS before.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
 
-    /// Rejects a connection request with private data (reason "consumer defined").
+    /// Establishes a connection whose queue pair the owner has taken to RTS after
+    /// `ConnectResponse`. No event comes for it here.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`].
+    fn establish(&mut self, id: CmId) -> Result<(), CmError>;
+
+    /// Rejects a connection request, or the answer to one, with private data (reason "consumer
+    /// defined").
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
+
+    /// The same, because the peer's vendor options (enhanced connection establishment) are not
+    /// those of this side (IBTA 12.6.7.2, reason 35).
+    ///
+    /// # Errors
+    /// As [`RdmaCm::reject`]; [`CmError::InvalidState`] for a datagram identifier.
+    fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
 
     /// Asks the peer for more time to answer its request.
     ///

@@ -9,8 +9,8 @@ use riser_transport::verbs::{
 };
 
 use crate::suite::world::{
-    End, Wants, World, cm_event, connect_on, connect_to, connected, init_attr, listen, listen_in,
-    objects, resolve, resolve_in,
+    End, Side, Wants, World, cm_event, connect_on, connect_to, connected, init_attr, listen,
+    listen_in, objects, resolve, resolve_in,
 };
 
 fn param(data: &[u8]) -> ConnParam {
@@ -463,6 +463,186 @@ pub(crate) fn a_bare_service_id_takes_all_the_private_data<W: World>(mut w: W) {
     };
     assert_eq!((l, said.private_data), (listener, vec![7; 92]));
     w.provider(End::B).reject(request.id, b"").unwrap();
+}
+
+/// The objects of a side whose queue pair its owner moves.
+fn with_own_qp<W: World>(w: &mut W, end: End, id: CmId) -> (Side, u32) {
+    let wants = Wants::default();
+    let (pd, cq, memory, mr) = objects(w, end, &wants);
+    let p = w.provider(end);
+    let qp = p.create_qp(&init_attr(pd, cq, &wants)).unwrap();
+    let number = p.qp_num(qp).unwrap();
+    let side = Side {
+        end,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    };
+    to_state(w, &side, QpState::Init);
+    (side, number)
+}
+
+fn to_state<W: World>(w: &mut W, side: &Side, state: QpState) {
+    let p = w.provider(side.end);
+    let attr = p.init_qp_attr(side.id, state).unwrap();
+    assert_eq!(attr.state, Some(state));
+    p.modify_qp(side.qp, &attr).unwrap();
+}
+
+pub(crate) fn an_owner_takes_its_queue_pairs_through_their_states_itself<W: World>(mut w: W) {
+    let w = &mut w;
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let wrong =
+        |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
+    let p = w.provider(End::A);
+    // It has no queue pair, and is given no number of one.
+    wrong(p.connect(id, &param(b"")));
+    wrong(p.init_qp_attr(id, QpState::Rtr).map(drop));
+    wrong(p.establish(id));
+    let none = p.init_qp_attr(id, QpState::Sqd);
+    assert_eq!(
+        none,
+        Err(VerbsError::InvalidParameter("queue pair state").into())
+    );
+    let (a, number_a) = with_own_qp(w, End::A, id);
+    let numbered = |qp_num, data: &[u8]| ConnParam {
+        qp_num,
+        ..param(data)
+    };
+    w.provider(End::A)
+        .connect(id, &numbered(number_a, b"hello"))
+        .unwrap();
+    let request = cm_event(w, End::B);
+    let CmEventKind::ConnectRequest { param: said, .. } = request.kind else {
+        panic!("{request:?}");
+    };
+    assert_eq!(said.qp_num, number_a);
+    wrong(w.provider(End::B).accept(request.id, &param(b"")));
+    let (b, number_b) = with_own_qp(w, End::B, request.id);
+    for state in [QpState::Rtr, QpState::Rts] {
+        to_state(w, &b, state);
+    }
+    w.provider(End::B)
+        .accept(request.id, &numbered(number_b, b"welcome"))
+        .unwrap();
+    let event = cm_event(w, End::A);
+    let CmEventKind::ConnectResponse { param: said } = event.kind else {
+        panic!("{event:?}");
+    };
+    assert_eq!((said.qp_num, event.id), (number_b, id));
+    assert_eq!(&said.private_data[..8], b"welcome\0");
+    // Longer than the passive side waits for an answer by itself.
+    w.pass(Duration::from_secs(1));
+    assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    for state in [QpState::Rtr, QpState::Rts] {
+        to_state(w, &a, state);
+    }
+    w.provider(End::A).establish(id).unwrap();
+    wrong(w.provider(End::A).establish(id));
+    let event = cm_event(w, End::B);
+    assert!(matches!(event.kind, CmEventKind::Established { .. }));
+    assert_eq!(w.provider(End::A).poll_cm_event(), None);
+    b.recv(w, 1, 0, 8);
+    a.send(w, 2, SendOp::Send, 0, 8);
+    assert!(a.completion(w).status.is_ok() && b.completion(w).status.is_ok());
+    w.provider(End::B).disconnect(request.id).unwrap();
+    for (end, id) in [(End::A, id), (End::B, request.id)] {
+        let event = cm_event(w, end);
+        assert_eq!((event.id, event.kind), (id, CmEventKind::Disconnected));
+        // The queue pair is its owner's, who alone moves it.
+        let qp = if end == End::A { a.qp } else { b.qp };
+        let state = w.provider(end).query_qp(qp).unwrap().state;
+        assert_eq!(state, Some(QpState::Rts));
+    }
+    for end in [End::A, End::B] {
+        assert_eq!(cm_event(w, end).kind, CmEventKind::TimewaitExit);
+    }
+}
+
+pub(crate) fn an_answer_is_refused_by_the_owner_of_the_queue_pair<W: World>(mut w: W) {
+    let w = &mut w;
+    let _listener = listen(w, End::B, 4000);
+    for by_call in [true, false] {
+        let id = resolve(w, 4000);
+        let own = ConnParam {
+            qp_num: 77,
+            ..param(b"")
+        };
+        w.provider(End::A).connect(id, &own).unwrap();
+        let request = cm_event(w, End::B).id;
+        let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
+        let init = init_attr(pd, cq, &Wants::default());
+        w.provider(End::B).create_cm_qp(request, &init).unwrap();
+        w.provider(End::B).accept(request, &param(b"")).unwrap();
+        let event = cm_event(w, End::A);
+        assert!(matches!(event.kind, CmEventKind::ConnectResponse { .. }));
+        let p = w.provider(End::A);
+        match by_call {
+            true => p.reject(id, b"no thanks").unwrap(),
+            false => p.disconnect(id).unwrap(),
+        }
+        let event = cm_event(w, End::B);
+        assert!(
+            matches!(event.kind, CmEventKind::Rejected { .. }),
+            "{event:?}"
+        );
+    }
+}
+
+pub(crate) fn vendor_options_are_refused_with_their_reason<W: World>(mut w: W) {
+    let w = &mut w;
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    w.provider(End::A).connect(id, &param(b"")).unwrap();
+    let request = cm_event(w, End::B).id;
+    w.provider(End::B).reject_ece(request, b"other").unwrap();
+    let CmEventKind::Rejected {
+        reason,
+        private_data,
+    } = cm_event(w, End::A).kind
+    else {
+        panic!("not refused");
+    };
+    assert_eq!((reason, &private_data[..6]), (35, &b"other\0"[..]));
+    let datagrams = w.provider(End::A).create_id(PortSpace::Udp).unwrap();
+    let refused = w.provider(End::A).reject_ece(datagrams, b"");
+    assert!(matches!(refused, Err(CmError::InvalidState(_))));
+}
+
+pub(crate) fn only_a_connection_has_a_timewait<W: World>(mut w: W) {
+    let w = &mut w;
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    w.provider(End::A).connect(id, &param(b"")).unwrap();
+    let request = cm_event(w, End::B).id;
+    let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.provider(End::B).create_cm_qp(request, &init).unwrap();
+    w.provider(End::B).accept(request, &param(b"")).unwrap();
+    // Taken back before the other side has heard of it.
+    w.provider(End::A).destroy_id(id).unwrap();
+    let event = cm_event(w, End::B);
+    assert!(
+        matches!(
+            event.kind,
+            CmEventKind::Rejected { .. } | CmEventKind::Unreachable
+        ),
+        "{event:?}"
+    );
+    w.pass(Duration::from_secs(3));
+    for end in [End::A, End::B] {
+        assert_eq!(w.provider(end).poll_cm_event(), None);
+    }
 }
 
 pub(crate) fn a_full_backlog_makes_requests_wait<W: World>(mut w: W) {

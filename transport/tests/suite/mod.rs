@@ -32,6 +32,10 @@ macro_rules! suite_names {
                 an_ack_timeout_is_proposed_to_the_peer every_port_space_connects
                 a_bare_service_id_takes_all_the_private_data a_full_backlog_makes_requests_wait
                 destroying_a_listener_refuses_what_waits connections_come_and_go
+                an_owner_takes_its_queue_pairs_through_their_states_itself
+                an_answer_is_refused_by_the_owner_of_the_queue_pair
+                vendor_options_are_refused_with_their_reason
+                only_a_connection_has_a_timewait
                 data_before_the_confirmation_establishes
                 an_error_here_does_not_end_the_connection_there;
             datagrams: a_datagram_identifier_finds_the_queue_pair_behind_a_port

@@ -103,12 +103,7 @@ pub(super) const TARGETS: &[Target] = &[
         "queue_pair",
         "RC queue pair: packets, requests, time",
     ),
-    unit(
-        UC,
-        "uc::tests::",
-        "uc_queue_pair",
-        "UC queue pair: packets",
-    ),
+    unit(UC, "uc::tests::", "uc_queue_pair", "UC queue pair: packets"),
     unit(
         CM,
         "cm::tests::hostile::",

@@ -6,6 +6,7 @@ use std::ptr;
 use std::slice;
 
 use riser_rdma_core_sys::bindings::*;
+use riser_transport::verbs::RdmaCm as _;
 
 use super::{
     address, bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event,
@@ -263,6 +264,10 @@ pub(crate) unsafe extern "C" fn rdma_establish(id: *mut rdma_cm_id) -> c_int {
             // The library has established the connection itself.
             return Err(Errno::INVALID);
         }
-        Err(Errno::UNSUPPORTED)
+        let (context, device_id) = id.link()?;
+        let mut locked = context.lock();
+        locked.nic.establish(device_id)?;
+        locked.transmit();
+        Ok(())
     }))
 }

@@ -285,6 +285,10 @@ fn give(event: Event) -> *mut rdma_cm_event {
             c.event = RDMA_CM_EVENT_CONNECT_REQUEST;
             param = Some(theirs);
         }
+        CmEventKind::ConnectResponse { param: theirs } => {
+            c.event = RDMA_CM_EVENT_CONNECT_RESPONSE;
+            param = Some(theirs);
+        }
         CmEventKind::ConnectError(error) => {
             c.event = RDMA_CM_EVENT_CONNECT_ERROR;
             c.status = -Errno::from(error).0;

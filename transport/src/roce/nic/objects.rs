@@ -10,7 +10,10 @@ use crate::mr::{KeyError, MrTable};
 use crate::roce::cq::{Added, Cq};
 use crate::roce::srq::Srq;
 use crate::verbs::{
-    Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid, Moderation, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwId, MwType, Notify, PKey, PdId, PortAttr, PortState, PostError, PostReason, QpId, RecvWr, Sge, SrqAttr, SrqId, TimedCompletion, VerbsError,
+    Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid,
+    Moderation, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwId, MwType, Notify, PKey, PdId,
+    PortAttr, PortState, PostError, PostReason, QpId, RecvWr, Sge, SrqAttr, SrqId, TimedCompletion,
+    VerbsError,
 };
 
 /// Number of the only port.

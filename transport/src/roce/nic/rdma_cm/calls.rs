@@ -9,8 +9,7 @@ use super::{Id, IdState};
 use crate::cm::IbCmError;
 use crate::roce::nic::Nic;
 use crate::verbs::{
-    Access, CmError, CmEvent, CmEventKind, CmId, DATAGRAM_QKEY, PortSpace, QpAttr, QpId,
-    QpInitAttr, QpState, QpType, VerbsError,
+    CmError, CmEvent, CmEventKind, CmId, PortSpace, QpId, QpInitAttr, QpState, QpType, VerbsError,
 };
 use crate::wire::cm_msg::ServiceId;
 use crate::wire::cma::RdmaPortSpace;
@@ -27,6 +26,9 @@ impl From<IbCmError> for CmError {
         }
     }
 }
+
+/// States that a datagram queue pair is taken through when it is made.
+const DATAGRAM_STATES: [QpState; 3] = [QpState::Init, QpState::Rtr, QpState::Rts];
 
 /// The space of ports that an identifier's port is in; a bare service id is in none.
 pub(super) fn ports(space: PortSpace) -> Option<RdmaPortSpace> {
@@ -45,27 +47,6 @@ pub(super) fn service_id(space: PortSpace, port: u16) -> (ServiceId, u64) {
         (PortSpace::Ib { service_id, mask }, _) => (ServiceId(service_id), mask),
         (_, Some(ports)) => (ports.service_id(port), u64::MAX),
         (_, None) => unreachable!("every other identifier has ports"),
-    }
-}
-
-/// Attributes of a connection's queue pair in INIT.
-pub(super) fn connection_init() -> QpAttr {
-    QpAttr {
-        state: Some(QpState::Init),
-        pkey_index: Some(0),
-        port: Some(1),
-        // What a peer may do with a region, the region says; the connection forbids nothing.
-        access: Some(Access::REMOTE),
-        ..QpAttr::default()
-    }
-}
-
-/// The same for datagrams.
-pub(super) fn datagram_init() -> QpAttr {
-    QpAttr {
-        access: None,
-        qkey: Some(DATAGRAM_QKEY),
-        ..connection_init()
     }
 }
 
@@ -90,9 +71,10 @@ impl Nic {
         if !matches!(qp_type, QpType::Rc | QpType::Ud) {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
+        let rq_psn = self.new_psn();
         self.cm
             .ids
-            .insert(Id::new(space, qp_type))
+            .insert(Id::new(space, qp_type, rq_psn))
             .map_err(|_| CmError::TooManyIds)
     }
 
@@ -172,34 +154,21 @@ impl Nic {
         }
         let qp = self.create_qp(init)?;
         let ready = match init.qp_type {
-            QpType::Ud => self.start_datagrams(qp),
-            _ => self.modify_qp(qp, &connection_init()),
+            QpType::Ud => &DATAGRAM_STATES[..],
+            _ => &[QpState::Init],
         };
+        // Datagrams have no peer to wait for.
+        let ready = ready
+            .iter()
+            .try_for_each(|state| self.move_qp(id, qp, *state));
         if let Err(e) = ready {
             // It was created by the lines above, so it can be destroyed.
             let _ = self.destroy_qp(qp);
-            return Err(e.into());
+            return Err(e);
         }
         self.cm_id(id, "create_cm_qp")?.qp = Some(qp);
         self.cm.by_qp.insert(qp, id);
         Ok(qp)
-    }
-
-    /// Takes a datagram queue pair from RESET to RTS. It has no peer to wait for.
-    fn start_datagrams(&mut self, qp: QpId) -> Result<(), VerbsError> {
-        let to = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        let steps = [
-            datagram_init(),
-            to(QpState::Rtr),
-            QpAttr {
-                sq_psn: Some(0),
-                ..to(QpState::Rts)
-            },
-        ];
-        steps.iter().try_for_each(|attr| self.modify_qp(qp, attr))
     }
 
     pub fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {

@@ -1,8 +1,7 @@
 //! Connecting, accepting, refusing and disconnecting: what the user asks for.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
-use chacha20::rand_core::Rng;
 use riser_state::become_state;
 
 use super::IdState;
@@ -10,28 +9,24 @@ use super::calls::{ports, service_id};
 use crate::cm::{RepParams, ReqParams};
 use crate::roce::nic::Nic;
 use crate::verbs::{
-    AhAttr, CmError, CmEventKind, CmId, ConnParam, Gid, MAX_ACCEPT_PRIVATE_DATA,
-    MAX_REJECT_PRIVATE_DATA, Mtu, PKey, PortSpace, QpAttr, QpId, QpState, QpType, VerbsError,
+    CmError, CmEventKind, CmId, ConnParam, MAX_ACCEPT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA,
+    MULTICAST_QPN, Mtu, PKey, PortSpace, QpId, QpType,
 };
+use crate::wire::Qpn;
 use crate::wire::cm_msg::{
     AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejReason,
 };
 use crate::wire::cma::{CMA_HEADER_LEN, CmaAddrs, CmaHeader};
-use crate::wire::{Psn, Qpn};
 
 /// ACK timeout that we propose: 4.096 µs × 2¹⁶, a quarter of a second. Retransmission begins far
 /// earlier; this is the unit in which retries are counted.
 const ACK_TIMEOUT: u8 = 16;
-/// Bounds for the ACK timeout that a peer proposes.
-const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
 /// Time that we wait for an answer to a CM message: 4.096 µs × 2¹⁷, half a second.
 pub(super) const CM_TIMEOUT: u8 = 17;
 /// Repetitions of a CM message.
 pub(super) const CM_RETRIES: u32 = 15;
 /// Time that an MRA asks for: 4.096 µs × 2²², 17 seconds.
-const MRA_TIMEOUT: u8 = 22;
-/// Delay that our RNR NAKs ask for: 0.64 ms (IBTA table 45).
-const MIN_RNR_TIMER: u8 = 12;
+pub(super) const MRA_TIMEOUT: u8 = 22;
 
 pub(super) fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
     if data.len() > max {
@@ -70,6 +65,8 @@ impl Nic {
         // the peer has been promised it.
         param.responder_resources = param.responder_resources.min(max_resources);
         param.initiator_depth = param.initiator_depth.min(max_depth);
+        entry.depths = Some((param.responder_resources, param.initiator_depth));
+        entry.external = entry.qp.is_none().then(|| external(&param)).transpose()?;
         self.send_request(id, &param, mtu)?;
         self.cm_id(id, "connect")?.param = Some(Box::new(param));
         self.pump_cm();
@@ -84,20 +81,22 @@ impl Nic {
         path_mtu: Mtu,
     ) -> Result<(), CmError> {
         let entry = self.cm_id(id, "connect")?;
-        let (Some(local), Some(peer), Some(qp)) = (entry.local, entry.peer, entry.qp) else {
+        let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
             return Err(CmError::InvalidState("connect"));
         };
         let (space, options) = (entry.space, entry.options);
+        let (qp, external, rq_psn) = (entry.qp, entry.external, entry.rq_psn);
         let private_data = request_data(space, local, peer, &param.private_data)?;
         let now = self.now();
-        // A random PSN, so that a stranger cannot guess one in the window.
-        let rq_psn = Psn::new(self.random().next_u32());
         let ack_timeout = CmTimeout::new(options.ack_timeout.unwrap_or(ACK_TIMEOUT));
         let params = ReqParams {
             service_id: service_id(space, peer.port()).0,
-            local_qpn: Qpn::new(self.qp_num(qp)?),
+            local_qpn: self.connected_qpn(qp, external)?,
             starting_psn: rq_psn,
-            primary: CmPath::roce(local.ip().into(), peer.ip().into(), ack_timeout),
+            primary: CmPath {
+                traffic_class: options.traffic_class.unwrap_or(0),
+                ..CmPath::roce(local.ip().into(), peer.ip().into(), ack_timeout)
+            },
             alternate: CmPath::default(),
             path_mtu,
             pkey: PKey::DEFAULT,
@@ -115,7 +114,6 @@ impl Nic {
         let ib = self.cm.cm.send_req(now, peer.ip(), &params)?;
         let entry = self.cm_id(id, "connect")?;
         entry.ib = Some(ib);
-        entry.rq_psn = rq_psn;
         become_state(&mut entry.state, IdState::Connecting);
         self.cm.by_ib.insert(ib, id);
         Ok(())
@@ -127,35 +125,29 @@ impl Nic {
             return self.name_qp(id, param);
         }
         check_len(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
-        let (IdState::Requested, Some(qp), Some(ib), Some(peer)) =
-            (entry.state, entry.qp, entry.ib, entry.peer)
-        else {
+        let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("accept"));
         };
-        let options = entry.options;
-        let request = entry
-            .request
-            .clone()
-            .ok_or(CmError::InvalidState("accept"))?;
+        let offered = entry.said.as_ref().map(|said| said.responder_resources);
+        let offered = offered.ok_or(CmError::InvalidState("accept"))?;
+        let (qp, rq_psn) = (entry.qp, entry.rq_psn);
+        let external = qp.is_none().then(|| external(param)).transpose()?;
         let limits = self.config().limits;
         let responder_resources = param.responder_resources.min(limits.max_qp_rd_atom);
         // A Linux peer holds as many READs as the reply names, not as many as its request offered.
         let initiator_depth = param
             .initiator_depth
             .min(limits.max_qp_init_rd_atom)
-            .min(request.responder_resources);
-        let rq_psn = Psn::new(self.random().next_u32());
-        let local_qpn = Qpn::new(self.qp_num(qp)?);
+            .min(offered);
+        let entry = self.cm_id(id, "accept")?;
+        entry.depths = Some((responder_resources, initiator_depth));
+        entry.external = external;
+        let local_qpn = self.connected_qpn(qp, external)?;
         // The queue pair is ready before the REP leaves, since the peer may send as soon as it
         // has it.
-        self.connect_qp(
-            qp,
-            peer.ip(),
-            &request,
-            rq_psn,
-            (responder_resources, initiator_depth),
-            options.ack_timeout,
-        )?;
+        if let Some(qp) = qp {
+            self.connect_qp(id, qp)?;
+        }
         let params = RepParams {
             local_qpn,
             starting_psn: rq_psn,
@@ -171,74 +163,63 @@ impl Nic {
         let now = self.now();
         self.cm.cm.send_rep(now, ib, &params)?;
         // From now on the first packet establishes the connection, if the RTU is lost.
-        self.await_first_packet(qp);
+        if let Some(qp) = qp {
+            self.await_first_packet(qp);
+        }
         let entry = self.cm_id(id, "accept")?;
-        entry.request = None;
         become_state(&mut entry.state, IdState::Accepting);
         self.pump_cm();
         Ok(())
     }
 
-    /// Takes a queue pair from INIT to RTS as a connection's messages say.
-    pub(super) fn connect_qp(
-        &mut self,
-        qp: QpId,
-        peer: IpAddr,
-        said: &crate::cm::QpPeer,
-        rq_psn: Psn,
-        (responder_resources, initiator_depth): (u8, u8),
-        ack_timeout: Option<u8>,
-    ) -> Result<(), VerbsError> {
-        // The peer's proposal in bounds: too short, and a busy peer would be taken for a dead one;
-        // too long, and a dead one for a busy one. Its owner may know better.
-        let proposed = said.path.ack_timeout.exponent();
-        let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
-        // RTR and RTS follow at once, since the peer's message has the attributes of both.
-        self.modify_qp(
-            qp,
-            &QpAttr {
-                state: Some(QpState::Rtr),
-                ah: Some(way_to(peer)),
-                path_mtu: Some(said.path_mtu),
-                dest_qp: Some(said.dest_qpn.value()),
-                rq_psn: Some(rq_psn.value()),
-                max_dest_rd_atomic: Some(responder_resources),
-                min_rnr_timer: Some(MIN_RNR_TIMER),
-                ..QpAttr::default()
-            },
-        )?;
-        self.modify_qp(
-            qp,
-            &QpAttr {
-                state: Some(QpState::Rts),
-                sq_psn: Some(said.sq_psn.value()),
-                // Never more than the peer holds: it would take one more for an invalid request.
-                max_rd_atomic: Some(initiator_depth.min(said.responder_resources)),
-                timeout: Some(ack_timeout.unwrap_or(proposed)),
-                retry_cnt: Some(said.retry_count.value() as u8),
-                rnr_retry: Some(said.rnr_retry_count.value() as u8),
-                ..QpAttr::default()
-            },
-        )
+    /// Number of a connection's queue pair: the identifier's, or its owner's.
+    fn connected_qpn(&self, qp: Option<QpId>, external: Option<Qpn>) -> Result<Qpn, CmError> {
+        match (qp, external) {
+            (Some(qp), _) => Ok(Qpn::new(self.qp_num(qp)?)),
+            (None, Some(qpn)) => Ok(qpn),
+            (None, None) => Err(CmError::InvalidState("a connection without a queue pair")),
+        }
+    }
+
+    pub fn establish(&mut self, id: CmId) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "establish")?;
+        let (IdState::Responded, Some(ib)) = (entry.state, entry.ib) else {
+            return Err(CmError::InvalidState("establish"));
+        };
+        self.cm.cm.send_rtu(ib, PrivateData::default())?;
+        let entry = self.cm_id(id, "establish")?;
+        become_state(&mut entry.state, IdState::Established);
+        entry.was_established = true;
+        self.pump_cm();
+        Ok(())
     }
 
     pub fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
-        let now = self.now();
-        let entry = self.cm_id(id, "reject")?;
-        if entry.qp_type == QpType::Ud {
+        if self.cm_id(id, "reject")?.qp_type == QpType::Ud {
             return self.name_no_qp(id, private_data);
         }
+        self.refuse(id, RejReason::ConsumerDefined, private_data)
+    }
+
+    pub fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        if self.cm_id(id, "reject_ece")?.qp_type == QpType::Ud {
+            return Err(CmError::InvalidState("reject_ece"));
+        }
+        self.refuse(id, RejReason::VendorOptionNotSupported, private_data)
+    }
+
+    fn refuse(&mut self, id: CmId, reason: RejReason, private_data: &[u8]) -> Result<(), CmError> {
         check_len(private_data, MAX_REJECT_PRIVATE_DATA)?;
-        let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
+        let now = self.now();
+        let entry = self.cm_id(id, "reject")?;
+        let (IdState::Requested | IdState::Responded, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("reject"));
         };
         // Closed even if sending fails: the user has given its answer.
         become_state(&mut entry.state, IdState::Closed);
         entry.ib = None;
-        entry.request = None;
         self.cm.by_ib.remove(&ib);
         let info = AdditionalInfo::default();
-        let reason = RejReason::ConsumerDefined;
         let sent = self
             .cm
             .cm
@@ -286,7 +267,7 @@ impl Nic {
                     self.cm.cm.send_dreq(now, ib, PrivateData::default())?;
                 }
             }
-            IdState::Connecting | IdState::Accepting => {
+            IdState::Connecting | IdState::Responded | IdState::Accepting => {
                 // There is no connection to end by a DREQ. The IB CM takes the REQ or the REP
                 // back by a REJ.
                 become_state(&mut entry.state, IdState::Closed);
@@ -306,9 +287,13 @@ impl Nic {
     }
 }
 
-/// Address of a peer's queue pairs.
-pub(super) fn way_to(peer: IpAddr) -> AhAttr {
-    AhAttr::new(Gid::from(peer))
+/// The queue pair that a call names, for an identifier that has none.
+fn external(param: &ConnParam) -> Result<Qpn, CmError> {
+    // Queue pairs 0 and 1 are not connected.
+    match param.qp_num {
+        2..MULTICAST_QPN => Ok(Qpn::new(param.qp_num)),
+        _ => Err(CmError::InvalidState("a connection without a queue pair")),
+    }
 }
 
 /// A request's private data: the address header, where the port space has one, and the user's.

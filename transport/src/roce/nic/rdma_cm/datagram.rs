@@ -7,8 +7,9 @@ use std::net::{IpAddr, SocketAddr};
 use riser_state::become_state;
 
 use super::calls::service_id;
-use super::connect::{CM_RETRIES, CM_TIMEOUT, check_len, padded, request_data, way_to};
+use super::connect::{CM_RETRIES, CM_TIMEOUT, check_len, padded, request_data};
 use super::events::split_request;
+use super::qp_attr::way_to;
 use super::{Id, IdState};
 use crate::cm::{IbCmId, SidrRepParams, SidrReqParams};
 use crate::roce::nic::Nic;
@@ -16,10 +17,10 @@ use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_DATAGRAM_ANSWER_PRIVATE_DATA, PKey,
     QKey, QpType,
 };
-use crate::wire::Qpn;
 use crate::wire::cm_msg::{
     AdditionalInfo, Bits, CmTimeout, PrivateData, SidrRepMsg, SidrReqMsg, SidrStatus,
 };
+use crate::wire::{Psn, Qpn};
 
 impl Nic {
     /// Asks for the queue pair behind the peer's port.
@@ -150,11 +151,11 @@ impl Nic {
             local: Some(entry.local.unwrap_or(here)),
             peer: Some(remote),
             ib: Some(ib),
-            ..Id::new(entry.space, entry.qp_type)
+            ..Id::new(entry.space, entry.qp_type, Psn::default())
         };
         let param = ConnParam {
             private_data: data.to_vec(),
-            ah: Some(way_to(peer)),
+            ah: Some(way_to(peer, 0)),
             ..ConnParam::default()
         };
         // No event without an identifier: the question is refused, and the peer may ask again.
@@ -171,7 +172,11 @@ impl Nic {
 
     /// The peer has answered.
     pub(super) fn on_sidr_rep(&mut self, id: CmId, rep: &SidrRepMsg) {
-        let Some(peer) = self.cm.ids.get(id).ok().and_then(|entry| entry.peer) else {
+        let Ok(entry) = self.cm.ids.get(id) else {
+            return;
+        };
+        let class = entry.options.traffic_class.unwrap_or(0);
+        let Some(peer) = entry.peer else {
             return;
         };
         let private_data = rep.private_data.0.to_vec();
@@ -189,7 +194,7 @@ impl Nic {
             private_data,
             qp_num: rep.qpn.value(),
             qkey: Some(QKey(rep.qkey)),
-            ah: Some(way_to(peer.ip())),
+            ah: Some(way_to(peer.ip(), class)),
             ..ConnParam::default()
         };
         self.on_established(id, param);

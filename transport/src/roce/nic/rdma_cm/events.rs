@@ -6,6 +6,7 @@ use std::time::Instant;
 use riser_state::become_state;
 
 use super::calls::ports;
+use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
 use crate::rc::TxPacket;
@@ -14,7 +15,7 @@ use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState, QpType,
 };
-use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason, ReqMsg};
+use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, ReqMsg};
 use crate::wire::cma::{CmaError, CmaHeader};
 use crate::wire::mad::{MAD_LEN, Mad};
 use crate::wire::{
@@ -244,6 +245,7 @@ impl Nic {
             .by_ib
             .get(&listener)
             .ok_or(RejReason::InvalidServiceId)?;
+        let rq_psn = self.new_psn();
         let entry = self
             .cm
             .ids
@@ -268,8 +270,8 @@ impl Nic {
             ),
             peer: Some(peer),
             ib: Some(ib),
-            request: Some(Box::new(qp)),
-            ..Id::new(entry.space, entry.qp_type)
+            said: Some(Box::new(qp)),
+            ..Id::new(entry.space, entry.qp_type, rq_psn)
         };
         let kind = CmEventKind::ConnectRequest {
             listener: listener_id,
@@ -335,7 +337,10 @@ impl Nic {
             IbCmEventKind::DrepReceived { .. }
             | IbCmEventKind::DreqTimeout
             | IbCmEventKind::StaleConnection => self.on_closed(id, CmEventKind::Disconnected),
-            IbCmEventKind::TimewaitExit => self.report(id, CmEventKind::TimewaitExit),
+            // What was never a connection has ended by its refusal or time-out.
+            IbCmEventKind::TimewaitExit if self.cm.ids.get(id).is_ok_and(|e| e.was_established) => {
+                self.report(id, CmEventKind::TimewaitExit);
+            }
             // Time that the peer asks for is the IB CM's business; alternate paths are never asked
             // for here.
             _ => {}
@@ -368,26 +373,29 @@ impl Nic {
 
     fn on_rep(&mut self, id: CmId, ib: IbCmId, qp: &QpPeer, data: Vec<u8>) {
         let now = self.now();
-        let Ok(entry) = self.cm.ids.get(id) else {
+        let Ok(entry) = self.cm.ids.get_mut(id) else {
             return;
         };
-        let (rq_psn, ack_timeout) = (entry.rq_psn, entry.options.ack_timeout);
-        let (resources, depth) = entry
-            .param
-            .as_ref()
-            .map_or((0, 0), |p| (p.responder_resources, p.initiator_depth));
+        entry.said = Some(Box::new(*qp));
+        let param = param_of(qp, data);
+        if entry.external.is_some() {
+            become_state(&mut entry.state, IdState::Responded);
+            // The queue pair's owner has time for its part: the peer waits on. The state just
+            // reached allows it.
+            let time = CmTimeout::new(MRA_TIMEOUT);
+            let _ = self.cm.cm.send_mra(ib, time, PrivateData::default());
+            return self.report(id, CmEventKind::ConnectResponse { param });
+        }
         // The queue pair is ready before the RTU leaves: with it the peer may send.
-        let outcome = match (entry.qp, entry.peer) {
-            (Some(q), Some(peer)) => self
-                .connect_qp(q, peer.ip(), qp, rq_psn, (resources, depth), ack_timeout)
-                .map_err(CmError::from),
-            _ => Err(CmError::InvalidState("connect")),
+        let outcome = match entry.qp {
+            Some(q) => self.connect_qp(id, q),
+            None => Err(CmError::InvalidState("connect")),
         };
         match outcome {
             Ok(()) => {
                 // The state just reached allows it.
                 let _ = self.cm.cm.send_rtu(ib, PrivateData::default());
-                self.on_established(id, param_of(qp, data));
+                self.on_established(id, param);
             }
             // The peer holds a queue pair for us until its REP times out; a REJ frees it now.
             Err(e) => {
@@ -408,6 +416,7 @@ impl Nic {
             && matches!(entry.state, IdState::Connecting | IdState::Accepting)
         {
             become_state(&mut entry.state, IdState::Established);
+            entry.was_established = true;
             self.report(id, CmEventKind::Established { param });
         }
     }

@@ -7,11 +7,11 @@
 use std::net::IpAddr;
 
 use super::IdState;
-use super::connect::way_to;
+use super::qp_attr::way_to;
 use crate::roce::nic::Nic;
 use crate::verbs::{
-    CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_GROUPS_PER_ID, MULTICAST_QPN, QpType,
-    VerbsError, mgid,
+    CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, Gid, MAX_GROUPS_PER_ID, MULTICAST_QPN,
+    QpType, VerbsError, mgid,
 };
 
 #[allow(
@@ -47,10 +47,11 @@ impl Nic {
             return Err(VerbsError::InsufficientResources("multicast groups").into());
         }
         entry.groups.push(group);
+        let class = entry.options.traffic_class.unwrap_or(0);
         let param = ConnParam {
             qp_num: MULTICAST_QPN,
             qkey: Some(DATAGRAM_QKEY),
-            ah: Some(way_to(group)),
+            ah: Some(way_to(group, class)),
             ..ConnParam::default()
         };
         self.report(id, CmEventKind::MulticastJoin { param });
@@ -64,10 +65,10 @@ impl Nic {
         let at = at.ok_or(CmError::AddressNotAvailable)?;
         entry.groups.swap_remove(at);
         // An answer that was not taken would name a group that the identifier is no longer in.
-        let way = way_to(group);
+        let mgid = Gid::from(group);
         self.cm.events.retain(|event| {
             !matches!(&event.kind, CmEventKind::MulticastJoin { param }
-                if event.id == id && param.ah == Some(way))
+                if event.id == id && param.ah.is_some_and(|way| way.dgid == mgid))
         });
         Ok(())
     }

@@ -13,6 +13,7 @@
 //! | `datagram` | identifiers for datagrams: which queue pair is behind a port |
 //! | `events` | events of the IB CM, and MADs in and out |
 //! | `groups` | multicast groups |
+//! | `qp_attr` | attributes of a connection's queue pair, by which it goes through its states |
 //! | `options` | what is set before a connection is made |
 //! | `ports` | local ports and who may share them |
 //! | `state` | the states of an identifier |
@@ -49,6 +50,7 @@ mod events;
 mod groups;
 mod options;
 mod ports;
+mod qp_attr;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -62,10 +64,10 @@ use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;
 use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId, QpType};
-use crate::wire::Psn;
 use crate::wire::cm_msg::CaGuid;
 use crate::wire::cma::RdmaPortSpace;
 use crate::wire::mad::Mad;
+use crate::wire::{Psn, Qpn};
 
 /// Messages of strangers that are handled in a round. The user may make a whole channel for each.
 const MADS_PER_ROUND: u32 = 16;
@@ -90,9 +92,14 @@ struct Id {
     peer: Option<SocketAddr>,
     qp: Option<QpId>,
     ib: Option<IbCmId>,
-    /// Passive: what the request says about our queue pair.
-    request: Option<Box<QpPeer>>,
-    /// Active: the PSN that the peer begins with.
+    /// What the peer's request or answer says about our queue pair.
+    said: Option<Box<QpPeer>>,
+    /// Number of the queue pair that its owner takes through its states without us.
+    external: Option<Qpn>,
+    /// READs and atomics that our queue pair holds, and sends, at once; `None` before we have said
+    /// so to the peer.
+    depths: Option<(u8, u8)>,
+    /// The PSN that the peer begins with.
     rq_psn: Psn,
     /// Active: what was asked for.
     param: Option<Box<ConnParam>>,
@@ -100,10 +107,12 @@ struct Id {
     retried: bool,
     /// Multicast groups that it has joined.
     groups: Vec<IpAddr>,
+    /// It has been connected, so there is a timewait whose end the user waits for.
+    was_established: bool,
 }
 
 impl Id {
-    fn new(space: PortSpace, qp_type: QpType) -> Self {
+    fn new(space: PortSpace, qp_type: QpType, rq_psn: Psn) -> Self {
         Self {
             space,
             qp_type,
@@ -114,11 +123,14 @@ impl Id {
             peer: None,
             qp: None,
             ib: None,
-            request: None,
-            rq_psn: Psn::new(0),
+            said: None,
+            external: None,
+            depths: None,
+            rq_psn,
             param: None,
             retried: false,
             groups: Vec::new(),
+            was_established: false,
         }
     }
 }

@@ -17,7 +17,7 @@ use riser_state::State;
 ///                  RouteResolved            │ RTU, or the first packet
 ///                       │ connect           │
 ///                       ▼     REP           ▼
-///                  Connecting ────────▶ Established
+///       Responded ◀─Connecting ────────▶ Established
 ///                       │                   │ disconnect      │ DREQ
 ///                       │ REJ, time-out     ▼                 │
 ///                       │              Disconnecting          │
@@ -38,6 +38,8 @@ pub(super) enum IdState {
     Listening,
     /// A request was sent, and not answered.
     Connecting,
+    /// The peer has accepted, and the owner of the queue pair has a part of its own to do.
+    Responded,
     /// Made by a request that has not been answered.
     Requested,
     /// Accepted a request; the peer has not confirmed.
@@ -54,7 +56,7 @@ impl State for IdState {
     fn may_become(&self, next: &Self) -> bool {
         use IdState::{
             Accepting, AddrResolved, Bound, Closed, Connecting, Disconnecting, Established, Idle,
-            Listening, Requested, RouteResolved,
+            Listening, Requested, Responded, RouteResolved,
         };
         match self {
             // A bare service id is listened on without an address.
@@ -63,7 +65,8 @@ impl State for IdState {
             AddrResolved => matches!(next, RouteResolved),
             RouteResolved => matches!(next, Connecting),
             // The request is sent again with the path MTU that the peer takes.
-            Connecting => matches!(next, Connecting | Established | Closed),
+            Connecting => matches!(next, Connecting | Responded | Established | Closed),
+            Responded => matches!(next, Established | Closed),
             // A datagram identifier waits for no confirmation.
             Requested => matches!(next, Accepting | Established | Closed),
             Accepting => matches!(next, Established | Closed),

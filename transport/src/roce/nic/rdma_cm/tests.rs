@@ -6,20 +6,21 @@ use riser_state::testing::{assert_all_taken, table};
 
 use super::state::IdState::{
     self, Accepting, AddrResolved, Bound, Closed, Connecting, Disconnecting, Established, Idle,
-    Listening, Requested, RouteResolved,
+    Listening, Requested, Responded, RouteResolved,
 };
 use super::*;
 use crate::roce::batch::TxBatch;
 use crate::roce::nic::{Nic, NicConfig};
 use crate::verbs::{CmEventKind, Mtu, QpCap, QpInitAttr, QpType};
 
-const STATES: [IdState; 11] = [
+const STATES: [IdState; 12] = [
     Idle,
     Bound,
     AddrResolved,
     RouteResolved,
     Listening,
     Connecting,
+    Responded,
     Requested,
     Accepting,
     Established,
@@ -139,7 +140,8 @@ fn the_table_is_the_diagram() {
                     AddrResolved: RouteResolved\n\
                     RouteResolved: Connecting\n\
                     Listening: \n\
-                    Connecting: Connecting Established Closed\n\
+                    Connecting: Connecting Responded Established Closed\n\
+                    Responded: Established Closed\n\
                     Requested: Accepting Established Closed\n\
                     Accepting: Established Closed\n\
                     Established: Disconnecting Closed\n\
@@ -168,6 +170,24 @@ fn every_transition_is_taken() {
         two.b.disconnect(b).unwrap();
         two.a.disconnect(a).unwrap();
         two.exchange();
+        // A queue pair of the owner's, who goes on or does not.
+        for goes_on in [true, false] {
+            let id = resolved(&mut two.a);
+            let param = ConnParam {
+                qp_num: 77,
+                ..ConnParam::default()
+            };
+            two.a.connect(id, &param).unwrap();
+            two.exchange();
+            let request = last_event(&mut two.b).id;
+            two.b.accept(request, &param).unwrap();
+            two.exchange();
+            match goes_on {
+                true => two.a.establish(id).unwrap(),
+                false => two.a.reject(id, &[]).unwrap(),
+            }
+            two.exchange();
+        }
         // Datagrams: told the queue pair, and told none.
         for tells in [true, false] {
             two.ask();

@@ -263,6 +263,11 @@ impl UcQp {
         result
     }
 
+    /// Takes back the newest `count` sends, before anything has been done for them.
+    pub fn unpost_send(&mut self, count: usize) {
+        self.requester.unpost(count);
+    }
+
     /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at
     /// once.
     ///

@@ -70,6 +70,10 @@ impl Requester {
         self.sq.push(wr)
     }
 
+    pub(super) fn unpost(&mut self, count: usize) {
+        self.sq.unpost(count);
+    }
+
     /// Completes every request as flushed, in order.
     pub(super) fn flush(&mut self, cfg: &UcConfig, out: &mut Vec<RcEvent>) {
         self.index = 0;

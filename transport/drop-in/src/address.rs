@@ -3,12 +3,15 @@
 use std::ffi::c_int;
 
 use riser_rdma_core_sys::bindings::*;
-use riser_transport::rdma_core::convert::ah_attr_of;
-use riser_transport::verbs::{AhId, Verbs as _};
+use riser_transport::rdma_core::convert::{ah_attr, ah_attr_of};
+use riser_transport::verbs::{
+    AhAttr, AhId, Completion, GRH_LEN, Handle, QpId, RouteHeader, Verbs as _, WcOpcode, WcStatus,
+    WrId,
+};
 
-use crate::context::Context;
-use crate::errno::{Errno, number, pointer};
-use crate::memory::Pd;
+use crate::context::{Context, context_of};
+use crate::domain::Pd;
+use crate::errno::{Errno, minus, number, pointer};
 use crate::object::{Ref, kind};
 
 /// An address handle.
@@ -32,15 +35,83 @@ pub(crate) unsafe extern "C" fn ibv_create_ah(
         if attr.is_global == 0 {
             return Err(Errno::INVALID);
         }
-        let id = pd.context.lock().nic.create_ah(pd.id, ah_attr_of(attr))?;
-        let c = ibv_ah {
-            context: pd.context.handle(),
-            pd: pd.handle(),
-            handle: id.0.index() as u32,
-        };
-        let context = pd.context;
-        Ok(Ref::new(c, Ah { context, id }).handle())
+        create(pd, ah_attr_of(attr)).map(Ref::handle)
     }))
+}
+
+fn create(pd: Ref<Pd>, attr: AhAttr) -> Result<Ref<Ah>, Errno> {
+    let context = pd.context;
+    let id = context.lock().nic.create_ah(pd.id, attr)?;
+    let c = ibv_ah {
+        context: context.handle(),
+        pd: pd.handle(),
+        handle: id.0.index() as u32,
+    };
+    Ok(Ref::new(c, Ah { context, id }))
+}
+
+/// The way back to the sender of a datagram.
+///
+/// # Safety
+/// The completion is the program's, and the header the 40 bytes before the datagram.
+unsafe fn way_back(
+    context: Ref<Context>,
+    port: u8,
+    wc: *const ibv_wc,
+    grh: *const [u8; GRH_LEN],
+) -> Result<AhAttr, Errno> {
+    // SAFETY: as the caller promises.
+    let (wc, grh) = unsafe { (wc.as_ref().ok_or(Errno::INVALID)?, grh.as_ref()) };
+    // On RoCE there is no way without the header.
+    let grh = grh.filter(|_| wc.wc_flags & IBV_WC_GRH != 0);
+    let grh = grh.ok_or(Errno::INVALID)?;
+    let nobody = QpId(Handle::new(0, 0));
+    let completion = Completion {
+        src_qp: wc.src_qp,
+        network: Some(RouteHeader::parse(grh)?.network()),
+        ..Completion::new(
+            WrId(wc.wr_id),
+            WcStatus::Success,
+            WcOpcode::Recv,
+            nobody,
+            wc.qp_num,
+        )
+    };
+    Ok(context.lock().nic.ah_from_wc(port, &completion, grh)?)
+}
+
+/// `ibv_init_ah_from_wc(3)`.
+pub(crate) unsafe extern "C" fn ibv_init_ah_from_wc(
+    context: *mut ibv_context,
+    port: u8,
+    wc: *mut ibv_wc,
+    grh: *mut [u8; GRH_LEN],
+    attr: *mut ibv_ah_attr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe {
+        context_of(context).and_then(|context| {
+            let ours = way_back(context, port, wc, grh)?;
+            attr.write(ah_attr(&ours));
+            Ok(())
+        })
+    })
+}
+
+/// `ibv_create_ah_from_wc(3)`.
+pub(crate) unsafe extern "C" fn ibv_create_ah_from_wc(
+    pd: *mut ibv_pd,
+    wc: *mut ibv_wc,
+    grh: *mut [u8; GRH_LEN],
+    port: u8,
+) -> *mut ibv_ah {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe {
+        Ref::<Pd>::get(pd).and_then(|pd| {
+            let attr = way_back(pd.context, port, wc, grh)?;
+            create(pd, attr).map(Ref::handle)
+        })
+    })
 }
 
 /// `ibv_destroy_ah(3)`.

@@ -4,11 +4,11 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::{offset_of, size_of};
 use std::ptr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
 
-use crate::clock;
 use crate::devices::Device;
 use crate::engine::{Engine, Locked, Reports};
 use crate::errno::{Errno, minus, number};
@@ -21,6 +21,12 @@ const HW_VERSION: u32 = 0;
 /// Vendor that the device reports, an OUI: the broadcast one, which belongs to no organisation, as
 /// Linux's software devices do. Programs take 0 for an attribute that was not filled in.
 const VENDOR_ID: u32 = 0xff_ffff;
+
+/// Frequency of the device's clock, which counts nanoseconds.
+const CLOCK_KHZ: u64 = 1_000_000;
+
+/// Bytes of device memory that a process may have.
+pub(crate) const DEVICE_MEMORY: usize = 1 << 20;
 
 /// Link layer of a port, and a flag of one whose packets need a global route.
 const LINK_LAYER_ETHERNET: u8 = 2;
@@ -174,6 +180,9 @@ fn device_attr(context: &Context) -> ibv_device_attr {
         max_srq: int(ours.max_srq),
         max_srq_wr: int(ours.max_srq_wr),
         max_srq_sge: int(ours.max_sge),
+        max_mcast_grp: int(ours.max_mcast_grp),
+        max_mcast_qp_attach: int(ours.max_mcast_qp_attach),
+        max_total_mcast_qp_attach: int(ours.max_mcast_grp.saturating_mul(ours.max_mcast_qp_attach)),
         max_pkeys: 1,
         local_ca_ack_delay: 15,
         phys_port_cnt: ours.ports,
@@ -199,8 +208,13 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         }
         let attr_ex = ibv_device_attr_ex {
             orig_attr: device_attr(&context),
-            completion_timestamp_mask: clock::MASK,
-            hca_core_clock: clock::KHZ,
+            completion_timestamp_mask: u64::MAX,
+            hca_core_clock: CLOCK_KHZ,
+            cq_mod_caps: ibv_cq_moderation_caps {
+                max_cq_count: u16::MAX,
+                max_cq_period: u16::MAX,
+            },
+            max_dm_size: DEVICE_MEMORY as u64,
             device_cap_flags_ex: device_attr(&context).device_cap_flags.into(),
             phys_port_cnt_ex: 1,
             ..Default::default()
@@ -223,14 +237,15 @@ pub(crate) unsafe extern "C" fn query_rt_values(
     values: *mut ibv_values_ex,
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
-    number(unsafe { context_of(context) }.map(|_| {
+    number(unsafe { context_of(context) }.map(|context| {
+        let time = context.lock().nic.device_time(Instant::now());
         // SAFETY: the program gives a place for the values.
         unsafe {
             (*values).comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
             // The device's clock in its own unit, as completions have it. No part of it is in
             // seconds, so that programs need not add them.
             (*values).raw_clock.tv_sec = 0;
-            (*values).raw_clock.tv_nsec = clock::device_time() as _;
+            (*values).raw_clock.tv_nsec = time as _;
         }
     }))
 }

@@ -3,10 +3,13 @@
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{wc_opcode_code, wc_status_code};
-use riser_transport::verbs::{AsyncEvent, Completion, CqId, Notify, Verbs as _, WcStatus};
+use riser_transport::verbs::{
+    AsyncEvent, Completion, CqId, CqInitAttr, Moderation, Notify, Verbs as _, WcStatus,
+};
 
 use crate::context::{Context, Subject, context_of};
 use crate::engine::{Fires, Reports};
@@ -14,6 +17,9 @@ use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
 use crate::turn::Turn;
+
+/// The only bit of `enum ibv_cq_attr_mask`.
+const MODERATE: u32 = 1;
 
 /// A completion channel: a queue of notifications with a descriptor.
 pub(crate) struct Channel {
@@ -35,8 +41,8 @@ pub(crate) struct Cq {
     pub(crate) async_events: Unacknowledged,
     /// The batch of an extended poll.
     pub(crate) polling: Turn,
-    /// Completions have the time at which a poll found them.
-    pub(crate) has_times: bool,
+    /// Completions have their times.
+    pub(crate) is_timed: bool,
 }
 
 /// A completion queue as the program sees it, and the completion at which an extended poll is.
@@ -58,7 +64,7 @@ pub(crate) struct CqParams {
     pub(crate) cq_context: *mut c_void,
     pub(crate) channel: *mut ibv_comp_channel,
     pub(crate) vector: u32,
-    pub(crate) has_times: bool,
+    pub(crate) is_timed: bool,
 }
 
 impl Reports for Ref<Cq> {
@@ -124,7 +130,7 @@ pub(crate) unsafe extern "C" fn ibv_create_cq(
             cq_context,
             channel,
             vector: u32::try_from(vector).map_err(|_| Errno::INVALID)?,
-            has_times: false,
+            is_timed: false,
         };
         // SAFETY: as above.
         unsafe { create(context, &params) }.map(Ref::handle)
@@ -140,13 +146,12 @@ pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<
         // SAFETY: as the caller promises.
         .then(|| unsafe { Ref::<Channel>::get(params.channel) })
         .transpose()?;
-    // SAFETY: a live context has initialised fields.
-    let vectors = unsafe { (*context.handle()).num_comp_vectors };
-    if i64::from(params.vector) >= i64::from(vectors) {
-        return Err(Errno::INVALID);
-    }
     let mut locked = context.lock();
-    let id = locked.nic.create_cq(params.entries)?;
+    let id = locked.nic.create_cq_with(&CqInitAttr {
+        entries: params.entries,
+        vector: params.vector,
+        is_timed: params.is_timed,
+    })?;
     // SAFETY: all-zero bytes are valid: no function, an unlocked mutex, plain numbers.
     let mut c: Shown = unsafe { zeroed() };
     c.ex.context = context.handle();
@@ -167,7 +172,7 @@ pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<
             events: Unacknowledged::default(),
             async_events: Unacknowledged::default(),
             polling: Turn::default(),
-            has_times: params.has_times,
+            is_timed: params.is_timed,
         },
     );
     locked.cqs.insert(id, Box::new(cq));
@@ -183,6 +188,23 @@ pub(crate) unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -
         // SAFETY: the queue is alive.
         unsafe { (*cq.handle()).cqe = entries };
         Ok(())
+    }))
+}
+
+/// `ibv_modify_cq(3)`.
+pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        if attr.attr_mask != MODERATE {
+            return Err(Errno::INVALID);
+        }
+        let moderation = Moderation {
+            count: attr.moderate.cq_count,
+            period: Duration::from_micros(attr.moderate.cq_period.into()),
+        };
+        Ok(cq.context.lock().nic.modify_cq(cq.id, moderation)?)
     }))
 }
 

@@ -4,11 +4,10 @@ use std::ffi::{c_int, c_uint};
 
 use riser_rdma_core_sys::bindings::*;
 
-use crate::clock::{device_time, wall_time};
 use crate::context::context_of;
 use crate::cq::{Cq, CqParams, Shown, convert, create};
+use crate::domain::Pd;
 use crate::errno::{Errno, pointer};
-use crate::memory::Pd;
 use crate::object::Ref;
 
 /// Flags of `enum ibv_create_cq_attr_flags`.
@@ -51,7 +50,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
             cq_context: attr.cq_context,
             channel: attr.channel,
             vector: attr.comp_vector,
-            has_times: attr.wc_flags & TIMES != 0,
+            is_timed: attr.wc_flags & TIMES != 0,
         };
         // SAFETY: as above.
         let cq = unsafe { create(context, &params) }?;
@@ -143,21 +142,26 @@ unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
 /// # Errors
 /// `ENOENT` where there is none; the current one then stays.
 fn step(cq: Ref<Cq>) -> Result<(), Errno> {
-    let wc = {
-        let mut locked = cq.context.lock();
-        let completions = locked.poll_cq(cq.id, 1)?;
-        convert(completions.first().ok_or(Errno(libc::ENOENT))?)
+    const NONE: Errno = Errno(libc::ENOENT);
+    let shown = cq.c();
+    let mut locked = cq.context.lock();
+    let wc = if cq.is_timed {
+        let timed = locked.poll_cq_timed(cq.id)?.ok_or(NONE)?;
+        // SAFETY: the queue is alive, and the thread has it for the batch.
+        unsafe {
+            (*shown).device_time = timed.device_time;
+            (*shown).wall_time = timed.wall_time.as_nanos() as u64;
+        }
+        convert(&timed.completion)
+    } else {
+        convert(locked.poll_cq(cq.id, 1)?.first().ok_or(NONE)?)
     };
-    // SAFETY: the queue is alive, and the thread has it for the batch.
+    drop(locked);
+    // SAFETY: as above.
     unsafe {
-        let shown = cq.c();
         (*shown).ex.wr_id = wc.wr_id;
         (*shown).ex.status = wc.status;
         (*shown).current = wc;
-        if cq.has_times {
-            (*shown).device_time = device_time();
-            (*shown).wall_time = wall_time();
-        }
     }
     Ok(())
 }
@@ -210,7 +214,7 @@ readers! {
     read_sl() -> u8 { |shown| shown.current.sl }
     /// `ibv_wc_read_dlid_path_bits`: Ethernet has none.
     read_dlid_path_bits() -> u8 { |shown| shown.current.dlid_path_bits }
-    /// `ibv_wc_read_completion_ts`: when the poll found the completion, by the device's clock.
+    /// `ibv_wc_read_completion_ts`: when it came into the queue, by the device's clock.
     read_completion_ts() -> u64 { |shown| shown.device_time }
     /// `ibv_wc_read_completion_wallclock_ns`: the same, as time of day.
     read_completion_wallclock_ns() -> u64 { |shown| shown.wall_time }

@@ -26,7 +26,8 @@ use std::time::{Duration, Instant};
 use riser_transport::roce::nic::NicLimits;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{
-    AsyncEvent, CmEvent, Completion, CqId, Provider, QpId, RdmaCm, SrqId, Verbs, VerbsError,
+    AsyncEvent, CmEvent, Completion, CqId, Provider, QpId, RdmaCm, SrqId, TimedCompletion, Verbs,
+    VerbsError,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::error;
@@ -82,6 +83,7 @@ pub(crate) struct State {
     pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
     /// Completions on their way to the program.
     completions: Vec<Completion>,
+    timed: Vec<TimedCompletion>,
     /// Completion queues that a program has armed and that have not fired.
     armed: usize,
     /// Packets come while no call drives the NIC, so the socket is always watched: for so many more
@@ -131,6 +133,7 @@ impl Engine {
                 contexts: HashMap::new(),
                 on_cm_event: None,
                 completions: Vec::new(),
+                timed: Vec::new(),
                 armed: 0,
                 eager: 0,
                 sent_at: Instant::now(),
@@ -292,21 +295,48 @@ impl Locked<'_> {
     /// # Errors
     /// Those of [`Verbs::poll_cq`].
     pub(crate) fn poll_cq(&mut self, cq: CqId, max: usize) -> Result<&[Completion], VerbsError> {
+        self.poll(|state| {
+            state.completions.clear();
+            state.nic.poll_cq(cq, max, &mut state.completions)
+        })?;
+        Ok(&self.state.completions)
+    }
+
+    /// Takes a completion with its time from a queue that was created for that, as
+    /// [`Locked::poll_cq`].
+    ///
+    /// # Errors
+    /// Those of [`Verbs::poll_cq_timed`].
+    pub(crate) fn poll_cq_timed(
+        &mut self,
+        cq: CqId,
+    ) -> Result<Option<TimedCompletion>, VerbsError> {
+        self.poll(|state| {
+            state.timed.clear();
+            state.nic.poll_cq_timed(cq, 1, &mut state.timed)
+        })?;
+        Ok(self.state.timed.pop())
+    }
+
+    fn poll(
+        &mut self,
+        take: impl Fn(&mut State) -> Result<usize, VerbsError>,
+    ) -> Result<(), VerbsError> {
         let state = &mut *self.state;
-        state.completions.clear();
-        if state.nic.poll_cq(cq, max, &mut state.completions)? == 0 {
+        let mut taken = take(state)?;
+        if taken == 0 {
             state.nic.progress(Instant::now());
             state.is_driven = true;
-            let n = state.nic.poll_cq(cq, max, &mut state.completions)?;
-            if n == 0 && state.armed > 0 && state.nic.arm_fds() {
+            taken = take(state)?;
+            if taken == 0 && state.armed > 0 && state.nic.arm_fds() {
                 // The thread looks at once instead of waiting for the descriptor.
                 self.engine.wake();
             }
         }
-        if !state.completions.is_empty() {
+        if taken > 0 {
             state.eager = state.eager.saturating_sub(1);
         }
-        Ok(&self.state.completions)
+        Ok(())
     }
 
     /// Counts a completion queue that the program arms: a packet has to wake the thread from now on.

@@ -15,19 +15,31 @@
 //! | `context` | opened devices, their attributes and ports |
 //! | `open` | opening devices; the tables of functions |
 //! | `async_events` | asynchronous events as programs get them |
-//! | `memory` | protection domains and memory regions |
+//! | `domain` | protection domains, parent domains and thread domains |
+//! | `memory`, `dm` | memory regions, device memory |
 //! | `cq`, `cq_ex` | completion queues and their channels, extended polling |
 //! | `qp` | queue pairs and shared receive queues |
-//! | `post`, `post_ex` | work requests |
+//! | `post`, `post_ex` | work requests, and such that calls build |
+//! | `builder` | batches of requests that calls build |
 //! | `address` | address handles |
 //! | `cm` | librdmacm |
 //! | `names` | names of values, rates |
-//! | `clock`, `turn` | the device's clock, parts of objects that one thread uses at a time |
+//! | `kernel` | structures of the kernel's interface |
+//! | `turn` | parts of objects that one thread uses at a time |
 //!
 //! # Pointers
 //! Every exported function takes what its manual page says, and is unsafe for that reason. A pointer
 //! to an object that no longer exists is refused with `EINVAL` all the same, until the memory belongs
 //! to another object of the kind: see `object`.
+//!
+//! # Memory that goes away
+//! A program may unmap memory that is still registered. An adapter goes on with the pages, which it
+//! has pinned. This library uses the program's own mapping, so such an access ends the process with
+//! the signal that the program's own would. Regions with `IBV_ACCESS_ON_DEMAND` are looked at before
+//! each access, which then fails as one outside of the region does. For all regions that would be a
+//! system call for each message, and still leave the time between the look and the access. Nor is
+//! the check within `sendmsg` of use, since the payload is read before for its ICRC; and a handler
+//! of the signal is the program's to have.
 //!
 //! # Progress
 //! A call that polls a completion queue also drives the NIC. Where no call does, a thread takes
@@ -37,15 +49,18 @@
 
 mod address;
 mod async_events;
-mod clock;
+mod builder;
 mod cm;
 mod context;
 mod cq;
 mod cq_ex;
 mod devices;
+mod dm;
+mod domain;
 mod engine;
 mod errno;
 mod exports;
+mod kernel;
 mod memory;
 mod names;
 mod object;

@@ -1,28 +1,24 @@
-//! Protection domains and memory regions.
+//! Memory regions.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::Arc;
 
-use riser_memory::Memory;
+use riser_memory::{MemSlice, Memory};
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::access_of;
-use riser_transport::verbs::{Access, MrId, PdId, Verbs as _};
+use riser_transport::verbs::{Access, MrId, Verbs as _};
 
-use crate::context::{Context, context_of};
+use crate::context::Context;
+use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
-
-/// A protection domain.
-pub(crate) struct Pd {
-    pub(crate) context: Ref<Context>,
-    pub(crate) id: PdId,
-}
-
-kind!(Pd, ibv_pd, b"pdom");
 
 /// A memory region.
 pub(crate) struct Mr {
     context: Ref<Context>,
     id: MrId,
+    /// Counts as a user of device memory.
+    _user: Option<Arc<()>>,
 }
 
 kind!(Mr, ibv_mr, b"mreg");
@@ -39,30 +35,6 @@ const KNOWN_ACCESS: c_uint = IBV_ACCESS_LOCAL_WRITE
 
 /// Access flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
 const OPTIONAL_ACCESS: c_uint = 0x3ff0_0000;
-
-/// `ibv_alloc_pd(3)`.
-pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
-    // SAFETY: the program's pointer, as the manual page demands.
-    pointer(unsafe { context_of(context) }.and_then(|c| alloc_pd(c).map(Ref::handle)))
-}
-
-pub(crate) fn alloc_pd(context: Ref<Context>) -> Result<Ref<Pd>, Errno> {
-    let id = context.lock().nic.alloc_pd()?;
-    let c = ibv_pd {
-        context: context.handle(),
-        handle: id.0.index() as u32,
-    };
-    Ok(Ref::new(c, Pd { context, id }))
-}
-
-/// `ibv_dealloc_pd(3)`.
-pub(crate) unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
-    number(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
-        pd.context.lock().nic.dealloc_pd(pd.id)?;
-        pd.retire()
-    }))
-}
 
 /// `ibv_reg_mr(3)`.
 pub(crate) unsafe extern "C" fn ibv_reg_mr(
@@ -98,34 +70,66 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
 ) -> *mut ibv_mr {
     // SAFETY: the program's pointer, as the manual page demands.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
-        // The upper ones are wishes, which a device may ignore.
-        let required = access & !OPTIONAL_ACCESS;
-        if required & !KNOWN_ACCESS != 0 || length == 0 {
+        let rights = rights_of(access)?;
+        if length == 0 {
             return Err(Errno::INVALID);
         }
         check_mapped(addr, length)?;
-        let mut rights = access_of(access);
-        rights.set(Access::ZERO_BASED, access & IBV_ACCESS_ZERO_BASED != 0);
         // SAFETY: the program keeps the range mapped as long as it is registered, and the device
         // and the program may both write it.
         let memory = unsafe { Memory::foreign(addr.cast(), length) };
-        let mr = pd
-            .context
-            .lock()
-            .nic
-            .reg_mr_iova(pd.id, &memory.whole(), iova, rights)?;
-        let c = ibv_mr {
-            context: pd.context.handle(),
-            pd: pd.handle(),
-            addr,
-            length,
-            handle: mr.id.0.index() as u32,
-            lkey: mr.lkey.0,
-            rkey: mr.rkey.0,
-        };
-        let context = pd.context;
-        Ok(Ref::new(c, Mr { context, id: mr.id }).handle())
+        register(pd, &memory.whole(), addr, iova, rights, None).map(Ref::handle)
     }))
+}
+
+/// The rights that access flags give.
+///
+/// # Errors
+/// `EINVAL` for flags that the device does not know and may not ignore.
+pub(crate) fn rights_of(access: c_uint) -> Result<Access, Errno> {
+    // The upper ones are wishes, which a device may ignore.
+    let required = access & !OPTIONAL_ACCESS;
+    if required & !KNOWN_ACCESS != 0 {
+        return Err(Errno::INVALID);
+    }
+    let mut rights = access_of(access);
+    rights.set(Access::ZERO_BASED, access & IBV_ACCESS_ZERO_BASED != 0);
+    Ok(rights)
+}
+
+/// Registers memory. `addr` is what the program reads in the region, and `user` is given up when the
+/// region is deregistered.
+pub(crate) fn register(
+    pd: Ref<Pd>,
+    memory: &MemSlice,
+    addr: *mut c_void,
+    iova: u64,
+    rights: Access,
+    user: Option<Arc<()>>,
+) -> Result<Ref<Mr>, Errno> {
+    let context = pd.context;
+    let mr = context
+        .lock()
+        .nic
+        .reg_mr_iova(pd.id, memory, iova, rights)?;
+    let c = ibv_mr {
+        context: context.handle(),
+        pd: pd.handle(),
+        addr,
+        length: memory.len(),
+        handle: mr.id.0.index() as u32,
+        lkey: mr.lkey.0,
+        rkey: mr.rkey.0,
+    };
+    let id = mr.id;
+    Ok(Ref::new(
+        c,
+        Mr {
+            context,
+            id,
+            _user: user,
+        },
+    ))
 }
 
 /// Whether a range is mapped at all: `EFAULT` where it is not, as the kernel answers.

@@ -1,20 +1,25 @@
 //! Opening devices: what a context's tables of functions have.
 
+use std::ffi::c_int;
 use std::mem::{size_of, zeroed};
 use std::ptr;
 
 use riser_rdma_core_sys::bindings::*;
+use riser_transport::verbs::Verbs as _;
 use tracing::error;
 
 use crate::context::{Context, query_device_ex, query_port, query_rt_values};
-use crate::cq::{poll_cq, req_notify_cq};
+use crate::cq::{modify_cq, poll_cq, req_notify_cq};
 use crate::cq_ex::create_cq_ex;
 use crate::devices::Device;
+use crate::dm::{alloc_dm, free_dm, reg_dm_mr};
+use crate::domain::{alloc_parent_domain, alloc_td, dealloc_td};
 use crate::engine::Engine;
 use crate::errno::{Errno, pointer};
 use crate::object::Ref;
 use crate::post::{post_recv, post_send, post_srq_recv};
-use crate::qp::{create_qp_ex, create_srq_ex};
+use crate::post_ex::create_qp_ex;
+use crate::qp::create_srq_ex;
 use crate::queue::EventQueue;
 
 /// Marks a context that has the table of extended functions.
@@ -40,9 +45,9 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
     let mut c: verbs_context = unsafe { zeroed() };
     c.context.device = device.handle();
-    c.context.cmd_fd = -1;
+    // There is no kernel to command, but programs duplicate it.
+    c.context.cmd_fd = events.raw_fd();
     c.context.async_fd = events.raw_fd();
-    c.context.num_comp_vectors = 1;
     c.context.abi_compat = ptr::without_provenance_mut(EXTENDED);
     c.context.ops.poll_cq = Some(poll_cq);
     c.context.ops.req_notify_cq = Some(req_notify_cq);
@@ -54,8 +59,15 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     c.query_device_ex = Some(query_device_ex);
     c.query_rt_values = Some(query_rt_values);
     c.create_cq_ex = Some(create_cq_ex);
+    c.modify_cq = Some(modify_cq);
     c.create_qp_ex = Some(create_qp_ex);
     c.create_srq_ex = Some(create_srq_ex);
+    c.alloc_td = Some(alloc_td);
+    c.dealloc_td = Some(dealloc_td);
+    c.alloc_parent_domain = Some(alloc_parent_domain);
+    c.alloc_dm = Some(alloc_dm);
+    c.free_dm = Some(free_dm);
+    c.reg_dm_mr = Some(reg_dm_mr);
     let context = Ref::new(
         c,
         Context {
@@ -65,6 +77,9 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
         },
     );
     let mut locked = context.lock();
+    let vectors = locked.nic.device_attr().comp_vectors;
+    // SAFETY: the program does not know the context yet.
+    unsafe { (*context.handle()).num_comp_vectors = vectors as c_int };
     locked.contexts.insert(context.number(), Box::new(context));
     drop(locked);
     Ok(context)

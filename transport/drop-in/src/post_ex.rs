@@ -5,159 +5,56 @@
 //! first mistake is what `wr_complete` returns.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::ops::Range;
 use std::slice;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use arrayvec::ArrayVec;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::send_flags_of;
 use riser_transport::verbs::{
-    LKey, PostError, QKey, QpCap, QpType, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, UdDest,
-    Verbs as _, WrId,
+    LKey, PostError, QKey, RKey, RemoteAddr, SendOp, Sge, UdDest, Verbs as _, WrId,
 };
 
 use crate::address::Ah;
-use crate::errno::{Errno, number};
+use crate::builder::{Batch, Builder, Data, Request};
+use crate::context::context_of;
+use crate::domain::Pd;
+use crate::errno::{Errno, number, pointer};
 use crate::object::Ref;
 use crate::post::CHAIN;
-use crate::qp::Qp;
-use crate::turn::Turn;
+use crate::qp::{Qp, create_qp_by, extra_attr, plain_attr};
 
-/// Operations of datagram queue pairs.
-const DATAGRAM: u32 = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
-
-/// Operations of reliable connections.
-const RELIABLE: u32 = DATAGRAM
-    | IBV_QP_EX_WITH_SEND_WITH_INV
-    | IBV_QP_EX_WITH_RDMA_WRITE
-    | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
-    | IBV_QP_EX_WITH_RDMA_READ
-    | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
-    | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
-    | IBV_QP_EX_WITH_LOCAL_INV;
-
-/// The part of a queue pair that builds requests.
-pub(crate) struct Builder {
-    /// Operations that were asked for when the queue pair was created.
-    ops: u32,
-    cap: QpCap,
-    turn: Turn,
-    batch: Mutex<Batch>,
-}
-
-/// Requests between `wr_start` and `wr_complete`.
-#[derive(Default)]
-struct Batch {
-    requests: Vec<Request>,
-    /// Scatter lists of the requests.
-    sges: Vec<Sge>,
-    /// Inline data of the requests.
-    inline: Vec<u8>,
-    mistake: Option<Errno>,
-}
-
-struct Request {
-    wr_id: WrId,
-    op: SendOp,
-    flags: SendFlags,
-    data: Data,
-    ud: Option<UdDest>,
-}
-
-/// Data of a request, in those of the batch.
-enum Data {
-    None,
-    Sges(Range<usize>),
-    Inline(Range<usize>),
-}
-
-impl Builder {
-    /// Makes the builder of a queue pair.
-    ///
-    /// # Errors
-    /// `EOPNOTSUPP` for an operation that queue pairs of this kind do not have.
-    pub(crate) fn new(qp_type: QpType, cap: QpCap, ops: u64) -> Result<Self, Errno> {
-        let known = match qp_type {
-            QpType::Rc => RELIABLE,
-            QpType::Ud | QpType::Gsi => DATAGRAM,
-        };
-        let ops = u32::try_from(ops).map_err(|_| Errno::UNSUPPORTED)?;
-        if ops & !known != 0 {
-            return Err(Errno::UNSUPPORTED);
-        }
-        Ok(Self {
-            ops,
-            cap,
-            turn: Turn::default(),
-            batch: Mutex::default(),
-        })
-    }
-
-    fn batch(&self) -> MutexGuard<'_, Batch> {
-        self.batch.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Batch {
-    fn clear(&mut self) {
-        self.requests.clear();
-        self.sges.clear();
-        self.inline.clear();
-        self.mistake = None;
-    }
-
-    /// The request that setters belong to.
-    ///
-    /// # Errors
-    /// `EINVAL` where no request has been begun.
-    fn last(&mut self) -> Result<&mut Request, Errno> {
-        self.requests.last_mut().ok_or(Errno::INVALID)
-    }
-
-    /// Gives the last request its data.
-    ///
-    /// # Errors
-    /// `EINVAL` where it has some already, or takes none of this kind.
-    fn set_data(&mut self, data: Data) -> Result<(), Errno> {
-        let request = self.last()?;
-        let is_allowed = match request.op {
-            SendOp::LocalInv(_) | SendOp::RegMr { .. } => false,
-            SendOp::Read(_) | SendOp::CmpSwap { .. } | SendOp::FetchAdd { .. } => {
-                matches!(data, Data::Sges(_))
-            }
-            _ => true,
-        };
-        if !is_allowed || !matches!(request.data, Data::None) {
+/// `ibv_create_qp_ex(3)`.
+pub(crate) unsafe extern "C" fn create_qp_ex(
+    context: *mut ibv_context,
+    attr: *mut ibv_qp_init_attr_ex,
+) -> *mut ibv_qp {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
+        let extra = extra_attr(attr)?;
+        if attr.comp_mask & IBV_QP_INIT_ATTR_PD == 0 {
             return Err(Errno::INVALID);
         }
-        request.data = data;
-        Ok(())
-    }
-
-    /// The requests as they are posted.
-    fn posts(&self, requests: &[Request]) -> ArrayVec<SendWr<'_>, CHAIN> {
-        let posts = requests.iter().map(|request| {
-            let (sges, inline) = match &request.data {
-                Data::None => (&[][..], None),
-                Data::Sges(range) => (&self.sges[range.clone()], None),
-                Data::Inline(range) => (&[][..], Some(&self.inline[range.clone()])),
-            };
-            SendWr {
-                wr_id: request.wr_id,
-                op: request.op,
-                sges,
-                inline,
-                flags: request.flags,
-                ud: request.ud,
-            }
-        });
-        posts.collect()
-    }
+        // SAFETY: as above.
+        let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
+        if pd.context != context {
+            return Err(Errno::INVALID);
+        }
+        let mut plain = plain_attr(attr);
+        let qp = create_qp_by(pd, &mut plain, extra, |nic, init| Ok(nic.create_qp(init)?))?;
+        attr.cap = plain.cap;
+        set_calls(qp);
+        Ok(qp.handle())
+    }))
 }
 
-/// Gives a queue pair the calls of the interface.
-pub(crate) fn set_calls(qp: &mut ibv_qp_ex) {
+/// Gives a queue pair the calls that build requests, where it was created for them.
+pub(crate) fn set_calls(qp: Ref<Qp>) {
+    if qp.builder.is_none() {
+        return;
+    }
+    // SAFETY: the queue pair is alive, and the program does not know it yet.
+    let qp = unsafe { &mut *qp.c() };
     qp.wr_atomic_cmp_swp = Some(wr_atomic_cmp_swp);
     qp.wr_atomic_fetch_add = Some(wr_atomic_fetch_add);
     qp.wr_bind_mw = Some(wr_bind_mw);
@@ -230,7 +127,7 @@ fn post(qp: &Qp, batch: &Batch) -> Result<(), Errno> {
     let mut locked = qp.context.lock();
     let mut posted = 0;
     for requests in batch.requests.chunks(CHAIN) {
-        let result = locked.nic.post_send(qp.id, &batch.posts(requests));
+        let result = locked.nic.post_send(qp.id, &batch.posts::<CHAIN>(requests));
         if let Err(PostError { index, reason }) = result {
             locked.nic.unpost_send(qp.id, posted + index);
             return Err(reason.into());

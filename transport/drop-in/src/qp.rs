@@ -1,23 +1,30 @@
 //! Queue pairs and shared receive queues.
 
+use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::mem::zeroed;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    AsyncEvent, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _,
+    AsyncEvent, Gid, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId,
+    Verbs as _,
 };
 
+use crate::builder::Builder;
 use crate::context::{Context, Subject, context_of};
 use crate::cq::Cq;
+use crate::domain::Pd;
 use crate::engine::Reports;
 use crate::errno::{Errno, number, pointer};
-use crate::memory::Pd;
 use crate::object::{Ref, kind};
-use crate::post_ex::{Builder, set_calls};
 use crate::queue::Unacknowledged;
+
+/// Flag of `enum ibv_qp_create_flags`: what the queue pair sends to a multicast group does not come
+/// back to it.
+const BLOCK_SELF_MCAST: u32 = 1 << 1;
 
 /// A queue pair.
 pub(crate) struct Qp {
@@ -27,6 +34,8 @@ pub(crate) struct Qp {
     init: ibv_qp_init_attr,
     /// Of one that was created for requests that calls build.
     pub(crate) builder: Option<Builder>,
+    /// Multicast groups that it is attached to.
+    groups: Mutex<BTreeSet<[u8; 16]>>,
     pub(crate) async_events: Unacknowledged,
 }
 
@@ -75,45 +84,41 @@ pub(crate) unsafe extern "C" fn ibv_create_qp(
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
         let attr = unsafe { &mut *attr };
-        create_qp_by(pd, attr, None, |nic, init| Ok(nic.create_qp(init)?)).map(Ref::handle)
+        create_qp_by(pd, attr, ExtraAttr::default(), |nic, init| {
+            Ok(nic.create_qp(init)?)
+        })
+        .map(Ref::handle)
     }))
 }
 
-/// `ibv_create_qp_ex(3)`.
-pub(crate) unsafe extern "C" fn create_qp_ex(
-    context: *mut ibv_context,
-    attr: *mut ibv_qp_init_attr_ex,
-) -> *mut ibv_qp {
-    // SAFETY: the program's pointers, as the manual page demands.
-    pointer(unsafe { context_of(context) }.and_then(|_| {
-        // SAFETY: as above.
-        let attr = unsafe { &mut *attr };
-        let ops = send_ops(attr)?;
-        if attr.comp_mask & IBV_QP_INIT_ATTR_PD == 0 {
-            return Err(Errno::INVALID);
-        }
-        // SAFETY: as above.
-        let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
-        let mut plain = plain_attr(attr);
-        let qp = create_qp_by(pd, &mut plain, ops, |nic, init| Ok(nic.create_qp(init)?))?;
-        attr.cap = plain.cap;
-        Ok(qp.handle())
-    }))
+/// What the extended call adds to the attributes of a queue pair.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct ExtraAttr {
+    /// Operations that calls will build, where the program asks for such calls.
+    send_ops: Option<u64>,
+    block_self_mcast: bool,
 }
 
-/// Operations that calls will build, where the program asks for such calls.
+/// The part of the attributes that the older call has not, except for the domain.
 ///
 /// # Errors
 /// `EOPNOTSUPP` for attributes of features that the device does not have.
-pub(crate) fn send_ops(attr: &ibv_qp_init_attr_ex) -> Result<Option<u64>, Errno> {
+pub(crate) fn extra_attr(attr: &ibv_qp_init_attr_ex) -> Result<ExtraAttr, Errno> {
     const KNOWN: u32 =
         IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-    let has_flags = attr.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && attr.create_flags != 0;
-    if attr.comp_mask & !KNOWN != 0 || has_flags {
+    let has = |bit| attr.comp_mask & bit != 0;
+    let flags = if has(IBV_QP_INIT_ATTR_CREATE_FLAGS) {
+        attr.create_flags
+    } else {
+        0
+    };
+    if attr.comp_mask & !KNOWN != 0 || flags & !BLOCK_SELF_MCAST != 0 {
         return Err(Errno::UNSUPPORTED);
     }
-    let has_ops = attr.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0;
-    Ok(has_ops.then_some(attr.send_ops_flags))
+    Ok(ExtraAttr {
+        send_ops: has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).then_some(attr.send_ops_flags),
+        block_self_mcast: flags & BLOCK_SELF_MCAST != 0,
+    })
 }
 
 /// The part of the attributes that the older call has as well.
@@ -129,12 +134,11 @@ pub(crate) fn plain_attr(attr: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     }
 }
 
-/// Creates a queue pair by the call of the device that `make` makes, and for requests that calls
-/// build where `send_ops` names their operations.
+/// Creates a queue pair by the call of the device that `make` makes.
 pub(crate) fn create_qp_by(
     pd: Ref<Pd>,
     attr: &mut ibv_qp_init_attr,
-    send_ops: Option<u64>,
+    extra: ExtraAttr,
     make: impl FnOnce(&mut Roce, &QpInitAttr) -> Result<QpId, Errno>,
 ) -> Result<Ref<Qp>, Errno> {
     // SAFETY: the program's pointers, as the manual page demands.
@@ -163,7 +167,8 @@ pub(crate) fn create_qp_by(
         max_recv_sge: attr.cap.max_recv_sge.max(1),
         max_inline: attr.cap.max_inline_data,
     };
-    let builder = send_ops
+    let builder = extra
+        .send_ops
         .map(|ops| Builder::new(qp_type, cap, ops))
         .transpose()?;
     let init = QpInitAttr {
@@ -175,7 +180,7 @@ pub(crate) fn create_qp_by(
         cap,
         sq_sig_all: attr.sq_sig_all != 0,
         recv_order: RecvOrder::OldestFirst,
-        block_self_mcast: false,
+        block_self_mcast: extra.block_self_mcast,
     };
     let id = make(&mut locked.nic, &init)?;
     attr.cap = ibv_qp_cap {
@@ -197,9 +202,6 @@ pub(crate) fn create_qp_by(
     c.qp_base.qp_num = locked.nic.qp_num(id)?;
     c.qp_base.state = IBV_QPS_RESET;
     c.qp_base.qp_type = attr.qp_type;
-    if builder.is_some() {
-        set_calls(&mut c);
-    }
     let qp = Ref::new(
         c,
         Qp {
@@ -208,6 +210,7 @@ pub(crate) fn create_qp_by(
             is_datagram: qp_type == QpType::Ud,
             init: *attr,
             builder,
+            groups: Mutex::default(),
             async_events: Unacknowledged::default(),
         },
     );
@@ -295,10 +298,56 @@ pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_
     }))
 }
 
+impl Qp {
+    fn groups(&self) -> MutexGuard<'_, BTreeSet<[u8; 16]>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// `ibv_attach_mcast(3)`.
+pub(crate) unsafe extern "C" fn ibv_attach_mcast(
+    qp: *mut ibv_qp,
+    gid: *const ibv_gid,
+    lid: u16,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        // SAFETY: as above; a GID is 16 bytes.
+        let gid = unsafe { gid.as_ref().ok_or(Errno::INVALID)?.raw };
+        if !qp.is_datagram {
+            return Err(Errno::INVALID);
+        }
+        let mut groups = qp.groups();
+        qp.context.lock().nic.attach_mcast(qp.id, Gid(gid), lid)?;
+        groups.insert(gid);
+        Ok(())
+    }))
+}
+
+/// `ibv_detach_mcast(3)`.
+pub(crate) unsafe extern "C" fn ibv_detach_mcast(
+    qp: *mut ibv_qp,
+    gid: *const ibv_gid,
+    lid: u16,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        // SAFETY: as above; a GID is 16 bytes.
+        let gid = unsafe { gid.as_ref().ok_or(Errno::INVALID)?.raw };
+        let mut groups = qp.groups();
+        qp.context.lock().nic.detach_mcast(qp.id, Gid(gid), lid)?;
+        groups.remove(&gid);
+        Ok(())
+    }))
+}
+
 /// `ibv_destroy_qp(3)`.
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        if !qp.groups().is_empty() {
+            return Err(Errno(libc::EBUSY));
+        }
         {
             let mut locked = qp.context.lock();
             locked.nic.destroy_qp(qp.id)?;

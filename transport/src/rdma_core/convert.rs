@@ -212,7 +212,9 @@ pub(super) fn post_reason(errno: i32) -> PostReason {
     }
 }
 
-pub(super) fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
+/// A path as rdma-core has it.
+#[must_use]
+pub fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
     ibv_ah_attr {
         grh: ibv_global_route {
             dgid: ibv_gid { raw: ours.dgid.0 },

@@ -299,6 +299,12 @@ impl Roce {
         )
     }
 
+    /// Time of the device's clock, in nanoseconds, as timed completions have it.
+    pub fn device_time(&mut self, now: Instant) -> u64 {
+        self.nic.set_now(now);
+        self.nic.clock().0
+    }
+
     /// Takes back the newest `count` sends of a queue pair, which have just been posted: so a list is
     /// posted whole or not at all. Between the posts and this nothing else of the device may have
     /// been called. A queue pair in ERROR has completed them, and keeps that.

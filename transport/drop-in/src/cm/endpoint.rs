@@ -13,9 +13,10 @@ use super::{
     rdma_destroy_id, rdma_destroy_qp, rdma_destroy_srq, rdma_get_cm_event, rdma_resolve_route,
     resolve_addr,
 };
+use crate::domain::Pd;
 use crate::errno::{Errno, minus};
-use crate::memory::Pd;
 use crate::object::Ref;
+use crate::qp::ExtraAttr;
 
 /// Time that an end point gives each step on the way to its peer, in milliseconds.
 const STEP_MS: c_int = 2000;
@@ -176,7 +177,7 @@ unsafe fn create_ep(
         }
         if let Some(attr) = attr {
             attr.qp_type = kind;
-            create_qp(id, pd, attr, None)?;
+            create_qp(id, pd, attr, ExtraAttr::default())?;
         }
         if info.ai_connect_len > 0 && !info.ai_connect.is_null() {
             // SAFETY: the program's data have that length.
@@ -244,7 +245,7 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
                 // SAFETY: the listener's own.
                 .then(|| unsafe { Ref::<Pd>::get(pd) })
                 .transpose()?;
-            create_qp(new, pd, &mut attr, None)?;
+            create_qp(new, pd, &mut attr, ExtraAttr::default())?;
         }
         // SAFETY: the program gives a place for the identifier, whose event has the peer's data.
         unsafe {

@@ -9,9 +9,10 @@ use riser_transport::verbs::RdmaCm as _;
 
 use super::{Id, id_of, shared};
 use crate::cq::*;
+use crate::domain::Pd;
 use crate::errno::{Errno, minus};
-use crate::memory::Pd;
 use crate::object::Ref;
+use crate::post_ex::set_calls;
 use crate::qp::*;
 
 /// `rdma_create_qp(3)`.
@@ -31,7 +32,7 @@ pub(crate) unsafe extern "C" fn rdma_create_qp(
             id,
             pd,
             unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?,
-            None,
+            ExtraAttr::default(),
         )
     }))
 }
@@ -45,14 +46,14 @@ pub(crate) unsafe extern "C" fn rdma_create_qp_ex(
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
-        let ops = send_ops(attr)?;
+        let extra = extra_attr(attr)?;
         let has_pd = attr.comp_mask & IBV_QP_INIT_ATTR_PD != 0 && !attr.pd.is_null();
         let pd = has_pd
             // SAFETY: as above.
             .then(|| unsafe { Ref::<Pd>::get(attr.pd) })
             .transpose()?;
         let mut plain = plain_attr(attr);
-        create_qp(id, pd, &mut plain, ops)?;
+        create_qp(id, pd, &mut plain, extra)?;
         attr.cap = plain.cap;
         Ok(())
     }))
@@ -63,7 +64,7 @@ pub(super) fn create_qp(
     id: Ref<Id>,
     pd: Option<Ref<Pd>>,
     attr: &mut ibv_qp_init_attr,
-    send_ops: Option<u64>,
+    extra: ExtraAttr,
 ) -> Result<(), Errno> {
     let (context, device_id) = id.link()?;
     let c = id.c();
@@ -92,11 +93,12 @@ pub(super) fn create_qp(
         }
     }
     make_cqs(id, attr)?;
-    let qp = create_qp_by(pd, attr, send_ops, |nic, init| {
+    let qp = create_qp_by(pd, attr, extra, |nic, init| {
         Ok(nic.create_cm_qp(device_id, init)?)
     });
     match qp {
         Ok(qp) => {
+            set_calls(qp);
             // SAFETY: the identifier and its queue pair are alive.
             unsafe {
                 (*qp.handle()).state = IBV_QPS_INIT;

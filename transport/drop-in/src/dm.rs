@@ -1,0 +1,174 @@
+//! Device memory (`ibv_alloc_dm(3)`): memory of the library that programs reach by calls only, and
+//! the device by regions.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{ptr, slice};
+
+use riser_memory::Memory;
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::verbs::Access;
+
+use crate::context::{DEVICE_MEMORY, context_of};
+use crate::domain::Pd;
+use crate::errno::{Errno, number, pointer};
+use crate::memory::{register, rights_of};
+use crate::object::{Ref, kind};
+
+/// Alignment of what is copied, in bytes.
+const WORD: u64 = 4;
+
+/// Logarithm of the largest alignment: that of pages.
+const MAX_ALIGN: u32 = 12;
+
+/// Bytes that are taken.
+static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// A piece of device memory.
+pub(crate) struct Dm {
+    memory: Memory,
+    length: usize,
+    /// Has another owner for each region.
+    users: Arc<()>,
+}
+
+kind!(Dm, ibv_dm, b"dmem");
+
+impl Drop for Dm {
+    fn drop(&mut self) {
+        TAKEN.fetch_sub(self.length, Ordering::Relaxed);
+    }
+}
+
+impl Dm {
+    /// A range of the memory, as offset and length.
+    fn range(&self, offset: u64, length: usize) -> Option<(usize, usize)> {
+        let offset = usize::try_from(offset).ok()?;
+        let end = offset.checked_add(length)?;
+        (end <= self.length).then_some((offset, length))
+    }
+
+    /// A range to copy from or to.
+    ///
+    /// # Errors
+    /// `EFAULT` for one that is not aligned, or not within the memory.
+    fn words(&self, offset: u64, length: usize) -> Result<(usize, usize), Errno> {
+        let is_aligned = offset.is_multiple_of(WORD) && (length as u64).is_multiple_of(WORD);
+        let range = self.range(offset, length).filter(|_| is_aligned);
+        range.ok_or(Errno(libc::EFAULT))
+    }
+}
+
+/// `ibv_alloc_dm(3)`.
+pub(crate) unsafe extern "C" fn alloc_dm(
+    context: *mut ibv_context,
+    attr: *mut ibv_alloc_dm_attr,
+) -> *mut ibv_dm {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|_| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        let length = attr.length;
+        if attr.comp_mask != 0 || length == 0 || attr.log_align_req > MAX_ALIGN {
+            return Err(Errno::INVALID);
+        }
+        let take = |taken: usize| {
+            taken
+                .checked_add(length)
+                .filter(|sum| *sum <= DEVICE_MEMORY)
+        };
+        TAKEN
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+            .map_err(|_| Errno::NO_MEMORY)?;
+        let memory = Memory::new(length).inspect_err(|_| {
+            TAKEN.fetch_sub(length, Ordering::Relaxed);
+        })?;
+        let c = ibv_dm {
+            context,
+            memcpy_to_dm: Some(memcpy_to_dm),
+            memcpy_from_dm: Some(memcpy_from_dm),
+            comp_mask: 0,
+            handle: 0,
+        };
+        let users = Arc::new(());
+        let dm = Dm {
+            memory,
+            length,
+            users,
+        };
+        Ok(Ref::new(c, dm).handle())
+    }))
+}
+
+/// `ibv_free_dm(3)`.
+pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
+        if Arc::strong_count(&dm.users) > 1 {
+            return Err(Errno(libc::EBUSY));
+        }
+        dm.retire()
+    }))
+}
+
+/// `ibv_reg_dm_mr(3)`: addresses of the region count from 0, as those of device memory do.
+pub(crate) unsafe extern "C" fn reg_dm_mr(
+    pd: *mut ibv_pd,
+    dm: *mut ibv_dm,
+    offset: u64,
+    length: usize,
+    access: c_uint,
+) -> *mut ibv_mr {
+    // SAFETY: the program's pointers, as the manual page demands.
+    let objects = unsafe { Ref::<Pd>::get(pd).and_then(|pd| Ok((pd, Ref::<Dm>::get(dm)?))) };
+    pointer(objects.and_then(|(pd, dm)| {
+        let rights = rights_of(access)?;
+        let (offset, length) = dm.range(offset, length).ok_or(Errno::INVALID)?;
+        let range = dm.memory.slice(offset..offset + length);
+        let range = range.filter(|_| length > 0 && rights.contains(Access::ZERO_BASED));
+        let range = range.ok_or(Errno::INVALID)?;
+        let user = Some(Arc::clone(&dm.users));
+        register(pd, &range, ptr::null_mut(), 0, rights, user).map(Ref::handle)
+    }))
+}
+
+/// `ibv_memcpy_to_dm`.
+unsafe extern "C" fn memcpy_to_dm(
+    dm: *mut ibv_dm,
+    offset: u64,
+    from: *const c_void,
+    length: usize,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
+        let (offset, length) = dm.words(offset, length)?;
+        if length > 0 {
+            // SAFETY: as above.
+            dm.memory.write(offset, unsafe {
+                slice::from_raw_parts(from.cast(), length)
+            });
+        }
+        Ok(())
+    }))
+}
+
+/// `ibv_memcpy_from_dm`.
+unsafe extern "C" fn memcpy_from_dm(
+    to: *mut c_void,
+    dm: *mut ibv_dm,
+    offset: u64,
+    length: usize,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
+        let (offset, length) = dm.words(offset, length)?;
+        if length > 0 {
+            // SAFETY: as above; nothing else uses the program's memory meanwhile.
+            dm.memory.read(offset, unsafe {
+                slice::from_raw_parts_mut(to.cast(), length)
+            });
+        }
+        Ok(())
+    }))
+}

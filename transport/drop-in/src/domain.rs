@@ -1,0 +1,153 @@
+//! Protection domains, and the parent and thread domains around them.
+//!
+//! A thread domain says that one thread uses what belongs to it; the device has one lock, so nothing
+//! comes of it. A parent domain is a protection domain with a thread domain and allocators for the
+//! memory of queues; these are the device's own, so the allocators are never called.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::verbs::{PdId, Verbs as _};
+
+use crate::context::{Context, context_of};
+use crate::errno::{Errno, number, pointer};
+use crate::object::{Ref, kind};
+
+const BUSY: Errno = Errno(libc::EBUSY);
+
+/// Bits of `enum ibv_parent_domain_init_attr_mask`.
+const ALLOCATORS: u32 = 1;
+const PD_CONTEXT: u32 = 2;
+
+/// A protection domain, or a parent domain, which stands for the one that it was made for.
+pub(crate) struct Pd {
+    pub(crate) context: Ref<Context>,
+    pub(crate) id: PdId,
+    /// What a parent domain was made for.
+    made_for: Option<(Ref<Pd>, Option<Ref<Td>>)>,
+    /// Parent domains that were made for it.
+    parents: AtomicU32,
+}
+
+kind!(Pd, ibv_pd, b"pdom");
+
+/// A thread domain.
+pub(crate) struct Td {
+    context: Ref<Context>,
+    /// Parent domains that were made for it.
+    parents: AtomicU32,
+}
+
+kind!(Td, ibv_td, b"tdom");
+
+/// `ibv_alloc_pd(3)`.
+pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|c| alloc_pd(c).map(Ref::handle)))
+}
+
+pub(crate) fn alloc_pd(context: Ref<Context>) -> Result<Ref<Pd>, Errno> {
+    let id = context.lock().nic.alloc_pd()?;
+    Ok(make(context, id, None))
+}
+
+fn make(context: Ref<Context>, id: PdId, made_for: Option<(Ref<Pd>, Option<Ref<Td>>)>) -> Ref<Pd> {
+    let c = ibv_pd {
+        context: context.handle(),
+        handle: id.0.index() as u32,
+    };
+    let pd = Pd {
+        context,
+        id,
+        made_for,
+        parents: AtomicU32::new(0),
+    };
+    Ref::new(c, pd)
+}
+
+/// `ibv_dealloc_pd(3)`, also of a parent domain.
+pub(crate) unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        if pd.parents.load(Ordering::Acquire) > 0 {
+            return Err(BUSY);
+        }
+        match pd.made_for {
+            Some((real, td)) => {
+                pd.retire()?;
+                real.parents.fetch_sub(1, Ordering::AcqRel);
+                if let Some(td) = td {
+                    td.parents.fetch_sub(1, Ordering::AcqRel);
+                }
+                Ok(())
+            }
+            None => {
+                pd.context.lock().nic.dealloc_pd(pd.id)?;
+                pd.retire()
+            }
+        }
+    }))
+}
+
+/// `ibv_alloc_td(3)`.
+pub(crate) unsafe extern "C" fn alloc_td(
+    context: *mut ibv_context,
+    attr: *mut ibv_td_init_attr,
+) -> *mut ibv_td {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        // SAFETY: as above. No bit of the mask is known.
+        if unsafe { attr.as_ref() }.is_none_or(|attr| attr.comp_mask != 0) {
+            return Err(Errno::INVALID);
+        }
+        let c = ibv_td {
+            context: context.handle(),
+        };
+        let parents = AtomicU32::new(0);
+        Ok(Ref::new(c, Td { context, parents }).handle())
+    }))
+}
+
+/// `ibv_dealloc_td(3)`.
+pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Td>::get(td) }.and_then(|td| {
+        if td.parents.load(Ordering::Acquire) > 0 {
+            return Err(BUSY);
+        }
+        td.retire()
+    }))
+}
+
+/// `ibv_alloc_parent_domain(3)`.
+pub(crate) unsafe extern "C" fn alloc_parent_domain(
+    context: *mut ibv_context,
+    attr: *mut ibv_parent_domain_init_attr,
+) -> *mut ibv_pd {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        let has_allocators = attr.alloc.is_some() && attr.free.is_some();
+        let unknown = attr.comp_mask & !(ALLOCATORS | PD_CONTEXT) != 0;
+        if unknown || (attr.comp_mask & ALLOCATORS != 0 && !has_allocators) {
+            return Err(Errno::INVALID);
+        }
+        // SAFETY: as above.
+        let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
+        let td = (!attr.td.is_null())
+            // SAFETY: as above.
+            .then(|| unsafe { Ref::<Td>::get(attr.td) })
+            .transpose()?;
+        let is_ours = pd.context == context && td.is_none_or(|td| td.context == context);
+        if !is_ours || pd.made_for.is_some() {
+            return Err(Errno::INVALID);
+        }
+        pd.parents.fetch_add(1, Ordering::AcqRel);
+        if let Some(td) = td {
+            td.parents.fetch_add(1, Ordering::AcqRel);
+        }
+        Ok(make(context, pd.id, Some((pd, td))).handle())
+    }))
+}

@@ -1,0 +1,318 @@
+//! Domains, device memory, addresses and groups, by the functions that programs call.
+
+#![allow(unsafe_code, reason = "a C interface is called")]
+
+mod library;
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::mem::zeroed;
+use std::ptr;
+
+use library::*;
+use riser_rdma_core_sys::bindings::*;
+
+const SENDS: u32 = IBV_QP_EX_WITH_SEND;
+const QKEY: u32 = 0x1111_1111;
+
+#[test]
+fn a_parent_domain_stands_for_its_protection_domain() {
+    let device = Device::open("riser0");
+    let table = device.table();
+    // SAFETY: the pointers are valid, or must be refused; all-zero bytes are valid attributes.
+    unsafe {
+        let mut td_attr = ibv_td_init_attr { comp_mask: 1 };
+        let alloc_td = table.alloc_td.unwrap();
+        assert!(alloc_td(device.context, &raw mut td_attr).is_null());
+        assert_eq!(errno(), libc::EINVAL);
+        td_attr.comp_mask = 0;
+        let td = alloc_td(device.context, &raw mut td_attr);
+        assert!(!td.is_null());
+
+        let alloc = table.alloc_parent_domain.unwrap();
+        let mut attr: ibv_parent_domain_init_attr = zeroed();
+        assert!(alloc(device.context, &raw mut attr).is_null(), "no domain");
+        attr.pd = device.pd;
+        attr.td = td;
+        attr.comp_mask = 1;
+        let none = alloc(device.context, &raw mut attr);
+        assert!(none.is_null(), "allocators that are none");
+        attr.comp_mask = 2;
+        let parent = alloc(device.context, &raw mut attr);
+        assert!(!parent.is_null(), "{}", errno());
+        attr.pd = parent;
+        assert!(alloc(device.context, &raw mut attr).is_null(), "a parent's");
+
+        // What belongs to one works with what belongs to the other.
+        let cq = device.create_cq(10);
+        let real = device.pd;
+        let device = Device {
+            pd: parent,
+            ..device
+        };
+        let pair = Pair::new(device, cq, SENDS);
+        let mut memory = [7u8; 16];
+        let (below, above) = {
+            let below = Device {
+                pd: real,
+                ..pair.device
+            };
+            let below = below.register(&mut memory[..8]);
+            (below, pair.device.register(&mut memory[8..]))
+        };
+        post_recv(pair.b, 2, Some(sge(below, 0, 8)));
+        let qp = pair.builder();
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_send.unwrap()(qp);
+        let piece = sge(above, 0, 8);
+        (*qp).wr_set_sge.unwrap()(qp, piece.lkey, piece.addr, piece.length);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+        assert_eq!(completions(cq, 1)[0].status, IBV_WC_SUCCESS);
+
+        let dealloc_pd = |pd| call!(ibv_dealloc_pd(pd => *mut ibv_pd) -> c_int);
+        let dealloc_td = table.dealloc_td.unwrap();
+        assert_eq!(dealloc_td(td), libc::EBUSY);
+        assert_eq!(dealloc_pd(real), libc::EBUSY);
+        assert_eq!(dealloc_pd(parent), 0);
+        assert_eq!(dealloc_pd(parent), libc::EINVAL, "twice");
+        assert_eq!(dealloc_td(td), 0);
+        assert_eq!(dealloc_pd(real), libc::EBUSY, "it has regions");
+        for qp in [pair.a, pair.b] {
+            assert_eq!(call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int), 0);
+        }
+        for mr in [below, above] {
+            assert_eq!(call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int), 0);
+        }
+        assert_eq!(dealloc_pd(real), 0);
+    }
+}
+
+#[test]
+fn device_memory_is_reached_by_calls_and_by_peers() {
+    const ZERO_BASED: c_uint =
+        IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    let device = Device::open("riser0");
+    let cq = device.create_cq(10);
+    let pair = Pair::new(device, cq, IBV_QP_EX_WITH_RDMA_WRITE);
+    let device = &pair.device;
+    let table = device.table();
+    // SAFETY: the pointers are valid, or must be refused.
+    unsafe {
+        let alloc = |length, log_align_req, comp_mask| {
+            let mut attr = ibv_alloc_dm_attr {
+                length,
+                log_align_req,
+                comp_mask,
+            };
+            table.alloc_dm.unwrap()(device.context, &raw mut attr)
+        };
+        let mut attr: ibv_device_attr_ex = zeroed();
+        let query = table.query_device_ex.unwrap();
+        let size = size_of_val(&attr);
+        assert_eq!(query(device.context, ptr::null(), &raw mut attr, size), 0);
+        let most = attr.max_dm_size as usize;
+        let refused = [
+            (0, 0, 0, libc::EINVAL),
+            (64, 13, 0, libc::EINVAL),
+            (64, 0, 1, libc::EINVAL),
+            (most + 1, 0, 0, libc::ENOMEM),
+            (usize::MAX, 0, 0, libc::ENOMEM),
+        ];
+        for (length, align, mask, expected) in refused {
+            assert!(alloc(length, align, mask).is_null());
+            assert_eq!(errno(), expected, "{length} {align} {mask}");
+        }
+        let dm = alloc(64, 12, 0);
+        assert!(!dm.is_null());
+        assert!(alloc(most, 0, 0).is_null(), "together more than there is");
+
+        let mut bytes = *b"by calls";
+        let to = |offset, from: &[u8]| {
+            (*dm).memcpy_to_dm.unwrap()(dm, offset, from.as_ptr().cast(), from.len())
+        };
+        let from = |offset, to: &mut [u8]| {
+            (*dm).memcpy_from_dm.unwrap()(to.as_mut_ptr().cast(), dm, offset, to.len())
+        };
+        assert_eq!(to(8, &bytes), 0);
+        assert_eq!(to(2, &bytes), libc::EFAULT);
+        assert_eq!(to(0, &bytes[..3]), libc::EFAULT);
+        assert_eq!(to(60, &bytes), libc::EFAULT);
+        assert_eq!(to(u64::MAX - 3, &bytes), libc::EFAULT);
+        assert_eq!(to(64, &[]), 0);
+        assert_eq!(from(4, &mut bytes), 0);
+        assert_eq!(&bytes, b"\0\0\0\0by c");
+        assert_eq!(from(64, &mut bytes), libc::EFAULT);
+
+        let register = |offset, length, access| {
+            table.reg_dm_mr.unwrap()(device.pd, dm, offset, length, access)
+        };
+        for (offset, length, access) in [
+            (0, 65, ZERO_BASED),
+            (60, 8, ZERO_BASED),
+            (u64::MAX, 2, ZERO_BASED),
+            (0, 0, ZERO_BASED),
+            (0, 64, IBV_ACCESS_LOCAL_WRITE),
+        ] {
+            assert!(register(offset, length, access).is_null());
+            assert_eq!(errno(), libc::EINVAL, "{offset} {length} {access}");
+        }
+        let mr = register(32, 32, ZERO_BASED);
+        assert!(!mr.is_null(), "{}", errno());
+        let qp = pair.builder();
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_flags = IBV_SEND_SIGNALED;
+        (*qp).wr_rdma_write.unwrap()(qp, (*mr).rkey, 8);
+        (*qp).wr_set_inline_data.unwrap()(qp, c"by peers".as_ptr().cast_mut().cast(), 8);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+        assert_eq!(completions(cq, 1)[0].status, IBV_WC_SUCCESS);
+        assert_eq!(from(40, &mut bytes), 0);
+        assert_eq!(&bytes, b"by peers");
+
+        let free = table.free_dm.unwrap();
+        assert_eq!(free(dm), libc::EBUSY);
+        assert_eq!(call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int), 0);
+        assert_eq!(free(dm), 0);
+        assert_eq!(free(dm), libc::EINVAL, "twice");
+        assert!(!alloc(most, 0, 0).is_null(), "all is free again");
+    }
+}
+
+/// A datagram queue pair in RTS.
+fn datagrams(device: &Device, cq: *mut ibv_cq) -> *mut ibv_qp {
+    let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_UD, SENDS));
+    assert!(!qp.is_null(), "{}", errno());
+    to_rts(qp, device.gid(), 0);
+    qp
+}
+
+/// Sends a datagram.
+fn send(qp: *mut ibv_qp, ah: *mut ibv_ah, number: u32, data: &[u8]) {
+    let qp = extended(qp);
+    // SAFETY: the objects are alive.
+    unsafe {
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_send.unwrap()(qp);
+        (*qp).wr_set_ud_addr.unwrap()(qp, ah, number, QKEY);
+        (*qp).wr_set_inline_data.unwrap()(qp, data.as_ptr().cast_mut().cast(), data.len());
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+    }
+}
+
+fn create_ah(device: &Device, gid: ibv_gid) -> *mut ibv_ah {
+    let mut attr = ah_attr(gid);
+    let ah = call!(ibv_create_ah(device.pd => *mut ibv_pd, &raw mut attr => *mut ibv_ah_attr)
+        -> *mut ibv_ah);
+    assert!(!ah.is_null(), "{}", errno());
+    ah
+}
+
+#[test]
+fn a_datagram_is_answered_by_its_completion_and_header() {
+    let (one, two) = (Device::open("riser0"), Device::open("riser1"));
+    let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
+    let (a, b) = (datagrams(&one, cq_one), datagrams(&two, cq_two));
+    let (mut at_a, mut at_b) = ([0u8; 64], [0u8; 64]);
+    post_recv(a, 1, Some(sge(one.register(&mut at_a), 0, 64)));
+    post_recv(b, 2, Some(sge(two.register(&mut at_b), 0, 64)));
+    // SAFETY: the objects are alive.
+    unsafe {
+        send(a, create_ah(&one, two.gid()), (*b).qp_num, b"question");
+        let mut wc = completions(cq_two, 1)[0];
+        assert_eq!((wc.byte_len, wc.src_qp), (48, (*a).qp_num));
+        let grh = at_b.as_mut_ptr().cast::<c_void>();
+
+        let mut attr: ibv_ah_attr = zeroed();
+        let mut init = |wc: &mut ibv_wc, grh: *mut c_void, port| {
+            call!(ibv_init_ah_from_wc(
+                two.context => *mut ibv_context, port => u8, wc => *mut ibv_wc,
+                grh => *mut c_void, &raw mut attr => *mut ibv_ah_attr,
+            ) -> c_int)
+        };
+        assert_eq!(init(&mut wc, ptr::null_mut(), 1), -1);
+        assert_eq!(init(&mut wc, grh, 2), -1, "no such port");
+        assert_eq!(
+            init(&mut wc, [0u8; 40].as_mut_ptr().cast(), 1),
+            -1,
+            "no header"
+        );
+        let mut without = wc;
+        without.wc_flags &= !IBV_WC_GRH;
+        assert_eq!(init(&mut without, grh, 1), -1);
+        assert_eq!(init(&mut wc, grh, 1), 0);
+        assert_eq!(attr.grh.dgid.raw, one.gid().raw);
+        assert_eq!((attr.is_global, attr.port_num), (1, 1));
+
+        let back = call!(ibv_create_ah_from_wc(
+            two.pd => *mut ibv_pd, &raw mut wc => *mut ibv_wc, grh => *mut c_void, 1 => u8,
+        ) -> *mut ibv_ah);
+        assert!(!back.is_null(), "{}", errno());
+        send(b, back, wc.src_qp, b"answer");
+        let wc = completions(cq_one, 1)[0];
+        assert_eq!((wc.wr_id, wc.byte_len), (1, 46));
+    }
+    assert_eq!(&at_a[40..46], b"answer");
+}
+
+#[test]
+fn a_group_is_joined_and_left() {
+    let device = Device::open("riser0");
+    let cq = device.create_cq(10);
+    let qp = datagrams(&device, cq);
+    let mut group = [0u8; 16];
+    (group[10], group[11]) = (0xff, 0xff);
+    group[12..].copy_from_slice(&[239, 1, 41, 7]);
+    let mut gid = ibv_gid { raw: group };
+    let attach = |qp, gid: *mut ibv_gid| call!(ibv_attach_mcast(qp => *mut ibv_qp, gid => *mut ibv_gid, 0 => u16) -> c_int);
+    let detach = |qp, gid: *mut ibv_gid| call!(ibv_detach_mcast(qp => *mut ibv_qp, gid => *mut ibv_gid, 0 => u16) -> c_int);
+    let connection = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_RC, SENDS));
+    assert_eq!(attach(connection, &raw mut gid), libc::EINVAL);
+    assert_eq!(attach(qp, &raw mut device.gid()), libc::EINVAL, "no group");
+    assert_eq!(detach(qp, &raw mut gid), libc::EINVAL, "not attached");
+    assert_eq!(attach(qp, &raw mut gid), 0);
+    let destroy = |qp| call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int);
+    assert_eq!(destroy(qp), libc::EBUSY);
+    assert_eq!(detach(qp, &raw mut gid), 0);
+    assert_eq!(destroy(qp), 0);
+}
+
+#[test]
+fn structures_of_the_kernel_are_converted() {
+    // Bytes as the kernel's headers lay them out, each one another.
+    let bytes: [u8; 144] = std::array::from_fn(|i| i as u8);
+    let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
+    // SAFETY: all-zero bytes are valid for the structures; the kernel's are as long as they are.
+    unsafe {
+        let mut attr: ibv_qp_attr = zeroed();
+        attr.rate_limit = 5;
+        call!(ibv_copy_qp_attr_from_kern(&raw mut attr => *mut ibv_qp_attr,
+            bytes.as_ptr() => *const u8));
+        assert_eq!((attr.qp_state, attr.qp_access_flags), (word(4), word(36)));
+        assert_eq!(attr.ah_attr.grh.dgid.raw, bytes[40..56]);
+        assert_eq!(
+            (attr.ah_attr.grh.sgid_index, attr.ah_attr.port_num),
+            (60, 70)
+        );
+        assert_eq!(
+            (attr.alt_ah_attr.grh.flow_label, attr.alt_ah_attr.sl),
+            (word(88), 98)
+        );
+        assert_eq!(
+            (attr.cap.max_send_wr, attr.cap.max_inline_data),
+            (word(104), word(120))
+        );
+        assert_eq!((attr.en_sqd_async_notify, attr.alt_timeout), (128, 138));
+        assert_eq!(attr.rate_limit, 5);
+
+        let mut path: ibv_sa_path_rec = zeroed();
+        let mut back = [0u8; 64];
+        let mut record = [0u8; 64];
+        record.copy_from_slice(&bytes[..64]);
+        // The code of the MTU has one byte in the other structure, and one is padding.
+        record[48..52].copy_from_slice(&4u32.to_ne_bytes());
+        call!(ibv_copy_path_rec_from_kern(&raw mut path => *mut ibv_sa_path_rec,
+            record.as_ptr() => *const u8));
+        assert_eq!((path.mtu, path.hop_limit, path.preference), (4, 54, 63));
+        call!(ibv_copy_path_rec_to_kern(back.as_mut_ptr() => *mut u8,
+            &raw const path => *const ibv_sa_path_rec));
+        assert_eq!(back, record);
+    }
+}

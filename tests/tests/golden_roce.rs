@@ -81,6 +81,8 @@ fn rebuilt(ext: &ExtHeaders, opcode: u8) -> ExtHeaders {
         atomic_ack: ext.atomic_ack.map(|h| AtomicAckEth::new(h.original())),
         imm: ext.imm.map(|h| ImmDt::new(h.data())),
         ieth: ext.ieth.map(|h| Ieth::new(h.rkey())),
+        // The captured kernels do not speak XRC.
+        xrc: None,
     }
 }
 

@@ -139,6 +139,7 @@ impl PooledMr {
             },
             sges: &[],
             inline: None,
+            remote_srqn: None,
             flags: SendFlags::empty(),
             ud: None,
         }
@@ -168,6 +169,7 @@ impl PooledMr {
             op: SendOp::LocalInv(self.key),
             sges: &[],
             inline: None,
+            remote_srqn: None,
             flags: SendFlags::SIGNALED,
             ud: None,
         }

@@ -54,7 +54,7 @@ mod on_a_bad_wire {
 
     use crate::software::Virtual;
     use crate::suite::world::{World as _, pattern};
-    use crate::suite::{cm, ops, transfers, unreliable};
+    use crate::suite::{cm, extended, ops, transfers, unreliable};
 
     fn bad(seed: u64) -> Virtual {
         Virtual::new(FabricConfig {
@@ -117,6 +117,15 @@ mod on_a_bad_wire {
         assert!((ROUNDS / 2..ROUNDS).contains(&count), "{count}");
         let state = w.provider(b.end).query_qp(b.qp).unwrap().state;
         assert_eq!(state, Some(QpState::Rts));
+    }
+
+    #[test]
+    fn extended_connections() {
+        for seed in 1..6 {
+            extended::extended_messages_go_to_the_queue_that_they_name(bad(seed));
+            extended::extended_reads_writes_and_atomics(bad(seed));
+            extended::extended_connections_share_a_queue(bad(seed));
+        }
     }
 
     #[test]

@@ -326,6 +326,7 @@ impl DiscoveryAgent {
             op: SendOp::Send,
             sges: &self.sge(at, MAD_LEN),
             inline: None,
+            remote_srqn: None,
             flags: SendFlags::SIGNALED,
             ud: Some(UdDest {
                 ah,

@@ -314,6 +314,7 @@ impl Chains {
             op,
             sges,
             inline: None,
+            remote_srqn: None,
             flags,
             ud: None,
         }
@@ -368,6 +369,7 @@ impl Worker {
             }),
             sges: &[],
             inline: None,
+            remote_srqn: None,
             flags: SendFlags::SIGNALED,
             ud: None,
         };

@@ -71,9 +71,11 @@ impl Builder {
     /// `EOPNOTSUPP` for an operation that queue pairs of this kind do not have.
     pub(crate) fn new(qp_type: QpType, cap: QpCap, ops: u64) -> Result<Self, Errno> {
         let known = match qp_type {
-            QpType::Rc => RELIABLE,
+            QpType::Rc | QpType::XrcIni => RELIABLE,
             QpType::Uc => UNRELIABLE,
             QpType::Ud | QpType::Gsi => DATAGRAM,
+            // It has no send queue.
+            QpType::XrcTgt => 0,
         };
         let ops = u32::try_from(ops).map_err(|_| Errno::UNSUPPORTED)?;
         if ops & !known != 0 {
@@ -145,6 +147,7 @@ impl Batch {
                 inline,
                 flags: request.flags,
                 ud: request.ud,
+                remote_srqn: None,
             }
         });
         posts.collect()

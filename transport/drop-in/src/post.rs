@@ -196,6 +196,7 @@ unsafe fn request<'a>(
         sges: list,
         flags: send_flags_of(wr.send_flags),
         inline: None,
+        remote_srqn: None,
         ud,
     };
     Ok(Some(Request {

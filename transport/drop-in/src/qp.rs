@@ -179,6 +179,7 @@ pub(crate) fn create_qp_by(
         qp_type,
         cap,
         sq_sig_all: attr.sq_sig_all != 0,
+        xrcd: None,
         recv_order: RecvOrder::OldestFirst,
         block_self_mcast: extra.block_self_mcast,
     };

@@ -64,6 +64,17 @@
 //!   narrows its window, once in a round trip, and so does one whose READ responses arrive marked.
 //!   A responder that is sent one paces its READ responses (`pacing.rs`).
 //!
+//! # Extended reliable connections (annex A14)
+//!
+//! A queue pair whose service is XRC is one of their ends: the same machine with other opcodes, and
+//! with the number of a shared receive queue in each request. An initiator takes no requests and a
+//! target sends none; the caller hands neither over. Before each request the caller has given a
+//! target the receive queue that the request names (`env.rq`) and its domain
+//! ([`RcQp::set_domain`]). All packets of a message name one queue.
+//!
+//! Linux's `rdma_rxe` does not have this service (it was proposed and never taken), other devices of
+//! Linux do.
+//!
 //! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing
 //! while a receive is bound.
 
@@ -90,7 +101,7 @@ use riser_memory::MemSlice;
 
 use crate::mr::MrTable;
 use crate::verbs::{Access, AsyncEvent, Completion, Mtu, PdId, QpCap, QpId};
-use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, pad_len};
+use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, Service, pad_len};
 
 pub use congestion::RECOVERY_WINDOW;
 pub use qp::RcQp;
@@ -112,6 +123,8 @@ pub struct RcConfig {
     pub qp_num: u32,
     /// Protection domain of the queue pair.
     pub pd: PdId,
+    /// Its service: [`Service::Rc`], or [`Service::Xrc`].
+    pub service: Service,
     /// Depths of its queues. A shared receive queue ignores the receive depths but not
     /// `max_recv_sge`, which must be that of the shared queue.
     pub cap: QpCap,
@@ -150,6 +163,7 @@ impl RcConfig {
             qp,
             qp_num: 0,
             pd,
+            service: Service::Rc,
             cap,
             sq_sig_all: false,
             has_srq: false,

@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use crate::verbs::{
-    Access, AsyncEvent, Completion, PostError, PostReason, QpCap, QpState, QpType, RecvWr, SendWr,
-    WcOpcode, WcStatus, qp_state,
+    Access, AsyncEvent, Completion, PdId, PostError, PostReason, QpCap, QpState, QpType, RecvWr,
+    SendWr, WcOpcode, WcStatus, qp_state,
 };
 use crate::wire::{
-    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, RnrTimer, Service, emit_headers,
+    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Psn, RnrTimer, emit_headers,
 };
 
 use super::ctx::{Ctx, Fault, PeerPath};
@@ -75,7 +75,7 @@ impl RcQp {
             state: QpState::Reset,
             link: None,
             requester: Requester::new(&cfg.cap),
-            responder: Responder::new(cfg.cap.max_recv_sge),
+            responder: Responder::new(cfg.pd, cfg.cap.max_recv_sge),
             counters: RcCounters::default(),
             awaits_first_packet: false,
             awaits_drain: false,
@@ -292,6 +292,32 @@ impl RcQp {
         result
     }
 
+    /// Whether a request with this PSN would be carried out now, if nothing is wrong with it.
+    #[must_use]
+    pub fn expects(&self, psn: Psn) -> bool {
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd)
+            && !self.responder.has_failed()
+            && self.responder.expected() == psn
+    }
+
+    /// Whether a message is arriving that has taken its receive.
+    #[must_use]
+    pub fn has_receive(&self) -> bool {
+        self.responder.is_bound()
+    }
+
+    /// Sets the protection domain of the peer's requests from now on: that of the shared receive
+    /// queue which they name.
+    pub fn set_domain(&mut self, pd: PdId) {
+        self.responder.set_domain(pd);
+    }
+
+    /// Refuses the request that is expected, since it names a receive queue that it may not use.
+    pub fn refuse_expected(&mut self, now: Instant, env: &mut Env<'_>) {
+        let fault = self.responder.refuse_expected(&mut ctx!(self, now, env));
+        self.settle(Err(fault), env);
+    }
+
     /// Takes in a packet for this queue pair.
     pub fn handle_packet(&mut self, now: Instant, pkt: &Packet<'_>, env: &mut Env<'_>) {
         let is_up = matches!(self.state, QpState::Rts | QpState::Sqd);
@@ -302,7 +328,7 @@ impl RcQp {
             _ => is_up,
         };
         // RESET, INIT and ERROR take nothing (CVE-2026-93107).
-        if !takes || pkt.op.service != Service::Rc {
+        if !takes || pkt.op.service != self.cfg.service {
             self.counters.dropped += 1;
             return;
         }
@@ -514,6 +540,7 @@ impl RcQp {
     }
 
     fn become_state(&mut self, next: QpState) {
+        // The states of an extended connection are the same.
         qp_state::become_state(&mut self.state, QpType::Rc, next);
     }
 

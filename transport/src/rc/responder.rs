@@ -24,12 +24,14 @@ use super::message::{payload_len, plan_packets};
 use super::pacing::Pacer;
 use super::state::{Inbound, ResponderState};
 use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
-use crate::verbs::{Access, AsyncEvent, Completion, RKey, Sge, WcOpcode, WcStatus, WrId};
+use crate::verbs::{Access, AsyncEvent, Completion, PdId, RKey, Sge, WcOpcode, WcStatus, WrId};
 use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 
 #[derive(Debug)]
 pub(super) struct Responder {
     state: ResponderState,
+    /// Protection domain in which keys are looked up.
+    pd: PdId,
     access: Access,
     rnr_timer: RnrTimer,
     /// The PSN that comes next.
@@ -59,13 +61,14 @@ pub(super) struct Responder {
 }
 
 impl Responder {
-    pub(super) fn new(max_recv_sge: u32) -> Self {
-        Self::with_recv(RecvWqe::new(max_recv_sge))
+    pub(super) fn new(pd: PdId, max_recv_sge: u32) -> Self {
+        Self::with_recv(pd, RecvWqe::new(max_recv_sge))
     }
 
-    fn with_recv(recv: RecvWqe) -> Self {
+    fn with_recv(pd: PdId, recv: RecvWqe) -> Self {
         Self {
             state: ResponderState::Expecting,
+            pd,
             access: Access::empty(),
             rnr_timer: RnrTimer::new(0),
             expected: Psn::default(),
@@ -108,7 +111,7 @@ impl Responder {
     pub(super) fn reset(&mut self) {
         // The scatter list's memory is kept for the next connection.
         let recv = std::mem::replace(&mut self.recv, RecvWqe::new(0));
-        *self = Self::with_recv(recv);
+        *self = Self::with_recv(self.pd, recv);
     }
 
     /// Drops every answer that waits, for a NAK that overtakes them.
@@ -119,6 +122,19 @@ impl Responder {
         self.nak = None;
         // What came behind it will not be acknowledged either.
         self.unacked = 0;
+    }
+
+    pub(super) fn is_bound(&self) -> bool {
+        self.is_bound
+    }
+
+    pub(super) fn set_domain(&mut self, pd: PdId) {
+        self.pd = pd;
+    }
+
+    /// Refuses the packet that comes next as an invalid request.
+    pub(super) fn refuse_expected(&mut self, ctx: &mut Ctx<'_>) -> Fault {
+        self.refuse(ctx, Refusal::InvalidRequest)
     }
 
     pub(super) fn set_access(&mut self, access: Access) {
@@ -264,7 +280,7 @@ impl Responder {
         let invalidated = pkt.ext.ieth.map(|i| RKey(i.rkey()));
         if let Some(key) = invalidated {
             ctx.mrs
-                .check_invalidate(ctx.cfg.pd, ctx.cfg.qp, key)
+                .check_invalidate(self.pd, ctx.cfg.qp, key)
                 .map_err(|_| Refusal::RemoteAccess)?;
         }
         // The receive is taken with the first packet and stays bound. A shared queue could have
@@ -282,7 +298,7 @@ impl Responder {
         }
         // Our owner's fault: a receive with a bad key. The peer learns of an operational error
         // only.
-        let (pd, mrs) = (ctx.cfg.pd, &*ctx.mrs);
+        let (pd, mrs) = (self.pd, &*ctx.mrs);
         let placed = self.recv.scatter(pd, mrs, received as usize, pkt.payload);
         if placed.is_err() {
             return Err(self.fail_receive(ctx, WcStatus::LocProtErr, Refusal::RemoteOperation));
@@ -291,7 +307,7 @@ impl Responder {
         if pkt.op.position.is_end() {
             if let Some(key) = invalidated {
                 ctx.mrs
-                    .invalidate(ctx.cfg.pd, ctx.cfg.qp, key)
+                    .invalidate(self.pd, ctx.cfg.qp, key)
                     .map_err(|_| Refusal::RemoteAccess)?;
             }
             self.complete_receive(ctx, pkt, WcOpcode::Recv, total, invalidated);
@@ -340,7 +356,7 @@ impl Responder {
         let span = ctx
             .mrs
             .resolve_remote(
-                ctx.cfg.pd,
+                self.pd,
                 ctx.cfg.qp,
                 rkey,
                 addr,
@@ -386,10 +402,17 @@ impl Responder {
         // Checked now, although every response resolves the key again: a READ that cannot be
         // answered is refused by its own PSN and takes no resource.
         ctx.mrs
-            .resolve_remote(ctx.cfg.pd, ctx.cfg.qp, rkey, addr, len, Access::REMOTE_READ)
+            .resolve_remote(self.pd, ctx.cfg.qp, rkey, addr, len, Access::REMOTE_READ)
             .map_err(|_| Refusal::RemoteAccess)?;
         let packets = plan_packets(len, ctx.link.mtu.bytes());
-        self.accept(ResourceKind::Read { rkey, addr, len }, packets)
+        let pd = self.pd;
+        let read = ResourceKind::Read {
+            pd,
+            rkey,
+            addr,
+            len,
+        };
+        self.accept(read, packets)
     }
 
     fn on_atomic(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
@@ -404,7 +427,7 @@ impl Responder {
         let span = ctx
             .mrs
             .resolve_remote(
-                ctx.cfg.pd,
+                self.pd,
                 ctx.cfg.qp,
                 RKey(eth.rkey()),
                 eth.va(),

@@ -11,6 +11,8 @@ use crate::verbs::{
     WcOpcode, WcStatus, WrId,
 };
 
+use crate::wire::ids::U24;
+
 use super::recv_queue::{NO_SGE, copy_sges, message_len};
 
 /// Phase of a send request.
@@ -54,10 +56,18 @@ pub struct SendWqe {
     pub packets: u32,
     /// Receive-consuming requests up to and including this one.
     pub recv_seq: u64,
-    sges: u32,
+    /// Number of the peer's shared receive queue, with XRC.
+    remote_srqn: U24,
+    sges: u16,
 }
 
 impl SendWqe {
+    /// Number of the peer's shared receive queue; 0 where the request names none.
+    #[must_use]
+    pub fn remote_srqn(&self) -> u32 {
+        self.remote_srqn.value()
+    }
+
     /// Number of the first packet after its last.
     #[must_use]
     pub fn end(&self) -> u64 {
@@ -164,6 +174,7 @@ const UNUSED: SendWqe = SendWqe {
     first: 0,
     packets: 0,
     recv_seq: 0,
+    remote_srqn: U24::new(0),
     sges: 0,
 };
 
@@ -317,7 +328,7 @@ impl SendQueue {
             Payload::Inline(&self.inline[from..from + wqe.length as usize])
         } else {
             let from = slot * self.max_sge;
-            Payload::Sges(&self.sges[from..from + wqe.sges as usize])
+            Payload::Sges(&self.sges[from..from + usize::from(wqe.sges)])
         }
     }
 
@@ -369,7 +380,7 @@ impl SendQueue {
         // that it will take. One that takes none has that of the request before it.
         self.recv_seq += u64::from(consumes_receive(&wr.op));
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
-        let sges = wr.sges.len() as u32;
+        let sges = wr.sges.len() as u16;
         self.wqes[slot] = SendWqe {
             wr_id: wr.wr_id,
             op: wr.op,
@@ -380,6 +391,7 @@ impl SendQueue {
             first: 0,
             packets: 0,
             recv_seq: self.recv_seq,
+            remote_srqn: U24::new(wr.remote_srqn.unwrap_or(0)),
             sges,
         };
         self.tail += 1;

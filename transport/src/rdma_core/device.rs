@@ -96,6 +96,9 @@ impl RdmaCoreDevice {
             QpType::Rc => IBV_QPT_RC,
             QpType::Uc => IBV_QPT_UC,
             QpType::Ud => IBV_QPT_UD,
+            QpType::Smi => return Err(VerbsError::Unsupported("queue pair 0")),
+            QpType::RawPacket => return Err(VerbsError::Unsupported("raw packets")),
+            QpType::XrcIni | QpType::XrcTgt => return Err(VerbsError::Unsupported("XRC domains")),
             QpType::Gsi => return Err(VerbsError::WrongQpType("the kernel keeps queue pair 1")),
         };
         let (cap, attr) = (&init.cap, &self.attr);

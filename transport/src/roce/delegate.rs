@@ -55,6 +55,10 @@ macro_rules! delegate_verbs_to_nic {
                 @ref query_srq(srq: $crate::verbs::SrqId) -> Result<$crate::verbs::SrqAttr, $crate::verbs::VerbsError>;
                 @mut destroy_srq(srq: $crate::verbs::SrqId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut post_srq_recv(srq: $crate::verbs::SrqId, wrs: &[$crate::verbs::RecvWr<'_>]) -> Result<(), $crate::verbs::PostError>;
+                @mut open_xrcd() -> Result<$crate::verbs::XrcdId, $crate::verbs::VerbsError>;
+                @mut close_xrcd(xrcd: $crate::verbs::XrcdId) -> Result<(), $crate::verbs::VerbsError>;
+                @mut create_xrc_srq(pd: $crate::verbs::PdId, xrcd: $crate::verbs::XrcdId, cq: $crate::verbs::CqId, attr: $crate::verbs::SrqAttr) -> Result<$crate::verbs::SrqId, $crate::verbs::VerbsError>;
+                @ref srq_num(srq: $crate::verbs::SrqId) -> Result<u32, $crate::verbs::VerbsError>;
                 @mut create_qp(init: &$crate::verbs::QpInitAttr) -> Result<$crate::verbs::QpId, $crate::verbs::VerbsError>;
                 @ref qp_num(qp: $crate::verbs::QpId) -> Result<u32, $crate::verbs::VerbsError>;
                 @mut modify_qp(qp: $crate::verbs::QpId, attr: &$crate::verbs::QpAttr) -> Result<(), $crate::verbs::VerbsError>;

@@ -5,7 +5,7 @@
 //! ```
 
 use crate::rc::RecvQueue;
-use crate::verbs::{PdId, SrqAttr, VerbsError};
+use crate::verbs::{CqId, PdId, SrqAttr, VerbsError, XrcdId};
 
 /// A receive queue that several queue pairs draw from.
 #[derive(Debug)]
@@ -17,6 +17,19 @@ pub struct Srq {
     limit: u32,
     /// Queue pairs that use it.
     pub users: u32,
+    /// What it has besides in an XRC domain.
+    pub xrc: Option<XrcSrq>,
+}
+
+/// What a shared receive queue of an XRC domain has besides.
+#[derive(Clone, Copy, Debug)]
+pub struct XrcSrq {
+    /// XRC domain of the queue.
+    pub xrcd: XrcdId,
+    /// Completion queue of its receives.
+    pub cq: CqId,
+    /// Number by which peers name it.
+    pub number: u32,
 }
 
 impl Srq {
@@ -28,6 +41,7 @@ impl Srq {
             queue: RecvQueue::new(attr.max_wr, attr.max_sge),
             limit: attr.limit,
             users: 0,
+            xrc: None,
         }
     }
 

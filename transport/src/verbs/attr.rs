@@ -7,7 +7,7 @@ use bitflags::bitflags;
 use num_enum::TryFromPrimitive;
 use riser_memory::MemSlice;
 
-use super::{CqId, Gid, LKey, MrId, MwId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId};
+use super::{CqId, Gid, Handle, LKey, MrId, MwId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId, XrcdId};
 
 bitflags! {
     /// Rights to a memory region.
@@ -353,8 +353,25 @@ pub enum QpType {
     ///
     /// No user yet.
     Ud,
-    /// The general service interface: queue pair 1, a datagram queue pair for MADs.
+    /// The sending end of an extended reliable connection: each request names one of the peer's
+    /// shared receive queues (IBTA annex A14). It has a send queue only.
+    ///
+    /// No user yet.
+    XrcIni,
+    /// The receiving end of an extended reliable connection, of an XRC domain. It has no queues:
+    /// messages go to the shared receive queues of its domain, and to their completion queues. Keys
+    /// are looked up in the protection domain of the queue that a request names.
+    ///
+    /// No user yet.
+    XrcTgt,
+    /// The general service interface: queue pair 1, a datagram queue pair for MADs. A device has
+    /// one, and its connection manager answers what it gets itself.
     Gsi,
+    /// The subnet management interface: queue pair 0. RoCE has no subnet management, and so every
+    /// device here refuses it (annex A16).
+    Smi,
+    /// Raw packets of Ethernet. Every device here refuses them: the software NIC sends UDP.
+    RawPacket,
 }
 
 impl QpType {
@@ -363,7 +380,8 @@ impl QpType {
     #[must_use]
     pub fn has_operation(self, op: &SendOp) -> bool {
         match self {
-            Self::Rc => true,
+            Self::Rc | Self::XrcIni => true,
+            Self::XrcTgt | Self::Smi | Self::RawPacket => false,
             // Nothing comes back from the peer of an unreliable connection, and it invalidates
             // nothing.
             Self::Uc => !matches!(
@@ -431,6 +449,8 @@ pub struct QpInitAttr {
     pub recv_cq: CqId,
     /// A shared receive queue instead of its own.
     pub srq: Option<SrqId>,
+    /// XRC domain of a [`QpType::XrcTgt`]; others have none.
+    pub xrcd: Option<XrcdId>,
     /// Transport service of the queue pair.
     pub qp_type: QpType,
     /// Depths of its queues.
@@ -454,11 +474,23 @@ impl QpInitAttr {
             send_cq: cq,
             recv_cq: cq,
             srq: None,
+            xrcd: None,
             qp_type,
             cap,
             sq_sig_all: false,
             recv_order: RecvOrder::OldestFirst,
             block_self_mcast: false,
+        }
+    }
+
+    /// The receiving end of an extended reliable connection. It has neither a protection domain nor
+    /// completion queues: those of its shared receive queues count.
+    #[must_use]
+    pub fn xrc_target(xrcd: XrcdId) -> Self {
+        let none = Handle::new(0, 0);
+        Self {
+            xrcd: Some(xrcd),
+            ..Self::new(none.into(), none.into(), QpType::XrcTgt, QpCap::new(0, 0))
         }
     }
 }

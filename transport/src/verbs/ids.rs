@@ -70,6 +70,8 @@ handles! {
     QpId
     /// Handle of an address handle.
     AhId
+    /// Handle of an XRC domain (IBTA annex A14).
+    XrcdId
     /// An identifier of the RDMA CM: a listener, a connection, or one about to be.
     CmId
 }

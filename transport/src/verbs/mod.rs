@@ -338,6 +338,59 @@ pub trait Verbs {
     /// [`PostError`] with the index of the first request that was not posted.
     fn post_srq_recv(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError>;
 
+    /// Opens an XRC domain (IBTA annex A14): shared receive queues, and the queue pairs through which
+    /// all peers reach them.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`].
+    fn open_xrcd(&mut self) -> Result<XrcdId, VerbsError> {
+        Err(VerbsError::Unsupported("XRC domains"))
+    }
+
+    /// Closes an XRC domain.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::ResourceBusy`] while queue pairs or shared receive queues belong to it.
+    fn close_xrcd(&mut self, xrcd: XrcdId) -> Result<(), VerbsError> {
+        let _ = xrcd;
+        Err(VerbsError::InvalidHandle("XRC domain"))
+    }
+
+    /// Creates a shared receive queue of an XRC domain, whose receives complete in `cq`. Its keys,
+    /// and those of what peers do through it, are looked up in `pd`.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] beyond the device's limits, [`VerbsError::InvalidHandle`],
+    /// [`VerbsError::Unsupported`].
+    fn create_xrc_srq(
+        &mut self,
+        pd: PdId,
+        xrcd: XrcdId,
+        cq: CqId,
+        attr: SrqAttr,
+    ) -> Result<SrqId, VerbsError> {
+        let _ = (pd, xrcd, cq, attr);
+        Err(VerbsError::Unsupported("XRC domains"))
+    }
+
+    /// The number of a shared receive queue of an XRC domain, by which peers name it.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidParameter`] for another shared receive
+    /// queue, [`VerbsError::Unsupported`].
+    fn srq_num(&self, srq: SrqId) -> Result<u32, VerbsError> {
+        let _ = srq;
+        Err(VerbsError::Unsupported("XRC domains"))
+    }
+
     /// Creates a queue pair in state RESET.
     ///
     /// # Errors

@@ -118,6 +118,10 @@ pub struct Transition {
     pub rc: Option<Rule>,
     /// Rule for unreliable connections.
     pub uc: Option<Rule>,
+    /// Rule for the sending end of extended reliable connections.
+    pub xrc_ini: Option<Rule>,
+    /// Rule for the receiving end of extended reliable connections.
+    pub xrc_tgt: Option<Rule>,
     /// Rule for datagram queue pairs.
     pub ud: Option<Rule>,
     /// Rule for queue pair 1.
@@ -136,7 +140,7 @@ macro_rules! rule {
 }
 
 macro_rules! transitions {
-    ($($from:ident => $to:ident { rc: $rc:tt; uc: $uc:tt; ud: $ud:tt; gsi: $gsi:tt; })*) => {
+    ($($from:ident => $to:ident { rc: $rc:tt; uc: $uc:tt; xrc_ini: $ini:tt; xrc_tgt: $tgt:tt; ud: $ud:tt; gsi: $gsi:tt; })*) => {
         /// All transitions except those to RESET and ERROR, which every state has and which take no
         /// attribute.
         pub static TRANSITIONS: &[Transition] = &[$(Transition {
@@ -144,6 +148,8 @@ macro_rules! transitions {
             to: QpState::$to,
             rc: transitions!(@ $rc),
             uc: transitions!(@ $uc),
+            xrc_ini: transitions!(@ $ini),
+            xrc_tgt: transitions!(@ $tgt),
             ud: transitions!(@ $ud),
             gsi: transitions!(@ $gsi),
         }),*];
@@ -156,54 +162,72 @@ transitions! {
     Reset => Init {
         rc: ([PKEY_INDEX PORT ACCESS] []);
         uc: ([PKEY_INDEX PORT ACCESS] []);
+        xrc_ini: ([PKEY_INDEX PORT ACCESS] []);
+        xrc_tgt: ([PKEY_INDEX PORT ACCESS] []);
         ud: ([PKEY_INDEX PORT QKEY] []);
         gsi: ([PKEY_INDEX QKEY] [PORT]);
     }
     Init => Init {
         rc: ([] [PKEY_INDEX PORT ACCESS]);
         uc: ([] [PKEY_INDEX PORT ACCESS]);
+        xrc_ini: ([] [PKEY_INDEX PORT ACCESS]);
+        xrc_tgt: ([] [PKEY_INDEX PORT ACCESS]);
         ud: ([] [PKEY_INDEX PORT QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Init => Rtr {
         rc: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS]);
         uc: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS]);
+        xrc_ini: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS]);
+        xrc_tgt: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS]);
         ud: ([] [PKEY_INDEX QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Rtr => Rts {
         rc: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS MIN_RNR_TIMER]);
         uc: ([SQ_PSN] [ACCESS]);
+        xrc_ini: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS]);
+        xrc_tgt: ([SQ_PSN TIMEOUT] [ACCESS MIN_RNR_TIMER]);
         ud: ([SQ_PSN] [QKEY]);
         gsi: ([SQ_PSN] [QKEY]);
     }
     Rts => Rts {
         rc: ([] [ACCESS MIN_RNR_TIMER]);
         uc: ([] [ACCESS]);
+        xrc_ini: ([] [ACCESS]);
+        xrc_tgt: ([] [ACCESS MIN_RNR_TIMER]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
     Rts => Sqd {
         rc: ([] []);
         uc: ([] []);
+        xrc_ini: ([] []);
+        xrc_tgt: ([] []);
         ud: ([] []);
         gsi: ([] []);
     }
     Sqd => Rts {
         rc: ([] [ACCESS MIN_RNR_TIMER]);
         uc: ([] [ACCESS]);
+        xrc_ini: ([] [ACCESS]);
+        xrc_tgt: ([] [ACCESS MIN_RNR_TIMER]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
     Sqd => Sqd {
         rc: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MAX_RD_ATOMIC MIN_RNR_TIMER TIMEOUT RETRY_CNT RNR_RETRY]);
         uc: ([] [PKEY_INDEX ACCESS AH]);
+        xrc_ini: ([] [PKEY_INDEX PORT ACCESS AH MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY]);
+        xrc_tgt: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MIN_RNR_TIMER TIMEOUT]);
         ud: ([] [PKEY_INDEX QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Sqe => Rts {
         rc: (-);
         uc: ([] [ACCESS]);
+        xrc_ini: (-);
+        xrc_tgt: (-);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
@@ -223,8 +247,11 @@ pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
     match qp_type {
         QpType::Rc => row.rc,
         QpType::Uc => row.uc,
+        QpType::XrcIni => row.xrc_ini,
+        QpType::XrcTgt => row.xrc_tgt,
         QpType::Ud => row.ud,
         QpType::Gsi => row.gsi,
+        QpType::Smi | QpType::RawPacket => None,
     }
 }
 
@@ -247,7 +274,7 @@ impl State for OfType {
         // A queue pair without acknowledgements stops sending by itself where a reliable connection
         // would go to ERROR.
         let fails = match (qp_type, from) {
-            (QpType::Rc, _) => false,
+            (QpType::Rc | QpType::XrcIni | QpType::XrcTgt, _) => false,
             (QpType::Uc, QpState::Sqd) | (_, QpState::Rts) => next.1 == QpState::Sqe,
             _ => false,
         };
@@ -310,7 +337,18 @@ mod tests {
     use super::*;
     use crate::verbs::{Access, AhAttr, Gid, Mtu, PKey, QKey};
 
-    const TYPES: [QpType; 4] = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::Gsi];
+    const TYPES: [QpType; 6] = [
+        QpType::Rc,
+        QpType::Uc,
+        QpType::XrcIni,
+        QpType::XrcTgt,
+        QpType::Ud,
+        QpType::Gsi,
+    ];
+
+    fn is_reliable(qp_type: QpType) -> bool {
+        matches!(qp_type, QpType::Rc | QpType::XrcIni | QpType::XrcTgt)
+    }
 
     /// A request that gives exactly `set`.
     fn request(to: QpState, set: Attrs) -> QpAttr {
@@ -358,7 +396,7 @@ mod tests {
                     let legal = j == 0
                         || j == 6
                         || LEGAL.contains(&(i as u8, j as u8))
-                            && !(qp_type == QpType::Rc && from == QpState::Sqe);
+                            && !(is_reliable(qp_type) && from == QpState::Sqe);
                     let found = rule(qp_type, from, to);
                     assert_eq!(found.is_some(), legal, "{qp_type:?} {from:?} → {to:?}");
                     let answer = plan_modify(
@@ -387,7 +425,9 @@ mod tests {
              Sqd: Reset Rts Sqd Error\n\
              Sqe: Reset Error\n\
              Error: Reset Error\n";
-        assert_eq!(of(QpType::Rc), connections);
+        for reliable in TYPES.into_iter().filter(|t| is_reliable(*t)) {
+            assert_eq!(of(reliable), connections);
+        }
         let datagrams = connections
             .replace("Rts: Reset Rts Sqd Error", "Rts: Reset Rts Sqd Sqe Error")
             .replace("Sqe: Reset Error", "Sqe: Reset Rts Error");
@@ -467,6 +507,37 @@ mod tests {
             ["ah", "path_mtu", "dest_qp", "rq_psn"]
         );
         assert_eq!(r(QpState::Rtr, QpState::Rts), ["sq_psn"]);
+        // Each end of an extended connection has what its direction needs (Linux's table).
+        let r = |from, to| {
+            [QpType::XrcIni, QpType::XrcTgt].map(|t| names(rule(t, from, to).unwrap().required))
+        };
+        assert_eq!(
+            r(QpState::Init, QpState::Rtr),
+            [
+                vec!["ah", "path_mtu", "dest_qp", "rq_psn"],
+                vec![
+                    "ah",
+                    "path_mtu",
+                    "dest_qp",
+                    "rq_psn",
+                    "max_dest_rd_atomic",
+                    "min_rnr_timer"
+                ],
+            ]
+        );
+        assert_eq!(
+            r(QpState::Rtr, QpState::Rts),
+            [
+                vec![
+                    "sq_psn",
+                    "max_rd_atomic",
+                    "timeout",
+                    "retry_cnt",
+                    "rnr_retry"
+                ],
+                vec!["sq_psn", "timeout"],
+            ]
+        );
     }
 
     #[test]

@@ -144,6 +144,9 @@ pub struct SendWr<'a> {
     pub flags: SendFlags,
     /// The destination, on datagram queue pairs only.
     pub ud: Option<UdDest>,
+    /// Number of the peer's shared receive queue, of 24 bits; needed on
+    /// [`QpType::XrcIni`](super::QpType::XrcIni), and ignored on others.
+    pub remote_srqn: Option<u32>,
 }
 
 impl<'a> SendWr<'a> {
@@ -157,6 +160,7 @@ impl<'a> SendWr<'a> {
             inline: None,
             flags: SendFlags::SIGNALED,
             ud: None,
+            remote_srqn: None,
         }
     }
 

@@ -49,6 +49,35 @@ impl Deth {
     }
 }
 
+/// XRC extended transport header (IBTA annex A14): the shared receive queue that a request is for.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct XrcEth {
+    reserved: u8,
+    srqn: U24,
+}
+
+const _: () = assert!(size_of::<XrcEth>() == 4);
+
+impl XrcEth {
+    /// A header with the number of the receiver's shared receive queue, of 24 bits.
+    #[must_use]
+    pub fn new(srqn: u32) -> Self {
+        Self {
+            reserved: 0,
+            srqn: U24::new(srqn),
+        }
+    }
+
+    /// XRCSRQ: number of the shared receive queue.
+    #[must_use]
+    pub fn srqn(&self) -> u32 {
+        self.srqn.value()
+    }
+}
+
 /// RDMA extended transport header (IBTA 9.3). Address and length are the
 /// peer's claims: check them against the region before use.
 #[derive(

@@ -36,7 +36,7 @@ pub use cm_msg::{CmMessage, CmMsgError, CmPath, CmTimeout, CommId, RejReason, Se
 pub use cma::{CmaAddrs, CmaHeader, RdmaPortSpace};
 pub use ext::{
     Aeth, AethSyndrome, AtomicAckEth, AtomicEth, Credit, Deth, GSI_QKEY, Ieth, ImmDt, NakCode,
-    Reth, RnrTimer,
+    Reth, RnrTimer, XrcEth,
 };
 pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow, MAX_DATAGRAM};
 pub use ids::{Msn, Psn, Qpn};

@@ -1,11 +1,11 @@
 //! The one table of operation codes (IBTA 9.2.1, table 38), from which parser,
 //! emitter, requester and responder take header layout and legality.
 //!
-//! Reliable connected, unreliable connected, unreliable datagram and the congestion
-//! notification of RoCEv2 are here; reliable datagram and extended reliable connected are not
-//! spoken, and their codes are unknown ones.
+//! Reliable connected, unreliable connected, unreliable datagram, extended reliable connected
+//! (annex A14) and the congestion notification of RoCEv2 are here; reliable datagram is not spoken,
+//! and its codes are unknown ones.
 
-use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
+use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth, XrcEth};
 
 /// Transport service of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -16,6 +16,8 @@ pub enum Service {
     Uc,
     /// Unreliable datagram (UD) service.
     Ud,
+    /// Extended reliable connection (XRC) service.
+    Xrc,
 }
 
 impl Service {
@@ -25,6 +27,7 @@ impl Service {
             Self::Rc => 0x00,
             Self::Uc => 0x20,
             Self::Ud => 0x60,
+            Self::Xrc => 0xa0,
         }
     }
 }
@@ -96,6 +99,8 @@ pub enum ExtHeader {
     ImmDt,
     /// Invalidate extended transport header: [`Ieth`].
     Ieth,
+    /// XRC extended transport header: [`XrcEth`].
+    XrcEth,
     /// Sixteen reserved bytes, sent as zero and ignored.
     Reserved,
 }
@@ -115,6 +120,7 @@ impl ExtHeader {
             Self::AtomicAckEth => size_of::<AtomicAckEth>(),
             Self::ImmDt => size_of::<ImmDt>(),
             Self::Ieth => size_of::<Ieth>(),
+            Self::XrcEth => size_of::<XrcEth>(),
             Self::Reserved => RESERVED_LEN,
         }
     }
@@ -214,8 +220,8 @@ impl OpcodeInfo {
     }
 }
 
-/// Length in bytes of the longest extended headers: an AtomicETH.
-pub const MAX_EXT_LEN: usize = size_of::<AtomicEth>();
+/// Length in bytes of the longest extended headers: an XRCETH and an AtomicETH.
+pub const MAX_EXT_LEN: usize = size_of::<XrcEth>() + size_of::<AtomicEth>();
 
 const fn ext_len(headers: &[ExtHeader]) -> usize {
     let mut len = 0;
@@ -328,6 +334,52 @@ opcodes! {
     /// A congestion notification (annex A17.9.3). It has an opcode space of its own, but is about a
     /// connection.
     Cnp = 0x81, Rc CongestionNotification Only [Reserved] Empty;
+    /// First packet of a SEND, XRC.
+    XrcSendFirst = 0xa0, Xrc Send First [XrcEth] ExactlyMtu;
+    /// Middle packet of a SEND, XRC.
+    XrcSendMiddle = 0xa1, Xrc Send Middle [XrcEth] ExactlyMtu;
+    /// Last packet of a SEND, XRC.
+    XrcSendLast = 0xa2, Xrc Send Last [XrcEth] OneToMtu;
+    /// Last packet of a SEND with immediate data, XRC.
+    XrcSendLastImm = 0xa3, Xrc Send Last [XrcEth ImmDt] OneToMtu;
+    /// A SEND of one packet, XRC.
+    XrcSendOnly = 0xa4, Xrc Send Only [XrcEth] ZeroToMtu;
+    /// A SEND of one packet with immediate data, XRC.
+    XrcSendOnlyImm = 0xa5, Xrc Send Only [XrcEth ImmDt] ZeroToMtu;
+    /// First packet of an RDMA WRITE, XRC.
+    XrcWriteFirst = 0xa6, Xrc Write First [XrcEth Reth] ExactlyMtu;
+    /// Middle packet of an RDMA WRITE, XRC.
+    XrcWriteMiddle = 0xa7, Xrc Write Middle [XrcEth] ExactlyMtu;
+    /// Last packet of an RDMA WRITE, XRC.
+    XrcWriteLast = 0xa8, Xrc Write Last [XrcEth] OneToMtu;
+    /// Last packet of an RDMA WRITE with immediate data, XRC.
+    XrcWriteLastImm = 0xa9, Xrc Write Last [XrcEth ImmDt] OneToMtu;
+    /// An RDMA WRITE of one packet, XRC.
+    XrcWriteOnly = 0xaa, Xrc Write Only [XrcEth Reth] ZeroToMtu;
+    /// An RDMA WRITE of one packet with immediate data, XRC.
+    XrcWriteOnlyImm = 0xab, Xrc Write Only [XrcEth Reth ImmDt] ZeroToMtu;
+    /// An RDMA READ request, XRC.
+    XrcReadRequest = 0xac, Xrc ReadRequest Only [XrcEth Reth] Empty;
+    /// First packet of an RDMA READ response, XRC.
+    XrcReadResponseFirst = 0xad, Xrc ReadResponse First [Aeth] ExactlyMtu;
+    /// Middle packet of an RDMA READ response, XRC.
+    XrcReadResponseMiddle = 0xae, Xrc ReadResponse Middle [] ExactlyMtu;
+    /// Last packet of an RDMA READ response, XRC.
+    XrcReadResponseLast = 0xaf, Xrc ReadResponse Last [Aeth] OneToMtu;
+    /// An RDMA READ response of one packet, XRC.
+    XrcReadResponseOnly = 0xb0, Xrc ReadResponse Only [Aeth] ZeroToMtu;
+    /// Acknowledgement of requests, or a NAK, XRC.
+    XrcAcknowledge = 0xb1, Xrc Acknowledge Only [Aeth] Empty;
+    /// The response to an atomic, XRC.
+    XrcAtomicAcknowledge = 0xb2, Xrc AtomicAck Only [Aeth AtomicAckEth] Empty;
+    /// An atomic compare-and-swap request, XRC.
+    XrcCmpSwap = 0xb3, Xrc CmpSwap Only [XrcEth AtomicEth] Empty;
+    /// An atomic fetch-and-add request, XRC.
+    XrcFetchAdd = 0xb4, Xrc FetchAdd Only [XrcEth AtomicEth] Empty;
+    /// Last packet of a SEND with invalidation, XRC.
+    XrcSendLastInvalidate = 0xb6, Xrc Send Last [XrcEth Ieth] OneToMtu;
+    /// A SEND of one packet with invalidation, XRC.
+    XrcSendOnlyInvalidate = 0xb7, Xrc Send Only [XrcEth Ieth] ZeroToMtu;
 }
 
 const UNKNOWN: u8 = 0xff;
@@ -387,7 +439,7 @@ mod tests {
 
     #[test]
     fn header_lengths_are_those_of_the_specification() {
-        let expected: [(u8, usize); 38] = [
+        let expected: [(u8, usize); 61] = [
             (0x00, 12),
             (0x01, 12),
             (0x02, 12),
@@ -426,6 +478,29 @@ mod tests {
             (0x64, 20),
             (0x65, 24),
             (0x81, 28),
+            (0xa0, 16),
+            (0xa1, 16),
+            (0xa2, 16),
+            (0xa3, 20),
+            (0xa4, 16),
+            (0xa5, 20),
+            (0xa6, 32),
+            (0xa7, 16),
+            (0xa8, 16),
+            (0xa9, 20),
+            (0xaa, 32),
+            (0xab, 36),
+            (0xac, 32),
+            (0xad, 16),
+            (0xae, 12),
+            (0xaf, 16),
+            (0xb0, 16),
+            (0xb1, 16),
+            (0xb2, 24),
+            (0xb3, 44),
+            (0xb4, 44),
+            (0xb6, 20),
+            (0xb7, 20),
         ];
         for code in 0..=255u8 {
             let want = expected
@@ -456,7 +531,8 @@ mod tests {
             consuming,
             [
                 0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x09, 0x0b, 0x16, 0x17, 0x20, 0x21, 0x22, 0x23,
-                0x24, 0x25, 0x29, 0x2b, 0x64, 0x65
+                0x24, 0x25, 0x29, 0x2b, 0x64, 0x65, 0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa9, 0xab,
+                0xb6, 0xb7
             ]
         );
         let responses: Vec<u8> = OPCODES
@@ -464,7 +540,12 @@ mod tests {
             .filter(|i| i.is_response())
             .map(|i| i.opcode as u8)
             .collect();
-        assert_eq!(responses, [0x0d, 0x0e, 0x0f, 0x10, 0x11, 0x12]);
+        assert_eq!(
+            responses,
+            [
+                0x0d, 0x0e, 0x0f, 0x10, 0x11, 0x12, 0xad, 0xae, 0xaf, 0xb0, 0xb1, 0xb2
+            ]
+        );
     }
 
     #[test]

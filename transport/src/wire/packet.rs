@@ -11,7 +11,7 @@ use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::bth::Bth;
-use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
+use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth, XrcEth};
 use super::icrc::ICRC_LEN;
 use super::opcode::{ExtHeader, MAX_EXT_LEN, OpcodeInfo, PayloadRule, RESERVED_LEN};
 
@@ -89,6 +89,8 @@ pub struct ExtHeaders {
     pub imm: Option<ImmDt>,
     /// IETH, of SEND with invalidate.
     pub ieth: Option<Ieth>,
+    /// XRCETH, of XRC requests.
+    pub xrc: Option<XrcEth>,
 }
 
 /// A parsed packet that borrows its payload from the datagram.
@@ -178,6 +180,7 @@ impl ExtHeaders {
                 ExtHeader::AtomicAckEth => ext.atomic_ack = Some(take(rest)?),
                 ExtHeader::ImmDt => ext.imm = Some(take(rest)?),
                 ExtHeader::Ieth => ext.ieth = Some(take(rest)?),
+                ExtHeader::XrcEth => ext.xrc = Some(take(rest)?),
                 ExtHeader::Reserved => drop(take::<[u8; RESERVED_LEN]>(rest)?),
             }
         }
@@ -193,6 +196,7 @@ impl ExtHeaders {
             ExtHeader::AtomicAckEth => self.atomic_ack.as_ref().map(IntoBytes::as_bytes),
             ExtHeader::ImmDt => self.imm.as_ref().map(IntoBytes::as_bytes),
             ExtHeader::Ieth => self.ieth.as_ref().map(IntoBytes::as_bytes),
+            ExtHeader::XrcEth => self.xrc.as_ref().map(IntoBytes::as_bytes),
             ExtHeader::Reserved => Some(&[0; RESERVED_LEN]),
         }
     }
@@ -256,6 +260,7 @@ mod tests {
             atomic_ack: Some(AtomicAckEth::new(42)),
             imm: Some(ImmDt::new(0xdead_beef)),
             ieth: Some(Ieth::new(0xcafe)),
+            xrc: Some(XrcEth::new(0x12_3456)),
         }
     }
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod cm;
 pub(crate) mod datagrams;
+pub(crate) mod extended;
 pub(crate) mod memory;
 pub(crate) mod objects;
 pub(crate) mod ops;
@@ -62,6 +63,9 @@ macro_rules! hand_made_names {
                 unreliable_messages_without_a_receive_are_lost
                 an_unreliable_queue_pair_goes_through_its_states
                 an_unreliable_connection_within_a_device;
+            extended: extended_messages_go_to_the_queue_that_they_name
+                extended_reads_writes_and_atomics extended_requests_for_a_wrong_queue
+                extended_connections_share_a_queue objects_of_xrc_domains;
         }
     };
 }

@@ -110,6 +110,10 @@ pub(crate) fn limits_hold<W: World>(mut w: W) {
         };
         invalid(p.create_qp(&init).map(drop));
     }
+    for qp_type in [QpType::Smi, QpType::RawPacket] {
+        let refused = p.create_qp(&QpInitAttr::new(pd, cq, qp_type, wants.cap));
+        assert!(matches!(refused, Err(VerbsError::Unsupported(_))));
+    }
     let wrong = p.reg_mr(pd, &memory.whole(), Access::REMOTE_WRITE);
     assert!(matches!(wrong, Err(VerbsError::InvalidAccess(_))));
     // Every refusal left the objects free.

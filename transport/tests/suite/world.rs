@@ -205,6 +205,7 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
         qp_type: QpType::Rc,
         cap: wants.cap,
         sq_sig_all: false,
+        xrcd: None,
         recv_order: RecvOrder::OldestFirst,
         block_self_mcast: false,
     }

@@ -188,6 +188,7 @@ impl Agent {
             op: SendOp::Send,
             sges: &[self.sge(at, MAD_LEN)],
             inline: None,
+            remote_srqn: None,
             flags: SendFlags::SIGNALED,
             ud: Some(UdDest {
                 ah,

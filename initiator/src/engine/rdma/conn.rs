@@ -366,6 +366,7 @@ impl<const R: usize> RdmaConn<R> {
             op: SendOp::Send,
             sges: &[rings.own(at, message.len())],
             inline: None,
+            remote_srqn: None,
             flags: SendFlags::SIGNALED,
             ud: None,
         };
@@ -443,6 +444,7 @@ impl<const R: usize> RdmaConn<R> {
             op: SendOp::Send,
             sges: &sges,
             inline: None,
+            remote_srqn: None,
             flags: match is_signaled {
                 true => SendFlags::SIGNALED,
                 false => SendFlags::empty(),

@@ -93,6 +93,7 @@ impl Posts {
                 op: request.op,
                 sges: &self.sges[request.sges.clone()],
                 inline: None,
+                remote_srqn: None,
                 flags: request.flags,
                 ud: None,
             }));

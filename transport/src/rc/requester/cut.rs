@@ -10,7 +10,7 @@ use crate::rc::message::plan_packets;
 use crate::rc::send_queue::{Phase, SendWqe};
 use crate::rc::state::RequesterState;
 use crate::verbs::{SendFlags, SendOp, WcStatus};
-use crate::wire::{Bth, push_header};
+use crate::wire::{Bth, Service, XrcEth, push_header};
 
 impl Requester {
     /// The next request packet, if state, window, credits and fences allow one. `may_start` is
@@ -284,13 +284,20 @@ impl Requester {
         // answer moves the window like an acknowledgement.
         let asks = has_response || self.asks_for_ack(wqe, cut.is_last, may_start);
         let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
-        let opcode = plan_opcode(&wqe.op, cut);
+        let mut opcode = plan_opcode(&wqe.op, cut);
+        let is_xrc = ctx.cfg.service == Service::Xrc;
+        if is_xrc {
+            opcode = opcode.in_service(Service::Xrc);
+        }
         let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
             .with_ack_request(asks)
             // The event is for the receiver's completion, which only the last packet makes.
             .with_solicited(wakes && cut.is_last)
             .with_pad_for(tx.payload_len);
         push_header(&mut tx.headers, &bth);
+        if is_xrc {
+            push_header(&mut tx.headers, &XrcEth::new(wqe.remote_srqn()));
+        }
         push_extended(&mut tx.headers, wqe, cut, self.mtu);
         debug_assert_eq!(tx.headers.len(), Bth::LEN + opcode.info().ext_len);
         let is_read = matches!(wqe.op, SendOp::Read(_));

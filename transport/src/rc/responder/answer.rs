@@ -7,10 +7,10 @@ use crate::rc::TxPacket;
 use crate::rc::ctx::{Ctx, Fault};
 use crate::rc::message::plan_packets;
 use crate::rc::pacing::BURST;
-use crate::verbs::{Access, RKey};
+use crate::verbs::{Access, PdId, RKey};
 use crate::wire::{
     Aeth, AethSyndrome, AtomicAckEth, Bth, Credit, ExtHeaders, Msn, NakCode, Opcode, Operation,
-    Packet, Psn, emit_headers,
+    Packet, Psn, Service, emit_headers,
 };
 
 /// A READ or an atomic that was accepted, kept to be answered again (IBTA 9.7.5.1.2).
@@ -31,8 +31,16 @@ pub(super) struct Resource {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ResourceKind {
-    Read { rkey: RKey, addr: u64, len: u32 },
-    Atomic { original: u64 },
+    Read {
+        /// Domain of the key.
+        pd: PdId,
+        rkey: RKey,
+        addr: u64,
+        len: u32,
+    },
+    Atomic {
+        original: u64,
+    },
 }
 
 /// Part of a resource that is still to be sent, in packets from its first.
@@ -318,7 +326,12 @@ impl Responder {
                 ext.atomic_ack = Some(AtomicAckEth::new(original));
                 Opcode::RcAtomicAcknowledge
             }
-            ResourceKind::Read { rkey, addr, len } => {
+            ResourceKind::Read {
+                pd,
+                rkey,
+                addr,
+                len,
+            } => {
                 let mtu = ctx.link.mtu.bytes();
                 // `packets` comes from the length, so an empty READ has one packet of no bytes
                 // here and `offset` never exceeds `len`.
@@ -330,7 +343,7 @@ impl Responder {
                 // since the last one.
                 match ctx
                     .mrs
-                    .resolve_remote(ctx.cfg.pd, ctx.cfg.qp, rkey, addr, take, right)
+                    .resolve_remote(pd, ctx.cfg.qp, rkey, addr, take, right)
                 {
                     Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
                     Err(_) => return self.lose(ctx, at),
@@ -383,6 +396,10 @@ impl Responder {
     }
 
     fn emit(&self, ctx: &Ctx<'_>, tx: &mut TxPacket, opcode: Opcode, psn: Psn, ext: ExtHeaders) {
+        let opcode = match ctx.cfg.service {
+            Service::Rc => opcode,
+            other => opcode.in_service(other),
+        };
         let bth = Bth::new(opcode, ctx.link.dest, psn).with_pad_for(tx.payload_len);
         tx.headers = emit_headers(&bth, &ext);
     }
@@ -420,7 +437,9 @@ impl Resource {
                 // one in any case.
                 matches!(operation, Operation::CmpSwap | Operation::FetchAdd).then_some(1)
             }
-            ResourceKind::Read { rkey, addr, len } => {
+            ResourceKind::Read {
+                rkey, addr, len, ..
+            } => {
                 // The lengths are the peer's, hence the checked arithmetic.
                 let reth = pkt.ext.reth?;
                 let offset = start.checked_mul(mtu)?;

@@ -5,6 +5,7 @@ mod hostile;
 mod requester;
 mod responder;
 mod states;
+mod xrc;
 
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,7 @@ pub(super) struct Rig {
 }
 
 pub(super) struct Options {
+    pub(super) service: Service,
     pub(super) state: QpState,
     pub(super) has_srq: bool,
     pub(super) access: Access,
@@ -55,6 +57,7 @@ pub(super) struct Options {
 }
 
 pub(super) const DEFAULT: Options = Options {
+    service: Service::Rc,
     state: QpState::Rts,
     has_srq: false,
     access: Access::REMOTE,
@@ -86,6 +89,7 @@ impl Rig {
             max_inline: 32,
         };
         let mut cfg = RcConfig::new(QP, PD, cap);
+        cfg.service = options.service;
         cfg.has_srq = options.has_srq;
         cfg.max_inflight_bytes = options.window * packet_cost(Mtu::Mtu256);
         cfg.first_retransmit = T;

@@ -14,6 +14,7 @@
 //! | `config` | [`NicConfig`], [`NicLimits`], the counters |
 //! | `objects` | protection domains, completion queues, shared receive queues, address handles |
 //! | `qpn` | gives out queue-pair numbers |
+//! | `xrc` | XRC domains, their shared receive queues, what arrives for these |
 //! | `qp` | creates, modifies and destroys queue pairs, posts work |
 //! | `mcast` | multicast groups |
 //! | `rx` | dispatches what comes in |
@@ -46,6 +47,7 @@ mod rx;
 #[cfg(test)]
 mod tests;
 mod tx;
+mod xrc;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
@@ -66,6 +68,7 @@ use crate::table::Table;
 use crate::uc::UcQp;
 use crate::verbs::{
     AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, QpAttr, QpId, QpState, QpType, SrqId,
+    XrcdId,
 };
 use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT};
 
@@ -98,9 +101,17 @@ struct Ah {
     attr: AhAttr,
 }
 
+#[derive(Debug, Default)]
+struct Xrcd {
+    /// Queue pairs and shared receive queues.
+    users: u32,
+}
+
 #[derive(Debug)]
 enum Machine {
     Rc(Box<RcQp>),
+    /// An end of an extended reliable connection.
+    Xrc(Box<RcQp>),
     Uc(Box<UcQp>),
     Ud(Box<UdQp>),
 }
@@ -141,7 +152,9 @@ struct Qp {
     machine: Machine,
     /// Its own receive queue; of no capacity with a shared one.
     rq: RecvQueue,
+    /// Its shared one; of an XRC target, the one that the last request has named.
     srq: Option<SrqId>,
+    xrcd: Option<XrcdId>,
     send_cq: CqId,
     recv_cq: CqId,
     attr: QpAttr,
@@ -162,7 +175,7 @@ struct Qp {
 impl Qp {
     fn state(&self) -> QpState {
         match &self.machine {
-            Machine::Rc(rc) => rc.state(),
+            Machine::Rc(rc) | Machine::Xrc(rc) => rc.state(),
             Machine::Uc(uc) => uc.state(),
             Machine::Ud(ud) => ud.state(),
         }
@@ -201,6 +214,10 @@ pub struct Nic {
     srqs: Table<SrqId, Srq>,
     qps: Table<QpId, Qp>,
     ahs: Table<AhId, Ah>,
+    xrcds: Table<XrcdId, Xrcd>,
+    /// Shared receive queues of XRC domains, by their numbers.
+    by_srqn: QpnMap<SrqId>,
+    srqns: QpnAllocator,
     by_qpn: QpnMap<QpId>,
     qpns: QpnAllocator,
     /// The user's queue pair 1, if there is one.
@@ -279,6 +296,10 @@ impl Nic {
             srqs: Table::new("shared receive queue", limits.max_srq),
             qps: Table::new("queue pair", limits.max_qp),
             ahs: Table::new("address handle", limits.max_ah),
+            xrcds: Table::new("XRC domain", limits.max_pd),
+            by_srqn: QpnMap::default(),
+            // Packets find their worker by their queue pair alone.
+            srqns: QpnAllocator::new(0, 0),
             by_qpn: QpnMap::default(),
             qpns: QpnAllocator::new(config.worker_index, config.worker_bits),
             gsi: None,
@@ -368,7 +389,7 @@ impl Nic {
     pub fn rc_counters(&self) -> RcCounters {
         let mut sum = self.past;
         for (_, qp) in self.qps.iter() {
-            if let Machine::Rc(rc) = &qp.machine {
+            if let Machine::Rc(rc) | Machine::Xrc(rc) = &qp.machine {
                 config::add_rc(&mut sum, rc.counters());
             }
         }

@@ -329,6 +329,14 @@ impl Nic {
     }
 
     pub fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError> {
+        self.check_srq(attr)?;
+        self.pds.get(pd)?;
+        let id = self.srqs.insert(Srq::new(pd, attr))?;
+        self.pds.get_mut(pd)?.users += 1;
+        Ok(id)
+    }
+
+    fn check_srq(&self, attr: SrqAttr) -> Result<(), VerbsError> {
         let l = &self.config.limits;
         if attr.max_wr == 0 || attr.max_wr > l.max_srq_wr || attr.limit > attr.max_wr {
             return Err(VerbsError::InvalidParameter("shared receive queue size"));
@@ -336,10 +344,7 @@ impl Nic {
         if attr.max_sge > l.max_sge {
             return Err(VerbsError::InvalidParameter("scatter-gather entries"));
         }
-        self.pds.get(pd)?;
-        let id = self.srqs.insert(Srq::new(pd, attr))?;
-        self.pds.get_mut(pd)?.users += 1;
-        Ok(id)
+        Ok(())
     }
 
     pub fn modify_srq(
@@ -365,8 +370,11 @@ impl Nic {
         if self.srqs.get(srq)?.users > 0 {
             return Err(VerbsError::ResourceBusy("shared receive queue"));
         }
-        let pd = self.srqs.remove(srq)?.pd;
-        self.release_pd(pd);
+        let gone = self.srqs.remove(srq)?;
+        self.release_pd(gone.pd);
+        if let Some(xrc) = gone.xrc {
+            self.forget_xrc_srq(xrc);
+        }
         self.async_events
             .retain(|&e| e != AsyncEvent::SrqLimitReached(srq));
         Ok(())

@@ -14,9 +14,9 @@ use crate::uc::{UcConfig, UcQp, UcRtrParams};
 use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
     Access, AhAttr, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType,
-    RecvWr, SendWr, VerbsError,
+    RecvWr, SendOp, SendWr, VerbsError,
 };
-use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer};
+use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer, Service};
 
 const REQUIRED: &str = "the state table requires it";
 
@@ -51,9 +51,7 @@ pub(super) use with_env;
 impl Nic {
     pub fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
         self.check_cap(&init.cap, init.qp_type)?;
-        self.pds.get(init.pd)?;
-        self.cqs.get(init.send_cq)?;
-        self.cqs.get(init.recv_cq)?;
+        self.check_objects(init)?;
         // With a shared queue the queue pair has no receives of its own, but takes entries of
         // that queue's size.
         let mut cap = init.cap;
@@ -61,8 +59,26 @@ impl Nic {
             if !matches!(init.qp_type, QpType::Rc | QpType::Uc) {
                 return Err(VerbsError::WrongQpType("shared receive queue"));
             }
-            cap.max_recv_sge = self.srqs.get(srq)?.attr().max_sge;
+            let srq = self.srqs.get(srq)?;
+            if srq.xrc.is_some() {
+                return Err(VerbsError::WrongQpType(
+                    "shared receive queue of an XRC domain",
+                ));
+            }
+            cap.max_recv_sge = srq.attr().max_sge;
             cap.max_recv_wr = 0;
+        }
+        match init.qp_type {
+            QpType::XrcIni => (cap.max_recv_wr, cap.max_recv_sge) = (0, 0),
+            // It takes receives of all the queues of its domain.
+            QpType::XrcTgt => {
+                cap = QpCap {
+                    max_recv_sge: self.config.limits.max_sge,
+                    max_send_sge: 0,
+                    ..QpCap::new(0, 0)
+                };
+            }
+            _ => {}
         }
         // A device has one queue pair 1. The messages of the CM do not pass it: the device
         // handles those itself.
@@ -98,6 +114,7 @@ impl Nic {
             ))),
             rq: RecvQueue::new(cap.max_recv_wr, cap.max_recv_sge).with_order(init.recv_order),
             srq: init.srq,
+            xrcd: init.xrcd,
             send_cq: init.send_cq,
             recv_cq: init.recv_cq,
             attr: QpAttr::default(),
@@ -112,9 +129,13 @@ impl Nic {
         self.has_datagrams |= init.qp_type == QpType::Ud;
         let machine = self.machine(id, init, cap, qpn);
         self.qps.get_mut(id)?.machine = machine;
-        self.pds.get_mut(init.pd)?.users += 1;
-        self.cqs.get_mut(init.send_cq)?.add_user();
-        self.cqs.get_mut(init.recv_cq)?.add_user();
+        if let Some(xrcd) = init.xrcd {
+            self.xrcds.get_mut(xrcd)?.users += 1;
+        } else {
+            self.pds.get_mut(init.pd)?.users += 1;
+            self.cqs.get_mut(init.send_cq)?.add_user();
+            self.cqs.get_mut(init.recv_cq)?.add_user();
+        }
         if let Some(srq) = init.srq {
             self.srqs.get_mut(srq)?.users += 1;
         }
@@ -126,17 +147,45 @@ impl Nic {
         Ok(id)
     }
 
+    /// Checks the objects that a queue pair is to be made of.
+    fn check_objects(&self, init: &QpInitAttr) -> Result<(), VerbsError> {
+        match (init.qp_type, init.xrcd) {
+            (QpType::Smi, _) => return Err(VerbsError::Unsupported("queue pair 0")),
+            (QpType::RawPacket, _) => return Err(VerbsError::Unsupported("raw packets")),
+            (QpType::XrcTgt, Some(xrcd)) => return self.xrcds.get(xrcd).map(drop),
+            (QpType::XrcTgt, None) => {
+                return Err(VerbsError::InvalidParameter("XRC target without a domain"));
+            }
+            (_, Some(_)) => return Err(VerbsError::WrongQpType("XRC domain")),
+            _ => {}
+        }
+        self.pds.get(init.pd)?;
+        self.cqs.get(init.send_cq)?;
+        self.cqs.get(init.recv_cq)?;
+        Ok(())
+    }
+
     fn machine(&mut self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
-        if init.qp_type == QpType::Rc {
-            return Machine::Rc(Box::new(RcQp::new(RcConfig {
+        let service = match init.qp_type {
+            QpType::Rc => Some(Service::Rc),
+            QpType::XrcIni | QpType::XrcTgt => Some(Service::Xrc),
+            _ => None,
+        };
+        if let Some(service) = service {
+            let rc = Box::new(RcQp::new(RcConfig {
                 qp_num: qpn,
+                service,
                 sq_sig_all: init.sq_sig_all,
-                has_srq: init.srq.is_some(),
+                has_srq: init.srq.is_some() || init.xrcd.is_some(),
                 max_inflight_bytes: self.config.max_inflight_bytes,
                 ack_every: ACK_EVERY,
                 seed: self.random.next_u32(),
                 ..RcConfig::new(id, init.pd, cap)
-            })));
+            }));
+            return match service {
+                Service::Rc => Machine::Rc(rc),
+                _ => Machine::Xrc(rc),
+            };
         }
         if init.qp_type == QpType::Uc {
             return Machine::Uc(Box::new(UcQp::new(UcConfig {
@@ -203,7 +252,7 @@ impl Nic {
         let qp = self.qps.get(qp)?;
         let mut counters = qp.counters;
         match &qp.machine {
-            Machine::Rc(rc) => counters.rc = *rc.counters(),
+            Machine::Rc(rc) | Machine::Xrc(rc) => counters.rc = *rc.counters(),
             Machine::Uc(uc) => counters.uc = *uc.counters(),
             Machine::Ud(ud) => counters.dropped_datagrams = ud.dropped,
         }
@@ -384,7 +433,7 @@ impl Nic {
         let has_srq = qp.srq.is_some();
         with_env!(self, qp, env);
         match &mut qp.machine {
-            Machine::Rc(rc) => {
+            Machine::Rc(rc) | Machine::Xrc(rc) => {
                 move_rc(rc, from, to, attr, &merged, &mut env);
                 // Nothing completes in RESET, so the receives go without completions.
                 if to == QpState::Reset && !has_srq {
@@ -420,7 +469,7 @@ impl Nic {
         };
         with_env!(self, qp, env);
         match &mut qp.machine {
-            Machine::Rc(rc) => rc.to_error(&mut env),
+            Machine::Rc(rc) | Machine::Xrc(rc) => rc.to_error(&mut env),
             Machine::Uc(uc) => uc.to_error(&mut env),
             Machine::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
         }
@@ -435,7 +484,7 @@ impl Nic {
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;
         self.mrs.unbind_all(id);
-        if let Machine::Rc(rc) = &qp.machine {
+        if let Machine::Rc(rc) | Machine::Xrc(rc) = &qp.machine {
             super::config::add_rc(&mut self.past, rc.counters());
         }
         if self.gsi == Some(id) {
@@ -444,15 +493,19 @@ impl Nic {
             self.by_qpn.remove(&qp.qpn);
             self.qpns.give_back(qp.qpn);
         }
-        for cq in [qp.send_cq, qp.recv_cq] {
-            if let Ok(cq) = self.cqs.get_mut(cq) {
-                cq.remove_user();
+        if let Some(xrcd) = qp.xrcd {
+            self.release_xrcd(xrcd);
+        } else {
+            for cq in [qp.send_cq, qp.recv_cq] {
+                if let Ok(cq) = self.cqs.get_mut(cq) {
+                    cq.remove_user();
+                }
             }
+            if let Some(srq) = qp.srq.and_then(|s| self.srqs.get_mut(s).ok()) {
+                srq.users -= 1;
+            }
+            self.release_pd(qp.pd);
         }
-        if let Some(srq) = qp.srq.and_then(|s| self.srqs.get_mut(s).ok()) {
-            srq.users -= 1;
-        }
-        self.release_pd(qp.pd);
         self.forget_events(id);
         self.forget_cm_qp(id);
         Ok(())
@@ -466,6 +519,7 @@ impl Nic {
         with_env!(self, qp, env);
         let result = match &mut qp.machine {
             Machine::Rc(rc) => rc.post_send(wrs, &mut env),
+            Machine::Xrc(rc) => post_xrc(rc, qp.qp_type, wrs, &mut env),
             Machine::Uc(uc) => uc.post_send(wrs, &mut env),
             Machine::Ud(ud) => {
                 let ahs = &self.ahs;
@@ -509,6 +563,8 @@ impl Nic {
         with_env!(self, qp, env);
         let result = match &mut qp.machine {
             Machine::Rc(rc) => rc.post_recv(wrs, &mut env),
+            // Receives are posted to the shared queues.
+            Machine::Xrc(_) => Err(refuse(PostReason::InvalidOpcode)),
             Machine::Uc(uc) => uc.post_recv(wrs, &mut env),
             Machine::Ud(_) if state == QpState::Reset => {
                 Err(refuse(PostReason::InvalidState(state)))
@@ -571,11 +627,40 @@ impl Machine {
     /// Changes how many bytes may be on the way to the peer.
     fn set_max_inflight(&mut self, bytes: u32) {
         match self {
-            Self::Rc(rc) => rc.set_max_inflight(bytes),
+            Self::Rc(rc) | Self::Xrc(rc) => rc.set_max_inflight(bytes),
             Self::Uc(uc) => uc.set_max_burst(bytes),
             Self::Ud(_) => {}
         }
     }
+}
+
+/// Posts to an end of an extended connection: each request names a queue of the peer's.
+fn post_xrc(
+    rc: &mut RcQp,
+    qp_type: QpType,
+    wrs: &[SendWr<'_>],
+    env: &mut Env<'_>,
+) -> Result<(), PostError> {
+    let is_good = |wr: &SendWr<'_>| qp_type.has_operation(&wr.op) && names_srq(wr);
+    let bad = wrs.iter().position(|wr| !is_good(wr));
+    rc.post_send(&wrs[..bad.unwrap_or(wrs.len())], env)?;
+    let Some(index) = bad else {
+        return Ok(());
+    };
+    let reason = match qp_type.has_operation(&wrs[index].op) {
+        false => PostReason::InvalidOpcode,
+        true => PostReason::InvalidRequest("no shared receive queue of the peer's"),
+    };
+    Err(PostError { index, reason })
+}
+
+/// Whether a request names a shared receive queue, or needs none since it sends nothing.
+fn names_srq(wr: &SendWr<'_>) -> bool {
+    let is_local = matches!(
+        wr.op,
+        SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_)
+    );
+    is_local || wr.remote_srqn.is_some_and(|srqn| srqn < 1 << 24)
 }
 
 /// Moves an unreliable connection, as [`move_rc`].
@@ -627,16 +712,18 @@ fn move_rc(
             path_mtu: attr.path_mtu.expect(REQUIRED),
             dest_qpn: Qpn::new(attr.dest_qp.expect(REQUIRED)),
             rq_psn: Psn::new(attr.rq_psn.expect(REQUIRED)),
-            max_dest_rd_atomic: attr.max_dest_rd_atomic.expect(REQUIRED),
-            min_rnr_timer: RnrTimer::new(attr.min_rnr_timer.expect(REQUIRED)),
+            // An XRC initiator takes no requests.
+            max_dest_rd_atomic: attr.max_dest_rd_atomic.unwrap_or(0),
+            min_rnr_timer: RnrTimer::new(attr.min_rnr_timer.unwrap_or(0)),
             access,
         }),
         (QpState::Rtr, QpState::Rts) => rc.to_rts(&RtsParams {
             sq_psn: Psn::new(attr.sq_psn.expect(REQUIRED)),
             timeout: attr.timeout.expect(REQUIRED),
-            retry_cnt: attr.retry_cnt.expect(REQUIRED),
-            rnr_retry: attr.rnr_retry.expect(REQUIRED),
-            max_rd_atomic: attr.max_rd_atomic.expect(REQUIRED),
+            // An XRC target sends none.
+            retry_cnt: attr.retry_cnt.unwrap_or(0),
+            rnr_retry: attr.rnr_retry.unwrap_or(0),
+            max_rd_atomic: attr.max_rd_atomic.unwrap_or(0),
         }),
         (QpState::Rts, QpState::Sqd) => rc.to_sqd(env),
         (QpState::Sqd, QpState::Rts) => rc.resume(),

@@ -7,7 +7,7 @@ use super::qp::with_env;
 use super::{Machine, Nic, PORTS_PER_QP};
 use crate::rc::{Env, RcEvent};
 use crate::roce::batch::{HOP_LIMIT, TxBatch};
-use crate::verbs::{CqId, PKey, QpId, RouteHeader};
+use crate::verbs::{CqId, PKey, QpId, QpType, RouteHeader};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
 use crate::wire::{
@@ -82,11 +82,11 @@ struct Train<'a> {
 }
 
 /// A packet that its queue pair has looked at.
-struct Taken {
+pub(super) struct Taken {
     /// It came from the peer of a connected queue pair.
-    is_peer: bool,
+    pub(super) is_peer: bool,
     /// It is the first of a connection that was accepted.
-    is_first: bool,
+    pub(super) is_first: bool,
 }
 
 /// Peer at the other end of a link.
@@ -297,6 +297,9 @@ impl Nic {
         packet: &Packet<'_>,
         ip_id: u16,
     ) -> Option<Taken> {
+        if packet.op.service == Service::Xrc {
+            return self.hand_over_xrc(id, packet);
+        }
         let (src, is_marked) = (received.src, received.ip.is_marked());
         let now = self.now;
         let qp = self.qps.get_mut(id).ok()?;
@@ -333,6 +336,8 @@ impl Nic {
                     is_first: qp.awaits_first_packet && rc.has_received(),
                 }
             }
+            // Its packets have a service of their own.
+            Machine::Xrc(_) => return None,
             Machine::Uc(uc) => {
                 uc.handle_packet(packet, &mut env);
                 Taken {
@@ -368,9 +373,10 @@ impl Nic {
         let (service, is_peer) = match (&qp.machine, &qp.peer) {
             (Machine::Rc(_), Some(peer)) => (Service::Rc, peer.addr.ip() == src.ip()),
             (Machine::Rc(_), None) => (Service::Rc, false),
-            (Machine::Uc(_), peer) => {
+            (machine @ (Machine::Uc(_) | Machine::Xrc(_)), peer) => {
                 let is_peer = peer.is_some_and(|peer| peer.addr.ip() == src.ip());
-                (Service::Uc, is_peer)
+                let is_xrc = matches!(machine, Machine::Xrc(_));
+                (if is_xrc { Service::Xrc } else { Service::Uc }, is_peer)
             }
             (Machine::Ud(_), _) => (Service::Ud, true),
         };
@@ -448,12 +454,20 @@ impl Nic {
         let mut broken: Vec<CqId> = Vec::new();
         let mut shared = None;
         if let Ok(qp) = self.qps.get(id) {
-            let (send_cq, recv_cq) = (qp.send_cq, qp.recv_cq);
+            let send_cq = qp.send_cq;
+            let recv_cq = match qp.qp_type {
+                QpType::XrcTgt => qp.srq.and_then(|srq| self.xrc_cq(srq)),
+                _ => Some(qp.recv_cq),
+            };
             shared = qp.srq;
             for event in out.drain(..) {
                 let (cq, completion) = match event {
                     RcEvent::Send(c) => (send_cq, c),
-                    RcEvent::Recv(c) => (recv_cq, c),
+                    RcEvent::Recv(c) => match recv_cq {
+                        Some(cq) => (cq, c),
+                        // Its queue was destroyed in the middle of its message.
+                        None => continue,
+                    },
                     RcEvent::Async(e) => {
                         self.raise(e);
                         continue;

@@ -46,6 +46,7 @@ fn init(nic: &mut Nic, qp_type: QpType) -> QpInitAttr {
         qp_type,
         cap: CAP,
         sq_sig_all: false,
+        xrcd: None,
         recv_order: RecvOrder::OldestFirst,
         block_self_mcast: false,
     }
@@ -120,14 +121,7 @@ fn a_packet_of_another_service_or_source_is_not_for_an_unreliable_connection() {
             ..to(QpState::Init)
         },
         QpAttr {
-            ah: Some(AhAttr {
-                dgid: Gid::from(peer().ip()),
-                sgid_index: 0,
-                flow_label: 0,
-                hop_limit: 64,
-                traffic_class: 0,
-                port: 1,
-            }),
+            ah: Some(AhAttr::new(Gid::from(peer().ip()))),
             path_mtu: Some(Mtu::Mtu1024),
             dest_qp: Some(0x99),
             rq_psn: Some(100),
@@ -652,6 +646,44 @@ fn the_address_decides_the_guid() {
     assert_eq!(a >> 56 & 3, 2, "locally administered, for one device");
 }
 
+/// A target of an XRC domain in RTS, which expects PSN 100, and the domain's queue.
+fn xrc_target(nic: &mut Nic, own: &QpInitAttr) -> (QpId, SrqId) {
+    let xrcd = nic.open_xrcd().unwrap();
+    let attr = SrqAttr {
+        max_wr: 8,
+        max_sge: 2,
+        limit: 0,
+    };
+    let srq = nic.create_xrc_srq(own.pd, xrcd, own.send_cq, attr).unwrap();
+    let qp = nic.create_qp(&QpInitAttr::xrc_target(xrcd)).unwrap();
+    let steps = [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(Access::REMOTE),
+            ..to(QpState::Init)
+        },
+        QpAttr {
+            ah: Some(AhAttr::new(Gid::from(peer().ip()))),
+            path_mtu: Some(Mtu::Mtu1024),
+            dest_qp: Some(0x99),
+            rq_psn: Some(100),
+            max_dest_rd_atomic: Some(4),
+            min_rnr_timer: Some(12),
+            ..to(QpState::Rtr)
+        },
+        QpAttr {
+            sq_psn: Some(200),
+            timeout: Some(14),
+            ..to(QpState::Rts)
+        },
+    ];
+    for step in steps {
+        nic.modify_qp(qp, &step).unwrap();
+    }
+    (qp, srq)
+}
+
 fn any_ext() -> impl Strategy<Value = ExtHeaders> {
     (any::<[u64; 4]>(), any::<[u32; 4]>(), any::<u8>()).prop_map(|(q, d, s)| ExtHeaders {
         deth: Some(Deth::new(
@@ -664,6 +696,7 @@ fn any_ext() -> impl Strategy<Value = ExtHeaders> {
         atomic_ack: Some(crate::wire::AtomicAckEth::new(q[3])),
         imm: Some(ImmDt::new(d[2])),
         ieth: Some(Ieth::new(d[3])),
+        xrc: Some(crate::wire::XrcEth::new(d[0])),
     })
 }
 
@@ -734,6 +767,57 @@ proptest! {
         }
         // What lies behind the region is as it was.
         prop_assert!(memory.slice(4096..8192).unwrap().to_vec().iter().all(|&b| b == 0));
+    }
+
+    /// The same at the receiving end of an extended connection, with the right queue and others.
+    #[test]
+    fn hostile_packets_at_an_xrc_target_are_survived(
+        packets in proptest::collection::vec(
+            (0usize..crate::wire::opcode::OPCODES.len(), 0u32..6, any_ext(), 0usize..1100, any::<[u8; 4]>()),
+            1..60,
+        ),
+    ) {
+        let mut nic = nic();
+        let own = init(&mut nic, QpType::Rc);
+        let (qp, srq) = xrc_target(&mut nic, &own);
+        let number = nic.srq_num(srq).unwrap();
+        let memory = Memory::new(8192).unwrap();
+        let access = Access::LOCAL_WRITE | Access::REMOTE;
+        let mr = nic.reg_mr(own.pd, &memory.slice(0..4096).unwrap(), access).unwrap();
+        let sges = [Sge { addr: mr.addr, length: 2000, lkey: mr.lkey }];
+        let dest = Qpn::new(nic.qp_num(qp).unwrap());
+        let mut batch = TxBatch::new(64);
+        let mut out = Vec::new();
+        let mut posted = 0;
+        for (row, psn, mut ext, len, knobs) in packets {
+            let op: &OpcodeInfo = &crate::wire::opcode::OPCODES[row];
+            if knobs[0] & 7 > 0 {
+                let near = mr.addr + u64::from(knobs[1]);
+                ext.xrc = Some(crate::wire::XrcEth::new(number));
+                ext.reth = Some(Reth::new(near, mr.rkey.0, u32::from(knobs[2]) * 16));
+                ext.atomic_eth = Some(AtomicEth::fetch_add(near & !7, mr.rkey.0, 1));
+            }
+            let len = match op.payload {
+                PayloadRule::Empty => 0,
+                PayloadRule::ExactlyMtu if knobs[3] & 6 > 0 => 1024,
+                _ => len,
+            };
+            posted += u64::from(nic.post_srq_recv(srq, &[RecvWr { wr_id: WrId(0), sges: &sges }]).is_ok());
+            let bth = Bth::new(op.opcode, dest, Psn::new(98 + psn)).with_ack_request(knobs[3] & 1 == 0);
+            let bytes = sealed(&nic, peer(), &bth, &ext, &vec![knobs[1]; len]);
+            receive(&mut nic, peer(), &bytes);
+            batch.clear();
+            let now = nic.now();
+            nic.poll_transmit(now, &mut batch, 1 << 20);
+            prop_assert!(batch.packets() < 1000);
+            nic.poll_cq(own.send_cq, 64, &mut out).unwrap();
+        }
+        prop_assert!(out.len() as u64 <= posted);
+        prop_assert!(out.iter().all(|c| c.qp == qp));
+        prop_assert!(memory.slice(4096..8192).unwrap().to_vec().iter().all(|&b| b == 0));
+        nic.destroy_srq(srq).unwrap();
+        nic.destroy_qp(qp).unwrap();
+        nic.destroy_cq(own.send_cq).unwrap();
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Qp {
     /// Next time at which its machine has something to do though nothing comes in.
     fn poll_timeout(&self) -> Option<Instant> {
         match &self.machine {
-            Machine::Rc(rc) => rc.poll_timeout(),
+            Machine::Rc(rc) | Machine::Xrc(rc) => rc.poll_timeout(),
             Machine::Uc(uc) => uc.poll_timeout(),
             Machine::Ud(_) => None,
         }
@@ -73,10 +73,12 @@ impl Nic {
             };
             // A queue pair that was destroyed while it waited for its turn.
             let has_more = match self.qps.get(id).map(|qp| qp.qp_type) {
-                Ok(QpType::Rc) => self.take_rc_turn(id, batch, budget),
+                Ok(QpType::Rc | QpType::XrcIni | QpType::XrcTgt) => {
+                    self.take_rc_turn(id, batch, budget)
+                }
                 Ok(QpType::Uc) => self.take_uc_turn(id, batch, budget),
                 Ok(QpType::Ud | QpType::Gsi) => self.take_ud_turn(id, batch, budget),
-                Err(_) => continue,
+                Ok(QpType::Smi | QpType::RawPacket) | Err(_) => continue,
             };
             // At the end of the line: a queue pair that has much to send waits for all others.
             let Ok(qp) = self.qps.get_mut(id) else {
@@ -129,9 +131,11 @@ impl Nic {
         let peer = qp.peer;
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
+        // An extended connection takes no notifications of congestion.
+        let is_markable = qp.qp_type == QpType::Rc;
         with_env!(self, qp, env);
         // RESET forgets the peer; the turn was asked for before.
-        let (Machine::Rc(rc), Some(peer)) = (&mut qp.machine, peer) else {
+        let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
         };
         // What is repeated for a peer that is gone may wait in the socket for its neighbour entry.
@@ -154,7 +158,7 @@ impl Nic {
                 return false;
             }
             // What a congested router should make rarer is data.
-            way = way.markable(self.tx.payload_len > 0);
+            way = way.markable(is_markable && self.tx.payload_len > 0);
             batch.push_packet(flow, &way, &mut self.tx);
             // It has more, for all that is known: the next turn finds out.
             if batch.total_bytes() >= budget {
@@ -245,7 +249,7 @@ impl Nic {
         };
         let peer = qp.peer;
         with_env!(self, qp, env);
-        let (Machine::Rc(rc), Some(peer)) = (&mut qp.machine, peer) else {
+        let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return;
         };
         // Bounded, since a peer decides how many connections end at once.
@@ -303,7 +307,7 @@ impl Nic {
             if qp.poll_timeout().is_some_and(|t| t <= now) {
                 with_env!(self, qp, env);
                 match &mut qp.machine {
-                    Machine::Rc(rc) => rc.handle_timeout(now, &mut env),
+                    Machine::Rc(rc) | Machine::Xrc(rc) => rc.handle_timeout(now, &mut env),
                     Machine::Uc(uc) => uc.handle_timeout(now),
                     Machine::Ud(_) => {}
                 }

@@ -1,0 +1,130 @@
+//! Extended reliable connections (IBTA annex A14).
+//!
+//! An XRC domain has shared receive queues and the receiving ends of connections, its targets. A
+//! request names one of the queues by its number: its receive is taken from there, completes in the
+//! completion queue of that queue, and keys are looked up in its protection domain. So a peer needs
+//! one connection for all processes of a host, and one queue for each.
+//!
+//! Linux's `rdma_rxe` has neither these queue pairs nor the domains.
+
+use super::qp::with_env;
+use super::rx::Taken;
+use super::{Machine, Nic, Xrcd};
+use crate::rc::Env;
+use crate::roce::srq::{Srq, XrcSrq};
+use crate::verbs::{CqId, PdId, QpId, QpType, SrqAttr, SrqId, VerbsError, XrcdId};
+use crate::wire::Packet;
+
+#[allow(
+    missing_docs,
+    reason = "the calls of the verbs traits, documented there"
+)]
+impl Nic {
+    pub fn open_xrcd(&mut self) -> Result<XrcdId, VerbsError> {
+        self.xrcds.insert(Xrcd::default())
+    }
+
+    pub fn close_xrcd(&mut self, xrcd: XrcdId) -> Result<(), VerbsError> {
+        if self.xrcds.get(xrcd)?.users > 0 {
+            return Err(VerbsError::ResourceBusy("XRC domain"));
+        }
+        self.xrcds.remove(xrcd).map(drop)
+    }
+
+    pub fn create_xrc_srq(
+        &mut self,
+        pd: PdId,
+        xrcd: XrcdId,
+        cq: CqId,
+        attr: SrqAttr,
+    ) -> Result<SrqId, VerbsError> {
+        self.xrcds.get(xrcd)?;
+        self.cqs.get(cq)?;
+        let id = self.create_srq(pd, attr)?;
+        // Drawn at random and rested as the numbers of queue pairs are: whoever has a connection to
+        // the domain should have been told the number.
+        let number = self.srqns.take(&mut self.random);
+        self.srqs.get_mut(id)?.xrc = Some(XrcSrq { xrcd, cq, number });
+        self.by_srqn.insert(number, id);
+        self.xrcds.get_mut(xrcd)?.users += 1;
+        self.cqs.get_mut(cq)?.add_user();
+        Ok(id)
+    }
+
+    pub fn srq_num(&self, srq: SrqId) -> Result<u32, VerbsError> {
+        let xrc = self.srqs.get(srq)?.xrc;
+        let xrc = xrc.ok_or(VerbsError::InvalidParameter("shared receive queue"))?;
+        Ok(xrc.number)
+    }
+
+    /// A shared receive queue of an XRC domain is gone.
+    pub(super) fn forget_xrc_srq(&mut self, xrc: XrcSrq) {
+        self.by_srqn.remove(&xrc.number);
+        self.srqns.give_back(xrc.number);
+        self.release_xrcd(xrc.xrcd);
+        if let Ok(cq) = self.cqs.get_mut(xrc.cq) {
+            cq.remove_user();
+        }
+    }
+
+    pub(super) fn release_xrcd(&mut self, xrcd: XrcdId) {
+        if let Ok(xrcd) = self.xrcds.get_mut(xrcd) {
+            xrcd.users -= 1;
+        }
+    }
+
+    /// The completion queue of a shared receive queue of an XRC domain.
+    pub(super) fn xrc_cq(&self, srq: SrqId) -> Option<CqId> {
+        Some(self.srqs.get(srq).ok()?.xrc?.cq)
+    }
+
+    /// The queue with this number, if it is of this domain.
+    fn xrc_srq(&self, xrcd: XrcdId, number: u32) -> Option<(SrqId, PdId)> {
+        let id = *self.by_srqn.get(&number)?;
+        let srq: &Srq = self.srqs.get(id).ok()?;
+        (srq.xrc?.xrcd == xrcd).then_some((id, srq.pd))
+    }
+
+    /// Hands a packet that has been checked to an end of an extended connection. `None` if that does
+    /// not take it.
+    pub(super) fn hand_over_xrc(&mut self, id: QpId, packet: &Packet<'_>) -> Option<Taken> {
+        let now = self.now;
+        let qp = self.qps.get(id).ok()?;
+        // Requests go to a target, and what answers them to an initiator.
+        if packet.op.is_request() != (qp.qp_type == QpType::XrcTgt) {
+            self.counters.rx_unknown_qp += 1;
+            return None;
+        }
+        let number = packet.ext.xrc.map(|eth| eth.srqn());
+        let named = number.zip(qp.xrcd);
+        let named = named.and_then(|(number, xrcd)| self.xrc_srq(xrcd, number));
+        let qp = self.qps.get_mut(id).ok()?;
+        let Machine::Xrc(rc) = &mut qp.machine else {
+            return None;
+        };
+        // A message stays with the queue that it has its receive of. Only the request that comes
+        // next can be refused: what was taken in before is answered again, whatever it names.
+        let mut is_refused = false;
+        match named {
+            Some((srq, pd)) if !rc.has_receive() || qp.srq == Some(srq) => {
+                qp.srq = Some(srq);
+                rc.set_domain(pd);
+            }
+            _ => is_refused = packet.op.is_request() && rc.expects(packet.bth.psn()),
+        }
+        with_env!(self, qp, env);
+        if let Machine::Xrc(rc) = &mut qp.machine {
+            if is_refused {
+                rc.refuse_expected(now, &mut env);
+            } else {
+                rc.handle_packet(now, packet, &mut env);
+            }
+        }
+        // Its events are those of the queue that this packet names.
+        self.settle(id);
+        Some(Taken {
+            is_peer: true,
+            is_first: false,
+        })
+    }
+}

@@ -73,9 +73,9 @@ impl Builder {
         let known = match qp_type {
             QpType::Rc | QpType::XrcIni => RELIABLE,
             QpType::Uc => UNRELIABLE,
-            QpType::Ud | QpType::Gsi => DATAGRAM,
+            QpType::Ud | QpType::Gsi | QpType::Smi => DATAGRAM,
             // It has no send queue.
-            QpType::XrcTgt => 0,
+            QpType::XrcTgt | QpType::RawPacket => 0,
         };
         let ops = u32::try_from(ops).map_err(|_| Errno::UNSUPPORTED)?;
         if ops & !known != 0 {

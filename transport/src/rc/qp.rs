@@ -6,9 +6,7 @@ use crate::verbs::{
     Access, AsyncEvent, Completion, PdId, PostError, PostReason, QpCap, QpState, QpType, RecvWr,
     SendWr, WcOpcode, WcStatus, qp_state,
 };
-use crate::wire::{
-    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Psn, RnrTimer, emit_headers,
-};
+use crate::wire::{Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Psn, RnrTimer, emit_headers};
 
 use super::ctx::{Ctx, Fault, PeerPath};
 use super::requester::Requester;

@@ -7,7 +7,9 @@ use bitflags::bitflags;
 use num_enum::TryFromPrimitive;
 use riser_memory::MemSlice;
 
-use super::{CqId, Gid, Handle, LKey, MrId, MwId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId, XrcdId};
+use super::{
+    CqId, Gid, Handle, LKey, MrId, MwId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId, XrcdId,
+};
 
 bitflags! {
     /// Rights to a memory region.

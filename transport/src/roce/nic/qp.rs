@@ -547,7 +547,7 @@ impl Nic {
     /// them, and keeps that.
     pub fn unpost_send(&mut self, id: QpId, count: usize) {
         match self.qps.get_mut(id).map(|qp| &mut qp.machine) {
-            Ok(Machine::Rc(rc)) => rc.unpost_send(count),
+            Ok(Machine::Rc(rc) | Machine::Xrc(rc)) => rc.unpost_send(count),
             Ok(Machine::Uc(uc)) => uc.unpost_send(count),
             Ok(Machine::Ud(ud)) => ud.unpost_send(count),
             Err(_) => {}

@@ -80,6 +80,11 @@ impl Context {
         self.events.raw_fd() as u64
     }
 
+    /// Whether it belongs to the process that this one was forked from.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.engine.is_inherited()
+    }
+
     /// Reports an event of an object.
     pub(crate) fn report_about(&self, kind: AsyncEvent, object: Subject) {
         let object = Some(object);

@@ -11,26 +11,32 @@
 //! - A program may wait for a peer's WRITE by looking at its memory. Where packets come while no call
 //!   drives the NIC, calls leave the socket watched, so that the next packet wakes the thread at once,
 //!   until the program polls for what it waits for again.
+//! - It also takes in what comes to the sockets that processes share (`share`).
 //! - A program that has armed a completion queue is about to sleep itself. Its next poll that finds
 //!   nothing has the socket watched, so that a packet wakes the thread at once.
 
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_transport::roce::nic::NicLimits;
+use riser_transport::roce::steer::Requests;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{
-    AsyncEvent, CmEvent, Completion, CqId, Provider, QpId, RdmaCm, SrqId, TimedCompletion, Verbs,
-    VerbsError,
+    AsyncEvent, CmEvent, CmId, Completion, CqId, PortSpace, Provider, QpId, RdmaCm, SrqId,
+    TimedCompletion, Verbs, VerbsError,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::error;
+
+use crate::errno::Errno;
+use crate::share::{self, Share};
 
 /// Interval at which the thread looks whether calls still drive the NIC.
 const TICK: Duration = Duration::from_millis(1);
@@ -43,6 +49,9 @@ const BURST: Duration = Duration::from_micros(10);
 
 /// Most rounds of the NIC in a row under the lock, so that calls get it in between.
 const ROUNDS: usize = 16;
+
+/// Most packets from elsewhere than the NIC's socket in a row, likewise.
+const PACKETS: usize = 64;
 
 /// A device as the environment configures it.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,6 +66,8 @@ pub(crate) struct Config {
 pub(crate) struct Engine {
     state: Mutex<State>,
     wake: OwnedFd,
+    /// It belongs to the process that this one was forked from: its sockets are gone.
+    is_inherited: AtomicBool,
 }
 
 /// An object of the program that asynchronous events are about.
@@ -81,6 +92,10 @@ pub(crate) struct State {
     pub(crate) contexts: HashMap<u64, Box<dyn Reports>>,
     /// What takes the events of the connection manager, once it is used.
     pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
+    share: Share,
+    /// Ports of identifiers, and the number of identifiers of each.
+    ports: HashMap<CmId, share::Port>,
+    port_users: HashMap<share::Port, u32>,
     /// Completions on their way to the program.
     completions: Vec<Completion>,
     timed: Vec<TimedCompletion>,
@@ -103,27 +118,35 @@ pub(crate) struct Locked<'a> {
     engine: &'a Engine,
 }
 
-/// The engines of this process, by the names of their devices.
-static ENGINES: Mutex<Vec<(String, Weak<Engine>)>> = Mutex::new(Vec::new());
+/// Engines by the names of their devices.
+pub(crate) type Engines = Vec<(String, Arc<Engine>)>;
+
+/// The engines of this process. They stay when their last context is closed: programs open a device
+/// again and again, and a process that forks has to know every socket that it has.
+pub(crate) static ENGINES: Mutex<Engines> = Mutex::new(Vec::new());
 
 impl Engine {
     /// The engine of a device, which is opened where this process has not done so.
     ///
     /// # Errors
-    /// Those of [`Roce::open`], and of making a thread.
+    /// Those of [`Share::open`] and [`Roce::open_shared`], and of making a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
         let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
-        engines.retain(|(_, engine)| engine.strong_count() > 0);
         let known = engines.iter().find(|(name, _)| *name == config.name);
-        if let Some(engine) = known.and_then(|(_, engine)| engine.upgrade()) {
-            return Ok(engine);
+        if let Some((_, engine)) = known {
+            return Ok(Arc::clone(engine));
         }
-        let nic = Roce::open(&RoceConfig {
+        let share = Share::open(config.addr)?;
+        let config_of_nic = RoceConfig {
+            worker_index: share.slot(),
+            worker_bits: share::BITS,
+            requests: Requests::ToFirst,
             limits: limits(),
             faults: config.faults,
             capture: config.capture.clone(),
             ..RoceConfig::new(config.addr)
-        })?;
+        };
+        let nic = Roce::open_shared(&config_of_nic, share.socket()?)?;
         let engine = Arc::new(Self {
             state: Mutex::new(State {
                 nic,
@@ -132,6 +155,9 @@ impl Engine {
                 srqs: HashMap::new(),
                 contexts: HashMap::new(),
                 on_cm_event: None,
+                share,
+                ports: HashMap::new(),
+                port_users: HashMap::new(),
                 completions: Vec::new(),
                 timed: Vec::new(),
                 armed: 0,
@@ -141,17 +167,17 @@ impl Engine {
                 thread_sleeps: false,
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            is_inherited: AtomicBool::new(false),
         });
-        // The thread ends once the last context is closed.
-        let weak = Arc::downgrade(&engine);
-        let wake = engine.wake.try_clone()?;
+        let driven = Arc::clone(&engine);
         thread::Builder::new()
             .name(format!("riser-{}", config.name))
-            .spawn(move || run(&weak, &wake))?;
-        engines.push((config.name.clone(), Arc::downgrade(&engine)));
-        FLUSH.call_once(|| {
+            .spawn(move || run(&driven))?;
+        engines.push((config.name.clone(), Arc::clone(&engine)));
+        HANDLERS.call_once(|| {
             // SAFETY: the function may be called at any time.
             unsafe { libc::atexit(flush) };
+            crate::fork::install();
         });
         Ok(engine)
     }
@@ -165,19 +191,32 @@ impl Engine {
         }
     }
 
+    /// The lock itself, for `fork`.
+    pub(crate) fn state(&self) -> &Mutex<State> {
+        &self.state
+    }
+
+    /// Notes that this process is a copy of the one that has the engine.
+    pub(crate) fn inherit(&self) {
+        self.is_inherited.store(true, Ordering::Release);
+    }
+
+    /// Whether it belongs to the process that this one was forked from.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.is_inherited.load(Ordering::Acquire)
+    }
+
+    /// The descriptor that wakes the thread.
+    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }
 
-impl Drop for Engine {
-    fn drop(&mut self) {
-        // The thread notices that the engine is gone.
-        self.wake();
-    }
-}
-
-static FLUSH: Once = Once::new();
+static HANDLERS: Once = Once::new();
 
 /// Sends what waits to be sent when the process ends: acknowledgements of a peer's last messages
 /// above all, which an adapter would have sent by itself.
@@ -185,7 +224,7 @@ extern "C" fn flush() {
     let Ok(engines) = ENGINES.try_lock() else {
         return;
     };
-    for engine in engines.iter().filter_map(|(_, engine)| engine.upgrade()) {
+    for (_, engine) in engines.iter() {
         // A thread that ended amid a call may have left the lock taken.
         if let Ok(mut state) = engine.state.try_lock() {
             state.nic.transmit(Instant::now());
@@ -202,32 +241,28 @@ fn limits() -> NicLimits {
 }
 
 /// The thread: drives the NIC while no call does.
-fn run(engine: &Weak<Engine>, wake: &OwnedFd) {
-    let mut has_packet = false;
-    // The descriptor of the device outlives each look at the engine: it is duplicated.
-    let Some(fd) = engine.upgrade().and_then(|engine| {
+fn run(engine: &Engine) {
+    let mut has_input = false;
+    // Numbers, not duplicates, which a process that is forked would keep open.
+    let sockets: Vec<RawFd> = {
         let locked = engine.lock();
-        let fds = locked.state.nic.event_fds();
-        fds.first().and_then(|fd| fd.try_clone_to_owned().ok())
-    }) else {
-        return;
+        let of_nic = locked.nic.event_fds();
+        let all = of_nic.iter().copied().chain(locked.share.inputs());
+        all.map(|fd| fd.as_raw_fd()).collect()
     };
     loop {
-        let timeout = {
-            let Some(engine) = engine.upgrade() else {
-                return;
-            };
-            let mut locked = engine.lock();
-            locked.take_turn(has_packet)
-        };
+        let timeout = engine.lock().take_turn(has_input);
         let timeout = timeout.map(|t| Timespec {
             tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: t.subsec_nanos().into(),
         });
-        let mut fds = [
-            PollFd::new(&fd, PollFlags::IN),
-            PollFd::new(wake, PollFlags::IN),
-        ];
+        let inputs = sockets.iter().map(|fd| {
+            // SAFETY: the engine has them open as long as it lives.
+            let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
+            PollFd::from_borrowed_fd(fd, PollFlags::IN)
+        });
+        let wake = PollFd::new(&engine.wake, PollFlags::IN);
+        let mut fds: Vec<_> = inputs.chain([wake]).collect();
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
@@ -235,20 +270,23 @@ fn run(engine: &Weak<Engine>, wake: &OwnedFd) {
                 thread::sleep(TICK);
             }
         }
-        has_packet = !fds[0].revents().is_empty();
-        let _ = rustix::io::read(wake.as_fd(), &mut [0; 8]);
+        has_input = fds[..sockets.len()]
+            .iter()
+            .any(|fd| !fd.revents().is_empty());
+        let _ = rustix::io::read(&engine.wake, &mut [0; 8]);
     }
 }
 
 impl Locked<'_> {
     /// A turn of the engine's thread; answers how long it may sleep, `None` without end.
-    fn take_turn(&mut self, has_packet: bool) -> Option<Duration> {
+    fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
         let is_driven = std::mem::take(&mut state.is_driven);
-        if is_driven && !has_packet && state.eager == 0 {
+        if is_driven && !has_input && state.eager == 0 {
             state.thread_sleeps = false;
             return Some(TICK);
         }
+        state.receive_elsewhere();
         let mut rounds = 0;
         while state.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
             rounds += 1;
@@ -386,8 +424,65 @@ impl std::ops::DerefMut for Locked<'_> {
 }
 
 impl State {
+    /// Takes in packets that have come to other sockets than the NIC's.
+    fn receive_elsewhere(&mut self) {
+        for _ in 0..PACKETS {
+            let Some(packet) = self.share.poll_packet() else {
+                return;
+            };
+            self.nic.handle_forwarded(Instant::now(), &packet);
+        }
+    }
+
+    /// Takes a port of the RDMA CM for an identifier, a free one where it is 0; answers which. An
+    /// identifier that has one keeps it.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` where another process has it.
+    pub(crate) fn take_port(
+        &mut self,
+        id: CmId,
+        space: PortSpace,
+        port: u16,
+    ) -> Result<u16, Errno> {
+        let Some(space) = share::space(space) else {
+            return Ok(port);
+        };
+        if let Some((_, port)) = self.ports.get(&id) {
+            return Ok(*port);
+        }
+        let port = self.share.take_port(space, port)?;
+        self.ports.insert(id, (space, port));
+        *self.port_users.entry((space, port)).or_default() += 1;
+        Ok(port)
+    }
+
+    /// Gives the port of an identifier back, where it has one.
+    pub(crate) fn give_back_port(&mut self, id: CmId) {
+        let Some(port) = self.ports.remove(&id) else {
+            return;
+        };
+        if let Some(users) = self.port_users.get_mut(&port) {
+            *users -= 1;
+            if *users == 0 {
+                self.port_users.remove(&port);
+                self.share.give_back_port(port);
+            }
+        }
+    }
+
+    /// Every descriptor of the sockets.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.nic.descriptors().chain(self.share.descriptors())
+    }
+
     /// Reports what has happened to the program.
     fn report(&mut self) {
+        while let Some(packet) = self.nic.poll_forwarded() {
+            if let Some(ours) = self.share.pass_on(packet) {
+                self.nic.handle_forwarded(Instant::now(), &ours);
+            }
+        }
         while let Some(id) = self.nic.poll_cq_event() {
             if self.cqs.get(&id).is_some_and(|cq| cq.fire()) {
                 self.armed -= 1;

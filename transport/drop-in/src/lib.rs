@@ -11,6 +11,8 @@
 //! | `exports` | the symbols with their versions, from `symbols.txt` |
 //! | `object` | what programs hold pointers to |
 //! | `engine` | a NIC with its lock and its thread |
+//! | `share` | an address that several processes have |
+//! | `fork` | processes that begin as copies |
 //! | `devices` | the list of devices |
 //! | `context` | opened devices, their attributes and ports |
 //! | `open` | opening devices; the tables of functions |
@@ -60,6 +62,7 @@ mod domain;
 mod engine;
 mod errno;
 mod exports;
+mod fork;
 mod kernel;
 mod memory;
 mod names;
@@ -69,4 +72,5 @@ mod post;
 mod post_ex;
 mod qp;
 mod queue;
+mod share;
 mod turn;

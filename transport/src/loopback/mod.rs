@@ -38,7 +38,7 @@ use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Breakage, IpFields, Nic, NicConfig, NicLimits};
-use crate::roce::steer::steer;
+use crate::roce::steer::{Requests, steer};
 use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, RdmaCm, VerbsError};
 
 /// Packets that wait for one device.
@@ -247,7 +247,7 @@ impl Wire {
         // A packet to an address without a device is lost, as on a network.
         let bits = self.worker_bits.get(&dst.ip()).copied().unwrap_or(0);
         // The selector's load beyond the packet ends it with 0.
-        let worker = steer(&bytes, bits).unwrap_or(0);
+        let worker = steer(&bytes, bits, Requests::Spread).unwrap_or(0);
         self.queue_at(now, ends, bytes, (dst.ip(), worker));
     }
 

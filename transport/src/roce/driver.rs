@@ -63,6 +63,7 @@ use super::batch::{
     ECT_0, Group, HOP_LIMIT, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch,
 };
 use super::nic::IpFields;
+use super::steer::Requests;
 use super::sys::{
     ControlWriter, UDP_SEGMENT, allow_no_checksum, attach_selector, check, enable_gro, grow_buffer,
     has_gso, hop_limit, hop_limit_message, only_own_groups, read_addr, segment_size, set_ecn,
@@ -215,11 +216,24 @@ impl Driver {
     /// has the address.
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
-        let socket = make_socket(local, config.on_link)?;
-        // IPv6 demands a UDP checksum, which RoCE senders leave out.
-        if local.is_ipv6() {
-            allow_no_checksum(&socket)?;
-        }
+        let socket = match config.worker_bits {
+            0 => bind_alone(local)?,
+            bits => bind_in_group(local, bits, Requests::Spread)?,
+        };
+        Self::on_socket(config, socket)
+    }
+
+    /// Makes a driver of one of the sockets that [`bind_group`] has made.
+    ///
+    /// # Errors
+    /// The errors of setting the socket's options, and of `epoll_create1(2)`.
+    pub fn on_shared(config: &DriverConfig, socket: OwnedFd) -> io::Result<Self> {
+        Self::on_socket(config, Socket::from(socket))
+    }
+
+    fn on_socket(config: &DriverConfig, socket: Socket) -> io::Result<Self> {
+        let local = SocketAddr::new(config.addr, ROCE_PORT);
+        set_hop_limit(&socket, local.is_ipv6(), HOP_LIMIT, config.on_link)?;
         set_ecn(&socket, local.is_ipv6())?;
         let rcvbuf = grow_buffer(
             &socket,
@@ -233,15 +247,6 @@ impl Driver {
             sockopt::SndBuf,
             config.socket_buffer,
         );
-        // The port is shared from the bind on, and the selector attached after it, when the group
-        // exists.
-        if config.worker_bits > 0 {
-            socket.set_reuse_port(true)?;
-        }
-        socket.bind(&local.into())?;
-        if config.worker_bits > 0 {
-            attach_selector(&socket, config.worker_bits)?;
-        }
         // Trains save a system call for each packet; without them the packets come one by one.
         let gro = enable_gro(&socket);
         let gso = !config.no_segmentation && has_gso(&socket);
@@ -284,6 +289,13 @@ impl Driver {
     #[must_use]
     pub fn stranger_port(&self) -> u16 {
         self.stranger_port
+    }
+
+    /// All its descriptors.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let groups = self.groups.iter().map(|(_, socket)| socket);
+        let sockets = self.strangers.iter().chain(groups).chain([&self.socket]);
+        sockets.map(AsFd::as_fd).chain([self.epoll.as_fd()])
     }
 
     /// Packets that one group of a batch may have.
@@ -681,8 +693,58 @@ fn ip_fields(header: &libc::msghdr, has_hop_limit: bool) -> IpFields {
     }
 }
 
+/// Makes the sockets of workers that are processes, `1 << worker_bits` of them, which share the port
+/// of RoCEv2 at an address. Each takes little as long as no process has made a driver of it. They
+/// have to stay open together, since the kernel counts those that are.
+///
+/// # Errors
+/// Those of `socket(2)` and `bind(2)`; `EADDRINUSE` where the port is in use, even if it is shared.
+pub fn bind_group(
+    addr: IpAddr,
+    worker_bits: u8,
+    requests: Requests,
+) -> io::Result<Vec<OwnedFd>> {
+    let local = SocketAddr::new(addr, ROCE_PORT);
+    // Sharing would let the sockets into any other group of this user's.
+    drop(bind_alone(local)?);
+    let bind = || {
+        let socket = bind_in_group(local, worker_bits, requests)?;
+        socket.set_recv_buffer_size(1)?;
+        Ok(socket.into())
+    };
+    (0..1u32 << worker_bits).map(|_| bind()).collect()
+}
+
+/// A socket that has the port for itself.
+fn bind_alone(local: SocketAddr) -> io::Result<Socket> {
+    let socket = make_receiver(local)?;
+    socket.bind(&local.into())?;
+    Ok(socket)
+}
+
+/// A socket that shares the port with those of other workers.
+fn bind_in_group(local: SocketAddr, worker_bits: u8, requests: Requests) -> io::Result<Socket> {
+    let socket = make_receiver(local)?;
+    // The port is shared from the bind on, and the selector attached after it, when the group
+    // exists.
+    socket.set_reuse_port(true)?;
+    socket.bind(&local.into())?;
+    attach_selector(&socket, worker_bits, requests)?;
+    Ok(socket)
+}
+
+/// A socket that takes packets as RoCE senders make them, not bound yet.
+fn make_receiver(local: SocketAddr) -> io::Result<Socket> {
+    let socket = make_socket(local)?;
+    // IPv6 demands a UDP checksum, which RoCE senders leave out.
+    if local.is_ipv6() {
+        allow_no_checksum(&socket)?;
+    }
+    Ok(socket)
+}
+
 /// A socket that sends packets as the ICRC wants them, not bound yet.
-fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
+fn make_socket(local: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(
         Domain::for_address(local),
         Type::DGRAM.nonblocking().cloexec(),
@@ -692,7 +754,7 @@ fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
         socket.set_only_v6(true)?;
     }
     set_mtu_probe(&socket, local.is_ipv6())?;
-    set_hop_limit(&socket, local.is_ipv6(), HOP_LIMIT, on_link)?;
+    set_hop_limit(&socket, local.is_ipv6(), HOP_LIMIT, false)?;
     Ok(socket)
 }
 
@@ -717,7 +779,8 @@ fn prepare_groups(socket: &Socket, addr: IpAddr) {
 /// A socket that receives the datagrams of a multicast group.
 fn open_group(group: IpAddr, own: IpAddr) -> io::Result<Socket> {
     let is_v6 = group.is_ipv6();
-    let socket = make_socket(SocketAddr::new(group, ROCE_PORT), true)?;
+    let socket = make_socket(SocketAddr::new(group, ROCE_PORT))?;
+    set_hop_limit(&socket, group.is_ipv6(), HOP_LIMIT, true)?;
     set_ecn(&socket, is_v6)?;
     // Other devices of the host may join the group as well, and each has a copy.
     socket.set_reuse_address(true)?;
@@ -749,7 +812,7 @@ fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
     let mut local = SocketAddr::new(config.addr, 0);
     let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);
     for _ in 0..SILENT_SOCKETS + STRANGER_SOCKETS {
-        let socket = make_socket(local, false)?;
+        let socket = make_socket(local)?;
         grow_buffer(
             &socket,
             sockopt::SndBufForce,

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,7 +16,7 @@ use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultCounters, FaultInjector, RoceFaults};
 use super::nic::{IpFields, Nic, NicConfig, NicLimits};
 use super::pcap::PcapWriter;
-use super::steer::steer;
+use super::steer::{Requests, steer};
 use crate::cm::MAX_WORKER_BITS;
 use crate::netif::interface_mtu;
 use crate::verbs::{EventFds, Mtu, Provider, QpId, VerbsError};
@@ -63,6 +64,8 @@ pub struct RoceConfig {
     pub worker_index: u32,
     /// Bits that name a worker: 0 for a device of one worker.
     pub worker_bits: u8,
+    /// Worker that gets the requests for connections.
+    pub requests: Requests,
     /// Most bytes that a queue pair has on the way; `None` takes what suits the socket's buffer.
     pub max_inflight_bytes: Option<u32>,
     /// Bytes of socket buffer to ask for.
@@ -92,6 +95,7 @@ impl RoceConfig {
             mtu: None,
             worker_index: 0,
             worker_bits: 0,
+            requests: Requests::Spread,
             max_inflight_bytes: None,
             socket_buffer: 16 << 20,
             limits: NicLimits::default(),
@@ -134,6 +138,7 @@ pub struct Roce {
     tx_faults: Option<FaultInjector<(Way, Qpn)>>,
     rx_faults: Option<FaultInjector<Arrival>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
+    requests: Requests,
     forwarded: VecDeque<ForwardedPacket>,
     /// Packets that came out of the faulty wire.
     spoilt: TxBatch,
@@ -165,6 +170,24 @@ impl Roce {
     /// file, and [`io::ErrorKind::InvalidInput`] for an interface that carries no RoCE packet or a
     /// worker that does not exist.
     pub fn open(config: &RoceConfig) -> io::Result<Self> {
+        Self::open_by(config, Driver::open)
+    }
+
+    /// Opens a device on the socket of its worker's index, of those that [`bind_group`] has made.
+    /// Datagrams of other workers that come to it nevertheless are in [`Roce::poll_forwarded`].
+    ///
+    /// [`bind_group`]: super::driver::bind_group
+    ///
+    /// # Errors
+    /// As [`Roce::open`].
+    pub fn open_shared(config: &RoceConfig, socket: OwnedFd) -> io::Result<Self> {
+        Self::open_by(config, |driver| Driver::on_shared(driver, socket))
+    }
+
+    fn open_by(
+        config: &RoceConfig,
+        open: impl FnOnce(&DriverConfig) -> io::Result<Driver>,
+    ) -> io::Result<Self> {
         // Shifts are checked, since the configuration may name any number of bits.
         let workers = 1u32.checked_shl(config.worker_bits.into()).unwrap_or(0);
         if u32::from(config.worker_bits) > MAX_WORKER_BITS || config.worker_index >= workers {
@@ -184,7 +207,7 @@ impl Roce {
             ));
         }
         let has_tx_faults = config.faults.transmit.is_some();
-        let driver = Driver::open(&DriverConfig {
+        let driver = open(&DriverConfig {
             addr: config.addr,
             worker_bits: config.worker_bits,
             socket_buffer: config.socket_buffer,
@@ -239,6 +262,7 @@ impl Roce {
             tx_faults: config.faults.transmit.map(FaultInjector::new),
             rx_faults: config.faults.receive.map(FaultInjector::new),
             capture,
+            requests: config.requests,
             forwarded: VecDeque::new(),
             mtu_limit: config.mtu,
             mtu_due: now + MTU_INTERVAL,
@@ -319,9 +343,22 @@ impl Roce {
 
     /// Takes in a datagram that another worker received.
     pub fn handle_forwarded(&mut self, now: Instant, packet: &ForwardedPacket) {
-        let (bytes, len) = (&packet.bytes[..], packet.bytes.len());
-        self.nic
-            .handle_train(now, packet.src, len, bytes, packet.ip);
+        let (src, ip, bytes) = (packet.src, packet.ip, &packet.bytes[..]);
+        capture_received(&mut self.capture, now, src, self.nic.local_addr(), bytes);
+        match &mut self.rx_faults {
+            // It comes out with what is received next.
+            Some(f) => {
+                let group = None;
+                f.handle_packet(now, Arrival { src, group, ip }, bytes.to_vec());
+            }
+            None => self.nic.handle_train(now, src, bytes.len(), bytes, ip),
+        }
+    }
+
+    /// Every descriptor of the device's, for a process that has inherited them by `fork`: it must
+    /// not use them, since its parent does.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.driver.descriptors()
     }
 
     /// Brings everything captured so far to the file.
@@ -338,9 +375,10 @@ impl Roce {
         let (nic, capture) = (&mut self.nic, &mut self.capture);
         let (faults, forwarded) = (&mut self.rx_faults, &mut self.forwarded);
         let (worker, bits) = (nic.config().worker_index, nic.config().worker_bits);
+        let requests = self.requests;
         let local = nic.local_addr();
         let is_plain = capture.is_none() && faults.is_none();
-        let is_ours = |packet: &[u8]| steer(packet, bits).is_none_or(|to| to == worker);
+        let is_ours = |packet: &[u8]| steer(packet, bits, requests).is_none_or(|to| to == worker);
         // One system call.
         let taken = self.driver.receive(1, |src, segment, bytes, ip| {
             // The common case hands whole trains on. The kernel has chosen the worker by the
@@ -350,7 +388,7 @@ impl Roce {
                 return;
             }
             for packet in bytes.chunks(segment) {
-                if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
+                if let Some(to) = steer(packet, bits, requests).filter(|&to| to != worker) {
                     // Bounded: workers that are busy elsewhere lose packets, as a full socket
                     // would.
                     if forwarded.len() < MAX_FORWARDED {

@@ -5,6 +5,9 @@
 //! there the connection manager says whose a message is ([`worker_of`]), by a communication id
 //! whose low bits carry the worker as well. Other MADs belong to worker 0.
 //!
+//! Workers may also be processes that know nothing of each other's listeners ([`Requests::ToFirst`]).
+//! Then messages that name no id of ours go to worker 0, which finds out whose they are.
+//!
 //! The same rule exists as a function ([`steer`]) and as a classic BPF program for
 //! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]); the tests run both over the same packets, and send
 //! each CM message to sockets that share a port. Offsets count from the beginning of the UDP
@@ -13,6 +16,7 @@
 use crate::cm::worker_of;
 use crate::wire::cm_msg::{
     CmAttribute, FIRST_ID_OFFSET, MAD_ATTRIBUTE_OFFSET, MAD_CLASS_OFFSET, SECOND_ID_OFFSET,
+    is_request,
 };
 use crate::wire::mad::MadClass;
 
@@ -26,9 +30,20 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_be_bytes(b.try_into().ok()?))
 }
 
+/// Where CM messages go that name no id of the receiver's: requests, and refusals by peers that have
+/// had no answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Requests {
+    /// To the workers in turn, by the id of the sender: each worker listens for all.
+    #[default]
+    Spread,
+    /// To worker 0.
+    ToFirst,
+}
+
 /// The worker that a datagram belongs to, of `1 << worker_bits`; `None` if it is too short to say.
 #[must_use]
-pub fn steer(datagram: &[u8], worker_bits: u8) -> Option<u32> {
+pub fn steer(datagram: &[u8], worker_bits: u8, requests: Requests) -> Option<u32> {
     let qpn = word(datagram, BTH_DEST)? & 0x00ff_ffff;
     // Queue pair 1 is every worker's, so its number says nothing.
     if qpn != 1 {
@@ -39,7 +54,11 @@ pub fn steer(datagram: &[u8], worker_bits: u8) -> Option<u32> {
     if *mad.get(MAD_CLASS_OFFSET)? != MadClass::ComMgt as u8 {
         return Some(0);
     }
-    worker_of(mad, worker_bits.into())
+    let worker = worker_of(mad, worker_bits.into())?;
+    match requests {
+        Requests::ToFirst if is_request(mad) => Some(0),
+        _ => Some(worker),
+    }
 }
 
 /// One instruction of classic BPF: code, jump if true, jump if false, operand.
@@ -55,10 +74,19 @@ const RET_K: u16 = 0x06;
 
 /// The same rule as a program. A load beyond the packet ends it with 0, that is worker 0.
 #[must_use]
-pub fn program(worker_bits: u8) -> [Instruction; 17] {
+pub fn program(worker_bits: u8, requests: Requests) -> [Instruction; 18] {
+    /// Where the first id is loaded, and where the answer is worker 0.
+    const FIRST_ID: u8 = 14;
+    const ZERO: u8 = 17;
     let mask = (1u32 << worker_bits) - 1;
-    let [first, second, third] =
-        CmAttribute::NAMED_BY_FIRST_ID.map(|named| u32::from(named as u16));
+    let request = match requests {
+        Requests::Spread => FIRST_ID,
+        Requests::ToFirst => ZERO,
+    };
+    // Jumps count from the next instruction.
+    let if_attribute = |at: u8, attribute: CmAttribute, to: u8| {
+        (JEQ_K, to - at - 1, 0, u32::from(attribute as u16))
+    };
     [
         (LD_W_ABS, 0, 0, BTH_DEST as u32),
         (AND_K, 0, 0, 0x00ff_ffff),
@@ -69,15 +97,16 @@ pub fn program(worker_bits: u8) -> [Instruction; 17] {
         (JEQ_K, 1, 0, MadClass::ComMgt as u32),
         (RET_K, 0, 0, 0),
         (LD_H_ABS, 0, 0, (MAD + MAD_ATTRIBUTE_OFFSET) as u32),
-        (JEQ_K, 4, 0, first),
-        (JEQ_K, 3, 0, second),
-        (JEQ_K, 2, 0, third),
+        if_attribute(9, CmAttribute::SidrRep, FIRST_ID),
+        if_attribute(10, CmAttribute::Req, request),
+        if_attribute(11, CmAttribute::SidrReq, request),
         (LD_W_ABS, 0, 0, (MAD + SECOND_ID_OFFSET) as u32),
         // An id of zero: the sender does not know ours.
-        (JEQ_K, 0, 1, 0),
+        (JEQ_K, request - 14, 1, 0),
         (LD_W_ABS, 0, 0, (MAD + FIRST_ID_OFFSET) as u32),
         (AND_K, 0, 0, mask),
         (RET_A, 0, 0, 0),
+        (RET_K, 0, 0, 0),
     ]
 }
 
@@ -85,6 +114,7 @@ pub fn program(worker_bits: u8) -> [Instruction; 17] {
 mod tests {
     use proptest::prelude::*;
 
+    use super::Requests::{Spread, ToFirst};
     use super::*;
 
     /// Runs a program as the kernel does; `None` for a load beyond the packet.
@@ -124,18 +154,18 @@ mod tests {
 
     #[test]
     fn requests_go_by_the_peers_id_and_answers_by_ours() {
-        assert_eq!(steer(&mad(0x10, 0x1235, 0), 2), Some(1));
-        assert_eq!(steer(&mad(0x10, 0x1235, 2), 2), Some(1));
-        assert_eq!(steer(&mad(0x13, 0x1235, 0x7777_0002), 2), Some(2));
-        assert_eq!(steer(&mad(0x15, 0x1235, 0x7777_0003), 2), Some(3));
+        assert_eq!(steer(&mad(0x10, 0x1235, 0, Spread), 2), Some(1));
+        assert_eq!(steer(&mad(0x10, 0x1235, 2, Spread), 2), Some(1));
+        assert_eq!(steer(&mad(0x13, 0x1235, 0x7777_0002), 2, Spread), Some(2));
+        assert_eq!(steer(&mad(0x15, 0x1235, 0x7777_0003), 2, Spread), Some(3));
         let mut other_class = mad(0x13, 1, 3);
         other_class[21] = 6;
-        assert_eq!(steer(&other_class, 2), Some(0));
+        assert_eq!(steer(&other_class, 2, Spread), Some(0));
         let mut data = vec![0; 16];
         data[5..8].copy_from_slice(&[0x12, 0x34, 0x57]);
-        assert_eq!(steer(&data, 3), Some(7));
-        assert_eq!(steer(&data, 0), Some(0));
-        assert_eq!(steer(&data[..7], 3), None);
+        assert_eq!(steer(&data, 3, Spread), Some(7));
+        assert_eq!(steer(&data, 0, Spread), Some(0));
+        assert_eq!(steer(&data[..7], 3, Spread), None);
     }
 
     /// Every CM message with every combination of known and unknown ids, as a datagram.
@@ -154,14 +184,32 @@ mod tests {
     fn the_program_the_function_and_the_connection_manager_agree_on_every_message() {
         for datagram in cm_datagrams() {
             let worker = worker_of(&datagram[MAD..][..256], 2);
-            assert_eq!(steer(&datagram, 2), worker, "{:02x?}", &datagram[36..52]);
-            assert_eq!(run(&program(2), &datagram), worker);
+            assert_eq!(steer(&datagram, 2, Spread), worker, "{:02x?}", &datagram[36..52]);
+            assert_eq!(run(&program(2, Spread), &datagram), worker);
         }
         // Withdrawn by a peer without an answer; asked for a datagram service, and answered.
-        assert_eq!(steer(&mad(0x12, 0x1237, 0), 2), Some(3));
-        assert_eq!(steer(&mad(0x12, 0x1237, 0x7777_0002), 2), Some(2));
-        assert_eq!(steer(&mad(0x17, 0x1237, 0xffff_0000), 2), Some(3));
-        assert_eq!(steer(&mad(0x18, 0x1237, 0x0000_0002), 2), Some(3));
+        assert_eq!(steer(&mad(0x12, 0x1237, 0, Spread), 2), Some(3));
+        assert_eq!(steer(&mad(0x12, 0x1237, 0x7777_0002), 2, Spread), Some(2));
+        assert_eq!(steer(&mad(0x17, 0x1237, 0xffff_0000), 2, Spread), Some(3));
+        assert_eq!(steer(&mad(0x18, 0x1237, 0x0000_0002), 2, Spread), Some(3));
+    }
+
+    #[test]
+    fn requests_go_to_the_first_worker_where_the_others_may_not_know_them() {
+        let (request, answer) = (0x1235, 0x7777_0002);
+        for (attribute, second, to) in [
+            (0x10, 0, 0),      // REQ
+            (0x10, answer, 0), // REQ, where a reserved field is not zero
+            (0x12, 0, 0),      // REJ of a REQ without an answer
+            (0x12, answer, 2), // REJ of a REP
+            (0x13, answer, 2), // REP
+            (0x17, 0, 0),      // SIDR_REQ
+            (0x18, answer, 1), // SIDR_REP, by the id of the question
+        ] {
+            let datagram = mad(attribute, request, second);
+            assert_eq!(steer(&datagram, 2, ToFirst), Some(to), "{attribute:#x}");
+            assert_eq!(run(&program(2, ToFirst), &datagram), Some(to));
+        }
     }
 
     #[test]
@@ -178,7 +226,7 @@ mod tests {
                 socket.set_reuse_port(true).unwrap();
                 let addr = std::net::SocketAddr::from(([127, 0, 0, 1], port));
                 socket.bind(&addr.into()).unwrap();
-                crate::roce::sys::attach_selector(&socket, 2).unwrap();
+                crate::roce::sys::attach_selector(&socket, 2, Spread).unwrap();
                 let socket = UdpSocket::from(socket);
                 port = socket.local_addr().unwrap().port();
                 socket
@@ -190,7 +238,7 @@ mod tests {
         let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
         for datagram in cm_datagrams() {
             peer.send_to(&datagram, ("127.0.0.1", port)).unwrap();
-            let worker = steer(&datagram, 2).unwrap() as usize;
+            let worker = steer(&datagram, 2, Spread).unwrap() as usize;
             let mut got = [0; 512];
             let len = sockets[worker].recv(&mut got).unwrap();
             assert_eq!(got[..len], datagram);
@@ -201,7 +249,7 @@ mod tests {
         #[test]
         fn program_and_function_agree(
             mut packet in proptest::collection::vec(any::<u8>(), 0..80),
-            gsi: bool, cm: bool, attribute in 0u8..0x20, bits in 0u8..6,
+            gsi: bool, cm: bool, attribute in 0u8..0x20, bits in 0u8..6, to_first: bool,
         ) {
             if gsi && packet.len() > 8 {
                 packet[5..8].copy_from_slice(&[0, 0, 1]);
@@ -212,7 +260,14 @@ mod tests {
             if attribute >= 0x10 && packet.len() > 40 {
                 packet[36..38].copy_from_slice(&[0, attribute]);
             }
-            prop_assert_eq!(run(&program(bits), &packet), steer(&packet, bits));
+            let requests = if to_first { ToFirst } else { Spread };
+            let program = program(bits, requests);
+            // What is too short is worker 0's, and so is what goes there before it is too short.
+            let or_first = |to: Option<u32>| if to_first { to.or(Some(0)) } else { to };
+            prop_assert_eq!(
+                or_first(run(&program, &packet)),
+                or_first(steer(&packet, bits, requests))
+            );
         }
     }
 }

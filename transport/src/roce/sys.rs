@@ -16,7 +16,7 @@ use nix::{setsockopt_impl, sockopt_impl};
 use rustix::event::epoll::{self, EventFlags};
 
 use super::batch::ECT_0;
-use super::steer;
+use super::steer::{self, Requests};
 
 /// Control messages of UDP that the C library binding does not have everywhere.
 pub(super) const UDP_SEGMENT: libc::c_int = 103;
@@ -319,9 +319,13 @@ pub(super) fn watch(
 }
 
 /// Attaches the program that picks a worker's socket.
-pub(super) fn attach_selector(socket: &impl AsFd, worker_bits: u8) -> io::Result<()> {
-    let mut code =
-        steer::program(worker_bits).map(|(code, jt, jf, k)| libc::sock_filter { code, jt, jf, k });
+pub(super) fn attach_selector(
+    socket: &impl AsFd,
+    worker_bits: u8,
+    requests: Requests,
+) -> io::Result<()> {
+    let mut code = steer::program(worker_bits, requests)
+        .map(|(code, jt, jf, k)| libc::sock_filter { code, jt, jf, k });
     let program = libc::sock_fprog {
         len: code.len() as u16,
         filter: code.as_mut_ptr(),

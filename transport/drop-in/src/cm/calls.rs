@@ -69,8 +69,13 @@ pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
         bind_all(id, addr)
     } else {
         let device = device_at(addr.ip()).ok_or(Errno(libc::ENODEV))?;
-        id.link_to(device)
-            .and_then(|(context, device_id)| Ok(context.lock().nic.bind_addr(device_id, addr)?))
+        let space = id.lock().space;
+        id.link_to(device).and_then(|(context, device_id)| {
+            let mut locked = context.lock();
+            let port = locked.take_port(device_id, space, addr.port())?;
+            let addr = SocketAddr::new(addr.ip(), port);
+            Ok(locked.nic.bind_addr(device_id, addr)?)
+        })
     };
     if result.is_err() {
         id.unlink();
@@ -101,10 +106,11 @@ fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
             continue;
         }
         let (context, device_id) = id.link_to(device)?;
+        let space = id.lock().space;
         let mut locked = context.lock();
-        locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
         // The first device chooses for all where the program leaves it open.
-        port = locked.nic.local_addr(device_id).map_or(port, |a| a.port());
+        port = locked.take_port(device_id, space, port)?;
+        locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
     }
     id.link().map(drop).map_err(|_| Errno(libc::ENODEV))
 }
@@ -147,13 +153,19 @@ pub(super) fn resolve_addr(
         [first, ..] => first,
     };
     let timeout = Duration::from_millis(timeout_ms.max(0) as u64);
+    let space = id.lock().space;
     let mut locked = context.lock();
-    // An unspecified source stands for the device's own.
-    let own = locked.nic.socket_addr().ip();
-    let src = src.map(|a| match a.ip() {
-        ip if ip.is_unspecified() => SocketAddr::new(own, a.port()),
-        ip => SocketAddr::new(ip, a.port()),
-    });
+    let src = match locked.nic.local_addr(device_id) {
+        Some(bound) => bound,
+        None => {
+            // An unspecified source stands for the device's own.
+            let own = locked.nic.socket_addr().ip();
+            let (ip, port) = src.map_or((own, 0), |a| (a.ip(), a.port()));
+            let ip = if ip.is_unspecified() { own } else { ip };
+            SocketAddr::new(ip, locked.take_port(device_id, space, port)?)
+        }
+    };
+    let src = Some(src);
     locked.nic.resolve_addr(device_id, src, dst, timeout)?;
     Ok(())
 }

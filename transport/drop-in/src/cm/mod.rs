@@ -136,7 +136,8 @@ fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
     let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
     let place = all.get(device.index).ok_or(Errno::INVALID)?;
     let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(shared) = *place {
+    // That of the process that this one was forked from is of no use here.
+    if let Some(shared) = place.filter(|shared| !shared.context.is_inherited()) {
         return Ok(shared);
     }
     let context = open(device)?;
@@ -320,6 +321,7 @@ impl Ref<Id> {
         for (context, id) in links {
             let mut locked = context.lock();
             forget(&locked, id);
+            locked.give_back_port(id);
             // It existed, so it can be destroyed.
             let _ = locked.nic.destroy_id(id);
         }

@@ -121,6 +121,15 @@ pub fn routing_id(mad: &[u8]) -> Option<CommId> {
     }
 }
 
+/// Returns whether a MAD of the CM class names no id of the receiver's: it is a request, or belongs
+/// to one that was not answered.
+#[must_use]
+pub fn is_request(mad: &[u8]) -> bool {
+    let attribute = word(mad, MAD_ATTRIBUTE_OFFSET).map(|word| word >> 16);
+    // An answer to a question of SIDR has the id that we chose for it first.
+    attribute != Some(CmAttribute::SidrRep as u32) && receiver_id(mad).is_none()
+}
+
 /// Reason why a MAD is not a CM message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmMsgError {

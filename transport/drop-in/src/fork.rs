@@ -1,0 +1,81 @@
+//! Processes that begin as copies of one that uses a device.
+//!
+//! The child has the parent's memory, and shares its sockets. The device stays the parent's: in the
+//! child nothing is sent or received for the objects that the parent has made, and destroying them
+//! there changes nothing at the parent. A device that the child opens is another one at the same
+//! address (`share`).
+//!
+//! Threads are not copied. So no lock is taken by another thread while the process forks, and the
+//! child's device has a thread of its own.
+
+use std::ffi::c_int;
+use std::os::fd::AsRawFd as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::engine::{ENGINES, Engine, Engines, State};
+
+/// The locks that are held while the process forks. What they refer to lives as long as the engine
+/// beside them.
+struct Held {
+    states: Vec<MutexGuard<'static, State>>,
+    engines: Vec<Arc<Engine>>,
+    list: MutexGuard<'static, Engines>,
+}
+
+// SAFETY: the thread that forks releases the locks: it goes on in both processes.
+unsafe impl Send for Held {}
+
+static HELD: Mutex<Option<Held>> = Mutex::new(None);
+
+/// Has the handlers called at each `fork` from now on.
+pub(crate) fn install() {
+    // SAFETY: the handlers may be called at any time.
+    let error = unsafe { libc::pthread_atfork(Some(prepare), Some(release), Some(begin_child)) };
+    if error != 0 {
+        tracing::warn!(error, "processes that are forked use the device of their parent");
+    }
+}
+
+extern "C" fn prepare() {
+    let list = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+    let engines: Vec<_> = list.iter().map(|(_, engine)| Arc::clone(engine)).collect();
+    let states = engines.iter().map(|engine| {
+        // SAFETY: the engine is kept beside the guard, which is dropped first.
+        let state: &'static Mutex<State> = unsafe { &*std::ptr::from_ref(engine.state()) };
+        state.lock().unwrap_or_else(PoisonError::into_inner)
+    });
+    let held = Held {
+        states: states.collect(),
+        engines,
+        list,
+    };
+    *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
+}
+
+/// Releases the locks, in the order that `Held` has its members in.
+extern "C" fn release() {
+    drop(HELD.lock().unwrap_or_else(PoisonError::into_inner).take());
+}
+
+extern "C" fn begin_child() {
+    let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(held) = held.as_mut() {
+        // SAFETY: a path that ends with a zero byte.
+        let null = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+        for (engine, state) in held.engines.iter().zip(&held.states) {
+            engine.inherit();
+            let all = state.descriptors().chain([engine.wake_fd()]);
+            for fd in all.map(|fd| fd.as_raw_fd()).collect::<Vec<c_int>>() {
+                // The number stays in use, as the objects that have it close it some day.
+                // SAFETY: the descriptor is the engine's, and means nothing from now on.
+                unsafe { libc::dup3(null, fd, libc::O_CLOEXEC) };
+            }
+        }
+        // SAFETY: opened above.
+        unsafe { libc::close(null) };
+        // What the child opens is new. The parent's is not closed: its ports are still in use.
+        std::mem::forget(std::mem::take(&mut *held.list));
+    }
+    drop(held);
+    release();
+}

@@ -1,0 +1,708 @@
+//! One address, several processes.
+//!
+//! Programs fork, and `mpirun` starts several: all have the device at its address, whose UDP port
+//! 4791 exists once. A process is one of the device's workers (`riser_transport::roce::steer`): the
+//! numbers of its queue pairs and its communication ids have its slot in their low bits, by which
+//! the kernel picks the socket of a packet.
+//!
+//! - **Sockets.** The kernel counts the sockets that share a port, so the one that closes moves
+//!   another to its place. Therefore the first process makes a socket for each slot at once, and
+//!   every process holds all of them, which it gets from one that is there ([`Message::Join`]). They
+//!   last as long as a process does.
+//! - **Slots.** A process has its slot as long as it has the slot's name, an abstract address of a
+//!   Unix socket, which the kernel takes back when the process ends, in whichever way. The socket is
+//!   its mailbox.
+//! - **Slot 0** is nobody's: requests for connections arrive there, which name no id of ours. Every
+//!   process reads it, and passes on what is for another ([`Message::Packet`]).
+//! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each.
+//!
+//! Only processes of one user share an address; to others it is in use.
+//!
+//! Not here: listeners at bare service ids. Their requests are handled by the process that reads
+//! them.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use riser_transport::roce::ForwardedPacket;
+use riser_transport::roce::driver::bind_group;
+use riser_transport::roce::nic::IpFields;
+use riser_transport::roce::steer::Requests;
+use riser_transport::verbs::PortSpace;
+use riser_transport::wire::cm_msg::{CmMessage, is_request};
+use riser_transport::wire::cma::RdmaPortSpace;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::io::Errno as Os;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, recvfrom,
+    recvmsg, sendmsg_addr, sendto, socket_with, sockopt,
+};
+use tracing::{debug, warn};
+
+/// Bits of a queue pair number that have the slot.
+pub(crate) const BITS: u8 = 5;
+
+/// Slots, of which the first is nobody's.
+const SLOTS: u8 = 1 << BITS;
+
+/// Time that a process gets to answer another one that opens the device.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Time in which the port becomes free whose last process has just ended.
+const LEAVING: Duration = Duration::from_millis(200);
+
+/// Intervals of looking again, and of asking again.
+const PAUSE: Duration = Duration::from_millis(2);
+const REMINDER: Duration = Duration::from_millis(20);
+
+/// Bytes of socket buffer for requests.
+const FRONT_BUFFER: usize = 512 << 10;
+
+/// Room for a message with the longest packet.
+const MESSAGE: usize = 8 << 10;
+
+/// Offset of the MAD in a packet: behind BTH and DETH.
+const MAD: usize = 20;
+const MAD_LEN: usize = 256;
+
+/// First of the ports that are given out where none is asked for, and their number.
+const FIRST_EPHEMERAL: u16 = 32_768;
+const EPHEMERALS: u16 = 28_232;
+
+/// Spaces of ports in the table.
+const SPACES: [RdmaPortSpace; 4] = [
+    RdmaPortSpace::Tcp,
+    RdmaPortSpace::Udp,
+    RdmaPortSpace::IpoIb,
+    RdmaPortSpace::Ib,
+];
+const PORTS: usize = SPACES.len() << 16;
+
+/// A port of the RDMA CM.
+pub(crate) type Port = (RdmaPortSpace, u16);
+
+/// The space of an identifier's port; `None` for a bare service id.
+pub(crate) fn space(space: PortSpace) -> Option<RdmaPortSpace> {
+    match space {
+        PortSpace::Tcp => Some(RdmaPortSpace::Tcp),
+        PortSpace::Udp => Some(RdmaPortSpace::Udp),
+        PortSpace::IpoIb => Some(RdmaPortSpace::IpoIb),
+        PortSpace::IbIp => Some(RdmaPortSpace::Ib),
+        PortSpace::Ib { .. } => None,
+    }
+}
+
+/// A process's part of an address.
+pub(crate) struct Share {
+    addr: IpAddr,
+    slot: u8,
+    ports: PortTable,
+    /// Sockets of all slots. They close before the mailbox does, whose name tells others that the
+    /// slot has a process.
+    group: Vec<OwnedFd>,
+    mailbox: OwnedFd,
+}
+
+/// A message between processes of an address: its first byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Message {
+    /// Asks for the sockets and the table.
+    Join = 1,
+    /// They come with it.
+    Welcome = 2,
+    /// The address is another user's.
+    Refusal = 3,
+    /// A packet that has come to the wrong process, behind its source.
+    Packet = 4,
+    /// Nothing: it arrives, or there is no process.
+    Probe = 5,
+}
+
+/// What a mailbox has had.
+enum Mail {
+    Packet(ForwardedPacket),
+    Other,
+}
+
+impl Share {
+    /// Takes part in an address.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` where others than this user's processes with this library have the port,
+    /// `EUSERS` where all slots have processes, and those of making sockets.
+    pub(crate) fn open(addr: IpAddr) -> io::Result<Self> {
+        let _turn = take_turn(addr)?;
+        let mailbox = new_mailbox()?;
+        let slot = (1..SLOTS)
+            .find_map(|slot| match bind(&mailbox, &name(addr, Some(slot)).ok()?) {
+                Ok(()) => Some(Ok(slot)),
+                Err(Os::ADDRINUSE) => None,
+                Err(error) => Some(Err(error)),
+            })
+            .unwrap_or(Err(Os::USERS))?;
+        let others = (1..SLOTS).filter(|other| *other != slot);
+        let mut found = None;
+        for other in others {
+            found = ask(&mailbox, addr, other)?;
+            if found.is_some() {
+                break;
+            }
+        }
+        let (group, table) = match found {
+            Some(found) => found,
+            None => begin(addr)?,
+        };
+        let ports = PortTable::map(table, slot)?;
+        debug!(%addr, slot, "opened the address");
+        Ok(Self {
+            addr,
+            slot,
+            ports,
+            group,
+            mailbox,
+        })
+    }
+
+    /// Its number, that of a worker of the device.
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot.into()
+    }
+
+    /// A descriptor of its socket, for the device.
+    ///
+    /// # Errors
+    /// Those of `dup(2)`.
+    pub(crate) fn socket(&self) -> io::Result<OwnedFd> {
+        self.group[usize::from(self.slot)].try_clone()
+    }
+
+    /// The sockets that have to be read beside its own: the mailbox and that of slot 0.
+    pub(crate) fn inputs(&self) -> [BorrowedFd<'_>; 2] {
+        [self.mailbox.as_fd(), self.group[0].as_fd()]
+    }
+
+    /// Every descriptor that has to be closed before others can have the address.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.group.iter().chain([&self.mailbox]).map(AsFd::as_fd)
+    }
+
+    /// The next packet for this process that has come to slot 0 or from another process.
+    pub(crate) fn poll_packet(&self) -> Option<ForwardedPacket> {
+        let mut buffer = [0; MESSAGE];
+        while let Some(mail) = self.read_mail(&mut buffer) {
+            if let Mail::Packet(packet) = mail {
+                return Some(packet);
+            }
+        }
+        loop {
+            let flags = RecvFlags::DONTWAIT;
+            let (len, _, src) = recvfrom(&self.group[0], &mut buffer[..], flags).ok()?;
+            let Some(src) = src.and_then(|src| SocketAddr::try_from(src).ok()) else {
+                continue;
+            };
+            let packet = ForwardedPacket {
+                worker: 0,
+                src,
+                ip: IpFields::default(),
+                bytes: buffer[..len].to_vec(),
+            };
+            if let Some(ours) = self.pass_on(packet) {
+                return Some(ours);
+            }
+        }
+    }
+
+    /// Passes a packet on to the process that it is for; gives it back where that is this one.
+    pub(crate) fn pass_on(&self, packet: ForwardedPacket) -> Option<ForwardedPacket> {
+        if packet.worker != 0 {
+            if packet.worker == self.slot() {
+                return Some(packet);
+            }
+            // A packet for a process that has ended is lost, like others on their way to it.
+            if let Ok(slot) = u8::try_from(packet.worker) {
+                self.send(slot, &packet);
+            }
+            return None;
+        }
+        let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
+        let mad = mad.filter(|mad| is_request(mad));
+        let service = match mad.map(CmMessage::parse) {
+            Some(Ok((_, CmMessage::Req(request)))) => request.service_id,
+            Some(Ok((_, CmMessage::SidrReq(question)))) => question.service_id,
+            // It belongs to a request that any of the processes may have had.
+            Some(Ok(_)) => {
+                for slot in (1..SLOTS).filter(|slot| *slot != self.slot) {
+                    self.send(slot, &packet);
+                }
+                return Some(packet);
+            }
+            _ => return Some(packet),
+        };
+        let Some(port) = RdmaPortSpace::of(service) else {
+            return Some(packet);
+        };
+        let owner = self.ports.owner(port);
+        if owner == 0 || owner == self.slot {
+            return Some(packet);
+        }
+        if self.send(owner, &packet) {
+            return None;
+        }
+        // Where nobody listens, somebody has to say so: this process.
+        Some(packet)
+    }
+
+    /// Sends a packet to another process; false where the slot has none.
+    fn send(&self, slot: u8, packet: &ForwardedPacket) -> bool {
+        let mut head = [0u8; 21];
+        head[0] = Message::Packet as u8;
+        head[1] = packet.ip.traffic_class;
+        head[2] = packet.ip.hop_limit;
+        head[3..5].copy_from_slice(&packet.src.port().to_be_bytes());
+        let ip = match packet.src.ip() {
+            IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+            IpAddr::V6(ip) => ip,
+        };
+        head[5..].copy_from_slice(&ip.octets());
+        let Ok(to) = name(self.addr, Some(slot)) else {
+            return false;
+        };
+        let parts = [IoSlice::new(&head), IoSlice::new(&packet.bytes)];
+        let mut none = SendAncillaryBuffer::default();
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let sent = sendmsg_addr(&self.mailbox, &to, &parts, &mut none, flags);
+        // A full mailbox loses packets as a full socket does.
+        sent != Err(Os::CONNREFUSED)
+    }
+
+    /// Reads a message; `None` where there is none.
+    fn read_mail(&self, buffer: &mut [u8]) -> Option<Mail> {
+        let (message, body, from) = match receive(&self.mailbox, buffer)? {
+            Received::Message { kind, len, from } => (kind, &buffer[1..len], from),
+            Received::OfAnotherUser(from) => {
+                reply(&self.mailbox, from.as_ref(), Message::Refusal, &[]);
+                return Some(Mail::Other);
+            }
+            Received::Nothing => return Some(Mail::Other),
+        };
+        if message == Message::Join as u8 {
+            let mut all: Vec<BorrowedFd<'_>> = self.group.iter().map(AsFd::as_fd).collect();
+            all.push(self.ports.memory.as_fd());
+            reply(&self.mailbox, from.as_ref(), Message::Welcome, &all);
+        }
+        if message == Message::Packet as u8
+            && let Some((head, bytes)) = body.split_first_chunk::<20>()
+        {
+            let mut ip = [0; 16];
+            ip.copy_from_slice(&head[4..]);
+            let port = u16::from_be_bytes([head[2], head[3]]);
+            return Some(Mail::Packet(ForwardedPacket {
+                worker: self.slot(),
+                src: SocketAddr::new(IpAddr::from(ip).to_canonical(), port),
+                ip: IpFields {
+                    traffic_class: head[0],
+                    hop_limit: head[1],
+                },
+                bytes: bytes.to_vec(),
+            }));
+        }
+        Some(Mail::Other)
+    }
+
+    /// Takes a port for this process, a free one where it is 0; answers which.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` where another process has it, or all are taken.
+    pub(crate) fn take_port(&self, space: RdmaPortSpace, port: u16) -> io::Result<u16> {
+        let in_use = || io::Error::from(io::ErrorKind::AddrInUse);
+        if port != 0 {
+            let owner = self.ports.take((space, port), self.slot);
+            // A process that has ended without giving back its ports has none.
+            let is_ours = owner == self.slot
+                || !self.has_process(owner)
+                    && self.ports.replace((space, port), owner, self.slot);
+            return is_ours.then_some(port).ok_or_else(in_use);
+        }
+        let mut random = [0; 2];
+        getrandom::fill(&mut random).map_err(io::Error::other)?;
+        let start = u16::from_ne_bytes(random) % EPHEMERALS;
+        let all = (0..EPHEMERALS).map(|i| {
+            FIRST_EPHEMERAL + ((u32::from(start) + u32::from(i)) % u32::from(EPHEMERALS)) as u16
+        });
+        // One that this process has already is not free.
+        let mut free = all.filter(|port| self.ports.owner((space, *port)) == 0);
+        free.find(|port| self.ports.replace((space, *port), 0, self.slot))
+            .ok_or_else(in_use)
+    }
+
+    /// Gives a port back.
+    pub(crate) fn give_back_port(&self, port: Port) {
+        self.ports.replace(port, self.slot, 0);
+    }
+
+    /// Whether a slot has a process.
+    fn has_process(&self, slot: u8) -> bool {
+        let probe = [Message::Probe as u8];
+        let sent = name(self.addr, Some(slot))
+            .and_then(|to| sendto(&self.mailbox, &probe, SendFlags::DONTWAIT, &to));
+        sent != Err(Os::CONNREFUSED)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.ports.clear(self.slot);
+        // What still comes to it is to take no memory.
+        let _ = sockopt::set_socket_recv_buffer_size(&self.group[usize::from(self.slot)], 1);
+    }
+}
+
+/// The name of a slot, or that of the right to open the address.
+fn name(addr: IpAddr, slot: Option<u8>) -> Result<SocketAddrUnix, Os> {
+    let name = match slot {
+        Some(slot) => format!("riser-{addr}-{slot}"),
+        None => format!("riser-{addr}"),
+    };
+    SocketAddrUnix::new_abstract_name(name.as_bytes())
+}
+
+fn new_mailbox() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let mailbox = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+    // Who sends is told by the kernel.
+    sockopt::set_socket_passcred(&mailbox, true)?;
+    Ok(mailbox)
+}
+
+/// Waits until no other process is about to open the address: two that come at once would each find
+/// nobody.
+fn take_turn(addr: IpAddr) -> io::Result<OwnedFd> {
+    let turn = new_mailbox()?;
+    let name = name(addr, None)?;
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match bind(&turn, &name) {
+            Ok(()) => return Ok(turn),
+            Err(Os::ADDRINUSE) if Instant::now() < until => thread::sleep(PAUSE),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Asks the process of a slot for the sockets and the table. `None` where there is none, or it does
+/// not answer.
+fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Option<(Vec<OwnedFd>, OwnedFd)>> {
+    let to = name(addr, Some(slot))?;
+    let mut buffer = [0; MESSAGE];
+    let until = Instant::now() + PATIENCE;
+    let pause = Timespec {
+        tv_sec: 0,
+        tv_nsec: REMINDER.subsec_nanos().into(),
+    };
+    while Instant::now() < until {
+        match sendto(mailbox, &[Message::Join as u8], SendFlags::NOSIGNAL, &to) {
+            // Its mailbox may be full.
+            Ok(_) | Err(Os::AGAIN) => {}
+            // It has ended, perhaps before it could answer.
+            Err(Os::CONNREFUSED) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+        let mut fds = [PollFd::new(mailbox, PollFlags::IN)];
+        if poll(&mut fds, Some(&pause)).unwrap_or(0) == 0 {
+            continue;
+        }
+        let mut all = Vec::new();
+        let received = receive_with(mailbox, &mut buffer, &mut all);
+        let Some(Received::Message { kind, .. }) = received else {
+            continue;
+        };
+        if kind == Message::Refusal as u8 {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        if kind == Message::Welcome as u8 && all.len() == usize::from(SLOTS) + 1 {
+            let table = all.pop().expect("there is one more than slots");
+            return Ok(Some((all, table)));
+        }
+    }
+    warn!(%addr, slot, "a process with this address does not answer");
+    Ok(None)
+}
+
+/// Makes the sockets and the table.
+fn begin(addr: IpAddr) -> io::Result<(Vec<OwnedFd>, OwnedFd)> {
+    let until = Instant::now() + LEAVING;
+    let group = loop {
+        match bind_group(addr, BITS, Requests::ToFirst) {
+            Err(error)
+                if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until =>
+            {
+                thread::sleep(PAUSE);
+            }
+            group => break group?,
+        }
+    };
+    sockopt::set_socket_recv_buffer_size(&group[0], FRONT_BUFFER)?;
+    let table = memfd_create("riser-ports", MemfdFlags::CLOEXEC)?;
+    ftruncate(&table, (PORTS) as u64)?;
+    Ok((group, table))
+}
+
+/// What a mailbox got.
+enum Received {
+    /// `len` bytes, the kind of message with them.
+    Message {
+        kind: u8,
+        len: usize,
+        from: Option<SocketAddrUnix>,
+    },
+    OfAnotherUser(Option<SocketAddrUnix>),
+    /// An empty message.
+    Nothing,
+}
+
+fn receive(mailbox: &OwnedFd, buffer: &mut [u8]) -> Option<Received> {
+    receive_with(mailbox, buffer, &mut Vec::new())
+}
+
+/// Receives a message, and the descriptors that come with it; `None` where there is none.
+fn receive_with(
+    mailbox: &OwnedFd,
+    buffer: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> Option<Received> {
+    let mut space =
+        [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS as usize + 1), ScmCredentials(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(mailbox, &mut [IoSliceMut::new(buffer)], &mut control, flags).ok()?;
+    let mut user = None;
+    for message in control.drain() {
+        match message {
+            RecvAncillaryMessage::ScmRights(fds) => descriptors.extend(fds),
+            RecvAncillaryMessage::ScmCredentials(who) => user = Some(who.uid),
+            _ => {}
+        }
+    }
+    let from = got.address.and_then(|a| SocketAddrUnix::try_from(a).ok());
+    if user != Some(rustix::process::geteuid()) {
+        return Some(Received::OfAnotherUser(from));
+    }
+    Some(match got.bytes {
+        0 => Received::Nothing,
+        len => Received::Message {
+            kind: buffer[0],
+            len,
+            from,
+        },
+    })
+}
+
+/// Answers a message. Whoever does not read its answer does not get it.
+fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message, fds: &[BorrowedFd<'_>]) {
+    let Some(to) = to else {
+        return;
+    };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS as usize + 1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let bytes = [kind as u8];
+    let parts = [IoSlice::new(&bytes)];
+    if let Err(error) = sendmsg_addr(mailbox, to, &parts, &mut control, flags) {
+        debug!(%error, "cannot answer a process");
+    }
+}
+
+/// The slot of each port of the RDMA CM, in memory that all processes of an address share.
+struct PortTable {
+    slots: NonNull<AtomicU8>,
+    memory: OwnedFd,
+}
+
+// SAFETY: it has atomics only.
+unsafe impl Send for PortTable {}
+// SAFETY: as above.
+unsafe impl Sync for PortTable {}
+
+impl PortTable {
+    /// Maps the table for the process of a slot, which has no port yet.
+    fn map(memory: OwnedFd, slot: u8) -> io::Result<Self> {
+        let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+        // SAFETY: a new mapping; the memory has this length, and no process of ours shortens it.
+        let start = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                PORTS,
+                rights,
+                flags,
+                &memory,
+                0,
+            )
+        }?;
+        let slots = NonNull::new(start.cast::<AtomicU8>()).ok_or(Os::NOMEM)?;
+        let table = Self { slots, memory };
+        // The process that had the slot before may have been killed.
+        table.clear(slot);
+        Ok(table)
+    }
+
+    fn all(&self) -> &[AtomicU8] {
+        // SAFETY: the mapping has this length and lives as long as the table.
+        unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), PORTS) }
+    }
+
+    fn place(&self, (space, port): Port) -> &AtomicU8 {
+        let space = SPACES.iter().position(|s| *s == space).unwrap_or(0);
+        &self.all()[space << 16 | usize::from(port)]
+    }
+
+    /// The slot that has a port, 0 where none has.
+    fn owner(&self, port: Port) -> u8 {
+        self.place(port).load(Ordering::Acquire)
+    }
+
+    /// Takes a port where it is free; answers who has it then.
+    fn take(&self, port: Port, slot: u8) -> u8 {
+        let place = self.place(port);
+        let taken = place.compare_exchange(0, slot, Ordering::AcqRel, Ordering::Acquire);
+        taken.map_or_else(|owner| owner, |_| slot)
+    }
+
+    /// Gives a port of `from` to `to`; false where it was not `from`'s.
+    fn replace(&self, port: Port, from: u8, to: u8) -> bool {
+        self.place(port)
+            .compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
+    }
+
+    /// Frees all ports of a slot.
+    fn clear(&self, slot: u8) {
+        let all = self.all().iter();
+        for place in all.filter(|place| place.load(Ordering::Relaxed) == slot) {
+            let _ = place.compare_exchange(slot, 0, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for PortTable {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this table's, and nothing refers to it any longer.
+        let _ = unsafe { munmap(self.slots.as_ptr().cast(), PORTS) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use riser_transport::wire::cm_msg::{CommId, PrivateData, SidrReqMsg};
+    use riser_transport::wire::mad::TransactionId;
+    use riser_transport::wire::{PKey, ROCE_PORT};
+
+    use super::*;
+
+    fn addr(last: u8) -> IpAddr {
+        [127, 98, 0, last].into()
+    }
+
+    /// Opens the address as another process does, while the one that is there answers.
+    fn open_beside(first: &Share) -> Share {
+        thread::scope(|scope| {
+            let opens = scope.spawn(|| Share::open(first.addr));
+            while !opens.is_finished() {
+                assert!(first.poll_packet().is_none());
+                thread::yield_now();
+            }
+            opens.join().unwrap().unwrap()
+        })
+    }
+
+    #[test]
+    fn processes_of_an_address_have_slots_and_ports_of_their_own() {
+        use RdmaPortSpace::{Tcp, Udp};
+        let first = Share::open(addr(1)).unwrap();
+        let second = open_beside(&first);
+        assert_eq!((first.slot, second.slot), (1, 2));
+
+        let in_use = io::ErrorKind::AddrInUse;
+        assert_eq!(first.take_port(Tcp, 4000).unwrap(), 4000);
+        assert_eq!(second.take_port(Tcp, 4000).unwrap_err().kind(), in_use);
+        // Identifiers of one process may share a port: that is the device's to say.
+        assert_eq!(first.take_port(Tcp, 4000).unwrap(), 4000);
+        assert_eq!(second.take_port(Udp, 4000).unwrap(), 4000);
+        first.give_back_port((Tcp, 4000));
+        assert_eq!(second.take_port(Tcp, 4000).unwrap(), 4000);
+        let chosen = [&first, &second].map(|share| share.take_port(Tcp, 0).unwrap());
+        assert_ne!(chosen[0], chosen[1]);
+
+        // The first process ends, and the address goes on.
+        drop(first);
+        let third = open_beside(&second);
+        assert_eq!(third.slot, 1);
+        assert_eq!(third.ports.owner((Tcp, chosen[0])), 0);
+        assert_eq!(third.take_port(Tcp, 4000).unwrap_err().kind(), in_use);
+        drop(second);
+        assert_eq!(third.take_port(Tcp, 4000).unwrap(), 4000);
+    }
+
+    #[test]
+    fn the_ports_of_a_process_that_was_killed_are_free() {
+        let first = Share::open(addr(2)).unwrap();
+        let port = (RdmaPortSpace::Tcp, 4000);
+        // As a process in slot 9 has left it.
+        assert_eq!(first.ports.take(port, 9), 9);
+        assert_eq!(first.take_port(port.0, port.1).unwrap(), 4000);
+    }
+
+    #[test]
+    fn requests_reach_the_process_that_has_their_port() {
+        let first = Share::open(addr(3)).unwrap();
+        let second = open_beside(&first);
+        second.take_port(RdmaPortSpace::Udp, 7471).unwrap();
+        let question = CmMessage::SidrReq(SidrReqMsg {
+            request_id: CommId(0x0102_0304),
+            pkey: PKey(0xffff),
+            service_id: RdmaPortSpace::Udp.service_id(7471),
+            private_data: PrivateData::default(),
+        });
+        let mut datagram = vec![0; MAD];
+        datagram[7] = 1;
+        datagram.extend(question.emit(TransactionId(5)));
+        datagram.extend([0; 4]);
+        let peer = UdpSocket::bind((addr(4), 0)).unwrap();
+        let ask = || peer.send_to(&datagram, (addr(3), ROCE_PORT)).unwrap();
+
+        // Whoever reads it. The first passes it on; then it is in the second's mailbox.
+        ask();
+        assert!(first.poll_packet().is_none());
+        let packet = second.poll_packet().expect("the packet was passed on");
+        assert_eq!(packet.bytes, datagram);
+        assert_eq!(packet.src, peer.local_addr().unwrap());
+        ask();
+        assert!(second.poll_packet().is_some());
+
+        // Where nobody listens, the process that reads it says so.
+        drop(second);
+        ask();
+        assert!(first.poll_packet().is_some());
+    }
+
+    #[test]
+    fn an_address_that_others_have_is_in_use() {
+        let _other = UdpSocket::bind((addr(5), ROCE_PORT)).unwrap();
+        let error = Share::open(addr(5)).map(drop).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+}

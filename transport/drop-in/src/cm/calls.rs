@@ -8,8 +8,8 @@ use std::slice;
 use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
-use riser_transport::rdma_core::convert::conn_param_of;
-use riser_transport::verbs::{ConnParam, RdmaCm as _};
+use riser_transport::rdma_core::convert::{conn_param_of, qp_attr, qp_attr_from_mask};
+use riser_transport::verbs::{CmOption, ConnParam, RdmaCm as _};
 
 use super::{Id, address, device_at, device_towards, id_of, rdma_ack_cm_event, rdma_get_cm_event};
 use crate::devices::devices;
@@ -251,7 +251,12 @@ pub(crate) unsafe extern "C" fn rdma_accept(
             locked.nic.accept(device_id, &param)?;
             locked.transmit();
         }
-        complete(id)
+        // A datagram identifier is established by that, without an event.
+        // SAFETY: the identifier is alive.
+        match unsafe { (*id.c()).qp_type } {
+            IBV_QPT_UD => Ok(()),
+            _ => complete(id),
+        }
     }))
 }
 
@@ -263,15 +268,65 @@ pub(crate) unsafe extern "C" fn rdma_reject(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
+        // SAFETY: as above.
+        let data = unsafe { bytes(data, length) };
         let (context, device_id) = id.link()?;
-        let data = match data.is_null() || length == 0 {
-            true => &[][..],
-            // SAFETY: the program gives that many bytes.
-            false => unsafe { slice::from_raw_parts(data.cast::<u8>(), length.into()) },
-        };
         let mut locked = context.lock();
         locked.nic.reject(device_id, data)?;
         locked.transmit();
+        Ok(())
+    }))
+}
+
+/// `rdma_reject_ece(3)`: refuses because of the peer's vendor options.
+pub(crate) unsafe extern "C" fn rdma_reject_ece(
+    id: *mut rdma_cm_id,
+    data: *const c_void,
+    length: u8,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        // SAFETY: as above.
+        let data = unsafe { bytes(data, length) };
+        let (context, device_id) = id.link()?;
+        let mut locked = context.lock();
+        locked.nic.reject_ece(device_id, data)?;
+        locked.transmit();
+        Ok(())
+    }))
+}
+
+/// Private data that a program gives.
+///
+/// # Safety
+/// The pointer is null, or there are that many bytes for as long as `'a`.
+unsafe fn bytes<'a>(data: *const c_void, length: u8) -> &'a [u8] {
+    if data.is_null() {
+        return &[];
+    }
+    // SAFETY: as the caller promises.
+    unsafe { slice::from_raw_parts(data.cast::<u8>(), length.into()) }
+}
+
+/// `rdma_init_qp_attr(3)`: for a queue pair that the program takes through its states itself.
+pub(crate) unsafe extern "C" fn rdma_init_qp_attr(
+    id: *mut rdma_cm_id,
+    attr: *mut ibv_qp_attr,
+    mask: *mut c_int,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        let (context, device_id) = id.link()?;
+        // SAFETY: as above.
+        let wanted = qp_attr_from_mask(unsafe { &*attr }, IBV_QP_STATE)?.state;
+        let wanted = wanted.ok_or(Errno::INVALID)?;
+        let ours = context.lock().nic.init_qp_attr(device_id, wanted)?;
+        let (theirs, set) = qp_attr(&ours);
+        // SAFETY: the program gives places for both.
+        unsafe {
+            attr.write(theirs);
+            mask.write(set as c_int);
+        }
         Ok(())
     }))
 }
@@ -340,19 +395,55 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
     length: usize,
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
-    minus(unsafe { id_of(id) }.and_then(|_| {
-        if value.is_null() || length == 0 {
+    minus(unsafe { id_of(id) }.and_then(|id| {
+        // SAFETY: as above.
+        let option = unsafe { self::option(level, option, value, length) }?;
+        for (context, device_id) in id.links() {
+            context.lock().nic.set_option(device_id, option)?;
+        }
+        // For the identifiers of devices that it gets later.
+        id.lock().options.push(option);
+        Ok(())
+    }))
+}
+
+/// An option that a program gives.
+///
+/// # Errors
+/// `EINVAL` for a value of the wrong length, `ENOSYS` for an option that is not known.
+///
+/// # Safety
+/// The value is null or has that length.
+unsafe fn option(
+    level: c_int,
+    option: c_int,
+    value: *mut c_void,
+    length: usize,
+) -> Result<CmOption, Errno> {
+    /// The value of an option, of the only length that it may have.
+    ///
+    /// # Safety
+    /// As that of the function around it.
+    unsafe fn read<T: Copy>(value: *mut c_void, length: usize) -> Result<T, Errno> {
+        if value.is_null() || length != size_of::<T>() {
             return Err(Errno::INVALID);
         }
-        if level as u32 != RDMA_OPTION_ID {
-            return Err(Errno(libc::ENOSYS));
-        }
-        match option as u32 {
-            // A device here has one address, so addresses are not shared, and a family is not
-            // mixed with another.
-            RDMA_OPTION_ID_REUSEADDR | RDMA_OPTION_ID_AFONLY => Ok(()),
-            RDMA_OPTION_ID_TOS | RDMA_OPTION_ID_ACK_TIMEOUT => Err(Errno(libc::ENOSYS)),
-            _ => Err(Errno(libc::ENOSYS)),
-        }
-    }))
+        // SAFETY: it is a number of that length, wherever the program has it.
+        Ok(unsafe { value.cast::<T>().read_unaligned() })
+    }
+    if level as u32 != RDMA_OPTION_ID {
+        return Err(Errno(libc::ENOSYS));
+    }
+    // SAFETY: as the caller promises.
+    unsafe {
+        Ok(match option as u32 {
+            RDMA_OPTION_ID_TOS => CmOption::TypeOfService(read::<u8>(value, length)?),
+            RDMA_OPTION_ID_REUSEADDR => CmOption::ReuseAddress(read::<c_int>(value, length)? != 0),
+            RDMA_OPTION_ID_AFONLY => {
+                CmOption::AddressFamilyOnly(read::<c_int>(value, length)? != 0)
+            }
+            RDMA_OPTION_ID_ACK_TIMEOUT => CmOption::AckTimeout(read::<u8>(value, length)?),
+            _ => return Err(Errno(libc::ENOSYS)),
+        })
+    }
 }

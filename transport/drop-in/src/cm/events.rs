@@ -12,6 +12,7 @@ use riser_transport::rdma_core::convert::{conn_param, ud_param};
 use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _, Verbs as _};
 
 use super::{EventChannel, Id, create_id, id_of};
+use super::groups::on_join;
 use crate::context::Context;
 use crate::engine::State;
 use crate::errno::{Errno, minus};
@@ -105,6 +106,7 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         .map(|(context, _)| context)
         .find(|context| context.device.config.addr == state.nic.socket_addr().ip());
     let device = device.ok_or(Errno::INVALID)?;
+    let pd = super::shared(device.device)?.pd.handle();
     new.lock().links.push((device, id));
     know(state, id, new);
     let (local, peer) = (state.nic.local_addr(id), state.nic.peer_addr(id));
@@ -113,6 +115,7 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         let c = &mut *new.c();
         c.verbs = device.handle();
         c.port_num = 1;
+        c.pd = pd;
         if let Some(local) = local {
             super::write_address((&raw mut c.route.addr.__bindgen_anon_1).cast(), local);
             let gid = riser_transport::verbs::Gid::from(local.ip());
@@ -259,6 +262,7 @@ fn give(event: Event) -> *mut rdma_cm_event {
     let is_ud = unsafe { (*id.c()).qp_type } == IBV_QPT_UD;
     let mut param = None;
     let mut data = Vec::new();
+    let mut group_context = ptr::null_mut();
     match kind {
         CmEventKind::AddrResolved => {
             id.show_route();
@@ -329,7 +333,16 @@ fn give(event: Event) -> *mut rdma_cm_event {
         CmEventKind::DeviceRemoval => c.event = RDMA_CM_EVENT_DEVICE_REMOVAL,
         CmEventKind::TimewaitExit => c.event = RDMA_CM_EVENT_TIMEWAIT_EXIT,
         CmEventKind::MulticastJoin { param: theirs } => {
-            c.event = RDMA_CM_EVENT_MULTICAST_JOIN;
+            match on_join(id, &theirs) {
+                Ok(context) => {
+                    c.event = RDMA_CM_EVENT_MULTICAST_JOIN;
+                    group_context = context;
+                }
+                Err(errno) => {
+                    c.event = RDMA_CM_EVENT_MULTICAST_ERROR;
+                    c.status = -errno.0;
+                }
+            }
             param = Some(theirs);
         }
         CmEventKind::MulticastError(error) => {
@@ -342,7 +355,8 @@ fn give(event: Event) -> *mut rdma_cm_event {
         if is_ud {
             let mut theirs = ud_param(&ours);
             if no_data {
-                theirs.private_data = ptr::null();
+                // That of a group is in the place of data, as in librdmacm.
+                theirs.private_data = group_context;
             }
             c.param.ud = theirs;
         } else {

@@ -6,6 +6,7 @@
 //! | `calls` | what a program asks of an identifier |
 //! | `events` | what happens to it |
 //! | `endpoint` | `rdma_getaddrinfo` and what is built on it |
+//! | `groups` | multicast groups |
 //! | `qp` | queue pairs and receive queues of identifiers |
 //!
 //! # Locks
@@ -15,6 +16,7 @@
 mod calls;
 mod endpoint;
 mod events;
+mod groups;
 mod qp;
 
 use std::ffi::{c_int, c_void};
@@ -25,11 +27,15 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
-use riser_transport::verbs::{CmError, CmId, PortSpace, RdmaCm as _, Verbs as _};
+use riser_transport::verbs::{
+    CmError, CmId, CmOption, PortSpace, QpType, RdmaCm as _, Verbs as _,
+};
 
 pub(crate) use self::calls::*;
 pub(crate) use self::endpoint::*;
 pub(crate) use self::events::*;
+use self::groups::Group;
+pub(crate) use self::groups::*;
 pub(crate) use self::qp::*;
 use crate::context::Context;
 use crate::devices::{Device, devices};
@@ -70,6 +76,10 @@ struct IdState {
     listen_qp: Option<ibv_qp_init_attr>,
     /// Private data of the connection request of an end point.
     connect_data: Vec<u8>,
+    /// Options that were set before it had an identifier of a device.
+    options: Vec<CmOption>,
+    /// Multicast groups that it has joined.
+    groups: Vec<Group>,
     /// Completion queues and channels that were made with the queue pair.
     owns_send_cq: bool,
     owns_recv_cq: bool,
@@ -274,7 +284,8 @@ fn create_id(
     let ours = match space {
         RDMA_PS_TCP => PortSpace::Tcp,
         RDMA_PS_UDP => PortSpace::Udp,
-        RDMA_PS_IB | RDMA_PS_IPOIB => return Err(Errno(libc::EPROTONOSUPPORT)),
+        RDMA_PS_IPOIB => PortSpace::IpoIb,
+        RDMA_PS_IB => PortSpace::IbIp,
         _ => return Err(Errno::INVALID),
     };
     let is_synchronous = channel.is_none();
@@ -295,6 +306,8 @@ fn create_id(
                 links: Vec::new(),
                 listen_qp: None,
                 connect_data: Vec::new(),
+                options: Vec::new(),
+                groups: Vec::new(),
                 owns_send_cq: false,
                 owns_recv_cq: false,
             }),
@@ -307,9 +320,21 @@ impl Ref<Id> {
     /// Gives the identifier one of the device's.
     fn link_to(self, device: &'static Device) -> Result<(Ref<Context>, CmId), Errno> {
         let shared = shared(device)?;
-        let space = self.lock().space;
+        let (space, options) = {
+            let state = self.lock();
+            (state.space, state.options.clone())
+        };
+        // SAFETY: the identifier is alive.
+        let kind = match unsafe { (*self.c()).qp_type } {
+            IBV_QPT_UD => QpType::Ud,
+            _ => QpType::Rc,
+        };
         let mut locked = shared.context.lock();
-        let id = locked.nic.create_id(space)?;
+        let id = locked.nic.create_id_for(space, kind)?;
+        for option in options {
+            // It was taken when it was set.
+            let _ = locked.nic.set_option(id, option);
+        }
         know(&locked, id, self);
         self.lock().links.push((shared.context, id));
         Ok((shared.context, id))
@@ -338,6 +363,7 @@ impl Ref<Id> {
             (locked.nic.local_addr(id), locked.nic.peer_addr(id), gid)
         };
         let is_wildcard = self.lock().links.len() > 1;
+        let pd = shared(context.device).map(|shared| shared.pd.handle());
         // SAFETY: the identifier is alive; the program reads these members once it has the outcome
         // of the call, or the event, that sets them.
         unsafe {
@@ -348,6 +374,9 @@ impl Ref<Id> {
             if !is_wildcard {
                 c.verbs = context.handle();
                 c.port_num = 1;
+                if c.pd.is_null() {
+                    c.pd = pd.unwrap_or(ptr::null_mut());
+                }
                 if let Some(gid) = gid {
                     c.route.addr.addr.ibaddr.sgid = ibv_gid { raw: gid.0 };
                 }

@@ -101,7 +101,10 @@ pub(super) fn create_qp(
             set_calls(qp);
             // SAFETY: the identifier and its queue pair are alive.
             unsafe {
-                (*qp.handle()).state = IBV_QPS_INIT;
+                (*qp.handle()).state = match attr.qp_type {
+                    IBV_QPT_UD => IBV_QPS_RTS,
+                    _ => IBV_QPS_INIT,
+                };
                 (*c).qp = qp.handle();
                 (*c).pd = pd.handle();
                 (*c).send_cq = attr.send_cq;

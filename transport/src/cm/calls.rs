@@ -70,6 +70,7 @@ impl Cm {
             .ack_timeout
             .duration()
             .min(self.config.max_timewait);
+        conn.traffic_class = params.primary.traffic_class;
         conn.req = Some(Box::new(req));
         self.insert(id, conn);
         self.ask(now, id, transaction, &CmMessage::Req(req));

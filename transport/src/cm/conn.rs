@@ -127,6 +127,8 @@ pub(super) struct Conn {
     pub(super) interval: Duration,
     pub(super) max_retries: u8,
     pub(super) timewait: Duration,
+    /// Traffic class of the path, which the request names.
+    pub(super) traffic_class: u8,
     /// Half open and accepted.
     pub(super) unconfirmed: Option<Unconfirmed>,
     /// It is or was connected, which its peer cannot do from an address that is not its own.
@@ -160,6 +162,7 @@ impl Conn {
             interval: Duration::ZERO,
             max_retries: 0,
             timewait: Duration::ZERO,
+            traffic_class: 0,
             unconfirmed: None,
             is_proven: false,
             is_orphan: false,

@@ -62,6 +62,8 @@ pub struct SidrReqParams {
     pub service_id: ServiceId,
     /// Partition key of the path.
     pub pkey: PKey,
+    /// Traffic class of the question.
+    pub traffic_class: u8,
     /// Time that we wait for each answer.
     pub timeout: CmTimeout,
     /// Repetitions of the question.

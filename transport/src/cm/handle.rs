@@ -164,6 +164,7 @@ impl Cm {
             .ack_timeout
             .duration()
             .min(self.config.max_timewait);
+        conn.traffic_class = req.primary.traffic_class;
         // Kept until the answer: it says for how long a refusal may have to be repeated.
         conn.req = Some(Box::new(*req));
         // Entered before the event, so that a repetition of this REQ finds it.

@@ -110,7 +110,9 @@ pub use event::{
 };
 pub use state::CmState;
 
-use crate::wire::cm_msg::{CaGuid, CommId, ReqMsg, ServiceId, receiver_id, routing_id};
+use crate::wire::cm_msg::{
+    CaGuid, CommId, FIRST_ID_OFFSET, ReqMsg, ServiceId, receiver_id, routing_id,
+};
 use crate::wire::mad::Mad;
 
 /// Limits and identity of one [`Cm`].
@@ -304,6 +306,19 @@ impl Cm {
             self.outbox.shrink_to(KEPT_OUTBOX);
         }
         next
+    }
+
+    /// Traffic class of a MAD of ours to a peer: that of the path that the request of its connection
+    /// names, or 0 where there is none any more.
+    #[must_use]
+    pub fn traffic_class(&self, to: PeerAddr, mad: &Mad) -> u8 {
+        // The first id is ours, but for an answer to a question of the peer's, which has no path.
+        let id = mad[FIRST_ID_OFFSET..]
+            .first_chunk()
+            .map(|id| u32::from_be_bytes(*id));
+        let conn = id.and_then(|id| self.conns.get(&IbCmId(CommId(id))));
+        let conn = conn.filter(|conn| conn.peer == to);
+        conn.map_or(0, |conn| conn.traffic_class)
     }
 
     /// Takes the oldest event.

@@ -182,6 +182,7 @@ impl Cm {
             params.service_id,
             transaction,
         );
+        conn.traffic_class = params.traffic_class;
         conn.interval = self.interval(params.timeout);
         conn.max_retries = params.max_cm_retries.value() as u8;
         self.insert(id, conn);

@@ -5,6 +5,7 @@ use crate::wire::cm_msg::{AprStatus, MraOf, SidrStatus};
 
 fn sidr_params(service_id: ServiceId) -> SidrReqParams {
     SidrReqParams {
+        traffic_class: 0,
         service_id,
         pkey: PKey::DEFAULT,
         timeout: CmTimeout::new(15),

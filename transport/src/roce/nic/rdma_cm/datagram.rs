@@ -33,8 +33,9 @@ impl Nic {
         if peer.ip().is_multicast() {
             return Err(CmError::Unreachable);
         }
-        let space = entry.space;
+        let (space, class) = (entry.space, entry.options.traffic_class);
         let params = SidrReqParams {
+            traffic_class: class.unwrap_or(0),
             service_id: service_id(space, peer.port()).0,
             pkey: PKey::DEFAULT,
             timeout: CmTimeout::new(CM_TIMEOUT),

@@ -10,7 +10,7 @@ use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
 use crate::rc::TxPacket;
-use crate::roce::batch::{TxBatch, Way};
+use crate::roce::batch::{ECN_MASK, TxBatch, Way};
 use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState, QpType,
@@ -127,6 +127,7 @@ impl Nic {
                 ..TxPacket::default()
             };
             let way = Way {
+                tos: self.cm.cm.traffic_class(peer, &mad) & !ECN_MASK,
                 is_to_stranger: is_stranger,
                 ..Way::to(dst)
             };

@@ -311,6 +311,7 @@ fn a_request_of_the_wrong_kind_makes_no_identifier() {
         "{event:?}"
     );
     let params = SidrReqParams {
+        traffic_class: 0,
         service_id: ServiceId(0x0106_0fa0),
         pkey: crate::verbs::PKey::DEFAULT,
         timeout: CmTimeout::new(17),
@@ -324,4 +325,55 @@ fn a_request_of_the_wrong_kind_makes_no_identifier() {
     assert_eq!(two.b.poll_cm_event(), None);
     assert_eq!(two.b.cm.ids.len(), 2);
     assert_eq!(two.a.cm.cm.id_count(), 0);
+}
+
+/// Types of service of what a device has to send, which reaches the other.
+fn classes(now: Instant, from: &mut Nic, to: &mut Nic) -> Vec<u8> {
+    let mut batch = TxBatch::new(1);
+    from.poll_transmit(now, &mut batch, 1 << 20);
+    let groups = batch.groups();
+    for packet in groups.iter().flat_map(|g| batch.copy_packets(g)) {
+        to.handle_datagram(now, from.local_addr(), packet.len(), &packet);
+    }
+    groups.iter().map(|g| g.way.tos).collect()
+}
+
+#[test]
+fn both_ends_use_the_type_of_service_that_the_request_names() {
+    use crate::verbs::CmOption;
+
+    let two = &mut Two::new();
+    two.a.set_mtu(Mtu::Mtu512);
+    for own in [None, Some(0x20)] {
+        let id = resolved(&mut two.a);
+        with_qp(&mut two.a, id);
+        // The bits of ECN are not the user's.
+        let option = CmOption::TypeOfService(0x6b);
+        two.a.set_option(id, option).unwrap();
+        two.a.connect(id, &ConnParam::default()).unwrap();
+        assert_eq!(classes(two.now, &mut two.a, &mut two.b), [0x68]);
+        let request = last_event(&mut two.b).id;
+        with_qp(&mut two.b, request);
+        if let Some(class) = own {
+            let option = CmOption::TypeOfService(class);
+            two.b.set_option(request, option).unwrap();
+        }
+        two.b.accept(request, &ConnParam::default()).unwrap();
+        assert_eq!(classes(two.now, &mut two.b, &mut two.a), [0x68]);
+        assert_eq!(classes(two.now, &mut two.a, &mut two.b), [0x68], "RTU");
+        for (nic, id, class) in [(&two.a, id, 0x68), (&two.b, request, own.unwrap_or(0x68))] {
+            let qp = nic.cm.ids.get(id).unwrap().qp.unwrap();
+            let ah = nic.query_qp(qp).unwrap().ah.unwrap();
+            assert_eq!(ah.traffic_class, class);
+        }
+        two.a.disconnect(id).unwrap();
+        assert_eq!(classes(two.now, &mut two.a, &mut two.b), [0x68], "DREQ");
+        two.exchange();
+        last_event(&mut two.a);
+    }
+    let id = resolved_in(&mut two.a, PortSpace::Udp);
+    let option = CmOption::TypeOfService(0x68);
+    two.a.set_option(id, option).unwrap();
+    two.a.connect(id, &ConnParam::default()).unwrap();
+    assert_eq!(classes(two.now, &mut two.a, &mut two.b), [0x68]);
 }

@@ -501,7 +501,10 @@ pub trait Verbs {
         grh: &[u8; GRH_LEN],
     ) -> Result<AhAttr, VerbsError> {
         let gids = self.query_port(port)?.gid_table_len;
-        grh::ah_from_wc(port, wc, grh, |gid| {
+        if wc.network.is_none() {
+            return Err(VerbsError::InvalidParameter("completion without a header"));
+        }
+        grh::way_back(port, grh, |gid| {
             (0..gids).find(|&index| self.query_gid(port, index) == Ok(gid))
         })
     }

@@ -392,6 +392,8 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
     assert_eq!(p.query_gid(1, back.sgid_index), Ok(here.into()));
     assert_eq!(p.ah_from_wc(9, &c, &grh), Err(VerbsError::InvalidPort(9)));
     assert!(p.ah_from_wc(1, &c, &[0; GRH_LEN]).is_err());
+    let without = Completion { network: None, ..c };
+    assert!(p.ah_from_wc(1, &without, &grh).is_err());
     let ah = p.create_ah(b.pd, back).unwrap();
     b.send(w, ah, c.src_qp, &[b.sge(40, 8)]);
     assert_eq!(a.received(w).0.byte_len, 48);

@@ -71,6 +71,13 @@ impl Bth {
         }
     }
 
+    /// With another operation code.
+    #[must_use]
+    pub fn with_opcode(mut self, opcode: Opcode) -> Self {
+        self.opcode = opcode as u8;
+        self
+    }
+
     /// With the solicited-event bit.
     #[must_use]
     pub fn with_solicited(mut self, on: bool) -> Self {

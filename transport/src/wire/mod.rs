@@ -1,4 +1,5 @@
-//! The RoCEv2 wire format: everything between the UDP header and the ICRC.
+//! The RoCEv2 wire format: everything between the UDP header and the ICRC, and what is before it in
+//! a datagram.
 //!
 //! | module | what it names |
 //! | --- | --- |
@@ -7,6 +8,7 @@
 //! | [`ext`] | the extended headers and the AETH syndromes |
 //! | [`opcode`] | the one table of operation codes |
 //! | [`packet`] | parsing a datagram, emitting the headers of one |
+//! | [`ud`] | all headers of a datagram, from the link's on |
 //! | [`dm`] | device-management MADs: discovery of I/O controllers |
 //! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
 //! | [`peer_ids`] | what is known of a peer's IPv4 identifications |
@@ -30,6 +32,7 @@ pub mod mad;
 pub mod opcode;
 pub mod packet;
 pub mod peer_ids;
+pub mod ud;
 
 pub use bth::{Bth, DEFAULT_PKEY, pad_len};
 pub use cm_msg::{CmMessage, CmMsgError, CmPath, CmTimeout, CommId, RejReason, ServiceId};

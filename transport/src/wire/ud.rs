@@ -1,0 +1,773 @@
+//! All headers of an unreliable datagram, from the link's on: what a queue pair 0 or 1 without a
+//! network stack below it sends, and what a capture holds (IBTA 7.7, 8.3, 9.2; annexes A16 and A17).
+//!
+//! ```text
+//! InfiniBand   LRH [GRH]               BTH DETH [ImmDt]
+//! RoCE         Ethernet [VLAN] GRH     BTH DETH [ImmDt]
+//! RoCEv2       Ethernet [VLAN] IP UDP  BTH DETH [ImmDt]
+//! ```
+//!
+//! [`UdHeader::pack`] works lengths, types and checksums out from the parts that are there and the
+//! length of the payload; [`UdHeader::unpack`] refuses bytes in which they contradict each other or
+//! the length received. The software NIC needs none of this: its socket makes the headers up to
+//! UDP's.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use arrayvec::ArrayVec;
+use thiserror::Error;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::bth::{Bth, pad_len};
+use super::ext::{Deth, ImmDt};
+use super::icrc::ICRC_LEN;
+use super::opcode::Opcode;
+use super::packet::ROCE_PORT;
+
+const LRH_LEN: usize = 8;
+const ETHERNET_LEN: usize = 14;
+const VLAN_LEN: usize = 4;
+const GRH_LEN: usize = 40;
+const IPV4_LEN: usize = 20;
+const UDP_LEN: usize = 8;
+const DETH_LEN: usize = 8;
+const IMM_LEN: usize = 4;
+
+/// Length in bytes of the longest headers of a datagram.
+pub const MAX_UD_HEADER_LEN: usize =
+    ETHERNET_LEN + VLAN_LEN + GRH_LEN + UDP_LEN + Bth::LEN + DETH_LEN + IMM_LEN;
+
+/// Room for the headers of one datagram.
+pub type UdHeaderBuf = ArrayVec<u8, MAX_UD_HEADER_LEN>;
+
+/// Next header of an LRH: a BTH, or a GRH (IBTA 7.7.5).
+const LNH_BTH: u8 = 2;
+const LNH_GRH: u8 = 3;
+/// Next header of a GRH before a BTH (IBTA 8.3.4).
+const NEXT_BTH: u8 = 0x1b;
+const NEXT_UDP: u8 = 17;
+const TYPE_IPV4: u16 = 0x0800;
+const TYPE_VLAN: u16 = 0x8100;
+const TYPE_IPV6: u16 = 0x86dd;
+/// EtherType of RoCE before version 2 (annex A16).
+const TYPE_ROCE: u16 = 0x8915;
+const IPV4_PLAIN: u8 = 0x45;
+const DO_NOT_FRAGMENT: u16 = 0x4000;
+const LID_LENGTH_MASK: u16 = 0x07ff;
+
+/// Reason why bytes are not the headers of a datagram, or headers cannot be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum UdHeaderError {
+    /// The bytes end within a header, or before the ICRC.
+    #[error("{len} bytes hold no datagram with its headers")]
+    Short {
+        /// Number of bytes received.
+        len: usize,
+    },
+    /// A header names no header that may follow it.
+    #[error("{header}: unexpected next header {value:#06x}")]
+    Next {
+        /// Name of the header.
+        header: &'static str,
+        /// Value of its field.
+        value: u16,
+    },
+    /// A field has another value than the only one that a datagram has.
+    #[error("{header}: unexpected {field}")]
+    Field {
+        /// Name of the header.
+        header: &'static str,
+        /// Name of the field.
+        field: &'static str,
+    },
+    /// A length field contradicts the bytes that there are.
+    #[error("{header}: length {said}, but {len} bytes follow")]
+    Length {
+        /// Name of the header.
+        header: &'static str,
+        /// The length that the field stands for, in bytes.
+        said: usize,
+        /// Number of bytes that it should stand for.
+        len: usize,
+    },
+    /// The payload is longer than a length field can say, or the layers do not fit each other.
+    #[error("{0}")]
+    Unwritable(&'static str),
+}
+
+/// Local route header of InfiniBand, without what follows from the rest of the packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lrh {
+    /// Virtual lane, 4 bits.
+    pub virtual_lane: u8,
+    /// Service level, 4 bits.
+    pub service_level: u8,
+    /// LID of the destination.
+    pub destination: u16,
+    /// LID of the source.
+    pub source: u16,
+}
+
+/// Ethernet header, without the type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ethernet {
+    /// Address of the destination.
+    pub destination: [u8; 6],
+    /// Address of the source.
+    pub source: [u8; 6],
+    /// Tag control information of a VLAN: priority, drop eligibility and number.
+    pub vlan: Option<u16>,
+}
+
+/// Layer below the network's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkHeader {
+    /// InfiniBand.
+    Lrh(Lrh),
+    /// RoCE.
+    Ethernet(Ethernet),
+}
+
+/// Kind of link, by which the first header is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkKind {
+    /// InfiniBand: the bytes begin with an LRH.
+    InfiniBand,
+    /// Ethernet.
+    Ethernet,
+}
+
+/// Fields of a GRH or IPv6 header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GlobalRoute {
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Flow label, 20 bits.
+    pub flow_label: u32,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// GID of the source.
+    pub source: Ipv6Addr,
+    /// GID of the destination.
+    pub destination: Ipv6Addr,
+}
+
+/// Fields of an IPv4 header without options, whose packet must not be fragmented.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ipv4Route {
+    /// Type of service.
+    pub tos: u8,
+    /// Identification.
+    pub identification: u16,
+    /// Time to live.
+    pub ttl: u8,
+    /// Address of the source.
+    pub source: Ipv4Addr,
+    /// Address of the destination.
+    pub destination: Ipv4Addr,
+}
+
+/// Layer between link and transport.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NetworkLayer {
+    /// None, within a subnet of InfiniBand.
+    Local,
+    /// GRH, of InfiniBand and of RoCE before version 2.
+    Grh(GlobalRoute),
+    /// IPv4 and UDP, whose source port this is. The checksum of UDP is 0, which means none.
+    Ipv4(Ipv4Route, u16),
+    /// IPv6 and UDP, likewise.
+    Ipv6(GlobalRoute, u16),
+}
+
+/// All headers of an unreliable datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UdHeader {
+    /// Header of the link.
+    pub link: LinkHeader,
+    /// Headers of the network.
+    pub network: NetworkLayer,
+    /// Base transport header; its opcode and pad count are made to fit.
+    pub bth: Bth,
+    /// Datagram extended transport header.
+    pub deth: Deth,
+    /// Immediate data.
+    pub imm: Option<ImmDt>,
+}
+
+fn put(out: &mut UdHeaderBuf, bytes: &[u8]) {
+    out.try_extend_from_slice(bytes)
+        .expect("the longest header fits");
+}
+
+fn take<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
+    let (value, after) = T::read_from_prefix(rest).ok()?;
+    *rest = after;
+    Some(value)
+}
+
+/// The checksum of an IPv4 header whose field is zero; 0 for a header with a right one.
+fn checksum(header: &[u8]) -> u16 {
+    let words = header.chunks_exact(2);
+    let sum: u32 = words
+        .map(|w| u32::from(u16::from_be_bytes([w[0], w[1]])))
+        .sum();
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let [_, _, high, low] = ((sum & 0xffff) + (sum >> 16)).to_be_bytes();
+    !u16::from_be_bytes([high, low])
+}
+
+impl UdHeader {
+    /// Bytes from the BTH to the ICRC.
+    fn transport_len(&self, payload_len: usize) -> usize {
+        let imm = self.imm.map_or(0, |_| IMM_LEN);
+        Bth::LEN + DETH_LEN + imm + payload_len + pad_len(payload_len) + ICRC_LEN
+    }
+
+    /// Writes the headers of a datagram with `payload_len` bytes of payload, which are to be followed
+    /// by the payload, its padding and the ICRC.
+    ///
+    /// # Errors
+    /// [`UdHeaderError::Unwritable`] for a payload that a length field has no room for, for a value
+    /// that is larger than its field, and for layers that no link carries one above the other.
+    pub fn pack(&self, payload_len: usize) -> Result<UdHeaderBuf, UdHeaderError> {
+        use UdHeaderError::Unwritable;
+        let transport = self.transport_len(payload_len);
+        let transport =
+            u16::try_from(transport).map_err(|_| Unwritable("the payload is too long"))?;
+        let mut out = UdHeaderBuf::new();
+        self.put_link(&mut out, transport)?;
+        match &self.network {
+            NetworkLayer::Local => {}
+            NetworkLayer::Grh(route) => put_global(&mut out, route, NEXT_BTH, transport)?,
+            NetworkLayer::Ipv6(route, port) => {
+                let len = checked(transport, UDP_LEN)?;
+                put_global(&mut out, route, NEXT_UDP, len)?;
+                put_udp(&mut out, *port, len);
+            }
+            NetworkLayer::Ipv4(route, port) => {
+                let len = checked(transport, UDP_LEN)?;
+                put_ipv4(&mut out, route, checked(len, IPV4_LEN)?);
+                put_udp(&mut out, *port, len);
+            }
+        }
+        let opcode = match self.imm {
+            Some(_) => Opcode::UdSendOnlyImm,
+            None => Opcode::UdSendOnly,
+        };
+        let bth = self.bth.with_opcode(opcode).with_pad_for(payload_len);
+        put(&mut out, bth.as_bytes());
+        put(&mut out, self.deth.as_bytes());
+        if let Some(imm) = &self.imm {
+            put(&mut out, imm.as_bytes());
+        }
+        Ok(out)
+    }
+
+    fn put_link(&self, out: &mut UdHeaderBuf, transport: u16) -> Result<(), UdHeaderError> {
+        use UdHeaderError::Unwritable;
+        match &self.link {
+            LinkHeader::Lrh(lrh) => {
+                let (next, grh) = match self.network {
+                    NetworkLayer::Local => (LNH_BTH, 0),
+                    NetworkLayer::Grh(_) => (LNH_GRH, GRH_LEN),
+                    _ => return Err(Unwritable("InfiniBand carries no IP header")),
+                };
+                if lrh.virtual_lane > 15 || lrh.service_level > 15 {
+                    return Err(Unwritable(
+                        "virtual lane or service level of more than 4 bits",
+                    ));
+                }
+                // In words of four bytes, from the LRH to the ICRC.
+                let words = checked(transport, LRH_LEN + grh)? / 4;
+                if words > LID_LENGTH_MASK {
+                    return Err(Unwritable("the payload is too long"));
+                }
+                put(out, &[lrh.virtual_lane << 4, lrh.service_level << 4 | next]);
+                put(out, &lrh.destination.to_be_bytes());
+                put(out, &words.to_be_bytes());
+                put(out, &lrh.source.to_be_bytes());
+            }
+            LinkHeader::Ethernet(ethernet) => {
+                let kind = match self.network {
+                    NetworkLayer::Local => return Err(Unwritable("Ethernet carries no bare BTH")),
+                    NetworkLayer::Grh(_) => TYPE_ROCE,
+                    NetworkLayer::Ipv4(..) => TYPE_IPV4,
+                    NetworkLayer::Ipv6(..) => TYPE_IPV6,
+                };
+                put(out, &ethernet.destination);
+                put(out, &ethernet.source);
+                if let Some(vlan) = ethernet.vlan {
+                    put(out, &TYPE_VLAN.to_be_bytes());
+                    put(out, &vlan.to_be_bytes());
+                }
+                put(out, &kind.to_be_bytes());
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a packet from its link's header to its ICRC. Returns the headers and the payload. What
+    /// follows the packet's own length, such as the filling of a short Ethernet frame, is left out.
+    ///
+    /// # Errors
+    /// See [`UdHeaderError`].
+    pub fn unpack(kind: LinkKind, bytes: &[u8]) -> Result<(Self, &[u8]), UdHeaderError> {
+        let short = UdHeaderError::Short { len: bytes.len() };
+        let mut rest = bytes;
+        let (link, network) = match kind {
+            LinkKind::InfiniBand => take_infiniband(&mut rest, short)?,
+            LinkKind::Ethernet => take_ethernet(&mut rest, short)?,
+        };
+        let bth: Bth = take(&mut rest).ok_or(short)?;
+        let has_imm = match bth.raw_opcode() {
+            code if code == Opcode::UdSendOnly as u8 => false,
+            code if code == Opcode::UdSendOnlyImm as u8 => true,
+            code => {
+                return Err(UdHeaderError::Next {
+                    header: "BTH",
+                    value: code.into(),
+                });
+            }
+        };
+        if bth.version() != 0 {
+            return Err(UdHeaderError::Field {
+                header: "BTH",
+                field: "version",
+            });
+        }
+        let deth = take(&mut rest).ok_or(short)?;
+        let imm = match has_imm {
+            true => Some(take(&mut rest).ok_or(short)?),
+            false => None,
+        };
+        // The pad count is the sender's, and may reach back into the headers.
+        let payload_len = rest.len().checked_sub(ICRC_LEN + bth.pad()).ok_or(short)?;
+        let header = Self {
+            link,
+            network,
+            bth,
+            deth,
+            imm,
+        };
+        Ok((header, &rest[..payload_len]))
+    }
+}
+
+fn checked(len: u16, more: usize) -> Result<u16, UdHeaderError> {
+    u16::try_from(usize::from(len) + more)
+        .map_err(|_| UdHeaderError::Unwritable("the payload is too long"))
+}
+
+fn put_global(
+    out: &mut UdHeaderBuf,
+    route: &GlobalRoute,
+    next: u8,
+    len: u16,
+) -> Result<(), UdHeaderError> {
+    if route.flow_label > 0x000f_ffff {
+        return Err(UdHeaderError::Unwritable("flow label of more than 20 bits"));
+    }
+    let first = 6 << 28 | u32::from(route.traffic_class) << 20 | route.flow_label;
+    put(out, &first.to_be_bytes());
+    put(out, &len.to_be_bytes());
+    put(out, &[next, route.hop_limit]);
+    put(out, &route.source.octets());
+    put(out, &route.destination.octets());
+    Ok(())
+}
+
+fn put_ipv4(out: &mut UdHeaderBuf, route: &Ipv4Route, total: u16) {
+    let mut h = [0; IPV4_LEN];
+    h[0] = IPV4_PLAIN;
+    h[1] = route.tos;
+    h[2..4].copy_from_slice(&total.to_be_bytes());
+    h[4..6].copy_from_slice(&route.identification.to_be_bytes());
+    h[6..8].copy_from_slice(&DO_NOT_FRAGMENT.to_be_bytes());
+    h[8] = route.ttl;
+    h[9] = NEXT_UDP;
+    h[12..16].copy_from_slice(&route.source.octets());
+    h[16..].copy_from_slice(&route.destination.octets());
+    let sum = checksum(&h);
+    h[10..12].copy_from_slice(&sum.to_be_bytes());
+    put(out, &h);
+}
+
+fn put_udp(out: &mut UdHeaderBuf, port: u16, len: u16) {
+    for field in [port, ROCE_PORT, len, 0] {
+        put(out, &field.to_be_bytes());
+    }
+}
+
+type Layers = (LinkHeader, NetworkLayer);
+
+/// Leaves as many bytes as a length field says. More may be there: links fill short packets.
+fn cut(rest: &mut &[u8], header: &'static str, said: usize) -> Result<(), UdHeaderError> {
+    let whole = *rest;
+    *rest = whole.get(..said).ok_or(UdHeaderError::Length {
+        header,
+        said,
+        len: whole.len(),
+    })?;
+    Ok(())
+}
+
+fn word(bytes: &[u8]) -> u16 {
+    u16::from_be_bytes([bytes[0], bytes[1]])
+}
+
+fn take_infiniband(rest: &mut &[u8], short: UdHeaderError) -> Result<Layers, UdHeaderError> {
+    let h: [u8; LRH_LEN] = take(rest).ok_or(short)?;
+    if h[0] & 0x0f != 0 {
+        return Err(UdHeaderError::Field {
+            header: "LRH",
+            field: "link version",
+        });
+    }
+    let said = usize::from(word(&h[4..]) & LID_LENGTH_MASK) * 4;
+    let after = said.checked_sub(LRH_LEN).ok_or(short)?;
+    cut(rest, "LRH", after)?;
+    let network = match h[1] & 0b11 {
+        LNH_BTH => NetworkLayer::Local,
+        LNH_GRH => NetworkLayer::Grh(take_global(rest, "GRH", NEXT_BTH, short)?),
+        next => {
+            return Err(UdHeaderError::Next {
+                header: "LRH",
+                value: next.into(),
+            });
+        }
+    };
+    let lrh = Lrh {
+        virtual_lane: h[0] >> 4,
+        service_level: h[1] >> 4,
+        destination: word(&h[2..]),
+        source: word(&h[6..]),
+    };
+    Ok((LinkHeader::Lrh(lrh), network))
+}
+
+fn take_ethernet(rest: &mut &[u8], short: UdHeaderError) -> Result<Layers, UdHeaderError> {
+    let destination = take(rest).ok_or(short)?;
+    let source = take(rest).ok_or(short)?;
+    let next = |rest: &mut &[u8]| Some(word(&take::<[u8; 2]>(rest)?));
+    let mut kind = next(rest).ok_or(short)?;
+    let mut vlan = None;
+    if kind == TYPE_VLAN {
+        vlan = Some(next(rest).ok_or(short)?);
+        kind = next(rest).ok_or(short)?;
+    }
+    let network = match kind {
+        TYPE_ROCE => NetworkLayer::Grh(take_global(rest, "GRH", NEXT_BTH, short)?),
+        TYPE_IPV6 => {
+            let route = take_global(rest, "IPv6", NEXT_UDP, short)?;
+            NetworkLayer::Ipv6(route, take_udp(rest, short)?)
+        }
+        TYPE_IPV4 => {
+            let route = take_ipv4(rest, short)?;
+            NetworkLayer::Ipv4(route, take_udp(rest, short)?)
+        }
+        value => {
+            return Err(UdHeaderError::Next {
+                header: "Ethernet",
+                value,
+            });
+        }
+    };
+    let ethernet = Ethernet {
+        destination,
+        source,
+        vlan,
+    };
+    Ok((LinkHeader::Ethernet(ethernet), network))
+}
+
+fn take_global(
+    rest: &mut &[u8],
+    header: &'static str,
+    next: u8,
+    short: UdHeaderError,
+) -> Result<GlobalRoute, UdHeaderError> {
+    let h: [u8; GRH_LEN] = take(rest).ok_or(short)?;
+    let first = u32::from_be_bytes([h[0], h[1], h[2], h[3]]);
+    if first >> 28 != 6 {
+        return Err(UdHeaderError::Field {
+            header,
+            field: "version",
+        });
+    }
+    if h[6] != next {
+        return Err(UdHeaderError::Next {
+            header,
+            value: h[6].into(),
+        });
+    }
+    cut(rest, header, word(&h[4..]).into())?;
+    let address = |at: usize| {
+        let bytes: [u8; 16] = h[at..at + 16].try_into().expect("sixteen bytes");
+        Ipv6Addr::from(bytes)
+    };
+    let [_, class, ..] = (first << 4 >> 8).to_be_bytes();
+    Ok(GlobalRoute {
+        traffic_class: class,
+        flow_label: first & 0x000f_ffff,
+        hop_limit: h[7],
+        source: address(8),
+        destination: address(24),
+    })
+}
+
+fn take_ipv4(rest: &mut &[u8], short: UdHeaderError) -> Result<Ipv4Route, UdHeaderError> {
+    let h: [u8; IPV4_LEN] = take(rest).ok_or(short)?;
+    let wrong = |field| {
+        Err(UdHeaderError::Field {
+            header: "IPv4",
+            field,
+        })
+    };
+    if h[0] != IPV4_PLAIN {
+        return wrong("version or options");
+    }
+    if checksum(&h) != 0 {
+        return wrong("checksum");
+    }
+    // Also a packet that may be fragmented is whole if it has no offset and is the last.
+    if word(&h[6..]) & !DO_NOT_FRAGMENT != 0 {
+        return wrong("fragment");
+    }
+    if h[9] != NEXT_UDP {
+        return Err(UdHeaderError::Next {
+            header: "IPv4",
+            value: h[9].into(),
+        });
+    }
+    let after = usize::from(word(&h[2..])).checked_sub(IPV4_LEN);
+    cut(rest, "IPv4", after.ok_or(short)?)?;
+    let address = |at: usize| Ipv4Addr::new(h[at], h[at + 1], h[at + 2], h[at + 3]);
+    Ok(Ipv4Route {
+        tos: h[1],
+        identification: word(&h[4..]),
+        ttl: h[8],
+        source: address(12),
+        destination: address(16),
+    })
+}
+
+/// The source port. Of a checksum nothing is known here: the ICRC covers more.
+fn take_udp(rest: &mut &[u8], short: UdHeaderError) -> Result<u16, UdHeaderError> {
+    let h: [u8; UDP_LEN] = take(rest).ok_or(short)?;
+    if word(&h[2..]) != ROCE_PORT {
+        return Err(UdHeaderError::Next {
+            header: "UDP",
+            value: word(&h[2..]),
+        });
+    }
+    let said = usize::from(word(&h[4..])).checked_sub(UDP_LEN);
+    let said = said.ok_or(short)?;
+    if said != rest.len() {
+        return Err(UdHeaderError::Length {
+            header: "UDP",
+            said,
+            len: rest.len(),
+        });
+    }
+    Ok(word(&h))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::ids::{Psn, Qpn};
+    use super::*;
+
+    /// The headers of a MAD that a Linux 6.12 kernel (`rdma_rxe`) sent, from a capture.
+    const OF_LINUX: [u8; 62] = [
+        0x52, 0x54, 0x00, 0x00, 0x00, 0x01, 0x52, 0x54, 0x00, 0x00, 0x00, 0x02, 0x08, 0x00, 0x45,
+        0x00, 0x01, 0x34, 0x06, 0xd5, 0x40, 0x00, 0x40, 0x11, 0x1c, 0x1c, 0x0a, 0x63, 0x01, 0x02,
+        0x0a, 0x63, 0x01, 0x01, 0xd8, 0x72, 0x12, 0xb7, 0x01, 0x20, 0x00, 0x00, 0x64, 0x00, 0xff,
+        0xff, 0x00, 0x00, 0x00, 0x01, 0x80, 0x00, 0x00, 0x00, 0x80, 0x01, 0x00, 0x00, 0x00, 0x00,
+        0x00, 0x01,
+    ];
+
+    fn ethernet(vlan: Option<u16>) -> LinkHeader {
+        LinkHeader::Ethernet(Ethernet {
+            destination: [0x52, 0x54, 0, 0, 0, 1],
+            source: [0x52, 0x54, 0, 0, 0, 2],
+            vlan,
+        })
+    }
+
+    fn global() -> GlobalRoute {
+        GlobalRoute {
+            traffic_class: 0xb8,
+            flow_label: 0xabcde,
+            hop_limit: 63,
+            source: "fd99::1".parse().unwrap(),
+            destination: "fd99::2".parse().unwrap(),
+        }
+    }
+
+    fn header(link: LinkHeader, network: NetworkLayer) -> UdHeader {
+        let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+        UdHeader {
+            link,
+            network,
+            bth: bth.with_migrated(false).with_ack_request(true),
+            deth: Deth::new(0x8001_0000, Qpn::GSI),
+            imm: None,
+        }
+    }
+
+    fn of_linux() -> UdHeader {
+        let route = Ipv4Route {
+            tos: 0,
+            identification: 0x06d5,
+            ttl: 64,
+            source: Ipv4Addr::new(10, 99, 1, 2),
+            destination: Ipv4Addr::new(10, 99, 1, 1),
+        };
+        header(ethernet(None), NetworkLayer::Ipv4(route, 0xd872))
+    }
+
+    fn lrh() -> LinkHeader {
+        LinkHeader::Lrh(Lrh {
+            virtual_lane: 1,
+            service_level: 2,
+            destination: 0x0003,
+            source: 0x0004,
+        })
+    }
+
+    /// A whole packet with `len` bytes of payload.
+    fn packet(header: &UdHeader, len: usize) -> Vec<u8> {
+        let mut bytes = header.pack(len).unwrap().to_vec();
+        bytes.extend((0..len).map(|n| n as u8));
+        bytes.resize(bytes.len() + pad_len(len) + ICRC_LEN, 0);
+        bytes
+    }
+
+    #[test]
+    fn a_mad_has_the_bytes_that_linux_sends() {
+        assert_eq!(of_linux().pack(256).unwrap()[..], OF_LINUX);
+        let mut bytes = OF_LINUX.to_vec();
+        bytes.resize(OF_LINUX.len() + 256 + ICRC_LEN, 7);
+        let (read, payload) = UdHeader::unpack(LinkKind::Ethernet, &bytes).unwrap();
+        assert_eq!((read, payload), (of_linux(), &[7; 256][..]));
+    }
+
+    #[test]
+    fn infiniband_counts_words_from_its_first_header_on() {
+        let local = header(lrh(), NetworkLayer::Local).pack(256).unwrap();
+        // IBTA 7.7: lane and version, level and next header, LIDs, 72 words.
+        assert_eq!(local[..8], [0x10, 0x22, 0, 3, 0, 72, 0, 4]);
+        assert_eq!(local[8..12], [0x64, 0, 0xff, 0xff]);
+        let grh = header(lrh(), NetworkLayer::Grh(global()))
+            .pack(256)
+            .unwrap();
+        assert_eq!(grh[..8], [0x10, 0x23, 0, 3, 0, 82, 0, 4]);
+        // IBTA 8.3: version, class and label, 280 bytes that follow, a BTH, the hop limit.
+        assert_eq!(grh[8..16], [0x6b, 0x8a, 0xbc, 0xde, 0x01, 0x18, 0x1b, 63]);
+        assert_eq!((grh[16], grh[31], grh[32], grh[47]), (0xfd, 1, 0xfd, 2));
+    }
+
+    #[test]
+    fn a_tagged_frame_has_its_type_behind_the_tag() {
+        let tagged = header(ethernet(Some(0x6005)), NetworkLayer::Grh(global()));
+        let tagged = tagged.pack(0).unwrap();
+        assert_eq!(tagged[12..18], [0x81, 0x00, 0x60, 0x05, 0x89, 0x15]);
+        let v6 = header(ethernet(None), NetworkLayer::Ipv6(global(), 0xc000));
+        let v6 = v6.pack(1).unwrap();
+        assert_eq!(v6[12..14], [0x86, 0xdd]);
+        // BTH, DETH, payload with its padding and ICRC make 28, UDP another 8.
+        assert_eq!(v6[18..22], [0, 36, 17, 63]);
+        assert_eq!(v6[54..62], [0xc0, 0, 0x12, 0xb7, 0, 36, 0, 0]);
+        assert_eq!(v6[63] & 0x30, 0x30, "three bytes of padding");
+    }
+
+    fn all() -> Vec<(LinkKind, UdHeader)> {
+        let mut imm = header(ethernet(Some(7)), NetworkLayer::Ipv6(global(), 0xc001));
+        imm.bth = imm.bth.with_opcode(Opcode::UdSendOnlyImm);
+        imm.imm = Some(ImmDt::new(0x0102_0304));
+        vec![
+            (LinkKind::Ethernet, of_linux()),
+            (LinkKind::Ethernet, imm),
+            (
+                LinkKind::Ethernet,
+                header(ethernet(None), NetworkLayer::Grh(global())),
+            ),
+            (LinkKind::InfiniBand, header(lrh(), NetworkLayer::Local)),
+            (
+                LinkKind::InfiniBand,
+                header(lrh(), NetworkLayer::Grh(global())),
+            ),
+        ]
+    }
+
+    #[test]
+    fn what_was_packed_is_unpacked_and_nothing_shorter() {
+        for (kind, mut header) in all() {
+            for len in [0, 1, 2, 3, 4, 255, 4096] {
+                header.bth = header.bth.with_pad_for(len);
+                let mut bytes = packet(&header, len);
+                for short in 0..bytes.len() {
+                    UdHeader::unpack(kind, &bytes[..short]).unwrap_err();
+                }
+                let want: Vec<u8> = (0..len).map(|n| n as u8).collect();
+                let read = UdHeader::unpack(kind, &bytes).unwrap();
+                assert_eq!(read, (header, &want[..]));
+                // A frame that its link has filled.
+                bytes.extend_from_slice(&[9; 10]);
+                let read = UdHeader::unpack(kind, &bytes).unwrap();
+                assert_eq!(read, (header, &want[..]));
+            }
+        }
+    }
+
+    #[test]
+    fn layers_that_no_link_carries_are_not_written() {
+        let wrong = [
+            header(ethernet(None), NetworkLayer::Local),
+            header(lrh(), NetworkLayer::Ipv6(global(), 1)),
+        ];
+        for header in wrong {
+            let refused = header.pack(0).unwrap_err();
+            assert!(matches!(refused, UdHeaderError::Unwritable(_)));
+        }
+        for (_, header) in all() {
+            assert!(header.pack(usize::from(u16::MAX)).is_err());
+        }
+    }
+
+    #[test]
+    fn fields_of_other_packets_are_refused() {
+        // Type, version, fragment, checksum, protocol, port, length, opcode and transport version.
+        let at = [12, 14, 20, 24, 23, 36, 38, 42, 43];
+        for at in at {
+            let mut bytes = packet(&of_linux(), 8);
+            bytes[at] ^= 0x02;
+            let read = UdHeader::unpack(LinkKind::Ethernet, &bytes);
+            assert!(read.is_err(), "byte {at}: {read:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(
+            bytes in proptest::collection::vec(any::<u8>(), 0..160),
+            of in 0usize..5,
+            keep in 0usize..90,
+        ) {
+            let (kind, header) = all()[of];
+            let mut mixed = packet(&header, 20);
+            let at = keep.min(mixed.len());
+            mixed.truncate(at);
+            mixed.extend_from_slice(&bytes);
+            for bytes in [&bytes, &mixed] {
+                if let Ok((read, payload)) = UdHeader::unpack(kind, bytes) {
+                    let again = read.pack(payload.len()).unwrap();
+                    prop_assert!(again.len() + payload.len() <= bytes.len());
+                }
+            }
+        }
+    }
+}

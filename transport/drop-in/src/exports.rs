@@ -15,6 +15,7 @@ use crate::memory::*;
 use crate::names::*;
 use crate::open::*;
 use crate::qp::*;
+use crate::rsocket::*;
 
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 

@@ -25,6 +25,7 @@
 //! | `builder` | batches of requests that calls build |
 //! | `address` | address handles |
 //! | `cm` | librdmacm |
+//! | `rsocket` | its sockets |
 //! | `names` | names of values, rates |
 //! | `kernel` | structures of the kernel's interface |
 //! | `turn` | parts of objects that one thread uses at a time |
@@ -72,5 +73,6 @@ mod post;
 mod post_ex;
 mod qp;
 mod queue;
+mod rsocket;
 mod share;
 mod turn;

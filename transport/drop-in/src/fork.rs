@@ -32,7 +32,10 @@ pub(crate) fn install() {
     // SAFETY: the handlers may be called at any time.
     let error = unsafe { libc::pthread_atfork(Some(prepare), Some(release), Some(begin_child)) };
     if error != 0 {
-        tracing::warn!(error, "processes that are forked use the device of their parent");
+        tracing::warn!(
+            error,
+            "processes that are forked use the device of their parent"
+        );
     }
 }
 

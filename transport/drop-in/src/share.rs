@@ -329,8 +329,7 @@ impl Share {
             let owner = self.ports.take((space, port), self.slot);
             // A process that has ended without giving back its ports has none.
             let is_ours = owner == self.slot
-                || !self.has_process(owner)
-                    && self.ports.replace((space, port), owner, self.slot);
+                || !self.has_process(owner) && self.ports.replace((space, port), owner, self.slot);
             return is_ours.then_some(port).ok_or_else(in_use);
         }
         let mut random = [0; 2];
@@ -443,9 +442,7 @@ fn begin(addr: IpAddr) -> io::Result<(Vec<OwnedFd>, OwnedFd)> {
     let until = Instant::now() + LEAVING;
     let group = loop {
         match bind_group(addr, BITS, Requests::ToFirst) {
-            Err(error)
-                if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until =>
-            {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
                 thread::sleep(PAUSE);
             }
             group => break group?,
@@ -480,8 +477,8 @@ fn receive_with(
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
 ) -> Option<Received> {
-    let mut space =
-        [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS as usize + 1), ScmCredentials(1))];
+    let mut space = [MaybeUninit::uninit();
+        rustix::cmsg_space!(ScmRights(SLOTS as usize + 1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let got = recvmsg(mailbox, &mut [IoSliceMut::new(buffer)], &mut control, flags).ok()?;
@@ -541,16 +538,7 @@ impl PortTable {
     fn map(memory: OwnedFd, slot: u8) -> io::Result<Self> {
         let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: a new mapping; the memory has this length, and no process of ours shortens it.
-        let start = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                PORTS,
-                rights,
-                flags,
-                &memory,
-                0,
-            )
-        }?;
+        let start = unsafe { mmap(std::ptr::null_mut(), PORTS, rights, flags, &memory, 0) }?;
         let slots = NonNull::new(start.cast::<AtomicU8>()).ok_or(Os::NOMEM)?;
         let table = Self { slots, memory };
         // The process that had the slot before may have been killed.

@@ -699,11 +699,7 @@ fn ip_fields(header: &libc::msghdr, has_hop_limit: bool) -> IpFields {
 ///
 /// # Errors
 /// Those of `socket(2)` and `bind(2)`; `EADDRINUSE` where the port is in use, even if it is shared.
-pub fn bind_group(
-    addr: IpAddr,
-    worker_bits: u8,
-    requests: Requests,
-) -> io::Result<Vec<OwnedFd>> {
+pub fn bind_group(addr: IpAddr, worker_bits: u8, requests: Requests) -> io::Result<Vec<OwnedFd>> {
     let local = SocketAddr::new(addr, ROCE_PORT);
     // Sharing would let the sockets into any other group of this user's.
     drop(bind_alone(local)?);

@@ -154,8 +154,8 @@ mod tests {
 
     #[test]
     fn requests_go_by_the_peers_id_and_answers_by_ours() {
-        assert_eq!(steer(&mad(0x10, 0x1235, 0, Spread), 2), Some(1));
-        assert_eq!(steer(&mad(0x10, 0x1235, 2, Spread), 2), Some(1));
+        assert_eq!(steer(&mad(0x10, 0x1235, 0), 2, Spread), Some(1));
+        assert_eq!(steer(&mad(0x10, 0x1235, 2), 2, Spread), Some(1));
         assert_eq!(steer(&mad(0x13, 0x1235, 0x7777_0002), 2, Spread), Some(2));
         assert_eq!(steer(&mad(0x15, 0x1235, 0x7777_0003), 2, Spread), Some(3));
         let mut other_class = mad(0x13, 1, 3);
@@ -184,11 +184,16 @@ mod tests {
     fn the_program_the_function_and_the_connection_manager_agree_on_every_message() {
         for datagram in cm_datagrams() {
             let worker = worker_of(&datagram[MAD..][..256], 2);
-            assert_eq!(steer(&datagram, 2, Spread), worker, "{:02x?}", &datagram[36..52]);
+            assert_eq!(
+                steer(&datagram, 2, Spread),
+                worker,
+                "{:02x?}",
+                &datagram[36..52]
+            );
             assert_eq!(run(&program(2, Spread), &datagram), worker);
         }
         // Withdrawn by a peer without an answer; asked for a datagram service, and answered.
-        assert_eq!(steer(&mad(0x12, 0x1237, 0, Spread), 2), Some(3));
+        assert_eq!(steer(&mad(0x12, 0x1237, 0), 2, Spread), Some(3));
         assert_eq!(steer(&mad(0x12, 0x1237, 0x7777_0002), 2, Spread), Some(2));
         assert_eq!(steer(&mad(0x17, 0x1237, 0xffff_0000), 2, Spread), Some(3));
         assert_eq!(steer(&mad(0x18, 0x1237, 0x0000_0002), 2, Spread), Some(3));

@@ -11,8 +11,8 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param, ud_param};
 use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _, Verbs as _};
 
-use super::{EventChannel, Id, create_id, id_of};
 use super::groups::on_join;
+use super::{EventChannel, Id, create_id, id_of};
 use crate::context::Context;
 use crate::engine::State;
 use crate::errno::{Errno, minus};

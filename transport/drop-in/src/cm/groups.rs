@@ -126,7 +126,9 @@ pub(crate) unsafe extern "C" fn rdma_leave_multicast(
         let group = {
             let mut state = id.lock();
             let at = state.groups.iter().position(|g| g.address == address);
-            state.groups.swap_remove(at.ok_or(Errno(libc::EADDRNOTAVAIL))?)
+            state
+                .groups
+                .swap_remove(at.ok_or(Errno(libc::EADDRNOTAVAIL))?)
         };
         let (context, device_id) = id.link()?;
         if let (Some(qp), Some(gid)) = (qp_of(id), mgid(group.address)) {

@@ -27,9 +27,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
-use riser_transport::verbs::{
-    CmError, CmId, CmOption, PortSpace, QpType, RdmaCm as _, Verbs as _,
-};
+use riser_transport::verbs::{CmError, CmId, CmOption, PortSpace, QpType, RdmaCm as _, Verbs as _};
 
 pub(crate) use self::calls::*;
 pub(crate) use self::endpoint::*;
@@ -132,16 +130,16 @@ unsafe fn id_of(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
 
 /// A context that the identifiers of a device share, with a protection domain for queue pairs that
 /// are created without one. It stays open, as in librdmacm.
-struct Shared {
-    context: Ref<Context>,
-    pd: Ref<Pd>,
+pub(crate) struct Shared {
+    pub(crate) context: Ref<Context>,
+    pub(crate) pd: Ref<Pd>,
 }
 
 /// The shared context of a device.
 ///
 /// # Errors
 /// Those of opening the device.
-fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
+pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
     static SHARED: OnceLock<Vec<Mutex<Option<&'static Shared>>>> = OnceLock::new();
     let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
     let place = all.get(device.index).ok_or(Errno::INVALID)?;
@@ -159,13 +157,13 @@ fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
 }
 
 /// The device that has an address.
-fn device_at(addr: IpAddr) -> Option<&'static Device> {
+pub(crate) fn device_at(addr: IpAddr) -> Option<&'static Device> {
     devices().iter().find(|d| d.config.addr == addr)
 }
 
 /// The device from which a destination is reached: the one whose address the host would use, or the
 /// first of the destination's family.
-fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
+pub(crate) fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
     let any: SocketAddr = match dst {
         SocketAddr::V4(_) => ([0, 0, 0, 0], 0).into(),
         SocketAddr::V6(_) => ([0u16; 8], 0).into(),
@@ -188,7 +186,7 @@ fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
 ///
 /// # Safety
 /// The pointer is null, or the address has the size of its family.
-unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
+pub(crate) unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
     if addr.is_null() {
         return Ok(None);
     }

@@ -1,17 +1,23 @@
 //! The exported calls.
 
 use std::ffi::{c_int, c_void};
+use std::net::SocketAddr;
+use std::ptr;
 use std::slice;
 use std::time::{Duration, Instant};
 
 use libc::{iovec, msghdr, nfds_t, off_t, pollfd, size_t, ssize_t, timeval};
 use riser_rdma_core_sys::bindings::{sockaddr, socklen_t};
+use riser_transport::rdma_core::convert::SockAddr;
 
 use super::connection::{AGAIN, Connection};
+use super::datagram::{Datagram, address_length};
 use super::link::{bytes, bytes_mut};
 use super::socket::{Inner, Kind, Socket};
 use super::sockopt::{self, Value};
+use super::stream::{LOW_WATER, State};
 use super::{keep_alive, poll, socket, transfer};
+use crate::cm::address;
 use crate::errno::{Errno, minus};
 
 /// Longest time for which a socket that is closed waits for its data to arrive.
@@ -47,6 +53,12 @@ fn create(domain: c_int, kind: c_int, protocol: c_int) -> Result<c_int, Errno> {
             let connection = Connection::new(domain)?;
             Ok(insert(connection))
         }
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, 0 | libc::IPPROTO_UDP) => {
+            let datagram = Datagram::new(domain)?;
+            let number = datagram.fd();
+            socket::insert(number, Kind::Datagram(datagram));
+            Ok(number)
+        }
         _ => Err(Errno(libc::ENOTSUP)),
     }
 }
@@ -64,18 +76,18 @@ pub(crate) unsafe extern "C" fn rbind(
     _length: socklen_t,
 ) -> c_int {
     minus(socket::get(number).and_then(|socket| {
-        let Kind::Stream(connection) = &mut socket.lock().kind;
-        // SAFETY: the program's address, as the manual page demands.
-        unsafe { connection.bind(addr) }
+        match &mut socket.lock().kind {
+            // SAFETY: the program's address, as the manual page demands.
+            Kind::Stream(connection) => unsafe { connection.bind(addr) },
+            // SAFETY: as above.
+            Kind::Datagram(datagram) => datagram.bind(unsafe { given(addr) }?),
+        }
     }))
 }
 
 /// `rlisten`
 pub(crate) extern "C" fn rlisten(number: c_int, backlog: c_int) -> c_int {
-    minus(socket::get(number).and_then(|socket| {
-        let Kind::Stream(connection) = &mut socket.lock().kind;
-        connection.listen(backlog)
-    }))
+    minus(socket::get(number).and_then(|socket| socket.lock().kind.stream()?.listen(backlog)))
 }
 
 /// `raccept`: does not wait for the peer's last message of the handshake, for which the new
@@ -88,8 +100,7 @@ pub(crate) unsafe extern "C" fn raccept(
     int(socket::get(number).and_then(|socket| {
         let connection = socket.attempt(0, |inner| {
             inner.progress();
-            let Kind::Stream(connection) = &mut inner.kind;
-            connection.accept()
+            inner.kind.stream()?.accept()
         })?;
         if !addr.is_null() {
             // SAFETY: the program's places, as the manual page demands.
@@ -106,15 +117,20 @@ pub(crate) unsafe extern "C" fn rconnect(
     _length: socklen_t,
 ) -> c_int {
     minus(socket::get(number).and_then(|socket| {
-        {
-            let Kind::Stream(connection) = &mut socket.lock().kind;
+        match &mut socket.lock().kind {
             // SAFETY: the program's address, as the manual page demands.
-            unsafe { connection.connect(addr) }?;
+            Kind::Stream(connection) => unsafe { connection.connect(addr) }?,
+            Kind::Datagram(datagram) => {
+                // SAFETY: as above.
+                let peer = unsafe { given(addr) }?;
+                datagram.prepare(peer)?;
+                datagram.peer = Some(peer);
+                return Ok(());
+            }
         }
         let outcome = socket.attempt(0, |inner| {
             inner.progress();
-            let Kind::Stream(connection) = &mut inner.kind;
-            connection.outcome()
+            inner.kind.stream()?.outcome()
         });
         match outcome {
             Err(AGAIN) => Err(Errno(libc::EINPROGRESS)),
@@ -132,26 +148,22 @@ pub(crate) extern "C" fn rshutdown(number: c_int, how: c_int) -> c_int {
             libc::SHUT_RDWR => (true, true),
             _ => return Err(Errno::INVALID),
         };
-        {
-            let Kind::Stream(connection) = &mut socket.lock().kind;
-            if connection.outcome().is_err() {
-                return Err(Errno(libc::ENOTCONN));
-            }
-        }
-        shut(&socket, reads, writes);
-        Ok(())
+        let outcome = socket.lock().kind.stream()?.outcome();
+        outcome.map_err(|_| Errno(libc::ENOTCONN))?;
+        shut(&socket, reads, writes)
     }))
 }
 
 /// Ends directions of a stream, and waits until all that was sent has arrived.
-fn shut(socket: &Socket, reads: bool, writes: bool) {
+///
+/// # Errors
+/// Those of a socket that is not connected.
+fn shut(socket: &Socket, reads: bool, writes: bool) -> Result<(), Errno> {
     let deadline = Instant::now().checked_add(LINGER);
     {
         let inner = &mut *socket.lock();
-        let Kind::Stream(connection) = &mut inner.kind;
-        if connection.outcome().is_err() {
-            return;
-        }
+        let connection = inner.kind.stream()?;
+        connection.outcome()?;
         connection.link().stream().shut(reads, writes);
         connection.link().post_controls();
         // Those who wait for data that will not come.
@@ -159,27 +171,105 @@ fn shut(socket: &Socket, reads: bool, writes: bool) {
     }
     if writes {
         // A peer that does not answer keeps its data waiting, and this call no longer than that.
-        let _ = socket.wait(deadline, |inner| {
-            inner.progress();
-            let Kind::Stream(connection) = &mut inner.kind;
-            match connection.link().stream().is_flushed() {
-                true => Ok(()),
-                false => Err(AGAIN),
-            }
+        wait_to_the_end(socket, deadline, |inner| {
+            Ok(inner.kind.stream()?.link().stream().is_flushed())
         });
     }
-    let Kind::Stream(connection) = &mut socket.lock().kind;
-    if connection.link().stream().state() != super::stream::State::Open {
+    let inner = &mut *socket.lock();
+    let connection = inner.kind.stream()?;
+    if connection.link().stream().state() != State::Open {
         connection.disconnect();
+    }
+    Ok(())
+}
+
+/// Waits until the datagrams that were sent have left.
+fn drain(socket: &Socket) {
+    let deadline = Instant::now().checked_add(LINGER);
+    wait_to_the_end(socket, deadline, |inner| match &inner.kind {
+        Kind::Datagram(datagram) => Ok(datagram.is_flushed()),
+        Kind::Stream(_) => Ok(true),
+    });
+}
+
+/// Waits until something is so, also through signals; gives up at the deadline.
+fn wait_to_the_end(
+    socket: &Socket,
+    deadline: Option<Instant>,
+    is_so: impl Fn(&mut Inner) -> Result<bool, Errno>,
+) {
+    loop {
+        let result = socket.wait(deadline, |inner| {
+            inner.progress();
+            if is_so(inner)? { Ok(()) } else { Err(AGAIN) }
+        });
+        if result != Err(Errno(libc::EINTR)) {
+            return;
+        }
     }
 }
 
 /// `rclose`
 pub(crate) extern "C" fn rclose(number: c_int) -> c_int {
     minus(socket::remove(number).map(|socket| {
-        shut(&socket, true, true);
+        // One that is not connected has nothing to wait for.
+        let _ = shut(&socket, true, true);
+        drain(&socket);
         socket.lock().wake();
     }))
+}
+
+/// An address that a program gives.
+///
+/// # Errors
+/// `EAFNOSUPPORT`, and `EFAULT` for none.
+///
+/// # Safety
+/// The pointer is null, or the address has the size of its family.
+unsafe fn given(addr: *const sockaddr) -> Result<SocketAddr, Errno> {
+    // SAFETY: as the caller promises.
+    unsafe { address(addr) }?.ok_or(Errno(libc::EFAULT))
+}
+
+/// Copies an address to where a program wants it.
+///
+/// # Errors
+/// `EFAULT` without a place for its length.
+///
+/// # Safety
+/// The pointers are null or the program's, with room for as many bytes as it says.
+unsafe fn put(addr: SocketAddr, place: *mut sockaddr, length: *mut socklen_t) -> Result<(), Errno> {
+    if place.is_null() || length.is_null() {
+        return Err(Errno(libc::EFAULT));
+    }
+    let size = address_length(addr);
+    let mut ours = SockAddr::new(addr);
+    // SAFETY: as the caller promises.
+    unsafe {
+        let room = length.read().min(size) as usize;
+        ptr::copy_nonoverlapping(ours.as_mut_ptr().cast::<u8>(), place.cast::<u8>(), room);
+        length.write(size);
+    }
+    Ok(())
+}
+
+/// Receives from a socket of any kind; from a datagram socket with the sender.
+fn receive(
+    socket: &Socket,
+    into: &mut [u8],
+    flags: c_int,
+) -> Result<(usize, Option<SocketAddr>), Errno> {
+    if matches!(socket.lock().kind, Kind::Stream(_)) {
+        return Ok((transfer::receive(socket, into, flags)?, None));
+    }
+    let is_peek = flags & libc::MSG_PEEK != 0;
+    socket.attempt(flags, |inner| match &mut inner.kind {
+        Kind::Datagram(datagram) => {
+            let (n, from) = datagram.receive(into, is_peek)?;
+            Ok((n, Some(from)))
+        }
+        Kind::Stream(_) => Err(Errno::INVALID),
+    })
 }
 
 /// `rrecv`
@@ -192,7 +282,7 @@ pub(crate) unsafe extern "C" fn rrecv(
     self::number(socket::get(number).and_then(|socket| {
         // SAFETY: the program's buffer, as the manual page demands.
         let into = unsafe { bytes_mut(into.cast(), length) }?;
-        transfer::receive(&socket, into, flags)
+        receive(&socket, into, flags).map(|(n, _)| n)
     }))
 }
 
@@ -208,11 +298,19 @@ pub(crate) unsafe extern "C" fn rrecvfrom(
     self::number(socket::get(number).and_then(|socket| {
         // SAFETY: the program's buffer, as the manual page demands.
         let into = unsafe { bytes_mut(into.cast(), length) }?;
-        let n = transfer::receive(&socket, into, flags)?;
-        if n > 0 && !addr.is_null() {
-            let Kind::Stream(connection) = &mut socket.lock().kind;
-            // SAFETY: the program's places, as the manual page demands.
-            unsafe { connection.ident.address(true, addr, addr_length) }?;
+        let (n, from) = receive(&socket, into, flags)?;
+        if addr.is_null() {
+            return Ok(n);
+        }
+        // SAFETY: the program's places, as the manual page demands.
+        unsafe {
+            match (from, &mut socket.lock().kind) {
+                (Some(from), _) => put(from, addr, addr_length)?,
+                (None, Kind::Stream(connection)) if n > 0 => {
+                    connection.ident.address(true, addr, addr_length)?;
+                }
+                _ => {}
+            }
         }
         Ok(n)
     }))
@@ -243,15 +341,30 @@ unsafe fn receive_vector(
     mut flags: c_int,
 ) -> Result<usize, Errno> {
     let socket = socket::get(number)?;
-    let mut done = 0;
     // SAFETY: as the caller promises.
-    for piece in unsafe { pieces(vector, count) }? {
+    let pieces = unsafe { pieces(vector, count) }?;
+    if matches!(socket.lock().kind, Kind::Datagram(_)) {
+        // A datagram is received at once, and its pieces are filled from that.
+        let mut whole = [0; LOW_WATER as usize];
+        let (n, _) = receive(&socket, &mut whole, flags)?;
+        let mut left = &whole[..n];
+        for piece in pieces {
+            // SAFETY: as above.
+            let into = unsafe { bytes_mut(piece.iov_base.cast(), piece.iov_len) }?;
+            let (part, rest) = left.split_at(left.len().min(into.len()));
+            into[..part.len()].copy_from_slice(part);
+            left = rest;
+        }
+        return Ok(n - left.len());
+    }
+    let mut done = 0;
+    for piece in pieces {
         // SAFETY: as above.
         let into = unsafe { bytes_mut(piece.iov_base.cast(), piece.iov_len) }?;
         if into.is_empty() {
             continue;
         }
-        match transfer::receive(&socket, into, flags) {
+        match receive(&socket, into, flags).map(|(n, _)| n) {
             Ok(n) if n == into.len() => done += n,
             Ok(n) => return Ok(done + n),
             Err(errno) if done == 0 => return Err(errno),
@@ -299,6 +412,30 @@ pub(crate) unsafe extern "C" fn rreadv(
     self::number(count.and_then(|count| unsafe { receive_vector(number, vector, count, 0) }))
 }
 
+/// Sends on a socket of any kind; on a datagram socket to `to`, or to its peer.
+fn send(
+    socket: &Socket,
+    from: &[u8],
+    flags: c_int,
+    to: Option<SocketAddr>,
+) -> Result<usize, Errno> {
+    let is_stream = matches!(socket.lock().kind, Kind::Stream(_));
+    match (is_stream, to) {
+        (true, None) => return transfer::send(socket, from, flags),
+        // A stream has its peer already.
+        (true, Some(_)) => return Err(Errno(libc::EISCONN)),
+        (false, _) => {}
+    }
+    socket.attempt(flags, |inner| match &mut inner.kind {
+        Kind::Datagram(datagram) => {
+            let to = to.or(datagram.peer).ok_or(Errno(libc::EDESTADDRREQ))?;
+            datagram.send(from, to)?;
+            Ok(from.len())
+        }
+        Kind::Stream(_) => Err(Errno::INVALID),
+    })
+}
+
 /// `rsend`
 pub(crate) unsafe extern "C" fn rsend(
     number: c_int,
@@ -306,27 +443,24 @@ pub(crate) unsafe extern "C" fn rsend(
     length: size_t,
     flags: c_int,
 ) -> ssize_t {
-    self::number(socket::get(number).and_then(|socket| {
-        // SAFETY: the program's buffer, as the manual page demands.
-        let from = unsafe { bytes(from.cast(), length) }?;
-        transfer::send(&socket, from, flags)
-    }))
+    // SAFETY: the program's buffer, as the manual page demands.
+    unsafe { rsendto(number, from, length, flags, ptr::null(), 0) }
 }
 
-/// `rsendto`: a stream has its peer already.
+/// `rsendto`
 pub(crate) unsafe extern "C" fn rsendto(
     number: c_int,
     from: *const c_void,
     length: size_t,
     flags: c_int,
     addr: *const sockaddr,
-    addr_length: socklen_t,
+    _addr_length: socklen_t,
 ) -> ssize_t {
-    if !addr.is_null() || addr_length != 0 {
-        return self::number(Err(Errno(libc::EISCONN)));
-    }
-    // SAFETY: the program's buffer, as the manual page demands.
-    unsafe { rsend(number, from, length, flags) }
+    self::number(socket::get(number).and_then(|socket| {
+        // SAFETY: the program's buffer and its address, as the manual page demands.
+        let (from, to) = unsafe { (bytes(from.cast(), length)?, address(addr)?) };
+        send(&socket, from, flags, to)
+    }))
 }
 
 /// Sends the pieces of a vector.
@@ -338,14 +472,29 @@ unsafe fn send_vector(
     vector: *const iovec,
     count: usize,
     flags: c_int,
+    to: Option<SocketAddr>,
 ) -> Result<usize, Errno> {
     let socket = socket::get(number)?;
-    let mut done = 0;
     // SAFETY: as the caller promises.
-    for piece in unsafe { pieces(vector, count) }? {
+    let pieces = unsafe { pieces(vector, count) }?;
+    if matches!(socket.lock().kind, Kind::Datagram(_)) {
+        let mut whole = Vec::new();
+        for piece in pieces {
+            // SAFETY: as above.
+            let from = unsafe { bytes(piece.iov_base.cast(), piece.iov_len) }?;
+            // A datagram that is too long is refused, without its bytes.
+            if from.len() > LOW_WATER as usize || whole.len() > LOW_WATER as usize {
+                return Err(Errno(libc::EMSGSIZE));
+            }
+            whole.extend_from_slice(from);
+        }
+        return send(&socket, &whole, flags, to);
+    }
+    let mut done = 0;
+    for piece in pieces {
         // SAFETY: as above.
         let from = unsafe { bytes(piece.iov_base.cast(), piece.iov_len) }?;
-        match transfer::send(&socket, from, flags) {
+        match send(&socket, from, flags, to) {
             Ok(n) if n == from.len() => done += n,
             Ok(n) => return Ok(done + n),
             Err(errno) if done == 0 => return Err(errno),
@@ -369,7 +518,10 @@ pub(crate) unsafe extern "C" fn rsendmsg(
         return self::number(Err(Errno(libc::ENOTSUP)));
     }
     // SAFETY: as above.
-    self::number(unsafe { send_vector(number, message.msg_iov, message.msg_iovlen, flags) })
+    self::number(unsafe {
+        address(message.msg_name.cast())
+            .and_then(|to| send_vector(number, message.msg_iov, message.msg_iovlen, flags, to))
+    })
 }
 
 /// `rwrite`
@@ -390,7 +542,7 @@ pub(crate) unsafe extern "C" fn rwritev(
 ) -> ssize_t {
     let count = usize::try_from(count).map_err(|_| Errno::INVALID);
     // SAFETY: the program's vector, as the manual page demands.
-    self::number(count.and_then(|count| unsafe { send_vector(number, vector, count, 0) }))
+    self::number(count.and_then(|count| unsafe { send_vector(number, vector, count, 0, None) }))
 }
 
 /// `rpoll`
@@ -441,10 +593,18 @@ pub(crate) unsafe extern "C" fn rgetpeername(
     length: *mut socklen_t,
 ) -> c_int {
     minus(socket::get(number).and_then(|socket| {
-        let Kind::Stream(connection) = &mut socket.lock().kind;
-        connection.has_peer()?;
-        // SAFETY: the program's places, as the manual page demands.
-        unsafe { connection.ident.address(true, addr, length) }
+        match &mut socket.lock().kind {
+            Kind::Stream(connection) => {
+                connection.has_peer()?;
+                // SAFETY: the program's places, as the manual page demands.
+                unsafe { connection.ident.address(true, addr, length) }
+            }
+            Kind::Datagram(datagram) => {
+                let peer = datagram.peer.ok_or(Errno(libc::ENOTCONN))?;
+                // SAFETY: as above.
+                unsafe { put(peer, addr, length) }
+            }
+        }
     }))
 }
 
@@ -455,9 +615,12 @@ pub(crate) unsafe extern "C" fn rgetsockname(
     length: *mut socklen_t,
 ) -> c_int {
     minus(socket::get(number).and_then(|socket| {
-        let Kind::Stream(connection) = &mut socket.lock().kind;
-        // SAFETY: the program's places, as the manual page demands.
-        unsafe { connection.ident.address(false, addr, length) }
+        match &mut socket.lock().kind {
+            // SAFETY: the program's places, as the manual page demands.
+            Kind::Stream(connection) => unsafe { connection.ident.address(false, addr, length) },
+            // SAFETY: as above.
+            Kind::Datagram(datagram) => unsafe { put(datagram.local_addr()?, addr, length) },
+        }
     }))
 }
 

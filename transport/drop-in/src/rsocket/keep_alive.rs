@@ -7,7 +7,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::socket::{Kind, find};
+use super::socket::find;
 use crate::errno::Errno;
 
 /// Sockets, and when they are tried next.
@@ -61,7 +61,8 @@ fn run() {
 /// Tries a socket; answers when it is to be tried again.
 fn attempt(number: c_int) -> Option<Duration> {
     let socket = find(number)?;
-    let Kind::Stream(connection) = &mut socket.lock().kind;
+    let inner = &mut *socket.lock();
+    let connection = inner.kind.stream().ok()?;
     if !connection.options.keeps_alive {
         return None;
     }

@@ -12,6 +12,7 @@
 //! | `link` | a stream with its queue pair and its memory |
 //! | `iomap` | memory that the other end writes to |
 //! | `connection` | a stream socket: listening, connecting, accepting |
+//! | `datagram`, `datagram_wire` | a datagram socket, and the bytes of its protocol |
 //! | `transfer` | sending and receiving on one |
 //! | `socket` | sockets by number; how threads wait |
 //! | `poll` | `rpoll` and `rselect` |
@@ -22,6 +23,8 @@
 
 mod calls;
 mod connection;
+mod datagram;
+mod datagram_wire;
 mod ident;
 mod iomap;
 mod keep_alive;

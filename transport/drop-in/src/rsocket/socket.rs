@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::connection::{AGAIN, Connection};
-use super::options::Defaults;
+use super::datagram::Datagram;
+use super::options::{Defaults, Options};
 use crate::errno::Errno;
 
 /// A socket.
@@ -32,6 +33,35 @@ pub(super) struct Inner {
 pub(super) enum Kind {
     /// `SOCK_STREAM`
     Stream(Connection),
+    /// `SOCK_DGRAM`
+    Datagram(Datagram),
+}
+
+impl Kind {
+    /// The stream socket.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` for another kind.
+    pub(super) fn stream(&mut self) -> Result<&mut Connection, Errno> {
+        match self {
+            Self::Stream(connection) => Ok(connection),
+            Self::Datagram(_) => Err(Errno::UNSUPPORTED),
+        }
+    }
+
+    /// Its options, and whether sizes can still be set.
+    pub(super) fn options(&mut self) -> (&mut Options, bool) {
+        match self {
+            Self::Stream(connection) => {
+                let is_open = connection.is_open_to_sizes();
+                (&mut connection.options, is_open)
+            }
+            Self::Datagram(datagram) => {
+                let is_open = datagram.is_open_to_sizes();
+                (&mut datagram.options, is_open)
+            }
+        }
+    }
 }
 
 /// Descriptor by which a thread that sleeps is woken.
@@ -173,6 +203,7 @@ impl Inner {
     pub(super) fn arm(&mut self) {
         match &mut self.kind {
             Kind::Stream(connection) => connection.arm(),
+            Kind::Datagram(datagram) => datagram.arm(),
         }
     }
 
@@ -181,6 +212,7 @@ impl Inner {
         self.sleepers.push(sleeper.clone());
         match &mut self.kind {
             Kind::Stream(connection) => vec![poll_in(connection.event_fd())],
+            Kind::Datagram(datagram) => datagram.event_fds().map(poll_in).collect(),
         }
     }
 
@@ -191,6 +223,7 @@ impl Inner {
         }
         let is_taken = match &mut self.kind {
             Kind::Stream(connection) => connection.take_events(),
+            Kind::Datagram(datagram) => datagram.take_events(),
         };
         if is_taken {
             self.wake();
@@ -202,6 +235,7 @@ impl Inner {
         self.progress();
         match &mut self.kind {
             Kind::Stream(connection) => connection.revents(events),
+            Kind::Datagram(datagram) => datagram.revents(events),
         }
     }
 
@@ -209,6 +243,8 @@ impl Inner {
     pub(super) fn progress(&mut self) {
         let is_taken = match &mut self.kind {
             Kind::Stream(connection) => connection.progress(),
+            // A datagram that was taken from the socket may be meant for a sleeper.
+            Kind::Datagram(datagram) => datagram.progress(),
         };
         if is_taken {
             self.wake();

@@ -31,9 +31,7 @@ pub(super) unsafe fn value(at: *const c_void, length: libc::socklen_t) -> Result
 /// # Errors
 /// `ENOTSUP` for an unknown option, `EINVAL` for a value that is none of its values.
 pub(super) fn set(inner: &mut Inner, level: c_int, name: c_int, value: c_int) -> Result<(), Errno> {
-    let Kind::Stream(connection) = &mut inner.kind;
-    let is_open = connection.is_open_to_sizes();
-    let options = &mut connection.options;
+    let (options, is_open) = inner.kind.options();
     let is_on = value != 0;
     let size = u32::try_from(value);
     // The kernel doubles a buffer's size, for its own needs; so does rdma-core.
@@ -71,8 +69,7 @@ pub(super) fn set(inner: &mut Inner, level: c_int, name: c_int, value: c_int) ->
 
 /// Interval at which an idle connection is to be tried, if it is.
 pub(super) fn keep_alive(inner: &mut Inner) -> Option<Duration> {
-    let Kind::Stream(connection) = &mut inner.kind;
-    let options = &connection.options;
+    let options = &inner.kind.stream().ok()?.options;
     let interval = Duration::from_secs(options.keep_idle.into());
     options.keeps_alive.then_some(interval)
 }
@@ -91,22 +88,35 @@ pub(super) enum Value {
 /// # Errors
 /// `ENOTSUP` for an unknown option.
 pub(super) fn get(inner: &mut Inner, level: c_int, name: c_int) -> Result<Value, Errno> {
-    let Kind::Stream(connection) = &mut inner.kind;
-    let options = &connection.options;
+    match (level, name, &mut inner.kind) {
+        (libc::SOL_SOCKET, libc::SO_TYPE, Kind::Stream(_)) => {
+            return Ok(Value::Int(libc::SOCK_STREAM));
+        }
+        (libc::SOL_SOCKET, libc::SO_TYPE, Kind::Datagram(_)) => {
+            return Ok(Value::Int(libc::SOCK_DGRAM));
+        }
+        (libc::SOL_SOCKET, libc::SO_ERROR, Kind::Stream(connection)) => {
+            return Ok(Value::Int(std::mem::take(&mut connection.error)));
+        }
+        (libc::IPPROTO_TCP, libc::TCP_MAXSEG, Kind::Stream(connection)) => {
+            return Ok(Value::Int(connection.ident.mtu()));
+        }
+        _ => {}
+    }
+    let (options, _) = inner.kind.options();
     let sizes = options.sizes();
     Ok(Value::Int(match (level, name) {
         (libc::SOL_SOCKET, libc::SO_REUSEADDR) => options.reuses_address.into(),
         (libc::SOL_SOCKET, libc::SO_OOBINLINE) => options.oob_inline.into(),
         (libc::SOL_SOCKET, libc::SO_KEEPALIVE) => options.keeps_alive.into(),
         (libc::SOL_SOCKET, libc::SO_LINGER) => return Ok(Value::Linger(options.lingers)),
-        (libc::SOL_SOCKET, libc::SO_TYPE) => libc::SOCK_STREAM,
         (libc::SOL_SOCKET, libc::SO_RCVBUF) => sizes.recv_buffer as c_int,
         (libc::SOL_SOCKET, libc::SO_SNDBUF) => sizes.send_buffer as c_int,
-        (libc::SOL_SOCKET, libc::SO_ERROR) => std::mem::take(&mut connection.error),
+        // Errors of datagrams that were sent before are not kept.
+        (libc::SOL_SOCKET, libc::SO_ERROR) => 0,
         (libc::IPPROTO_TCP, libc::TCP_KEEPCNT | libc::TCP_KEEPINTVL) => 1,
         (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE) => options.keep_idle as c_int,
         (libc::IPPROTO_TCP, libc::TCP_NODELAY) => options.no_delay.into(),
-        (libc::IPPROTO_TCP, libc::TCP_MAXSEG) => connection.ident.mtu(),
         (libc::IPPROTO_IPV6, libc::IPV6_V6ONLY) => options.v6_only.into(),
         (SOL_RDMA, RDMA_SQSIZE) => sizes.send_queue.into(),
         (SOL_RDMA, RDMA_RQSIZE) => sizes.recv_queue.into(),

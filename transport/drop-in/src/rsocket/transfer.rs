@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 
 use super::connection::AGAIN;
 use super::link::Link;
-use super::socket::{Inner, Kind, Socket};
+use super::socket::{Inner, Socket};
 use super::stream::State;
 use crate::errno::Errno;
 
@@ -14,11 +14,10 @@ const PIECES: (usize, usize) = (2048, 65536);
 
 /// The link of a stream socket that is connected, which it may become now.
 fn link(inner: &mut Inner) -> Result<&mut Link, Errno> {
-    let Kind::Stream(connection) = &mut inner.kind;
-    if connection.outcome() == Err(AGAIN) {
+    if inner.kind.stream()?.outcome() == Err(AGAIN) {
         inner.progress();
     }
-    let Kind::Stream(connection) = &mut inner.kind;
+    let connection = inner.kind.stream()?;
     connection.outcome()?;
     Ok(connection.link())
 }
@@ -143,8 +142,8 @@ pub(super) unsafe fn map(
     is_writable: bool,
     offset: u64,
 ) -> Result<(), Errno> {
-    let Kind::Stream(connection) = &mut socket.lock().kind;
-    let link = connection.link_for_maps()?;
+    let inner = &mut *socket.lock();
+    let link = inner.kind.stream()?.link_for_maps()?;
     let places = is_writable.then(|| link.stream().peer_iomaps());
     let pd = link.pd();
     // SAFETY: as the caller promises; the queue pair has its protection domain.
@@ -156,6 +155,7 @@ pub(super) unsafe fn map(
 /// # Errors
 /// `EINVAL` where the buffer is not mapped.
 pub(super) fn unmap(socket: &Socket, buffer: *mut c_void, length: usize) -> Result<(), Errno> {
-    let Kind::Stream(connection) = &mut socket.lock().kind;
-    connection.link_for_maps()?.maps.remove(buffer, length)
+    let inner = &mut *socket.lock();
+    let link = inner.kind.stream()?.link_for_maps()?;
+    link.maps.remove(buffer, length)
 }

@@ -197,11 +197,12 @@ impl<const R: usize> RdmaConn<R> {
                 CmStep::Established(param)
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => CmStep::Lost,
-            // The last three are of listeners and of datagrams.
+            // Of listeners, of datagrams, and of queue pairs that their owner connects.
             CmEventKind::TimewaitExit
             | CmEventKind::ConnectRequest { .. }
             | CmEventKind::MulticastJoin { .. }
-            | CmEventKind::MulticastError(_) => CmStep::Pending,
+            | CmEventKind::MulticastError(_)
+            | CmEventKind::ConnectResponse { .. } => CmStep::Pending,
         }
     }
 

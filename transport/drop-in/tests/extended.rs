@@ -2,6 +2,7 @@
 //! functions call.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
+#![allow(unused_unsafe, reason = "calls have blocks of their own")]
 
 mod library;
 

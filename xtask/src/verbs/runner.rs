@@ -101,6 +101,8 @@ impl Rig {
         run.arg("--").args(words);
         // What a program prints is seen at once, though it is no terminal that it prints to.
         let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), &run);
+        // Nearest to the program: another user's process would forget the signal.
+        let run = sh::ending_with_us(run, "KILL");
         let mut run = match sh::is_root() {
             false => run,
             true => {
@@ -185,8 +187,10 @@ impl Rig {
             }
         }
         let ended: Vec<_> = clients.iter_mut().map(|c| c.end(until)).collect();
+        // A server may wait for ever for a client that has failed.
+        let is_failed = judge(case, None, &ended).is_err();
         let server = server.map(|mut server| {
-            if case.end == End::Asked {
+            if case.end == End::Asked || is_failed {
                 server.ask();
             }
             server.end(until.max(Instant::now() + PATIENCE))

@@ -324,7 +324,7 @@ unsafe fn pieces<'a>(at: *const iovec, count: usize) -> Result<&'a [iovec], Errn
     match (at.is_null(), count) {
         (_, 0) => Ok(&[]),
         (true, _) => Err(Errno(libc::EFAULT)),
-        (false, MAX_PIECES..) => Err(Errno::INVALID),
+        (false, count) if count > MAX_PIECES => Err(Errno::INVALID),
         // SAFETY: as the caller promises.
         _ => Ok(unsafe { slice::from_raw_parts(at, count) }),
     }

@@ -17,6 +17,10 @@ use crate::errno::Errno;
 /// Time for resolving an address or a route, in milliseconds.
 const RESOLVE_MS: c_int = 2000;
 
+/// Most connection requests of a listener, each of which has a descriptor.
+const MAX_BACKLOG: usize = 128;
+
+/// The answer of an attempt that has to wait.
 pub(super) const AGAIN: Errno = Errno(libc::EAGAIN);
 
 /// Phase of a stream socket.
@@ -59,6 +63,8 @@ pub(super) struct Connection {
     pub(super) options: Options,
     /// Connection requests that the program has not accepted, with the peer's connection data.
     requests: VecDeque<(Ident, ConnData)>,
+    /// Most of these; the next ones stay with the connection manager.
+    backlog: usize,
     /// `SO_ERROR`.
     pub(super) error: c_int,
 }
@@ -87,6 +93,7 @@ impl Connection {
             ident,
             options,
             requests: VecDeque::new(),
+            backlog: 0,
             error: 0,
         }
     }
@@ -121,6 +128,8 @@ impl Connection {
         // SAFETY: the identifier is alive.
         unsafe { checked(rdma_listen(self.ident.id(), backlog)) }?;
         self.phase = Phase::Listening;
+        let backlog = usize::try_from(backlog).unwrap_or(0);
+        self.backlog = backlog.clamp(1, MAX_BACKLOG);
         Ok(())
     }
 
@@ -207,7 +216,10 @@ impl Connection {
             return false;
         }
         let mut is_taken = false;
-        while let Some(event) = self.ident.next_event() {
+        while self.phase != Phase::Listening || self.requests.len() < self.backlog {
+            let Some(event) = self.ident.next_event() else {
+                break;
+            };
             is_taken = true;
             self.handle_event(event);
             if self.phase == Phase::Connected {

@@ -595,9 +595,10 @@ impl Drop for PortTable {
 mod tests {
     use std::net::UdpSocket;
 
+    use riser_transport::verbs::PKey;
+    use riser_transport::wire::ROCE_PORT;
     use riser_transport::wire::cm_msg::{CommId, PrivateData, SidrReqMsg};
     use riser_transport::wire::mad::TransactionId;
-    use riser_transport::wire::{PKey, ROCE_PORT};
 
     use super::*;
 

@@ -34,6 +34,20 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         Errno::INVALID.set();
         return libc::EAI_NONAME;
     }
+    if node.is_null() && service.is_null() {
+        // SAFETY: the addresses of the hints have their lengths.
+        return match unsafe { hints.and_then(|hints| from_hints(hints)) } {
+            Some(info) => {
+                // SAFETY: the program gives a place for ours.
+                unsafe { result.write(Box::into_raw(Box::new(info))) };
+                0
+            }
+            None => {
+                Errno::INVALID.set();
+                libc::EAI_NONAME
+            }
+        };
+    }
     let flags = hints.map_or(0, |h| h.ai_flags as u32);
     let space = hints.map_or(0, |h| h.ai_port_space as u32);
     let space = if space == 0 { RDMA_PS_TCP } else { space };
@@ -90,6 +104,43 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         result.write(Box::into_raw(Box::new(info)));
     }
     0
+}
+
+/// What follows from the addresses of hints alone; `None` where they have none.
+///
+/// # Safety
+/// Each address is null or has its length.
+unsafe fn from_hints(hints: &rdma_addrinfo) -> Option<rdma_addrinfo> {
+    let has = |addr: *mut sockaddr, len| !addr.is_null() && len > 0;
+    let (src, dst) = (hints.ai_src_addr, hints.ai_dst_addr);
+    let has_src = has(src, hints.ai_src_len);
+    let has_dst = has(dst, hints.ai_dst_len);
+    let space = match hints.ai_port_space as u32 {
+        0 => RDMA_PS_TCP,
+        space => space,
+    };
+    // SAFETY: all-zero bytes are valid for this plain C structure.
+    let mut info: rdma_addrinfo = unsafe { zeroed() };
+    info.ai_flags = hints.ai_flags;
+    info.ai_port_space = space as c_int;
+    info.ai_qp_type = match hints.ai_qp_type {
+        0 => super::qp_type(space) as c_int,
+        kind => kind,
+    };
+    // SAFETY: as the caller promises; the family comes first in each address.
+    unsafe {
+        if has_src {
+            info.ai_family = (*src).sa_family.into();
+            info.ai_src_addr = copy(src, hints.ai_src_len);
+            info.ai_src_len = hints.ai_src_len;
+        }
+        if has_dst {
+            info.ai_family = (*dst).sa_family.into();
+            info.ai_dst_addr = copy(dst, hints.ai_dst_len);
+            info.ai_dst_len = hints.ai_dst_len;
+        }
+    }
+    (has_src || has_dst).then_some(info)
 }
 
 /// A copy of an address, which [`rdma_freeaddrinfo`] frees.

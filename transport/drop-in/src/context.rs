@@ -36,6 +36,15 @@ const GRH_REQUIRED: u8 = 1;
 const GID_TYPE_ROCE_V2: u32 = 2;
 const GID_SYSFS_ROCE_V2: u32 = 1;
 
+/// Capabilities of on-demand paging: `ibv_odp_general_caps` and `ibv_odp_transport_cap_bits`.
+const ODP_SUPPORT: u64 = 1;
+const ODP_SUPPORT_IMPLICIT: u64 = 2;
+const ODP_SEND: u32 = 1;
+const ODP_RECV: u32 = 2;
+const ODP_WRITE: u32 = 4;
+/// Sends, receives, also shared ones, WRITEs, READs and atomics.
+const ODP_ALL: u32 = 63;
+
 /// An opened device.
 pub(crate) struct Context {
     pub(crate) device: &'static Device,
@@ -169,12 +178,15 @@ fn device_attr(context: &Context) -> ibv_device_attr {
             | IBV_DEVICE_RC_RNR_NAK_GEN
             | IBV_DEVICE_SRQ_RESIZE
             | IBV_DEVICE_SYS_IMAGE_GUID
-            | IBV_DEVICE_MEM_MGT_EXTENSIONS,
+            | IBV_DEVICE_MEM_MGT_EXTENSIONS
+            | IBV_DEVICE_MEM_WINDOW
+            | IBV_DEVICE_MEM_WINDOW_TYPE_2B,
         max_sge: int(ours.max_sge),
         max_sge_rd: int(ours.max_sge),
         max_cq: int(ours.max_cq),
         max_cqe: int(ours.max_cqe),
         max_mr: int(ours.max_mr),
+        max_mw: int(ours.max_mw),
         max_pd: int(ours.max_pd),
         max_qp_rd_atom: ours.max_qp_rd_atom.into(),
         max_res_rd_atom: int(u32::from(ours.max_qp_rd_atom).saturating_mul(ours.max_qp)),
@@ -222,6 +234,15 @@ pub(crate) unsafe extern "C" fn query_device_ex(
             max_dm_size: DEVICE_MEMORY as u64,
             device_cap_flags_ex: device_attr(&context).device_cap_flags.into(),
             phys_port_cnt_ex: 1,
+            odp_caps: ibv_odp_caps {
+                // Also of regions that are the whole address space.
+                general_caps: ODP_SUPPORT | ODP_SUPPORT_IMPLICIT,
+                per_transport_caps: ibv_odp_caps__bindgen_ty_1 {
+                    rc_odp_caps: ODP_ALL,
+                    uc_odp_caps: ODP_SEND | ODP_RECV | ODP_WRITE,
+                    ud_odp_caps: ODP_SEND | ODP_RECV,
+                },
+            },
             ..Default::default()
         };
         // A program that was built for another version has another size: it gets the part that it

@@ -76,3 +76,4 @@ mod queue;
 mod rsocket;
 mod share;
 mod turn;
+mod window;

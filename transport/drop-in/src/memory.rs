@@ -6,7 +6,7 @@ use std::sync::Arc;
 use riser_memory::{MemSlice, Memory};
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::access_of;
-use riser_transport::verbs::{Access, MrId, Verbs as _};
+use riser_transport::verbs::{self, Access, MrId, Verbs as _};
 
 use crate::context::Context;
 use crate::domain::Pd;
@@ -15,8 +15,8 @@ use crate::object::{Ref, kind};
 
 /// A memory region.
 pub(crate) struct Mr {
-    context: Ref<Context>,
-    id: MrId,
+    pub(crate) context: Ref<Context>,
+    pub(crate) id: MrId,
     /// Counts as a user of device memory.
     _user: Option<Arc<()>>,
 }
@@ -28,6 +28,7 @@ const KNOWN_ACCESS: c_uint = IBV_ACCESS_LOCAL_WRITE
     | IBV_ACCESS_REMOTE_WRITE
     | IBV_ACCESS_REMOTE_READ
     | IBV_ACCESS_REMOTE_ATOMIC
+    | IBV_ACCESS_MW_BIND
     | IBV_ACCESS_ZERO_BASED
     | IBV_ACCESS_ON_DEMAND
     | IBV_ACCESS_HUGETLB
@@ -71,15 +72,39 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     // SAFETY: the program's pointer, as the manual page demands.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let rights = rights_of(access)?;
-        if length == 0 {
-            return Err(Errno::INVALID);
-        }
-        check_mapped(addr, length)?;
-        // SAFETY: the program keeps the range mapped as long as it is registered, and the device
-        // and the program may both write it.
-        let memory = unsafe { Memory::foreign(addr.cast(), length) };
+        // SAFETY: as the program promises.
+        let memory = unsafe { foreign(addr, length, rights) }?;
+        // `ibv_reg_mr` and the header's inline functions give the address of the memory.
+        let iova = match rights.contains(Access::ZERO_BASED) {
+            true => 0,
+            false => iova,
+        };
         register(pd, &memory.whole(), addr, iova, rights, None).map(Ref::handle)
     }))
+}
+
+/// Memory of the program's.
+///
+/// # Errors
+/// `EINVAL` for no bytes; `EFAULT` where the range is not mapped, unless it need not be before it is
+/// used.
+///
+/// # Safety
+/// The program keeps the range mapped as long as it is registered, unless that is on demand; the
+/// device and the program may both write it.
+pub(crate) unsafe fn foreign(
+    addr: *mut c_void,
+    length: usize,
+    rights: Access,
+) -> Result<Memory, Errno> {
+    if length == 0 {
+        return Err(Errno::INVALID);
+    }
+    if !rights.contains(Access::ON_DEMAND) {
+        check_mapped(addr, length)?;
+    }
+    // SAFETY: as the caller promises.
+    Ok(unsafe { Memory::foreign(addr.cast(), length) })
 }
 
 /// The rights that access flags give.
@@ -107,29 +132,40 @@ pub(crate) fn register(
     rights: Access,
     user: Option<Arc<()>>,
 ) -> Result<Ref<Mr>, Errno> {
-    let context = pd.context;
-    let mr = context
+    let mr = pd
+        .context
         .lock()
         .nic
         .reg_mr_iova(pd.id, memory, iova, rights)?;
+    Ok(hand_out(pd, &mr, addr, user))
+}
+
+/// Makes the program's structure of a region.
+pub(crate) fn hand_out(
+    pd: Ref<Pd>,
+    mr: &verbs::Mr,
+    addr: *mut c_void,
+    user: Option<Arc<()>>,
+) -> Ref<Mr> {
+    let context = pd.context;
     let c = ibv_mr {
         context: context.handle(),
         pd: pd.handle(),
         addr,
-        length: memory.len(),
+        length: mr.length as usize,
         handle: mr.id.0.index() as u32,
         lkey: mr.lkey.0,
         rkey: mr.rkey.0,
     };
     let id = mr.id;
-    Ok(Ref::new(
+    Ref::new(
         c,
         Mr {
             context,
             id,
             _user: user,
         },
-    ))
+    )
 }
 
 /// Whether a range is mapped at all: `EFAULT` where it is not, as the kernel answers.

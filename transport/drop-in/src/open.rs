@@ -21,6 +21,7 @@ use crate::post::{post_recv, post_send, post_srq_recv};
 use crate::post_ex::create_qp_ex;
 use crate::qp::create_srq_ex;
 use crate::queue::EventQueue;
+use crate::window::{advise_mr, alloc_mw, alloc_null_mr, bind_mw, dealloc_mw};
 
 /// Marks a context that has the table of extended functions.
 const EXTENDED: usize = usize::MAX;
@@ -49,6 +50,9 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     c.context.cmd_fd = events.raw_fd();
     c.context.async_fd = events.raw_fd();
     c.context.abi_compat = ptr::without_provenance_mut(EXTENDED);
+    c.context.ops.alloc_mw = Some(alloc_mw);
+    c.context.ops.bind_mw = Some(bind_mw);
+    c.context.ops.dealloc_mw = Some(dealloc_mw);
     c.context.ops.poll_cq = Some(poll_cq);
     c.context.ops.req_notify_cq = Some(req_notify_cq);
     c.context.ops.post_send = Some(post_send);
@@ -65,6 +69,8 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     c.alloc_td = Some(alloc_td);
     c.dealloc_td = Some(dealloc_td);
     c.alloc_parent_domain = Some(alloc_parent_domain);
+    c.alloc_null_mr = Some(alloc_null_mr);
+    c.advise_mr = Some(advise_mr);
     c.alloc_dm = Some(alloc_dm);
     c.free_dm = Some(free_dm);
     c.reg_dm_mr = Some(reg_dm_mr);

@@ -15,6 +15,7 @@ use crate::address::Ah;
 use crate::errno::{Errno, number};
 use crate::object::Ref;
 use crate::qp::{Qp, Srq};
+use crate::window::binding;
 
 /// Requests of a chain that are posted at a time.
 pub(crate) const CHAIN: usize = 16;
@@ -153,7 +154,12 @@ unsafe fn request<'a>(
                 add: wr.wr.atomic.compare_add,
             },
             IBV_WR_LOCAL_INV => SendOp::LocalInv(key()),
-            IBV_WR_BIND_MW | IBV_WR_TSO | IBV_WR_DRIVER1 => return Err(Errno::UNSUPPORTED),
+            IBV_WR_BIND_MW => {
+                let theirs = &wr.__bindgen_anon_2.bind_mw;
+                let key = RKey(theirs.rkey);
+                SendOp::BindMw(binding(theirs.mw, IBV_MW_TYPE_2, key, &theirs.bind_info)?)
+            }
+            IBV_WR_TSO | IBV_WR_DRIVER1 => return Err(Errno::UNSUPPORTED),
             _ => return Err(Errno::INVALID),
         }
     };

@@ -21,6 +21,7 @@ use crate::errno::{Errno, number, pointer};
 use crate::object::Ref;
 use crate::post::CHAIN;
 use crate::qp::{Qp, create_qp_by, extra_attr, plain_attr};
+use crate::window::binding;
 
 /// `ibv_create_qp_ex(3)`.
 pub(crate) unsafe extern "C" fn create_qp_ex(
@@ -248,12 +249,17 @@ unsafe fn refuse(qp: *mut ibv_qp_ex) {
 /// `ibv_wr_bind_mw`.
 unsafe extern "C" fn wr_bind_mw(
     qp: *mut ibv_qp_ex,
-    _mw: *mut ibv_mw,
-    _rkey: u32,
-    _info: *const ibv_mw_bind_info,
+    mw: *mut ibv_mw,
+    rkey: u32,
+    info: *const ibv_mw_bind_info,
 ) {
-    // SAFETY: the program's pointer, as the manual page demands.
-    unsafe { refuse(qp) };
+    // SAFETY: the program's pointers, as the manual page demands.
+    unsafe {
+        match binding(mw, IBV_MW_TYPE_2, RKey(rkey), &*info) {
+            Ok(bind) => begin(qp, IBV_QP_EX_WITH_BIND_MW, SendOp::BindMw(bind)),
+            Err(errno) => build(qp, |_, _, _| Err(errno)),
+        }
+    }
 }
 
 /// `ibv_wr_send_tso`.

@@ -1,0 +1,246 @@
+//! Memory windows, changes of regions, and null regions.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::{ptr, slice};
+
+use riser_rdma_core_sys::bindings::*;
+use riser_transport::rdma_core::convert::send_flags_of;
+use riser_transport::verbs::{
+    Access, Handle, MrAdvice, MrChange, MrId, MwBind, MwId, MwType, RKey, SendOp, SendWr, Sge,
+    Verbs as _, VerbsError, WrId,
+};
+
+use crate::context::Context;
+use crate::domain::Pd;
+use crate::errno::{Errno, number, pointer};
+use crate::memory::{Mr, foreign, hand_out, rights_of};
+use crate::object::{Ref, kind};
+use crate::qp::Qp;
+
+/// A memory window.
+pub(crate) struct Mw {
+    context: Ref<Context>,
+    id: MwId,
+}
+
+kind!(Mw, ibv_mw, b"mwin");
+
+/// What `ibv_rereg_mr(3)` returns for a request that it refuses, and for one that the device does.
+const REREG_INPUT: c_int = -1;
+const REREG_COMMAND: c_int = -4;
+
+/// `ibv_rereg_mr(3)`.
+pub(crate) unsafe extern "C" fn ibv_rereg_mr(
+    mr: *mut ibv_mr,
+    flags: c_int,
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    access: c_int,
+) -> c_int {
+    let flags = flags as c_uint;
+    let moves = flags & IBV_REREG_MR_CHANGE_TRANSLATION != 0;
+    if flags & !IBV_REREG_MR_FLAGS_SUPPORTED != 0 || (moves && (length == 0 || addr.is_null())) {
+        Errno::INVALID.set();
+        return REREG_INPUT;
+    }
+    // SAFETY: the program's pointers, as the manual page demands.
+    match unsafe { rereg_mr(mr, flags, pd, addr, length, access as c_uint) } {
+        Ok(()) => 0,
+        Err(errno) => {
+            errno.set();
+            REREG_COMMAND
+        }
+    }
+}
+
+/// Changes a region, and the program's structure with it.
+///
+/// # Safety
+/// The pointers that `flags` names are the program's, as the manual page demands.
+unsafe fn rereg_mr(
+    mr: *mut ibv_mr,
+    flags: c_uint,
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    access: c_uint,
+) -> Result<(), Errno> {
+    // SAFETY: as the caller promises.
+    let ours = unsafe { Ref::<Mr>::get(mr) }?;
+    let has = |flag| flags & flag != 0;
+    let domain = match has(IBV_REREG_MR_CHANGE_PD) {
+        // SAFETY: as the caller promises.
+        true => Some(unsafe { Ref::<Pd>::get(pd) }?.id),
+        false => None,
+    };
+    let rights = match has(IBV_REREG_MR_CHANGE_ACCESS) {
+        true => Some(rights_of(access)?),
+        false => None,
+    };
+    let range = match has(IBV_REREG_MR_CHANGE_TRANSLATION) {
+        // SAFETY: the program keeps the range mapped as long as it is registered.
+        true => Some(unsafe { foreign(addr, length, rights.unwrap_or_default()) }?),
+        false => None,
+    };
+    let range = range.map(|memory| memory.whole());
+    let change = MrChange {
+        translation: range.as_ref().map(|range| (range, range.addr())),
+        pd: domain,
+        access: rights,
+    };
+    let changed = ours.context.lock().nic.rereg_mr(ours.id, &change)?;
+    // SAFETY: the region is the program's, which changes it in no other thread.
+    unsafe {
+        if has(IBV_REREG_MR_CHANGE_PD) {
+            (*mr).pd = pd;
+        }
+        if has(IBV_REREG_MR_CHANGE_TRANSLATION) {
+            (*mr).addr = addr;
+            (*mr).length = length;
+        }
+        (*mr).lkey = changed.lkey.0;
+        (*mr).rkey = changed.rkey.0;
+    }
+    Ok(())
+}
+
+/// `ibv_alloc_null_mr(3)`.
+pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        let mr = pd.context.lock().nic.alloc_null_mr(pd.id)?;
+        Ok(hand_out(pd, &mr, ptr::null_mut(), None).handle())
+    }))
+}
+
+/// `ibv_advise_mr(3)`.
+pub(crate) unsafe extern "C" fn advise_mr(
+    pd: *mut ibv_pd,
+    advice: ib_uverbs_advise_mr_advice,
+    flags: u32,
+    list: *mut ibv_sge,
+    count: u32,
+) -> c_int {
+    /// Wish to be done before the call returns, which is so anyway.
+    const FLUSH: u32 = 1;
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        let advice = match advice {
+            IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH | IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => {
+                MrAdvice::Prefetch
+            }
+            IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE => MrAdvice::PrefetchWrite,
+            _ => return Err(Errno::UNSUPPORTED),
+        };
+        if flags & !FLUSH != 0 || count == 0 || list.is_null() {
+            return Err(Errno::INVALID);
+        }
+        // SAFETY: the program's list, whose entries are laid out as ours.
+        let list = unsafe { slice::from_raw_parts(list.cast::<Sge>(), count as usize) };
+        let result = pd.context.lock().nic.advise_mr(pd.id, advice, list);
+        result.map_err(|error| match error {
+            VerbsError::InvalidHandle(_) => Errno(libc::ENOENT),
+            VerbsError::InvalidAccess(_) => Errno(libc::EPERM),
+            VerbsError::InvalidParameter(_) => Errno(libc::EFAULT),
+            other => other.into(),
+        })
+    }))
+}
+
+/// `ibv_alloc_mw(3)`.
+pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, mw_type: ibv_mw_type) -> *mut ibv_mw {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        let ours = match mw_type {
+            IBV_MW_TYPE_1 => MwType::Type1,
+            IBV_MW_TYPE_2 => MwType::Type2,
+            _ => return Err(Errno::INVALID),
+        };
+        let mw = pd.context.lock().nic.alloc_mw(pd.id, ours)?;
+        let c = ibv_mw {
+            context: pd.context.handle(),
+            pd: pd.handle(),
+            rkey: mw.rkey.0,
+            handle: mw.id.0.index() as u32,
+            type_: mw_type,
+        };
+        let context = pd.context;
+        Ok(Ref::new(c, Mw { context, id: mw.id }).handle())
+    }))
+}
+
+/// `ibv_dealloc_mw(3)`.
+pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Mw>::get(mw) }.and_then(|mw| {
+        mw.context.lock().nic.dealloc_mw(mw.id)?;
+        mw.retire()
+    }))
+}
+
+/// `ibv_bind_mw(3)`: a window of type 1, whose next key the library chooses.
+pub(crate) unsafe extern "C" fn bind_mw(
+    qp: *mut ibv_qp,
+    mw: *mut ibv_mw,
+    bind: *mut ibv_mw_bind,
+) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        // SAFETY: as above.
+        let (rkey, theirs) = unsafe { (RKey((*Ref::<Mw>::get(mw)?.c()).rkey).next(), &*bind) };
+        // SAFETY: as above.
+        let bind = unsafe { binding(mw, IBV_MW_TYPE_1, rkey, &theirs.bind_info) }?;
+        let wr = SendWr {
+            wr_id: WrId(theirs.wr_id),
+            flags: send_flags_of(theirs.send_flags),
+            ..SendWr::new(0, SendOp::BindMw(bind), &[])
+        };
+        let mut locked = qp.context.lock();
+        let posted = locked.nic.post_send(qp.id, &[wr]);
+        locked.transmit_soon();
+        drop(locked);
+        posted.map_err(|error| Errno::from(error.reason))?;
+        // SAFETY: the window is the program's, which binds it in no other thread.
+        unsafe { (*mw).rkey = rkey.0 };
+        Ok(())
+    }))
+}
+
+/// A binding of the program's, for a window of this type: only `ibv_bind_mw(3)` binds one of type 1.
+///
+/// # Errors
+/// `EINVAL` for a window or a region that is none, a window of the other type, and unknown rights.
+///
+/// # Safety
+/// The pointers are the program's, as the manual page demands.
+pub(crate) unsafe fn binding(
+    mw: *mut ibv_mw,
+    mw_type: ibv_mw_type,
+    rkey: RKey,
+    info: &ibv_mw_bind_info,
+) -> Result<MwBind, Errno> {
+    // Taking a range away needs no region.
+    const NONE: MrId = MrId(Handle::new(0, 0));
+    // SAFETY: as the caller promises.
+    let (mw, mr) = unsafe {
+        let mr = match info.mr.is_null() {
+            true => NONE,
+            false => Ref::<Mr>::get(info.mr)?.id,
+        };
+        let mw = Ref::<Mw>::get(mw)?;
+        if (*mw.c()).type_ != mw_type {
+            return Err(Errno::INVALID);
+        }
+        (mw.id, mr)
+    };
+    Ok(MwBind {
+        mw,
+        key: rkey,
+        mr,
+        addr: info.addr,
+        length: info.length,
+        // Programs name local rights as well, which a window does not have.
+        access: rights_of(info.mw_access_flags)? & (Access::REMOTE | Access::ZERO_BASED),
+    })
+}

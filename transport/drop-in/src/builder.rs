@@ -56,6 +56,7 @@ pub(crate) struct Request {
     pub(crate) flags: SendFlags,
     pub(crate) data: Data,
     pub(crate) ud: Option<UdDest>,
+    pub(crate) remote_srqn: Option<u32>,
 }
 
 /// Data of a request, in those of the batch.
@@ -148,7 +149,7 @@ impl Batch {
                 inline,
                 flags: request.flags,
                 ud: request.ud,
-                remote_srqn: None,
+                remote_srqn: request.remote_srqn,
             }
         });
         posts.collect()

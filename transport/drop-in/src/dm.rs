@@ -126,7 +126,7 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
         let rights = rights_of(access)?;
         let (offset, length) = dm.range(offset, length).ok_or(Errno::INVALID)?;
         let range = dm.memory.slice(offset..offset + length);
-        let range = range.filter(|_| length > 0 && rights.contains(Access::ZERO_BASED));
+        let range = range.filter(|_| rights.contains(Access::ZERO_BASED));
         let range = range.ok_or(Errno::INVALID)?;
         let user = Some(Arc::clone(&dm.users));
         register(pd, &range, ptr::null_mut(), 0, rights, user).map(Ref::handle)

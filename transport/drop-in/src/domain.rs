@@ -1,14 +1,17 @@
-//! Protection domains, and the parent and thread domains around them.
+//! Protection domains, the parent and thread domains around them, and XRC domains.
 //!
 //! A thread domain says that one thread uses what belongs to it; the device has one lock, so nothing
 //! comes of it. A parent domain is a protection domain with a thread domain and allocators for the
-//! memory of queues; these are the device's own, so the allocators are never called.
+//! memory of queues; these are the device's own, so the allocators are never called. An XRC domain
+//! that is opened by a file is shared by all of the process that open it by the same file.
 
 use std::ffi::c_int;
+use std::mem::zeroed;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
-use riser_transport::verbs::{PdId, Verbs as _};
+use riser_transport::verbs::{PdId, Verbs as _, XrcdId};
 
 use crate::context::{Context, context_of};
 use crate::errno::{Errno, number, pointer};
@@ -40,6 +43,25 @@ pub(crate) struct Td {
 }
 
 kind!(Td, ibv_td, b"tdom");
+
+/// Bits of `enum ibv_xrcd_init_attr_mask`.
+const XRCD_FD: u32 = 1;
+const XRCD_OFLAGS: u32 = 2;
+
+/// An XRC domain.
+pub(crate) struct Xrcd {
+    pub(crate) context: Ref<Context>,
+    pub(crate) id: XrcdId,
+    file: Option<File>,
+}
+
+kind!(Xrcd, ibv_xrcd, b"xrcd");
+
+/// Name of an XRC domain: index of its device, device and inode of its file.
+type File = (usize, u64, u64);
+
+/// XRC domains that have a file, and how often they are open.
+static SHARED: Mutex<Vec<(File, XrcdId, u32)>> = Mutex::new(Vec::new());
 
 /// `ibv_alloc_pd(3)`.
 pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
@@ -149,5 +171,83 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
             td.parents.fetch_add(1, Ordering::AcqRel);
         }
         Ok(make(context, pd.id, Some((pd, td))).handle())
+    }))
+}
+
+/// `ibv_open_xrcd(3)`.
+pub(crate) unsafe extern "C" fn open_xrcd(
+    context: *mut ibv_context,
+    attr: *mut ibv_xrcd_init_attr,
+) -> *mut ibv_xrcd {
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        if attr.comp_mask != XRCD_FD | XRCD_OFLAGS {
+            return Err(Errno::INVALID);
+        }
+        let file = match attr.fd {
+            -1 if attr.oflags & libc::O_CREAT != 0 => None,
+            -1 => return Err(Errno::INVALID),
+            fd => Some(file_of(&context, fd)?),
+        };
+        let open = || context.lock().nic.open_xrcd();
+        let id = match file {
+            None => open()?,
+            Some(file) => {
+                let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+                match shared.iter_mut().find(|(name, ..)| *name == file) {
+                    Some(_) if attr.oflags & libc::O_EXCL != 0 => return Err(Errno::INVALID),
+                    Some((_, id, users)) => {
+                        *users += 1;
+                        *id
+                    }
+                    // As the kernel answers where there is none to be opened.
+                    None if attr.oflags & libc::O_CREAT == 0 => return Err(Errno(libc::EAGAIN)),
+                    None => {
+                        let id = open()?;
+                        shared.push((file, id, 1));
+                        id
+                    }
+                }
+            }
+        };
+        let c = ibv_xrcd {
+            context: context.handle(),
+        };
+        Ok(Ref::new(c, Xrcd { context, id, file }).handle())
+    }))
+}
+
+/// The name of the domain of a file.
+fn file_of(context: &Context, fd: c_int) -> Result<File, Errno> {
+    // SAFETY: all-zero bytes are valid for the structure, which the call fills.
+    unsafe {
+        let mut stat: libc::stat = zeroed();
+        if libc::fstat(fd, &raw mut stat) != 0 {
+            return Err(Errno::last());
+        }
+        Ok((context.device.index, stat.st_dev, stat.st_ino))
+    }
+}
+
+/// `ibv_close_xrcd(3)`.
+pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
+    // SAFETY: the program's pointer, as the manual page demands.
+    number(unsafe { Ref::<Xrcd>::get(xrcd) }.and_then(|xrcd| {
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = shared
+            .iter()
+            .position(|(name, ..)| Some(*name) == xrcd.file);
+        match at {
+            Some(at) if shared[at].2 > 1 => shared[at].2 -= 1,
+            at => {
+                xrcd.context.lock().nic.close_xrcd(xrcd.id)?;
+                if let Some(at) = at {
+                    shared.swap_remove(at);
+                }
+            }
+        }
+        xrcd.retire()
     }))
 }

@@ -13,13 +13,13 @@ use crate::cq::{modify_cq, poll_cq, req_notify_cq};
 use crate::cq_ex::create_cq_ex;
 use crate::devices::Device;
 use crate::dm::{alloc_dm, free_dm, reg_dm_mr};
-use crate::domain::{alloc_parent_domain, alloc_td, dealloc_td};
+use crate::domain::{alloc_parent_domain, alloc_td, close_xrcd, dealloc_td, open_xrcd};
 use crate::engine::Engine;
 use crate::errno::{Errno, pointer};
 use crate::object::Ref;
 use crate::post::{post_recv, post_send, post_srq_recv};
 use crate::post_ex::create_qp_ex;
-use crate::qp::create_srq_ex;
+use crate::qp::{create_srq_ex, get_srq_num};
 use crate::queue::EventQueue;
 use crate::window::{advise_mr, alloc_mw, alloc_null_mr, bind_mw, dealloc_mw};
 
@@ -66,6 +66,9 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     c.modify_cq = Some(modify_cq);
     c.create_qp_ex = Some(create_qp_ex);
     c.create_srq_ex = Some(create_srq_ex);
+    c.get_srq_num = Some(get_srq_num);
+    c.open_xrcd = Some(open_xrcd);
+    c.close_xrcd = Some(close_xrcd);
     c.alloc_td = Some(alloc_td);
     c.dealloc_td = Some(dealloc_td);
     c.alloc_parent_domain = Some(alloc_parent_domain);

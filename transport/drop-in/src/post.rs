@@ -202,7 +202,8 @@ unsafe fn request<'a>(
         sges: list,
         flags: send_flags_of(wr.send_flags),
         inline: None,
-        remote_srqn: None,
+        // SAFETY: queue pairs of extended connections use this member, which is a number in any case.
+        remote_srqn: qp.is_xrc.then_some(unsafe { wr.qp_type.xrc.remote_srqn }),
         ud,
     };
     Ok(Some(Request {

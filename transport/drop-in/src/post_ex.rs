@@ -16,11 +16,11 @@ use riser_transport::verbs::{
 use crate::address::Ah;
 use crate::builder::{Batch, Builder, Data, Request};
 use crate::context::context_of;
-use crate::domain::Pd;
+use crate::domain::{Pd, Xrcd};
 use crate::errno::{Errno, number, pointer};
 use crate::object::Ref;
 use crate::post::CHAIN;
-use crate::qp::{Qp, create_qp_by, extra_attr, plain_attr};
+use crate::qp::{Qp, create_qp_by, create_xrc_target, extra_attr, plain_attr};
 use crate::window::binding;
 
 /// `ibv_create_qp_ex(3)`.
@@ -33,6 +33,17 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
         let extra = extra_attr(attr)?;
+        if attr.qp_type == IBV_QPT_XRC_RECV {
+            if attr.comp_mask & IBV_QP_INIT_ATTR_XRCD == 0 {
+                return Err(Errno::INVALID);
+            }
+            // SAFETY: as above.
+            let xrcd = unsafe { Ref::<Xrcd>::get(attr.xrcd) }?;
+            let mut plain = plain_attr(attr);
+            let qp = create_xrc_target(xrcd, &mut plain)?;
+            attr.cap = plain.cap;
+            return Ok(qp.handle());
+        }
         if attr.comp_mask & IBV_QP_INIT_ATTR_PD == 0 {
             return Err(Errno::INVALID);
         }
@@ -184,6 +195,7 @@ unsafe fn begin(qp: *mut ibv_qp_ex, asked: c_uint, op: SendOp) {
                 flags: send_flags_of((*c).wr_flags),
                 data: Data::None,
                 ud: None,
+                remote_srqn: None,
             });
             Ok(())
         });
@@ -284,10 +296,19 @@ unsafe extern "C" fn wr_atomic_write(
     unsafe { refuse(qp) };
 }
 
-/// `ibv_wr_set_xrc_srqn`.
-unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, _srqn: u32) {
+/// `ibv_wr_set_xrc_srqn`: the peer's shared receive queue.
+unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, srqn: u32) {
     // SAFETY: the program's pointer, as the manual page demands.
-    unsafe { refuse(qp) };
+    unsafe {
+        build(qp, |qp, _, batch| {
+            let request = batch.last()?;
+            if !qp.is_xrc || request.remote_srqn.is_some() {
+                return Err(Errno::INVALID);
+            }
+            request.remote_srqn = Some(srqn);
+            Ok(())
+        });
+    }
 }
 
 /// `ibv_wr_set_ud_addr`: the destination of a datagram.

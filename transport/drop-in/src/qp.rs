@@ -3,21 +3,22 @@
 use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::mem::zeroed;
+use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    AsyncEvent, Gid, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId,
-    Verbs as _,
+    AsyncEvent, CqId, Gid, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId,
+    Verbs as _, XrcdId,
 };
 
 use crate::builder::Builder;
 use crate::context::{Context, Subject, context_of};
 use crate::cq::Cq;
-use crate::domain::Pd;
-use crate::engine::Reports;
+use crate::domain::{Pd, Xrcd};
+use crate::engine::{Locked, Reports};
 use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::Unacknowledged;
@@ -31,6 +32,8 @@ pub(crate) struct Qp {
     pub(crate) context: Ref<Context>,
     pub(crate) id: QpId,
     pub(crate) is_datagram: bool,
+    /// Its requests name a shared receive queue of the peer's.
+    pub(crate) is_xrc: bool,
     init: ibv_qp_init_attr,
     /// Of one that was created for requests that calls build.
     pub(crate) builder: Option<Builder>,
@@ -104,8 +107,10 @@ pub(crate) struct ExtraAttr {
 /// # Errors
 /// `EOPNOTSUPP` for attributes of features that the device does not have.
 pub(crate) fn extra_attr(attr: &ibv_qp_init_attr_ex) -> Result<ExtraAttr, Errno> {
-    const KNOWN: u32 =
-        IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    const KNOWN: u32 = IBV_QP_INIT_ATTR_PD
+        | IBV_QP_INIT_ATTR_XRCD
+        | IBV_QP_INIT_ATTR_CREATE_FLAGS
+        | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     let has = |bit| attr.comp_mask & bit != 0;
     let flags = if has(IBV_QP_INIT_ATTR_CREATE_FLAGS) {
         attr.create_flags
@@ -142,8 +147,13 @@ pub(crate) fn create_qp_by(
     make: impl FnOnce(&mut Roce, &QpInitAttr) -> Result<QpId, Errno>,
 ) -> Result<Ref<Qp>, Errno> {
     // SAFETY: the program's pointers, as the manual page demands.
-    let (send_cq, recv_cq) =
-        unsafe { (Ref::<Cq>::get(attr.send_cq)?, Ref::<Cq>::get(attr.recv_cq)?) };
+    let send_cq = unsafe { Ref::<Cq>::get(attr.send_cq) }?;
+    let recv_cq = match attr.qp_type {
+        // It receives nothing.
+        IBV_QPT_XRC_SEND => send_cq,
+        // SAFETY: as above.
+        _ => unsafe { Ref::<Cq>::get(attr.recv_cq) }?,
+    };
     let srq = (!attr.srq.is_null())
         // SAFETY: as above.
         .then(|| unsafe { Ref::<Srq>::get(attr.srq) })
@@ -152,9 +162,8 @@ pub(crate) fn create_qp_by(
         IBV_QPT_RC => QpType::Rc,
         IBV_QPT_UC => QpType::Uc,
         IBV_QPT_UD => QpType::Ud,
-        IBV_QPT_XRC_SEND | IBV_QPT_XRC_RECV | IBV_QPT_RAW_PACKET | IBV_QPT_DRIVER => {
-            return Err(Errno::UNSUPPORTED);
-        }
+        IBV_QPT_XRC_SEND => QpType::XrcIni,
+        IBV_QPT_RAW_PACKET | IBV_QPT_DRIVER => return Err(Errno::UNSUPPORTED),
         _ => return Err(Errno::INVALID),
     };
     let context = pd.context;
@@ -184,18 +193,46 @@ pub(crate) fn create_qp_by(
         block_self_mcast: extra.block_self_mcast,
     };
     let id = make(&mut locked.nic, &init)?;
+    let has_receives = srq.is_none() && qp_type != QpType::XrcIni;
     attr.cap = ibv_qp_cap {
         max_send_wr: cap.max_send_wr,
-        max_recv_wr: if srq.is_some() { 0 } else { cap.max_recv_wr },
+        max_recv_wr: if has_receives { cap.max_recv_wr } else { 0 },
         max_send_sge: cap.max_send_sge,
-        max_recv_sge: if srq.is_some() { 0 } else { cap.max_recv_sge },
+        max_recv_sge: if has_receives { cap.max_recv_sge } else { 0 },
         max_inline_data: cap.max_inline,
     };
+    show(&mut locked, context, id, pd.handle(), attr, builder)
+}
+
+/// Creates the receiving end of an extended connection, which has no queues of its own.
+pub(crate) fn create_xrc_target(
+    xrcd: Ref<Xrcd>,
+    attr: &mut ibv_qp_init_attr,
+) -> Result<Ref<Qp>, Errno> {
+    let context = xrcd.context;
+    let mut locked = context.lock();
+    let id = locked.nic.create_qp(&QpInitAttr::xrc_target(xrcd.id))?;
+    attr.cap = ibv_qp_cap::default();
+    attr.send_cq = ptr::null_mut();
+    attr.recv_cq = ptr::null_mut();
+    attr.srq = ptr::null_mut();
+    show(&mut locked, context, id, ptr::null_mut(), attr, None)
+}
+
+/// Makes the object of a queue pair of the device.
+fn show(
+    locked: &mut Locked<'_>,
+    context: Ref<Context>,
+    id: QpId,
+    pd: *mut ibv_pd,
+    attr: &ibv_qp_init_attr,
+    builder: Option<Builder>,
+) -> Result<Ref<Qp>, Errno> {
     // SAFETY: all-zero bytes are valid: no function, an unlocked mutex.
     let mut c: ibv_qp_ex = unsafe { zeroed() };
     c.qp_base.context = context.handle();
     c.qp_base.qp_context = attr.qp_context;
-    c.qp_base.pd = pd.handle();
+    c.qp_base.pd = pd;
     c.qp_base.send_cq = attr.send_cq;
     c.qp_base.recv_cq = attr.recv_cq;
     c.qp_base.srq = attr.srq;
@@ -208,7 +245,8 @@ pub(crate) fn create_qp_by(
         Qp {
             context,
             id,
-            is_datagram: qp_type == QpType::Ud,
+            is_datagram: attr.qp_type == IBV_QPT_UD,
+            is_xrc: attr.qp_type == IBV_QPT_XRC_SEND,
             init: *attr,
             builder,
             groups: Mutex::default(),
@@ -370,7 +408,7 @@ pub(crate) unsafe extern "C" fn ibv_create_srq(
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
         let attr = unsafe { &mut *attr };
-        create_srq(pd, attr.srq_context, &mut attr.attr)
+        create_srq(pd, attr.srq_context, &mut attr.attr, None)
     }))
 }
 
@@ -383,12 +421,36 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
     pointer(unsafe { context_of(context) }.and_then(|_| {
         // SAFETY: as above.
         let attr = unsafe { &mut *attr };
-        if attr.comp_mask & IBV_SRQ_INIT_ATTR_TYPE != 0 && attr.srq_type != IBV_SRQT_BASIC {
-            return Err(Errno::UNSUPPORTED);
-        }
+        let has = |bit| attr.comp_mask & bit != 0;
+        let srq_type = match has(IBV_SRQ_INIT_ATTR_TYPE) {
+            true => attr.srq_type,
+            false => IBV_SRQT_BASIC,
+        };
         // SAFETY: as above.
         let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
-        create_srq(pd, attr.srq_context, &mut attr.attr)
+        let extended = match srq_type {
+            IBV_SRQT_BASIC => None,
+            IBV_SRQT_XRC if has(IBV_SRQ_INIT_ATTR_XRCD) && has(IBV_SRQ_INIT_ATTR_CQ) => {
+                // SAFETY: as above.
+                let (xrcd, cq) =
+                    unsafe { (Ref::<Xrcd>::get(attr.xrcd)?, Ref::<Cq>::get(attr.cq)?) };
+                Some((xrcd.id, cq.id))
+            }
+            IBV_SRQT_XRC => return Err(Errno::INVALID),
+            _ => return Err(Errno::UNSUPPORTED),
+        };
+        create_srq(pd, attr.srq_context, &mut attr.attr, extended)
+    }))
+}
+
+/// `ibv_get_srq_num(3)`.
+pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, to: *mut u32) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
+        let ours = srq.context.lock().nic.srq_num(srq.id)?;
+        // SAFETY: the program gives a place for the number.
+        unsafe { to.write(ours) };
+        Ok(())
     }))
 }
 
@@ -396,6 +458,7 @@ fn create_srq(
     pd: Ref<Pd>,
     srq_context: *mut std::ffi::c_void,
     attr: &mut ibv_srq_attr,
+    extended: Option<(XrcdId, CqId)>,
 ) -> Result<*mut ibv_srq, Errno> {
     let context = pd.context;
     let mut locked = context.lock();
@@ -404,7 +467,10 @@ fn create_srq(
         max_sge: attr.max_sge.max(1),
         limit: 0,
     };
-    let id = locked.nic.create_srq(pd.id, ours)?;
+    let id = match extended {
+        None => locked.nic.create_srq(pd.id, ours)?,
+        Some((xrcd, cq)) => locked.nic.create_xrc_srq(pd.id, xrcd, cq, ours)?,
+    };
     attr.max_wr = ours.max_wr;
     attr.max_sge = ours.max_sge;
     // SAFETY: all-zero bytes are valid: an unlocked mutex.

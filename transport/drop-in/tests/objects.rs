@@ -150,7 +150,6 @@ fn device_memory_is_reached_by_calls_and_by_peers() {
             (0, 65, ZERO_BASED),
             (60, 8, ZERO_BASED),
             (u64::MAX, 2, ZERO_BASED),
-            (0, 0, ZERO_BASED),
             (0, 64, IBV_ACCESS_LOCAL_WRITE),
         ] {
             assert!(register(offset, length, access).is_null());
@@ -276,10 +275,15 @@ fn a_group_is_joined_and_left() {
     assert_eq!(destroy(qp), 0);
 }
 
+/// Bytes that are aligned as the kernel's structures.
+#[repr(align(8))]
+struct Aligned<const N: usize>([u8; N]);
+
 #[test]
 fn structures_of_the_kernel_are_converted() {
     // Bytes as the kernel's headers lay them out, each one another.
-    let bytes: [u8; 144] = std::array::from_fn(|i| i as u8);
+    let aligned = Aligned::<144>(std::array::from_fn(|i| i as u8));
+    let bytes = &aligned.0;
     let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
     // SAFETY: all-zero bytes are valid for the structures; the kernel's are as long as they are.
     unsafe {
@@ -305,8 +309,8 @@ fn structures_of_the_kernel_are_converted() {
         assert_eq!(attr.rate_limit, 5);
 
         let mut path: ibv_sa_path_rec = zeroed();
-        let mut back = [0u8; 64];
-        let mut record = [0u8; 64];
+        let mut aligned = (Aligned([0u8; 64]), Aligned([0u8; 64]));
+        let (back, record) = (&mut aligned.0.0, &mut aligned.1.0);
         record.copy_from_slice(&bytes[..64]);
         // The code of the MTU has one byte in the other structure, and one is padding.
         record[48..52].copy_from_slice(&4u32.to_ne_bytes());
@@ -316,5 +320,88 @@ fn structures_of_the_kernel_are_converted() {
         call!(ibv_copy_path_rec_to_kern(back.as_mut_ptr() => *mut u8,
             &raw const path => *const ibv_sa_path_rec));
         assert_eq!(back, record);
+    }
+}
+
+#[test]
+fn an_extended_connection_reaches_the_queue_that_a_request_names() {
+    let device = Device::open("riser0");
+    let table = device.table();
+    let cq = device.create_cq(10);
+    // SAFETY: the pointers are valid, or must be refused; all-zero bytes are valid attributes.
+    unsafe {
+        let open = |fd, oflags| {
+            let mut attr = ibv_xrcd_init_attr {
+                comp_mask: 3,
+                fd,
+                oflags,
+            };
+            table.open_xrcd.unwrap()(device.context, &raw mut attr)
+        };
+        let close = table.close_xrcd.unwrap();
+        assert!(open(-1, 0).is_null());
+        let file = libc::memfd_create(c"xrcd".as_ptr(), 0);
+        assert!(open(file, 0).is_null(), "it does not exist yet");
+        let xrcd = open(file, libc::O_CREAT);
+        assert!(!xrcd.is_null(), "{}", errno());
+        assert!(open(file, libc::O_CREAT | libc::O_EXCL).is_null());
+        let same = open(file, 0);
+        assert!(!same.is_null());
+
+        let mut attr: ibv_srq_init_attr_ex = zeroed();
+        attr.attr.max_wr = 4;
+        attr.attr.max_sge = 1;
+        attr.pd = device.pd;
+        attr.srq_type = IBV_SRQT_XRC;
+        attr.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD;
+        let create_srq = table.create_srq_ex.unwrap();
+        let none = create_srq(device.context, &raw mut attr);
+        assert!(none.is_null(), "without a domain");
+        attr.xrcd = same;
+        attr.cq = cq;
+        attr.comp_mask |= IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
+        let srq = create_srq(device.context, &raw mut attr);
+        assert!(!srq.is_null(), "{}", errno());
+        let mut number = 0;
+        assert_eq!(table.get_srq_num.unwrap()(srq, &raw mut number), 0);
+
+        let mut attr: ibv_qp_init_attr_ex = zeroed();
+        attr.qp_type = IBV_QPT_XRC_RECV;
+        assert!(device.create_qp_ex(&mut attr).is_null(), "without a domain");
+        attr.xrcd = xrcd;
+        attr.comp_mask = IBV_QP_INIT_ATTR_XRCD;
+        let target = device.create_qp_ex(&mut attr);
+        assert!(!target.is_null(), "{}", errno());
+        let mut attr = device.qp_attr(cq, IBV_QPT_XRC_SEND, SENDS);
+        attr.recv_cq = ptr::null_mut();
+        let initiator = device.create_qp_ex(&mut attr);
+        assert!(!initiator.is_null(), "{}", errno());
+        to_rts(target, device.gid(), (*initiator).qp_num);
+        to_rts(initiator, device.gid(), (*target).qp_num);
+
+        let mut wr: ibv_recv_wr = zeroed();
+        wr.wr_id = 3;
+        let mut bad = ptr::null_mut();
+        let post = (*device.context).ops.post_srq_recv.unwrap();
+        assert_eq!(post(srq, &raw mut wr, &raw mut bad), 0);
+        let qp = extended(initiator);
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_send.unwrap()(qp);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), libc::EINVAL, "to no queue");
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_send.unwrap()(qp);
+        (*qp).wr_set_xrc_srqn.unwrap()(qp, number);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+        let wc = completions(cq, 1)[0];
+        assert_eq!((wc.wr_id, wc.status), (3, IBV_WC_SUCCESS));
+
+        assert_eq!(close(same), 0);
+        assert_eq!(close(xrcd), libc::EBUSY, "it has queues");
+        for qp in [target, initiator] {
+            assert_eq!(call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int), 0);
+        }
+        assert_eq!(call!(ibv_destroy_srq(srq => *mut ibv_srq) -> c_int), 0);
+        assert_eq!(close(xrcd), 0);
+        assert_eq!(close(xrcd), libc::EINVAL, "twice");
     }
 }

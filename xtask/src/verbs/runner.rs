@@ -21,8 +21,8 @@ const SERVER: [u8; 4] = [127, 0, 17, 1];
 /// First port that is given to cases.
 const FIRST_PORT: usize = 21_000;
 
-/// Time from a device's socket to a listening server, and from one client to the next.
-const SETTLE: Duration = Duration::from_millis(300);
+/// Time that a server sleeps when it listens, and from one client to the next.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// Longest time that a server takes to get ready, and to end after its clients.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -298,9 +298,31 @@ fn wait_until_ready(server: &mut Process, ready: Ready, port: &str) -> Result<()
         std::thread::sleep(LOOK);
     }
     if ready == Ready::Device {
-        std::thread::sleep(SETTLE);
+        // It listens when it has nothing to do but to wait. One that never sleeps has had the time.
+        let pid = server.child.id();
+        let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());
+        while since.elapsed() < SETTLE && Instant::now() < until {
+            std::thread::sleep(LOOK);
+            let now = cpu_of_sleeper(pid);
+            if now.is_none() || now != used {
+                (used, since) = (now, Instant::now());
+            }
+        }
     }
     Ok(())
+}
+
+/// Ticks of the processor that a process has used, if it sleeps (`/proc/PID/stat`: fields 3, 14 and
+/// 15).
+fn cpu_of_sleeper(pid: u32) -> Option<(u64, u64)> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in brackets, may have spaces.
+    let (_, rest) = text.rsplit_once(") ")?;
+    let mut fields = rest.split(' ');
+    let state = fields.next()?;
+    let (user, system) = (fields.nth(10)?, fields.next()?);
+    let used = (user.parse().ok()?, system.parse().ok()?);
+    (state == "S").then_some(used)
 }
 
 /// Whether a TCP port of any address is listened at (`/proc/net/tcp`: state 0A).
@@ -477,6 +499,13 @@ mod tests {
         assert!(has_socket([127, 0, 17, 9], port));
         drop(udp);
         assert!(!has_socket([127, 0, 17, 9], port));
+        let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
+        let until = Instant::now() + PATIENCE;
+        while cpu_of_sleeper(sleeper.id()).is_none() {
+            assert!(Instant::now() < until, "sleep does not sleep");
+        }
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
         assert_eq!(address(2), "127.0.17.3");
         assert_eq!(file_name("a/b -c.log"), "a_b_-c.log");
     }

@@ -112,7 +112,8 @@ pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
     }))
 }
 
-/// `ibv_reg_dm_mr(3)`: addresses of the region count from 0, as those of device memory do.
+/// `ibv_reg_dm_mr(3)`: addresses of the region count from 0, as those of device memory do. It may have
+/// no bytes, as with adapters.
 pub(crate) unsafe extern "C" fn reg_dm_mr(
     pd: *mut ibv_pd,
     dm: *mut ibv_dm,

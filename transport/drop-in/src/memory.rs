@@ -132,11 +132,14 @@ pub(crate) fn register(
     rights: Access,
     user: Option<Arc<()>>,
 ) -> Result<Ref<Mr>, Errno> {
-    let mr = pd
-        .context
-        .lock()
-        .nic
-        .reg_mr_iova(pd.id, memory, iova, rights)?;
+    let mr = {
+        let nic = &mut pd.context.lock().nic;
+        match memory.is_empty() {
+            // A region that nothing is mapped to has no bytes.
+            true => nic.alloc_fast_mr(pd.id, 1)?,
+            false => nic.reg_mr_iova(pd.id, memory, iova, rights)?,
+        }
+    };
     Ok(hand_out(pd, &mr, addr, user))
 }
 

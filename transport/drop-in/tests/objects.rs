@@ -155,6 +155,10 @@ fn device_memory_is_reached_by_calls_and_by_peers() {
             assert!(register(offset, length, access).is_null());
             assert_eq!(errno(), libc::EINVAL, "{offset} {length} {access}");
         }
+        let empty = register(64, 0, ZERO_BASED);
+        assert!(!empty.is_null(), "{}", errno());
+        assert_eq!((*empty).length, 0);
+        assert_eq!(call!(ibv_dereg_mr(empty => *mut ibv_mr) -> c_int), 0);
         let mr = register(32, 32, ZERO_BASED);
         assert!(!mr.is_null(), "{}", errno());
         let qp = pair.builder();

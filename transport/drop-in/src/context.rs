@@ -233,6 +233,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
                 max_cq_period: u16::MAX,
             },
             max_dm_size: DEVICE_MEMORY as u64,
+            xrc_odp_caps: ODP_ALL,
             device_cap_flags_ex: device_attr(&context).device_cap_flags.into(),
             phys_port_cnt_ex: 1,
             odp_caps: ibv_odp_caps {

@@ -281,6 +281,7 @@ impl Locked<'_> {
     /// A turn of the engine's thread; answers how long it may sleep, `None` without end.
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
+        state.share.flush();
         let is_driven = std::mem::take(&mut state.is_driven);
         if is_driven && !has_input && state.eager == 0 {
             state.thread_sleeps = false;
@@ -301,7 +302,7 @@ impl Locked<'_> {
         if rounds == ROUNDS || state.nic.arm_fds() {
             return Some(Duration::ZERO);
         }
-        if state.eager > 0 {
+        if state.eager > 0 || state.share.flush() {
             state.thread_sleeps = false;
             return Some(TICK);
         }

@@ -21,12 +21,14 @@
 //! Not here: listeners at bare service ids. Their requests are handled by the process that reads
 //! them.
 
+use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -66,6 +68,9 @@ const REMINDER: Duration = Duration::from_millis(20);
 
 /// Bytes of socket buffer for requests.
 const FRONT_BUFFER: usize = 512 << 10;
+
+/// Packets that wait for room in mailboxes.
+const MAX_WAITING: usize = 512;
 
 /// Room for a message with the longest packet.
 const MESSAGE: usize = 8 << 10;
@@ -110,6 +115,8 @@ pub(crate) struct Share {
     /// slot has a process.
     group: Vec<OwnedFd>,
     mailbox: OwnedFd,
+    /// Packets for processes whose mailboxes are full: the kernel gives them few places.
+    waiting: Mutex<VecDeque<(u8, ForwardedPacket)>>,
 }
 
 /// A message between processes of an address: its first byte.
@@ -170,6 +177,7 @@ impl Share {
             ports,
             group,
             mailbox,
+            waiting: Mutex::new(VecDeque::new()),
         })
     }
 
@@ -230,7 +238,7 @@ impl Share {
             }
             // A packet for a process that has ended is lost, like others on their way to it.
             if let Ok(slot) = u8::try_from(packet.worker) {
-                self.send(slot, &packet);
+                self.forward(slot, &packet);
             }
             return None;
         }
@@ -242,7 +250,7 @@ impl Share {
             // It belongs to a request that any of the processes may have had.
             Some(Ok(_)) => {
                 for slot in (1..SLOTS).filter(|slot| *slot != self.slot) {
-                    self.send(slot, &packet);
+                    self.forward(slot, &packet);
                 }
                 return Some(packet);
             }
@@ -255,15 +263,50 @@ impl Share {
         if owner == 0 || owner == self.slot {
             return Some(packet);
         }
-        if self.send(owner, &packet) {
+        if self.forward(owner, &packet) {
             return None;
         }
         // Where nobody listens, somebody has to say so: this process.
         Some(packet)
     }
 
-    /// Sends a packet to another process; false where the slot has none.
-    fn send(&self, slot: u8, packet: &ForwardedPacket) -> bool {
+    /// Sends a packet to another process, now or later; false where the slot has none.
+    fn forward(&self, slot: u8, packet: &ForwardedPacket) -> bool {
+        match self.send(slot, packet) {
+            Err(Os::CONNREFUSED) => false,
+            Err(Os::AGAIN) => {
+                let mut waiting = self.waiting();
+                // Beyond that packets are lost, as in a full socket.
+                if waiting.len() < MAX_WAITING {
+                    waiting.push_back((slot, packet.clone()));
+                }
+                true
+            }
+            _ => true,
+        }
+    }
+
+    /// Sends what waits for room in a mailbox. Returns whether there is more.
+    pub(crate) fn flush(&self) -> bool {
+        let mut waiting = self.waiting();
+        while let Some((slot, packet)) = waiting.front() {
+            if self.send(*slot, packet) == Err(Os::AGAIN) {
+                return true;
+            }
+            waiting.pop_front();
+        }
+        false
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<(u8, ForwardedPacket)>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a packet to another process.
+    ///
+    /// # Errors
+    /// `ECONNREFUSED` where the slot has none, `EAGAIN` where its mailbox is full.
+    fn send(&self, slot: u8, packet: &ForwardedPacket) -> Result<(), Os> {
         let mut head = [0u8; 21];
         head[0] = Message::Packet as u8;
         head[1] = packet.ip.traffic_class;
@@ -274,15 +317,11 @@ impl Share {
             IpAddr::V6(ip) => ip,
         };
         head[5..].copy_from_slice(&ip.octets());
-        let Ok(to) = name(self.addr, Some(slot)) else {
-            return false;
-        };
+        let to = name(self.addr, Some(slot))?;
         let parts = [IoSlice::new(&head), IoSlice::new(&packet.bytes)];
         let mut none = SendAncillaryBuffer::default();
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        let sent = sendmsg_addr(&self.mailbox, &to, &parts, &mut none, flags);
-        // A full mailbox loses packets as a full socket does.
-        sent != Err(Os::CONNREFUSED)
+        sendmsg_addr(&self.mailbox, &to, &parts, &mut none, flags).map(drop)
     }
 
     /// Reads a message; `None` where there is none.
@@ -681,6 +720,23 @@ mod tests {
         assert_eq!(packet.src, peer.local_addr().unwrap());
         ask();
         assert!(second.poll_packet().is_some());
+
+        // More than a mailbox takes.
+        for _ in 0..100 {
+            ask();
+            assert!(first.poll_packet().is_none());
+        }
+        let mut came = 0;
+        loop {
+            let waits = first.flush();
+            while second.poll_packet().is_some() {
+                came += 1;
+            }
+            if !waits {
+                break;
+            }
+        }
+        assert_eq!(came, 100);
 
         // Where nobody listens, the process that reads it says so.
         drop(second);

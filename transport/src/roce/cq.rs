@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::verbs::{Completion, CqAttr, CqInitAttr, Moderation, Notify, VerbsError};
+use crate::verbs::{Completion, CqAttr, CqInitAttr, Moderation, Notify, QpId, VerbsError};
 
 /// Result of adding a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -255,6 +255,16 @@ impl Cq {
         Ok(n)
     }
 
+    /// Removes the completions of a queue pair that goes back to RESET: they are of its life before, as
+    /// those of adapters are (IBTA 11.2.4.2 leaves it open).
+    pub fn forget(&mut self, qp: QpId) {
+        if let Some(times) = &mut self.times {
+            let mut entries = self.entries.iter();
+            times.retain(|_| entries.next().is_some_and(|entry| entry.qp != qp));
+        }
+        self.entries.retain(|entry| entry.qp != qp);
+    }
+
     /// Arms the queue; a later call replaces an earlier one, but a solicited notification does not
     /// weaken one for the next completion (IBTA 11.4.2.2). Answers whether completions wait.
     pub fn arm(&mut self, notify: Notify) -> bool {
@@ -286,7 +296,7 @@ impl Cq {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::verbs::{Handle, QpId, WcOpcode, WcStatus, WrId};
+    use crate::verbs::{Handle, WcOpcode, WcStatus, WrId};
 
     fn wc(n: u64) -> Completion {
         let qp = QpId(Handle::new(0, 1));
@@ -305,6 +315,28 @@ mod tests {
         assert_eq!(cq.poll(3, &mut out), Ok(0));
         let ids: Vec<u64> = out.iter().map(|c| c.wr_id.0).collect();
         assert_eq!(ids, [9, 0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn completions_of_a_queue_pair_are_forgotten_with_their_times() {
+        let mut cq = Cq::new(&CqInitAttr {
+            is_timed: true,
+            ..CqInitAttr::new(4)
+        });
+        let other = QpId(Handle::new(1, 1));
+        for n in 0..4 {
+            let completion = wc(n);
+            let qp = if n % 2 == 0 { completion.qp } else { other };
+            cq.push(Completion { qp, ..completion });
+            cq.stamp(n * 10);
+        }
+        cq.forget(other);
+        let mut out = Vec::new();
+        assert_eq!(
+            cq.poll_timed(9, |c, time| out.push((c.wr_id.0, time))),
+            Ok(2)
+        );
+        assert_eq!(out, [(0, 0), (2, 20)]);
     }
 
     #[test]

@@ -295,6 +295,14 @@ impl Nic {
         }
         self.apply(id, from, to, attr)?;
         self.settle(id);
+        if to == QpState::Reset {
+            let qp = self.qps.get(id)?;
+            for cq in [qp.send_cq, qp.recv_cq] {
+                if let Ok(cq) = self.cqs.get_mut(cq) {
+                    cq.forget(id);
+                }
+            }
+        }
         Ok(())
     }
 

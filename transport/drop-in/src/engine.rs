@@ -177,7 +177,6 @@ impl Engine {
         HANDLERS.call_once(|| {
             // SAFETY: the function may be called at any time.
             unsafe { libc::atexit(flush) };
-            crate::fork::install();
         });
         Ok(engine)
     }

@@ -10,7 +10,7 @@
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use crate::engine::{ENGINES, Engine, Engines, State};
 
@@ -29,6 +29,11 @@ static HELD: Mutex<Option<Held>> = Mutex::new(None);
 
 /// Has the handlers called at each `fork` from now on.
 pub(crate) fn install() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(add_handlers);
+}
+
+fn add_handlers() {
     // SAFETY: the handlers may be called at any time.
     let error = unsafe { libc::pthread_atfork(Some(prepare), Some(release), Some(begin_child)) };
     if error != 0 {

@@ -37,7 +37,9 @@ pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut
 /// Those of [`Engine::open`].
 pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     let config = &device.config;
-    let engine = Engine::open(&config.clone()).map_err(|error| {
+    // Before there is a lock that a copy of the process could find taken.
+    crate::fork::install();
+    let engine = Engine::open(config).map_err(|error| {
         let (name, addr) = (&config.name, config.addr);
         error!("cannot open {name} at {addr}: {error}");
         Errno::from(error)

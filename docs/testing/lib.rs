@@ -30,6 +30,7 @@ const DOCUMENTS: &[&str] = &[
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "SECURITY.md",
+    "docs/verbs.md",
 ];
 
 /// Returns the repository's root folder.

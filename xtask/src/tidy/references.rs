@@ -9,12 +9,13 @@ use std::path::Path;
 use super::sources;
 use crate::Failure;
 
-/// Documents at the root of the tree. The changelog may name what is gone.
+/// Documents beside the book. The changelog may name what is gone.
 const DOCUMENTS: &[&str] = &[
     "README.md",
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "docs/verbs.md",
 ];
 
 /// Finds names of files and functions that do not exist: the line of the list of what is known, and

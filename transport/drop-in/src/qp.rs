@@ -27,6 +27,9 @@ use crate::queue::Unacknowledged;
 /// back to it.
 const BLOCK_SELF_MCAST: u32 = 1 << 1;
 
+/// Inline data that every queue pair takes, in bytes.
+const LEAST_INLINE: u32 = 64;
+
 /// A queue pair.
 pub(crate) struct Qp {
     pub(crate) context: Ref<Context>,
@@ -174,7 +177,8 @@ pub(crate) fn create_qp_by(
         max_recv_wr: attr.cap.max_recv_wr.max(1),
         max_send_sge: attr.cap.max_send_sge.max(1),
         max_recv_sge: attr.cap.max_recv_sge.max(1),
-        max_inline: attr.cap.max_inline_data,
+        // Programs send a few bytes inline without having asked for it, as adapters let them.
+        max_inline: attr.cap.max_inline_data.max(LEAST_INLINE),
     };
     let builder = extra
         .send_ops

@@ -35,51 +35,10 @@ pub(crate) const NEEDS: &[Need] = &[
 
 /// Cases and tests that are known not to work yet, by the beginning of their paths (`--list`), with
 /// the reason. They are counted apart, and only `--not-yet` runs them.
-const NOT_YET: &[(&str, &str)] = &[
-    ("pingpong/ibv_rc_pingpong -c -N", EXTENDED),
-    ("pingpong/ibv_rc_pingpong -c -t", EXTENDED),
-    ("pingpong/ibv_rc_pingpong -c -o", ODP),
-    ("pingpong/ibv_rc_pingpong -c -O", ODP),
-    ("pingpong/ibv_rc_pingpong -c -j", "no memory of a device"),
-    ("pingpong/ibv_xsrq_pingpong", XRC),
-    (
-        "rdmacm/rping -q",
-        "rdma_connect without a queue pair of the identifier",
-    ),
-    ("rdmacm/ucmatose -P ib", "port space IB"),
-    ("rdmacm/udaddy -p 2", "port space IPOIB"),
-    ("rdmacm/udaddy", "address handles made of a completion"),
-    ("rdmacm/mckey", "multicast in librdmacm"),
-    ("rdmacm/rdma_xclient -c x", XRC),
-    (
-        "rdmacm/rdma_xclient",
-        "a send of registered memory by rdma_post_send is refused",
-    ),
-    ("perftest/ib_send_bw -c XRC", XRC),
-    ("perftest/ib_send_lat -c XRC", XRC),
-    ("perftest/ib_write_bw -c XRC", XRC),
-    ("perftest/ib_write_lat -c XRC", XRC),
-    ("perftest/ib_read_bw -c XRC", XRC),
-    ("perftest/ib_read_lat -c XRC", XRC),
-    ("perftest/ib_atomic_bw -c XRC", XRC),
-    ("perftest/ib_atomic_lat -c XRC", XRC),
-    ("perftest/ib_write_bw -c RC --odp", ODP),
-    ("perftest/ib_read_bw -c RC --odp", ODP),
-    (
-        "perftest/ib_send_bw -c UC -a",
-        "the receiver waits for messages that were dropped",
-    ),
-    ("pyverbs/test_mr.MWTest", WINDOWS),
-    (
-        "pyverbs/test_qpex.QpExTestCase.test_qp_ex_rc_bind_mw",
-        WINDOWS,
-    ),
-];
-
-const EXTENDED: &str = "no extended queue pairs and completion queues";
-const ODP: &str = "no on-demand paging";
-const WINDOWS: &str = "no memory windows";
-const XRC: &str = "no extended reliable connections";
+const NOT_YET: &[(&str, &str)] = &[(
+    "rdmacm/rdma_xclient -c x",
+    "no extended reliable connections in librdmacm",
+)];
 
 /// Group and name of the comparison of symbols.
 const SYMBOLS: &str = "symbols/exports";

@@ -24,6 +24,9 @@ const FIRST_PORT: usize = 21_000;
 /// Time that a server sleeps when it listens, and from one client to the next.
 const SETTLE: Duration = Duration::from_secs(1);
 
+/// Time after which a server that does not sleep listens all the same.
+const BUSY: Duration = Duration::from_secs(3);
+
 /// Longest time that a server takes to get ready, and to end after its clients.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -279,6 +282,7 @@ fn wait_until_ready(server: &mut Process, ready: Ready, port: &str) -> Result<()
     loop {
         let is_ready = match ready {
             Ready::Port => is_listening(port),
+            Ready::Datagrams => has_socket(SERVER, port),
             Ready::Device => has_socket(SERVER, 4791),
             Ready::Says(words) => server.said().contains(words),
         };
@@ -301,6 +305,7 @@ fn wait_until_ready(server: &mut Process, ready: Ready, port: &str) -> Result<()
         // It listens when it has nothing to do but to wait. One that never sleeps has had the time.
         let pid = server.child.id();
         let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());
+        let until = Instant::now() + BUSY;
         while since.elapsed() < SETTLE && Instant::now() < until {
             std::thread::sleep(LOOK);
             let now = cpu_of_sleeper(pid);

@@ -367,7 +367,7 @@ impl Test {
         let sizes = match (is_atomic, is_bandwidth) {
             (true, _) => "-n 500",
             (false, true) => "-a -n 20 -t 16",
-            (false, false) => "-a -n 20",
+            (false, false) => "-a -n 5",
         };
         let mut options = Vec::new();
         for service in self.services {
@@ -406,7 +406,7 @@ impl Test {
         let name = format!("{program} {options}");
         Case::pair("perftest", &name, [&server, &client], &[figures])
             .ready(ready)
-            .seconds(60)
+            .seconds(90)
     }
 }
 

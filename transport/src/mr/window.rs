@@ -108,14 +108,17 @@ impl MrTable {
         let segments = self.window_segments(pd, wr)?;
         self.unbind(slot);
         let region = wr.mr.0.index() as u32;
-        self.slots[region as usize].windows += 1;
+        let holder = &mut self.slots[region as usize];
+        holder.windows += 1;
+        // Nothing keeps the pages of such a region, and the window has no others.
+        let on_demand = holder.access & Access::ON_DEMAND;
         if mw_type == MwType::Type2 {
             self.by_qp.insert((qp, slot as u32));
         }
         let window = &mut self.slots[slot];
         window.binding = Some(Binding { region, qp });
         window.key = wr.key.0;
-        window.access = wr.access;
+        window.access = wr.access | on_demand;
         window.base = if wr.access.contains(Access::ZERO_BASED) {
             0
         } else {
@@ -323,6 +326,26 @@ mod tests {
             Err(KeyError::Key)
         );
         b.mrs.dereg(b.mr.id).unwrap();
+    }
+
+    #[test]
+    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    fn a_window_of_an_on_demand_region_gives_nothing_that_is_not_mapped() {
+        let mut b = bench(Access::MW_BIND);
+        // SAFETY: what is not mapped is found out before it is touched.
+        let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
+        let access = Access::MW_BIND | Access::LOCAL_WRITE | Access::ON_DEMAND;
+        b.mr = b.mrs.reg(PD, &space.whole(), access).unwrap();
+        let mapped = b.memory.addr();
+        for mw_type in [MwType::Type1, MwType::Type2] {
+            let mw = b.mrs.alloc_window(PD, mw_type).unwrap();
+            let wr = b.wr(&mw, 0, 1 << 47, READ | WRITE);
+            b.mrs.bind(PD, QP, &wr).unwrap();
+            for right in [READ, WRITE] {
+                assert_eq!(b.get(QP, wr.key, mapped, 4096, right), Ok(()));
+                assert_eq!(b.get(QP, wr.key, 8, 1, right), Err(KeyError::Range));
+            }
+        }
     }
 
     #[test]

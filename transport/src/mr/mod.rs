@@ -30,6 +30,7 @@ mod window;
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, VecDeque};
+use std::ops::Range;
 
 use riser_memory::MemSlice;
 use thiserror::Error;
@@ -420,12 +421,27 @@ impl MrTable {
     /// # Errors
     /// [`KeyError`]; never for an entry of length 0.
     pub fn resolve_local(&self, pd: PdId, sge: &Sge, write: bool) -> Result<Span<'_>, KeyError> {
+        self.resolve_local_part(pd, sge, 0..sge.length as usize, write)
+    }
+
+    /// As [`MrTable::resolve_local`], where no byte outside `part` of the entry will be accessed: a
+    /// packet of a message must not cost more than its own bytes, however long the entry is.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn resolve_local_part(
+        &self,
+        pd: PdId,
+        sge: &Sge,
+        part: Range<usize>,
+        write: bool,
+    ) -> Result<Span<'_>, KeyError> {
         let right = if write {
             Access::LOCAL_WRITE
         } else {
             Access::empty()
         };
-        self.resolve(pd, None, sge.lkey.0, sge.addr, sge.length, right)
+        self.resolve(pd, None, sge.lkey.0, sge.addr, sge.length, right, part)
     }
 
     /// The memory of a range of `len` bytes at `addr` that the peer of a queue pair names, for which
@@ -442,10 +458,30 @@ impl MrTable {
         len: u32,
         right: Access,
     ) -> Result<Span<'_>, KeyError> {
-        debug_assert!(!(right & Access::REMOTE).is_empty(), "a remote right");
-        self.resolve(pd, Some(qp), key.0, addr, len, right)
+        self.resolve_remote_head(pd, qp, key, addr, len, len as usize, right)
     }
 
+    /// As [`MrTable::resolve_remote`], where only the first `head` bytes of the range will be
+    /// accessed: the length that a peer announces must not cost anything by itself.
+    ///
+    /// # Errors
+    /// As there.
+    #[allow(clippy::too_many_arguments, reason = "what a peer's packet names")]
+    pub fn resolve_remote_head(
+        &self,
+        pd: PdId,
+        qp: QpId,
+        key: RKey,
+        addr: u64,
+        len: u32,
+        head: usize,
+        right: Access,
+    ) -> Result<Span<'_>, KeyError> {
+        debug_assert!(!(right & Access::REMOTE).is_empty(), "a remote right");
+        self.resolve(pd, Some(qp), key.0, addr, len, right, 0..head)
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "those of its callers")]
     fn resolve(
         &self,
         pd: PdId,
@@ -454,6 +490,7 @@ impl MrTable {
         addr: u64,
         len: u32,
         right: Access,
+        accessed: Range<usize>,
     ) -> Result<Span<'_>, KeyError> {
         if len == 0 {
             return Ok(Span::EMPTY);
@@ -477,7 +514,8 @@ impl MrTable {
             // Nothing has kept its pages, so part of the range may not be mapped. A right to write
             // was asked for, or none but to read.
             let write = !(right - Access::REMOTE_READ).is_empty();
-            span.populate(write).map_err(|_| KeyError::Range)?;
+            let accessed = span.part(accessed);
+            accessed.populate(write).map_err(|_| KeyError::Range)?;
         }
         Ok(span)
     }
@@ -875,6 +913,40 @@ mod tests {
             let unmapped = mrs.resolve_remote(PD, QP, mr.rkey, addr, length, Access::REMOTE_READ);
             assert_eq!(unmapped.unwrap_err(), KeyError::Range, "{addr:#x}+{length}");
         }
+    }
+
+    #[test]
+    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    fn on_demand_only_what_is_accessed_is_populated() {
+        use crate::rc::{RecvQueue, RecvWqe};
+        use crate::verbs::{RecvWr, WrId};
+
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        // SAFETY: what is not mapped is found out before it is touched.
+        let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
+        let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::ON_DEMAND;
+        let mr = mrs.reg(PD, &space.whole(), all).unwrap();
+        // A peer's short message, to a receive that is as long as no memory of this process.
+        let sge = sge(memory.addr(), 1 << 31, mr.lkey);
+        let mut rq = RecvQueue::new(1, 1);
+        let (wr_id, sges) = (WrId(1), &[sge][..]);
+        rq.post(&[RecvWr { wr_id, sges }]).unwrap();
+        let mut wqe = RecvWqe::new(1);
+        assert!(rq.pop(&mut wqe));
+        wqe.scatter(PD, &mrs, 8, b"short").unwrap();
+        assert_eq!(memory.slice(8..13).unwrap().to_vec(), b"short");
+        let beyond = wqe.scatter(PD, &mrs, 1 << 30, b"short");
+        assert_eq!(beyond, Err(KeyError::Range), "not mapped");
+        // The first packet of a WRITE that announces as much.
+        let (key, right) = (mr.rkey, Access::REMOTE_WRITE);
+        let head = |addr, head| {
+            mrs.resolve_remote_head(PD, QP, key, addr, 1 << 31, head, right)
+                .map(|span| span.len())
+        };
+        assert_eq!(head(memory.addr(), 4096), Ok(1 << 31));
+        assert_eq!(head(8, 4096), Err(KeyError::Range));
+        assert_eq!(head(8, 0), Ok(1 << 31), "its packets come later");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Ranges of regions: the way from a checked key to memory.
 
 use std::io;
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use riser_memory::{MemSlice, Memory, PAGE};
@@ -129,6 +130,17 @@ impl Span<'_> {
         self.pieces(offset, len, |slice, within, _, take| {
             out.push(slice.slice(within..within + take).expect("a part of it"));
         });
+    }
+
+    /// A part of it. Panics beyond its end.
+    #[must_use]
+    pub(super) fn part(&self, part: Range<usize>) -> Self {
+        assert!(part.start <= part.end && part.end <= self.len, "within it");
+        Self {
+            segments: self.segments,
+            start: self.start + part.start as u64,
+            len: part.len(),
+        }
     }
 
     /// Sees to it that the range is mapped and has its pages, to be written as well with `write`.

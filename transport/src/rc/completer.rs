@@ -165,7 +165,7 @@ impl Requester {
             offset,
             data.len(),
             |sge, within, done, take| {
-                let span = mrs.resolve_local(pd, sge, true)?;
+                let span = mrs.resolve_local_part(pd, sge, within..within + take, true)?;
                 span.write(within, &data[done..done + take]);
                 Ok(())
             },

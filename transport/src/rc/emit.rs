@@ -40,7 +40,7 @@ pub(crate) fn gather(
         Payload::Sges(sges) => sges,
     };
     walk(sges, offset, len, |sge, within, _, take| {
-        let span = mrs.resolve_local(pd, sge, false)?;
+        let span = mrs.resolve_local_part(pd, sge, within..within + take, false)?;
         if len <= COPIED {
             span.append_to(within, take, &mut tx.inline);
         } else {

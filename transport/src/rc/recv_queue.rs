@@ -77,12 +77,13 @@ impl RecvWqe {
         // Two passes: an entry with a bad key behind a good one must not leave half a packet in
         // the good one.
         if sges.len() > 1 {
-            walk(sges, offset, data.len(), |sge, _, _, _| {
-                mrs.resolve_local(pd, sge, true).map(drop)
+            walk(sges, offset, data.len(), |sge, within, _, take| {
+                let part = within..within + take;
+                mrs.resolve_local_part(pd, sge, part, true).map(drop)
             })?;
         }
         walk(sges, offset, data.len(), |sge, within, done, take| {
-            let span = mrs.resolve_local(pd, sge, true)?;
+            let span = mrs.resolve_local_part(pd, sge, within..within + take, true)?;
             span.write(within, &data[done..done + take]);
             Ok(())
         })

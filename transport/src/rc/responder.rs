@@ -355,12 +355,13 @@ impl Responder {
         // may have invalidated the key in the middle of a message.
         let span = ctx
             .mrs
-            .resolve_remote(
+            .resolve_remote_head(
                 self.pd,
                 ctx.cfg.qp,
                 rkey,
                 addr,
                 remaining,
+                pkt.payload.len(),
                 Access::REMOTE_WRITE,
             )
             .map_err(|_| Refusal::RemoteAccess)?;
@@ -402,7 +403,7 @@ impl Responder {
         // Checked now, although every response resolves the key again: a READ that cannot be
         // answered is refused by its own PSN and takes no resource.
         ctx.mrs
-            .resolve_remote(self.pd, ctx.cfg.qp, rkey, addr, len, Access::REMOTE_READ)
+            .resolve_remote_head(self.pd, ctx.cfg.qp, rkey, addr, len, 0, Access::REMOTE_READ)
             .map_err(|_| Refusal::RemoteAccess)?;
         let packets = plan_packets(len, ctx.link.mtu.bytes());
         let pd = self.pd;

@@ -197,9 +197,10 @@ impl Responder {
         // The whole rest of the range, and again with each packet, since the owner may have
         // invalidated the key in the middle of a message.
         let right = Access::REMOTE_WRITE;
+        let head = pkt.payload.len();
         let span = env
             .mrs
-            .resolve_remote(cfg.pd, cfg.qp, rkey, addr, remaining, right);
+            .resolve_remote_head(cfg.pd, cfg.qp, rkey, addr, remaining, head, right);
         let span = span.map_err(|_| End::Lost)?;
         // Before the payload is written: its last packet goes with its receive.
         if pkt.op.has_imm() {

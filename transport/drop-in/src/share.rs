@@ -75,6 +75,10 @@ const MAX_WAITING: usize = 512;
 /// Room for a message with the longest packet.
 const MESSAGE: usize = 8 << 10;
 
+/// Most messages, and packets for other processes, that are handled in a row: whoever sends them
+/// without end must not keep this process from its own work.
+const IN_A_ROW: usize = 64;
+
 /// Offset of the MAD in a packet: behind BTH and DETH.
 const MAD: usize = 20;
 const MAD_LEN: usize = 256;
@@ -204,15 +208,18 @@ impl Share {
         self.group.iter().chain([&self.mailbox]).map(AsFd::as_fd)
     }
 
-    /// The next packet for this process that has come to slot 0 or from another process.
+    /// The next packet for this process that has come to slot 0 or from another process. There may
+    /// be more behind many that are not for it: then a descriptor of [`Share::inputs`] is readable.
     pub(crate) fn poll_packet(&self) -> Option<ForwardedPacket> {
         let mut buffer = [0; MESSAGE];
-        while let Some(mail) = self.read_mail(&mut buffer) {
-            if let Mail::Packet(packet) = mail {
-                return Some(packet);
+        for _ in 0..IN_A_ROW {
+            match self.read_mail(&mut buffer) {
+                Some(Mail::Packet(packet)) => return Some(packet),
+                Some(Mail::Other) => {}
+                None => break,
             }
         }
-        loop {
+        for _ in 0..IN_A_ROW {
             let flags = RecvFlags::DONTWAIT;
             let (len, _, src) = recvfrom(&self.group[0], &mut buffer[..], flags).ok()?;
             let Some(src) = src.and_then(|src| SocketAddr::try_from(src).ok()) else {
@@ -228,6 +235,7 @@ impl Share {
                 return Some(ours);
             }
         }
+        None
     }
 
     /// Passes a packet on to the process that it is for; gives it back where that is this one.
@@ -694,11 +702,8 @@ mod tests {
         assert_eq!(first.take_port(port.0, port.1).unwrap(), 4000);
     }
 
-    #[test]
-    fn requests_reach_the_process_that_has_their_port() {
-        let first = Share::open(addr(3)).unwrap();
-        let second = open_beside(&first);
-        second.take_port(RdmaPortSpace::Udp, 7471).unwrap();
+    /// A question for the process that has port 7471 for datagrams.
+    fn question() -> Vec<u8> {
         let question = CmMessage::SidrReq(SidrReqMsg {
             request_id: CommId(0x0102_0304),
             pkey: PKey(0xffff),
@@ -709,6 +714,29 @@ mod tests {
         datagram[7] = 1;
         datagram.extend(question.emit(TransactionId(5)));
         datagram.extend([0; 4]);
+        datagram
+    }
+
+    #[test]
+    fn a_flood_for_another_process_does_not_keep_this_one() {
+        let first = Share::open(addr(6)).unwrap();
+        let second = open_beside(&first);
+        second.take_port(RdmaPortSpace::Udp, 7471).unwrap();
+        let peer = UdpSocket::bind((addr(7), 0)).unwrap();
+        for _ in 0..2 * IN_A_ROW {
+            peer.send_to(&question(), (addr(6), ROCE_PORT)).unwrap();
+        }
+        assert!(first.poll_packet().is_none());
+        let waits = |front| recvfrom(front, &mut [0; MESSAGE], RecvFlags::DONTWAIT).is_ok();
+        assert!(waits(&first.group[0]), "some are left for the next turn");
+    }
+
+    #[test]
+    fn requests_reach_the_process_that_has_their_port() {
+        let first = Share::open(addr(3)).unwrap();
+        let second = open_beside(&first);
+        second.take_port(RdmaPortSpace::Udp, 7471).unwrap();
+        let datagram = question();
         let peer = UdpSocket::bind((addr(4), 0)).unwrap();
         let ask = || peer.send_to(&datagram, (addr(3), ROCE_PORT)).unwrap();
 

@@ -19,7 +19,7 @@ use super::connection::AGAIN;
 use super::datagram_wire::{Header, MAX_HEADER, Op, UdpHeader};
 use super::ident::checked;
 use super::options::{Defaults, Options};
-use super::queue::{Buffer, Completions};
+use super::queue::{Buffer, Completions, drain};
 use super::stream::LOW_WATER;
 use crate::address::{ibv_create_ah, ibv_destroy_ah};
 use crate::cm::{device_at, device_towards, shared};
@@ -233,8 +233,7 @@ impl End {
 
     /// Takes the completions that have come. Answers whether there were any.
     fn progress(&mut self, mut receive: impl FnMut(SocketAddr, &[u8])) -> bool {
-        let mut is_changed = false;
-        loop {
+        drain(self.completions.entries(), || {
             let mut used = Vec::new();
             let (free, recv) = (&mut self.free, self.recv.memory());
             let n = self.completions.poll(|wc| {
@@ -258,11 +257,8 @@ impl End {
                 // It fails only where the queue pair does, which then receives nothing more.
                 let _ = self.post_recv(slot);
             }
-            if n == 0 {
-                return is_changed;
-            }
-            is_changed = true;
-        }
+            n
+        })
     }
 
     /// The way to a queue pair at an address.

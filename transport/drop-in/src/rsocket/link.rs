@@ -10,7 +10,7 @@ use riser_rdma_core_sys::bindings::*;
 
 use super::ident::{Ident, checked};
 use super::iomap::Maps;
-use super::queue::{Buffer, Completions};
+use super::queue::{Buffer, Completions, drain};
 use super::stream::{Control, Place, Remote, Sizes, Stream, TARGETS, Targets, Work, Write};
 use super::wire::{ConnData, IOMAP_LEN, Iomap, Message, SEGMENT_LEN, Segment};
 use crate::cm::{rdma_create_qp, rdma_destroy_qp};
@@ -183,8 +183,7 @@ impl Link {
     /// Handles the completions that have come, and posts the control messages that are due.
     /// Answers whether there were any.
     pub(super) fn progress(&mut self) -> bool {
-        let mut is_changed = false;
-        loop {
+        let is_changed = drain(self.completions.entries(), || {
             let stream = self.stream.as_mut().expect("the link is connected");
             let mut receives = 0;
             let n = self.completions.poll(|wc| {
@@ -195,11 +194,8 @@ impl Link {
                     self.stream().fail(errno);
                 }
             }
-            if n == 0 {
-                break;
-            }
-            is_changed = true;
-        }
+            n
+        });
         self.post_controls();
         is_changed
     }

@@ -19,6 +19,7 @@ const BATCH: usize = 16;
 pub(super) struct Completions {
     cq: *mut ibv_cq,
     channel: *mut ibv_comp_channel,
+    entries: usize,
 }
 
 // SAFETY: the library's calls may be made in any thread.
@@ -46,7 +47,12 @@ impl Completions {
                 ibv_destroy_comp_channel(channel);
                 return Err(errno);
             }
-            Ok(Self { cq, channel })
+            let entries = entries as usize;
+            Ok(Self {
+                cq,
+                channel,
+                entries,
+            })
         }
     }
 
@@ -80,7 +86,12 @@ impl Completions {
         is_taken
     }
 
-    /// Takes some completions; the caller goes on until there are none.
+    /// Completions that the queue has room for.
+    pub(super) fn entries(&self) -> usize {
+        self.entries
+    }
+
+    /// Takes some completions; the caller goes on by [`drain`].
     pub(super) fn poll(&self, mut each: impl FnMut(&ibv_wc)) -> usize {
         // SAFETY: all-zero bytes are valid for this plain C structure.
         let mut completions: [ibv_wc; BATCH] = unsafe { zeroed() };
@@ -90,6 +101,22 @@ impl Completions {
         completions[..n].iter().for_each(&mut each);
         n
     }
+}
+
+/// Calls `round`, which answers how many completions it has taken, until there are none, or it has
+/// taken as many as a queue holds. Answers whether there were any.
+///
+/// Then all are taken that had come before, and a later one has made the descriptor readable if the
+/// queue was armed. A peer that sends without end must not keep a call from returning.
+pub(super) fn drain(entries: usize, mut round: impl FnMut() -> usize) -> bool {
+    let mut taken = 0;
+    while taken < entries {
+        match round() {
+            0 => break,
+            n => taken += n,
+        }
+    }
+    taken > 0
 }
 
 impl Drop for Completions {
@@ -153,5 +180,25 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: the region is alive, and no one else has it.
         unsafe { ibv_dereg_mr(self.mr) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_that_never_is_empty_is_left() {
+        let mut calls = 0;
+        let mut round = |n| {
+            calls += 1;
+            n
+        };
+        assert!(drain(100, || round(BATCH)));
+        assert_eq!(calls, 100usize.div_ceil(BATCH));
+        assert!(!drain(100, || 0));
+        let mut left = [3, 2, 0].into_iter();
+        assert!(drain(100, || left.next().unwrap()));
+        assert_eq!(left.next(), None);
     }
 }

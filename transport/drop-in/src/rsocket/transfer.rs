@@ -69,6 +69,8 @@ fn write(
     let mut max = PIECES.0;
     let result = socket.attempt(flags, |inner| {
         let link = link(inner)?;
+        // Once in a row: what comes may be no reason to go on, and come without end.
+        let mut has_looked = false;
         loop {
             // The other end hears of iomaps before it gets data that may speak of them.
             let n = match link.announce_maps() {
@@ -79,12 +81,14 @@ fn write(
             done += n;
             if n > 0 {
                 max = (2 * max).min(PIECES.1);
+                has_looked = false;
                 continue;
             }
             why_not_writable(link)?;
-            if !link.progress() {
+            if has_looked || !link.progress() {
                 return Err(AGAIN);
             }
+            has_looked = true;
         }
     });
     if done > 0 {
@@ -105,13 +109,16 @@ pub(super) fn receive(socket: &Socket, into: &mut [u8], flags: c_int) -> Result<
     let mut done = 0;
     let result = socket.attempt(flags, |inner| {
         let link = link(inner)?;
+        // As above.
+        let mut has_looked = false;
         loop {
             let n = link.receive(&mut into[done..], is_peek);
             done += n;
             if done == into.len() || (done > 0 && !is_all) {
                 return Ok(());
             }
-            if n > 0 || link.progress() {
+            if n > 0 || !has_looked && link.progress() {
+                has_looked = n == 0;
                 continue;
             }
             let stream = link.stream();

@@ -345,7 +345,8 @@ impl Cm {
         let conn = self.known(id);
         let interval = conn.interval;
         if let Some(rep) = &mut conn.unconfirmed {
-            rep.until = rep.sent + longest;
+            // A repeated REQ may have given it more.
+            rep.until = rep.until.max(rep.sent + longest);
         }
         // The time that the MRA asks for, and after it the usual time for an answer.
         self.wait_until(id, now + service + interval);

@@ -129,3 +129,29 @@ fn an_unproven_address_gets_an_answer_for_each_request_and_a_few_beside() {
         assert_eq!(pair.p.id_count(), 1);
     }
 }
+
+#[test]
+fn a_peer_that_gets_the_rep_late_and_asks_for_time_is_not_cut_off() {
+    let mut pair = Pair::new();
+    let a = pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
+    let (_, req) = pair.a.poll_transmit().unwrap();
+    let mut p = None;
+    // All answers but the last are lost.
+    for _ in 0..7 {
+        pair.p.handle_timeout(pair.now);
+        while pair.p.poll_transmit().is_some() {}
+        pair.p.handle_mad(pair.now, addr(1), &req).unwrap();
+        while let Some(event) = pair.p.poll_event() {
+            let rep = rep_params(PASSIVE_QPN);
+            pair.p.send_rep(pair.now, event.id, &rep).unwrap();
+            p = Some(event.id);
+        }
+        pair.now += Duration::from_secs(4);
+    }
+    pair.p_to_a();
+    let time = CmTimeout::new(18);
+    pair.a.send_mra(a, time, PrivateData::default()).unwrap();
+    pair.a_to_p();
+    pair.p.handle_timeout(pair.now);
+    assert_eq!(pair.p.state(p.unwrap()), CmState::MraRepRcvd);
+}

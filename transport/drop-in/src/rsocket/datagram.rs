@@ -13,7 +13,7 @@ use std::ptr;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::SockAddr;
-use riser_transport::verbs::Gid;
+use riser_transport::verbs::{GRH_LEN, Gid};
 
 use super::connection::AGAIN;
 use super::datagram_wire::{Header, MAX_HEADER, Op, UdpHeader};
@@ -32,7 +32,7 @@ use crate::qp::{ibv_create_qp, ibv_destroy_qp, ibv_modify_qp};
 const SLOT: usize = LOW_WATER as usize;
 
 /// Bytes of the route header that is before each datagram received (IBTA 11.4.1.2).
-const GRH: usize = 40;
+const GRH: usize = GRH_LEN;
 
 /// Key of the queue pairs, which is that of the connection manager's datagrams.
 const QKEY: u32 = 0x0123_4567;
@@ -243,12 +243,12 @@ impl End {
                     return;
                 }
                 used.push(slot);
-                let length = (wc.byte_len as usize).saturating_sub(GRH).min(SLOT);
+                let length = (wc.byte_len as usize).min(GRH + SLOT);
                 if wc.status == IBV_WC_SUCCESS {
-                    let mut bytes = [0; SLOT];
-                    let at = slot as usize * (GRH + SLOT) + GRH;
+                    let mut bytes = [0; GRH + SLOT];
+                    let at = slot as usize * (GRH + SLOT);
                     recv.read(at, &mut bytes[..length]);
-                    if let Some((Header(from), data)) = Header::decode(&bytes[..length]) {
+                    if let Some((Header(from), data)) = Header::decode_received(&bytes[..length]) {
                         receive(from, data);
                     }
                 }

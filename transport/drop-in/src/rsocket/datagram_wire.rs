@@ -8,6 +8,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use arrayvec::ArrayVec;
+use riser_transport::verbs::{GRH_LEN, RouteHeader};
 
 /// Marks a datagram of this protocol.
 const TAG: u32 = 0x5555_5555;
@@ -117,8 +118,19 @@ impl Header {
         bytes
     }
 
+    /// The header of a received datagram, which is behind its route header, and the data behind it.
+    /// `None` for another protocol's, and where it names another host than the one that has sent it:
+    /// our program would take a stranger for that host, and answer there.
+    pub(super) fn decode_received(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (route, datagram) = bytes.split_first_chunk::<GRH_LEN>()?;
+        let source = RouteHeader::parse(route).ok()?.source;
+        let (header, data) = Self::decode(datagram)?;
+        let said = header.0.ip();
+        (said.to_canonical() == source.to_canonical()).then_some((header, data))
+    }
+
     /// The header of a datagram, and the data behind it. `None` for another protocol's.
-    pub(super) fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
+    fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let ([version, length], rest) = bytes.split_first_chunk()?;
         let (port, rest) = rest.split_first_chunk()?;
         let (addr, data) = match (version, length) {
@@ -168,6 +180,41 @@ mod tests {
             let encoded = header.encode();
             assert_eq!(Header::decode(&encoded), Some((header, &[][..])));
         }
+    }
+
+    #[test]
+    fn a_datagram_is_from_the_host_that_has_sent_it() {
+        let received = |source: IpAddr, said: SocketAddr| {
+            let route = RouteHeader {
+                source,
+                destination: source,
+                traffic_class: 0,
+                flow_label: 0,
+                hop_limit: 64,
+                identification: 0,
+                payload_len: 64,
+            };
+            let mut bytes = route.to_bytes().to_vec();
+            bytes.extend(Header(said).encode());
+            bytes.extend(b"data");
+            Header::decode_received(&bytes).map(|(header, data)| {
+                assert_eq!(data, b"data");
+                header
+            })
+        };
+        let hosts = [
+            IpAddr::from([10, 0, 0, 7]),
+            IpAddr::from([10, 0, 0, 8]),
+            Ipv6Addr::LOCALHOST.into(),
+        ];
+        for source in hosts {
+            for said in hosts.map(|host| SocketAddr::new(host, 5)) {
+                let is_true = source == said.ip();
+                assert_eq!(received(source, said), is_true.then_some(Header(said)));
+            }
+        }
+        assert_eq!(Header::decode_received(&[0; GRH_LEN + 8]), None);
+        assert_eq!(Header::decode_received(&[0; GRH_LEN - 1]), None);
     }
 
     #[test]

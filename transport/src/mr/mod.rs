@@ -238,6 +238,13 @@ impl MrTable {
         }
         let access = access.unwrap_or(region.access);
         check_access(access)?;
+        // Whether all of a range has to be mapped is found out with the range.
+        let changes_mapping = (access ^ region.access).contains(Access::ON_DEMAND);
+        if translation.is_none() && changes_mapping {
+            return Err(VerbsError::InvalidAccess(
+                "on-demand paging changes with the range only",
+            ));
+        }
         let (base, length) = translation.map_or((region.base, region.length), |(range, iova)| {
             (iova, range.len() as u64)
         });
@@ -913,6 +920,27 @@ mod tests {
             let unmapped = mrs.resolve_remote(PD, QP, mr.rkey, addr, length, Access::REMOTE_READ);
             assert_eq!(unmapped.unwrap_err(), KeyError::Range, "{addr:#x}+{length}");
         }
+    }
+
+    #[test]
+    fn on_demand_paging_changes_with_the_range_only() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let (range, read) = (memory.whole(), Access::REMOTE_READ);
+        let mr = mrs.reg(PD, &range, Access::ON_DEMAND).unwrap();
+        let change = |access, translation| MrChange {
+            translation,
+            pd: None,
+            access: Some(access),
+        };
+        let refused = mrs.rereg(mr.id, &change(read, None));
+        assert!(matches!(refused, Err(VerbsError::InvalidAccess(_))));
+        mrs.rereg(mr.id, &change(read | Access::ON_DEMAND, None))
+            .unwrap();
+        let again = Some((&range, range.addr()));
+        mrs.rereg(mr.id, &change(read, again)).unwrap();
+        let refused = mrs.rereg(mr.id, &change(Access::ON_DEMAND, None));
+        assert!(matches!(refused, Err(VerbsError::InvalidAccess(_))));
     }
 
     #[test]

@@ -328,6 +328,7 @@ fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
     // One span goes on across the parts: the route header and the payload are one message to the
     // user.
     let mut within = 0;
+    let mut rest: usize = parts.iter().map(|part| part.len()).sum();
     for part in parts {
         let mut left = *part;
         while !left.is_empty() {
@@ -336,7 +337,8 @@ fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
                 let Some(sge) = sges.next() else {
                     return WcStatus::LocLenErr;
                 };
-                match mrs.resolve_local(pd, sge, true) {
+                let part = 0..rest.min(sge.length as usize);
+                match mrs.resolve_local_part(pd, sge, part, true) {
                     Ok(s) => span = Some(s),
                     Err(_) => return WcStatus::LocProtErr,
                 }
@@ -347,6 +349,7 @@ fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
             let n = left.len().min(s.len() - within);
             s.write(within, &left[..n]);
             within += n;
+            rest -= n;
             left = &left[n..];
         }
     }
@@ -572,6 +575,29 @@ mod tests {
             .collect();
         assert_eq!(statuses, [WcStatus::LocProtErr, WcStatus::WrFlushErr]);
         assert_eq!(b.qp.state(), QpState::Sqe);
+    }
+
+    #[test]
+    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    fn a_datagram_populates_its_own_bytes_alone() {
+        let mut mrs = MrTable::new(16, 8, [0; 16]);
+        let memory = Memory::new(4096).unwrap();
+        // SAFETY: what is not mapped is found out before it is touched.
+        let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
+        let access = Access::LOCAL_WRITE | Access::ON_DEMAND;
+        let mr = mrs.reg(PD, &space.whole(), access).unwrap();
+        let entry = |addr, length| Sge {
+            addr,
+            length,
+            lkey: mr.lkey,
+        };
+        let sges = [entry(memory.addr(), 3), entry(memory.addr() + 100, 1 << 31)];
+        let parts: [&[u8]; 2] = [b"ab", b"cd"];
+        assert_eq!(place(PD, &mrs, &sges, &parts), WcStatus::Success);
+        let bytes = memory.whole().to_vec();
+        assert_eq!((&bytes[..3], bytes[100]), (&b"abc"[..], b'd'));
+        let unmapped = place(PD, &mrs, &[entry(8, 4)], &parts);
+        assert_eq!(unmapped, WcStatus::LocProtErr);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::ptr;
 
 use riser_transport::verbs::{PostReason, VerbsError};
+use tracing::debug;
 
 /// An error number of the operating system, greater than 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +30,8 @@ impl Errno {
 
 impl From<VerbsError> for Errno {
     fn from(error: VerbsError) -> Self {
+        // The number says little; the log says which value or attribute it is about.
+        debug!("refused: {error}");
         Self(match error {
             VerbsError::ResourceBusy(_) => libc::EBUSY,
             VerbsError::InsufficientResources(_) => libc::ENOMEM,

@@ -271,7 +271,8 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above.
         let attr = unsafe { &*attr };
-        let mask = mask as u32;
+        // SAFETY: the queue pair is alive.
+        let mask = mask as u32 & !superfluous(unsafe { (*qp.handle()).qp_type });
         let ours = qp_attr_from_mask(attr, mask)?;
         let mut locked = qp.context.lock();
         if mask & IBV_QP_CUR_STATE != 0 {
@@ -295,6 +296,16 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
         locked.transmit();
         Ok(())
     }))
+}
+
+/// Attributes that queue pairs of a kind do not have and programs give them nevertheless, as they do
+/// with those of connections; Linux leaves them out, too.
+fn superfluous(qp_type: ibv_qp_type) -> u32 {
+    match qp_type {
+        IBV_QPT_XRC_SEND => IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
+        IBV_QPT_XRC_RECV => IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY,
+        _ => 0,
+    }
 }
 
 /// `ibv_query_qp(3)`.

@@ -283,8 +283,12 @@ fn rsockets() -> Vec<Case> {
         both("rstream -T n", "rstream", "-T v -T n -I 10 -C 100"),
         both("rstream -T r", "rstream", "-T v -T r -I 10 -C 100"),
         both("riostream", "riostream", "-T v -I 10"),
-        both("udpong", "udpong", "-C 100").ready(Ready::Datagrams).asked(),
-        both("udpong -T e", "udpong", "-T e -C 100").ready(Ready::Datagrams).asked(),
+        both("udpong", "udpong", "-C 100")
+            .ready(Ready::Datagrams)
+            .asked(),
+        both("udpong -T e", "udpong", "-T e -C 100")
+            .ready(Ready::Datagrams)
+            .asked(),
         copy,
     ]
 }

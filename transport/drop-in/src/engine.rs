@@ -4,7 +4,8 @@
 //! lock, does its work, and drives the NIC where it may have to wait for something: so a program
 //! that polls needs no other thread. The engine's thread drives the NIC where no call does:
 //!
-//! - While calls drive the NIC it only looks once in a [`TICK`] whether they still do.
+//! - While polls drive the NIC it only looks once in a [`TICK`] whether they still do. Other calls
+//!   only send: meanwhile it watches the socket as well.
 //! - Otherwise it drives the NIC itself, and sleeps until a packet comes or a timer is due. The next
 //!   call that drives the NIC wakes it once, since its sleep may be too long for the timers of what
 //!   that call has started.
@@ -108,6 +109,8 @@ pub(crate) struct State {
     sent_at: Instant,
     /// A call has driven the NIC since the thread looked.
     is_driven: bool,
+    /// That call was a poll, which takes packets in as well.
+    is_polled: bool,
     /// The thread may sleep for longer than a tick.
     thread_sleeps: bool,
 }
@@ -164,6 +167,7 @@ impl Engine {
                 eager: 0,
                 sent_at: Instant::now(),
                 is_driven: false,
+                is_polled: false,
                 thread_sleeps: false,
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -282,7 +286,10 @@ impl Locked<'_> {
         let state = &mut *self.state;
         state.share.flush();
         let is_driven = std::mem::take(&mut state.is_driven);
-        if is_driven && !has_input && state.eager == 0 {
+        let is_polled = std::mem::take(&mut state.is_polled);
+        if is_polled && !has_input && state.eager == 0 && state.armed == 0 {
+            // Posts that were to leave with the next poll do not wait any longer.
+            state.nic.transmit(Instant::now());
             state.thread_sleeps = false;
             return Some(TICK);
         }
@@ -301,7 +308,7 @@ impl Locked<'_> {
         if rounds == ROUNDS || state.nic.arm_fds() {
             return Some(Duration::ZERO);
         }
-        if state.eager > 0 || state.share.flush() {
+        if state.eager > 0 || is_driven || state.share.flush() {
             state.thread_sleeps = false;
             return Some(TICK);
         }
@@ -365,6 +372,7 @@ impl Locked<'_> {
         if taken == 0 {
             state.nic.progress(Instant::now());
             state.is_driven = true;
+            state.is_polled = true;
             taken = take(state)?;
             if taken == 0 && state.armed > 0 && state.nic.arm_fds() {
                 // The thread looks at once instead of waiting for the descriptor.

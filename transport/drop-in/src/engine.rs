@@ -174,9 +174,7 @@ impl Engine {
             is_inherited: AtomicBool::new(false),
         });
         let driven = Arc::clone(&engine);
-        thread::Builder::new()
-            .name(format!("riser-{}", config.name))
-            .spawn(move || run(&driven))?;
+        crate::thread::spawn(format!("riser-{}", config.name), move || run(&driven))?;
         engines.push((config.name.clone(), Arc::clone(&engine)));
         HANDLERS.call_once(|| {
             // SAFETY: the function may be called at any time.

@@ -28,6 +28,7 @@
 //! | `rsocket` | its sockets |
 //! | `names` | names of values, rates |
 //! | `kernel` | structures of the kernel's interface |
+//! | `thread` | its threads |
 //! | `turn` | parts of objects that one thread uses at a time |
 //!
 //! # Pointers
@@ -75,5 +76,6 @@ mod qp;
 mod queue;
 mod rsocket;
 mod share;
+mod thread;
 mod turn;
 mod window;

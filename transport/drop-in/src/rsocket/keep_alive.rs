@@ -4,11 +4,11 @@
 
 use std::ffi::c_int;
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use super::socket::find;
 use crate::errno::Errno;
+use crate::thread;
 
 /// Sockets, and when they are tried next.
 static TIMES: Mutex<Vec<(c_int, Instant)>> = Mutex::new(Vec::new());
@@ -23,9 +23,7 @@ static CHANGE: Condvar = Condvar::new();
 pub(super) fn begin(number: c_int, interval: Duration) -> Result<(), Errno> {
     let mut times = TIMES.lock().unwrap_or_else(PoisonError::into_inner);
     if times.is_empty() {
-        thread::Builder::new()
-            .name("riser-keepalive".into())
-            .spawn(run)?;
+        thread::spawn("riser-keepalive".into(), run)?;
     }
     times.retain(|(other, _)| *other != number);
     times.push((number, Instant::now() + interval));

@@ -16,7 +16,7 @@ use crate::object::{Ref, kind};
 
 /// An address handle.
 pub(crate) struct Ah {
-    context: Ref<Context>,
+    pub(crate) context: Ref<Context>,
     pub(crate) id: AhId,
 }
 
@@ -30,7 +30,7 @@ pub(crate) unsafe extern "C" fn ibv_create_ah(
     // SAFETY: the program's pointers, as the manual page demands.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
-        let attr = unsafe { &*attr };
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
         // Without a global route there is no address on RoCE.
         if attr.is_global == 0 {
             return Err(Errno::INVALID);

@@ -119,6 +119,18 @@ impl Reports for Ref<Context> {
     }
 }
 
+/// Checks that an object may be used with one of another context: only where that is the same.
+///
+/// # Errors
+/// `EINVAL` where it is not.
+pub(crate) fn check_same(ours: Ref<Context>, theirs: Ref<Context>) -> Result<(), Errno> {
+    if ours == theirs {
+        Ok(())
+    } else {
+        Err(Errno::INVALID)
+    }
+}
+
 /// The context that a program's pointer names.
 ///
 /// # Errors

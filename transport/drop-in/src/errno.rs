@@ -1,6 +1,7 @@
 //! Error numbers.
 
 use std::ffi::c_int;
+use std::io::ErrorKind;
 use std::ptr;
 
 use riser_transport::verbs::{PostReason, VerbsError};
@@ -57,7 +58,13 @@ impl From<PostReason> for Errno {
 
 impl From<std::io::Error> for Errno {
     fn from(error: std::io::Error) -> Self {
-        Self(error.raw_os_error().unwrap_or(libc::EIO))
+        Self(error.raw_os_error().unwrap_or_else(|| match error.kind() {
+            // Those of this library have a kind only.
+            ErrorKind::AddrInUse => libc::EADDRINUSE,
+            ErrorKind::InvalidInput => libc::EINVAL,
+            ErrorKind::Unsupported => libc::EOPNOTSUPP,
+            _ => libc::EIO,
+        }))
     }
 }
 

@@ -178,7 +178,8 @@ fn check_mapped(addr: *mut c_void, length: usize) -> Result<(), Errno> {
     let start = addr.addr() & !(PAGE - 1);
     let end = addr.addr().checked_add(length).ok_or(FAULT)?;
     // `msync` looks whether all of the range is mapped, and with this flag it does nothing else.
-    let length = end.checked_sub(start).ok_or(FAULT)?.next_multiple_of(PAGE);
+    let length = end.checked_sub(start).ok_or(FAULT)?;
+    let length = length.checked_next_multiple_of(PAGE).ok_or(FAULT)?;
     // SAFETY: the call changes nothing.
     let answer = unsafe { libc::msync(addr.with_addr(start), length, libc::MS_ASYNC) };
     if answer == 0 { Ok(()) } else { Err(FAULT) }

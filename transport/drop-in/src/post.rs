@@ -12,6 +12,7 @@ use riser_transport::verbs::{
 };
 
 use crate::address::Ah;
+use crate::context::check_same;
 use crate::errno::{Errno, number};
 use crate::object::Ref;
 use crate::qp::{Qp, Srq};
@@ -157,7 +158,13 @@ unsafe fn request<'a>(
             IBV_WR_BIND_MW => {
                 let theirs = &wr.__bindgen_anon_2.bind_mw;
                 let key = RKey(theirs.rkey);
-                SendOp::BindMw(binding(theirs.mw, IBV_MW_TYPE_2, key, &theirs.bind_info)?)
+                SendOp::BindMw(binding(
+                    qp,
+                    theirs.mw,
+                    IBV_MW_TYPE_2,
+                    key,
+                    &theirs.bind_info,
+                )?)
             }
             IBV_WR_TSO | IBV_WR_DRIVER1 => return Err(Errno::UNSUPPORTED),
             _ => return Err(Errno::INVALID),
@@ -166,9 +173,11 @@ unsafe fn request<'a>(
     let ud = if qp.is_datagram {
         // SAFETY: datagram queue pairs use this member.
         let ud = unsafe { wr.wr.ud };
+        // SAFETY: the program's pointer.
+        let ah = unsafe { Ref::<Ah>::get(ud.ah) }?;
+        check_same(qp.context, ah.context)?;
         Some(UdDest {
-            // SAFETY: the program's pointer.
-            ah: unsafe { Ref::<Ah>::get(ud.ah) }?.id,
+            ah: ah.id,
             qpn: ud.remote_qpn,
             qkey: QKey(ud.remote_qkey),
         })
@@ -177,10 +186,15 @@ unsafe fn request<'a>(
     };
     // SAFETY: as the caller promises.
     let mut list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
+    // Before it is read.
+    if list.len() > qp.init.cap.max_send_sge as usize {
+        return Err(Errno::INVALID);
+    }
     let mut range = None;
     if wr.send_flags & IBV_SEND_INLINE != 0 {
         let start = inline.len();
-        for sge in list {
+        // A piece without bytes may have no address.
+        for sge in list.iter().filter(|sge| sge.length > 0) {
             let address = sge.addr as usize;
             let length = sge.length as usize;
             if inline.remaining_capacity() < length {

@@ -15,13 +15,16 @@ use riser_transport::verbs::{
 
 use crate::address::Ah;
 use crate::builder::{Batch, Builder, Data, Request};
-use crate::context::context_of;
+use crate::context::{check_same, context_of};
 use crate::domain::{Pd, Xrcd};
 use crate::errno::{Errno, number, pointer};
 use crate::object::Ref;
 use crate::post::CHAIN;
 use crate::qp::{Qp, create_qp_by, create_xrc_target, extra_attr, plain_attr};
 use crate::window::binding;
+
+/// Most pieces of a request's inline data that a process can have.
+const MOST_PIECES: usize = isize::MAX as usize / size_of::<ibv_data_buf>();
 
 /// `ibv_create_qp_ex(3)`.
 pub(crate) unsafe extern "C" fn create_qp_ex(
@@ -39,6 +42,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             }
             // SAFETY: as above.
             let xrcd = unsafe { Ref::<Xrcd>::get(attr.xrcd) }?;
+            check_same(context, xrcd.context)?;
             let mut plain = plain_attr(attr);
             let qp = create_xrc_target(xrcd, &mut plain)?;
             attr.cap = plain.cap;
@@ -267,7 +271,11 @@ unsafe extern "C" fn wr_bind_mw(
 ) {
     // SAFETY: the program's pointers, as the manual page demands.
     unsafe {
-        match binding(mw, IBV_MW_TYPE_2, RKey(rkey), &*info) {
+        let bind = Ref::<Qp>::get(qp.cast()).and_then(|ours| {
+            let info = info.as_ref().ok_or(Errno::INVALID)?;
+            binding(&ours, mw, IBV_MW_TYPE_2, RKey(rkey), info)
+        });
+        match bind {
             Ok(bind) => begin(qp, IBV_QP_EX_WITH_BIND_MW, SendOp::BindMw(bind)),
             Err(errno) => build(qp, |_, _, _| Err(errno)),
         }
@@ -316,7 +324,9 @@ unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u3
     // SAFETY: the program's pointers, as the manual page demands.
     unsafe {
         build(qp, |qp, _, batch| {
-            let ah = Ref::<Ah>::get(ah)?.id;
+            let ah = Ref::<Ah>::get(ah)?;
+            check_same(qp.context, ah.context)?;
+            let ah = ah.id;
             let request = batch.last()?;
             if !qp.is_datagram || request.ud.is_some() {
                 return Err(Errno::INVALID);
@@ -336,7 +346,7 @@ unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length
         lkey: LKey(lkey),
     };
     // SAFETY: the program's pointer, as the manual page demands.
-    unsafe { build(qp, |_, builder, batch| set_sges(builder, batch, &[sge])) };
+    unsafe { build(qp, |_, _, batch| set_sges(batch, &[sge])) };
 }
 
 /// `ibv_wr_set_sge_list`: data in pieces of registered memory.
@@ -345,20 +355,18 @@ unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: usize, list: *co
     // layout, see `post`.
     unsafe {
         build(qp, |_, builder, batch| {
+            let most = builder.cap.max_send_sge as usize;
             let list = match count {
                 0 => &[],
-                _ if list.is_null() => return Err(Errno::INVALID),
+                _ if list.is_null() || count > most => return Err(Errno::INVALID),
                 _ => slice::from_raw_parts(list.cast::<Sge>(), count),
             };
-            set_sges(builder, batch, list)
+            set_sges(batch, list)
         });
     }
 }
 
-fn set_sges(builder: &Builder, batch: &mut Batch, list: &[Sge]) -> Result<(), Errno> {
-    if list.len() > builder.cap.max_send_sge as usize {
-        return Err(Errno::INVALID);
-    }
+fn set_sges(batch: &mut Batch, list: &[Sge]) -> Result<(), Errno> {
     let start = batch.sges.len();
     batch.sges.extend_from_slice(list);
     batch.set_data(Data::Sges(start..start + list.len()))
@@ -382,7 +390,7 @@ unsafe extern "C" fn wr_set_inline_data_list(
         build(qp, |_, builder, batch| {
             let pieces = match count {
                 0 => &[],
-                _ if list.is_null() => return Err(Errno::INVALID),
+                _ if list.is_null() || count > MOST_PIECES => return Err(Errno::INVALID),
                 _ => slice::from_raw_parts(list, count),
             };
             let start = batch.inline.len();

@@ -15,7 +15,7 @@ use riser_transport::verbs::{
 };
 
 use crate::builder::Builder;
-use crate::context::{Context, Subject, context_of};
+use crate::context::{Context, Subject, check_same, context_of};
 use crate::cq::Cq;
 use crate::domain::{Pd, Xrcd};
 use crate::engine::{Locked, Reports};
@@ -37,7 +37,7 @@ pub(crate) struct Qp {
     pub(crate) is_datagram: bool,
     /// Its requests name a shared receive queue of the peer's.
     pub(crate) is_xrc: bool,
-    init: ibv_qp_init_attr,
+    pub(crate) init: ibv_qp_init_attr,
     /// Of one that was created for requests that calls build.
     pub(crate) builder: Option<Builder>,
     /// Multicast groups that it is attached to.
@@ -89,7 +89,7 @@ pub(crate) unsafe extern "C" fn ibv_create_qp(
     // SAFETY: the program's pointers, as the manual page demands.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
-        let attr = unsafe { &mut *attr };
+        let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
         create_qp_by(pd, attr, ExtraAttr::default(), |nic, init| {
             Ok(nic.create_qp(init)?)
         })
@@ -170,6 +170,11 @@ pub(crate) fn create_qp_by(
         _ => return Err(Errno::INVALID),
     };
     let context = pd.context;
+    check_same(context, send_cq.context)?;
+    check_same(context, recv_cq.context)?;
+    if let Some(srq) = srq {
+        check_same(context, srq.context)?;
+    }
     let mut locked = context.lock();
     let cap = QpCap {
         // A queue without a place is legal here, and is given one.
@@ -270,7 +275,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
     // SAFETY: the program's pointers, as the manual page demands.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above.
-        let attr = unsafe { &*attr };
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
         // SAFETY: the queue pair is alive.
         let mask = mask as u32 & !superfluous(unsafe { (*qp.handle()).qp_type });
         let ours = qp_attr_from_mask(attr, mask)?;
@@ -422,7 +427,7 @@ pub(crate) unsafe extern "C" fn ibv_create_srq(
     // SAFETY: the program's pointers, as the manual page demands.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
-        let attr = unsafe { &mut *attr };
+        let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
         create_srq(pd, attr.srq_context, &mut attr.attr, None)
     }))
 }
@@ -433,9 +438,9 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
     attr: *mut ibv_srq_init_attr_ex,
 ) -> *mut ibv_srq {
     // SAFETY: the program's pointers, as the manual page demands.
-    pointer(unsafe { context_of(context) }.and_then(|_| {
+    pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
-        let attr = unsafe { &mut *attr };
+        let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
         let has = |bit| attr.comp_mask & bit != 0;
         let srq_type = match has(IBV_SRQ_INIT_ATTR_TYPE) {
             true => attr.srq_type,
@@ -443,12 +448,15 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
         };
         // SAFETY: as above.
         let pd = unsafe { Ref::<Pd>::get(attr.pd) }?;
+        check_same(context, pd.context)?;
         let extended = match srq_type {
             IBV_SRQT_BASIC => None,
             IBV_SRQT_XRC if has(IBV_SRQ_INIT_ATTR_XRCD) && has(IBV_SRQ_INIT_ATTR_CQ) => {
                 // SAFETY: as above.
                 let (xrcd, cq) =
                     unsafe { (Ref::<Xrcd>::get(attr.xrcd)?, Ref::<Cq>::get(attr.cq)?) };
+                check_same(context, xrcd.context)?;
+                check_same(context, cq.context)?;
                 Some((xrcd.id, cq.id))
             }
             IBV_SRQT_XRC => return Err(Errno::INVALID),
@@ -515,7 +523,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_srq(
     // SAFETY: the program's pointers, as the manual page demands.
     number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
         // SAFETY: as above.
-        let attr = unsafe { &*attr };
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
         let mask = mask as u32;
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return Err(Errno::INVALID);

@@ -10,7 +10,7 @@ use riser_transport::verbs::{
     Verbs as _, VerbsError, WrId,
 };
 
-use crate::context::Context;
+use crate::context::{Context, check_same};
 use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
 use crate::memory::{Mr, foreign, hand_out, rights_of};
@@ -70,8 +70,12 @@ unsafe fn rereg_mr(
     let ours = unsafe { Ref::<Mr>::get(mr) }?;
     let has = |flag| flags & flag != 0;
     let domain = match has(IBV_REREG_MR_CHANGE_PD) {
-        // SAFETY: as the caller promises.
-        true => Some(unsafe { Ref::<Pd>::get(pd) }?.id),
+        true => {
+            // SAFETY: as the caller promises.
+            let pd = unsafe { Ref::<Pd>::get(pd) }?;
+            check_same(ours.context, pd.context)?;
+            Some(pd.id)
+        }
         false => None,
     };
     let rights = match has(IBV_REREG_MR_CHANGE_ACCESS) {
@@ -188,9 +192,11 @@ pub(crate) unsafe extern "C" fn bind_mw(
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above.
-        let (rkey, theirs) = unsafe { (RKey((*Ref::<Mw>::get(mw)?.c()).rkey).next(), &*bind) };
+        let theirs = unsafe { bind.as_ref() }.ok_or(Errno::INVALID)?;
         // SAFETY: as above.
-        let bind = unsafe { binding(mw, IBV_MW_TYPE_1, rkey, &theirs.bind_info) }?;
+        let rkey = unsafe { RKey((*Ref::<Mw>::get(mw)?.c()).rkey).next() };
+        // SAFETY: as above.
+        let bind = unsafe { binding(&qp, mw, IBV_MW_TYPE_1, rkey, &theirs.bind_info) }?;
         let wr = SendWr {
             wr_id: WrId(theirs.wr_id),
             flags: send_flags_of(theirs.send_flags),
@@ -215,6 +221,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
 /// # Safety
 /// The pointers are the program's, as the manual page demands.
 pub(crate) unsafe fn binding(
+    qp: &Qp,
     mw: *mut ibv_mw,
     mw_type: ibv_mw_type,
     rkey: RKey,
@@ -226,9 +233,14 @@ pub(crate) unsafe fn binding(
     let (mw, mr) = unsafe {
         let mr = match info.mr.is_null() {
             true => NONE,
-            false => Ref::<Mr>::get(info.mr)?.id,
+            false => {
+                let mr = Ref::<Mr>::get(info.mr)?;
+                check_same(qp.context, mr.context)?;
+                mr.id
+            }
         };
         let mw = Ref::<Mw>::get(mw)?;
+        check_same(qp.context, mw.context)?;
         if (*mw.c()).type_ != mw_type {
             return Err(Errno::INVALID);
         }

@@ -318,7 +318,11 @@ pub(crate) unsafe extern "C" fn rdma_init_qp_attr(
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         // SAFETY: as above.
-        let wanted = qp_attr_from_mask(unsafe { &*attr }, IBV_QP_STATE)?.state;
+        let given = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        if mask.is_null() {
+            return Err(Errno::INVALID);
+        }
+        let wanted = qp_attr_from_mask(given, IBV_QP_STATE)?.state;
         let wanted = wanted.ok_or(Errno::INVALID)?;
         let ours = context.lock().nic.init_qp_attr(device_id, wanted)?;
         let (theirs, set) = qp_attr(&ours);

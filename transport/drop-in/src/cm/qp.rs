@@ -8,6 +8,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::RdmaCm as _;
 
 use super::{Id, id_of, shared};
+use crate::context::check_same;
 use crate::cq::*;
 use crate::domain::Pd;
 use crate::errno::{Errno, minus};
@@ -212,6 +213,7 @@ pub(crate) unsafe extern "C" fn rdma_create_srq(
             // SAFETY: as above.
             false => unsafe { Ref::<Pd>::get(pd) }?,
         };
+        check_same(context, pd.context)?;
         // SAFETY: as above; the identifier is alive.
         unsafe {
             let srq = ibv_create_srq(pd.handle(), attr);

@@ -19,7 +19,11 @@ pub(crate) unsafe extern "C" fn ibv_get_async_event(
 ) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     minus(unsafe { context_of(context) }.and_then(|context| {
-        let next = context.events.take()?;
+        let next = context.events.take(|event| {
+            if let Some(subject) = event.object {
+                subject.unacknowledged.add();
+            }
+        })?;
         // SAFETY: the program gives a place for the event.
         unsafe { event.write(async_event(next)) };
         Ok(())
@@ -31,7 +35,6 @@ fn async_event(event: Event) -> ibv_async_event {
     let mut theirs: ibv_async_event = unsafe { zeroed() };
     match event.object {
         Some(subject) => {
-            subject.unacknowledged.add();
             // Each object is at the same place of the union.
             theirs.element.cq = subject.handle.cast();
         }

@@ -117,6 +117,10 @@ impl Reports for Ref<Context> {
         let object = None;
         self.events.push(Event { kind, object });
     }
+
+    fn is_of(&self, context: u64) -> bool {
+        self.number() == context
+    }
 }
 
 /// Checks that an object may be used with one of another context: only where that is the same.
@@ -149,9 +153,15 @@ pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c
     minus(unsafe { context_of(context) }.and_then(|context| {
         let mut locked = context.lock();
         locked.contexts.remove(&context.number());
+        let has_objects = locked.end_queues(context.number());
         locked.transmit();
         drop(locked);
-        context.retire()
+        context.events.close();
+        match has_objects {
+            // They still refer to it.
+            true => context.bury(),
+            false => context.retire(),
+        }
     }))
 }
 

@@ -75,6 +75,10 @@ impl Reports for Ref<Cq> {
         };
         self.context.report_about(event, subject);
     }
+
+    fn is_of(&self, context: u64) -> bool {
+        self.context.number() == context
+    }
 }
 
 impl Fires for Ref<Cq> {
@@ -258,8 +262,7 @@ pub(crate) unsafe extern "C" fn ibv_get_cq_event(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     crate::errno::minus(unsafe { Ref::<Channel>::get(channel) }.and_then(|channel| {
-        let next = channel.events.take()?;
-        next.events.add();
+        let next = channel.events.take(|cq| cq.events.add())?;
         // SAFETY: the program gives places for both; the queue waits for its acknowledgement.
         unsafe {
             cq.write(next.handle());

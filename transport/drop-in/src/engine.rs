@@ -74,6 +74,9 @@ pub(crate) struct Engine {
 /// An object of the program that asynchronous events are about.
 pub(crate) trait Reports: Send {
     fn report(&self, event: AsyncEvent);
+
+    /// Whether it belongs to the context of a number.
+    fn is_of(&self, context: u64) -> bool;
 }
 
 /// A completion queue of the program.
@@ -475,6 +478,30 @@ impl State {
                 self.share.give_back_port(port);
             }
         }
+    }
+
+    /// Gives up the ports without giving them back: they are another process's.
+    pub(crate) fn forget_ports(&mut self) {
+        self.ports.clear();
+        self.port_users.clear();
+    }
+
+    /// Ends the queues of a context that is closed, as the kernel does. Returns whether the program
+    /// still has objects of it.
+    pub(crate) fn end_queues(&mut self, context: u64) -> bool {
+        let qps = self.qps.extract_if(|_, qp| qp.is_of(context));
+        let qps: Vec<QpId> = qps.map(|(id, _)| id).collect();
+        let srqs = self.srqs.extract_if(|_, srq| srq.is_of(context));
+        let srqs: Vec<SrqId> = srqs.map(|(id, _)| id).collect();
+        for &id in &qps {
+            // One that is attached to a group stays, and reports nothing.
+            let _ = self.nic.destroy_qp(id);
+        }
+        for &id in &srqs {
+            let _ = self.nic.destroy_srq(id);
+        }
+        let has_cqs = self.cqs.values().any(|cq| cq.is_of(context));
+        has_cqs || !qps.is_empty() || !srqs.is_empty()
     }
 
     /// Every descriptor of the sockets.

@@ -2,17 +2,19 @@
 //!
 //! The child has the parent's memory, and shares its sockets. The device stays the parent's: in the
 //! child nothing is sent or received for the objects that the parent has made, and destroying them
-//! there changes nothing at the parent. A device that the child opens is another one at the same
-//! address (`share`).
+//! there changes nothing at the parent: neither its events nor its ports. A device that the child
+//! opens is another one at the same address (`share`).
 //!
 //! Threads are not copied. So no lock is taken by another thread while the process forks, and the
 //! child's device has a thread of its own.
 
+use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::os::fd::AsRawFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use crate::engine::{ENGINES, Engine, Engines, State};
+use crate::queue::{DESCRIPTORS, descriptor};
 
 /// The locks that are held while the process forks. What they refer to lives as long as the engine
 /// beside them.
@@ -20,6 +22,8 @@ struct Held {
     states: Vec<MutexGuard<'static, State>>,
     engines: Vec<Arc<Engine>>,
     list: MutexGuard<'static, Engines>,
+    /// Of the queues of events.
+    queues: MutexGuard<'static, BTreeSet<c_int>>,
 }
 
 // SAFETY: the thread that forks releases the locks: it goes on in both processes.
@@ -56,6 +60,7 @@ extern "C" fn prepare() {
         states: states.collect(),
         engines,
         list,
+        queues: DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner),
     };
     *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
 }
@@ -70,8 +75,9 @@ extern "C" fn begin_child() {
     if let Some(held) = held.as_mut() {
         // SAFETY: a path that ends with a zero byte.
         let null = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
-        for (engine, state) in held.engines.iter().zip(&held.states) {
+        for (engine, state) in held.engines.iter().zip(&mut held.states) {
             engine.inherit();
+            state.forget_ports();
             let all = state.descriptors().chain([engine.wake_fd()]);
             for fd in all.map(|fd| fd.as_raw_fd()).collect::<Vec<c_int>>() {
                 // The number stays in use, as the objects that have it close it some day.
@@ -81,9 +87,26 @@ extern "C" fn begin_child() {
         }
         // SAFETY: opened above.
         unsafe { libc::close(null) };
+        for fd in held.queues.iter() {
+            replace(*fd);
+        }
         // What the child opens is new. The parent's is not closed: its ports are still in use.
         std::mem::forget(std::mem::take(&mut *held.list));
     }
     drop(held);
     release();
+}
+
+/// Gives a queue of events a descriptor of the child's own at its number. What the child takes from
+/// the queue, the parent would miss.
+fn replace(fd: c_int) {
+    let Ok(own) = descriptor() else {
+        return;
+    };
+    // SAFETY: the descriptor is the queue's.
+    unsafe {
+        let flags = libc::fcntl(fd, libc::F_GETFL);
+        libc::fcntl(own.as_raw_fd(), libc::F_SETFL, flags & libc::O_NONBLOCK);
+        libc::dup3(own.as_raw_fd(), fd, libc::O_CLOEXEC);
+    }
 }

@@ -128,17 +128,26 @@ impl<K: Kind> Ref<K> {
         unsafe { (*self.0.as_ref().kind.get()).assume_init_ref() }
     }
 
+    /// Ends the object for the program, and leaves it to others that refer to it for ever.
+    ///
+    /// # Errors
+    /// As [`Ref::retire`].
+    pub(crate) fn bury(self) -> Result<(), Errno> {
+        // SAFETY: the memory is never freed.
+        let tag = unsafe { &self.0.as_ref().tag };
+        tag.compare_exchange(K::TAG, 0, Ordering::AcqRel, Ordering::Relaxed)
+            .map(drop)
+            .map_err(|_| Errno::INVALID)
+    }
+
     /// Ends the object and keeps its memory for the next one.
     ///
     /// # Errors
     /// `EINVAL` where another thread has ended it.
     pub(crate) fn retire(self) -> Result<(), Errno> {
+        self.bury()?;
         // SAFETY: the memory is never freed.
         let object = unsafe { self.0.as_ref() };
-        object
-            .tag
-            .compare_exchange(K::TAG, 0, Ordering::AcqRel, Ordering::Relaxed)
-            .map_err(|_| Errno::INVALID)?;
         // SAFETY: it was alive until now, so it is initialised, and only one thread gets here.
         unsafe { (*object.kind.get()).assume_init_drop() };
         lock(K::spares()).push(self);

@@ -69,6 +69,10 @@ impl Reports for Ref<Qp> {
         };
         self.context.report_about(event, subject);
     }
+
+    fn is_of(&self, context: u64) -> bool {
+        self.context.number() == context
+    }
 }
 
 impl Reports for Ref<Srq> {
@@ -78,6 +82,10 @@ impl Reports for Ref<Srq> {
             unacknowledged: &self.kind().async_events,
         };
         self.context.report_about(event, subject);
+    }
+
+    fn is_of(&self, context: u64) -> bool {
+        self.context.number() == context
     }
 }
 

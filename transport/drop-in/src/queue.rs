@@ -1,49 +1,86 @@
 //! Queues of events with a descriptor.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ffi::c_int;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::Errno;
 
+/// The descriptors of all queues, for `fork`: a child has others at their numbers.
+pub(crate) static DESCRIPTORS: Mutex<BTreeSet<c_int>> = Mutex::new(BTreeSet::new());
+
+/// A descriptor for a queue without events.
+pub(crate) fn descriptor() -> Result<OwnedFd, Errno> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?)
+}
+
 /// A queue of events whose descriptor is readable while there is one: an eventfd that counts them.
 /// Programs wait for it with `poll`, and make it non-blocking with `fcntl`.
 pub(crate) struct EventQueue<T> {
-    fd: OwnedFd,
-    events: Mutex<VecDeque<T>>,
+    number: c_int,
+    waiting: Mutex<Waiting<T>>,
+}
+
+struct Waiting<T> {
+    /// None once the queue is closed.
+    fd: Option<OwnedFd>,
+    events: VecDeque<T>,
 }
 
 impl<T> EventQueue<T> {
     pub(crate) fn new() -> Result<Self, Errno> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?;
+        let fd = descriptor()?;
+        let number = fd.as_raw_fd();
+        descriptors().insert(number);
+        let waiting = Waiting {
+            fd: Some(fd),
+            events: VecDeque::new(),
+        };
         Ok(Self {
-            fd,
-            events: Mutex::new(VecDeque::new()),
+            number,
+            waiting: Mutex::new(waiting),
         })
     }
 
     pub(crate) fn raw_fd(&self) -> c_int {
-        self.fd.as_raw_fd()
+        self.number
+    }
+
+    /// Closes the descriptor. Events still come, and can only be taken back.
+    pub(crate) fn close(&self) {
+        let mut waiting = self.lock();
+        if let Some(fd) = waiting.fd.take() {
+            descriptors().remove(&self.number);
+            drop(fd);
+        }
     }
 
     pub(crate) fn push(&self, event: T) {
-        self.lock().push_back(event);
-        // It fails only at the largest count, which nobody reaches.
-        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        let mut waiting = self.lock();
+        waiting.events.push_back(event);
+        if let Some(fd) = &waiting.fd {
+            // It fails only at the largest count, which nobody reaches.
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
     }
 
-    /// The next event. Waits for it unless the descriptor is non-blocking.
+    /// The next event, which is shown to `account` before another thread can take back what is about
+    /// the same object. Waits for it unless the descriptor is non-blocking.
     ///
     /// # Errors
     /// `EAGAIN` where it would have to wait, `EINTR` for a signal.
-    pub(crate) fn take(&self) -> Result<T, Errno> {
+    pub(crate) fn take(&self, account: impl Fn(&T)) -> Result<T, Errno> {
         loop {
-            rustix::io::read(&self.fd, &mut [0; 8])?;
+            // SAFETY: the program has the queue, so that it is not closed.
+            let fd = unsafe { BorrowedFd::borrow_raw(self.number) };
+            rustix::io::read(fd, &mut [0; 8])?;
+            let mut waiting = self.lock();
             // Another thread may have taken the event back.
-            if let Some(event) = self.lock().pop_front() {
+            if let Some(event) = waiting.events.pop_front() {
+                account(&event);
                 return Ok(event);
             }
         }
@@ -51,17 +88,17 @@ impl<T> EventQueue<T> {
 
     /// Takes back the events for which `is_gone` says so, oldest first.
     pub(crate) fn retract(&self, mut is_gone: impl FnMut(&T) -> bool) -> Vec<T> {
-        let mut events = self.lock();
-        let (gone, rest): (VecDeque<T>, _) = events.drain(..).partition(|event| is_gone(event));
-        *events = rest;
-        drop(events);
-        for _ in &gone {
+        let mut waiting = self.lock();
+        let (gone, rest): (VecDeque<T>, _) =
+            waiting.events.drain(..).partition(|event| is_gone(event));
+        waiting.events = rest;
+        for fd in waiting.fd.iter().cycle().take(gone.len()) {
             // Never waits, whatever the program has made of the descriptor: a thread in `take` may
             // have the count already.
             let mut byte = [0; 8];
             let mut pieces = [std::io::IoSliceMut::new(&mut byte)];
             let _ = rustix::io::preadv2(
-                &self.fd,
+                fd,
                 &mut pieces,
                 u64::MAX,
                 rustix::io::ReadWriteFlags::NOWAIT,
@@ -70,9 +107,19 @@ impl<T> EventQueue<T> {
         gone.into()
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<T>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Waiting<T>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+impl<T> Drop for EventQueue<T> {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn descriptors() -> MutexGuard<'static, BTreeSet<c_int>> {
+    DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Events of an object that the program has been given and has not acknowledged. An object is
@@ -101,5 +148,36 @@ impl Unacknowledged {
     pub(crate) fn wait(&self) {
         let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.none.wait_while(count, |n| *n > 0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn an_event_is_accounted_for_before_others_are_taken_back() {
+        let queue = EventQueue::new().unwrap();
+        queue.push(1);
+        queue.push(2);
+        let is_back = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let taken = queue.take(|_| {
+                scope.spawn(|| {
+                    assert_eq!(queue.retract(|_| true), [2]);
+                    is_back.store(true, Ordering::Relaxed);
+                });
+                thread::sleep(Duration::from_millis(50));
+                assert!(!is_back.load(Ordering::Relaxed));
+            });
+            assert_eq!(taken, Ok(1));
+        });
+        queue.push(3);
+        queue.close();
+        assert_eq!(queue.retract(|_| true), [3]);
     }
 }

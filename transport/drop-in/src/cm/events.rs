@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param, ud_param};
@@ -17,12 +17,20 @@ use crate::context::Context;
 use crate::engine::State;
 use crate::errno::{Errno, minus};
 use crate::object::{Ref, kind};
+use crate::queue::EventQueue;
 
 /// An event on its way to the program.
 pub(crate) struct Event {
     id: Ref<Id>,
     listener: Option<Ref<Id>>,
     kind: CmEventKind,
+}
+
+impl Event {
+    /// The identifier whose channel has it, and that waits for its acknowledgement.
+    fn owner(&self) -> Ref<Id> {
+        self.listener.unwrap_or(self.id)
+    }
 }
 
 /// An event that the program has, with its private data.
@@ -86,9 +94,9 @@ pub(super) fn forget(state: &State, id: CmId) {
 }
 
 fn push(event: Event) {
-    let owner = event.listener.unwrap_or(event.id);
-    let channel = owner.lock().channel;
-    channel.events.push(event);
+    let owner = event.owner();
+    // Under the lock, so that it does not miss a change of the channel.
+    owner.lock().queue.push(event);
 }
 
 /// Makes the identifier of a connection request: it has its listener's channel and context.
@@ -98,8 +106,11 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         let c = &*listener.c();
         (c.context, c.ps, c.qp_type)
     };
-    let channel = listener.lock().channel;
-    let links = listener.lock().links.clone();
+    let (channel, links) = {
+        let state = listener.lock();
+        let channel = (state.channel, Arc::clone(&state.queue));
+        (channel, state.links.clone())
+    };
     let new = create_id(Some(channel), context, space, Some(kind))?;
     let device: Option<Ref<Context>> = links
         .into_iter()
@@ -178,13 +189,13 @@ pub(super) fn free_route(id: Ref<Id>) {
 }
 
 /// Takes back the events of an identifier that is going away. Requests to a listener end with it.
-pub(super) fn retract(channel: Ref<EventChannel>, id: Ref<Id>) {
-    let gone = channel
-        .events
-        .retract(|event| event.id == id || event.listener == Some(id));
+pub(super) fn retract(queue: &EventQueue<Event>, id: Ref<Id>) {
+    let gone = queue.retract(|event| event.id == id || event.listener == Some(id));
     for event in gone.into_iter().filter(|event| event.listener == Some(id)) {
         let request = event.id;
         request.unlink();
+        // The peer may have given up meanwhile.
+        queue.retract(|event| event.id == request);
         free_route(request);
         let _ = request.retire();
     }
@@ -212,6 +223,11 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
     let (from, had_its_own) = {
         let mut state = id.lock();
         let from = mem::replace(&mut state.channel, to);
+        let old = mem::replace(&mut state.queue, Arc::clone(&to.events));
+        let waiting = old.retract(|event| event.owner() == id);
+        for event in waiting {
+            to.events.push(event);
+        }
         (
             from,
             mem::replace(&mut state.is_synchronous, is_synchronous),
@@ -219,16 +235,10 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
     };
     // SAFETY: the identifier is alive.
     unsafe { (*id.c()).channel = to.handle() };
-    let waiting = from
-        .events
-        .retract(|event| event.listener.unwrap_or(event.id) == id);
-    for event in waiting {
-        to.events.push(event);
-    }
     // Those that the program has must be acknowledged on the old channel first.
     id.events.wait();
     if had_its_own {
-        let _ = from.retire();
+        from.end();
     }
     Ok(())
 }
@@ -241,7 +251,7 @@ pub(crate) unsafe extern "C" fn rdma_get_cm_event(
     // SAFETY: the program's pointer, as the manual page demands.
     minus(
         unsafe { Ref::<EventChannel>::get(channel) }.and_then(|channel| {
-            let next = channel.events.take()?;
+            let next = channel.events.take(|event| event.owner().events.add())?;
             // SAFETY: the program gives a place for the event.
             unsafe { event.write(give(next)) };
             Ok(())
@@ -253,7 +263,6 @@ pub(crate) unsafe extern "C" fn rdma_get_cm_event(
 fn give(event: Event) -> *mut rdma_cm_event {
     let Event { id, listener, kind } = event;
     let owner = listener.unwrap_or(id);
-    owner.events.add();
     // SAFETY: all-zero bytes are valid for this plain C structure.
     let mut c: rdma_cm_event = unsafe { zeroed() };
     c.id = id.handle();

@@ -23,7 +23,7 @@ use std::ffi::{c_int, c_void};
 use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
@@ -45,7 +45,17 @@ use crate::queue::{EventQueue, Unacknowledged};
 
 /// An event channel.
 pub(crate) struct EventChannel {
-    events: EventQueue<Event>,
+    /// Identifiers have it as well: a program may destroy the channel before them.
+    events: Arc<EventQueue<Event>>,
+}
+
+impl Ref<EventChannel> {
+    /// Ends the channel. Events of its identifiers are not shown to the program any longer.
+    fn end(self) {
+        self.events.close();
+        // It has no way to report that another thread was faster.
+        let _ = self.retire();
+    }
 }
 
 kind!(EventChannel, rdma_event_channel, b"evch");
@@ -64,6 +74,8 @@ unsafe impl Send for IdState {}
 /// What an identifier's lock protects.
 struct IdState {
     channel: Ref<EventChannel>,
+    /// The channel's, also once that is destroyed.
+    queue: Arc<EventQueue<Event>>,
     /// It has no channel of the program's: each call waits for its outcome.
     is_synchronous: bool,
     space: PortSpace,
@@ -231,7 +243,8 @@ fn create_channel() -> Result<Ref<EventChannel>, Errno> {
     if devices().is_empty() {
         return Err(Errno(libc::ENODEV));
     }
-    let events = EventQueue::new()?;
+    crate::fork::install();
+    let events = Arc::new(EventQueue::new()?);
     let c = rdma_event_channel {
         fd: events.raw_fd(),
     };
@@ -242,8 +255,7 @@ fn create_channel() -> Result<Ref<EventChannel>, Errno> {
 pub(crate) unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
     // SAFETY: the program's pointer, as the manual page demands.
     if let Ok(channel) = unsafe { Ref::<EventChannel>::get(channel) } {
-        // It has no way to report that another thread was faster.
-        let _ = channel.retire();
+        channel.end();
     }
 }
 
@@ -258,7 +270,10 @@ pub(crate) unsafe extern "C" fn rdma_create_id(
         // SAFETY: the program's pointer, as the manual page demands.
         .then(|| unsafe { Ref::<EventChannel>::get(channel) })
         .transpose()
-        .and_then(|channel| create_id(channel, context, space, None));
+        .and_then(|channel| {
+            let channel = channel.map(|channel| (channel, Arc::clone(&channel.events)));
+            create_id(channel, context, space, None)
+        });
     minus(created.map(|created| {
         // SAFETY: the program gives a place for the identifier.
         unsafe { id.write(created.handle()) };
@@ -274,7 +289,7 @@ fn qp_type(space: rdma_port_space) -> ibv_qp_type {
 }
 
 fn create_id(
-    channel: Option<Ref<EventChannel>>,
+    channel: Option<(Ref<EventChannel>, Arc<EventQueue<Event>>)>,
     context: *mut c_void,
     space: rdma_port_space,
     kind: Option<ibv_qp_type>,
@@ -287,7 +302,13 @@ fn create_id(
         _ => return Err(Errno::INVALID),
     };
     let is_synchronous = channel.is_none();
-    let channel = channel.map_or_else(create_channel, Ok)?;
+    let (channel, queue) = match channel {
+        Some(given) => given,
+        None => {
+            let own = create_channel()?;
+            (own, Arc::clone(&own.events))
+        }
+    };
     // SAFETY: all-zero bytes are valid for this plain C structure.
     let mut c: rdma_cm_id = unsafe { zeroed() };
     c.channel = channel.handle();
@@ -299,6 +320,7 @@ fn create_id(
         Id {
             state: Mutex::new(IdState {
                 channel,
+                queue,
                 is_synchronous,
                 space: ours,
                 links: Vec::new(),
@@ -394,9 +416,10 @@ pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
         id.unlink();
-        let (channel, is_synchronous) = {
+        let (channel, queue, is_synchronous) = {
             let state = id.lock();
-            (state.channel, state.is_synchronous)
+            let queue = Arc::clone(&state.queue);
+            (state.channel, queue, state.is_synchronous)
         };
         // SAFETY: the identifier is alive.
         let event = unsafe { mem::replace(&mut (*id.c()).event, ptr::null_mut()) };
@@ -405,10 +428,10 @@ pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
             unsafe { rdma_ack_cm_event(event) };
         }
         // What the program has not taken yet goes; what it has taken it must acknowledge.
-        retract(channel, id);
+        retract(&queue, id);
         id.events.wait();
         if is_synchronous {
-            let _ = channel.retire();
+            channel.end();
         }
         free_route(id);
         id.retire()

@@ -1,0 +1,620 @@
+//! Wrong calls, and what processes do around the library: fork, signals, unloading.
+
+#![allow(unsafe_code, reason = "a C interface is called")]
+#![allow(unused_unsafe, reason = "calls have blocks of their own")]
+
+mod library;
+
+use std::ffi::{CString, c_int, c_void};
+use std::mem::zeroed;
+use std::os::fd::RawFd;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use std::{env, fs, ptr};
+
+use library::*;
+use riser_rdma_core_sys::bindings::*;
+use riser_rdma_core_sys::ops;
+
+const SENDS: u32 = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_WRITE;
+
+/// An address of the library's devices.
+fn socket_address(last: u8, port: u16) -> sockaddr_in {
+    // SAFETY: all-zero bytes are valid.
+    let mut addr: sockaddr_in = unsafe { zeroed() };
+    addr.sin_family = libc::AF_INET as u16;
+    addr.sin_port = port.to_be();
+    addr.sin_addr.s_addr = u32::from_be_bytes([127, 0, 41, last]).to_be();
+    addr
+}
+
+fn create_channel() -> *mut rdma_event_channel {
+    let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
+    assert!(!channel.is_null(), "{}", errno());
+    channel
+}
+
+fn create_id(channel: *mut rdma_event_channel) -> *mut rdma_cm_id {
+    let mut id = ptr::null_mut();
+    let result = call!(rdma_create_id(channel => *mut rdma_event_channel,
+        &raw mut id => *mut *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        RDMA_PS_TCP => rdma_port_space) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+    id
+}
+
+fn bind(id: *mut rdma_cm_id, mut addr: sockaddr_in) -> c_int {
+    call!(rdma_bind_addr(id => *mut rdma_cm_id, &raw mut addr => *mut sockaddr_in) -> c_int)
+}
+
+fn destroy_id(id: *mut rdma_cm_id) -> c_int {
+    call!(rdma_destroy_id(id => *mut rdma_cm_id) -> c_int)
+}
+
+fn destroy_qp(qp: *mut ibv_qp) -> c_int {
+    call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int)
+}
+
+fn destroy_cq(cq: *mut ibv_cq) -> c_int {
+    call!(ibv_destroy_cq(cq => *mut ibv_cq) -> c_int)
+}
+
+fn set_nonblocking(fd: RawFd) {
+    // SAFETY: the descriptor is open.
+    let result = unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) };
+    assert_eq!(result, 0);
+}
+
+/// Runs a part in a process that begins as a copy of this one; answers what it returns.
+fn forked(part: impl FnOnce() -> c_int) -> c_int {
+    // SAFETY: the child runs the part and ends without the harness.
+    unsafe {
+        match libc::fork() {
+            0 => {
+                libc::alarm(10);
+                let code = part();
+                libc::_exit(code)
+            }
+            child => {
+                let mut status = 0;
+                assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
+                assert!(libc::WIFEXITED(status), "status {status:#x}");
+                libc::WEXITSTATUS(status)
+            }
+        }
+    }
+}
+
+#[test]
+fn missing_attributes_are_refused() {
+    let device = Device::open("riser0");
+    let cq = device.create_cq(4);
+    let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_RC, SENDS));
+    let pd = device.pd;
+    assert!(
+        call!(ibv_create_qp(pd => *mut ibv_pd, ptr::null_mut() => *mut c_void) -> *mut ibv_qp)
+            .is_null()
+    );
+    assert_eq!(errno(), libc::EINVAL);
+    assert!(
+        call!(ibv_create_srq(pd => *mut ibv_pd, ptr::null_mut() => *mut c_void) -> *mut ibv_srq)
+            .is_null()
+    );
+    assert_eq!(errno(), libc::EINVAL);
+    assert!(
+        call!(ibv_create_ah(pd => *mut ibv_pd, ptr::null_mut() => *mut c_void) -> *mut ibv_ah)
+            .is_null()
+    );
+    assert_eq!(errno(), libc::EINVAL);
+    let modified = call!(ibv_modify_qp(qp => *mut ibv_qp, ptr::null_mut() => *mut c_void, 1 => c_int) -> c_int);
+    assert_eq!(modified, libc::EINVAL);
+    let table = device.table();
+    // SAFETY: the objects are alive; the null pointers must be refused.
+    unsafe {
+        assert!(table.create_srq_ex.unwrap()(device.context, ptr::null_mut()).is_null());
+        assert_eq!(errno(), libc::EINVAL);
+        let mw = (*device.context).ops.alloc_mw.unwrap()(pd, IBV_MW_TYPE_1);
+        assert!(!mw.is_null());
+        let bind = (*device.context).ops.bind_mw.unwrap();
+        assert_eq!(bind(qp, mw, ptr::null_mut()), libc::EINVAL);
+        assert_eq!((*device.context).ops.dealloc_mw.unwrap()(mw), 0);
+    }
+    let channel = create_channel();
+    let id = create_id(channel);
+    assert_eq!(bind(id, socket_address(1, 0)), 0, "{}", errno());
+    let result = call!(rdma_init_qp_attr(id => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        ptr::null_mut() => *mut c_int) -> c_int);
+    assert_eq!((result, errno()), (-1, libc::EINVAL));
+    let result = call!(rdma_create_srq(id => *mut rdma_cm_id, pd => *mut ibv_pd,
+        ptr::null_mut() => *mut c_void) -> c_int);
+    assert_eq!((result, errno()), (-1, libc::EINVAL));
+    assert_eq!(destroy_id(id), 0);
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    assert_eq!(destroy_qp(qp), 0);
+    assert_eq!(destroy_qp(qp), libc::EINVAL, "twice");
+    assert_eq!(destroy_cq(cq), 0);
+    assert_eq!(destroy_cq(cq), libc::EINVAL, "twice");
+}
+
+#[test]
+fn huge_values_are_refused() {
+    let device = Device::open("riser0");
+    let register = |addr: usize, length: usize, iova: u64| {
+        call!(ibv_reg_mr_iova(device.pd => *mut ibv_pd,
+            ptr::without_provenance_mut(addr) => *mut c_void, length => usize,
+            iova => u64, IBV_ACCESS_LOCAL_WRITE as c_int => c_int) -> *mut ibv_mr)
+    };
+    assert!(register(1, usize::MAX - 1, 0).is_null());
+    assert_eq!(errno(), libc::EFAULT);
+    assert!(register(4096, usize::MAX, 0).is_null());
+    assert_eq!(errno(), libc::EFAULT);
+    let memory = [0u8; 64];
+    let at_end = register(memory.as_ptr().addr(), 64, u64::MAX - 3);
+    assert!(
+        at_end.is_null(),
+        "a region past the end of the address space"
+    );
+    assert_eq!(errno(), libc::EINVAL);
+
+    let create = |entries: c_int| {
+        call!(ibv_create_cq(device.context => *mut ibv_context, entries => c_int,
+            ptr::null_mut() => *mut c_void, ptr::null_mut() => *mut c_void, 0 => c_int)
+            -> *mut ibv_cq)
+    };
+    for entries in [c_int::MAX, 0, -1, c_int::MIN] {
+        assert!(create(entries).is_null(), "{entries}");
+        assert_eq!(errno(), libc::EINVAL, "{entries}");
+    }
+    let cq = device.create_cq(4);
+    let resize = |n: c_int| call!(ibv_resize_cq(cq => *mut ibv_cq, n => c_int) -> c_int);
+    assert_eq!(resize(c_int::MAX), libc::EINVAL);
+    assert_eq!(resize(-1), libc::EINVAL);
+    let with = |change: &dyn Fn(&mut ibv_qp_cap)| {
+        let mut attr = device.qp_attr(cq, IBV_QPT_RC, SENDS);
+        change(&mut attr.cap);
+        let qp = device.create_qp_ex(&mut attr);
+        assert!(qp.is_null());
+        assert_eq!(errno(), libc::EINVAL);
+    };
+    with(&|cap| cap.max_send_wr = u32::MAX);
+    with(&|cap| cap.max_recv_wr = u32::MAX);
+    with(&|cap| cap.max_send_sge = u32::MAX);
+    with(&|cap| cap.max_recv_sge = u32::MAX);
+    with(&|cap| cap.max_inline_data = u32::MAX);
+}
+
+#[test]
+fn scatter_lists_of_wrong_length_are_refused_unread() {
+    let device = Device::open("riser0");
+    let cq = device.create_cq(10);
+    let pair = Pair::new(device, cq, SENDS);
+    // SAFETY: all-zero bytes are valid; lists that are too long must not be read.
+    unsafe {
+        // At the end of a page that nothing follows: reading past the list ends the process.
+        let map = |flags| {
+            libc::mmap(
+                ptr::null_mut(),
+                8192,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        let pages = map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        assert_eq!(libc::munmap(pages.byte_add(4096), 4096), 0);
+        let list = pages
+            .byte_add(4096 - size_of::<ibv_sge>())
+            .cast::<ibv_sge>();
+        let mut wr: ibv_send_wr = zeroed();
+        wr.opcode = IBV_WR_SEND;
+        wr.sg_list = list;
+        let mut bad = ptr::null_mut();
+        for flags in [0, IBV_SEND_INLINE] {
+            wr.send_flags = flags;
+            for count in [c_int::MAX, 4, -1, c_int::MIN] {
+                wr.num_sge = count;
+                assert_eq!(
+                    ops::ibv_post_send(pair.a, &raw mut wr, &raw mut bad),
+                    libc::EINVAL
+                );
+                assert_eq!(bad, &raw mut wr, "{flags} {count}");
+            }
+        }
+        wr.num_sge = 1;
+        wr.sg_list = ptr::null_mut();
+        assert_eq!(
+            ops::ibv_post_send(pair.a, &raw mut wr, &raw mut bad),
+            libc::EINVAL
+        );
+        let mut recv: ibv_recv_wr = zeroed();
+        let mut bad_recv = ptr::null_mut();
+        recv.sg_list = list;
+        for count in [c_int::MAX, 2, -1] {
+            recv.num_sge = count;
+            assert_eq!(
+                ops::ibv_post_recv(pair.b, &raw mut recv, &raw mut bad_recv),
+                libc::EINVAL
+            );
+        }
+
+        // A piece without bytes has no address.
+        post_recv(pair.b, 1, None);
+        let mut nothing: ibv_sge = zeroed();
+        wr.sg_list = &raw mut nothing;
+        wr.send_flags = IBV_SEND_INLINE | IBV_SEND_SIGNALED;
+        assert_eq!(ops::ibv_post_send(pair.a, &raw mut wr, &raw mut bad), 0);
+        assert!(
+            completions(cq, 2)
+                .iter()
+                .all(|wc| wc.status == IBV_WC_SUCCESS)
+        );
+
+        let qp = pair.builder();
+        let refused = |part: &dyn Fn()| {
+            (*qp).wr_start.unwrap()(qp);
+            (*qp).wr_send.unwrap()(qp);
+            part();
+            assert_eq!((*qp).wr_complete.unwrap()(qp), libc::EINVAL);
+        };
+        refused(&|| (*qp).wr_set_sge_list.unwrap()(qp, usize::MAX, list));
+        refused(&|| (*qp).wr_set_inline_data_list.unwrap()(qp, usize::MAX, list.cast()));
+        refused(&|| (*qp).wr_set_inline_data.unwrap()(qp, list.cast(), usize::MAX));
+        libc::munmap(pages, 4096);
+    }
+}
+
+#[test]
+fn objects_of_another_device_are_refused() {
+    let (one, two) = (Device::open("riser0"), Device::open("riser1"));
+    let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
+    let mut attr = one.qp_attr(cq_one, IBV_QPT_UD, IBV_QP_EX_WITH_SEND);
+    attr.recv_cq = cq_two;
+    assert!(one.create_qp_ex(&mut attr).is_null());
+    assert_eq!(errno(), libc::EINVAL);
+    attr.send_cq = cq_two;
+    attr.recv_cq = cq_one;
+    assert!(one.create_qp_ex(&mut attr).is_null());
+    // SAFETY: all-zero bytes are valid; the objects are alive.
+    unsafe {
+        let mut srq_attr: ibv_srq_init_attr = zeroed();
+        srq_attr.attr.max_wr = 4;
+        srq_attr.attr.max_sge = 1;
+        let srq = call!(ibv_create_srq(two.pd => *mut ibv_pd, &raw mut srq_attr => *mut ibv_srq_init_attr) -> *mut ibv_srq);
+        attr.send_cq = cq_one;
+        attr.srq = srq;
+        assert!(one.create_qp_ex(&mut attr).is_null());
+        assert_eq!(errno(), libc::EINVAL);
+        attr.srq = ptr::null_mut();
+        let qp = one.create_qp_ex(&mut attr);
+        assert!(!qp.is_null());
+        to_rts(qp, one.gid(), 0);
+
+        let mut path = ah_attr(two.gid());
+        let ah = call!(ibv_create_ah(two.pd => *mut ibv_pd, &raw mut path => *mut ibv_ah_attr) -> *mut ibv_ah);
+        let mut wr: ibv_send_wr = zeroed();
+        wr.opcode = IBV_WR_SEND;
+        wr.wr.ud.ah = ah;
+        let mut bad = ptr::null_mut();
+        assert_eq!(
+            ops::ibv_post_send(qp, &raw mut wr, &raw mut bad),
+            libc::EINVAL
+        );
+        let ex = extended(qp);
+        (*ex).wr_start.unwrap()(ex);
+        (*ex).wr_send.unwrap()(ex);
+        (*ex).wr_set_ud_addr.unwrap()(ex, ah, 5, 5);
+        assert_eq!((*ex).wr_complete.unwrap()(ex), libc::EINVAL);
+
+        let mut memory = [0u8; 16];
+        let mr = one.register(&mut memory);
+        let moved = call!(ibv_rereg_mr(mr => *mut ibv_mr, IBV_REREG_MR_CHANGE_PD as c_int => c_int,
+            two.pd => *mut ibv_pd, ptr::null_mut() => *mut c_void, 0 => usize, 0 => c_int) -> c_int);
+        assert!(moved < 0);
+        assert_eq!(errno(), libc::EINVAL);
+        let channel = create_channel();
+        let id = create_id(channel);
+        assert_eq!(bind(id, socket_address(1, 0)), 0, "{}", errno());
+        let result = call!(rdma_create_srq(id => *mut rdma_cm_id, two.pd => *mut ibv_pd,
+            &raw mut srq_attr => *mut ibv_srq_init_attr) -> c_int);
+        assert_eq!((result, errno()), (-1, libc::EINVAL));
+        assert_eq!(destroy_id(id), 0);
+    }
+}
+
+#[test]
+fn an_event_channel_goes_before_its_identifiers() {
+    let channel = create_channel();
+    let id = create_id(channel);
+    // SAFETY: the channel is alive.
+    let fd = unsafe { (*channel).fd };
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    // SAFETY: the number is free now, so the program may use it for something else.
+    let theirs = unsafe {
+        assert_eq!(libc::fcntl(fd, libc::F_GETFD), -1, "it is closed");
+        let theirs = libc::eventfd(0, libc::EFD_NONBLOCK);
+        if theirs != fd {
+            assert_eq!(libc::dup2(theirs, fd), fd);
+        }
+        theirs
+    };
+    let mut addr = socket_address(2, 7);
+    let resolved = call!(rdma_resolve_addr(id => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        &raw mut addr => *mut sockaddr_in, 100 => c_int) -> c_int);
+    assert_eq!(resolved, 0, "{}", errno());
+    thread::sleep(Duration::from_millis(300));
+    let mut count = 0u64;
+    // SAFETY: there is room for the count.
+    let n = unsafe { libc::read(theirs, (&raw mut count).cast(), 8) };
+    assert_eq!(
+        n, -1,
+        "an event was written to a descriptor of the program's"
+    );
+    // SAFETY: the descriptors are the test's.
+    unsafe {
+        libc::close(fd);
+        if theirs != fd {
+            libc::close(theirs);
+        }
+    }
+    assert_eq!(destroy_id(id), 0);
+}
+
+/// The next event of a channel that does not block, or none.
+fn next_event(channel: *mut rdma_event_channel) -> Option<rdma_cm_event_type> {
+    let mut event: *mut rdma_cm_event = ptr::null_mut();
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(1) {
+        if call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
+            &raw mut event => *mut *mut rdma_cm_event) -> c_int)
+            == 0
+        {
+            // SAFETY: the event is the program's until it is acknowledged.
+            let kind = unsafe { (*event).event };
+            call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
+            return Some(kind);
+        }
+        assert_eq!(errno(), libc::EAGAIN);
+        thread::sleep(Duration::from_millis(1));
+    }
+    None
+}
+
+#[test]
+fn requests_and_what_became_of_them_go_with_their_listener() {
+    let (at_server, at_client) = (create_channel(), create_channel());
+    // SAFETY: the channels are alive.
+    unsafe {
+        set_nonblocking((*at_server).fd);
+        set_nonblocking((*at_client).fd);
+    }
+    let listener = create_id(at_server);
+    assert_eq!(bind(listener, socket_address(2, 0)), 0, "{}", errno());
+    let listening = call!(rdma_listen(listener => *mut rdma_cm_id, 4 => c_int) -> c_int);
+    assert_eq!(listening, 0);
+    let port = u16::from_be(call!(rdma_get_src_port(listener => *mut rdma_cm_id) -> u16));
+    let client = create_id(at_client);
+    let mut addr = socket_address(2, port);
+    call!(rdma_resolve_addr(client => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        &raw mut addr => *mut sockaddr_in, 1000 => c_int) -> c_int);
+    assert_eq!(next_event(at_client), Some(RDMA_CM_EVENT_ADDR_RESOLVED));
+    call!(rdma_resolve_route(client => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+    assert_eq!(next_event(at_client), Some(RDMA_CM_EVENT_ROUTE_RESOLVED));
+    // SAFETY: all-zero bytes are valid.
+    let mut param: rdma_conn_param = unsafe { zeroed() };
+    param.qp_num = 77;
+    let connected = call!(rdma_connect(client => *mut rdma_cm_id,
+        &raw mut param => *mut rdma_conn_param) -> c_int);
+    assert_eq!(connected, 0, "{}", errno());
+    thread::sleep(Duration::from_millis(100));
+    // It no longer wants the connection.
+    assert_eq!(destroy_id(client), 0);
+    thread::sleep(Duration::from_millis(100));
+    assert_eq!(destroy_id(listener), 0);
+    assert_eq!(next_event(at_server), None, "its identifier is gone");
+    for channel in [at_server, at_client] {
+        call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    }
+}
+
+#[test]
+fn a_closed_device_has_no_queue_pairs() {
+    let device = Device::open("riser0");
+    let cq = device.create_cq(10);
+    let pair = Pair::new(device, cq, SENDS);
+    let other = Device::open("riser0");
+    let close = |context| call!(ibv_close_device(context => *mut ibv_context) -> c_int);
+    assert_eq!(close(pair.device.context), 0);
+    assert_eq!(close(pair.device.context), -1, "twice");
+    // Its memory belongs to the next context, which must not hear of them.
+    let next = Device::open("riser0");
+    assert_eq!(destroy_qp(pair.a), libc::EINVAL, "it went with its context");
+    assert_ne!(next.context, other.context);
+}
+
+#[test]
+fn threads_of_the_library_take_no_signals() {
+    let _device = Device::open("riser0");
+    // A thread names itself once it runs.
+    thread::sleep(Duration::from_millis(200));
+    let mut found = 0;
+    for task in fs::read_dir("/proc/self/task").unwrap() {
+        let Ok(status) = fs::read_to_string(task.unwrap().path().join("status")) else {
+            continue;
+        };
+        let line = |key: &str| {
+            let found = status.lines().find_map(|line| line.strip_prefix(key));
+            found.unwrap().trim().to_owned()
+        };
+        if line("Name:").starts_with("riser-") {
+            let blocked = u64::from_str_radix(&line("SigBlk:"), 16).unwrap();
+            for signal in [
+                libc::SIGTERM,
+                libc::SIGINT,
+                libc::SIGUSR1,
+                libc::SIGALRM,
+                libc::SIGCHLD,
+            ] {
+                assert!(blocked & 1 << (signal - 1) != 0, "signal {signal}");
+            }
+            found += 1;
+        }
+    }
+    assert!(found > 0);
+}
+
+#[test]
+fn a_process_that_unloads_the_library_goes_on() {
+    let test = env::current_exe().unwrap();
+    let status = Command::new(test)
+        .args(["--exact", "unload", "--nocapture"])
+        .env("UNLOAD", "1")
+        .status();
+    assert!(status.unwrap().success());
+}
+
+/// Runs in a process of its own, see above.
+#[test]
+fn unload() {
+    if env::var_os("UNLOAD").is_none() {
+        return;
+    }
+    let path = env::current_exe()
+        .unwrap()
+        .with_file_name("libriser_drop_in.so");
+    let path = CString::new(path.into_os_string().into_encoded_bytes()).unwrap();
+    // SAFETY: no other thread reads the environment; the functions have these signatures.
+    unsafe {
+        env::set_var("RISER_DEVICES", "riser0=127.0.41.3");
+        let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
+        let find = |name: &std::ffi::CStr| libc::dlsym(library, name.as_ptr());
+        type List = unsafe extern "C" fn(*mut c_int) -> *mut *mut ibv_device;
+        type Open = unsafe extern "C" fn(*mut ibv_device) -> *mut ibv_context;
+        let list = std::mem::transmute::<*mut c_void, List>(find(c"ibv_get_device_list"));
+        let open = std::mem::transmute::<*mut c_void, Open>(find(c"ibv_open_device"));
+        assert!(!open(*list(ptr::null_mut())).is_null(), "{}", errno());
+        libc::dlclose(library);
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn a_child_leaves_the_events_and_ports_of_its_parent_alone() {
+    let device = Device::open("riser0");
+    let channel = call!(ibv_create_comp_channel(device.context => *mut ibv_context)
+        -> *mut ibv_comp_channel);
+    let cq = call!(ibv_create_cq(device.context => *mut ibv_context, 10 => c_int,
+        ptr::null_mut() => *mut c_void, channel => *mut ibv_comp_channel, 0 => c_int)
+        -> *mut ibv_cq);
+    let pair = Pair::new(device, cq, SENDS);
+    let events = create_channel();
+    let id = create_id(events);
+    assert_eq!(bind(id, socket_address(1, 0)), 0, "{}", errno());
+    let port = u16::from_be(call!(rdma_get_src_port(id => *mut rdma_cm_id) -> u16));
+    // SAFETY: the objects are alive.
+    unsafe {
+        set_nonblocking((*channel).fd);
+        assert_eq!(ops::ibv_req_notify_cq(cq, false), 0);
+        post_recv(pair.b, 1, None);
+        let mut wr: ibv_send_wr = zeroed();
+        wr.opcode = IBV_WR_SEND;
+        wr.send_flags = IBV_SEND_SIGNALED;
+        let mut bad = ptr::null_mut();
+        assert_eq!(ops::ibv_post_send(pair.a, &raw mut wr, &raw mut bad), 0);
+        completions(cq, 2);
+    }
+    let code = forked(|| {
+        if destroy_qp(pair.a) != 0 || destroy_qp(pair.b) != 0 || destroy_cq(cq) != 0 {
+            return 2;
+        }
+        if destroy_id(id) != 0 {
+            return 3;
+        }
+        let id = create_id(create_channel());
+        match bind(id, socket_address(1, port)) {
+            0 => 4,
+            _ if errno() == libc::EADDRINUSE => 0,
+            _ => errno(),
+        }
+    });
+    assert_eq!(code, 0);
+    let (mut from, mut context) = (ptr::null_mut(), ptr::null_mut());
+    let get = || {
+        call!(ibv_get_cq_event(channel => *mut ibv_comp_channel,
+            &raw mut from => *mut *mut ibv_cq, &raw mut context => *mut *mut c_void) -> c_int)
+    };
+    let mut get = get;
+    assert_eq!(get(), 0, "{}", errno());
+    assert_eq!((get(), errno()), (-1, libc::EAGAIN));
+    assert_eq!(from, cq);
+    call!(ibv_ack_cq_events(cq => *mut ibv_cq, 1 => u32));
+    assert_eq!(destroy_id(id), 0);
+}
+
+/// A WRITE to a process that posts and never polls arrives all the same.
+#[test]
+fn posts_do_not_keep_packets_waiting() {
+    let (one, two) = (Device::open("riser0"), Device::open("riser1"));
+    let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
+    let a = one.create_qp_ex(&mut one.qp_attr(cq_one, IBV_QPT_RC, SENDS));
+    let b = two.create_qp_ex(&mut two.qp_attr(cq_two, IBV_QPT_RC, SENDS));
+    let mut memory = [0u8; 8];
+    let mut memory_two = [0u8; 8];
+    let (mr, mr_two) = (one.register(&mut memory), two.register(&mut memory_two));
+    // SAFETY: only peers write it, and it lives as long as the test.
+    let arrived = unsafe { AtomicU8::from_ptr(memory.as_mut_ptr()) };
+    // SAFETY: the objects are alive.
+    unsafe {
+        to_rts(a, two.gid(), (*b).qp_num);
+        to_rts(b, one.gid(), (*a).qp_num);
+        let done = AtomicBool::new(false);
+        let number = a.expose_provenance();
+        thread::scope(|scope| {
+            // It drives the device for what it sends, again and again.
+            scope.spawn(|| {
+                let mut attr: ibv_qp_attr = zeroed();
+                attr.min_rnr_timer = 2;
+                while !done.load(Ordering::Relaxed) {
+                    modify(
+                        ptr::with_exposed_provenance_mut(number),
+                        &attr,
+                        IBV_QP_MIN_RNR_TIMER,
+                    );
+                    thread::sleep(Duration::from_micros(50));
+                }
+            });
+            let mut waited = Vec::new();
+            for n in 1..=5 {
+                // So many polls that find something that the device counts on more.
+                for _ in 0..100 {
+                    let (own, key) = (extended(a), remote(mr_two, 0));
+                    (*own).wr_start.unwrap()(own);
+                    (*own).wr_flags = IBV_SEND_SIGNALED;
+                    (*own).wr_rdma_write.unwrap()(own, key.0, key.1);
+                    assert_eq!((*own).wr_complete.unwrap()(own), 0);
+                    completions(cq_one, 1);
+                }
+                thread::sleep(Duration::from_millis(20));
+                let qp = extended(b);
+                let (key, at) = remote(mr, 0);
+                (*qp).wr_start.unwrap()(qp);
+                (*qp).wr_flags = IBV_SEND_SIGNALED;
+                (*qp).wr_rdma_write.unwrap()(qp, key, at);
+                (*qp).wr_set_inline_data.unwrap()(qp, (&raw const n).cast_mut().cast(), 1);
+                assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+                let start = Instant::now();
+                while arrived.load(Ordering::Relaxed) != n
+                    && start.elapsed() < Duration::from_millis(500)
+                {
+                    thread::sleep(Duration::from_micros(100));
+                }
+                waited.push(start.elapsed());
+            }
+            done.store(true, Ordering::Relaxed);
+            waited.sort();
+            assert!(waited[2] < Duration::from_millis(100), "{waited:?}");
+        });
+    }
+}

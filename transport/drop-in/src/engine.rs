@@ -27,6 +27,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_transport::roce::nic::NicLimits;
+use riser_transport::roce::nic::rdma_cm::port_space;
 use riser_transport::roce::steer::Requests;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{
@@ -105,8 +106,8 @@ pub(crate) struct State {
     timed: Vec<TimedCompletion>,
     /// Completion queues that a program has armed and that have not fired.
     armed: usize,
-    /// Packets come while no call drives the NIC, so the socket is always watched: for so many more
-    /// polls that find something by themselves.
+    /// Polls that must still find completions by themselves before the socket is no longer watched at
+    /// all times: packets have come while no call drove the NIC.
     eager: u32,
     /// When posts were sent last.
     sent_at: Instant,
@@ -300,7 +301,7 @@ impl Locked<'_> {
             rounds += 1;
         }
         state.eager = match (rounds > 0, is_driven) {
-            // Nothing happens, so nobody waits for the thread.
+            // Idle: no transfer depends on the thread.
             (false, false) => 0,
             (false, true) => state.eager,
             (true, _) => EAGER,
@@ -454,7 +455,7 @@ impl State {
         space: PortSpace,
         port: u16,
     ) -> Result<u16, Errno> {
-        let Some(space) = share::space(space) else {
+        let Some(space) = port_space(space) else {
             return Ok(port);
         };
         if let Some((_, port)) = self.ports.get(&id) {

@@ -36,7 +36,6 @@ use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
 use riser_transport::roce::steer::Requests;
-use riser_transport::verbs::PortSpace;
 use riser_transport::wire::cm_msg::{CmMessage, is_request};
 use riser_transport::wire::cma::RdmaPortSpace;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -98,17 +97,6 @@ const PORTS: usize = SPACES.len() << 16;
 
 /// A port of the RDMA CM.
 pub(crate) type Port = (RdmaPortSpace, u16);
-
-/// The space of an identifier's port; `None` for a bare service id.
-pub(crate) fn space(space: PortSpace) -> Option<RdmaPortSpace> {
-    match space {
-        PortSpace::Tcp => Some(RdmaPortSpace::Tcp),
-        PortSpace::Udp => Some(RdmaPortSpace::Udp),
-        PortSpace::IpoIb => Some(RdmaPortSpace::IpoIb),
-        PortSpace::IbIp => Some(RdmaPortSpace::Ib),
-        PortSpace::Ib { .. } => None,
-    }
-}
 
 /// A process's part of an address.
 pub(crate) struct Share {

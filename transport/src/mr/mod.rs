@@ -901,7 +901,7 @@ mod tests {
     }
 
     #[test]
-    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    #[allow(unsafe_code, reason = "the region covers the whole address space")]
     fn on_demand_a_range_that_is_not_mapped_is_outside_the_region() {
         let mut mrs = table();
         let memory = Memory::new(3 * 4096).unwrap();
@@ -944,7 +944,7 @@ mod tests {
     }
 
     #[test]
-    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    #[allow(unsafe_code, reason = "the region covers the whole address space")]
     fn on_demand_only_what_is_accessed_is_populated() {
         use crate::rc::{RecvQueue, RecvWqe};
         use crate::verbs::{RecvWr, WrId};

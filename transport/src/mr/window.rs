@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    #[allow(unsafe_code, reason = "the region covers the whole address space")]
     fn a_window_of_an_on_demand_region_gives_nothing_that_is_not_mapped() {
         let mut b = bench(Access::MW_BIND);
         // SAFETY: what is not mapped is found out before it is touched.

@@ -28,20 +28,9 @@ pub(super) struct Ctx<'a> {
 impl Ctx<'_> {
     /// Reports the end of a receive that brought no data.
     pub(super) fn recv_failed(&mut self, wr_id: WrId, status: WcStatus) {
-        self.out.push(RcEvent::Recv(Completion {
-            wr_id,
-            status,
-            opcode: WcOpcode::Recv,
-            qp: self.cfg.qp,
-            qp_num: self.cfg.qp_num,
-            byte_len: 0,
-            imm: None,
-            invalidated: None,
-            src_qp: 0,
-            solicited: false,
-            network: None,
-            vendor_err: 0,
-        }));
+        let (qp, qp_num) = (self.cfg.qp, self.cfg.qp_num);
+        let failed = Completion::new(wr_id, status, WcOpcode::Recv, qp, qp_num);
+        self.out.push(RcEvent::Recv(failed));
     }
 }
 

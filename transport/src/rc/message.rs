@@ -1,7 +1,9 @@
 //! Arithmetic on one message: its packets, and the scatter list that holds it.
 
+use super::MAX_MESSAGE;
+use super::state::Inbound;
 use crate::mr::KeyError;
-use crate::verbs::Sge;
+use crate::verbs::{Access, RKey, Sge};
 use crate::wire::Packet;
 
 /// Payload bytes of a packet.
@@ -11,6 +13,73 @@ use crate::wire::Packet;
 )]
 pub(crate) fn payload_len(pkt: &Packet<'_>) -> u32 {
     pkt.payload.len() as u32
+}
+
+/// The part of an RDMA WRITE that a packet has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WritePart {
+    pub(crate) rkey: RKey,
+    /// Address of the packet's first byte.
+    pub(crate) addr: u64,
+    /// Bytes of the message from there on.
+    pub(crate) remaining: u32,
+    /// Bytes of the whole message.
+    pub(crate) total: u32,
+    len: u32,
+}
+
+impl WritePart {
+    /// The part of a packet, which goes on from what has arrived; `None` for one without a message,
+    /// or of another length than its place in the message demands.
+    pub(crate) fn of(inbound: Inbound, pkt: &Packet<'_>) -> Option<Self> {
+        let (rkey, addr, remaining, total) = match (inbound, pkt.ext.reth) {
+            (
+                // A first packet brings address and length in its RETH; later ones go on from
+                // what is left.
+                Inbound::Write {
+                    rkey,
+                    addr,
+                    remaining,
+                    total,
+                },
+                None,
+            ) => (rkey, addr, remaining, total),
+            (_, Some(reth)) => (RKey(reth.rkey()), reth.va(), reth.dma_len(), reth.dma_len()),
+            _ => return None,
+        };
+        // The length is compared with the RETH packet by packet, so that no payload reaches
+        // beyond the range that the key was checked for, and a last packet that comes too early
+        // is an error and not a short message.
+        let len = payload_len(pkt);
+        let fits = if pkt.op.position.is_end() {
+            len == remaining
+        } else {
+            len < remaining
+        };
+        (fits && total <= MAX_MESSAGE).then_some(Self {
+            rkey,
+            addr,
+            remaining,
+            total,
+            len,
+        })
+    }
+
+    /// Whether the rights of a queue pair allow the message. One of no bytes needs neither right
+    /// nor key (IBTA C9-88): peers send one to wake a connection, `ib_srpt` with address and key 0.
+    pub(crate) fn is_allowed(&self, access: Access) -> bool {
+        self.total == 0 || access.contains(Access::REMOTE_WRITE)
+    }
+
+    /// The message after this part, which is not its last.
+    pub(crate) fn rest(&self) -> Inbound {
+        Inbound::Write {
+            rkey: self.rkey,
+            addr: self.addr.wrapping_add(u64::from(self.len)),
+            remaining: self.remaining - self.len,
+            total: self.total,
+        }
+    }
 }
 
 /// Packets of a message of `length` bytes; a message of none takes one.

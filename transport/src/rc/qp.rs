@@ -608,20 +608,9 @@ impl RcQp {
         // still has to get it back.
         let bound = self.responder.unbind();
         let mut flush = |wr_id| {
-            env.out.push(RcEvent::Recv(Completion {
-                wr_id,
-                status: WcStatus::WrFlushErr,
-                opcode: WcOpcode::Recv,
-                qp: self.cfg.qp,
-                qp_num: self.cfg.qp_num,
-                byte_len: 0,
-                imm: None,
-                invalidated: None,
-                src_qp: 0,
-                solicited: false,
-                network: None,
-                vendor_err: 0,
-            }));
+            let (status, opcode) = (WcStatus::WrFlushErr, WcOpcode::Recv);
+            let flushed = Completion::new(wr_id, status, opcode, self.cfg.qp, self.cfg.qp_num);
+            env.out.push(RcEvent::Recv(flushed));
         };
         if let Some(wr_id) = bound {
             flush(wr_id);

@@ -20,7 +20,7 @@ use riser_state::become_state;
 
 use self::answer::{Resource, ResourceKind};
 use super::ctx::{Ctx, Fault};
-use super::message::{payload_len, plan_packets};
+use super::message::{WritePart, payload_len, plan_packets};
 use super::pacing::Pacer;
 use super::state::{Inbound, ResponderState};
 use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
@@ -317,39 +317,8 @@ impl Responder {
 
     /// A packet of an RDMA WRITE; false if it needs a receive and there is none.
     fn on_write(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<bool, Refusal> {
-        let len = payload_len(pkt);
-        let (rkey, addr, remaining, total) = match (self.inbound, pkt.ext.reth) {
-            (
-                // A first packet brings address and length in its RETH; later ones go on from
-                // what is left.
-                Inbound::Write {
-                    rkey,
-                    addr,
-                    remaining,
-                    total,
-                },
-                None,
-            ) => (rkey, addr, remaining, total),
-            (_, Some(reth)) => (RKey(reth.rkey()), reth.va(), reth.dma_len(), reth.dma_len()),
-            _ => return Err(Refusal::InvalidRequest),
-        };
-        // The length is compared with the RETH packet by packet, so that no payload reaches
-        // beyond the range that the key was checked for, and a last packet that comes too early
-        // is an error and not a short message.
-        let is_end = pkt.op.position.is_end();
-        let fits = if is_end {
-            len == remaining
-        } else {
-            len < remaining
-        };
-        if !fits || total > MAX_MESSAGE {
-            return Err(Refusal::InvalidRequest);
-        }
-        // A WRITE of no bytes needs neither right nor key (IBTA C9-88): peers send one to wake a
-        // connection, `ib_srpt` with address and key 0.
-        if total > 0 && !self.access.contains(Access::REMOTE_WRITE) {
-            return Err(Refusal::InvalidRequest);
-        }
+        let part = WritePart::of(self.inbound, pkt).filter(|part| part.is_allowed(self.access));
+        let part = part.ok_or(Refusal::InvalidRequest)?;
         // The whole rest of the range, not this packet's part: a message that would leave the
         // region is refused before its first byte. And again with each packet, since the owner
         // may have invalidated the key in the middle of a message.
@@ -358,9 +327,9 @@ impl Responder {
             .resolve_remote_head(
                 self.pd,
                 ctx.cfg.qp,
-                rkey,
-                addr,
-                remaining,
+                part.rkey,
+                part.addr,
+                part.remaining,
                 pkt.payload.len(),
                 Access::REMOTE_WRITE,
             )
@@ -374,19 +343,14 @@ impl Responder {
             self.is_bound = true;
         }
         span.write(0, pkt.payload);
-        if !is_end {
-            self.inbound = Inbound::Write {
-                rkey,
-                addr: addr.wrapping_add(u64::from(len)),
-                remaining: remaining - len,
-                total,
-            };
+        if !pkt.op.position.is_end() {
+            self.inbound = part.rest();
             return Ok(true);
         }
         self.inbound = Inbound::None;
         if pkt.op.has_imm() {
             // The length of the WRITE; the receive itself gets no data.
-            self.complete_receive(ctx, pkt, WcOpcode::RecvWriteImm, total, None);
+            self.complete_receive(ctx, pkt, WcOpcode::RecvWriteImm, part.total, None);
         }
         Ok(true)
     }
@@ -464,19 +428,14 @@ impl Responder {
         // after this.
         self.is_bound = false;
         self.inbound = Inbound::None;
+        let (qp, qp_num) = (ctx.cfg.qp, ctx.cfg.qp_num);
+        let wr_id = self.recv.wr_id;
         ctx.out.push(RcEvent::Recv(Completion {
-            wr_id: self.recv.wr_id,
-            status: WcStatus::Success,
-            opcode,
-            qp: ctx.cfg.qp,
-            qp_num: ctx.cfg.qp_num,
             byte_len,
             imm: pkt.ext.imm.map(|i| i.data()),
             invalidated,
-            src_qp: 0,
             solicited: pkt.bth.is_solicited(),
-            network: None,
-            vendor_err: 0,
+            ..Completion::new(wr_id, WcStatus::Success, opcode, qp, qp_num)
         }));
     }
 

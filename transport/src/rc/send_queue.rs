@@ -128,18 +128,8 @@ impl SendWqe {
     #[must_use]
     pub fn completion(&self, qp: QpId, qp_num: u32, status: WcStatus) -> Completion {
         Completion {
-            wr_id: self.wr_id,
-            status,
-            opcode: self.wc_opcode(),
-            qp,
-            qp_num,
             byte_len: if status.is_ok() { self.length } else { 0 },
-            imm: None,
-            invalidated: None,
-            src_qp: 0,
-            solicited: false,
-            network: None,
-            vendor_err: 0,
+            ..Completion::new(self.wr_id, status, self.wc_opcode(), qp, qp_num)
         }
     }
 }

@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    #[allow(unsafe_code, reason = "the whole address space is nobody's range")]
+    #[allow(unsafe_code, reason = "the region covers the whole address space")]
     fn a_datagram_populates_its_own_bytes_alone() {
         let mut mrs = MrTable::new(16, 8, [0; 16]);
         let memory = Memory::new(4096).unwrap();

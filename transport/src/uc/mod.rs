@@ -393,18 +393,5 @@ impl UcQp {
 
 /// The completion of a receive without data.
 fn recv_completion(cfg: &UcConfig, wr_id: WrId, status: WcStatus) -> Completion {
-    Completion {
-        wr_id,
-        status,
-        opcode: WcOpcode::Recv,
-        qp: cfg.qp,
-        qp_num: cfg.qp_num,
-        byte_len: 0,
-        imm: None,
-        invalidated: None,
-        src_qp: 0,
-        solicited: false,
-        network: None,
-        vendor_err: 0,
-    }
+    Completion::new(wr_id, status, WcOpcode::Recv, cfg.qp, cfg.qp_num)
 }

@@ -4,10 +4,10 @@
 //! message, payload length, right of the queue pair, receive buffer or key, range and right.
 
 use super::{UcConfig, UcCounters, UcRtrParams, recv_completion};
-use crate::rc::message::payload_len;
+use crate::rc::message::{WritePart, payload_len};
 use crate::rc::state::Inbound;
-use crate::rc::{Env, MAX_MESSAGE, RcEvent, RecvQueue, RecvWqe};
-use crate::verbs::{Access, Completion, Mtu, RKey, WcOpcode, WcStatus, WrId};
+use crate::rc::{Env, RcEvent, RecvQueue, RecvWqe};
+use crate::verbs::{Access, Completion, Mtu, WcOpcode, WcStatus, WrId};
 use crate::wire::{Operation, Packet, Psn};
 
 /// Reason why a message ends before its last packet has been taken.
@@ -166,60 +166,35 @@ impl Responder {
     }
 
     fn on_write(&mut self, cfg: &UcConfig, pkt: &Packet<'_>, env: &mut Env<'_>) -> Result<(), End> {
-        let len = payload_len(pkt);
-        let (rkey, addr, remaining, total) = match (self.inbound, pkt.ext.reth) {
-            // A first packet brings address and length; later ones go on from what is left.
-            (
-                Inbound::Write {
-                    rkey,
-                    addr,
-                    remaining,
-                    total,
-                },
-                None,
-            ) => (rkey, addr, remaining, total),
-            (_, Some(reth)) => (RKey(reth.rkey()), reth.va(), reth.dma_len(), reth.dma_len()),
-            _ => return Err(End::Lost),
-        };
-        // No payload reaches beyond the range that the key was checked for, and a last packet that
-        // comes too early ends no message.
-        let is_end = pkt.op.position.is_end();
-        let fits = if is_end {
-            len == remaining
-        } else {
-            len < remaining
-        };
-        // A WRITE of no bytes needs neither right nor key (IBTA C9-88).
-        let may_write = total == 0 || self.access.contains(Access::REMOTE_WRITE);
-        if !fits || total > MAX_MESSAGE || !may_write {
-            return Err(End::Lost);
-        }
+        let part = WritePart::of(self.inbound, pkt).filter(|part| part.is_allowed(self.access));
+        let part = part.ok_or(End::Lost)?;
         // The whole rest of the range, and again with each packet, since the owner may have
         // invalidated the key in the middle of a message.
         let right = Access::REMOTE_WRITE;
         let head = pkt.payload.len();
-        let span = env
-            .mrs
-            .resolve_remote_head(cfg.pd, cfg.qp, rkey, addr, remaining, head, right);
+        let span = env.mrs.resolve_remote_head(
+            cfg.pd,
+            cfg.qp,
+            part.rkey,
+            part.addr,
+            part.remaining,
+            head,
+            right,
+        );
         let span = span.map_err(|_| End::Lost)?;
         // Before the payload is written: its last packet goes with its receive.
         if pkt.op.has_imm() {
             self.bind(env.rq)?;
         }
         span.write(0, pkt.payload);
-        if !is_end {
-            self.inbound = Inbound::Write {
-                rkey,
-                addr: addr.wrapping_add(u64::from(len)),
-                remaining: remaining - len,
-                total,
-            };
+        if !pkt.op.position.is_end() {
+            self.inbound = part.rest();
             return Ok(());
         }
         self.inbound = Inbound::None;
         if pkt.op.has_imm() {
             // The length of the WRITE; the receive itself gets no data.
-            self.complete(cfg, pkt, env, WcOpcode::RecvWriteImm, total);
+            self.complete(cfg, pkt, env, WcOpcode::RecvWriteImm, part.total);
         }
         Ok(())
     }

@@ -284,14 +284,14 @@ mod tests {
     }
 
     #[test]
-    fn forged_and_stray_datagrams_reach_nobody() {
+    fn forged_and_stray_datagrams_reach_no_queue_pair() {
         let mut b = Bench::new();
         let _ = b.attached(3);
         let _ = b.attached(4);
         // The ICRC covers the group's address.
         assert_eq!(b.receive(4, &DATAGRAM), []);
         assert_eq!(b.nic.counters().rx_icrc_errors, 1);
-        // A group that nobody is attached to, a queue pair of its own, and another service.
+        // A group without attached queue pairs, a queue pair of its own, and another service.
         assert_eq!(b.receive(5, &DATAGRAM), []);
         for (at, byte) in [(7, 1), (0, 0x04)] {
             let mut other = DATAGRAM;

@@ -134,7 +134,7 @@ struct OwnWay {
     worker_index: u32,
     worker_bits: u8,
     /// There are none while they are being received.
-    packets: Option<OwnPackets>,
+    packets: Option<Box<OwnPackets>>,
 }
 
 #[derive(Debug)]
@@ -358,10 +358,10 @@ impl Nic {
             addr: self.local,
             worker_index: self.config.worker_index,
             worker_bits: self.config.worker_bits,
-            packets: Some(OwnPackets {
+            packets: Some(Box::new(OwnPackets {
                 batch: TxBatch::new(max_segments),
                 train: Vec::new(),
-            }),
+            })),
         });
     }
 

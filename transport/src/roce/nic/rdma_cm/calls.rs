@@ -31,7 +31,8 @@ impl From<IbCmError> for CmError {
 const DATAGRAM_STATES: [QpState; 3] = [QpState::Init, QpState::Rtr, QpState::Rts];
 
 /// The space of ports that an identifier's port is in; a bare service id is in none.
-pub(super) fn ports(space: PortSpace) -> Option<RdmaPortSpace> {
+#[must_use]
+pub fn port_space(space: PortSpace) -> Option<RdmaPortSpace> {
     match space {
         PortSpace::Tcp => Some(RdmaPortSpace::Tcp),
         PortSpace::Udp => Some(RdmaPortSpace::Udp),
@@ -43,7 +44,7 @@ pub(super) fn ports(space: PortSpace) -> Option<RdmaPortSpace> {
 
 /// The service id and mask that an identifier with `port` stands for.
 pub(super) fn service_id(space: PortSpace, port: u16) -> (ServiceId, u64) {
-    match (space, ports(space)) {
+    match (space, port_space(space)) {
         (PortSpace::Ib { service_id, mask }, _) => (ServiceId(service_id), mask),
         (_, Some(ports)) => (ports.service_id(port), u64::MAX),
         (_, None) => unreachable!("every other identifier has ports"),

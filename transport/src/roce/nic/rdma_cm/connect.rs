@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use riser_state::become_state;
 
 use super::IdState;
-use super::calls::{ports, service_id};
+use super::calls::{port_space, service_id};
 use crate::cm::{RepParams, ReqParams};
 use crate::roce::nic::Nic;
 use crate::verbs::{
@@ -304,7 +304,7 @@ pub(super) fn request_data<const N: usize>(
     user: &[u8],
 ) -> Result<PrivateData<N>, CmError> {
     // A bare service id belongs to no port space, so the peer expects no address header.
-    if ports(space).is_none() {
+    if port_space(space).is_none() {
         check_len(user, N)?;
         return Ok(padded(user));
     }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use riser_state::become_state;
 
-use super::calls::ports;
+use super::calls::port_space;
 use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
@@ -442,7 +442,7 @@ impl Nic {
 /// The peer's port, and the user's part of a request's private data. The address header names the
 /// port; its addresses are not believed, since the packet has the sender's.
 pub(super) fn split_request(space: PortSpace, data: &[u8]) -> Result<(u16, &[u8]), CmaError> {
-    if ports(space).is_none() {
+    if port_space(space).is_none() {
         return Ok((0, data));
     }
     let (header, rest) = CmaHeader::parse(data)?;

@@ -59,6 +59,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+pub use self::calls::port_space;
 use self::options::Options;
 use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};

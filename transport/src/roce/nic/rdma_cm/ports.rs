@@ -10,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use chacha20::rand_core::Rng;
 
 use super::Id;
-use super::calls::ports;
+use super::calls::port_space;
 use crate::roce::nic::Nic;
 #[cfg(doc)]
 use crate::verbs::CmOption;
@@ -35,7 +35,7 @@ impl Nic {
         if ip != own && !(ip.is_unspecified() && takes) {
             return Err(CmError::AddressNotAvailable);
         }
-        let Some(space) = ports(entry.space) else {
+        let Some(space) = port_space(entry.space) else {
             entry.local = Some(SocketAddr::new(own, addr.port()));
             return Ok(());
         };
@@ -104,7 +104,7 @@ impl Nic {
         let (Some(ip), Some(local)) = (entry.bound, entry.local) else {
             return Ok(());
         };
-        let Some(space) = ports(entry.space) else {
+        let Some(space) = port_space(entry.space) else {
             return Ok(());
         };
         self.check_port(id, (space, local.port()), ip, false)
@@ -112,7 +112,8 @@ impl Nic {
 
     /// An identifier is gone, and with it its claim to its port.
     pub(super) fn leave_port(&mut self, id: CmId, entry: &Id) {
-        let (Some(space), Some(local), Some(_)) = (ports(entry.space), entry.local, entry.bound)
+        let (Some(space), Some(local), Some(_)) =
+            (port_space(entry.space), entry.local, entry.bound)
         else {
             return;
         };

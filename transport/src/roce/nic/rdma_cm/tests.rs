@@ -275,7 +275,7 @@ fn a_question_that_is_lost_is_repeated_and_an_answer_that_is_lost_given_again() 
 }
 
 #[test]
-fn a_question_that_nobody_answers_is_given_up() {
+fn an_unanswered_request_is_given_up() {
     let two = &mut Two::new();
     let id = two.ask();
     let mut sent = 0;

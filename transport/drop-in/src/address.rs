@@ -65,7 +65,7 @@ unsafe fn way_back(
     // On RoCE there is no way without the header.
     let grh = grh.filter(|_| wc.wc_flags & IBV_WC_GRH != 0);
     let grh = grh.ok_or(Errno::INVALID)?;
-    let nobody = QpId(Handle::new(0, 0));
+    let placeholder = QpId(Handle::new(0, 0));
     let completion = Completion {
         src_qp: wc.src_qp,
         network: Some(RouteHeader::parse(grh)?.network()),
@@ -73,7 +73,7 @@ unsafe fn way_back(
             WrId(wc.wr_id),
             WcStatus::Success,
             WcOpcode::Recv,
-            nobody,
+            placeholder,
             wc.qp_num,
         )
     };

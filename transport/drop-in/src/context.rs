@@ -12,7 +12,7 @@ use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
 use crate::devices::Device;
 use crate::engine::{Engine, Locked, Reports};
 use crate::errno::{Errno, minus, number};
-use crate::object::{Ref, kind};
+use crate::object::{Kind, Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
 
 /// Version of the hardware that the device reports: there is none.
@@ -109,6 +109,28 @@ impl Context {
         };
         self.events.retract(is_its);
         object.wait();
+    }
+}
+
+/// An object that has asynchronous events of its own.
+pub(crate) trait HasEvents: Kind {
+    fn context(&self) -> Ref<Context>;
+
+    /// Events that the program has been given.
+    fn async_events(&self) -> &Unacknowledged;
+}
+
+impl<K: HasEvents> Reports for Ref<K> {
+    fn report(&self, event: AsyncEvent) {
+        let subject = Subject {
+            handle: self.handle().cast(),
+            unacknowledged: self.kind().async_events(),
+        };
+        self.context().report_about(event, subject);
+    }
+
+    fn is_of(&self, context: u64) -> bool {
+        self.context().number() == context
     }
 }
 

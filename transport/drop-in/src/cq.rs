@@ -8,11 +8,11 @@ use std::time::Duration;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{wc_opcode_code, wc_status_code};
 use riser_transport::verbs::{
-    AsyncEvent, Completion, CqId, CqInitAttr, Moderation, Notify, Verbs as _, WcStatus,
+    Completion, CqId, CqInitAttr, Moderation, Notify, Verbs as _, WcStatus,
 };
 
-use crate::context::{Context, Subject, context_of};
-use crate::engine::{Fires, Reports};
+use crate::context::{Context, HasEvents, context_of};
+use crate::engine::Fires;
 use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
@@ -67,17 +67,13 @@ pub(crate) struct CqParams {
     pub(crate) is_timed: bool,
 }
 
-impl Reports for Ref<Cq> {
-    fn report(&self, event: AsyncEvent) {
-        let subject = Subject {
-            handle: self.handle().cast(),
-            unacknowledged: &self.kind().async_events,
-        };
-        self.context.report_about(event, subject);
+impl HasEvents for Cq {
+    fn context(&self) -> Ref<Context> {
+        self.context
     }
 
-    fn is_of(&self, context: u64) -> bool {
-        self.context.number() == context
+    fn async_events(&self) -> &Unacknowledged {
+        &self.async_events
     }
 }
 

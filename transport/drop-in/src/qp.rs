@@ -10,15 +10,15 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    AsyncEvent, CqId, Gid, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId,
-    Verbs as _, XrcdId,
+    CqId, Gid, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _,
+    XrcdId,
 };
 
 use crate::builder::Builder;
-use crate::context::{Context, Subject, check_same, context_of};
+use crate::context::{Context, HasEvents, check_same, context_of};
 use crate::cq::Cq;
 use crate::domain::{Pd, Xrcd};
-use crate::engine::{Locked, Reports};
+use crate::engine::Locked;
 use crate::errno::{Errno, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::Unacknowledged;
@@ -61,31 +61,23 @@ pub(crate) struct Srq {
 
 kind!(Srq, ibv_srq, b"srqu");
 
-impl Reports for Ref<Qp> {
-    fn report(&self, event: AsyncEvent) {
-        let subject = Subject {
-            handle: self.handle().cast(),
-            unacknowledged: &self.kind().async_events,
-        };
-        self.context.report_about(event, subject);
+impl HasEvents for Qp {
+    fn context(&self) -> Ref<Context> {
+        self.context
     }
 
-    fn is_of(&self, context: u64) -> bool {
-        self.context.number() == context
+    fn async_events(&self) -> &Unacknowledged {
+        &self.async_events
     }
 }
 
-impl Reports for Ref<Srq> {
-    fn report(&self, event: AsyncEvent) {
-        let subject = Subject {
-            handle: self.handle().cast(),
-            unacknowledged: &self.kind().async_events,
-        };
-        self.context.report_about(event, subject);
+impl HasEvents for Srq {
+    fn context(&self) -> Ref<Context> {
+        self.context
     }
 
-    fn is_of(&self, context: u64) -> bool {
-        self.context.number() == context
+    fn async_events(&self) -> &Unacknowledged {
+        &self.async_events
     }
 }
 

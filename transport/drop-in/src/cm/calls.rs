@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param_of, qp_attr, qp_attr_from_mask};
-use riser_transport::verbs::{CmOption, ConnParam, RdmaCm as _};
+use riser_transport::roce::Roce;
+use riser_transport::verbs::{CmError, CmId, CmOption, ConnParam, RdmaCm};
 
 use super::{Id, address, device_at, device_towards, id_of, rdma_ack_cm_event, rdma_get_cm_event};
 use crate::devices::devices;
@@ -266,16 +267,8 @@ pub(crate) unsafe extern "C" fn rdma_reject(
     data: *const c_void,
     length: u8,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
-    minus(unsafe { id_of(id) }.and_then(|id| {
-        // SAFETY: as above.
-        let data = unsafe { bytes(data, length) };
-        let (context, device_id) = id.link()?;
-        let mut locked = context.lock();
-        locked.nic.reject(device_id, data)?;
-        locked.transmit();
-        Ok(())
-    }))
+    // SAFETY: as the program promises.
+    unsafe { refuse(id, data, length, Roce::reject) }
 }
 
 /// `rdma_reject_ece(3)`: refuses because of the peer's vendor options.
@@ -284,13 +277,27 @@ pub(crate) unsafe extern "C" fn rdma_reject_ece(
     data: *const c_void,
     length: u8,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: as the program promises.
+    unsafe { refuse(id, data, length, Roce::reject_ece) }
+}
+
+/// Refuses a connection request by a call of the device.
+///
+/// # Safety
+/// The pointers are the program's, as the manual page demands.
+unsafe fn refuse(
+    id: *mut rdma_cm_id,
+    data: *const c_void,
+    length: u8,
+    call: impl FnOnce(&mut Roce, CmId, &[u8]) -> Result<(), CmError>,
+) -> c_int {
+    // SAFETY: as the caller promises.
     minus(unsafe { id_of(id) }.and_then(|id| {
-        // SAFETY: as above.
+        // SAFETY: as the caller promises.
         let data = unsafe { bytes(data, length) };
         let (context, device_id) = id.link()?;
         let mut locked = context.lock();
-        locked.nic.reject_ece(device_id, data)?;
+        call(&mut locked.nic, device_id, data)?;
         locked.transmit();
         Ok(())
     }))

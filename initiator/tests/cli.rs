@@ -1019,7 +1019,7 @@ fn a_program_finds_the_library_and_its_devices() {
         let file = std::fs::canonicalize(Path::new(folder).join(name)).unwrap();
         assert_eq!(file, std::fs::canonicalize(stand_in(&home)).unwrap());
     }
-    // Without options there is one device, no capture, and the log is the library's own affair.
+    // Without options there is one device, no capture, and the library's default log.
     let script = "echo $RISER_DEVICES/$RISER_INJECT/$RISER_PCAP/$RISER_LOG";
     let output = running(&home, &["sh", "-c", script]).output().unwrap();
     assert_eq!(output.stdout, b"riser0=127.0.0.1///\n");

@@ -237,7 +237,7 @@ pub enum Verb {
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),
-    /// Run a program that uses RDMA on the software NIC, without an adapter, a driver or root
+    /// Run an RDMA program, unmodified, on the software NIC: without an adapter, a driver or root
     Run(RunArgs),
     /// Ask or change the target daemon of this host: runs `riserd` with these arguments
     #[command(disable_help_flag = true)]

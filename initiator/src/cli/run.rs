@@ -1,9 +1,9 @@
-//! `riser run`: an RDMA program on our software NIC, in the place of adapters and their drivers.
+//! `riser run`: an unmodified RDMA program on our software NIC.
 //!
 //! The dynamic loader looks for libraries in the folders of `LD_LIBRARY_PATH` before those of the
 //! system. So a folder with two links, `libibverbs.so.1` and `librdmacm.so.1`, to one file of ours
-//! gives a program both: the loader knows the file by its inode and maps it once. What the library
-//! is to do is in its environment, which the program's own processes inherit.
+//! gives a program both: the loader knows the file by its inode and maps it once. The library is
+//! configured by environment variables, which the program's child processes inherit.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -40,7 +40,7 @@ const DROP_IN: &str = "RISER_DROP_IN";
 /// Becomes the program, which ends with its own status and gets its own signals.
 pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     let Some((program, rest)) = args.command.split_first() else {
-        return Err(CliError::new(Exit::Usage, "there is no command to run"));
+        return Err(CliError::new(Exit::Usage, "no command to run"));
     };
     let devices = devices(args, std::env::var(DEVICES).ok().as_deref())?;
     for device in &devices {
@@ -54,14 +54,14 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
         let error = CliError::new(
             Exit::NotExecutable,
             format!(
-                "{} gets other rights at its start (setuid, setgid or capabilities), for which \
-                 the loader ignores {LOADER_PATH}: it would run on the libraries of the system",
+                "{} is setuid or setgid, or has capabilities: the loader ignores {LOADER_PATH} \
+                 for it, so it would load the system's libraries",
                 path.display()
             ),
         );
-        return Err(
-            error.help("run riser as that user, or a copy of the program without the rights")
-        );
+        return Err(error.help(
+            "run riser as the program's user, or a copy of the program without these rights",
+        ));
     }
     let mut command = Command::new(program);
     command.args(rest);
@@ -77,7 +77,8 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     if let Some(file) = &args.pcap {
         // The program may change its folder before the library opens the file.
         let file = std::path::absolute(file);
-        let file = file.map_err(|e| CliError::io("the capture's path has no beginning", e))?;
+        let file =
+            file.map_err(|e| CliError::io("cannot make the path of the capture absolute", e))?;
         command.env("RISER_PCAP", file);
     }
     if let Some(filter) = super::chosen_log(global) {
@@ -153,7 +154,8 @@ fn own_folder() -> Result<PathBuf, CliError> {
     Ok(own.parent().map(Path::to_owned).unwrap_or_default())
 }
 
-/// Finds the library: where the environment says, or beside the program, or where a package has it.
+/// Finds the library: where the environment says, or beside the program, or where a package would
+/// have it.
 fn find_library(named: Option<&OsStr>, own_folder: &Path) -> Result<PathBuf, CliError> {
     let places = match named {
         // One that is named is not replaced by another.
@@ -169,7 +171,7 @@ fn find_library(named: Option<&OsStr>, own_folder: &Path) -> Result<PathBuf, Cli
         return canonical.map_err(|e| CliError::io(format!("cannot use {}", found.display()), e));
     }
     let places: Vec<_> = places.iter().map(|p| p.display().to_string()).collect();
-    let what = format!("there is no {LIBRARY} at {}", places.join(" or "));
+    let what = format!("no {LIBRARY} at {}", places.join(" or "));
     let help =
         format!("`cargo build --release -p riser-drop-in` builds it; {DROP_IN} says where it is");
     Err(CliError::new(Exit::NotFound, what).help(help))
@@ -199,7 +201,7 @@ fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
             Err(why) => refused = Some(CliError::io(folder.display().to_string(), why)),
         }
     }
-    let what = "there is no folder for links to the library";
+    let what = "cannot make links to the library";
     let error = CliError::new(Exit::Failure, what);
     Err(match refused {
         Some(why) => error.because(why),
@@ -246,7 +248,7 @@ fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Resul
     Ok(folder)
 }
 
-/// Sees to it that there is a folder, and that only this user can change it.
+/// Makes a folder that only this user can change, or checks one that exists.
 fn own_dir(folder: &Path, uid: u32) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -254,7 +256,7 @@ fn own_dir(folder: &Path, uid: u32) -> io::Result<()> {
     }
     let is = fs::symlink_metadata(folder)?;
     if !is.is_dir() || is.uid() != uid || is_writable_by_others(&is) {
-        let why = "it is not a folder that only this user can write";
+        let why = "not a folder that only this user can write to";
         return Err(io::Error::other(why));
     }
     Ok(())

@@ -16,19 +16,19 @@ const NAME_MAX: usize = 63;
 /// Arguments of `riser run`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RunArgs {
-    /// Addresses of this host: a device at each, riser0, riser1 and so on [default: 127.0.0.1,
-    /// unless RISER_DEVICES is set]
+    /// Addresses of this host, with commas between them: each gets a device, riser0, riser1 and so on
+    /// [default: the devices in RISER_DEVICES, or else riser0 at 127.0.0.1]
     #[arg(long, value_name = "IP", value_delimiter = ',')]
     pub addr: Vec<IpAddr>,
-    /// A device with this name, at this address of this host; may be repeated
+    /// Add a device with this name, at this address of this host; may be repeated
     #[arg(long, value_name = "NAME=IP")]
     pub device: Vec<Device>,
-    /// Make the wire bad: a comma-separated list of loss, duplication, corruption and reorder, each
-    /// in percent of the packets sent and of those received, and seed
+    /// Inject faults: a comma-separated list of loss, duplication, corruption and reorder, each in
+    /// percent of the packets sent and of those received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = faults)]
     pub inject: Option<String>,
-    /// Capture all packets to this file; of several processes each writes one that ends in its
-    /// process id
+    /// Capture all packets: each process writes to FILE.PID, and those of devices after the first
+    /// one to FILE.NAME.PID
     #[arg(long, value_name = "FILE", env = "RISER_PCAP")]
     pub pcap: Option<PathBuf>,
     /// The program and its arguments

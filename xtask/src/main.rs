@@ -15,7 +15,8 @@
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
-//! - `cargo xtask verbs`: RDMA programs of others on our libibverbs and librdmacm ([`verbs`]).
+//! - `cargo xtask verbs`: rdma-core's programs and perftest on our libibverbs and librdmacm
+//!   ([`verbs`]).
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask container`: the container's image ([`container`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
@@ -124,7 +125,7 @@ enum Command {
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
     Conformance(conformance::Options),
-    /// Run RDMA programs of others, and rdma-core's own tests, on our libibverbs and librdmacm.
+    /// Run rdma-core's programs and tests, and perftest, on our libibverbs and librdmacm.
     Verbs(verbs::Options),
     /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its
     /// own.

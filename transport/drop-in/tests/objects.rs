@@ -5,7 +5,7 @@
 
 mod library;
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::mem::zeroed;
 use std::ptr;
 
@@ -277,6 +277,40 @@ fn a_group_is_joined_and_left() {
     assert_eq!(destroy(qp), libc::EBUSY);
     assert_eq!(detach(qp, &raw mut gid), 0);
     assert_eq!(destroy(qp), 0);
+}
+
+#[test]
+fn all_devices_are_listed_open() {
+    let _device = Device::open("riser0");
+    let mut count = 0;
+    let list = call!(rdma_get_devices(&raw mut count => *mut c_int) -> *mut *mut ibv_context);
+    assert!(!list.is_null());
+    assert_eq!(count, 2);
+    // SAFETY: the list has that many contexts, each of a device with a name, and ends in a null
+    // pointer.
+    let names = unsafe {
+        assert!((*list.add(2)).is_null());
+        [0, 1].map(|i| CStr::from_ptr((*(**list.add(i)).device).name.as_ptr()).to_owned())
+    };
+    assert_eq!(names, [c"riser0".to_owned(), c"riser1".to_owned()]);
+    call!(rdma_free_devices(list => *mut *mut ibv_context));
+}
+
+#[test]
+fn the_default_partition_is_at_index_0() {
+    let device = Device::open("riser0");
+    let index = |port: u8, pkey: u16| {
+        call!(ibv_get_pkey_index(device.context => *mut ibv_context, port => u8,
+            pkey.to_be() => u16) -> c_int)
+    };
+    assert_eq!(index(1, 0xffff), 0);
+    assert_eq!(
+        index(1, 0x7fff),
+        0,
+        "a limited member is in the same partition"
+    );
+    assert_eq!(index(1, 0x8001), -1);
+    assert_eq!(index(2, 0xffff), -1);
 }
 
 /// Bytes that are aligned as the kernel's structures.

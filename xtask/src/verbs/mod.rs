@@ -1,10 +1,11 @@
-//! `cargo xtask verbs`: RDMA programs of others on our `libibverbs.so.1` and `librdmacm.so.1`.
+//! `cargo xtask verbs`: rdma-core's programs and perftest on our `libibverbs.so.1` and
+//! `librdmacm.so.1`.
 //!
-//! Each program runs under `riser run` as it comes from Debian, at a loopback address of its own, on
-//! a machine that needs no RDMA device and no module of the kernel. As root they run as a user
-//! without any right ([`runner`]). What is run, and what it must say, is a table ([`cases`]); the
-//! other judges are rdma-core's own tests ([`pyverbs`]) and the symbols of its libraries
-//! ([`symbols`]). What is known not to work yet is in one list, [`NOT_YET`].
+//! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
+//! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
+//! unprivileged user ([`runner`]). A table has the commands and the output that is expected
+//! ([`cases`]). Beside that, rdma-core's own tests run ([`pyverbs`]), and the exported symbols are
+//! compared ([`symbols`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
 
 mod cases;
 mod pyverbs;
@@ -33,8 +34,8 @@ pub(crate) const NEEDS: &[Need] = &[
     symbols::NEED,
 ];
 
-/// Cases and tests that are known not to work yet, by the beginning of their paths (`--list`), with
-/// the reason. They are counted apart, and only `--not-yet` runs them.
+/// Cases and tests that fail, always or on a busy machine, by the beginning of their paths
+/// (`--list`), with the reason. They are counted apart, and only `--not-yet` runs them.
 const NOT_YET: &[(&str, &str)] = &[
     (
         "rdmacm/rdma_xclient -c x",
@@ -58,10 +59,9 @@ const NOT_YET: &[(&str, &str)] = &[
     ("perftest/ib_atomic_lat -c RC -R", RECONNECTS),
 ];
 
-const UNRELIABLE: &str =
-    "waits for messages that a busy receiver's socket drops, as the service may";
+const UNRELIABLE: &str = "waits for messages that UC may lose, and a busy receiver's socket drops";
 const RECONNECTS: &str =
-    "connects again after a second, when the server of a busy machine may not yet listen";
+    "connects again after a second, when the server may not yet listen on a busy machine";
 
 /// Group and name of the comparison of symbols.
 const SYMBOLS: &str = "symbols/exports";
@@ -76,19 +76,19 @@ const PYVERBS: &str = "pyverbs";
 pub(crate) struct Options {
     /// Run only the cases whose path contains one of these words.
     words: Vec<String>,
-    /// List the cases and end.
+    /// List the cases and exit.
     #[arg(long)]
     list: bool,
-    /// Run also what is known not to work yet.
+    /// Also run the cases that are known to fail.
     #[arg(long)]
     not_yet: bool,
-    /// Profile of Cargo that the programs are built in.
+    /// Cargo profile to build `riser` and the library with.
     #[arg(long, default_value = OPTIMIZED)]
     profile: String,
     /// A folder with `riser` and `libriser_drop_in.so`, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Folder of the logs.
+    /// Folder for the logs.
     #[arg(long, default_value = ".build/verbs")]
     logs: PathBuf,
 }
@@ -402,6 +402,29 @@ mod tests {
                 || paths.iter().any(|path| path.starts_with(beginning));
             assert!(is_known, "{beginning}");
         }
+    }
+
+    #[test]
+    fn the_list_of_functions_names_cases_that_exist_and_says_which_fail() {
+        let paths = all_paths();
+        let groups: BTreeSet<_> = paths.iter().filter_map(|p| p.split_once('/')).collect();
+        let groups: BTreeSet<_> = groups.into_iter().map(|(group, _)| group).collect();
+        let text = std::fs::read_to_string(root().join("docs/verbs.md")).unwrap();
+        let mut named = 0;
+        for line in text.lines() {
+            let mut parts = line.split('`').skip(1);
+            while let (Some(span), after) = (parts.next(), parts.next()) {
+                let group = span.split_once('/').map(|(group, _)| group);
+                if !group.is_some_and(|group| groups.contains(group)) {
+                    continue;
+                }
+                named += 1;
+                assert!(paths.iter().any(|path| path == span), "no case {span}");
+                let is_marked = after.is_some_and(|text| text.starts_with(" (not yet"));
+                assert_eq!(is_marked, not_yet(span).is_some(), "{span}: {line}");
+            }
+        }
+        assert_ne!(named, 0);
     }
 
     #[test]

@@ -72,4 +72,32 @@ mod tests {
         let wanted = ["ibv_alloc_pd@@IBVERBS_1.1", "ibv_alloc_pd@IBVERBS_1.0"];
         assert_eq!(parse(text), wanted.map(str::to_owned).into());
     }
+
+    #[test]
+    fn the_list_of_functions_has_all_that_are_not_provided() {
+        let table = std::fs::read_to_string(crate::root().join("transport/drop-in/symbols.txt"));
+        let table = table.unwrap();
+        let lines = table.lines().filter(|line| !line.starts_with('#'));
+        let absent: Vec<_> = lines
+            .filter_map(|line| line.split_once(' ')?.0.split_once('@'))
+            .collect();
+        let text = std::fs::read_to_string(crate::root().join("docs/verbs.md")).unwrap();
+        let (_, section) = text
+            .split_once("that the drop-in library does not provide")
+            .unwrap();
+        let numbers = section.lines().filter_map(|line| {
+            let number = line.split('|').nth(2)?.trim();
+            number.parse::<usize>().ok()
+        });
+        assert_eq!(numbers.sum::<usize>(), absent.len());
+        let names: Vec<_> = section.split('`').skip(1).step_by(2).collect();
+        for (function, version) in absent {
+            let is_named = names.iter().any(|name| match name.strip_suffix('*') {
+                Some(beginning) => function.starts_with(beginning),
+                None => *name == function,
+            });
+            let is_of_group = version == "IBVERBS_1.0" || version.ends_with("PRIVATE_34");
+            assert!(is_named || is_of_group, "{function}");
+        }
+    }
 }

@@ -1,5 +1,5 @@
-//! libibverbs.so.1 and librdmacm.so.1 over the software NIC: RDMA programs that were built for
-//! rdma-core run without an adapter, a kernel module or a privilege.
+//! libibverbs.so.1 and librdmacm.so.1 over the software NIC: programs that were built for rdma-core
+//! run without an adapter, a kernel module or privileges.
 //!
 //! One shared object answers to both names, so that both libraries have one device, one lock and
 //! one thread. `riser run` makes the two links and lets a program find them. The structures are
@@ -21,8 +21,8 @@
 //! | `memory`, `dm` | memory regions, device memory |
 //! | `cq`, `cq_ex` | completion queues and their channels, extended polling |
 //! | `qp` | queue pairs and shared receive queues |
-//! | `post`, `post_ex` | work requests, and such that calls build |
-//! | `builder` | batches of requests that calls build |
+//! | `post`, `post_ex` | work requests, in structures and by `ibv_wr_*` calls |
+//! | `builder` | batches of requests from `ibv_wr_*` calls |
 //! | `address` | address handles |
 //! | `cm` | librdmacm |
 //! | `rsocket` | its sockets |
@@ -40,10 +40,10 @@
 //! A program may unmap memory that is still registered. An adapter goes on with the pages, which it
 //! has pinned. This library uses the program's own mapping, so such an access ends the process with
 //! the signal that the program's own would. Regions with `IBV_ACCESS_ON_DEMAND` are looked at before
-//! each access, which then fails as one outside of the region does. For all regions that would be a
-//! system call for each message, and still leave the time between the look and the access. Nor is
-//! the check within `sendmsg` of use, since the payload is read before for its ICRC; and a handler
-//! of the signal is the program's to have.
+//! each access, which then fails as one outside of the region does. Doing so for all regions would cost
+//! a system call for each message, and still leave a race between check and access. The `EFAULT` of
+//! `sendmsg` does not help, since the payload is read before, for its ICRC; and a signal handler would
+//! interfere with the program's own.
 //!
 //! # Progress
 //! A call that polls a completion queue also drives the NIC. Where no call does, a thread takes

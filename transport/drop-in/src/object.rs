@@ -3,7 +3,7 @@
 //! An [`Object`] is a structure of the C interface, whose address the program has, with what the
 //! library keeps about it behind that. Its memory is never given back to the allocator: a destroyed
 //! object's is used for the next one of its kind. So a pointer to a destroyed object can be looked at
-//! and is refused; only where another one has taken its place it means that one.
+//! and is refused, unless a newer object has taken its place: then it means that one.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;

@@ -62,7 +62,7 @@ impl<T> EventQueue<T> {
         let mut waiting = self.lock();
         waiting.events.push_back(event);
         if let Some(fd) = &waiting.fd {
-            // It fails only at the largest count, which nobody reaches.
+            // It fails only at the largest count, which is never reached.
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
         }
     }

@@ -12,7 +12,7 @@
 //! - **Slots.** A process has its slot as long as it has the slot's name, an abstract address of a
 //!   Unix socket, which the kernel takes back when the process ends, in whichever way. The socket is
 //!   its mailbox.
-//! - **Slot 0** is nobody's: requests for connections arrive there, which name no id of ours. Every
+//! - **Slot 0** belongs to no process: connection requests arrive there, which name no id of ours. Every
 //!   process reads it, and passes on what is for another ([`Message::Packet`]).
 //! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each.
 //!
@@ -52,7 +52,7 @@ use tracing::{debug, warn};
 /// Bits of a queue pair number that have the slot.
 pub(crate) const BITS: u8 = 5;
 
-/// Slots, of which the first is nobody's.
+/// Slots. The first one belongs to no process.
 const SLOTS: u8 = 1 << BITS;
 
 /// Time that a process gets to answer another one that opens the device.
@@ -74,8 +74,8 @@ const MAX_WAITING: usize = 512;
 /// Room for a message with the longest packet.
 const MESSAGE: usize = 8 << 10;
 
-/// Most messages, and packets for other processes, that are handled in a row: whoever sends them
-/// without end must not keep this process from its own work.
+/// Most messages, and packets for other processes, that are handled in a row: a sender that never
+/// stops must not keep this process from its own work.
 const IN_A_ROW: usize = 64;
 
 /// Offset of the MAD in a packet: behind BTH and DETH.
@@ -262,7 +262,7 @@ impl Share {
         if self.forward(owner, &packet) {
             return None;
         }
-        // Where nobody listens, somebody has to say so: this process.
+        // No process listens at the port, so this one rejects the request.
         Some(packet)
     }
 
@@ -413,13 +413,13 @@ fn name(addr: IpAddr, slot: Option<u8>) -> Result<SocketAddrUnix, Os> {
 fn new_mailbox() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let mailbox = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
-    // Who sends is told by the kernel.
+    // The kernel reports the sender.
     sockopt::set_socket_passcred(&mailbox, true)?;
     Ok(mailbox)
 }
 
-/// Waits until no other process is about to open the address: two that come at once would each find
-/// nobody.
+/// Waits until no other process is opening the address: two at once would each take themselves for the
+/// first.
 fn take_turn(addr: IpAddr) -> io::Result<OwnedFd> {
     let turn = new_mailbox()?;
     let name = name(addr, None)?;
@@ -754,7 +754,7 @@ mod tests {
         }
         assert_eq!(came, 100);
 
-        // Where nobody listens, the process that reads it says so.
+        // No process listens, so the one that reads the request rejects it.
         drop(second);
         ask();
         assert!(first.poll_packet().is_some());

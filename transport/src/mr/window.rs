@@ -1,8 +1,7 @@
-//! Memory windows: keys for parts of a region, which requests on a send queue give and take back
-//! (IBTA 10.6.7).
+//! Memory windows: R_Keys for parts of a region, bound and invalidated by work requests (IBTA 10.6.7).
 //!
-//! A window has a slot of the table like a region. While it is bound it has the memory of its range
-//! itself, so the way from its key to that is the same.
+//! A window has a slot in the table like a region. While it is bound, the slot has the memory of its
+//! range itself, so its key is looked up like that of a region.
 //!
 //! ```text
 //!             bind (type 1: again and again)
@@ -16,7 +15,7 @@
 use super::{KeyError, Kind, MrTable, Region, Segment};
 use crate::verbs::{Access, Mw, MwBind, MwId, MwType, PdId, QpId, RKey, VerbsError};
 
-/// Whereto a window is bound.
+/// What a window is bound to.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Binding {
     /// Slot of the region.
@@ -164,7 +163,7 @@ impl MrTable {
             .collect())
     }
 
-    /// Takes a window's key and range from it.
+    /// Unbinds a window: its key and range are gone.
     pub(super) fn unbind(&mut self, slot: usize) {
         let window = &mut self.slots[slot];
         window.valid = false;

@@ -1,9 +1,9 @@
 //! How fast the packets of an unreliable connection leave.
 //!
-//! Nothing says how many of them the peer has taken, and what finds its socket full is lost, with
-//! the whole message. So no more than a burst leaves at once, which fits the socket's buffer, and a
-//! burst's worth in each [`BURST_TIME`] after that: the peer's process has to look at its socket
-//! that often, and no faster network is needed.
+//! UC has no acknowledgements, and a packet that finds the peer's socket full is lost, with its whole
+//! message. So at most one burst leaves at once, which fits in the socket's buffer, and then one burst
+//! in each [`BURST_TIME`]. The peer has to empty its socket that often; its network need not be faster
+//! than this rate.
 
 use std::time::{Duration, Instant};
 
@@ -41,7 +41,7 @@ impl Pace {
         self.until.is_some()
     }
 
-    /// A packet leaves that takes so many bytes there.
+    /// A packet leaves that takes `cost` bytes there.
     pub(super) fn on_sent(&mut self, now: Instant, cost: u32) {
         let nanos = BURST_NANOS * u64::from(cost) / u64::from(self.burst);
         let even = self.even.map_or(now, |even| even.max(now));

@@ -1,7 +1,8 @@
 //! The responder: takes the peer's packets and moves their data (IBTA 9.8.2.2, 9.9.3).
 //!
 //! A packet is checked in this order, and nothing changes before the last check: PSN, place in its
-//! message, payload length, right of the queue pair, receive buffer or key, range and right.
+//! message, payload length, access flags of the queue pair, receive buffer, or key, range and access
+//! flags of the region.
 
 use super::{UcConfig, UcCounters, UcRtrParams, recv_completion};
 use crate::rc::message::{WritePart, payload_len};
@@ -135,7 +136,7 @@ impl Responder {
         }
     }
 
-    /// Sees to it that there is a receive: one that a lost message has left behind, or the next.
+    /// Provides a receive: one that a lost message has left behind, or the next.
     fn bind(&mut self, rq: &mut RecvQueue) -> Result<(), End> {
         if !self.is_bound && !rq.pop(&mut self.recv) {
             return Err(End::Lost);

@@ -120,7 +120,7 @@ pub struct CqInitAttr {
 }
 
 impl CqInitAttr {
-    /// A queue for so many completions, on the first vector, without times.
+    /// A queue for `entries` completions, on the first vector, without times.
     #[must_use]
     pub fn new(entries: u32) -> Self {
         Self {

@@ -319,7 +319,7 @@ pub(crate) unsafe extern "C" fn rrecvfrom(
 /// The pieces of a program's vector.
 ///
 /// # Safety
-/// There are so many pieces.
+/// `at` points to `count` pieces.
 unsafe fn pieces<'a>(at: *const iovec, count: usize) -> Result<&'a [iovec], Errno> {
     match (at.is_null(), count) {
         (_, 0) => Ok(&[]),

@@ -18,7 +18,7 @@ struct Map {
     offset: u64,
     /// Its entry in the other end's list; none for a buffer that the other end cannot write to.
     index: Option<u16>,
-    /// The other end has been told.
+    /// The other end knows of it.
     is_announced: bool,
 }
 
@@ -76,7 +76,7 @@ impl Maps {
         Ok(())
     }
 
-    /// A buffer that the other end has not been told of, and its entry.
+    /// A buffer that the other end does not know of yet, and its entry.
     pub(super) fn unannounced(&self) -> Option<(u16, Iomap)> {
         let map = self.0.iter().find(|map| !map.is_announced)?;
         // SAFETY: the region is alive.
@@ -90,7 +90,7 @@ impl Maps {
         map.index.map(|index| (index, Iomap { offset, segment }))
     }
 
-    /// The other end has been told of the buffer with this entry.
+    /// The other end knows of the buffer with this entry.
     pub(super) fn set_announced(&mut self, index: u16) {
         if let Some(map) = self.0.iter_mut().find(|map| map.index == Some(index)) {
             map.is_announced = true;

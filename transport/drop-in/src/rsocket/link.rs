@@ -421,7 +421,7 @@ impl Drop for Link {
 /// `EFAULT` for a null pointer with a length.
 ///
 /// # Safety
-/// The pointer is null, or there are so many bytes for as long as `'a`.
+/// The pointer is null, or `length` bytes stay valid for `'a`.
 pub(super) unsafe fn bytes<'a>(at: *const u8, length: usize) -> Result<&'a [u8], Errno> {
     match (at.is_null(), length) {
         (_, 0) => Ok(&[]),

@@ -26,7 +26,7 @@ pub(super) struct Completions {
 unsafe impl Send for Completions {}
 
 impl Completions {
-    /// Makes one for so many work requests.
+    /// Makes one for this number of work requests.
     ///
     /// # Errors
     /// Those of `ibv_create_comp_channel(3)` and `ibv_create_cq(3)`.

@@ -1,8 +1,8 @@
 //! Sockets by their numbers, and how threads wait for them.
 //!
 //! A socket's lock protects all of it, and no thread holds it while it sleeps. A thread that sleeps
-//! polls the descriptors on which something may happen, and one of its own: whoever takes an event
-//! from a descriptor wakes the other sleepers of that socket by theirs, since the event may have
+//! polls the descriptors on which something may happen, and one of its own: a thread that takes an
+//! event from a descriptor wakes the other sleepers of that socket by theirs, since the event may have
 //! been meant for them.
 
 use std::collections::HashMap;

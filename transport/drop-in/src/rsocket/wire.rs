@@ -2,7 +2,7 @@
 //!
 //! There is no specification but rdma-core's `docs/rsocket`. Connection data are in network byte
 //! order. What one end writes into a list of the other end is in the byte order of the end that
-//! reads it, which the connection data tell.
+//! reads it, which is in the connection data.
 
 /// Version of the protocol.
 const VERSION: u8 = 1;

@@ -4,10 +4,9 @@
 //! IPv6 multicast address, or an IPv4 one mapped into IPv6. The owner of the device joins a group
 //! when its first queue pair is attached ([`Nic::attach_mcast`] says so) and leaves it after its
 //! last one is detached ([`Nic::poll_left_group`]). A datagram to a group goes to queue pair
-//! [`Qpn::MULTICAST`], and a copy of it to each queue pair that is attached, if its queue key is
-//! right.
+//! [`Qpn::MULTICAST`], and each attached queue pair with the datagram's Q_Key gets a copy.
 //!
-//! Bounds: [`NicLimits`](super::NicLimits) has the numbers of groups, and of queue pairs of a group.
+//! Bounds: [`NicLimits`](super::NicLimits) limits the groups, and the queue pairs of each group.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -291,7 +290,7 @@ mod tests {
         // The ICRC covers the group's address.
         assert_eq!(b.receive(4, &DATAGRAM), []);
         assert_eq!(b.nic.counters().rx_icrc_errors, 1);
-        // A group without attached queue pairs, a queue pair of its own, and another service.
+        // A group without queue pairs, a queue pair of its own, and another service.
         assert_eq!(b.receive(5, &DATAGRAM), []);
         for (at, byte) in [(7, 1), (0, 0x04)] {
             let mut other = DATAGRAM;

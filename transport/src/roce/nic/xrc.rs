@@ -3,7 +3,7 @@
 //! An XRC domain has shared receive queues and the receiving ends of connections, its targets. A
 //! request names one of the queues by its number: its receive is taken from there, completes in the
 //! completion queue of that queue, and keys are looked up in its protection domain. So a peer needs
-//! one connection for all processes of a host, and one queue for each.
+//! one connection to a host, not one to each of its processes, which have a shared receive queue each.
 //!
 //! Linux's `rdma_rxe` has neither these queue pairs nor the domains.
 
@@ -41,8 +41,8 @@ impl Nic {
         self.xrcds.get(xrcd)?;
         self.cqs.get(cq)?;
         let id = self.create_srq(pd, attr)?;
-        // Drawn at random and rested as the numbers of queue pairs are: whoever has a connection to
-        // the domain should have been told the number.
+        // Random, and not reused for a while, as the numbers of queue pairs are: a peer that is
+        // connected to the domain must not learn it by guessing.
         let number = self.srqns.take(&mut self.random);
         self.srqs.get_mut(id)?.xrc = Some(XrcSrq { xrcd, cq, number });
         self.by_srqn.insert(number, id);

@@ -3,6 +3,7 @@
 #![allow(missing_docs, reason = "a test")]
 
 use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -1053,6 +1054,12 @@ fn a_program_that_cannot_run_has_the_status_of_shells() {
         assert_eq!(output.status.code(), Some(*status), "{args:?}: {text}");
         assert!(text.contains(want), "{args:?}: no {want:?} in {text}");
     }
+    let mut wrong = running(&home, &["true"]);
+    let wrong = wrong.env("RISER_DEVICES", std::ffi::OsStr::from_bytes(b"a=\xff"));
+    let output = wrong.output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("RISER_DEVICES"), "{text}");
     let mut lost = running(&home, &["true"]);
     let output = lost.env("RISER_DROP_IN", "/gone.so").output().unwrap();
     assert_eq!(output.status.code(), Some(5));

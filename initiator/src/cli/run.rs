@@ -42,11 +42,16 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     let Some((program, rest)) = args.command.split_first() else {
         return Err(CliError::new(Exit::Usage, "no command to run"));
     };
-    let devices = devices(args, std::env::var(DEVICES).ok().as_deref())?;
+    let inherited = std::env::var_os(DEVICES).map(OsString::into_string);
+    let inherited = inherited.transpose().map_err(|text| {
+        let what = format!("{DEVICES} in the environment: {text:?} is not UTF-8");
+        CliError::new(Exit::Usage, what)
+    })?;
+    let devices = devices(args, inherited.as_deref())?;
     for device in &devices {
         check_address(device)?;
     }
-    let library = find_library(std::env::var_os(DROP_IN).as_deref(), &own_folder()?)?;
+    let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
     if let Some(path) = search(program)
         && gains_rights(&path)
@@ -154,16 +159,20 @@ fn own_folder() -> Result<PathBuf, CliError> {
     Ok(own.parent().map(Path::to_owned).unwrap_or_default())
 }
 
-/// Finds the library: where the environment says, or beside the program, or where a package would
-/// have it.
-fn find_library(named: Option<&OsStr>, own_folder: &Path) -> Result<PathBuf, CliError> {
+/// Finds the library: where the environment says, or beside the program, or where a package would have it.
+///
+/// Without `/proc` there is no folder of this program's file, and only the first way.
+fn find_library(
+    named: Option<&OsStr>,
+    own_folder: impl FnOnce() -> Result<PathBuf, CliError>,
+) -> Result<PathBuf, CliError> {
     let places = match named {
         // One that is named is not replaced by another.
         Some(path) => vec![PathBuf::from(path)],
-        None => vec![
-            own_folder.join(LIBRARY),
-            own_folder.join("../lib/riser").join(LIBRARY),
-        ],
+        None => {
+            let own = own_folder().map_err(|e| e.help(format!("set {DROP_IN}")))?;
+            vec![own.join(LIBRARY), own.join("../lib/riser").join(LIBRARY)]
+        }
     };
     let found = places.iter().find(|place| place.is_file());
     if let Some(found) = found {
@@ -240,6 +249,8 @@ fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Resul
         }
         // Another run may use the folder, so the link is there at every moment.
         let new = folder.join(format!(".{name}.{}", std::process::id()));
+        // A run that was killed may have left one, in another container with the same process id.
+        let _ = fs::remove_file(&new);
         symlink(library, &new)?;
         fs::rename(&new, &link).inspect_err(|_| {
             let _ = fs::remove_file(&new);
@@ -417,7 +428,8 @@ mod tests {
         let bin = dir.0.join("bin");
         fs::create_dir_all(dir.0.join("lib/riser")).unwrap();
         fs::create_dir(&bin).unwrap();
-        let error = find_library(None, &bin).unwrap_err();
+        let own = || Ok(bin.clone());
+        let error = find_library(None, own).unwrap_err();
         assert_eq!(error.exit, Exit::NotFound);
         let beside = bin.join(LIBRARY);
         assert!(
@@ -428,13 +440,19 @@ mod tests {
         assert!(error.help.unwrap().contains("cargo build --release"));
         let packaged = dir.0.join("lib/riser").join(LIBRARY);
         fs::write(&packaged, "").unwrap();
-        assert_eq!(find_library(None, &bin).unwrap(), packaged);
+        assert_eq!(find_library(None, own).unwrap(), packaged);
         fs::write(&beside, "").unwrap();
-        assert_eq!(find_library(None, &bin).unwrap(), beside);
-        let named = find_library(Some(packaged.as_os_str()), &bin).unwrap();
+        assert_eq!(find_library(None, own).unwrap(), beside);
+        let named = find_library(Some(packaged.as_os_str()), own).unwrap();
         assert_eq!(named, packaged);
         // One that is named and missing is not replaced.
-        assert!(find_library(Some(OsStr::new("/does/not/exist")), &bin).is_err());
+        assert!(find_library(Some(OsStr::new("/does/not/exist")), own).is_err());
+        // The folder of this program's file is found in `/proc`, which is not everywhere.
+        let no_proc = || Err(CliError::new(Exit::Failure, "no /proc"));
+        let named = find_library(Some(packaged.as_os_str()), no_proc).unwrap();
+        assert_eq!(named, packaged);
+        let error = find_library(None, no_proc).unwrap_err();
+        assert_eq!(error.help.as_deref(), Some("set RISER_DROP_IN"));
     }
 
     #[test]
@@ -452,6 +470,8 @@ mod tests {
         // A wrong link is replaced, and nothing is left beside.
         fs::remove_file(made.join(NAMES[0])).unwrap();
         symlink("/dev/null", made.join(NAMES[0])).unwrap();
+        let left = format!(".{}.{}", NAMES[0], std::process::id());
+        symlink("/dev/null", made.join(left)).unwrap();
         links_in(&dir.0, &folder, &library, own_uid()).unwrap();
         for name in NAMES {
             assert_eq!(fs::read_link(made.join(name)).unwrap(), library);

@@ -3,7 +3,8 @@
 //! The environment says which there are: `RISER_DEVICES` has `NAME=ADDRESS`, separated by commas.
 //! `riser run` sets it. Without it there is one, `riser0` at 127.0.0.1.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::io::IsTerminal as _;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -12,7 +13,8 @@ use std::{env, ptr};
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::roce::RoceFaults;
 use riser_transport::roce::nic::device_guid;
-use tracing::error;
+use tracing::{error, warn};
+use tracing_subscriber::EnvFilter;
 
 use crate::engine::Config;
 use crate::errno::{Errno, pointer};
@@ -55,56 +57,72 @@ pub(crate) fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     DEVICES.get_or_init(|| {
         start_log();
-        let text = env::var("RISER_DEVICES").unwrap_or_else(|_| "riser0=127.0.0.1".to_owned());
-        let configs = parse(&text).unwrap_or_else(|reason| {
-            error!("RISER_DEVICES: {reason}");
+        let value = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
+        let (listed, faults) = (value("RISER_DEVICES"), value("RISER_INJECT"));
+        // A wire that is better than was asked for would make a test succeed that should not: no
+        // devices then, either.
+        let configs = read(listed.as_deref(), faults.as_deref()).unwrap_or_else(|reason| {
+            error!("there are no devices: {reason}");
             Vec::new()
         });
-        let faults = env::var("RISER_INJECT").map_or_else(
-            |_| RoceFaults::default(),
-            |text| {
-                text.parse().unwrap_or_else(|reason| {
-                    error!("RISER_INJECT: {reason}");
-                    RoceFaults::default()
-                })
-            },
-        );
+        let capture = value("RISER_PCAP");
         let devices = configs.into_iter().enumerate();
         devices
-            .map(|(index, config)| Config {
-                faults,
-                capture: capture_file(&config.name, index),
-                ..config
+            .map(|(index, mut config)| {
+                config.capture = capture.as_deref().map(|file| {
+                    let mut file = file.to_owned();
+                    if index > 0 {
+                        file.push(format!(".{}", config.name));
+                    }
+                    PathBuf::from(file)
+                });
+                make(index, config)
             })
-            .enumerate()
-            .map(|(index, config)| make(index, config))
             .collect()
     })
 }
 
-/// File to capture a device's packets to. Each process has its own, and each device after the first
-/// one.
-fn capture_file(name: &str, index: usize) -> Option<PathBuf> {
-    let mut file = env::var_os("RISER_PCAP")?;
-    if index > 0 {
-        file.push(format!(".{name}"));
-    }
-    file.push(format!(".{}", std::process::id()));
-    Some(file.into())
-}
-
 fn start_log() {
-    let filter = env::var("RISER_LOG").unwrap_or_else(|_| "error".to_owned());
+    let chosen = env::var("RISER_LOG").unwrap_or_else(|_| "warn".to_owned());
+    let filter = EnvFilter::try_new(&chosen);
+    let wrong = filter.as_ref().err().map(ToString::to_string);
     // Another part of the process may have a subscriber already.
     let _ = tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
+        .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new("warn")))
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        // It would report there what cannot be written there, and panic.
+        .log_internal_errors(false)
         .try_init();
+    if let Some(wrong) = wrong {
+        warn!("RISER_LOG: {chosen:?} is no filter: {wrong}");
+    }
+}
+
+/// Reads the devices, and the faults of their wires, as the environment has them.
+fn read(listed: Option<&OsStr>, faults: Option<&OsStr>) -> Result<Vec<Config>, String> {
+    let text = |name: &str, value: &OsStr| {
+        let text = value.to_str().map(str::to_owned);
+        text.ok_or_else(|| format!("{name}: {value:?} is not UTF-8"))
+    };
+    let listed = listed.map_or(Ok("riser0=127.0.0.1".to_owned()), |listed| {
+        text("RISER_DEVICES", listed)
+    })?;
+    let mut configs = parse(&listed).map_err(|reason| format!("RISER_DEVICES: {reason}"))?;
+    if let Some(faults) = faults {
+        let faults: RoceFaults = text("RISER_INJECT", faults)?
+            .parse()
+            .map_err(|reason| format!("RISER_INJECT: {reason}"))?;
+        for config in &mut configs {
+            config.faults = faults;
+        }
+    }
+    Ok(configs)
 }
 
 fn parse(text: &str) -> Result<Vec<Config>, String> {
     let mut configs: Vec<Config> = Vec::new();
-    for part in text.split(',').filter(|p| !p.is_empty()) {
+    for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
         let (name, addr) = part
             .split_once('=')
             .ok_or_else(|| format!("{part:?} is not NAME=ADDRESS"))?;
@@ -242,11 +260,13 @@ pub(crate) unsafe extern "C" fn ibv_dofork_range(_base: *mut libc::c_void, _size
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStrExt as _;
+
     use super::*;
 
     #[test]
     fn devices_are_read_from_their_text() {
-        let configs = parse("a=127.0.0.1,b=::1").unwrap();
+        let configs = parse("a=127.0.0.1, b=::1").unwrap();
         let names: Vec<_> = configs
             .iter()
             .map(|c| (&c.name[..], c.addr.to_string()))
@@ -258,5 +278,18 @@ mod tests {
         for bad in ["a", "a=b", "=::1", "a=::1,a=::2", "a=::1,b=::1", "a/b=::1"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_bad_environment_is_named() {
+        let wrong = OsStr::from_bytes(b"a=\xff");
+        let why = |listed, faults| read(listed, faults).unwrap_err();
+        assert!(why(Some(wrong), None).starts_with("RISER_DEVICES: "));
+        assert!(why(Some(OsStr::new("a")), None).starts_with("RISER_DEVICES: "));
+        assert!(why(None, Some(wrong)).starts_with("RISER_INJECT: "));
+        assert!(why(None, Some(OsStr::new("lost=1"))).starts_with("RISER_INJECT: "));
+        let configs = read(None, Some(OsStr::new("loss=1"))).unwrap();
+        assert_eq!(configs[0].name, "riser0");
+        assert!(configs[0].faults.transmit.is_some());
     }
 }

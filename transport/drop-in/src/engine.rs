@@ -61,7 +61,17 @@ pub(crate) struct Config {
     pub(crate) name: String,
     pub(crate) addr: IpAddr,
     pub(crate) faults: RoceFaults,
+    /// File to capture packets to, without the process id that follows.
     pub(crate) capture: Option<PathBuf>,
+}
+
+impl Config {
+    /// This process's file to capture packets to. One that is forked has another.
+    fn capture_file(&self) -> Option<PathBuf> {
+        let mut file = self.capture.clone()?.into_os_string();
+        file.push(format!(".{}", std::process::id()));
+        Some(file.into())
+    }
 }
 
 /// A NIC with its lock.
@@ -150,7 +160,7 @@ impl Engine {
             requests: Requests::ToFirst,
             limits: limits(),
             faults: config.faults,
-            capture: config.capture.clone(),
+            capture: config.capture_file(),
             ..RoceConfig::new(config.addr)
         };
         let nic = Roce::open_shared(&config_of_nic, share.socket()?)?;
@@ -224,7 +234,7 @@ impl Engine {
 static HANDLERS: Once = Once::new();
 
 /// Sends what waits to be sent when the process ends: acknowledgements of a peer's last messages
-/// above all, which an adapter would have sent by itself.
+/// above all, which an adapter would have sent by itself. The last packets reach the capture.
 extern "C" fn flush() {
     let Ok(engines) = ENGINES.try_lock() else {
         return;
@@ -233,6 +243,7 @@ extern "C" fn flush() {
         // A thread that ended amid a call may have left the lock taken.
         if let Ok(mut state) = engine.state.try_lock() {
             state.nic.transmit(Instant::now());
+            state.nic.flush_capture();
         }
     }
 }
@@ -256,7 +267,13 @@ fn run(engine: &Engine) {
         all.map(|fd| fd.as_raw_fd()).collect()
     };
     loop {
-        let timeout = engine.lock().take_turn(has_input);
+        let timeout = {
+            let mut locked = engine.lock();
+            let timeout = locked.take_turn(has_input);
+            // The capture of a program that is killed ends a tick before it.
+            locked.nic.flush_capture();
+            timeout
+        };
         let timeout = timeout.map(|t| Timespec {
             tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: t.subsec_nanos().into(),

@@ -63,6 +63,10 @@ impl From<std::io::Error> for Errno {
             ErrorKind::AddrInUse => libc::EADDRINUSE,
             ErrorKind::InvalidInput => libc::EINVAL,
             ErrorKind::Unsupported => libc::EOPNOTSUPP,
+            ErrorKind::QuotaExceeded => libc::EUSERS,
+            ErrorKind::NotFound => libc::ENOENT,
+            ErrorKind::PermissionDenied => libc::EACCES,
+            ErrorKind::StorageFull => libc::ENOSPC,
             _ => libc::EIO,
         }))
     }

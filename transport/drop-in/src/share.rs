@@ -36,6 +36,7 @@ use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
 use riser_transport::roce::steer::Requests;
+use riser_transport::wire::ROCE_PORT;
 use riser_transport::wire::cm_msg::{CmMessage, is_request};
 use riser_transport::wire::cma::RdmaPortSpace;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -146,21 +147,34 @@ impl Share {
             .find_map(|slot| match bind(&mailbox, &name(addr, Some(slot)).ok()?) {
                 Ok(()) => Some(Ok(slot)),
                 Err(Os::ADDRINUSE) => None,
-                Err(error) => Some(Err(error)),
+                Err(error) => Some(Err(error.into())),
             })
-            .unwrap_or(Err(Os::USERS))?;
+            .unwrap_or_else(|| {
+                let why = format!("{} processes have the address already", SLOTS - 1);
+                Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
+            })?;
         let others = (1..SLOTS).filter(|other| *other != slot);
-        let mut found = None;
+        let (mut found, mut silent) = (None, None);
         for other in others {
-            found = ask(&mailbox, addr, other)?;
-            if found.is_some() {
-                break;
+            match ask(&mailbox, addr, other)? {
+                Answer::Welcome(group, table) => {
+                    found = Some((group, table));
+                    break;
+                }
+                Answer::Vacant => {}
+                Answer::Silence => silent = Some(other),
             }
         }
-        let (group, table) = match found {
-            Some(found) => found,
-            None => begin(addr)?,
+        let begin_here = || {
+            begin(addr).map_err(|error| match (error.kind(), silent) {
+                (io::ErrorKind::AddrInUse, Some(slot)) => in_use(&format!(
+                    "the process in slot {slot}, which has it, does not answer; it may be stopped"
+                )),
+                (io::ErrorKind::AddrInUse, None) => in_use("a process without this library has it"),
+                _ => error,
+            })
         };
+        let (group, table) = found.map_or_else(begin_here, Ok)?;
         let ports = PortTable::map(table, slot)?;
         debug!(%addr, slot, "opened the address");
         Ok(Self {
@@ -428,14 +442,40 @@ fn take_turn(addr: IpAddr) -> io::Result<OwnedFd> {
         match bind(&turn, &name) {
             Ok(()) => return Ok(turn),
             Err(Os::ADDRINUSE) if Instant::now() < until => thread::sleep(PAUSE),
+            Err(Os::ADDRINUSE) => {
+                return Err(in_use(
+                    "a process has begun to open it and does not finish; it may be stopped",
+                ));
+            }
             Err(error) => return Err(error.into()),
         }
     }
 }
 
-/// Asks the process of a slot for the sockets and the table. `None` where there is none, or it does
-/// not answer.
-fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Option<(Vec<OwnedFd>, OwnedFd)>> {
+/// The port is in use at the address, for a reason that helps to free it.
+fn in_use(why: &str) -> io::Error {
+    let why = format!(
+        "UDP port {ROCE_PORT} is in use: {why} (`ss -aunp 'sport = {ROCE_PORT}'` lists processes)"
+    );
+    io::Error::new(io::ErrorKind::AddrInUse, why)
+}
+
+/// What comes of asking the process of a slot.
+enum Answer {
+    /// The sockets and the table.
+    Welcome(Vec<OwnedFd>, OwnedFd),
+    /// The slot has no process.
+    Vacant,
+    /// It has one that does not answer.
+    Silence,
+}
+
+/// Asks the process of a slot for the sockets and the table.
+///
+/// # Errors
+/// `EADDRINUSE` where it is another user's, `EMFILE` where this process may not have that many
+/// descriptors.
+fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Answer> {
     let to = name(addr, Some(slot))?;
     let mut buffer = [0; MESSAGE];
     let until = Instant::now() + PATIENCE;
@@ -448,7 +488,7 @@ fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Option<(Vec<Owne
             // Its mailbox may be full.
             Ok(_) | Err(Os::AGAIN) => {}
             // It has ended, perhaps before it could answer.
-            Err(Os::CONNREFUSED) => return Ok(None),
+            Err(Os::CONNREFUSED) => return Ok(Answer::Vacant),
             Err(error) => return Err(error.into()),
         }
         let mut fds = [PollFd::new(mailbox, PollFlags::IN)];
@@ -457,19 +497,24 @@ fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Option<(Vec<Owne
         }
         let mut all = Vec::new();
         let received = receive_with(mailbox, &mut buffer, &mut all);
-        let Some(Received::Message { kind, .. }) = received else {
-            continue;
-        };
-        if kind == Message::Refusal as u8 {
-            return Err(io::ErrorKind::AddrInUse.into());
+        match received {
+            // Others that are no such process may write as well.
+            Some(Received::OfAnotherUser(Some(from))) if from == to => {
+                return Err(in_use("a process of another user has it"));
+            }
+            Some(Received::Message { kind, .. }) if kind == Message::Welcome as u8 => {}
+            _ => continue,
         }
-        if kind == Message::Welcome as u8 && all.len() == usize::from(SLOTS) + 1 {
-            let table = all.pop().expect("there is one more than slots");
-            return Ok(Some((all, table)));
+        if all.len() != usize::from(SLOTS) + 1 {
+            // The kernel has left out those for which there was no room.
+            return Err(Os::MFILE.into());
+        }
+        if let Some(table) = all.pop() {
+            return Ok(Answer::Welcome(all, table));
         }
     }
     warn!(%addr, slot, "a process with this address does not answer");
-    Ok(None)
+    Ok(Answer::Silence)
 }
 
 /// Makes the sockets and the table.
@@ -631,7 +676,6 @@ mod tests {
     use std::net::UdpSocket;
 
     use riser_transport::verbs::PKey;
-    use riser_transport::wire::ROCE_PORT;
     use riser_transport::wire::cm_msg::{CommId, PrivateData, SidrReqMsg};
     use riser_transport::wire::mad::TransactionId;
 

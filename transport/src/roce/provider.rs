@@ -252,7 +252,13 @@ impl Roce {
         let capture = config
             .capture
             .as_deref()
-            .map(PcapWriter::create)
+            .map(|file| {
+                let named = |e: io::Error| {
+                    let text = format!("cannot capture to {}: {e}", file.display());
+                    io::Error::new(e.kind(), text)
+                };
+                PcapWriter::create(file).map_err(named)
+            })
             .transpose()?;
         Ok(Self {
             nic,
@@ -366,7 +372,7 @@ impl Roce {
         if let Some(capture) = &mut self.capture
             && let Err(e) = capture.flush()
         {
-            warn!(%e, "cannot write the capture");
+            warn!(%e, "cannot write the capture, which ends here");
             self.capture = None;
         }
     }
@@ -605,7 +611,7 @@ fn write_capture(
     if let Some(c) = capture
         && let Err(e) = c.write(now, src, dst, id, packet)
     {
-        warn!(%e, "cannot write the capture");
+        warn!(%e, "cannot write the capture, which ends here");
         *capture = None;
     }
 }

@@ -26,7 +26,11 @@ pub(crate) fn address(name: &str) -> *mut c_void {
     let Handle(library) = LIBRARY.get_or_init(|| {
         // SAFETY: the first call of each test comes here, and no other thread reads the environment
         // meanwhile.
-        unsafe { std::env::set_var("RISER_DEVICES", "riser0=127.0.41.1,riser1=127.0.41.2") };
+        unsafe {
+            let devices = std::env::var("RISER_TEST_DEVICES");
+            let both = "riser0=127.0.41.1,riser1=127.0.41.2".to_owned();
+            std::env::set_var("RISER_DEVICES", devices.unwrap_or(both));
+        }
         // Cargo puts it beside the tests.
         let path = std::env::current_exe().unwrap();
         let path = path.with_file_name("libriser_drop_in.so");

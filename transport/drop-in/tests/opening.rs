@@ -1,0 +1,265 @@
+//! Devices that cannot be opened, and what processes leave: each is opened by a process of its own.
+
+#![allow(unsafe_code, reason = "a C interface is called")]
+#![allow(unused_unsafe, reason = "calls have blocks of their own")]
+
+mod library;
+
+use std::ffi::{CStr, c_int, c_void};
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::net::UdpSocket;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::ptr;
+use std::time::Duration;
+
+use library::{call, errno};
+use riser_rdma_core_sys::bindings::*;
+use riser_testkit::eventually;
+use riser_testkit::skip::skip;
+
+/// Port of RoCEv2.
+const PORT: u16 = 4791;
+
+/// Longest wait for what a process does by itself.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A process that opens `riser0`: with these devices, after these commands of a shell.
+fn process(devices: &str, before: &str) -> Command {
+    let mut command = Command::new("sh");
+    let own = std::env::current_exe().unwrap();
+    command
+        .args(["-c", &format!("{before}\nexec \"$@\"")])
+        .arg("sh")
+        .arg(own)
+        .args(["--ignored", "--exact", "opens_a_device", "--nocapture"])
+        .env("RISER_TEST_DEVICES", devices)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    for name in ["RISER_INJECT", "RISER_PCAP", "RISER_LOG"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// A process that has a device until it is killed.
+struct Holder(Child);
+
+impl Holder {
+    fn start(devices: &str) -> Self {
+        let mut child = process(devices, "").stdin(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
+        let is_open = lines.any(|line| line.unwrap().ends_with("opened: 0"));
+        assert!(is_open, "{devices}");
+        Self(child)
+    }
+
+    fn signal(&self, signal: c_int) {
+        // SAFETY: the child has not been waited for.
+        unsafe { libc::kill(self.0.id().cast_signed(), signal) };
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The error with which the process opened its device, 0 for none, and its log.
+fn outcome(mut process: Command) -> (c_int, String) {
+    let output = process.output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let log = String::from_utf8(output.stderr).unwrap();
+    let error = text.lines().find_map(|line| line.split_once("opened: "));
+    let Some((_, error)) = error else {
+        panic!("{:?}: {text}{log}", output.status);
+    };
+    (error.parse().unwrap(), log)
+}
+
+/// What the other tests run.
+#[test]
+#[ignore = "a process of the other tests"]
+fn opens_a_device() {
+    let mut count = 0;
+    let list = call!(ibv_get_device_list(&raw mut count => *mut c_int) -> *mut *mut ibv_device);
+    if std::env::var_os("RISER_TEST_FORK").is_some() {
+        // SAFETY: the child goes on as this process would.
+        let child = unsafe { libc::fork() };
+        if child != 0 {
+            // SAFETY: this process's own child.
+            unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
+        }
+    }
+    if let Some(user) = std::env::var_os("RISER_TEST_USER") {
+        // SAFETY: it changes this process only.
+        unsafe { libc::setuid(user.to_str().unwrap().parse().unwrap()) };
+    }
+    if count == 0 {
+        println!("opened: {}", libc::ENODEV);
+        return;
+    }
+    // SAFETY: the list has a device.
+    let device = unsafe { *list };
+    // SAFETY: devices have names.
+    assert_eq!(
+        unsafe { CStr::from_ptr((*device).name.as_ptr()) },
+        c"riser0"
+    );
+    let context = call!(ibv_open_device(device => *mut ibv_device) -> *mut ibv_context);
+    println!("opened: {}", if context.is_null() { errno() } else { 0 });
+    let _ = std::io::stdin().read_to_end(&mut Vec::new());
+}
+
+#[test]
+fn a_foreign_program_at_the_port_is_named() {
+    let _other = UdpSocket::bind(("127.0.42.1", PORT)).unwrap();
+    let (error, log) = outcome(process("riser0=127.0.42.1", ""));
+    assert_eq!(error, libc::EADDRINUSE);
+    assert!(
+        log.contains("a process without this library has it"),
+        "{log}"
+    );
+}
+
+#[test]
+fn a_process_that_is_stopped_is_named() {
+    let holder = Holder::start("riser0=127.0.42.2");
+    holder.signal(libc::SIGSTOP);
+    let (error, log) = outcome(process("riser0=127.0.42.2", ""));
+    assert_eq!(error, libc::EADDRINUSE);
+    assert!(
+        log.contains("slot 1, which has it, does not answer"),
+        "{log}"
+    );
+    holder.signal(libc::SIGCONT);
+    assert_eq!(outcome(process("riser0=127.0.42.2", "")).0, 0);
+}
+
+#[test]
+fn a_limit_of_descriptors_is_named() {
+    for others in [0, 1] {
+        let _others: Vec<_> = (0..others)
+            .map(|_| Holder::start("riser0=127.0.42.3"))
+            .collect();
+        let (error, log) = outcome(process("riser0=127.0.42.3", "ulimit -n 30"));
+        assert_eq!(error, libc::EMFILE, "{log}");
+        assert!(log.contains("Too many open files"), "{log}");
+    }
+}
+
+#[test]
+fn slots_that_are_all_taken_are_named_and_killed_processes_leave_theirs() {
+    let mut holders: Vec<_> = (0..31)
+        .map(|_| Holder::start("riser0=127.0.42.4"))
+        .collect();
+    let (error, log) = outcome(process("riser0=127.0.42.4", ""));
+    assert_eq!(error, libc::EUSERS);
+    assert!(log.contains("31 processes have the address"), "{log}");
+    drop(holders.swap_remove(7));
+    assert_eq!(outcome(process("riser0=127.0.42.4", "")).0, 0);
+    drop(holders);
+    assert_eq!(outcome(process("riser0=127.0.42.4", "")).0, 0);
+}
+
+#[test]
+fn a_process_of_another_user_is_named() {
+    // SAFETY: it has no preconditions.
+    if unsafe { libc::geteuid() } != 0 {
+        return skip(
+            "an address of another user",
+            "only root can be another user",
+        );
+    }
+    let _holder = Holder::start("riser0=127.0.42.5");
+    let mut other = process("riser0=127.0.42.5", "");
+    other.env("RISER_TEST_USER", "65534");
+    let (error, log) = outcome(other);
+    assert_eq!(error, libc::EADDRINUSE);
+    assert!(log.contains("a process of another user has it"), "{log}");
+}
+
+#[test]
+fn the_environment_is_named_where_it_is_wrong_without_colours_in_a_file() {
+    let (error, log) = outcome(process("riser0", ""));
+    assert_eq!(error, libc::ENODEV);
+    assert!(log.contains("RISER_DEVICES: "), "{log}");
+    assert!(!log.contains('\x1b'), "{log}");
+    let mut faults = process("riser0=127.0.42.6", "");
+    faults.env("RISER_INJECT", "lost=1");
+    let (error, log) = outcome(faults);
+    assert_eq!(error, libc::ENODEV);
+    assert!(log.contains("RISER_INJECT: "), "{log}");
+    // A wrong filter of the log does not hide what is wrong beside it.
+    let mut filter = process("riser0=192.0.2.1", "");
+    filter.env("RISER_LOG", "loud===");
+    let (error, log) = outcome(filter);
+    assert_eq!(error, libc::EADDRNOTAVAIL);
+    assert!(log.contains("RISER_LOG: "), "{log}");
+    assert!(log.contains("cannot open riser0 at 192.0.2.1"), "{log}");
+}
+
+#[test]
+fn a_log_that_cannot_be_written_does_not_end_the_program() {
+    let mut full = process("riser0", "");
+    full.stderr(fs::File::create("/dev/full").unwrap());
+    assert_eq!(outcome(full).0, libc::ENODEV);
+}
+
+/// A folder of one test.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("riser-{name}-{}", std::process::id()));
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn sizes(&self) -> Vec<u64> {
+        let files = fs::read_dir(&self.0).unwrap();
+        files
+            .map(|f| f.unwrap().metadata().unwrap().len())
+            .collect()
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn each_process_has_a_capture_of_its_own_which_is_whole_when_it_ends() {
+    let dir = Dir::new("captures");
+    let mut capturing = process("riser0=127.0.42.7", "");
+    capturing
+        .env("RISER_PCAP", dir.0.join("a"))
+        .env("RISER_TEST_FORK", "1");
+    assert_eq!(outcome(capturing).0, 0);
+    // A capture without packets has the header of the file.
+    assert_eq!(dir.sizes(), [24, 24]);
+
+    let mut refused = process("riser0=127.0.42.7", "");
+    refused.env("RISER_PCAP", dir.0.join("gone/a"));
+    let (error, log) = outcome(refused);
+    assert_eq!(error, libc::ENOENT);
+    assert!(log.contains("gone/a."), "{log}");
+}
+
+#[test]
+fn the_capture_of_a_process_that_is_killed_has_what_came_before() {
+    let dir = Dir::new("killed");
+    let mut child = process("riser0=127.0.42.8", "");
+    child
+        .env("RISER_PCAP", dir.0.join("a"))
+        .stdin(Stdio::piped());
+    let child = Holder(child.spawn().unwrap());
+    eventually("the header", PATIENCE, || dir.sizes() == [24]);
+    drop(child);
+}

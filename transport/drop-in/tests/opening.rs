@@ -81,16 +81,23 @@ fn outcome(mut process: Command) -> (c_int, String) {
     (error.parse().unwrap(), log)
 }
 
+#[expect(clippy::print_stdout, reason = "the process of the test reads it")]
+fn report(error: c_int) {
+    println!("opened: {error}");
+}
+
 /// What the other tests run.
 #[test]
 #[ignore = "a process of the other tests"]
 fn opens_a_device() {
     let mut count = 0;
     let list = call!(ibv_get_device_list(&raw mut count => *mut c_int) -> *mut *mut ibv_device);
+    let mut is_child = false;
     if std::env::var_os("RISER_TEST_FORK").is_some() {
         // SAFETY: the child goes on as this process would.
         let child = unsafe { libc::fork() };
-        if child != 0 {
+        is_child = child == 0;
+        if !is_child {
             // SAFETY: this process's own child.
             unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
         }
@@ -100,19 +107,22 @@ fn opens_a_device() {
         unsafe { libc::setuid(user.to_str().unwrap().parse().unwrap()) };
     }
     if count == 0 {
-        println!("opened: {}", libc::ENODEV);
+        report(libc::ENODEV);
         return;
     }
     // SAFETY: the list has a device.
     let device = unsafe { *list };
     // SAFETY: devices have names.
-    assert_eq!(
-        unsafe { CStr::from_ptr((*device).name.as_ptr()) },
-        c"riser0"
-    );
+    let name = unsafe { CStr::from_ptr((*device).name.as_ptr()) };
+    assert_eq!(name, c"riser0");
     let context = call!(ibv_open_device(device => *mut ibv_device) -> *mut ibv_context);
-    println!("opened: {}", if context.is_null() { errno() } else { 0 });
+    report(if context.is_null() { errno() } else { 0 });
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
+    if is_child {
+        // The thread that would end the process has not come along.
+        // SAFETY: no other thread uses what this ends.
+        unsafe { libc::exit(0) };
+    }
 }
 
 #[test]

@@ -41,10 +41,6 @@ const NOT_YET: &[(&str, &str)] = &[
         "rdmacm/rdma_xclient -c x",
         "no extended reliable connections in librdmacm",
     ),
-    (
-        "rdmacm/mckey",
-        "one run in four on a busy machine, a datagram to the group does not arrive",
-    ),
     ("perftest/ib_send_bw -c UC -a", UNRELIABLE),
     ("perftest/ib_send_lat -c UC -a", UNRELIABLE),
     ("perftest/ib_send_bw -c RC -R", RECONNECTS),

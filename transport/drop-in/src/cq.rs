@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use riser_transport::rdma_core::convert::{wc_opcode_code, wc_status_code};
 use riser_transport::verbs::{
     Completion, CqId, CqInitAttr, Moderation, Notify, Verbs as _, WcStatus,
 };
+use rustix::fs::OFlags;
 
 use crate::context::{Context, HasEvents, context_of};
 use crate::engine::Fires;
@@ -23,6 +25,7 @@ const MODERATE: u32 = 1;
 
 /// A completion channel: a queue of notifications with a descriptor.
 pub(crate) struct Channel {
+    context: Ref<Context>,
     events: EventQueue<Ref<Cq>>,
     /// Completion queues that use it.
     users: AtomicU32,
@@ -87,6 +90,19 @@ impl Fires for Ref<Cq> {
     }
 }
 
+impl Channel {
+    /// Waits for a notification, if the program's thread is to wait for it, and drives the NIC
+    /// meanwhile.
+    fn wait(&self) -> Result<(), Errno> {
+        // SAFETY: the program has the channel, so that its descriptor is not closed.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.events.raw_fd()) };
+        if !rustix::fs::fcntl_getfl(fd)?.contains(OFlags::NONBLOCK) {
+            self.context.engine.drive_until(fd);
+        }
+        Ok(())
+    }
+}
+
 /// `ibv_create_comp_channel(3)`.
 pub(crate) unsafe extern "C" fn ibv_create_comp_channel(
     context: *mut ibv_context,
@@ -100,7 +116,12 @@ pub(crate) unsafe extern "C" fn ibv_create_comp_channel(
             refcnt: 0,
         };
         let users = AtomicU32::new(0);
-        Ok(Ref::new(c, Channel { events, users }).handle())
+        let channel = Channel {
+            context,
+            events,
+            users,
+        };
+        Ok(Ref::new(c, channel).handle())
     }))
 }
 
@@ -258,6 +279,7 @@ pub(crate) unsafe extern "C" fn ibv_get_cq_event(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     crate::errno::minus(unsafe { Ref::<Channel>::get(channel) }.and_then(|channel| {
+        channel.wait()?;
         let next = channel.events.take(|cq| cq.events.add())?;
         // SAFETY: the program gives places for both; the queue waits for its acknowledgement.
         unsafe {

@@ -15,6 +15,8 @@
 //! - It also takes in what comes to the sockets that processes share (`share`).
 //! - A program that has armed a completion queue is about to sleep itself. Its next poll that finds
 //!   nothing has the socket watched, so that a packet wakes the thread at once.
+//! - A call that waits for a notification ([`Engine::drive_until`]) drives the NIC in the thread's
+//!   place: a packet then wakes the program, and not the thread which wakes the program.
 
 use std::collections::HashMap;
 use std::io;
@@ -26,6 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use arrayvec::ArrayVec;
 use riser_transport::roce::nic::NicLimits;
 use riser_transport::roce::nic::rdma_cm::port_space;
 use riser_transport::roce::steer::Requests;
@@ -52,6 +55,9 @@ const BURST: Duration = Duration::from_micros(10);
 /// Most rounds of the NIC in a row under the lock, so that calls get it in between.
 const ROUNDS: usize = 16;
 
+/// Most descriptors that a sleep is about.
+const MAX_INPUTS: usize = 8;
+
 /// Most packets from elsewhere than the NIC's socket in a row, likewise.
 const PACKETS: usize = 64;
 
@@ -77,7 +83,13 @@ impl Config {
 /// A NIC with its lock.
 pub(crate) struct Engine {
     state: Mutex<State>,
+    /// Wakes what drives the NIC and sleeps.
     wake: OwnedFd,
+    /// Wakes the thread while a call drives the NIC in its place.
+    back: OwnedFd,
+    /// What becomes readable when something comes to the NIC. Numbers, not duplicates, which a
+    /// process that is forked would keep open.
+    inputs: Vec<RawFd>,
     /// It belongs to the process that this one was forked from: its sockets are gone.
     is_inherited: AtomicBool,
 }
@@ -125,8 +137,14 @@ pub(crate) struct State {
     is_driven: bool,
     /// That call was a poll, which takes packets in as well.
     is_polled: bool,
-    /// The thread may sleep for longer than a tick.
-    thread_sleeps: bool,
+    /// What drives the NIC may sleep for longer than a tick.
+    is_asleep: bool,
+    /// A call waits and drives the NIC, in the thread's place.
+    is_waited: bool,
+    /// It has waited since the thread looked.
+    was_waited: bool,
+    /// The thread sleeps until the call wakes it.
+    is_away: bool,
 }
 
 /// The locked engine. What has happened is reported to the program when it is dropped.
@@ -164,6 +182,8 @@ impl Engine {
             ..RoceConfig::new(config.addr)
         };
         let nic = Roce::open_shared(&config_of_nic, share.socket()?)?;
+        let inputs = nic.event_fds().into_iter().chain(share.inputs());
+        let inputs = inputs.map(|fd| fd.as_raw_fd()).collect();
         let engine = Arc::new(Self {
             state: Mutex::new(State {
                 nic,
@@ -182,9 +202,14 @@ impl Engine {
                 sent_at: Instant::now(),
                 is_driven: false,
                 is_polled: false,
-                thread_sleeps: false,
+                is_asleep: false,
+                is_waited: false,
+                was_waited: false,
+                is_away: false,
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            back: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            inputs,
             is_inherited: AtomicBool::new(false),
         });
         let driven = Arc::clone(&engine);
@@ -221,13 +246,89 @@ impl Engine {
         self.is_inherited.load(Ordering::Acquire)
     }
 
-    /// The descriptor that wakes the thread.
-    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+    /// The descriptors that wake threads.
+    pub(crate) fn wake_fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.wake.as_fd(), self.back.as_fd()]
     }
 
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Drives the NIC in the place of the thread until a queue of events has one, for a call that
+    /// waits for that. Returns sooner where another call does so already, and for a signal.
+    pub(crate) fn drive_until(&self, events: BorrowedFd<'_>) {
+        if self.is_inherited() {
+            return;
+        }
+        {
+            let state = &mut self.lock().state;
+            if std::mem::replace(&mut state.is_waited, true) {
+                return;
+            }
+            state.was_waited = true;
+            // The thread no longer has to look at what comes.
+            if std::mem::take(&mut state.is_asleep) {
+                self.wake();
+            }
+        }
+        let mut woken = Woken::default();
+        while !woken.has_events && !woken.is_interrupted {
+            let timeout = self.lock().take_turn(woken.has_input);
+            woken = self.sleep(timeout, Some(events));
+        }
+        let mut locked = self.lock();
+        locked.state.is_waited = false;
+        if std::mem::take(&mut locked.state.is_away) {
+            let _ = rustix::io::write(&self.back, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Sleeps until something comes to the NIC or to a queue of events, or a time is over.
+    fn sleep(&self, timeout: Option<Duration>, events: Option<BorrowedFd<'_>>) -> Woken {
+        let timeout = timeout.map(timespec);
+        let inputs = self.inputs.iter().map(|fd| {
+            // SAFETY: the engine has them open as long as it lives.
+            let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
+            PollFd::from_borrowed_fd(fd, PollFlags::IN)
+        });
+        let own = PollFd::new(&self.wake, PollFlags::IN);
+        let events = events.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        let mut fds: ArrayVec<_, MAX_INPUTS> = inputs.chain([own]).chain(events).collect();
+        let is_interrupted = match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) => false,
+            Err(rustix::io::Errno::INTR) => true,
+            Err(error) => {
+                error!(%error, "the device's thread cannot wait");
+                thread::sleep(TICK);
+                false
+            }
+        };
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let (inputs, others) = fds.split_at(self.inputs.len());
+        if is_ready(&others[0]) {
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
+        Woken {
+            has_input: inputs.iter().any(is_ready),
+            has_events: others[1..].iter().any(is_ready),
+            is_interrupted,
+        }
+    }
+}
+
+/// Why a sleep has ended, beside its time.
+#[derive(Default)]
+struct Woken {
+    has_input: bool,
+    has_events: bool,
+    is_interrupted: bool,
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: time.subsec_nanos().into(),
     }
 }
 
@@ -259,48 +360,39 @@ fn limits() -> NicLimits {
 /// The thread: drives the NIC while no call does.
 fn run(engine: &Engine) {
     let mut has_input = false;
-    // Numbers, not duplicates, which a process that is forked would keep open.
-    let sockets: Vec<RawFd> = {
-        let locked = engine.lock();
-        let of_nic = locked.nic.event_fds();
-        let all = of_nic.iter().copied().chain(locked.share.inputs());
-        all.map(|fd| fd.as_raw_fd()).collect()
-    };
     loop {
-        let timeout = {
-            let mut locked = engine.lock();
-            let timeout = locked.take_turn(has_input);
-            // The capture of a program that is killed ends a tick before it.
-            locked.nic.flush_capture();
-            timeout
-        };
-        let timeout = timeout.map(|t| Timespec {
-            tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: t.subsec_nanos().into(),
-        });
-        let inputs = sockets.iter().map(|fd| {
-            // SAFETY: the engine has them open as long as it lives.
-            let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
-            PollFd::from_borrowed_fd(fd, PollFlags::IN)
-        });
-        let wake = PollFd::new(&engine.wake, PollFlags::IN);
-        let mut fds: Vec<_> = inputs.chain([wake]).collect();
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => {
-                error!(%error, "the device's thread cannot wait");
-                thread::sleep(TICK);
+        let mut locked = engine.lock();
+        let timeout = match locked.make_way() {
+            Some(timeout) => {
+                drop(locked);
+                let mut back = [PollFd::new(&engine.back, PollFlags::IN)];
+                let _ = poll(&mut back, timeout.map(timespec).as_ref());
+                let _ = rustix::io::read(&engine.back, &mut [0; 8]);
+                continue;
             }
-        }
-        has_input = fds[..sockets.len()]
-            .iter()
-            .any(|fd| !fd.revents().is_empty());
-        let _ = rustix::io::read(&engine.wake, &mut [0; 8]);
+            None => locked.take_turn(has_input),
+        };
+        // The capture of a program that is killed ends a tick before it.
+        locked.nic.flush_capture();
+        drop(locked);
+        has_input = engine.sleep(timeout, None).has_input;
     }
 }
 
 impl Locked<'_> {
-    /// A turn of the engine's thread; answers how long it may sleep, `None` without end.
+    /// How long the thread sleeps, `Some(None)` without end, where a call drives the NIC in its
+    /// place; none where it has to do that itself.
+    fn make_way(&mut self) -> Option<Option<Duration>> {
+        let state = &mut *self.state;
+        if !state.is_waited {
+            return None;
+        }
+        // Calls that come again and again do not wake the thread each time that they return.
+        state.is_away = !std::mem::take(&mut state.was_waited);
+        Some((!state.is_away).then_some(TICK))
+    }
+
+    /// A turn of what drives the NIC, the thread or a call that waits; answers how long it may sleep, `None` without end.
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
         state.share.flush();
@@ -309,7 +401,7 @@ impl Locked<'_> {
         if is_polled && !has_input && state.eager == 0 && state.armed == 0 {
             // Posts that were to leave with the next poll do not wait any longer.
             state.nic.transmit(Instant::now());
-            state.thread_sleeps = false;
+            state.is_asleep = false;
             return Some(TICK);
         }
         state.receive_elsewhere();
@@ -328,10 +420,10 @@ impl Locked<'_> {
             return Some(Duration::ZERO);
         }
         if state.eager > 0 || is_driven || state.share.flush() {
-            state.thread_sleeps = false;
+            state.is_asleep = false;
             return Some(TICK);
         }
-        state.thread_sleeps = true;
+        state.is_asleep = true;
         let deadline = state.nic.deadline()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
@@ -429,8 +521,8 @@ impl Drop for Locked<'_> {
             return;
         }
         let must_look = state.eager > 0 && state.nic.arm_fds();
-        if must_look || state.thread_sleeps {
-            state.thread_sleeps = false;
+        if must_look || state.is_asleep {
+            state.is_asleep = false;
             self.engine.wake();
         }
     }

@@ -78,7 +78,7 @@ extern "C" fn begin_child() {
         for (engine, state) in held.engines.iter().zip(&mut held.states) {
             engine.inherit();
             state.forget_ports();
-            let all = state.descriptors().chain([engine.wake_fd()]);
+            let all = state.descriptors().chain(engine.wake_fds());
             for fd in all.map(|fd| fd.as_raw_fd()).collect::<Vec<c_int>>() {
                 // The number stays in use, as the objects that have it close it some day.
                 // SAFETY: the descriptor is the engine's, and means nothing from now on.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use riser_rdma_core_sys::bindings::*;
 
 /// Longest wait for a completion.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Handle of the dynamic linker.
 struct Handle(*mut c_void);

@@ -28,7 +28,7 @@ mod rig;
 mod scaling;
 mod select;
 mod servers;
-mod stats;
+pub(crate) mod stats;
 mod systems;
 mod targets;
 mod workloads;

@@ -2,15 +2,15 @@
 
 /// Middle and extremes of figures.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Summary {
-    pub(super) median: f64,
-    pub(super) min: f64,
-    pub(super) max: f64,
+pub(crate) struct Summary {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
 }
 
 impl Summary {
     /// Of any number of figures but none.
-    pub(super) fn of(figures: &[f64]) -> Option<Self> {
+    pub(crate) fn of(figures: &[f64]) -> Option<Self> {
         let sorted = sorted(figures);
         Some(Self {
             median: middle(&sorted)?,
@@ -22,9 +22,9 @@ impl Summary {
 
 /// Ends of an interval that has the true median with a confidence of 95 %.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Interval {
-    pub(super) low: f64,
-    pub(super) high: f64,
+pub(crate) struct Interval {
+    pub(crate) low: f64,
+    pub(crate) high: f64,
 }
 
 /// Confidence of an [`Interval`].
@@ -34,7 +34,7 @@ impl Interval {
     /// Takes it from the order of the figures alone, so that it holds for noise of any distribution:
     /// the number of figures below the true median is binomial, with one half. Fewer than six
     /// figures cannot have that confidence; then it is their whole range.
-    pub(super) fn of(figures: &[f64]) -> Option<Self> {
+    pub(crate) fn of(figures: &[f64]) -> Option<Self> {
         let sorted = sorted(figures);
         let n = sorted.len();
         // Probabilities that exactly `rank` figures are below the true median, and fewer than `rank`.
@@ -60,7 +60,7 @@ impl Interval {
 
 /// Quotients of figures of the same round. Each figure comes with its round; a round that one side
 /// lacks is left out.
-pub(super) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
+pub(crate) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
     let beside = |round| theirs.iter().find(|(other, _)| *other == round);
     ours.iter()
         .filter_map(|(round, figure)| Some(figure / beside(*round)?.1))

@@ -5,9 +5,10 @@
 //! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
 //! unprivileged user ([`runner`]). A table has the commands and the output that is expected
 //! ([`cases`]). Beside that, rdma-core's own tests run ([`pyverbs`]), and the exported symbols are
-//! compared ([`symbols`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
+//! compared ([`symbols`]). `--figures` measures instead ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
 
 mod cases;
+mod figures;
 mod pyverbs;
 mod runner;
 mod symbols;
@@ -84,6 +85,9 @@ pub(crate) struct Options {
     /// A folder with `riser` and `libriser_drop_in.so`, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
+    /// Measure latency and bandwidth in as many rounds, beside sockets, instead of running cases.
+    #[arg(long, value_name = "ROUNDS", conflicts_with_all = ["words", "list", "not_yet"])]
+    figures: Option<usize>,
     /// Folder for the logs.
     #[arg(long, default_value = ".build/verbs")]
     logs: PathBuf,
@@ -96,6 +100,7 @@ impl Options {
             words: Vec::new(),
             list: false,
             not_yet: false,
+            figures: None,
             profile: OPTIMIZED.to_owned(),
             programs: None,
             logs: ".build/verbs".into(),
@@ -130,6 +135,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         }
         return Ok(());
     }
+    if let Some(rounds) = options.figures {
+        ensure(NEEDS);
+        let scratch = sh::Scratch::new("verbs")?;
+        let logs = root().join(&options.logs);
+        let rig = Rig::new(&programs(options)?, &scratch, &logs)?;
+        return figures::run(&rig, rounds);
+    }
     let (tally, failure) = run_all(options)?;
     // Skips and failures are printed, and nothing counts them here.
     let _ = noted();
@@ -142,10 +154,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 /// Runs the cases; their counts, and what went wrong if something did.
 pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Failure> {
     ensure(NEEDS);
-    let programs = match &options.programs {
-        Some(folder) => std::fs::canonicalize(folder)?,
-        None => build(&options.profile)?,
-    };
+    let programs = programs(options)?;
     let scratch = sh::Scratch::new("verbs")?;
     let logs = root().join(&options.logs);
     let rig = Rig::new(&programs, &scratch, &logs)?;
@@ -166,6 +175,14 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
     print_skips(&rows);
     println!("\n{}; logs in {}", summary(&rows), options.logs.display());
     Ok((tally, failure))
+}
+
+/// The folder with the programs, which are built unless it is named.
+fn programs(options: &Options) -> Result<PathBuf, Failure> {
+    match &options.programs {
+        Some(folder) => Ok(std::fs::canonicalize(folder)?),
+        None => build(&options.profile),
+    }
 }
 
 /// Builds the program and the library; answers their folder.

@@ -276,7 +276,11 @@ fn file_name(path: &str) -> String {
 }
 
 /// Waits for a server that takes clients.
-fn wait_until_ready(server: &mut Process, ready: Ready, port: &str) -> Result<(), Failure> {
+pub(super) fn wait_until_ready(
+    server: &mut Process,
+    ready: Ready,
+    port: &str,
+) -> Result<(), Failure> {
     let until = Instant::now() + PATIENCE;
     let port = port.parse::<u16>()?;
     loop {

@@ -201,6 +201,17 @@ pub(super) fn retract(queue: &EventQueue<Event>, id: Ref<Id>) {
     }
 }
 
+impl Ref<Id> {
+    /// Takes back the event of a group that it has left.
+    pub(super) fn retract_join(self, group: IpAddr) {
+        let queue = Arc::clone(&self.lock().queue);
+        queue.retract(|event| {
+            matches!(&event.kind, CmEventKind::MulticastJoin { param }
+                if event.id == self && param.ah.is_some_and(|way| way.dgid.ip() == group))
+        });
+    }
+}
+
 /// `rdma_migrate_id(3)`: its events come to another channel, also those that wait.
 pub(crate) unsafe extern "C" fn rdma_migrate_id(
     id: *mut rdma_cm_id,

@@ -135,6 +135,9 @@ pub(crate) unsafe extern "C" fn rdma_leave_multicast(
             // It may not be attached: it only sends, or came after the event.
             let _ = context.lock().nic.detach_mcast(qp.id, gid, 0);
         }
-        Ok(context.lock().nic.leave_multicast(device_id, address)?)
+        context.lock().nic.leave_multicast(device_id, address)?;
+        // An answer that was not taken would name a group that the identifier is no longer in.
+        id.retract_join(address);
+        Ok(())
     }))
 }

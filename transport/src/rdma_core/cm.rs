@@ -478,6 +478,10 @@ impl RdmaCm for RdmaCoreDevice {
         if self.id(id, "disconnect")?.qp_type == QpType::Ud {
             return Err(CmError::InvalidState("disconnect"));
         }
+        // The kernel would send nothing, and the peer wait for its confirmation.
+        if self.id(id, "disconnect")?.state == IdState::Responded {
+            return self.reject(id, &[]);
+        }
         // SAFETY: the identifier is alive. A second call fails in the library and changes nothing.
         unsafe { (self.core.cm.rdma_disconnect)(ptr) };
         Ok(())

@@ -22,6 +22,9 @@ const HW_VERSION: u32 = 0;
 /// Linux's software devices do. Programs take 0 for an attribute that was not filled in.
 const VENDOR_ID: u32 = 0xff_ffff;
 
+/// Part of that vendor that the device reports, which distinguishes it from Linux's: theirs is 0.
+const VENDOR_PART_ID: u32 = 1;
+
 /// Frequency of the device's clock, which counts nanoseconds.
 const CLOCK_KHZ: u64 = 1_000_000;
 
@@ -215,6 +218,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
         // Any power of two from a page on: addresses are virtual.
         page_size_cap: !0xfff,
         vendor_id: VENDOR_ID,
+        vendor_part_id: VENDOR_PART_ID,
         hw_ver: HW_VERSION,
         max_qp: int(ours.max_qp),
         max_qp_wr: int(ours.max_qp_wr),

@@ -17,10 +17,10 @@ pub(super) fn last_os_error() -> VerbsError {
 
 /// A call that answers 0 or `errno` itself.
 pub(super) fn checked(errno: i32) -> Result<(), VerbsError> {
-    if errno == 0 {
-        Ok(())
-    } else {
-        Err(VerbsError::Os(errno.abs()))
+    match errno.abs() {
+        0 => Ok(()),
+        libc::EBUSY => Err(VerbsError::ResourceBusy("an object of the device")),
+        other => Err(VerbsError::Os(other)),
     }
 }
 

@@ -16,8 +16,9 @@ use super::objects::{
 use super::shared::{Object, Occurrence};
 use crate::verbs::*;
 
-/// The vendor of `rdma_rxe`, which keeps from user space which key a receive invalidated.
-const RXE_VENDOR_ID: u32 = 0x00ff_ffff;
+/// Vendor and part of `rdma_rxe`, which keeps from user space which key a receive invalidated. Our own
+/// libraries (`riser-drop-in`) report this vendor as well, but another part.
+const RXE: (u32, u32) = (0x00ff_ffff, 0);
 
 /// Most entries of the scatter list of one request that we ask a device for.
 const MAX_SGE: i32 = 32;
@@ -50,7 +51,7 @@ impl RdmaCoreDevice {
             // registration.
             max_fast_reg_segments: u32::from(d.max_mw > 0),
             sg_gaps: true,
-            reports_invalidation: d.vendor_id != RXE_VENDOR_ID,
+            reports_invalidation: (d.vendor_id, d.vendor_part_id) != RXE,
             max_cq: count(d.max_cq),
             max_cqe: count(d.max_cqe),
             // SAFETY: the context is open.

@@ -74,8 +74,8 @@ impl Queue {
 /// An XRC domain of B's; `None` where the device has none.
 fn domain<W: World>(w: &mut W) -> Option<XrcdId> {
     let opened = w.provider(End::B).open_xrcd();
-    if w.is_kernel(End::B) || w.is_kernel(End::A) {
-        assert!(matches!(opened, Err(VerbsError::Unsupported(_))) || !w.is_kernel(End::B));
+    if w.is_rdma_core(End::B) || w.is_rdma_core(End::A) {
+        assert!(matches!(opened, Err(VerbsError::Unsupported(_))) || !w.is_rdma_core(End::B));
         return None;
     }
     Some(opened.unwrap())

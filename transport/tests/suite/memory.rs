@@ -68,7 +68,7 @@ fn refused<W: World>(w: &mut W, side: &Side, to: RemoteAddr, length: usize) {
 
 /// A domain, memory, rights, all together, and what is refused.
 pub(crate) fn a_region_is_registered_anew<W: World>(mut w: W) {
-    if w.is_kernel(End::B) {
+    if w.is_rdma_core(End::B) {
         // Drivers differ in what they can change.
         return;
     }
@@ -127,7 +127,7 @@ pub(crate) fn a_region_is_registered_anew<W: World>(mut w: W) {
 }
 
 pub(crate) fn null_regions_and_prefetching<W: World>(mut w: W) {
-    if w.is_kernel(End::A) {
+    if w.is_rdma_core(End::A) {
         return;
     }
     let w = &mut w;
@@ -183,7 +183,7 @@ pub(crate) fn windows_of_type_1<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let mw = w.provider(End::B).alloc_mw(b.pd, MwType::Type1);
-    if w.is_kernel(End::B) {
+    if w.is_rdma_core(End::B) {
         assert!(matches!(mw, Err(VerbsError::Unsupported(_))));
         return;
     }
@@ -267,7 +267,7 @@ pub(crate) fn windows_of_type_2<W: World>(mut w: W) {
 }
 
 pub(crate) fn a_bind_against_the_rules_completes<W: World>(mut w: W) {
-    if w.is_kernel(End::B) {
+    if w.is_rdma_core(End::B) {
         return;
     }
     let w = &mut w;
@@ -331,7 +331,7 @@ fn join<W: World>(w: &mut W, end: End, qp: QpId, to: (End, u32)) {
 /// Both queue pairs on one device, in one domain: windows of type 2 tell them apart.
 pub(crate) fn a_device_talks_to_itself<W: World>(mut w: W) {
     let provider = w.provider(End::A).device_attr().provider;
-    if w.is_kernel(End::A) || provider == "shm" {
+    if w.is_rxe(End::A) || provider == "shm" {
         // A kernel's GID index is its own business; memory is shared with other processes only.
         return;
     }

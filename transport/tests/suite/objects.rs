@@ -15,7 +15,7 @@ use crate::suite::world::{End, Wants, World, init_attr, objects};
 
 pub(crate) fn a_device_reports_what_it_is<W: World>(mut w: W) {
     let addr = w.addr(End::A);
-    let is_kernel = w.is_kernel(End::A);
+    let is_rxe = w.is_rxe(End::A);
     let p = w.provider(End::A);
     let attr = p.device_attr().clone();
     assert!(attr.max_qp > 0 && attr.max_sge >= 4 && attr.ports == 1);
@@ -26,7 +26,7 @@ pub(crate) fn a_device_reports_what_it_is<W: World>(mut w: W) {
     // A kernel keeps a link-local address first, and has room for more.
     let end = port.gid_table_len;
     let own = (0..end).filter(|i| p.query_gid(1, *i) == Ok(Gid::from(addr)));
-    assert!(if is_kernel {
+    assert!(if is_rxe {
         own.count() > 0
     } else {
         own.eq(0..1)
@@ -411,7 +411,7 @@ pub(crate) fn multicast<W: World>(mut w: W) {
     let w = &mut w;
     // A kernel's groups need a network that carries them; shared memory has none.
     let has_groups = w.provider(End::A).device_attr().max_mcast_grp > 0;
-    if !has_groups || w.is_kernel(End::A) || w.is_kernel(End::B) {
+    if !has_groups || w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
         return;
     }
     let group = match w.addr(End::A) {

@@ -170,15 +170,11 @@ pub(crate) fn a_chain_posts_up_to_the_first_bad_request<W: World>(mut w: W) {
         sges: &[],
     };
     // A kernel's queues may be deeper than what was asked for.
-    let is_kernel = w.is_kernel(End::B);
-    let all = vec![wr; 65 + if is_kernel { 1000 } else { 0 }];
+    let is_rxe = w.is_rxe(End::B);
+    let all = vec![wr; 65 + if is_rxe { 1000 } else { 0 }];
     let e = w.provider(End::B).post_recv(b.qp, &all).unwrap_err();
     assert_eq!(e.reason, PostReason::QueueFull);
-    assert!(if is_kernel {
-        e.index >= 64
-    } else {
-        e.index == 64
-    });
+    assert!(if is_rxe { e.index >= 64 } else { e.index == 64 });
 }
 
 pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
@@ -306,7 +302,7 @@ pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
                 WcStatus::RemAccessErr,
                 "operation {n} case {case}"
             );
-            if w.is_kernel(End::B) {
+            if w.is_rxe(End::B) {
                 // rdma_rxe raises no event for it.
                 w.until("the error state", |w| {
                     let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
@@ -334,7 +330,7 @@ pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {
         SendWr::new(3, SendOp::Write(b.remote(0)), &good).flags(SendFlags::empty()),
     ];
     w.provider(End::A).post_send(a.qp, &wrs).unwrap();
-    if w.is_kernel(End::A) {
+    if w.is_rxe(End::A) {
         // rdma_rxe flushes what the error overtakes, even what would have ended otherwise.
         let c = a.completions(w, 3);
         assert_eq!([c[0].wr_id.0, c[1].wr_id.0, c[2].wr_id.0], [1, 2, 3]);
@@ -354,7 +350,7 @@ pub(crate) fn a_message_longer_than_its_receive<W: World>(mut w: W) {
     a.send(w, 1, SendOp::Send, 0, 5001);
     let c = a.completion(w);
     // rdma_rxe blames itself.
-    let (refused, local) = match w.is_kernel(End::B) {
+    let (refused, local) = match w.is_rxe(End::B) {
         true => (WcStatus::RemOpErr, WcStatus::LocQpOpErr),
         false => (WcStatus::RemInvReqErr, WcStatus::LocLenErr),
     };
@@ -394,7 +390,7 @@ pub(crate) fn flushes_in_order<W: World>(mut w: W) {
     a.send(w, 201, SendOp::Send, 0, 8);
     let c = a.completions(w, 2);
     let mut drained: Vec<_> = c.iter().map(|c| c.wr_id.0).collect();
-    if w.is_kernel(End::A) {
+    if w.is_rxe(End::A) {
         // Nothing orders two queues of one queue pair.
         drained.sort_unstable();
     }
@@ -471,7 +467,7 @@ pub(crate) fn an_overrun_queue_is_an_event<W: World>(mut w: W) {
     let polled = w.provider(End::A).poll_cq(a.cq, 9, &mut out);
     assert_eq!(polled, Err(VerbsError::CqOverrun));
     // rdma_rxe leaves it to the user to end the queue pair.
-    if w.is_kernel(End::A) {
+    if w.is_rxe(End::A) {
         return;
     }
     let state = w.provider(End::A).query_qp(a.qp).unwrap().state;
@@ -510,7 +506,7 @@ pub(crate) fn notifications_come_when_armed<W: World>(mut w: W) {
     assert_eq!(fired, b.cq);
     let b_cq = b.cq;
     // A device of the host's fires at the first of them already.
-    if w.is_kernel(End::B) {
+    if w.is_rdma_core(End::B) {
         w.until("both", |w| {
             (w.provider(End::B).peek_cq(b_cq, 9) == Ok(2)).then_some(())
         });
@@ -528,7 +524,7 @@ pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
         w.provider(End::A)
             .modify_cq(a.cq, Moderation { count, period })
     };
-    if w.is_kernel(End::A) {
+    if w.is_rdma_core(End::A) {
         assert!(set(w, 3, 1).is_err());
         return;
     }
@@ -600,7 +596,7 @@ pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
     invalid(p.create_cq_with(&beyond).map(drop));
     let plain = p.create_cq(16).unwrap();
     invalid(p.poll_cq_timed(plain, 1, &mut Vec::new()).map(drop));
-    if w.is_kernel(End::A) {
+    if w.is_rdma_core(End::A) {
         invalid(w.provider(End::A).create_cq_with(&timed).map(drop));
         return;
     }
@@ -669,7 +665,7 @@ pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
         .modify_qp(a.qp, &to(QpState::Rts))
         .unwrap();
     let mut waiting = 2;
-    if w.is_kernel(End::A) {
+    if w.is_rxe(End::A) {
         // rdma_rxe goes on when something is posted.
         a.send(w, 3, SendOp::Write(b.remote(0)), 0, 8);
         waiting = 3;

@@ -44,9 +44,19 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
         keys.push(mr.rkey());
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
         let reg = mr.reg_wr(WrId(1), access);
-        w.provider(End::A).post_send(a.qp, &[reg]).unwrap();
+        // The command follows the registration, so B has a key that is valid.
+        let command_sge = [a.sge(900_100, 32)];
+        let command = SendWr::new(2, SendOp::Send, &command_sge).flags(SendFlags::empty());
+        b.recv(w, 3, 900_000, 64);
         a.recv(w, 5, 900_000, 64);
-        w.pass(std::time::Duration::from_millis(1));
+        w.provider(End::A)
+            .post_send(a.qp, &[reg, command])
+            .unwrap();
+        let c = b.completion(w);
+        assert_eq!(
+            (c.wr_id, c.opcode, c.status),
+            (WrId(3), WcOpcode::Recv, WcStatus::Success)
+        );
         let remote = mr.remote();
         let sges = REQUESTS.map(|(_, local)| -> Vec<Sge> {
             local.iter().map(|(at, len)| b.sge(*at, *len)).collect()

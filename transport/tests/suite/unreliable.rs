@@ -281,7 +281,7 @@ pub(crate) fn unreliable_connections_share_receives<W: World>(mut w: W) {
     }
     let busy = w.provider(End::B).destroy_srq(srq);
     assert!(matches!(busy, Err(VerbsError::ResourceBusy(_))));
-    if !w.is_kernel(End::B) {
+    if !w.is_rxe(End::B) {
         let p = w.provider(End::B);
         p.modify_qp(qps[0], &to(QpState::Error)).unwrap();
         assert_eq!(sides[0].event(w), AsyncEvent::QpLastWqeReached(qps[0]));

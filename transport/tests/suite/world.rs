@@ -28,10 +28,16 @@ pub(crate) trait World {
     /// The devices' time.
     fn now(&self) -> Instant;
 
-    /// Whether a device is a kernel's behind rdma-core: its details differ from the software NIC's
-    /// where the module `riser_transport::rdma_core` says so.
-    fn is_kernel(&mut self, end: End) -> bool {
+    /// Whether a device is behind rdma-core's libraries: it has no more than the module
+    /// `riser_transport::rdma_core` passes on.
+    fn is_rdma_core(&mut self, end: End) -> bool {
         self.provider(end).device_attr().provider == "rdma_core"
+    }
+
+    /// Whether it is `rdma_rxe` that is behind them, whose details differ where that module says so.
+    /// Those of our own libraries (`riser-drop-in`) do not.
+    fn is_rxe(&mut self, end: End) -> bool {
+        self.is_rdma_core(end) && self.provider(end).device_attr().name.starts_with("rxe")
     }
 
     /// The next event of the RDMA CM at a device.

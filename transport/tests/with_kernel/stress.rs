@@ -181,7 +181,7 @@ fn the_peer_vanishes(mut w: Devices) {
     for side in [&a, &b] {
         let status = first_error(w, side);
         // rdma_rxe flushes where it finds its own link down.
-        let is_flush = status == WcStatus::WrFlushErr && w.is_kernel(side.end);
+        let is_flush = status == WcStatus::WrFlushErr && w.is_rxe(side.end);
         assert!(is_flush || status == WcStatus::RetryExcErr, "{status:?}");
     }
     finish(w, "RISER_HEAL");
@@ -198,11 +198,11 @@ fn the_peer_closes(mut w: Devices) {
     for closing in [End::B, End::A] {
         let (a, b) = busy(w);
         let stays = if closing == End::A { b } else { a };
-        let is_kernel = w.is_kernel(closing);
+        let is_rxe = w.is_rxe(closing);
         w.close(closing);
         let status = first_error(w, &stays);
         // A kernel disconnects for its dead processes; the software NIC dies with its own.
-        if is_kernel {
+        if is_rxe {
             assert!(
                 matches!(status, WcStatus::WrFlushErr | WcStatus::RetryExcErr),
                 "{status:?}"

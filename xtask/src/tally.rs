@@ -17,7 +17,7 @@ use crate::skip;
 pub(crate) enum Kind {
     /// Functions of Rust's test harness.
     Function,
-    /// Tests of suites of others: libiscsi's, over TCP, and rdma-core's.
+    /// Tests of suites of others, libiscsi's over TCP and rdma-core's; our provider suite on libraries.
     SuiteTest,
     /// Cases with RDMA programs of others on our libraries.
     Program,

@@ -1,7 +1,8 @@
 //! The cases: which programs are run, and what they must say.
 //!
 //! A command is words between spaces. In it `{server}` and `{client}` are the addresses of the two
-//! sides, `{port}` a port that no other case uses, and `{dir}` a folder of the case's own.
+//! sides, `{port}` a port that no other case uses, `{dir}` a folder of the case's own, and `{programs}`
+//! the folder of our programs.
 
 /// Time of a case unless it says otherwise, in seconds.
 const SECONDS: u64 = 30;
@@ -49,6 +50,8 @@ pub(super) struct Case {
     pub(super) is_refused: bool,
     /// Faults of both sides' wire.
     pub(super) faults: Option<&'static str>,
+    /// Configuration of `riserd`, which is in `{dir}/riserd.yaml`.
+    pub(super) config: Option<&'static str>,
     /// Two files in `{dir}` that are the same in the end. The first one is there before.
     pub(super) is_copy: bool,
     /// Longest time.
@@ -73,6 +76,7 @@ impl Case {
             says: says.to_vec(),
             is_refused: false,
             faults: None,
+            config: None,
             is_copy: false,
             seconds: SECONDS,
         }
@@ -135,6 +139,7 @@ pub(super) fn all() -> Vec<Case> {
     cases.extend(rdmacm());
     cases.extend(rsockets());
     cases.extend(perftest());
+    cases.extend(disks());
     cases.extend(misuse());
     cases
 }
@@ -414,6 +419,47 @@ impl Test {
             .ready(ready)
             .seconds(90)
     }
+}
+
+/// `riserd` and `riser`, whose provider `rdma_core` loads libibverbs and librdmacm: here ours.
+fn disks() -> Vec<Case> {
+    const CONFIG: &str = "\
+backends: { disk: { kind: ram, size: 64MiB } }
+targets:
+  - name: iqn.2026-01.com.example:disks
+    portals:
+      - { protocol: srp, listen: {server}, ioc_guid: 0x0200c0ffee000001 }
+      - { protocol: iser, listen: {server} }
+    luns: { 0: disk }
+    access: open
+transport: { provider: rdma_core }
+";
+    let server = "{programs}/riserd run --config {dir}/riserd.yaml";
+    let case = |name: &str, url: &str| {
+        let client = format!(
+            "{{programs}}/riser bench {url} --provider rdma_core --addr {{client}} --overwrite --verify \
+             --rw randrw --mix 40 --bs 64k --depth 16 --jobs 2 --total 64M --size 32M --warm-up 0"
+        );
+        Case {
+            config: Some(CONFIG),
+            ..Case::pair(
+                "disks",
+                name,
+                [server, &client],
+                &["over riser0", "all right"],
+            )
+        }
+        .ready(Ready::Says(" serving "))
+        .asked()
+    };
+    vec![
+        // The provider cannot ask a target for its ports.
+        case(
+            "srp",
+            "srp://{server}/0?id_ext=0200c0ffee000001&ioc_guid=0200c0ffee000001",
+        ),
+        case("iser", "iser://{server}/iqn.2026-01.com.example:disks/0"),
+    ]
 }
 
 fn misuse() -> Vec<Case> {

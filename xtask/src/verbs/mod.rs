@@ -4,11 +4,13 @@
 //! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
 //! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
 //! unprivileged user ([`runner`]). A table has the commands and the output that is expected
-//! ([`cases`]). Beside that, rdma-core's own tests run ([`pyverbs`]), and the exported symbols are
-//! compared ([`symbols`]). `--figures` measures instead ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
+//! ([`cases`]). Beside that, rdma-core's own tests run ([`pyverbs`]) and so does our provider suite
+//! ([`providers`]), and the exported symbols are compared ([`symbols`]). `--figures` measures instead
+//! ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
 
 mod cases;
 mod figures;
+mod providers;
 mod pyverbs;
 mod runner;
 mod symbols;
@@ -82,7 +84,8 @@ pub(crate) struct Options {
     /// Cargo profile to build `riser` and the library with.
     #[arg(long, default_value = OPTIMIZED)]
     profile: String,
-    /// A folder with `riser` and `libriser_drop_in.so`, instead of building them.
+    /// A folder with `riser`, `riserd` and `libriser_drop_in.so`, and perhaps the test `devices`,
+    /// instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
     /// Measure latency and bandwidth in as many rounds, beside sockets, instead of running cases.
@@ -167,6 +170,7 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
             rows.push(of_case(options, &rig, number, case));
         }
     }
+    rows.extend(of_providers(options, &rig)?);
     rows.extend(of_pyverbs(options, &rig, &scratch));
     if rows.is_empty() {
         return Err("no case has one of these words in its path".into());
@@ -185,10 +189,17 @@ fn programs(options: &Options) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Builds the program and the library; answers their folder.
-fn build(profile: &str) -> Result<PathBuf, Failure> {
-    println!("building riser and its libraries");
-    let packages = ["-p", "riser-initiator", "-p", "riser-drop-in"];
+/// Builds the programs and the library; answers their folder.
+pub(crate) fn build(profile: &str) -> Result<PathBuf, Failure> {
+    println!("building riser, riserd and the libraries");
+    let packages = [
+        "-p",
+        "riser-initiator",
+        "-p",
+        "riser-target",
+        "-p",
+        "riser-drop-in",
+    ];
     let args = ["build", "-q", "--profile", profile];
     sh::run(&mut sh::cargo(args.into_iter().chain(packages)))?;
     let folder = if profile == "dev" { "debug" } else { profile };
@@ -201,6 +212,7 @@ fn all_paths() -> Vec<String> {
     let first = std::iter::once(SYMBOLS.to_owned());
     first
         .chain(paths)
+        .chain(providers::paths())
         .chain([format!("{PYVERBS}/MODULE.CLASS.TEST")])
         .collect()
 }
@@ -236,7 +248,8 @@ fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
     }
     let commands = [&case.server, &case.client].into_iter().flatten();
     let mut programs = commands.filter_map(|command| command.split(' ').next());
-    if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
+    let is_missing = |program: &&str| !program.starts_with('{') && sh::which(program).is_none();
+    if let Some(program) = programs.find(is_missing) {
         return row(
             Outcome::Skipped(format!("{program} is missing")),
             Duration::ZERO,
@@ -246,6 +259,37 @@ fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
         Ok(took) => row(Outcome::Passed, took),
         Err(why) => row(Outcome::Failed(why.to_string()), Duration::ZERO),
     }
+}
+
+/// Our provider suite, a process for each pair of providers.
+///
+/// # Errors
+/// The suite cannot be built.
+fn of_providers(options: &Options, rig: &Rig) -> Result<Vec<Row>, Failure> {
+    let paths = providers::paths();
+    let is_chosen = |(_, path): &(usize, &String)| options.is_chosen(path);
+    let chosen: Vec<_> = paths.iter().enumerate().filter(is_chosen).collect();
+    if chosen.is_empty() {
+        return Ok(Vec::new());
+    }
+    let program = providers::program(options.programs.as_deref())?;
+    let mut rows = Vec::new();
+    for (index, path) in chosen {
+        let began = Instant::now();
+        match providers::run(rig, &program, index) {
+            Ok(tests) => rows.extend(suite_rows(options, path, path, tests, began.elapsed())),
+            Err(why) => {
+                let outcome = Outcome::Failed(why.to_string());
+                rows.push(show(
+                    path.clone(),
+                    Kind::SuiteTest,
+                    outcome,
+                    began.elapsed(),
+                ));
+            }
+        }
+    }
+    Ok(rows)
 }
 
 /// rdma-core's own tests, a process for each module: one that ends in a module does not take the
@@ -292,7 +336,7 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
         }
         let began = Instant::now();
         match pyverbs::run(rig, scratch, &module) {
-            Ok(tests) => rows.extend(module_rows(options, &path, tests, began.elapsed())),
+            Ok(tests) => rows.extend(suite_rows(options, PYVERBS, &path, tests, began.elapsed())),
             Err(why) => {
                 let outcome = Outcome::Failed(why.to_string());
                 rows.push(show(path, Kind::SuiteTest, outcome, began.elapsed()));
@@ -302,10 +346,17 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     rows
 }
 
-/// Rows of the tests of a module, for which one line is printed, and one for each failure.
-fn module_rows(options: &Options, path: &str, tests: Vec<Test>, took: Duration) -> Vec<Row> {
+/// Rows of the tests of a process, in a group. For the process one line is printed, and one for each
+/// failure.
+fn suite_rows(
+    options: &Options,
+    group: &str,
+    path: &str,
+    tests: Vec<Test>,
+    took: Duration,
+) -> Vec<Row> {
     let row = |test: Test| {
-        let path = format!("{PYVERBS}/{}", test.name);
+        let path = format!("{group}/{}", test.name);
         let outcome = match test.verdict {
             Verdict::Passed => Outcome::Passed,
             Verdict::Skipped(why) => Outcome::Skipped(why),

@@ -37,6 +37,10 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(super) struct Rig {
     riser: PathBuf,
     library: PathBuf,
+    /// Folder that the programs came from.
+    programs: PathBuf,
+    /// Folder of the copies.
+    copies: PathBuf,
     /// A folder that processes may write.
     home: PathBuf,
     logs: PathBuf,
@@ -60,21 +64,27 @@ impl Rig {
     ) -> Result<Self, Failure> {
         fs::create_dir_all(logs)?;
         fs::set_permissions(scratch.path(), Permissions::from_mode(0o755))?;
-        let copy = |name: &str| {
-            let (from, to) = (programs.join(name), scratch.join(name));
-            fs::copy(&from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
-            Ok::<_, Failure>(to)
-        };
+        let copy = |name: &str| copy(&programs.join(name), scratch.path());
         let home = scratch.join("home");
         fs::create_dir_all(&home)?;
         let rig = Self {
             riser: copy("riser")?,
             library: copy("libriser_drop_in.so")?,
+            programs: programs.to_owned(),
+            copies: scratch.path().to_owned(),
             home,
             logs: logs.to_owned(),
         };
         rig.give(&rig.home)?;
         Ok(rig)
+    }
+
+    /// A copy of a program that processes can run.
+    ///
+    /// # Errors
+    /// It is not there, or cannot be copied.
+    pub(super) fn adopt(&self, program: &Path) -> Result<PathBuf, Failure> {
+        copy(program, &self.copies)
     }
 
     /// Gives a folder to the user that processes run as.
@@ -153,6 +163,11 @@ impl Rig {
         let until = began + Duration::from_secs(case.seconds);
         let port = (FIRST_PORT + number).to_string();
         let dir = self.folder("case")?;
+        if let Some(config) = case.config {
+            let config = config.replace("{server}", &address(0));
+            fs::write(dir.join("riserd.yaml"), config)?;
+            self.adopt(&self.programs.join("riserd"))?;
+        }
         if case.is_copy {
             // More than a window of any kind holds, and no multiple of anything.
             let bytes: Vec<u8> = (0..1_234_567_u32).map(|n| (n % 251) as u8).collect();
@@ -163,7 +178,8 @@ impl Rig {
                 .replace("{server}", &address(0))
                 .replace("{client}", &address(client))
                 .replace("{port}", &port)
-                .replace("{dir}", &dir.display().to_string());
+                .replace("{dir}", &dir.display().to_string())
+                .replace("{programs}", &self.copies.display().to_string());
             let words = command.split(' ').filter(|word| !word.is_empty());
             words.map(str::to_owned).collect::<Vec<_>>()
         };
@@ -261,8 +277,15 @@ impl Drop for Process {
     }
 }
 
+/// Copies a file into a folder.
+fn copy(from: &Path, folder: &Path) -> Result<PathBuf, Failure> {
+    let to = folder.join(from.file_name().unwrap_or_default());
+    fs::copy(from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
+    Ok(to)
+}
+
 /// Address of the server (0) or of a client.
-fn address(number: usize) -> String {
+pub(super) fn address(number: usize) -> String {
     let [a, b, c, d] = SERVER;
     format!("{a}.{b}.{c}.{}", usize::from(d) + number)
 }
@@ -411,7 +434,8 @@ fn check(name: &str, ended: &Ended, says: &[&str]) -> Result<(), Failure> {
     }
 }
 
-fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
+/// A failure of a process, with the end of its output.
+pub(super) fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
     format!("{name}: {what}\n{}", tail(&ended.said)).into()
 }
 

@@ -1,0 +1,125 @@
+//! The provider suite of the transport (`transport/tests/suite`) on our libraries: its provider
+//! `rdma_core` loads libibverbs and librdmacm, and here these are ours.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::pyverbs::{Test, Verdict};
+use super::runner::{Rig, address, failure};
+use crate::{Failure, sh};
+
+/// Group of these rows.
+pub(super) const GROUP: &str = "providers";
+
+/// Providers of the device that connects and of the one that listens.
+const PAIRS: [[&str; 2]; 3] = [
+    ["rdma_core", "rdma_core"],
+    ["rdma_core", "roce"],
+    ["roce", "rdma_core"],
+];
+
+/// The test that runs the suite on devices that it is given.
+const TEST: &str = "devices";
+
+/// Longest time of a pair.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Beginnings of the paths of all rows: a pair each.
+pub(super) fn paths() -> Vec<String> {
+    let path = |[a, b]: [&str; 2]| format!("{GROUP}/{a} to {b}");
+    PAIRS.map(path).into()
+}
+
+/// The test program: one of a folder, if it is there, or one that is built.
+///
+/// # Errors
+/// It cannot be built.
+pub(super) fn program(folder: Option<&Path>) -> Result<PathBuf, Failure> {
+    let given = folder.map(|folder| folder.join(TEST));
+    match given.filter(|program| program.is_file()) {
+        Some(program) => Ok(fs::canonicalize(program)?),
+        // With the whole workspace, so that what the other tests have built serves here.
+        None => sh::built(&["test", "-q", "--workspace", "--test", TEST], TEST),
+    }
+}
+
+/// Runs the suite on the pair at `index` of [`paths`]; returns each test, and why it failed.
+///
+/// # Errors
+/// The program did not run all tests.
+pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, Failure> {
+    let pair = PAIRS[index];
+    let names: Vec<_> = (0..).zip(pair).collect();
+    let spec = names
+        .iter()
+        .map(|(n, kind)| format!("{kind}:{}", address(*n)));
+    let spec = spec.collect::<Vec<_>>().join(" ");
+    // The library has the devices of the one provider, and the test opens those of the other.
+    let ours = names.iter().filter(|(_, kind)| *kind == "rdma_core");
+    let ours = ours.map(|(n, _)| address(*n)).collect::<Vec<_>>().join(",");
+    let program = rig.adopt(program)?.display().to_string();
+    let mut command = rig.command(&ours, None, &[&program]);
+    command.env("RISER_SUITE", &spec);
+    let mut process = rig.start(command, &paths()[index])?;
+    let ended = process.end(Instant::now() + PATIENCE);
+    let (tests, is_whole) = parse(&ended.said);
+    match (is_whole, ended.status) {
+        (true, _) => Ok(tests),
+        (false, None) => Err(failure("the suite", "its time was up", &ended)),
+        (false, Some(status)) => Err(failure("the suite", &status.to_string(), &ended)),
+    }
+}
+
+/// Reads the results that the program prints, and whether it has come to its end. Before that of a
+/// test that failed stands what it panicked with.
+fn parse(said: &str) -> (Vec<Test>, bool) {
+    let mut tests = Vec::new();
+    let mut add = |rest: &str, verdict| {
+        let name = rest.split(" (").next().unwrap_or(rest).trim().to_owned();
+        tests.push(Test { name, verdict });
+    };
+    let mut why = String::new();
+    let mut is_whole = false;
+    let mut lines = said.lines();
+    while let Some(line) = lines.next() {
+        if let Some(rest) = line.strip_prefix("ok ") {
+            add(rest, Verdict::Passed);
+        } else if let Some(rest) = line.strip_prefix("FAILED ") {
+            add(rest, Verdict::Failed(std::mem::take(&mut why)));
+        } else if let Some((_, place)) = line.split_once("panicked at ") {
+            let reason = lines.next().unwrap_or_default();
+            why = format!("{place} {reason}");
+        } else {
+            is_whole |= line.contains(" passed, ") && line.ends_with(" failed");
+        }
+    }
+    (tests, is_whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_read_with_their_reasons() {
+        let said = "ok     objects::datagrams (0.1 s)\n\
+                    thread 'main' (7) panicked at suite/ops.rs:7:5:\nassertion failed: x\n\
+                    FAILED ops::atomics (2.0 s)\nok     ops::long_messages (1.0 s)\n";
+        let (tests, is_whole) = parse(said);
+        assert!(!is_whole);
+        let failed = "suite/ops.rs:7:5: assertion failed: x".to_owned();
+        let expected = [
+            ("objects::datagrams", Verdict::Passed),
+            ("ops::atomics", Verdict::Failed(failed)),
+            ("ops::long_messages", Verdict::Passed),
+        ];
+        let expected = expected.map(|(name, verdict)| Test {
+            name: name.to_owned(),
+            verdict,
+        });
+        assert_eq!(tests, expected);
+        let whole = format!("{said}rdma_core:127.0.17.1 roce:127.0.17.2: 2 passed, 1 failed\n");
+        assert!(parse(&whole).1);
+    }
+}

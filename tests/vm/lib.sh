@@ -322,7 +322,7 @@ ended() {
 }
 
 is_over() {
-    ! kill -0 "$1" 2>/dev/null || grep -q '^State:.Z' "/proc/$1/status"
+    ! kill -0 "$1" 2>/dev/null || grep -qs '^State:.Z' "/proc/$1/status"
 }
 
 # Fails if anything but the kernel's own queue pair 1 is left on the RDMA device.

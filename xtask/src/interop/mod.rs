@@ -17,14 +17,14 @@ pub(crate) mod runner;
 mod stand_ins;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use runner::{Programs, Rig, Row};
 
 use crate::packages::{Need, ensure, need};
 use crate::tally::Counts;
-use crate::{Failure, daemon, root, sh};
+use crate::{Failure, daemon, root, sh, verbs};
 
 /// Debian packages that the rig needs.
 pub(crate) const NEEDS: &[Need] = &[
@@ -35,6 +35,7 @@ pub(crate) const NEEDS: &[Need] = &[
     need("cpio", "cpio", "the guest's initramfs"),
     need("xz", "xz-utils", "the guest's modules"),
     need("rping", "rdmacm-utils", "rping as a peer"),
+    need("ib_write_bw", "perftest", "perftest as a peer"),
     // A file of it, as it has no program.
     need(
         "/etc/libibverbs.d/rxe.driver",
@@ -112,7 +113,8 @@ pub(crate) struct Options {
     /// Rounds of the cases that go round, as those of the group `crash`.
     #[arg(long)]
     rounds: Option<u32>,
-    /// A folder with `riserd` and `riser`, instead of building them.
+    /// A folder with `riserd`, `riser` and `libriser_drop_in.so`, and perhaps the tests that cases
+    /// run, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
     /// Folder of logs and captures.
@@ -215,15 +217,19 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
     let is_used = |word: &str| cases.iter().any(|c| c.text.contains(word));
     for (test, word) in [("devices", "on_devices"), ("crash", "killed_under_load")] {
         if is_used(word) {
-            println!("building the test {test}");
-            build_test(test)?;
+            link_test(test, options.programs.as_deref())?;
         }
     }
     let programs = match &options.programs {
         Some(folder) => fs::canonicalize(folder)?,
         None => {
             println!("building riserd and riser");
-            daemon::build()?
+            let folder = daemon::build()?;
+            // Libraries in the place of rdma-core's.
+            if is_used("tests/vm/verbs.sh") {
+                verbs::build(daemon::OPTIMIZED)?;
+            }
+            folder
         }
     };
     let programs = Programs {
@@ -300,11 +306,18 @@ fn table(rows: &[Row<'_>]) -> String {
 /// Folder of links to test programs.
 const TESTS: &str = ".build/interop-tests";
 
-/// Builds a test that cases run, and links it into [`TESTS`].
-fn build_test(test: &str) -> Result<(), Failure> {
-    // With the whole workspace, so that what the other tests have built serves here.
-    let args = ["test", "-q", "--workspace", "--test", test];
-    let program = sh::built(&args, test)?;
+/// Links a test that cases run into [`TESTS`]: that of a folder, or one that is built.
+fn link_test(test: &str, given: Option<&Path>) -> Result<(), Failure> {
+    let given = given.map(|folder| folder.join(test));
+    let program = match given.filter(|program| program.is_file()) {
+        Some(program) => fs::canonicalize(program)?,
+        None => {
+            println!("building the test {test}");
+            // With the whole workspace, so that what the other tests have built serves here.
+            let args = ["test", "-q", "--workspace", "--test", test];
+            sh::built(&args, test)?
+        }
+    };
     let folder = root().join(TESTS);
     fs::create_dir_all(&folder)?;
     let link = folder.join(test);

@@ -1,0 +1,72 @@
+#: group: verbs
+#: about: figures of our libraries beside those of rdma_rxe, each with rdma_rxe at the other end
+#: limit: 900
+#: alone: yes
+#: short: no
+#: packets: none
+. "$RISER_ROOT/tests/vm/verbs.sh"
+# A capture would take part of the time.
+CAPTURE=none
+trap one_host EXIT
+
+# A run of perftest between the peer on rxe0 and a device, riser0 or rxe1; prints a column of the client's
+# figures: figure COLUMN SERVER CLIENT PROGRAM ARGUMENT …
+figure() {
+    local column=$1 server=$2 client=$3 s address
+    shift 3
+    PORT=$((PORT + 1))
+    address=10.99.0.2
+    [ "$server" != rxe0 ] || address=10.99.0.1
+    start "$(end_of "$server")" /tmp/server.log "$@" -d "$server" -x "$(index_of "$server")" -p $PORT
+    s=$PID
+    listen $s $PORT
+    start "$(end_of "$client")" /tmp/client.log "$@" -d "$client" -x "$(index_of "$client")" -p $PORT $address
+    over $PID 120 && wait $PID && over $s 30 && wait $s || { cat /tmp/server.log /tmp/client.log >&2; fail "$*"; }
+    awk -v column="$column" '/^ *#bytes/ { getline; print $column }' /tmp/client.log
+}
+
+end_of() {
+    case $1 in riser0) echo ours ;; *) echo kernel ;; esac
+}
+
+index_of() {
+    case $1 in
+    riser0) echo 0 ;;
+    rxe0) gid_index rxe0 10.99.0.1 ;;
+    rxe1) gid_index rxe1 10.99.0.2 ;;
+    esac
+}
+
+# All figures of a device, from and to the peer.
+measure() {
+    local device=$1 round
+    for round in 1 2 3; do
+        echo "$device write-to $(figure 4 rxe0 "$device" ib_write_bw -F -s 65536 -n 200 -t 32)"
+        echo "$device write-from $(figure 4 "$device" rxe0 ib_write_bw -F -s 65536 -n 200 -t 32)"
+        echo "$device latency $(figure 5 rxe0 "$device" ib_send_lat -F -s 8 -n 300)"
+    done
+}
+
+two_hosts
+measure riser0 >/tmp/figures
+one_host
+# Here and not in a namespace of its own: rdma_rxe serves the first one only.
+PEER=() CORE=yes
+two_hosts
+measure rxe1 >>/tmp/figures
+one_host
+cp /tmp/figures "$KEEP"
+python3 - <<'P'
+import collections, statistics
+figures = collections.defaultdict(list)
+for line in open("/tmp/figures"):
+    device, what, value = line.split()
+    figures[device, what].append(float(value))
+for what, name, unit in (
+    ("write-to", "ib_write_bw of 64 KiB to rdma_rxe", "MiB/s"),
+    ("write-from", "ib_write_bw of 64 KiB from rdma_rxe", "MiB/s"),
+    ("latency", "ib_send_lat of 8 bytes to rdma_rxe", "µs"),
+):
+    ours, theirs = (statistics.median(figures[device, what]) for device in ("riser0", "rxe1"))
+    print(f"figure: {name}: ours {ours:.1f} {unit}, rdma_rxe {theirs:.1f} {unit}, ratio {ours / theirs:.2f}")
+P

@@ -1,0 +1,26 @@
+#: group: verbs
+#: about: programs of librdmacm between rdma_rxe and our libraries, with SIDR and multicast, both roles
+#: limit: 360
+#: short: yes
+. "$RISER_ROOT/tests/vm/verbs.sh"
+two_hosts
+trap one_host EXIT
+GID=$(gid_index rxe0 10.99.0.1)
+# The kernel joins a group only where it has a route to it.
+ip route add 239.0.0.0/8 dev v0
+on_peer ip route add 239.0.0.0/8 dev v1
+both "rping" settle ends "rping -s -V -a {server} -p {port} -C 10" \
+    "rping -c -V -v -a {server} -I {client} -p {port} -C 10" "rdma-ping-9: "
+both "rping -S 20000" settle ends "rping -s -V -a {server} -p {port} -C 10 -S 20000" \
+    "rping -c -V -v -a {server} -I {client} -p {port} -C 10 -S 20000" "rdma-ping-9: "
+both "ucmatose" settle ends "ucmatose -b {server} -c 3 -C 10 -S 1000" \
+    "ucmatose -s {server} -b {client} -c 3 -C 10 -S 1000" "return status 0"
+both "udaddy" settle ends "udaddy -b {server} -c 2 -C 10 -S 1000" \
+    "udaddy -s {server} -b {client} -c 2 -C 10 -S 1000" "return status 0"
+both "mckey" settle ends "mckey -m 239.255.17.1 -b {server} -C 10 -S 1000" \
+    "mckey -m 239.255.17.1 -s -b {client} -C 10 -S 1000" "return status 0"
+both "rdma_client" settle ends "rdma_server -p {port}" "rdma_client -s {server} -p {port}" "end 0"
+both "cmtime" settle asked "cmtime -b {server} -p {port} -c 20" \
+    "cmtime -s {server} -b {client} -p {port} -c 20" "disconnect"
+all_passed
+nothing_left

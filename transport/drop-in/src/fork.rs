@@ -11,6 +11,7 @@
 use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::os::fd::AsRawFd as _;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use crate::engine::{ENGINES, Engine, Engines, State};
@@ -28,6 +29,14 @@ struct Held {
 
 // SAFETY: the thread that forks releases the locks: it goes on in both processes.
 unsafe impl Send for Held {}
+
+/// Forks between this process and the one that has loaded the library.
+static GENERATION: AtomicU32 = AtomicU32::new(0);
+
+/// A number that a process shares with neither its parent nor its children.
+pub(crate) fn generation() -> u32 {
+    GENERATION.load(Ordering::Relaxed)
+}
 
 static HELD: Mutex<Option<Held>> = Mutex::new(None);
 
@@ -71,6 +80,7 @@ extern "C" fn release() {
 }
 
 extern "C" fn begin_child() {
+    GENERATION.fetch_add(1, Ordering::Relaxed);
     let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(held) = held.as_mut() {
         // SAFETY: a path that ends with a zero byte.

@@ -13,6 +13,7 @@ use riser_transport::rdma_core::convert::SockAddr;
 use super::connection::{AGAIN, Connection};
 use super::datagram::{Datagram, address_length};
 use super::link::{bytes, bytes_mut};
+use super::options::SOL_RDMA;
 use super::socket::{Inner, Kind, Socket};
 use super::sockopt::{self, Value};
 use super::stream::{LOW_WATER, State};
@@ -123,9 +124,7 @@ pub(crate) unsafe extern "C" fn rconnect(
             Kind::Datagram(datagram) => {
                 // SAFETY: as above.
                 let peer = unsafe { given(addr) }?;
-                datagram.prepare(peer)?;
-                datagram.peer = Some(peer);
-                return Ok(());
+                return datagram.connect(peer);
             }
         }
         let outcome = socket.attempt(0, |inner| {
@@ -212,6 +211,10 @@ fn wait_to_the_end(
 /// `rclose`
 pub(crate) extern "C" fn rclose(number: c_int) -> c_int {
     minus(socket::remove(number).map(|socket| {
+        // That of the parent stays connected. Nothing that it has sent arrives because of this process.
+        if socket.is_inherited() {
+            return;
+        }
         // One that is not connected has nothing to wait for.
         let _ = shut(&socket, true, true);
         drain(&socket);
@@ -550,6 +553,8 @@ pub(crate) unsafe extern "C" fn rpoll(fds: *mut pollfd, count: nfds_t, timeout: 
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     let fds = match (fds.is_null(), count) {
         (_, 0) => &mut [][..],
+        // More than there are descriptors.
+        (_, count) if c_int::try_from(count).is_err() => return minus(Err(Errno::INVALID)),
         (true, _) => return minus(Err(Errno(libc::EFAULT))),
         // SAFETY: the program's entries, as the manual page demands.
         (false, _) => unsafe { slice::from_raw_parts_mut(fds, count) },
@@ -634,8 +639,21 @@ pub(crate) unsafe extern "C" fn rsetsockopt(
 ) -> c_int {
     minus(socket::get(number).and_then(|socket| {
         // SAFETY: the program's value, as the manual page demands.
-        let value = unsafe { sockopt::value(value, length) }?;
-        sockopt::set(&mut socket.lock(), level, name, value)?;
+        unsafe {
+            let is_of_udp = match &socket.lock().kind {
+                Kind::Datagram(datagram) if level != SOL_RDMA => {
+                    datagram.set_option((level, name), value, length)?;
+                    true
+                }
+                _ => false,
+            };
+            let value = sockopt::value(value, length)?;
+            match sockopt::set(&mut socket.lock(), level, name, value) {
+                // The UDP socket has it.
+                Err(_) if is_of_udp => return Ok(()),
+                result => result?,
+            }
+        }
         let interval = sockopt::keep_alive(&mut socket.lock());
         match (level, name, interval) {
             (libc::SOL_SOCKET, libc::SO_KEEPALIVE, Some(interval))

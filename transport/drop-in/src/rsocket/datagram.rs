@@ -4,7 +4,7 @@
 //! `datagram_wire`). The calls of the program drive both: no thread is needed.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::io::IoSlice;
 use std::mem::zeroed;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -40,8 +40,8 @@ const QKEY: u32 = 0x0123_4567;
 /// Marks the identifier of a receive.
 const RECEIVE: u64 = 1 << 63;
 
-/// Most receivers whose queue pairs are known. Anybody can make one known, so the table is emptied
-/// when it is full; those that matter are asked again.
+/// Most receivers whose queue pairs are known. The table is emptied when it is full; those that matter
+/// are asked again.
 const MAX_DESTS: usize = 4096;
 
 /// UDP datagrams that are taken at a time.
@@ -66,6 +66,33 @@ struct Dest {
     end: usize,
     /// Its queue pair, once that is known.
     route: Option<Route>,
+    trust: Trust,
+}
+
+/// How far the queue pair of a receiver can be relied on.
+///
+/// Anyone can forge a UDP datagram of the receiver's. So only the answer to a datagram that was sent to
+/// it names its queue pair. Another that names a different one may be forged, or from a program that
+/// has begun again: the next datagram goes by UDP, arrives in either case, and is answered.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Trust {
+    /// A datagram was sent by UDP that has not been answered.
+    is_asked: bool,
+    /// A datagram has named another queue pair than the one that is known.
+    is_in_doubt: bool,
+}
+
+impl Trust {
+    /// Takes a datagram that names a queue pair, or the known one. Answers whether its queue pair is
+    /// the receiver's from now on.
+    fn handle(&mut self, op: Op, is_known: bool) -> bool {
+        if op == Op::Control && self.is_asked {
+            *self = Self::default();
+            return true;
+        }
+        self.is_in_doubt |= !is_known;
+        false
+    }
 }
 
 /// The way to a queue pair.
@@ -333,6 +360,38 @@ impl Datagram {
         checked(unsafe { libc::bind(self.fd(), addr.as_mut_ptr().cast(), length) })
     }
 
+    /// `rconnect`: sends to one peer from now on.
+    ///
+    /// # Errors
+    /// Those of [`Self::prepare`] and of `connect(2)`.
+    pub(super) fn connect(&mut self, peer: SocketAddr) -> Result<(), Errno> {
+        self.prepare(peer)?;
+        // Other sockets of its address and port get what is from others. A socket without an address
+        // keeps to none: connecting it would choose one that no device has.
+        if !self.udp.local_addr()?.ip().is_unspecified() {
+            self.udp.connect(peer)?;
+        }
+        self.peer = Some(peer);
+        Ok(())
+    }
+
+    /// Sets an option of the UDP socket.
+    ///
+    /// # Errors
+    /// Those of `setsockopt(2)`.
+    ///
+    /// # Safety
+    /// The pointer is null, or the value has that length.
+    pub(super) unsafe fn set_option(
+        &self,
+        (level, name): (c_int, c_int),
+        value: *const c_void,
+        length: socklen_t,
+    ) -> Result<(), Errno> {
+        // SAFETY: as the caller promises.
+        checked(unsafe { libc::setsockopt(self.fd(), level, name, value, length) })
+    }
+
     /// Address of the UDP socket.
     ///
     /// # Errors
@@ -374,7 +433,12 @@ impl Datagram {
         if self.dests.len() == MAX_DESTS {
             self.dests.clear();
         }
-        self.dests.insert(to, Dest { end, route: None });
+        let dest = Dest {
+            end,
+            route: None,
+            trust: Trust::default(),
+        };
+        self.dests.insert(to, dest);
         Ok(())
     }
 
@@ -388,22 +452,28 @@ impl Datagram {
         }
         self.prepare(to)?;
         let dest = &self.dests[&to];
-        if dest.route.is_none() || self.ends[dest.end].free.is_empty() {
+        if dest.route.is_none() || dest.trust.is_in_doubt || self.ends[dest.end].free.is_empty() {
             // The answer to an earlier datagram may have come, or a slot may be free.
             self.progress();
             self.prepare(to)?;
         }
-        let dest = &self.dests[&to];
+        let Some(dest) = self.dests.get_mut(&to) else {
+            return Err(AGAIN);
+        };
+        let end = dest.end;
         match &dest.route {
-            Some(route) => self.ends[dest.end].send(bytes, route),
-            None => self.send_udp(bytes, to, Op::Data),
+            Some(route) if !dest.trust.is_in_doubt => self.ends[end].send(bytes, route),
+            _ => {
+                dest.trust.is_asked = true;
+                self.send_udp(end, bytes, to, Op::Data)
+            }
         }
     }
 
     /// Sends by UDP, from the address of the end's device: the receiver takes it for that of the
     /// queue pair.
-    fn send_udp(&self, bytes: &[u8], to: SocketAddr, op: Op) -> Result<(), Errno> {
-        let end = &self.ends[self.dests[&to].end];
+    fn send_udp(&self, end: usize, bytes: &[u8], to: SocketAddr, op: Op) -> Result<(), Errno> {
+        let end = &self.ends[end];
         let addr = end.device.config.addr;
         let header = UdpHeader {
             op,
@@ -441,12 +511,13 @@ impl Datagram {
     }
 
     fn handle_udp(&mut self, header: UdpHeader, data: &[u8], from: SocketAddr, room: usize) {
-        if self.prepare(from).is_err() {
-            return;
-        }
         if header.op == Op::Data {
+            // A stranger gets no place among the receivers.
+            let Ok(end) = self.end_towards(from) else {
+                return;
+            };
             // Where it gets lost, the sender's next datagram comes by UDP as well.
-            let _ = self.send_udp(&[], from, Op::Control);
+            let _ = self.send_udp(end, &[], from, Op::Control);
             if self.received.len() < room {
                 self.received.push_back((from, data.to_vec()));
             }
@@ -454,7 +525,8 @@ impl Datagram {
         let Some(dest) = self.dests.get_mut(&from) else {
             return;
         };
-        if dest.route.as_ref().is_none_or(|r| r.qpn != header.qpn) {
+        let is_known = dest.route.as_ref().is_some_and(|r| r.qpn == header.qpn);
+        if dest.trust.handle(header.op, is_known) && !is_known {
             dest.route = self.ends[dest.end].route(from.ip(), header.qpn).ok();
         }
     }
@@ -583,4 +655,27 @@ pub(super) fn address_length(addr: SocketAddr) -> libc::socklen_t {
         SocketAddr::V6(_) => size_of::<libc::sockaddr_in6>(),
     };
     size as libc::socklen_t
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_answer_names_a_queue_pair() {
+        let mut trust = Trust::default();
+        // Unasked: forged, or too late.
+        assert!(!trust.handle(Op::Control, false));
+        assert!(!trust.handle(Op::Data, false));
+        assert!(trust.is_in_doubt);
+        trust.is_asked = true;
+        assert!(!trust.handle(Op::Data, false));
+        assert!(trust.handle(Op::Control, false));
+        assert_eq!(trust, Trust::default());
+        // The true answer comes behind a forged one: it is asked again.
+        assert!(!trust.handle(Op::Control, true));
+        assert_eq!(trust, Trust::default());
+        assert!(!trust.handle(Op::Control, false));
+        assert!(trust.is_in_doubt);
+    }
 }

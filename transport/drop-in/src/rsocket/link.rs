@@ -418,16 +418,18 @@ impl Drop for Link {
 /// The bytes of a program's buffer.
 ///
 /// # Errors
-/// `EFAULT` for a null pointer with a length.
+/// `EFAULT` for a null pointer with a length, and for a length that no buffer has.
 ///
 /// # Safety
 /// The pointer is null, or `length` bytes stay valid for `'a`.
 pub(super) unsafe fn bytes<'a>(at: *const u8, length: usize) -> Result<&'a [u8], Errno> {
     match (at.is_null(), length) {
         (_, 0) => Ok(&[]),
-        (true, _) => Err(Errno(libc::EFAULT)),
-        // SAFETY: as the caller promises.
-        (false, _) => Ok(unsafe { slice::from_raw_parts(at, length) }),
+        (false, length) if isize::try_from(length).is_ok() => {
+            // SAFETY: as the caller promises.
+            Ok(unsafe { slice::from_raw_parts(at, length) })
+        }
+        _ => Err(Errno(libc::EFAULT)),
     }
 }
 
@@ -441,8 +443,10 @@ pub(super) unsafe fn bytes<'a>(at: *const u8, length: usize) -> Result<&'a [u8],
 pub(super) unsafe fn bytes_mut<'a>(at: *mut u8, length: usize) -> Result<&'a mut [u8], Errno> {
     match (at.is_null(), length) {
         (_, 0) => Ok(&mut []),
-        (true, _) => Err(Errno(libc::EFAULT)),
-        // SAFETY: as the caller promises.
-        (false, _) => Ok(unsafe { slice::from_raw_parts_mut(at, length) }),
+        (false, length) if isize::try_from(length).is_ok() => {
+            // SAFETY: as the caller promises.
+            Ok(unsafe { slice::from_raw_parts_mut(at, length) })
+        }
+        _ => Err(Errno(libc::EFAULT)),
     }
 }

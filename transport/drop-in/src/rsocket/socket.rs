@@ -17,9 +17,13 @@ use super::connection::{AGAIN, Connection};
 use super::datagram::Datagram;
 use super::options::{Defaults, Options};
 use crate::errno::Errno;
+use crate::fork::generation;
 
-/// A socket.
-pub(super) struct Socket(Mutex<Inner>);
+/// A socket. It belongs to the process that has made it: a child has its number, and closes it.
+pub(super) struct Socket {
+    inner: Mutex<Inner>,
+    generation: u32,
+}
 
 /// What a socket's lock protects.
 pub(super) struct Inner {
@@ -89,21 +93,26 @@ static SOCKETS: RwLock<Option<HashMap<c_int, Arc<Socket>>>> = RwLock::new(None);
 
 /// Gives a socket its number: that of a descriptor which it owns, so no other file has it.
 pub(super) fn insert(number: c_int, kind: Kind) {
-    let socket = Arc::new(Socket(Mutex::new(Inner {
+    let inner = Inner {
         kind,
         flags: libc::O_RDWR,
         sleepers: Vec::new(),
-    })));
+    };
+    let socket = Arc::new(Socket {
+        inner: Mutex::new(inner),
+        generation: generation(),
+    });
     let mut sockets = SOCKETS.write().unwrap_or_else(PoisonError::into_inner);
     sockets
         .get_or_insert_with(HashMap::new)
         .insert(number, socket);
 }
 
-/// The socket with a number.
+/// The socket with a number, of this process.
 pub(super) fn find(number: c_int) -> Option<Arc<Socket>> {
     let sockets = SOCKETS.read().unwrap_or_else(PoisonError::into_inner);
-    sockets.as_ref()?.get(&number).cloned()
+    let found = sockets.as_ref()?.get(&number).cloned();
+    found.filter(|socket| !socket.is_inherited())
 }
 
 /// The socket that a program names.
@@ -114,7 +123,7 @@ pub(super) fn get(number: c_int) -> Result<Arc<Socket>, Errno> {
     find(number).ok_or(Errno(libc::EBADF))
 }
 
-/// Takes a socket's number away.
+/// Takes a socket's number away, also from one of the parent's.
 ///
 /// # Errors
 /// `EBADF` where there is none.
@@ -127,7 +136,12 @@ pub(super) fn remove(number: c_int) -> Result<Arc<Socket>, Errno> {
 impl Socket {
     /// Takes the lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It belongs to the process that this one was forked from.
+    pub(super) fn is_inherited(&self) -> bool {
+        self.generation != generation()
     }
 
     /// Tries once where the program's flags forbid to wait, and else as [`Self::wait`].

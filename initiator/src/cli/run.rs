@@ -3,7 +3,8 @@
 //! The dynamic loader looks for libraries in the folders of `LD_LIBRARY_PATH` before those of the
 //! system. So a folder with two links, `libibverbs.so.1` and `librdmacm.so.1`, to one file of ours
 //! gives a program both: the loader knows the file by its inode and maps it once. The library is
-//! configured by environment variables, which the program's child processes inherit.
+//! configured by environment variables, which the program's child processes inherit. With `--sockets`, a
+//! third library stands before the C library's calls for sockets.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -27,6 +28,12 @@ const LIBRARY: &str = "libriser_drop_in.so";
 
 /// Names by which programs ask for the libraries.
 const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+
+/// File of the library that makes rsockets of a program's sockets, beside the other one.
+const PRELOAD: &str = "librspreload.so";
+
+/// Libraries that the loader takes before all others.
+const LOADER_FIRST: &str = "LD_PRELOAD";
 
 /// Folders of the loader, before those of the system.
 const LOADER_PATH: &str = "LD_LIBRARY_PATH";
@@ -53,6 +60,7 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     }
     let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
+    let preload = args.sockets.then(|| find_preload(&library)).transpose()?;
     if let Some(path) = search(program)
         && gains_rights(&path)
     {
@@ -74,6 +82,10 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
         LOADER_PATH,
         in_front(&folder, std::env::var_os(LOADER_PATH)),
     );
+    if let Some(preload) = preload {
+        let list = in_front(&preload, std::env::var_os(LOADER_FIRST));
+        command.env(LOADER_FIRST, list);
+    }
     let devices: Vec<_> = devices.iter().map(Device::to_string).collect();
     command.env(DEVICES, devices.join(","));
     if let Some(faults) = &args.inject {
@@ -186,6 +198,25 @@ fn find_library(
     Err(CliError::new(Exit::NotFound, what).help(help))
 }
 
+/// Finds the library for sockets, which is beside the other one.
+fn find_preload(library: &Path) -> Result<PathBuf, CliError> {
+    let path = library.with_file_name(PRELOAD);
+    if !path.is_file() {
+        let error = CliError::new(Exit::NotFound, format!("no {}", path.display()));
+        return Err(error.help("`cargo build --release -p riser-preload` builds it"));
+    }
+    // The loader takes a path for several where it has one of these.
+    let is_split = |b: &u8| b.is_ascii_whitespace();
+    if !is_path_of_loader(&path) || path.as_os_str().as_bytes().iter().any(is_split) {
+        let what = format!(
+            "{LOADER_FIRST} cannot have {}: its path has `:`, `;`, `$` or a space",
+            path.display()
+        );
+        return Err(CliError::new(Exit::Failure, what));
+    }
+    Ok(path)
+}
+
 /// A folder that has the library by its two names.
 ///
 /// That of a package has the links beside the library. Otherwise they are in a folder of this user,
@@ -277,9 +308,9 @@ fn is_writable_by_others(file: &Metadata) -> bool {
     file.mode() & 0o022 != 0
 }
 
-/// The list of folders of the loader, with one in front.
-fn in_front(folder: &Path, rest: Option<OsString>) -> OsString {
-    let mut list = folder.as_os_str().to_owned();
+/// A list of the loader's paths, with one in front.
+fn in_front(path: &Path, rest: Option<OsString>) -> OsString {
+    let mut list = path.as_os_str().to_owned();
     // An empty entry would be the current folder.
     if let Some(rest) = rest.filter(|rest| !rest.is_empty()) {
         list.push(":");
@@ -491,6 +522,23 @@ mod tests {
             symlink(LIBRARY, dir.0.join(name)).unwrap();
         }
         assert_eq!(folder_of(&library).unwrap(), dir.0);
+    }
+
+    #[test]
+    fn the_library_for_sockets_is_beside_the_other() {
+        let dir = Dir::new("preload");
+        let library = dir.0.join(LIBRARY);
+        let error = find_preload(&library).unwrap_err();
+        assert_eq!(error.exit, Exit::NotFound);
+        assert!(error.help.unwrap().contains("riser-preload"));
+        let preload = dir.0.join(PRELOAD);
+        fs::write(&preload, "").unwrap();
+        assert_eq!(find_preload(&library).unwrap(), preload);
+        let spaced = dir.0.join("a b");
+        fs::create_dir(&spaced).unwrap();
+        fs::write(spaced.join(PRELOAD), "").unwrap();
+        let error = find_preload(&spaced.join(LIBRARY)).unwrap_err();
+        assert!(error.to_string().contains("a space"), "{error}");
     }
 
     #[test]

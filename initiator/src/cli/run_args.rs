@@ -23,6 +23,9 @@ pub struct RunArgs {
     /// Add a device with this name, at this address of this host; may be repeated
     #[arg(long, value_name = "NAME=IP")]
     pub device: Vec<Device>,
+    /// Carry the program's TCP and UDP sockets over RDMA, as rsockets (rsocket(7)); both ends need them
+    #[arg(long)]
+    pub sockets: bool,
     /// Inject faults: a comma-separated list of loss, duplication, corruption and reorder, each in
     /// percent of the packets sent and of those received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = faults)]

@@ -52,6 +52,10 @@ pub(super) struct Case {
     pub(super) faults: Option<&'static str>,
     /// Configuration of `riserd`, which is in `{dir}/riserd.yaml`.
     pub(super) config: Option<&'static str>,
+    /// Both sides' sockets are rsockets.
+    pub(super) sockets: bool,
+    /// Variable of the environment of both sides, with its value.
+    pub(super) variable: Option<(&'static str, &'static str)>,
     /// Two files in `{dir}` that are the same in the end. The first one is there before.
     pub(super) is_copy: bool,
     /// Longest time.
@@ -77,6 +81,8 @@ impl Case {
             is_refused: false,
             faults: None,
             config: None,
+            sockets: false,
+            variable: None,
             is_copy: false,
             seconds: SECONDS,
         }
@@ -138,6 +144,7 @@ pub(super) fn all() -> Vec<Case> {
     cases.extend(pingpong());
     cases.extend(rdmacm());
     cases.extend(rsockets());
+    cases.extend(sockets());
     cases.extend(perftest());
     cases.extend(disks());
     cases.extend(misuse());
@@ -299,6 +306,87 @@ fn rsockets() -> Vec<Case> {
         copy,
     ]
 }
+
+/// Programs that know nothing of RDMA.
+fn sockets() -> Vec<Case> {
+    let both = |name: &str, server: &str, client: &str, says: &[&'static str]| Case {
+        sockets: true,
+        ..Case::pair("sockets", name, [server, client], says)
+    };
+    let iperf = |options: &str| {
+        let server = "iperf3 -s -1 -B {server} -p {port}";
+        let client = format!("iperf3 -c {{server}} -B {{client}} -p {{port}} -t 2 {options}");
+        let name = format!("iperf3 {options}");
+        both(name.trim(), server, &client, &["receiver", "iperf Done"])
+            .ready(Ready::Says("Server listening"))
+    };
+    let python = |mode: &str| {
+        let server = format!("python3 -u {{dir}}/{ECHO} {mode} {{server}} {{port}}");
+        let client = format!("python3 -u {{dir}}/{ECHO} client {{server}} {{port}}");
+        both(
+            &format!("python, {mode}"),
+            &server,
+            &client,
+            &["all is back"],
+        )
+        .ready(Ready::Says("listening"))
+    };
+    let socat = Case {
+        is_copy: true,
+        ..both(
+            "socat",
+            "socat -d -d -u TCP-LISTEN:{port},bind={server} CREATE:{dir}/second",
+            "socat -u OPEN:{dir}/first TCP:{server}:{port}",
+            &[],
+        )
+        .ready(Ready::Says("listening on"))
+    };
+    let curl = Case {
+        is_copy: true,
+        ..both(
+            "curl",
+            "python3 -u -m http.server {port} --bind {server} --directory {dir}",
+            "curl -sS -o {dir}/second http://{server}:{port}/first",
+            &[],
+        )
+        .ready(Ready::Says("Serving HTTP"))
+        .asked()
+    };
+    vec![
+        iperf(""),
+        iperf("-R"),
+        iperf("-P 4"),
+        // Datagrams of the length that it takes by default are too long for rsockets.
+        iperf("-u -l 1400"),
+        socat,
+        curl,
+        both(
+            "nc",
+            "nc -n -l -v {server} {port}",
+            "nc -n -z -v {server} {port}",
+            &["succeeded"],
+        )
+        .ready(Ready::Says("Listening")),
+        both(
+            "redis",
+            "redis-server --protected-mode no --bind {server} --port {port} --dir {dir}",
+            "redis-benchmark -h {server} -p {port} -n 2000 -c 8 -t set,get -q",
+            &["GET: "],
+        )
+        .ready(Ready::Says("Ready to accept connections"))
+        .asked(),
+        python("threads"),
+        python("select"),
+        python("epoll"),
+        Case {
+            variable: Some(("RDMAV_FORK_SAFE", "1")),
+            ..python("fork")
+        },
+    ]
+}
+
+/// File in `{dir}` with a server and a client that send bytes back.
+pub(super) const ECHO: &str = "echo.py";
 
 /// A program of perftest: which transport services it knows, and whether it takes `-e`.
 struct Test {

@@ -206,7 +206,7 @@ fn perftest(rig: &Rig, program: &str, options: &str) -> Result<f64, Failure> {
     let words: Vec<_> = [program].into_iter().chain(options.split(' ')).collect();
     let log = format!("figures.{program}");
     let start = |addr, words: &[&str], end| {
-        let command = rig.command(addr, None, words);
+        let command = rig.command(addr, &[], words);
         rig.start(command, &format!("{log}.{end}"))
     };
     let mut server = start(SERVER, &words, "server")?;

@@ -3,10 +3,10 @@
 //!
 //! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
 //! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
-//! unprivileged user ([`runner`]). A table has the commands and the output that is expected
-//! ([`cases`]). Beside that, rdma-core's own tests run ([`pyverbs`]) and so does our provider suite
-//! ([`providers`]), and the exported symbols are compared ([`symbols`]). `--figures` measures instead
-//! ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
+//! unprivileged user ([`runner`]). Programs that know nothing of RDMA run with their sockets as
+//! rsockets. A table has the commands and the output that is expected ([`cases`]). Beside that,
+//! rdma-core's own tests run ([`pyverbs`]) and so does our provider suite ([`providers`]), and the
+//! exported symbols are compared ([`symbols`]). `--figures` measures instead ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
 
 mod cases;
 mod figures;
@@ -33,6 +33,12 @@ pub(crate) const NEEDS: &[Need] = &[
     need("ibv_devinfo", "ibverbs-utils", "programs for verbs"),
     need("rping", "rdmacm-utils", "programs for connections"),
     need("ib_write_bw", "perftest", "perftest"),
+    need("iperf3", "iperf3", "a program with sockets"),
+    need("socat", "socat", "a program with sockets"),
+    need("curl", "curl", "a program with sockets"),
+    need("nc", "netcat-openbsd", "a program with sockets"),
+    need("redis-server", "redis-server", "a program with epoll"),
+    need("redis-benchmark", "redis-tools", "its client"),
     pyverbs::NEED,
     symbols::NEED,
 ];
@@ -84,8 +90,8 @@ pub(crate) struct Options {
     /// Cargo profile to build `riser` and the library with.
     #[arg(long, default_value = OPTIMIZED)]
     profile: String,
-    /// A folder with `riser`, `riserd` and `libriser_drop_in.so`, and perhaps the test `devices`,
-    /// instead of building them.
+    /// A folder with `riser`, `riserd`, `libriser_drop_in.so` and `librspreload.so`, and perhaps the
+    /// test `devices`, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
     /// Measure latency and bandwidth in as many rounds, beside sockets, instead of running cases.
@@ -192,16 +198,16 @@ fn programs(options: &Options) -> Result<PathBuf, Failure> {
 /// Builds the programs and the library; answers their folder.
 pub(crate) fn build(profile: &str) -> Result<PathBuf, Failure> {
     println!("building riser, riserd and the libraries");
-    let packages = [
-        "-p",
+    let mut args = vec!["build", "-q", "--profile", profile];
+    for package in [
         "riser-initiator",
-        "-p",
         "riser-target",
-        "-p",
         "riser-drop-in",
-    ];
-    let args = ["build", "-q", "--profile", profile];
-    sh::run(&mut sh::cargo(args.into_iter().chain(packages)))?;
+        "riser-preload",
+    ] {
+        args.extend(["-p", package]);
+    }
+    sh::run(&mut sh::cargo(args))?;
     let folder = if profile == "dev" { "debug" } else { profile };
     Ok(root().join(".build").join(folder))
 }

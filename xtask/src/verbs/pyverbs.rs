@@ -112,7 +112,7 @@ pub(super) fn run(rig: &Rig, scratch: &sh::Scratch, module: &str) -> Result<Vec<
     let words = [
         PYTHON, "-B", &runner, "--dev", "riser0", "--port", "1", "--gid", "0", "-v", module,
     ];
-    let mut command = rig.command(ADDRESS, None, &words);
+    let mut command = rig.command(ADDRESS, &[], &words);
     command.env("ADDRESS", ADDRESS);
     let mut process = rig.start(command, &format!("pyverbs/{module}"))?;
     let ended = process.end(Instant::now() + PATIENCE);

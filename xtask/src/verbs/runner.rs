@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::cases::{Case, End, Ready};
+use super::cases::{Case, ECHO, End, Ready};
 use crate::{Failure, sh};
 
 /// User and group without rights, `nobody` and `nogroup` of Debian.
@@ -36,6 +36,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// The programs under test, where a user without rights can read them.
 pub(super) struct Rig {
     riser: PathBuf,
+    /// `libriser_drop_in.so`; the library for sockets is beside it.
     library: PathBuf,
     /// Folder that the programs came from.
     programs: PathBuf,
@@ -65,6 +66,7 @@ impl Rig {
         fs::create_dir_all(logs)?;
         fs::set_permissions(scratch.path(), Permissions::from_mode(0o755))?;
         let copy = |name: &str| copy(&programs.join(name), scratch.path());
+        copy("librspreload.so")?;
         let home = scratch.join("home");
         fs::create_dir_all(&home)?;
         let rig = Self {
@@ -105,13 +107,10 @@ impl Rig {
         Ok(folder)
     }
 
-    /// A command under `riser run` with a device at an address.
-    pub(super) fn command(&self, addr: &str, faults: Option<&str>, words: &[&str]) -> Command {
+    /// A command under `riser run` with a device at an address, and further options.
+    pub(super) fn command(&self, addr: &str, options: &[&str], words: &[&str]) -> Command {
         let mut run = sh::cmd(&self.riser, ["run", "--addr", addr]);
-        if let Some(faults) = faults {
-            run.args(["--inject", faults]);
-        }
-        run.arg("--").args(words);
+        run.args(options).arg("--").args(words);
         // What a program prints is seen at once, though it is no terminal that it prints to.
         let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), &run);
         // Nearest to the program: another user's process would forget the signal.
@@ -173,6 +172,7 @@ impl Rig {
             let bytes: Vec<u8> = (0..1_234_567_u32).map(|n| (n % 251) as u8).collect();
             fs::write(dir.join("first"), bytes)?;
         }
+        fs::write(dir.join(ECHO), include_str!("echo.py"))?;
         let words = |command: &str, client: usize| {
             let command = command
                 .replace("{server}", &address(0))
@@ -186,7 +186,15 @@ impl Rig {
         let start = |command: &str, client: usize, log: &str| {
             let words = words(command, client);
             let words: Vec<_> = words.iter().map(String::as_str).collect();
-            let command = self.command(&address(client), case.faults, &words);
+            let mut options = Vec::new();
+            if let Some(faults) = case.faults {
+                options.extend(["--inject", faults]);
+            }
+            if case.sockets {
+                options.push("--sockets");
+            }
+            let mut command = self.command(&address(client), &options, &words);
+            command.envs(case.variable);
             self.start(command, &format!("{}.{log}", case.path()))
         };
         let mut server = match &case.server {

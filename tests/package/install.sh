@@ -57,6 +57,14 @@ grep -q "A READ" /usr/share/doc/riser/book/src/developers/read.md
 grep -q "configure.md" /usr/share/doc/riser/book/src/SUMMARY.md
 for example in /usr/share/doc/riser/examples/*.yaml; do riserd check "$example" >/dev/null; done
 
+echo "--- RDMA programs on the software NIC"
+riser run -- ibv_devinfo | grep -q PORT_ACTIVE || fail "no RDMA device"
+riser run --addr 127.0.0.1 -- ib_write_bw -n 100 &
+SERVER=$!
+wait_for 10 riser run --addr 127.0.0.2 -- ib_write_bw -n 100 127.0.0.1
+wait "$SERVER"
+riser run --sockets -- true
+
 echo "--- configured"
 printf 'a secret of the test' >/etc/riser/credentials/host
 cat >/etc/riser/riserd.yaml <<'Y'

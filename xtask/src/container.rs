@@ -12,13 +12,14 @@ const ENGINES: [&str; 2] = ["podman", "docker"];
 /// Name of the image.
 const IMAGE: &str = "riser-xtask";
 
-/// Commands that are tried in the image: the programs start, and take the configuration that comes
-/// with it.
-const TRIED: [&[&str]; 4] = [
+/// Commands that are tried in the image: the programs start, take the configuration that comes with it,
+/// and find the libraries for other programs.
+const TRIED: [&[&str]; 5] = [
     &["riserd", "--version"],
     &["riser", "--version"],
     &["riserd-configfs", "--version"],
     &["riserd", "check", "/etc/riser/riserd.yaml"],
+    &["riser", "run", "--sockets", "--", "true"],
 ];
 
 /// End of the step.

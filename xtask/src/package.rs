@@ -29,8 +29,12 @@ const PROGRAMS: &[(&str, &str, bool)] = &[
     ("riser-configfs-emu", "riserd-configfs", false),
 ];
 
-/// Packages of Debian that ours needs, so that it can be installed without a network.
-const INCLUDE: &str = "--include=systemd,systemd-sysv,dbus,fuse3,procps";
+/// Libraries for other programs, which `riser run` starts them with.
+const LIBRARIES: &[&str] = &["riser-drop-in", "riser-preload"];
+
+/// Packages of Debian that ours needs, so that it can be installed without a network, and programs that
+/// are run on its libraries.
+const INCLUDE: &str = "--include=systemd,systemd-sysv,dbus,fuse3,procps,ibverbs-utils,perftest";
 
 /// Options of `cargo xtask package`.
 #[derive(clap::Args)]
@@ -94,7 +98,7 @@ fn build_package(version: &str) -> Result<PathBuf, Failure> {
 /// The programs, and what they write of themselves.
 fn build() -> Result<(), Failure> {
     let mut args = vec!["build", "--release", "--locked"];
-    for (package, _, _) in PROGRAMS {
+    for package in PROGRAMS.iter().map(|(p, _, _)| p).chain(LIBRARIES) {
         args.extend(["-p", package]);
     }
     sh::run(&mut sh::cargo(args))?;
@@ -153,10 +157,11 @@ fn package(out: &Path, version: &str) -> Result<PathBuf, Failure> {
 fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
     // The bare root is kept, since it takes long to make; what is tried is unpacked from it each
     // time.
-    let tar = out.join("debian.tar");
-    if !tar.is_file() {
+    let (tar, list) = (out.join("debian.tar"), out.join("debian.packages"));
+    if !tar.is_file() || fs::read_to_string(&list).ok().as_deref() != Some(INCLUDE) {
         println!("making a Debian root");
         debian(&tar)?;
+        fs::write(&list, INCLUDE)?;
     }
     let dir = out.join("root");
     let _ = fs::remove_dir_all(&dir);

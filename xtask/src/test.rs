@@ -121,6 +121,12 @@ const CHANGES: Long = Long {
     args: &["--nocapture"],
 };
 
+const SEQUENCES: Long = Long {
+    test: "sequences",
+    size: ("RISER_SEQUENCES", "500"),
+    args: &["--test-threads=1"],
+};
+
 impl Long {
     /// Asks Cargo for it, in the programs' profile.
     fn arguments(&self) -> [&'static str; 5] {
@@ -183,6 +189,7 @@ const STEPS: &[Step] = &[
         .requiring_crate(package::SUBCOMMAND)
         .extra(),
     step("sessions that come and go", |_| again(&SOAK)).extra(),
+    step("sequences of RDMA calls", |_| again(&SEQUENCES)).extra(),
     step("container", |_| container_step()).extra(),
     step("instructions of counting", |_| {
         Outcome::of(instructions::counting())

@@ -59,7 +59,7 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     let ours = names.iter().filter(|(_, kind)| *kind == "rdma_core");
     let ours = ours.map(|(n, _)| address(*n)).collect::<Vec<_>>().join(",");
     let program = rig.adopt(program)?.display().to_string();
-    let mut command = rig.command(&ours, None, &[&program]);
+    let mut command = rig.command(&ours, &[], &[&program]);
     command.env("RISER_SUITE", &spec);
     let mut process = rig.start(command, &paths()[index])?;
     let ended = process.end(Instant::now() + PATIENCE);

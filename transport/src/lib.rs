@@ -11,7 +11,7 @@
 //! - [`shm`]: the same device between processes of one host, in shared memory.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`mr_pool`]: recycles fast-registered regions.
-//! - [`umem`]: scatter lists as pages.
+//! - [`umem`]: scatter lists as ranges of memory.
 //! - [`netif`]: this host's network interfaces.
 //! - [`table`]: objects named by generation-checked handles.
 //! - [`host`]: what a host offers, for people.

@@ -455,6 +455,18 @@ impl MemSlice {
         }
     }
 
+    /// The range together with the one that follows it in the same mapping; `None` where `next` does
+    /// not.
+    #[must_use]
+    pub fn join(&self, next: &MemSlice) -> Option<MemSlice> {
+        let follows = self.offset + self.len == next.offset;
+        (follows && Arc::ptr_eq(&self.memory.0, &next.memory.0)).then(|| MemSlice {
+            memory: self.memory.clone(),
+            offset: self.offset,
+            len: self.len + next.len,
+        })
+    }
+
     /// A part of the range, or `None` where it is not within it.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {

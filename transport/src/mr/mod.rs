@@ -38,6 +38,7 @@ use thiserror::Error;
 use self::keys::{INDEX_BITS, Permutation, Prf};
 use self::span::Segment;
 use self::window::Binding;
+use crate::umem;
 use crate::verbs::{
     Access, Handle, LKey, Mr, MrAttr, MrChange, MrId, MwType, PdId, QpId, RKey, Sge, VerbsError,
 };
@@ -305,16 +306,9 @@ impl MrTable {
         }
         region.segments.clear();
         let mut end = 0u64;
-        for slice in segments
-            .iter()
-            .filter(|s| !s.is_empty())
-            .take(room as usize)
-        {
+        for slice in umem::ranges(segments).take(room as usize) {
             end += slice.len() as u64;
-            region.segments.push(Segment {
-                slice: slice.clone(),
-                end,
-            });
+            region.segments.push(Segment { slice, end });
         }
         region.length = end;
         region.base = region.segments.first().map_or(0, |s| s.slice.addr());

@@ -14,6 +14,7 @@ use super::objects::{
     Ah, Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, UserWindow, Window, pack, unpack,
 };
 use super::shared::{Object, Occurrence};
+use crate::umem;
 use crate::verbs::*;
 
 /// Vendor and part of `rdma_rxe`, which keeps from user space which key a receive invalidated. Our own
@@ -659,11 +660,11 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
-        let Some(segment) = segments.first() else {
+        let Some(segment) = &umem::ranges(segments).next() else {
             return Err(VerbsError::InvalidParameter("scatter list"));
         };
         let pd = self.regions.get(mr)?.pd();
-        // The first segment only: a window is one range, and the caller learns how many bytes it
+        // The first range only: that is what a window is, and the caller learns how many bytes it
         // covers.
         let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
         // A window is bound within one region, so the segment must lie in one of the same domain.

@@ -11,12 +11,14 @@
 //! - [`shm`]: the same device between processes of one host, in shared memory.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`mr_pool`]: recycles fast-registered regions.
+//! - [`cq_pool`]: completion queues that several users share.
 //! - [`umem`]: scatter lists as ranges of memory.
 //! - [`netif`]: this host's network interfaces.
 //! - [`table`]: objects named by generation-checked handles.
 //! - [`host`]: what a host offers, for people.
 
 pub mod cm;
+pub mod cq_pool;
 pub mod host;
 pub mod loopback;
 pub mod mr;

@@ -5,9 +5,9 @@ use std::net::IpAddr;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CmError, CqId, Gid, LKey, MrId, Notify, PdId, Provider, QKey, QpCap, QpId,
-    QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId,
-    make_gsi_ready,
+    Access, AhAttr, CmError, CqId, Gid, LKey, MrId, Notify, PdId, PollContext, Provider, QKey,
+    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError,
+    WrId, make_gsi_ready,
 };
 use riser_transport::wire::dm::{
     Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD,
@@ -270,7 +270,7 @@ impl DiscoveryAgent {
         let mut completions = Vec::new();
         loop {
             completions.clear();
-            let n = dev.poll_cq(self.cq, DEPTH as usize, &mut completions);
+            let n = PollContext::Workqueue.poll(dev, self.cq, &mut completions);
             for completion in &completions {
                 let slot = completion.wr_id.0 as usize;
                 let answered = completion.opcode.is_recv()
@@ -287,8 +287,7 @@ impl DiscoveryAgent {
                     self.post_recv(dev, slot);
                 }
             }
-            let again = dev.req_notify_cq(self.cq, Notify::Next).unwrap_or(false);
-            if n.is_err() || !again {
+            if !n.is_ok_and(|n| PollContext::Workqueue.has_more(dev, self.cq, n)) {
                 break;
             }
         }

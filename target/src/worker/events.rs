@@ -1,7 +1,7 @@
 //! Completions, connection events, timers and mail into channels.
 
 use riser_memory::MemSlice;
-use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, VerbsError};
+use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, PollContext, VerbsError};
 
 use super::blocks::BlockEnd;
 use super::conns::{Conn, ConnKey, Connection};
@@ -9,7 +9,7 @@ use super::fabrics::{Fabric, Input, RecoveryInput};
 use super::mail::Mail;
 use super::reservations::NO_CHANNEL;
 use super::work::Work;
-use super::{CQ_BATCH, GRACE, Phase, Report, Worker, WorkerError};
+use super::{GRACE, Phase, Report, Worker, WorkerError};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::warn_limited;
@@ -178,8 +178,7 @@ impl Worker {
         work
     }
 
-    /// Takes a batch of a connection's completions. The queue is armed only once it is empty, since
-    /// an event for what is there already would cost a system call.
+    /// Takes a batch of a connection's completions.
     fn poll_cq(&mut self, key: ConnKey, device: usize, cq: CqId) -> usize {
         let serial = self.conns.get(key).map(Conn::serial);
         let link = self.conns.get(key).and_then(|conn| conn.fabric.rdma());
@@ -189,7 +188,7 @@ impl Worker {
         }
         let mut completions = std::mem::take(&mut self.completions);
         completions.clear();
-        let polled = self.devices[device].poll_cq(cq, CQ_BATCH, &mut completions);
+        let polled = PollContext::Softirq.poll(&mut self.devices[device], cq, &mut completions);
         for completion in &completions {
             self.on_completion(key, completion);
         }
@@ -202,11 +201,7 @@ impl Worker {
         }
         match polled {
             Ok(n) => {
-                let more = n == CQ_BATCH
-                    || self.devices[device]
-                        .req_notify_cq(cq, Notify::Next)
-                        .unwrap_or(false);
-                if more {
+                if PollContext::Softirq.has_more(&mut self.devices[device], cq, n) {
                     self.conns.mark_ready(key);
                 }
                 n

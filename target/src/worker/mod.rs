@@ -80,7 +80,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
-use riser_transport::verbs::{CmError, Completion};
+use riser_transport::verbs::{CmError, Completion, PollContext};
 
 use crate::log::RateLimit;
 use crate::pool::Pool;
@@ -107,7 +107,7 @@ use portals::{Portals, Unserved};
 use snapshot::Totals;
 
 /// Completions taken from one queue in a round.
-pub const CQ_BATCH: usize = 32;
+pub const CQ_BATCH: usize = PollContext::Softirq.budget();
 
 /// Time after the last work for which a worker goes on looking before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);

@@ -34,6 +34,7 @@ mod error;
 mod grh;
 mod gsi;
 mod ids;
+mod poll;
 pub mod qp_state;
 mod wr;
 
@@ -50,6 +51,7 @@ pub use error::*;
 pub use grh::{GRH_LEN, NetworkHeader, RouteHeader};
 pub use gsi::make_gsi_ready;
 pub use ids::*;
+pub use poll::PollContext;
 pub use wr::*;
 
 /// The channel-interface verbs of one opened device (IBTA chapter 11).

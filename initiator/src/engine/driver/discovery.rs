@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RecvWr,
-    SendFlags, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId, make_gsi_ready,
+    Access, AhAttr, CqId, Gid, Mr, PdId, PollContext, Provider, QKey, QpCap, QpId, QpInitAttr,
+    QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId,
+    make_gsi_ready,
 };
 use riser_transport::wire::dm::MAD_LEN;
 
@@ -132,7 +133,8 @@ impl Agent {
     /// anything.
     fn turn<P: Provider>(&mut self, provider: &mut P, now: Instant) -> bool {
         let mut completions = Vec::new();
-        let _ = provider.poll_cq(self.cq, DEPTH, &mut completions);
+        let direct = PollContext::Direct { budget: DEPTH };
+        let _ = direct.poll(provider, self.cq, &mut completions);
         let mut worked = !completions.is_empty();
         for completion in &completions {
             if !completion.opcode.is_recv() {

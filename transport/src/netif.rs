@@ -8,14 +8,18 @@
     reason = "walks the C library's list of addresses, and no library wraps the request for an MTU"
 )]
 
-use std::ffi::{CStr, CString};
+mod watch;
+
+use std::ffi::{CStr, c_int};
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd as _};
 use std::os::unix::net::UnixDatagram;
 use std::ptr;
 
 use nix::sys::socket::{SockaddrLike, SockaddrStorage};
+
+pub use watch::{AddressState, AddressWatch};
 
 /// An address of an interface that is up.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,11 +72,7 @@ pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
 
 /// The index of the interface that has `addr`, or whose network holds it; `None` if there is none.
 pub(crate) fn interface_index(addr: IpAddr) -> Option<u32> {
-    let all = Addresses::look().ok()?;
-    let name = CString::new(all.holder(addr)?.name).ok()?;
-    // SAFETY: a string that lives until the call returns.
-    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
-    (index != 0).then_some(index)
+    index_of(Addresses::look().ok()?.holder(addr)?.name)
 }
 
 /// Whether an address is one of this host's: an interface that is up has it, or the loopback
@@ -196,38 +196,80 @@ impl Entry<'_> {
     }
 }
 
-/// `struct ifreq` (netdevice(7)) as `SIOCGIFMTU` uses it: a name in, the MTU out.
+/// `struct ifreq` (netdevice(7)) with the name of an interface and a number.
 #[repr(C)]
-struct MtuRequest {
+struct Request {
     name: [u8; libc::IFNAMSIZ],
-    mtu: libc::c_int,
-    rest: [u8; size_of::<libc::ifreq>() - libc::IFNAMSIZ - size_of::<libc::c_int>()],
+    number: c_int,
+    rest: [u8; size_of::<libc::ifreq>() - libc::IFNAMSIZ - size_of::<c_int>()],
 }
 
-const _: () = assert!(size_of::<MtuRequest>() == size_of::<libc::ifreq>());
+const _: () = assert!(size_of::<Request>() == size_of::<libc::ifreq>());
 
-/// The MTU of an interface by its name. It is asked of the kernel and not read from sysfs, whose
-/// mount may show another network namespace than the calling thread's.
-fn mtu_of(name: &[u8]) -> Option<u32> {
-    let mut request = MtuRequest {
-        name: [0; libc::IFNAMSIZ],
-        mtu: 0,
-        rest: [0; _],
-    };
-    // The last byte stays zero: the name is a C string.
-    request.name[..libc::IFNAMSIZ - 1]
-        .get_mut(..name.len())?
-        .copy_from_slice(name);
-    // The request goes to the network namespace of a socket of any family.
+impl Request {
+    fn new() -> Self {
+        Self {
+            name: [0; libc::IFNAMSIZ],
+            number: 0,
+            rest: [0; _],
+        }
+    }
+
+    /// About an interface by its name; `None` for one that is too long.
+    fn named(name: &[u8]) -> Option<Self> {
+        let mut request = Self::new();
+        // The last byte stays zero: the name is a C string.
+        request.name[..libc::IFNAMSIZ - 1]
+            .get_mut(..name.len())?
+            .copy_from_slice(name);
+        Some(request)
+    }
+
+    /// Asks the kernel in the network namespace of a socket, which may be of any family; the answer
+    /// is in the request.
+    fn ask(&mut self, socket: impl AsFd, what: libc::Ioctl) -> io::Result<()> {
+        // SAFETY: the request has the layout of an `ifreq` and lives until the call returns.
+        let answer = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), what, ptr::from_mut(self)) };
+        if answer < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+}
+
+/// The number that the kernel has for an interface by its name. It is asked of the kernel and not
+/// read from sysfs, whose mount may show another network namespace than the calling thread's.
+fn number_of(name: &[u8], what: libc::Ioctl) -> Option<u32> {
+    let mut request = Request::named(name)?;
     let socket = UnixDatagram::unbound().ok()?;
-    // SAFETY: the request has the layout of an `ifreq` and lives until the call returns.
-    let answer = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) };
-    if answer < 0 {
+    if let Err(error) = request.ask(&socket, what) {
         let name = String::from_utf8_lossy(name);
-        tracing::debug!(error = %io::Error::last_os_error(), %name, "no MTU");
+        tracing::debug!(%error, %name, "the interface is not there");
         return None;
     }
-    u32::try_from(request.mtu).ok()
+    u32::try_from(request.number).ok()
+}
+
+/// The MTU of an interface by its name.
+fn mtu_of(name: &[u8]) -> Option<u32> {
+    number_of(name, libc::SIOCGIFMTU)
+}
+
+/// The index of an interface by its name.
+fn index_of(name: &[u8]) -> Option<u32> {
+    number_of(name, libc::SIOCGIFINDEX)
+}
+
+/// The flags of an interface by its index, in the network namespace of a socket; `None` where there
+/// is none.
+fn link_flags(socket: impl AsFd, index: u32) -> Option<u32> {
+    let mut request = Request::new();
+    request.number = c_int::try_from(index).ok()?;
+    request.ask(&socket, libc::SIOCGIFNAME).ok()?;
+    request.ask(&socket, libc::SIOCGIFFLAGS).ok()?;
+    // A short integer.
+    let [low, high, ..] = request.number.to_ne_bytes();
+    Some(u16::from_ne_bytes([low, high]).into())
 }
 
 #[cfg(test)]

@@ -97,6 +97,11 @@ impl Context {
         self.engine.is_inherited()
     }
 
+    /// Whether its device was removed.
+    pub(crate) fn is_removed(&self) -> bool {
+        self.engine.is_removed()
+    }
+
     /// Reports an event of an object.
     pub(crate) fn report_about(&self, kind: AsyncEvent, object: Subject) {
         let object = Some(object);

@@ -13,6 +13,8 @@
 //!   drives the NIC, calls leave the socket watched, so that the next packet wakes the thread at once,
 //!   until the program polls for what it waits for again.
 //! - It also takes in what comes to the sockets that processes share (`share`).
+//! - A device whose interface is gone is removed: its thread ends, and a call that opens the
+//!   device after that gets another engine.
 //! - A program that has armed a completion queue is about to sleep itself. Its next poll that finds
 //!   nothing has the socket watched, so that a packet wakes the thread at once.
 //! - A call that waits for a notification ([`Engine::drive_until`]) drives the NIC in the thread's
@@ -92,6 +94,8 @@ pub(crate) struct Engine {
     inputs: Vec<RawFd>,
     /// It belongs to the process that this one was forked from: its sockets are gone.
     is_inherited: AtomicBool,
+    /// The device was removed, as its state says under the lock.
+    is_removed: Arc<AtomicBool>,
 }
 
 /// An object of the program that asynchronous events are about.
@@ -147,6 +151,7 @@ pub(crate) struct State {
     was_waited: bool,
     /// The thread sleeps until the call wakes it.
     is_away: bool,
+    is_removed: Arc<AtomicBool>,
 }
 
 /// The locked engine. What has happened is reported to the program when it is dropped.
@@ -169,6 +174,7 @@ impl Engine {
     /// Those of [`Share::open`] and [`Roce::open_shared`], and of making a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
         let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|(_, engine)| !engine.is_removed());
         let known = engines.iter().find(|(name, _)| *name == config.name);
         if let Some((_, engine)) = known {
             return Ok(Arc::clone(engine));
@@ -178,6 +184,7 @@ impl Engine {
             worker_index: share.slot(),
             worker_bits: share::BITS,
             requests: Requests::ToFirst,
+            is_removable: true,
             limits: limits(),
             faults: config.faults,
             capture: config.capture_file(),
@@ -186,6 +193,7 @@ impl Engine {
         let nic = Roce::open_shared(&config_of_nic, share.socket()?)?;
         let inputs = nic.event_fds().into_iter().chain(share.inputs());
         let inputs = inputs.map(|fd| fd.as_raw_fd()).collect();
+        let is_removed = Arc::new(AtomicBool::new(false));
         let engine = Arc::new(Self {
             state: Mutex::new(State {
                 nic,
@@ -209,11 +217,13 @@ impl Engine {
                 is_waited: false,
                 was_waited: false,
                 is_away: false,
+                is_removed: Arc::clone(&is_removed),
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             back: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             inputs,
             is_inherited: AtomicBool::new(false),
+            is_removed,
         });
         let driven = Arc::clone(&engine);
         crate::thread::spawn(format!("riser-{}", config.name), move || run(&driven))?;
@@ -247,6 +257,11 @@ impl Engine {
     /// Whether it belongs to the process that this one was forked from.
     pub(crate) fn is_inherited(&self) -> bool {
         self.is_inherited.load(Ordering::Acquire)
+    }
+
+    /// Whether the device was removed: its objects fail, and another engine can be opened.
+    pub(crate) fn is_removed(&self) -> bool {
+        self.is_removed.load(Ordering::Acquire)
     }
 
     /// The descriptors that wake threads.
@@ -290,8 +305,15 @@ impl Engine {
     /// Sleeps until something comes to the NIC or to a queue of events, or a time is over.
     fn sleep(&self, timeout: Option<Duration>, events: Option<BorrowedFd<'_>>) -> Woken {
         let timeout = timeout.map(timespec);
-        let inputs = self.inputs.iter().map(|fd| {
-            // SAFETY: the engine has them open as long as it lives.
+        // Those of a device that was removed are closed.
+        let open = if self.is_removed() {
+            &[][..]
+        } else {
+            &self.inputs[..]
+        };
+        let inputs = open.iter().map(|fd| {
+            // SAFETY: the engine has them open until it is removed; a thread that looked before has
+            // a spurious wake-up at worst.
             let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
             PollFd::from_borrowed_fd(fd, PollFlags::IN)
         });
@@ -308,7 +330,7 @@ impl Engine {
             }
         };
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        let (inputs, others) = fds.split_at(self.inputs.len());
+        let (inputs, others) = fds.split_at(open.len());
         if is_ready(&others[0]) {
             let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         }
@@ -383,6 +405,9 @@ fn run(engine: &Engine) {
         // The capture of a program that is killed ends a tick before it.
         locked.nic.flush_capture();
         drop(locked);
+        if engine.is_removed() {
+            return;
+        }
         has_input = engine.sleep(timeout, None).has_input;
     }
 }
@@ -640,6 +665,9 @@ impl State {
             }
         }
         while let Some(event) = self.nic.poll_async_event() {
+            if event == AsyncEvent::DeviceFatal {
+                self.end();
+            }
             self.report_async(event);
         }
         if let Some(on_cm_event) = self.on_cm_event {
@@ -647,6 +675,16 @@ impl State {
                 on_cm_event(self, event);
             }
         }
+    }
+
+    /// Gives the address up for a device that was removed.
+    fn end(&mut self) {
+        let ids: Vec<CmId> = self.ports.keys().copied().collect();
+        for id in ids {
+            self.give_back_port(id);
+        }
+        self.share.leave();
+        self.is_removed.store(true, Ordering::Release);
     }
 
     fn report_async(&self, event: AsyncEvent) {

@@ -210,6 +210,16 @@ impl Share {
         self.group.iter().chain([&self.mailbox]).map(AsFd::as_fd)
     }
 
+    /// Gives up its part of the address, which is gone.
+    pub(crate) fn leave(&mut self) {
+        self.group.clear();
+        // One without a name stands for the mailbox.
+        match new_mailbox() {
+            Ok(mailbox) => self.mailbox = mailbox,
+            Err(error) => warn!(%error, "a slot of an address that is gone stays taken"),
+        }
+    }
+
     /// The next packet for this process that has come to slot 0 or from another process. There may
     /// be more behind many that are not for it: then a descriptor of [`Share::inputs`] is readable.
     pub(crate) fn poll_packet(&self) -> Option<ForwardedPacket> {
@@ -223,7 +233,8 @@ impl Share {
         }
         for _ in 0..IN_A_ROW {
             let flags = RecvFlags::DONTWAIT;
-            let (len, _, src) = recvfrom(&self.group[0], &mut buffer[..], flags).ok()?;
+            let front = self.group.first()?;
+            let (len, _, src) = recvfrom(front, &mut buffer[..], flags).ok()?;
             let Some(src) = src.and_then(|src| SocketAddr::try_from(src).ok()) else {
                 continue;
             };

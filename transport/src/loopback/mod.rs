@@ -799,7 +799,7 @@ impl Provider for Endpoint {
             if std::mem::replace(&mut self.is_reported, true) {
                 return 0;
             }
-            self.nic.remove();
+            self.nic.pull_out();
             return 1;
         }
         if !self.occupied.is_empty() {

@@ -298,6 +298,31 @@ impl Driver {
         sockets.map(AsFd::as_fd).chain([self.epoll.as_fd()])
     }
 
+    /// Has the descriptor of [`Driver::fd`] readable whenever another one is.
+    ///
+    /// # Errors
+    /// Those of `epoll_ctl(2)`.
+    pub fn watch_beside(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(0);
+        Ok(epoll::add(&self.epoll, fd, data, EventFlags::IN)?)
+    }
+
+    /// Closes all sockets, so that another device can have the address. Nothing is sent or received
+    /// from then on.
+    ///
+    /// # Errors
+    /// Those of `socket(2)` and `epoll_create1(2)`.
+    pub fn close(&mut self) -> io::Result<()> {
+        // One that is bound nowhere stands for the device's.
+        self.socket = make_socket(self.local)?;
+        self.epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        self.watched.set(EventFlags::empty());
+        self.wants_write = false;
+        self.strangers.clear();
+        self.groups.clear();
+        Ok(())
+    }
+
     /// Packets that one group of a batch may have.
     #[must_use]
     pub fn max_segments(&self) -> usize {

@@ -18,16 +18,16 @@ use super::nic::{IpFields, Nic, NicConfig, NicLimits};
 use super::pcap::PcapWriter;
 use super::steer::{Requests, steer};
 use crate::cm::MAX_WORKER_BITS;
-use crate::netif::interface_mtu;
-use crate::verbs::{EventFds, Mtu, Provider, QpId, VerbsError};
+use crate::netif::{AddressState, AddressWatch, interface_mtu};
+use crate::verbs::{EventFds, Mtu, PortState, Provider, QpId, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
 const HEADERS_V4: u32 = 28;
 const HEADERS_V6: u32 = 48;
 
-/// Interval at which the interface is asked for its MTU.
-const MTU_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval at which the interface is looked at while there are packets.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Trains taken in by one call of `progress`.
 const RX_LIMIT: usize = 32;
@@ -76,6 +76,10 @@ pub struct RoceConfig {
     pub faults: RoceFaults,
     /// A file to capture every packet to.
     pub capture: Option<PathBuf>,
+    /// To be removed with the interface that has the address: from then on everything on the device
+    /// fails ([`AsyncEvent::DeviceFatal`](crate::verbs::AsyncEvent::DeviceFatal)), and another one can be opened. Otherwise the port is
+    /// down until an interface has the address again.
+    pub is_removable: bool,
     /// To send packets one by one even where the kernel segments.
     pub no_segmentation: bool,
     /// To take only packets that no router has forwarded, which arrive with hop limit 255 (RFC
@@ -101,6 +105,7 @@ impl RoceConfig {
             limits: NicLimits::default(),
             faults: RoceFaults::default(),
             capture: None,
+            is_removable: false,
             no_segmentation: false,
             on_link: false,
             seed: None,
@@ -142,9 +147,15 @@ pub struct Roce {
     forwarded: VecDeque<ForwardedPacket>,
     /// Packets that came out of the faulty wire.
     spoilt: TxBatch,
-    /// The configured limit of the path MTU, and when the interface's is looked up next.
+    /// The configured limit of the path MTU.
     mtu_limit: Option<Mtu>,
-    mtu_due: Instant,
+    /// The address; `None` where the system does not let it be followed.
+    watch: Option<AddressWatch>,
+    /// Time at which the interface is looked at next.
+    look_at: Instant,
+    /// The owner has armed the descriptors since packets were taken in last.
+    has_slept: bool,
+    is_removable: bool,
 }
 
 impl std::fmt::Debug for Roce {
@@ -245,6 +256,20 @@ impl Roce {
             now,
         );
         nic.set_stranger_port(driver.stranger_port());
+        let watch = AddressWatch::open(config.addr)
+            .and_then(|watch| driver.watch_beside(watch.fd()).map(|()| watch));
+        let watch = watch.inspect_err(|error| {
+            info!(addr = %config.addr, %error, "the state of the port cannot be followed");
+        });
+        let watch = watch.ok();
+        if watch
+            .as_ref()
+            .is_some_and(|w| w.state() == AddressState::Down)
+        {
+            nic.set_port_state(PortState::Down);
+            // It was never up.
+            while nic.poll_async_event().is_some() {}
+        }
         // A faulty wire gets all packets.
         if !has_tx_faults && config.faults.receive.is_none() {
             nic.keep_own_packets(driver.max_segments());
@@ -271,7 +296,10 @@ impl Roce {
             requests: config.requests,
             forwarded: VecDeque::new(),
             mtu_limit: config.mtu,
-            mtu_due: now + MTU_INTERVAL,
+            watch,
+            look_at: now + LOOK_INTERVAL,
+            has_slept: false,
+            is_removable: config.is_removable,
         })
     }
 
@@ -284,10 +312,58 @@ impl Roce {
         joined.map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(libc::EIO)))
     }
 
+    /// Takes over whether an interface has the address, and its link is up.
+    fn follow_address(&mut self) {
+        let Some(watch) = &mut self.watch else {
+            return;
+        };
+        let before = watch.state();
+        if !watch.follow() {
+            return;
+        }
+        let (addr, state) = (self.nic.local_addr().ip(), watch.state());
+        let is_there = |state| matches!(state, AddressState::Up | AddressState::Down);
+        match state {
+            AddressState::Up => info!(%addr, "the port is active"),
+            AddressState::Down => warn!(%addr, "the port is down: its link is"),
+            AddressState::Absent => warn!(%addr, "the port is down: no interface has its address"),
+            AddressState::Gone => warn!(%addr, "the port is down: its interface is gone"),
+        }
+        if is_there(before) != is_there(state) {
+            self.nic.note_gid_change();
+        }
+        self.nic.set_port_state(match state {
+            AddressState::Up => PortState::Active,
+            AddressState::Down | AddressState::Absent | AddressState::Gone => PortState::Down,
+        });
+        if state == AddressState::Gone && self.is_removable {
+            self.remove();
+        }
+    }
+
+    /// Ends the device.
+    fn remove(&mut self) {
+        let addr = self.nic.local_addr().ip();
+        warn!(%addr, "the device is removed");
+        self.nic.remove();
+        self.watch = None;
+        self.batch.clear();
+        self.spoilt.clear();
+        self.forwarded.clear();
+        if let Err(error) = self.driver.close() {
+            warn!(%addr, %error, "the sockets of a device that is removed stay open");
+        }
+    }
+
+    /// Whether it was removed.
+    #[must_use]
+    pub fn is_removed(&self) -> bool {
+        self.nic.check_present().is_err()
+    }
+
     /// Takes over what the interface carries now. While it is unknown, because the interface is
     /// gone or carries no RoCE packet, the device stays as it is.
-    fn follow_mtu(&mut self, now: Instant) {
-        self.mtu_due = now + MTU_INTERVAL;
+    fn follow_mtu(&mut self) {
         let addr = self.nic.local_addr().ip();
         let (before, carried) = (self.nic.config().mtu, carried_mtu(addr));
         let Some(mtu) = carried.ok().flatten() else {
@@ -349,6 +425,9 @@ impl Roce {
 
     /// Takes in a datagram that another worker received.
     pub fn handle_forwarded(&mut self, now: Instant, packet: &ForwardedPacket) {
+        if self.is_removed() {
+            return;
+        }
         let (src, ip, bytes) = (packet.src, packet.ip, &packet.bytes[..]);
         capture_received(&mut self.capture, now, src, self.nic.local_addr(), bytes);
         match &mut self.rx_faults {
@@ -364,7 +443,8 @@ impl Roce {
     /// Every descriptor of the device's, for a process that has inherited them by `fork`: it must
     /// not use them, since its parent does.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.driver.descriptors()
+        let watch = self.watch.as_ref().map(AddressWatch::fd);
+        self.driver.descriptors().chain(watch)
     }
 
     /// Brings everything captured so far to the file.
@@ -444,6 +524,9 @@ impl Roce {
     /// that posts and may not come back soon. Answers how many packets left.
     pub fn transmit(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
+        if self.is_removed() {
+            return 0;
+        }
         let mut sent = 0;
         // A bounded number of batches, so that receiving has its turn.
         for _ in 0..TX_BATCHES {
@@ -513,9 +596,14 @@ impl Roce {
 impl Provider for Roce {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
-        // Now and then only: it is a system call that the data path does not need.
-        if now >= self.mtu_due {
-            self.follow_mtu(now);
+        // Now and then only: these are system calls that the data path does not need.
+        if now >= self.look_at {
+            self.look_at = now + LOOK_INTERVAL;
+            self.follow_mtu();
+            self.follow_address();
+        }
+        if self.is_removed() {
+            return 0;
         }
         if self.nic.has_datagrams() {
             self.driver.report_hop_limits();
@@ -533,6 +621,10 @@ impl Provider for Roce {
             sent += self.transmit(now);
             received += self.receive(now);
         }
+        // What has ended the sleep, where no packet has.
+        if std::mem::take(&mut self.has_slept) && received == 0 {
+            self.follow_address();
+        }
         // Before the turns of strangers, whose messages must not be what it is behind with.
         self.nic.set_behind(received >= RX_LIMIT);
         let fired = self.nic.handle_timeouts(now);
@@ -543,6 +635,9 @@ impl Provider for Roce {
         // A user that has not taken its events yet is not to sleep.
         if self.nic.has_events() {
             return Some(self.nic.now());
+        }
+        if self.is_removed() {
+            return None;
         }
         // While the socket takes nothing, its readiness says when to go on, not ours.
         let nic = if self.driver.is_blocked() {
@@ -560,7 +655,8 @@ impl Provider for Roce {
     }
 
     fn arm_fds(&mut self) -> bool {
-        !self.driver.arm()
+        self.has_slept = true;
+        !self.is_removed() && !self.driver.arm()
     }
 }
 

@@ -24,7 +24,7 @@ use crate::suite::world::{
 use riser_testkit::skip::skip;
 
 /// A WRITE of 64 KiB arrives.
-fn write_arrives(w: &mut Link, a: &Side, b: &Side) {
+pub(super) fn write_arrives(w: &mut Link, a: &Side, b: &Side) {
     let data = pattern(7, 64 << 10);
     a.memory.write(0, &data);
     b.memory.fill(0, data.len(), 0);

@@ -63,13 +63,18 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
         }
         return;
     }
-    if let Some(id) = known(state, id) {
-        push(Event {
-            id,
-            listener: None,
-            kind,
-        });
+    let Some(ours) = known(state, id) else {
+        return;
+    };
+    if kind == CmEventKind::DeviceRemoval {
+        on_removal(state, id, ours);
+        return;
     }
+    push(Event {
+        id: ours,
+        listener: None,
+        kind,
+    });
 }
 
 /// Disconnects what the program leaves connected when it ends, as the kernel does.
@@ -104,9 +109,37 @@ pub(super) fn know(state: &State, id: CmId, ours: Ref<Id>) {
     ids().insert((state.nic.socket_addr().ip(), id), ours);
 }
 
-/// Forgets an identifier of the device.
-pub(super) fn forget(state: &State, id: CmId) {
-    ids().remove(&(state.nic.socket_addr().ip(), id));
+/// Forgets an identifier of the device. After the device was removed, another one may have given the
+/// same to another identifier of the program's.
+pub(super) fn forget(state: &State, id: CmId, ours: Ref<Id>) {
+    let place = (state.nic.socket_addr().ip(), id);
+    let mut ids = ids();
+    if ids.get(&place) == Some(&ours) {
+        ids.remove(&place);
+    }
+}
+
+/// The device of an identifier was removed. One that listens on several devices goes on with the
+/// others, without an event.
+fn on_removal(state: &State, id: CmId, ours: Ref<Id>) {
+    forget(state, id, ours);
+    let is_of_others = {
+        let addr = state.nic.socket_addr().ip();
+        let mut ours = ours.lock();
+        let is_one_of_several = ours.links.len() > 1;
+        if is_one_of_several {
+            ours.links
+                .retain(|(context, _)| context.device.config.addr != addr);
+        }
+        is_one_of_several
+    };
+    if !is_of_others {
+        push(Event {
+            id: ours,
+            listener: None,
+            kind: CmEventKind::DeviceRemoval,
+        });
+    }
 }
 
 fn push(event: Event) {

@@ -156,8 +156,10 @@ pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> 
     let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
     let place = all.get(device.index).ok_or(Errno::INVALID)?;
     let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
-    // That of the process that this one was forked from is of no use here.
-    if let Some(shared) = place.filter(|shared| !shared.context.is_inherited()) {
+    // That of the process that this one was forked from is of no use here, nor is that of a device
+    // that was removed.
+    let is_useful = |context: Ref<Context>| !context.is_inherited() && !context.is_removed();
+    if let Some(shared) = place.filter(|shared| is_useful(shared.context)) {
         return Ok(shared);
     }
     let context = open(device)?;
@@ -369,7 +371,7 @@ impl Ref<Id> {
         let links = mem::take(&mut self.lock().links);
         for (context, id) in links {
             let mut locked = context.lock();
-            forget(&locked, id);
+            forget(&locked, id, self);
             locked.give_back_port(id);
             // It existed, so it can be destroyed.
             let _ = locked.nic.destroy_id(id);

@@ -26,8 +26,9 @@ impl Nic {
         qp.is_ok_and(|qp| matches!(qp.machine, Machine::Rc(_)))
     }
 
-    /// Reports that the device is gone, with everything on it.
-    pub fn remove(&mut self) {
+    /// Reports that the device is gone, with everything on it, as if it had been pulled out: nothing
+    /// on it completes.
+    pub fn pull_out(&mut self) {
         self.raise(AsyncEvent::DeviceFatal);
     }
 

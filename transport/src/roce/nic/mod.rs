@@ -17,6 +17,7 @@
 //! | `xrc` | XRC domains, their shared receive queues, what arrives for these |
 //! | `qp` | creates, modifies and destroys queue pairs, posts work |
 //! | `mcast` | multicast groups |
+//! | `port` | the state of the port, and the end of the device |
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
 //! | [`rdma_cm`] | the RDMA CM's calls and its messages |
@@ -40,6 +41,7 @@ mod breakage;
 mod config;
 mod mcast;
 mod objects;
+mod port;
 mod qp;
 mod qpn;
 pub mod rdma_cm;
@@ -67,8 +69,8 @@ use crate::roce::ud::UdQp;
 use crate::table::Table;
 use crate::uc::UcQp;
 use crate::verbs::{
-    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, QpAttr, QpId, QpState, QpType, SrqId,
-    XrcdId,
+    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, PortState, QpAttr, QpId, QpState,
+    QpType, SrqId, XrcdId,
 };
 use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT};
 
@@ -229,6 +231,8 @@ pub struct Nic {
     peers: HashMap<IpAddr, Vec<QpId>>,
     async_events: VecDeque<AsyncEvent>,
     cq_events: VecDeque<CqId>,
+    port_state: PortState,
+    is_removed: bool,
     /// Completion queues whose events wait for further completions, by the time at which they come.
     moderated: BTreeSet<(Instant, CqId)>,
     /// Queue pairs that may have something to send.
@@ -308,6 +312,8 @@ impl Nic {
             peers: HashMap::new(),
             async_events: VecDeque::new(),
             cq_events: VecDeque::new(),
+            port_state: PortState::Active,
+            is_removed: false,
             moderated: BTreeSet::new(),
             ready: VecDeque::new(),
             last_answers: VecDeque::new(),

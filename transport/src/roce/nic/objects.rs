@@ -12,14 +12,14 @@ use crate::roce::srq::Srq;
 use crate::verbs::{
     Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid,
     Moderation, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwId, MwType, Notify, PKey, PdId,
-    PortAttr, PortState, PostError, PostReason, QpId, RecvWr, Sge, SrqAttr, SrqId, TimedCompletion,
+    PortAttr, PostError, PostReason, QpId, RecvWr, Sge, SrqAttr, SrqId, TimedCompletion,
     VerbsError,
 };
 
 /// Number of the only port.
 pub(super) const PORT: u8 = 1;
 
-fn check_port(port: u8) -> Result<(), VerbsError> {
+pub(super) fn check_port(port: u8) -> Result<(), VerbsError> {
     if port == PORT {
         Ok(())
     } else {
@@ -48,7 +48,7 @@ impl Nic {
     pub fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError> {
         check_port(port)?;
         Ok(PortAttr {
-            state: PortState::Active,
+            state: self.port_state,
             max_mtu: self.config.mtu,
             active_mtu: self.config.mtu,
             max_msg_size: crate::rc::MAX_MESSAGE,

@@ -165,6 +165,19 @@ impl Nic {
         if let Some(id) = self.cm.by_qp.remove(&qp)
             && let Ok(entry) = self.cm.ids.get_mut(id)
         {
+    /// The device is removed: everything of the connection manager ends, without a message.
+    pub(in crate::roce) fn end_cm_ids(&mut self) {
+        self.cm.waiting.clear();
+        self.cm.may_send = false;
+        // Without an address an identifier is of no device.
+        let ids = self.cm.ids.iter();
+        let ids = ids.filter(|(_, entry)| entry.state != IdState::Idle);
+        let ids: Vec<CmId> = ids.map(|(id, _)| id).collect();
+        for id in ids {
+            self.report(id, CmEventKind::DeviceRemoval);
+        }
+    }
+
             entry.qp = None;
         }
     }

@@ -1,0 +1,205 @@
+//! A device whose interface goes, and comes back: in a network namespace of the test's own.
+
+#![allow(unsafe_code, reason = "a C interface is called")]
+#![allow(unused_unsafe, reason = "calls have blocks of their own")]
+
+mod library;
+
+use std::ffi::{c_int, c_void};
+use std::mem::zeroed;
+use std::process::Command;
+use std::ptr;
+use std::time::Duration;
+
+use library::*;
+use riser_rdma_core_sys::bindings::*;
+use riser_testkit::eventually;
+use riser_testkit::skip::skip;
+
+const ADDRESS: [u8; 4] = [10, 9, 1, 1];
+
+fn ip(words: &str) {
+    let status = Command::new("ip").args(words.split(' ')).status();
+    assert!(status.unwrap().success(), "ip {words}");
+}
+
+/// A link with the device's address.
+fn lay() {
+    ip("link add v0 type veth peer name v1");
+    ip("addr add 10.9.1.1/24 dev v0");
+    ip("link set v0 up");
+    ip("link set v1 up");
+}
+
+/// The next asynchronous event of a context.
+fn event(context: *mut ibv_context) -> ibv_event_type {
+    // SAFETY: the context is alive, and the structures have room for the answers.
+    unsafe {
+        let mut fd = libc::pollfd {
+            fd: (*context).async_fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        assert_eq!(libc::poll(&raw mut fd, 1, 20_000), 1, "an event");
+        let mut event: ibv_async_event = zeroed();
+        assert_eq!(
+            call!(ibv_get_async_event(context => *mut ibv_context,
+                &raw mut event => *mut ibv_async_event) -> c_int),
+            0
+        );
+        call!(ibv_ack_async_event(&raw mut event => *mut ibv_async_event));
+        event.event_type
+    }
+}
+
+/// Waits for an event; others may come before it.
+fn wait_for(context: *mut ibv_context, wanted: ibv_event_type) {
+    while event(context) != wanted {}
+}
+
+/// State of the port, or the error.
+fn port_state(context: *mut ibv_context) -> Result<ibv_port_state, c_int> {
+    // SAFETY: all-zero bytes are valid.
+    let mut attr: ibv_port_attr = unsafe { zeroed() };
+    let result = call!(ibv_query_port(context => *mut ibv_context, 1 => u8,
+        &raw mut attr => *mut ibv_port_attr) -> c_int);
+    match result {
+        0 => Ok(attr.state),
+        error => Err(error),
+    }
+}
+
+/// Waits until the port is active: the kernel may be late to say so of a link.
+fn wait_until_active(context: *mut ibv_context) {
+    eventually("an active port", Duration::from_secs(20), || {
+        port_state(context) == Ok(IBV_PORT_ACTIVE)
+    });
+}
+
+/// An identifier that is bound to the device's address, and its channel.
+fn bound() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
+    let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
+    let mut id: *mut rdma_cm_id = ptr::null_mut();
+    let created = call!(rdma_create_id(channel => *mut rdma_event_channel,
+        &raw mut id => *mut *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        RDMA_PS_TCP => rdma_port_space) -> c_int);
+    assert_eq!(created, 0);
+    // SAFETY: all-zero bytes are valid.
+    let mut addr: libc::sockaddr_in = unsafe { zeroed() };
+    addr.sin_family = libc::AF_INET as _;
+    addr.sin_port = 7471u16.to_be();
+    addr.sin_addr.s_addr = u32::from_ne_bytes(ADDRESS);
+    let addr = (&raw const addr).cast();
+    let result = call!(rdma_bind_addr(id => *mut rdma_cm_id, addr => *const c_void) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+    (channel, id)
+}
+
+#[test]
+fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
+    // SAFETY: the network of this thread alone is unshared.
+    if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+        let why = std::io::Error::last_os_error().to_string();
+        return skip("a network namespace", &why);
+    }
+    ip("link set lo up");
+    lay();
+    // SAFETY: this is the only test of its process.
+    unsafe { std::env::set_var("RISER_TEST_DEVICES", "riser0=10.9.1.1") };
+    let device = Device::open("riser0");
+    let context = device.context;
+    let cq = device.create_cq(10);
+    let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_UD, IBV_QP_EX_WITH_SEND));
+    to_rts(qp, device.gid(), 0);
+    let mut memory = [0u8; 64];
+    let mr = device.register(&mut memory);
+    post_recv(qp, 7, Some(sge(mr, 0, 64)));
+    let (channel, id) = bound();
+
+    wait_until_active(context);
+    ip("link set v0 down");
+    wait_for(context, IBV_EVENT_PORT_ERR);
+    assert_eq!(port_state(context), Ok(IBV_PORT_DOWN));
+    ip("link set v0 up");
+    wait_for(context, IBV_EVENT_PORT_ACTIVE);
+    ip("addr del 10.9.1.1/24 dev v0");
+    wait_for(context, IBV_EVENT_GID_CHANGE);
+    wait_for(context, IBV_EVENT_PORT_ERR);
+    ip("addr add 10.9.1.1/24 dev v0");
+    wait_for(context, IBV_EVENT_PORT_ACTIVE);
+
+    ip("link del v0");
+    wait_for(context, IBV_EVENT_DEVICE_FATAL);
+    let flushed = completions(cq, 1);
+    assert_eq!(
+        (flushed[0].wr_id, flushed[0].status),
+        (7, IBV_WC_WR_FLUSH_ERR)
+    );
+    post_recv(qp, 8, Some(sge(mr, 0, 64)));
+    assert_eq!(completions(cq, 1)[0].status, IBV_WC_WR_FLUSH_ERR);
+    assert!(call!(ibv_alloc_pd(context => *mut ibv_context) -> *mut ibv_pd).is_null());
+    assert_eq!(errno(), libc::EIO);
+    assert_eq!(port_state(context), Err(libc::EIO));
+    // SAFETY: all-zero bytes are valid.
+    let mut attr: ibv_qp_attr = unsafe { zeroed() };
+    attr.qp_state = IBV_QPS_RESET;
+    let modified = call!(ibv_modify_qp(qp => *mut ibv_qp, &raw mut attr => *mut ibv_qp_attr,
+        IBV_QP_STATE as c_int => c_int) -> c_int);
+    assert_eq!(modified, libc::EIO);
+
+    let mut event: *mut rdma_cm_event = ptr::null_mut();
+    let taken = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
+        &raw mut event => *mut *mut rdma_cm_event) -> c_int);
+    assert_eq!(taken, 0);
+    // SAFETY: the library has written a valid event.
+    assert_eq!(
+        unsafe { ((*event).event, (*event).id) },
+        (RDMA_CM_EVENT_DEVICE_REMOVAL, id)
+    );
+    call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
+    assert_eq!(
+        call!(rdma_listen(id => *mut rdma_cm_id, 1 => c_int) -> c_int),
+        -1
+    );
+
+    // Nothing has the address, until it is back. Objects of the old device may outlive that.
+    let mut count = 0;
+    let list = call!(ibv_get_device_list(&raw mut count => *mut c_int) -> *mut *mut ibv_device);
+    // SAFETY: the list has one device.
+    let open = || call!(ibv_open_device(unsafe { *list } => *mut ibv_device) -> *mut ibv_context);
+    assert!(open().is_null());
+    assert_eq!(errno(), libc::EADDRNOTAVAIL);
+    lay();
+    let again = Device::open("riser0");
+    assert_ne!(again.context, context);
+    wait_until_active(again.context);
+    let (other_channel, other) = bound();
+    assert_eq!(
+        port_state(context),
+        Err(libc::EIO),
+        "the old one stays removed"
+    );
+
+    assert_eq!(call!(rdma_destroy_id(id => *mut rdma_cm_id) -> c_int), 0);
+    assert_eq!(
+        call!(rdma_listen(other => *mut rdma_cm_id, 1 => c_int) -> c_int),
+        0
+    );
+    assert_eq!(call!(rdma_destroy_id(other => *mut rdma_cm_id) -> c_int), 0);
+    for channel in [channel, other_channel] {
+        call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    }
+    assert_eq!(call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int), 0);
+    assert_eq!(call!(ibv_destroy_cq(cq => *mut ibv_cq) -> c_int), 0);
+    assert_eq!(call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int), 0);
+    assert_eq!(call!(ibv_dealloc_pd(device.pd => *mut ibv_pd) -> c_int), 0);
+    assert_eq!(
+        call!(ibv_close_device(context => *mut ibv_context) -> c_int),
+        0
+    );
+    assert_eq!(call!(ibv_dealloc_pd(again.pd => *mut ibv_pd) -> c_int), 0);
+    assert_eq!(
+        call!(ibv_close_device(again.context => *mut ibv_context) -> c_int),
+        0
+    );
+}

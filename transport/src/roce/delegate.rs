@@ -27,6 +27,7 @@ macro_rules! delegate_verbs_to_nic {
                 @live ref query_port(port: u8) -> Result<$crate::verbs::PortAttr, $crate::verbs::VerbsError>;
                 @live ref query_gid(port: u8, index: u16) -> Result<$crate::verbs::Gid, $crate::verbs::VerbsError>;
                 @live ref query_pkey(port: u8, index: u16) -> Result<$crate::verbs::PKey, $crate::verbs::VerbsError>;
+                @live mut local_mad(port: u8, mad: &$crate::wire::Mad) -> Result<Option<$crate::wire::Mad>, $crate::verbs::VerbsError>;
                 @mut poll_async_event() -> Option<$crate::verbs::AsyncEvent>;
                 @live mut alloc_pd() -> Result<$crate::verbs::PdId, $crate::verbs::VerbsError>;
                 @mut dealloc_pd(pd: $crate::verbs::PdId) -> Result<(), $crate::verbs::VerbsError>;

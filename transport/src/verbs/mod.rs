@@ -81,6 +81,20 @@ pub trait Verbs {
     /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
     fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError>;
 
+    /// Answer of the device itself to a management datagram, as if it had come to a port; `None` to
+    /// one that asks for no answer. The device answers reads of subnet management (IBTA 14.2.5) and
+    /// performance management (16.1); whether the request has succeeded is the status in the answer
+    /// (13.4.7). Other hosts get answers to the latter by queue pair 1.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`], [`VerbsError::Unsupported`].
+    fn local_mad(&mut self, port: u8, mad: &[u8; 256]) -> Result<Option<[u8; 256]>, VerbsError> {
+        let _ = (port, mad);
+        Err(VerbsError::Unsupported("local management datagrams"))
+    }
+
     /// The next asynchronous event, oldest first. The queue holds one entry for each object and
     /// kind of event at most, so it is bounded by the number of objects.
     fn poll_async_event(&mut self) -> Option<AsyncEvent>;

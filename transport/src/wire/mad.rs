@@ -37,10 +37,13 @@ pub struct MadHeader {
 
 const _: () = assert!(size_of::<MadHeader>() == 24);
 
-/// Management classes that are spoken on queue pair 1.
+/// Management classes (IBTA 13.4.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MadClass {
+    /// Subn: subnet management class, by LIDs. It is spoken on queue pair 0, which RoCE does not
+    /// have.
+    SubnLid = 0x01,
     /// SubnAdm: subnet administration class.
     SubnetAdm = 0x03,
     /// Perf: performance management class.
@@ -49,6 +52,8 @@ pub enum MadClass {
     DeviceMgmt = 0x06,
     /// ComMgt: communication management class.
     ComMgt = 0x07,
+    /// Subn: subnet management class, by directed routes.
+    SubnDirected = 0x81,
 }
 
 /// Methods (IBTA 13.4.5); the top bit says response.
@@ -61,8 +66,31 @@ pub enum MadMethod {
     Set = 0x02,
     /// A datagram with no response at this layer; all CM messages.
     Send = 0x03,
+    /// Trap(): notice of an event.
+    Trap = 0x05,
+    /// TrapRepress(): an end to the repetition of a trap.
+    TrapRepress = 0x07,
     /// Response to [`Self::Get`] and [`Self::Set`].
     GetResp = 0x81,
+}
+
+/// Bit of the methods that are responses, which have no response themselves.
+pub const RESPONSE: u8 = 0x80;
+
+/// Status of a response: the codes that all classes share (IBTA 13.4.7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum MadStatus {
+    /// The request has succeeded.
+    Success = 0,
+    /// There is no such class here, or not in this version.
+    BadVersion = 0x0004,
+    /// The class has no such method here.
+    UnsupportedMethod = 0x0008,
+    /// The method is not supported for this attribute.
+    UnsupportedAttribute = 0x000c,
+    /// A field of the attribute, or the modifier, has a value that is not valid.
+    InvalidField = 0x001c,
 }
 
 /// A transaction id: a response repeats its request's.
@@ -125,6 +153,13 @@ impl MadHeader {
         Ok((header, body))
     }
 
+    /// The header of a MAD, of any base version.
+    #[must_use]
+    pub fn of(mad: &Mad) -> Self {
+        let (header, _) = Self::read_from_prefix(mad).expect("a MAD is longer than its header");
+        header
+    }
+
     /// With a status, as in a response.
     #[must_use]
     pub fn with_status(mut self, status: u16) -> Self {
@@ -132,11 +167,30 @@ impl MadHeader {
         self
     }
 
+    /// Header of the response: the same, with the method's response bit and a status.
+    #[must_use]
+    pub fn response(self, status: MadStatus) -> Self {
+        let method = self.method | RESPONSE;
+        Self { method, ..self }.with_status(status as u16)
+    }
+
     /// With an attribute modifier.
     #[must_use]
     pub fn with_modifier(mut self, modifier: u32) -> Self {
         self.modifier = U32::new(modifier);
         self
+    }
+
+    /// Base version as received.
+    #[must_use]
+    pub fn base_version(&self) -> u8 {
+        self.base_version
+    }
+
+    /// Field of the class beside the status: hop pointer and hop count of a directed route.
+    #[must_use]
+    pub fn class_specific(&self) -> u16 {
+        self.class_specific.get()
     }
 
     /// Management class as received.

@@ -13,6 +13,8 @@
 //! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
 //! | [`peer_ids`] | what is known of a peer's IPv4 identifications |
 //! | [`mad`] | the header of management datagrams |
+//! | [`smp`] | attributes of subnet management |
+//! | [`perf`] | attributes of performance management: the counters of a port |
 //! | [`cm_msg`] | every message of the InfiniBand CM |
 //! | [`cma`] | service ids and address header of the RDMA CM |
 //!
@@ -32,6 +34,8 @@ pub mod mad;
 pub mod opcode;
 pub mod packet;
 pub mod peer_ids;
+pub mod perf;
+pub mod smp;
 pub mod ud;
 
 pub use bth::{Bth, DEFAULT_PKEY, pad_len};

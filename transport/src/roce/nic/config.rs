@@ -216,6 +216,10 @@ pub struct NicCounters {
     pub rx_wrong_pkey: u64,
     /// MADs without a taker.
     pub rx_dropped_mads: u64,
+    /// Packets to multicast groups among those that came in.
+    pub rx_multicast: u64,
+    /// Packets to multicast groups among those handed out.
+    pub tx_multicast: u64,
     /// Completions lost because their queue was full.
     pub cq_overruns: u64,
     /// Queue pairs refused because their peer has too many.

@@ -116,6 +116,7 @@ impl Nic {
         let Some(packet) = self.parse(bytes) else {
             return;
         };
+        self.counters.rx_multicast += 1;
         // As for a datagram to the device alone.
         if is_link_local(src.ip()) {
             self.counters.rx_wrong_source += 1;

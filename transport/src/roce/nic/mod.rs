@@ -12,6 +12,7 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | `config` | [`NicConfig`], [`NicLimits`], the counters |
+//! | `agents` | answers to MADs: what the device is, and the counters of its port |
 //! | `objects` | protection domains, completion queues, shared receive queues, address handles |
 //! | `qpn` | gives out queue-pair numbers |
 //! | `xrc` | XRC domains, their shared receive queues, what arrives for these |
@@ -37,6 +38,7 @@
 //!
 //! Not implemented: memory windows, several ports or partitions.
 
+mod agents;
 mod breakage;
 mod config;
 mod mcast;
@@ -74,6 +76,7 @@ use crate::verbs::{
 };
 use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT};
 
+use agents::Agents;
 pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
 use qpn::{QpnAllocator, QpnMap};
@@ -233,6 +236,7 @@ pub struct Nic {
     cq_events: VecDeque<CqId>,
     port_state: PortState,
     is_removed: bool,
+    agents: Agents,
     /// Completion queues whose events wait for further completions, by the time at which they come.
     moderated: BTreeSet<(Instant, CqId)>,
     /// Queue pairs that may have something to send.
@@ -314,6 +318,7 @@ impl Nic {
             cq_events: VecDeque::new(),
             port_state: PortState::Active,
             is_removed: false,
+            agents: Agents::default(),
             moderated: BTreeSet::new(),
             ready: VecDeque::new(),
             last_answers: VecDeque::new(),

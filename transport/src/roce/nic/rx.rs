@@ -408,8 +408,8 @@ impl Nic {
         verified.ok()
     }
 
-    /// A datagram for queue pair 1: connection management is the device's own business, everything
-    /// else goes to the user's queue pair.
+    /// A datagram for queue pair 1: connection management and questions of performance management
+    /// are the device's own business, everything else goes to the user's queue pair.
     fn handle_gsi(&mut self, received: &Received<'_>, packet: &Packet<'_>, ip_id: u16) {
         // Queue pair 1 has a Q_Key that every CM knows. It keeps out datagrams that were meant
         // for another queue pair, not strangers.
@@ -424,6 +424,10 @@ impl Nic {
             if !self.handle_cm_mad(received.src.ip(), mad) {
                 self.counters.rx_dropped_mads += 1;
             }
+            return;
+        }
+        let asker = packet.ext.deth.map(|deth| deth.src_qpn());
+        if asker == Some(Qpn::GSI) && self.handle_agent_mad(received.src.ip(), mad) {
             return;
         }
         let Some(id) = self.gsi else {

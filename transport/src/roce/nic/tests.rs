@@ -1265,3 +1265,212 @@ fn link_local_addresses_are_refused_with_a_reason() {
     receive(&mut nic, peer, &bytes);
     assert_eq!(nic.counters().rx_wrong_source, 1);
 }
+
+/// A MAD: 24 bytes of header from its class on, and an attribute at byte 64.
+fn mad_of(class: u8, method: u8, attribute: u16, modifier: u32, data: &[u8]) -> [u8; 256] {
+    let mut mad = [0; 256];
+    mad[..4].copy_from_slice(&[1, class, 1, method]);
+    mad[8..16].copy_from_slice(&[9, 8, 7, 6, 5, 4, 3, 2]);
+    mad[16..18].copy_from_slice(&attribute.to_be_bytes());
+    mad[20..24].copy_from_slice(&modifier.to_be_bytes());
+    mad[64..64 + data.len()].copy_from_slice(data);
+    mad
+}
+
+/// Status and attribute of the NIC's own answer.
+fn ask(nic: &mut Nic, mad: &[u8; 256]) -> Option<(u16, Vec<u8>)> {
+    let answer = nic.local_mad(1, mad).unwrap()?;
+    assert_eq!(answer[..3], mad[..3]);
+    assert_eq!(answer[3], mad[3] | 0x80, "a response");
+    assert_eq!(answer[8..24], mad[8..24]);
+    let status = u16::from_be_bytes([answer[4], answer[5]]);
+    Some((status, answer[64..].to_vec()))
+}
+
+#[test]
+fn a_program_asks_its_nic_what_it_is() {
+    let mut nic = nic();
+    let get = |attribute, modifier| mad_of(0x01, 0x01, attribute, modifier, &[]);
+    let (status, name) = ask(&mut nic, &get(0x10, 0)).unwrap();
+    assert_eq!((status, &name[..14]), (0, &b"roce-10.0.0.1\0"[..]));
+    // A channel adapter with one port, whose GUID is the low half of ::ffff:10.0.0.1.
+    let (status, node) = ask(&mut nic, &get(0x11, 0)).unwrap();
+    let guid = nic.device_attr().node_guid.to_be_bytes();
+    assert_eq!((status, &node[..4]), (0, &[1, 1, 1, 1][..]));
+    assert_eq!((&node[4..12], &node[12..20]), (&guid[..], &guid[..]));
+    let port_guid = [0, 0, 0xff, 0xff, 10, 0, 0, 1];
+    assert_eq!(node[20..28], port_guid);
+    assert_eq!(node[28..40], [0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]);
+    let (status, guids) = ask(&mut nic, &get(0x14, 0)).unwrap();
+    assert_eq!(
+        (status, &guids[..8], &guids[8..64]),
+        (0, &port_guid[..], &[0; 56][..])
+    );
+    // Active and linked, 4096 bytes, one lane, 2.5 Gbit/s, one virtual lane, one GUID.
+    let (status, port) = ask(&mut nic, &get(0x15, 1)).unwrap();
+    assert_eq!(
+        (status, &port[8..16], &port[20..24]),
+        (0, &[0; 8][..], &[0, 1, 0, 0][..])
+    );
+    assert_eq!(port[28..38], [1, 1, 1, 1, 0x14, 0x52, 0, 0x11, 0x50, 0x10]);
+    assert_eq!((port[41], port[43], port[50], port[52]), (5, 0x10, 1, 18));
+    let (status, keys) = ask(&mut nic, &get(0x16, 0)).unwrap();
+    assert_eq!((status, &keys[..4]), (0, &[0xff, 0xff, 0, 0][..]));
+    // By a directed route of no hops: the answer is on its way back.
+    let directed = mad_of(0x81, 0x01, 0x11, 0, &[]);
+    assert_eq!(ask(&mut nic, &directed).unwrap().0, 0x8000);
+}
+
+#[test]
+fn what_the_agents_do_not_have_is_refused_by_its_status() {
+    let mut nic = nic();
+    let cases: [(u8, u8, u16, u32, u16); 15] = [
+        // No such class, for a program and on this port.
+        (0x03, 0x01, 0x0011, 0, 0x0004),
+        (0x07, 0x01, 0x0001, 0, 0x0004),
+        // No such method: Report() of both classes.
+        (0x01, 0x06, 0x0011, 0, 0x0008),
+        (0x04, 0x06, 0x0012, 0, 0x0008),
+        // SwitchInfo, SMInfo, and nothing can be set.
+        (0x01, 0x01, 0x0012, 0, 0x000c),
+        (0x01, 0x01, 0x0020, 0, 0x000c),
+        (0x01, 0x02, 0x0015, 0, 0x000c),
+        // Another port's state, further blocks.
+        (0x01, 0x01, 0x0015, 2, 0x001c),
+        (0x01, 0x01, 0x0014, 1, 0x001c),
+        (0x01, 0x01, 0x0016, 1, 0x001c),
+        // PortSamplesControl and PortSamplesResult, and ClassPortInfo cannot be set.
+        (0x04, 0x01, 0x0010, 0, 0x000c),
+        (0x04, 0x01, 0x0011, 0, 0x000c),
+        (0x04, 0x02, 0x0001, 0, 0x000c),
+        // Port 0 has no counters.
+        (0x04, 0x01, 0x0012, 0, 0x001c),
+        (0x04, 0x01, 0x001d, 0, 0x001c),
+    ];
+    for (class, method, attribute, modifier, status) in cases {
+        let mad = mad_of(class, method, attribute, modifier, &[]);
+        let answer = ask(&mut nic, &mad).unwrap();
+        assert_eq!(answer.0, status, "{class:#x} {method:#x} {attribute:#x}");
+    }
+    // Other versions.
+    for at in [0, 2] {
+        let mut mad = mad_of(0x01, 0x01, 0x0011, 0, &[]);
+        mad[at] = 2;
+        assert_eq!(ask(&mut nic, &mad).unwrap().0, 0x0004);
+    }
+    // Responses and traps have no answer, nor has what a directed route leads further on.
+    for method in [0x81, 0x03, 0x05, 0x07] {
+        assert_eq!(ask(&mut nic, &mad_of(0x04, method, 0x0012, 0, &[])), None);
+    }
+    let mut hops = mad_of(0x81, 0x01, 0x11, 0, &[]);
+    hops[7] = 1;
+    assert_eq!(ask(&mut nic, &hops), None);
+    let mad = mad_of(0x04, 0x01, 0x0001, 0, &[]);
+    assert_eq!(nic.local_mad(2, &mad), Err(VerbsError::InvalidPort(2)));
+}
+
+/// Numbers of 4 or 8 bytes.
+fn number(data: &[u8], at: usize, len: usize) -> u64 {
+    let bytes = data[at..at + len].iter();
+    bytes.fold(0, |n, byte| n << 8 | u64::from(*byte))
+}
+
+#[test]
+fn counters_are_those_of_the_port_and_start_again_where_they_are_selected() {
+    let mut nic = nic();
+    // Two packets for nobody, of 16 bytes, and one of two bytes that is none.
+    for _ in 0..2 {
+        let stray = write_only(&nic, 0x00ab_cdef, 0);
+        receive(&mut nic, peer(), &stray);
+    }
+    receive(&mut nic, peer(), &[1, 2]);
+    let counters = *nic.counters();
+    assert_eq!((counters.rx_packets, counters.rx_malformed), (3, 1));
+    let words = counters.rx_bytes / 4;
+    let basic = |method, select: u16, select2| {
+        let [high, low] = select.to_be_bytes();
+        let mut data = [0; 20];
+        data[1..4].copy_from_slice(&[1, high, low]);
+        data[18] = select2;
+        mad_of(0x04, method, 0x0012, 0, &data)
+    };
+    let (status, data) = ask(&mut nic, &basic(0x01, 0, 0)).unwrap();
+    assert_eq!((status, data[1], number(&data, 8, 2)), (0, 1, 1));
+    assert_eq!((number(&data, 28, 4), number(&data, 36, 4)), (words, 3));
+    let mut extended = [0; 8];
+    extended[..4].copy_from_slice(&[0, 0xff, 0, 0]);
+    let extended = mad_of(0x04, 0x01, 0x001d, 0, &extended);
+    let (status, data) = ask(&mut nic, &extended).unwrap();
+    assert_eq!((status, data[1], number(&data, 16, 8)), (0, 0xff, words));
+    assert_eq!(
+        (
+            number(&data, 32, 8),
+            number(&data, 48, 8),
+            number(&data, 64, 8)
+        ),
+        (3, 3, 0)
+    );
+    // PortRcvPkts alone starts again, in the answer already.
+    let (status, data) = ask(&mut nic, &basic(0x02, 1 << 15, 0)).unwrap();
+    assert_eq!(
+        (status, number(&data, 28, 4), number(&data, 36, 4)),
+        (0, words, 0)
+    );
+    assert_eq!(number(&data, 8, 2), 1);
+    receive(&mut nic, peer(), &[1, 2]);
+    let (_, data) = ask(&mut nic, &basic(0x02, 1 << 3, 0)).unwrap();
+    assert_eq!((number(&data, 8, 2), number(&data, 36, 4)), (0, 1));
+    // What the owner of the device sees goes on.
+    assert_eq!(
+        (nic.counters().rx_packets, nic.counters().rx_malformed),
+        (4, 2)
+    );
+}
+
+#[test]
+fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
+    let mut nic = nic();
+    let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let question = mad_of(0x04, 0x01, 0x0012, 0, &[0, 1]);
+    let packet = sealed(&nic, peer(), &bth, &ext, &question);
+    receive(&mut nic, peer(), &packet);
+    let mut batch = TxBatch::new(1);
+    let now = nic.now();
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
+    let sent = batch.copy_packets(&batch.groups()[0]);
+    batch.clear();
+    // From queue pair 1 to queue pair 1.
+    assert_eq!(sent[0][..8], [0x64, 0x40, 0xff, 0xff, 0, 0, 0, 1]);
+    assert_eq!(sent[0][12..20], [0x80, 1, 0, 0, 0, 0, 0, 1]);
+    let answer = &sent[0][20..276];
+    assert_eq!(answer[..8], [1, 4, 1, 0x81, 0, 0, 0, 0]);
+    assert_eq!(number(answer, 64 + 36, 4), 1, "the question itself");
+    assert_eq!(number(answer, 64 + 28, 4), packet.len() as u64 / 4);
+    // Subnet management is for the NIC's program, and answers are for who has asked.
+    for (class, method) in [(0x01, 0x01), (0x81, 0x01), (0x04, 0x81)] {
+        let mad = mad_of(class, method, 0x0011, 0, &[]);
+        let packet = sealed(&nic, peer(), &bth, &ext, &mad);
+        receive(&mut nic, peer(), &packet);
+    }
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 0);
+    assert_eq!(nic.counters().rx_dropped_mads, 3);
+    // Whose queue pair is another, that is no question of a management program.
+    let other = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::new(0x1234))),
+        ..ExtHeaders::default()
+    };
+    let other = sealed(&nic, peer(), &bth, &other, &question);
+    receive(&mut nic, peer(), &other);
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 0);
+    assert_eq!(nic.counters().rx_dropped_mads, 4);
+    // However many ask before an answer leaves.
+    for _ in 0..100 {
+        receive(&mut nic, peer(), &packet);
+    }
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 16);
+    assert_eq!(nic.counters().rx_dropped_mads, 4 + 84);
+}

@@ -231,6 +231,7 @@ impl Nic {
                 way.is_to_stranger = is_stranger;
                 let batch = choose(&mut self.own_way, is_own, batch);
                 batch.push_packet(has_icrc.then_some(&flow), &way, &mut self.tx);
+                self.counters.tx_multicast += u64::from(dst.ip().is_multicast());
             }
             if batch.total_bytes() >= budget {
                 break;

@@ -80,7 +80,7 @@ impl Nic {
 
     /// Returns whether a MAD may wait to be sent.
     pub(in crate::roce) fn has_mads(&self) -> bool {
-        self.cm.may_send
+        self.cm.may_send || self.agents.has_answers()
     }
 
     /// Fires the CM's timers; answers how many calls that took.
@@ -94,11 +94,24 @@ impl Nic {
         1
     }
 
-    /// Appends the CM's MADs to a batch, until it has `budget` bytes.
+    /// The next MAD to send: its destination, its type of service without ECN, and its bytes.
+    fn poll_mad(&mut self) -> Option<(IpAddr, u8, Mad)> {
+        if self.cm.may_send {
+            let of_cm = self.cm.cm.poll_transmit();
+            self.cm.may_send = of_cm.is_some();
+            if let Some((peer, mad)) = of_cm {
+                let tos = self.cm.cm.traffic_class(peer, &mad) & !ECN_MASK;
+                return Some((peer, tos, mad));
+            }
+        }
+        let (peer, mad) = self.agents.poll_answer()?;
+        Some((peer, 0, mad))
+    }
+
+    /// Appends MADs of the CM and of the agents to a batch, until it has `budget` bytes.
     pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
-        while self.cm.may_send && self.collected(batch).1 < budget {
-            let Some((peer, mad)) = self.cm.cm.poll_transmit() else {
-                self.cm.may_send = false;
+        while self.has_mads() && self.collected(batch).1 < budget {
+            let Some((peer, tos, mad)) = self.poll_mad() else {
                 break;
             };
             let dst = SocketAddr::new(peer, ROCE_PORT);
@@ -127,7 +140,7 @@ impl Nic {
                 ..TxPacket::default()
             };
             let way = Way {
-                tos: self.cm.cm.traffic_class(peer, &mad) & !ECN_MASK,
+                tos,
                 is_to_stranger: is_stranger,
                 ..Way::to(dst)
             };
@@ -152,19 +165,6 @@ impl Nic {
         }
     }
 
-    /// The first packet of a connection has arrived; its RTU may not have.
-    pub(in crate::roce) fn on_first_packet(&mut self, qp: QpId) {
-        if let Some(&id) = self.cm.by_qp.get(&qp) {
-            // Only a connection that waits for its RTU has something to learn.
-            let _ = self.notify_established(id);
-        }
-    }
-
-    /// A queue pair is being destroyed; its identifier forgets it.
-    pub(in crate::roce) fn forget_cm_qp(&mut self, qp: QpId) {
-        if let Some(id) = self.cm.by_qp.remove(&qp)
-            && let Ok(entry) = self.cm.ids.get_mut(id)
-        {
     /// The device is removed: everything of the connection manager ends, without a message.
     pub(in crate::roce) fn end_cm_ids(&mut self) {
         self.cm.waiting.clear();
@@ -178,6 +178,19 @@ impl Nic {
         }
     }
 
+    /// The first packet of a connection has arrived; its RTU may not have.
+    pub(in crate::roce) fn on_first_packet(&mut self, qp: QpId) {
+        if let Some(&id) = self.cm.by_qp.get(&qp) {
+            // Only a connection that waits for its RTU has something to learn.
+            let _ = self.notify_established(id);
+        }
+    }
+
+    /// A queue pair is being destroyed; its identifier forgets it.
+    pub(in crate::roce) fn forget_cm_qp(&mut self, qp: QpId) {
+        if let Some(id) = self.cm.by_qp.remove(&qp)
+            && let Ok(entry) = self.cm.ids.get_mut(id)
+        {
             entry.qp = None;
         }
     }

@@ -1,10 +1,10 @@
 //! `riser run`: an unmodified RDMA program on our software NIC.
 //!
 //! The dynamic loader looks for libraries in the folders of `LD_LIBRARY_PATH` before those of the
-//! system. So a folder with two links, `libibverbs.so.1` and `librdmacm.so.1`, to one file of ours
-//! gives a program both: the loader knows the file by its inode and maps it once. The library is
-//! configured by environment variables, which the program's child processes inherit. With `--sockets`, a
-//! third library stands before the C library's calls for sockets.
+//! system. So a folder with links of these libraries' names to one file of ours gives a program all of
+//! them: the loader knows the file by its inode and maps it once. The library is configured by
+//! environment variables, which the program's child processes inherit. With `--sockets`, another
+//! library stands before the C library's calls for sockets.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -27,7 +27,7 @@ use super::run_args::{Device, RunArgs};
 const LIBRARY: &str = "libriser_drop_in.so";
 
 /// Names by which programs ask for the libraries.
-const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+const NAMES: [&str; 3] = ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"];
 
 /// File of the library that makes rsockets of a program's sockets, beside the other one.
 const PRELOAD: &str = "librspreload.so";

@@ -16,6 +16,7 @@ use crate::names::*;
 use crate::open::*;
 use crate::qp::*;
 use crate::rsocket::*;
+use crate::umad::*;
 use crate::window::*;
 
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));

@@ -1,8 +1,8 @@
-//! libibverbs.so.1 and librdmacm.so.1 over the software NIC: programs that were built for rdma-core
-//! run without an adapter, a kernel module or privileges.
+//! libibverbs.so.1, librdmacm.so.1 and libibumad.so.3 over the software NIC: programs that were built
+//! for rdma-core run without an adapter, a kernel module or privileges.
 //!
-//! One shared object answers to both names, so that both libraries have one device, one lock and
-//! one thread. `riser run` makes the two links and lets a program find them. The structures are
+//! One shared object answers to all names, so that the libraries have one device, one lock and one
+//! thread. `riser run` makes the links and lets a program find them. The structures are
 //! those of the public headers of rdma-core 44.0 ([`riser_rdma_core_sys::bindings`]), since programs
 //! read their fields, and call through their tables of functions, without a call of the library.
 //!
@@ -26,6 +26,7 @@
 //! | `address` | address handles |
 //! | `cm` | librdmacm |
 //! | `rsocket` | its sockets |
+//! | `umad` | libibumad |
 //! | `names` | names of values, rates |
 //! | `kernel` | structures of the kernel's interface |
 //! | `thread` | its threads |
@@ -78,4 +79,5 @@ mod rsocket;
 mod share;
 mod thread;
 mod turn;
+mod umad;
 mod window;

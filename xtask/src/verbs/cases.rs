@@ -141,6 +141,7 @@ const GID: &str = "0";
 /// All cases, in the order of their run.
 pub(super) fn all() -> Vec<Case> {
     let mut cases = info();
+    cases.extend(management());
     cases.extend(pingpong());
     cases.extend(rdmacm());
     cases.extend(rsockets());
@@ -170,6 +171,29 @@ fn info() -> Vec<Case> {
         ),
         watch,
     ]
+}
+
+/// Programs that ask the device itself by management datagrams.
+fn management() -> Vec<Case> {
+    const RUNS: &[(&str, &[&str])] = &[
+        ("ibstat", &["CA 'riser0'", "State: Active", "Ethernet"]),
+        ("perfquery", &["PortRcvPkts:", "PortXmitData:"]),
+        ("perfquery -x", &["PortMulticastRcvPkts:"]),
+        ("perfquery -R", &[]),
+        ("smpquery -D nodeinfo 0", &["Channel Adapter", "NumPorts:"]),
+        ("smpquery -D portinfo 0", &["LinkState:", "Active"]),
+        ("smpquery -D nodedesc 0", &["roce-"]),
+    ];
+    let case = |&(command, says): &(&str, &[&'static str])| {
+        Case::alone("management", command, command, says)
+    };
+    let switch = Case::alone(
+        "management",
+        "smpquery -D switchinfo 0",
+        "smpquery -D switchinfo 0",
+        &[],
+    );
+    RUNS.iter().map(case).chain([switch.refused()]).collect()
 }
 
 fn pingpong() -> Vec<Case> {

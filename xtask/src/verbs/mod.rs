@@ -39,6 +39,7 @@ pub(crate) const NEEDS: &[Need] = &[
     need("nc", "netcat-openbsd", "a program with sockets"),
     need("redis-server", "redis-server", "a program with epoll"),
     need("redis-benchmark", "redis-tools", "its client"),
+    need("perfquery", "infiniband-diags", "programs for management"),
     pyverbs::NEED,
     symbols::NEED,
 ];

@@ -11,7 +11,7 @@ use crate::{Failure, sh};
 pub(super) const NEED: Need = need("nm", "binutils", "symbols of the libraries");
 
 /// The libraries in whose place ours is.
-const LIBRARIES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+const LIBRARIES: [&str; 3] = ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"];
 
 /// Compares our library with those of this machine; answers the number of symbols of each.
 ///

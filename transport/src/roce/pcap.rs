@@ -5,9 +5,11 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::verbs::{NetworkHeader, RouteHeader};
 
 /// Magic number of captures with nanoseconds, in the writer's byte order.
 const MAGIC_NANOSECONDS: u32 = 0xa1b2_3c4d;
@@ -127,35 +129,23 @@ fn checksum(parts: u32) -> u16 {
 
 fn frame(out: &mut Vec<u8>, src: SocketAddr, dst: SocketAddr, ip_id: u16, payload: &[u8]) {
     let udp_len = (payload.len() + 8) as u16;
-    let addresses = match (src.ip(), dst.ip()) {
-        (IpAddr::V4(s), IpAddr::V4(d)) => {
-            // Headers as the peer's kernel would send them: DF set, the known identification, hop
-            // limit 64.
-            let at = out.len();
-            out.extend_from_slice(&[0x45, 0]);
-            out.extend_from_slice(&(udp_len + 20).to_be_bytes());
-            out.extend_from_slice(&ip_id.to_be_bytes());
-            out.extend_from_slice(&[0x40, 0, 64, 17, 0, 0]);
-            out.extend_from_slice(&s.octets());
-            out.extend_from_slice(&d.octets());
-            let c = checksum(sum(&out[at..])).to_be_bytes();
-            out[at + 10..at + 12].copy_from_slice(&c);
-            sum(&out[at + 12..])
-        }
-        (s, d) => {
-            let v6 = |ip| match ip {
-                IpAddr::V4(v4) => v4.to_ipv6_mapped(),
-                IpAddr::V6(v6) => v6,
-            };
-            let at = out.len();
-            out.extend_from_slice(&[0x60, 0, 0, 0]);
-            out.extend_from_slice(&udp_len.to_be_bytes());
-            out.extend_from_slice(&[17, 64]);
-            out.extend_from_slice(&v6(s).octets());
-            out.extend_from_slice(&v6(d).octets());
-            sum(&out[at + 8..])
-        }
+    // As the peer's kernel would send it.
+    let route = RouteHeader {
+        source: src.ip(),
+        destination: dst.ip(),
+        traffic_class: 0,
+        flow_label: 0,
+        hop_limit: 64,
+        identification: ip_id,
+        payload_len: udp_len,
     };
+    let bytes = route.to_bytes();
+    let (header, addresses) = match route.network() {
+        NetworkHeader::Ipv4 => (&bytes[20..], &bytes[32..]),
+        NetworkHeader::Ipv6 => (&bytes[..], &bytes[8..]),
+    };
+    out.extend_from_slice(header);
+    let addresses = sum(addresses);
     let at = out.len();
     out.extend_from_slice(&src.port().to_be_bytes());
     out.extend_from_slice(&dst.port().to_be_bytes());

@@ -8,6 +8,7 @@
     reason = "unshare(2) has no safe wrapper that knows which flags are harmless"
 )]
 
+mod frames;
 mod removal;
 mod strangers;
 

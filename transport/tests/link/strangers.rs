@@ -17,6 +17,7 @@ use riser_transport::wire::{
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
+use super::frames::sniffer;
 use super::{Link, V4, V6, on_a_link, sh};
 use crate::suite::world::{
     End, Side, Wants, World, connect_on, connected, init_attr, objects, pattern,
@@ -182,13 +183,7 @@ fn a_buffer_that_is_used_again_does_not_leave_for_its_old_peer() {
         if let Err(why) = sh("tc qdisc add dev v0 root tbf rate 10mbit burst 64kb latency 60s") {
             return skip(test, &why);
         }
-        let mut sniffer = w.at_b.run(|| {
-            let every_protocol = Protocol::from(i32::from(3u16.to_be()));
-            let socket = Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol)).unwrap();
-            socket.set_nonblocking(true).unwrap();
-            socket.set_recv_buffer_size(1 << 20).unwrap();
-            socket
-        });
+        let mut sniffer = w.at_b.run(sniffer);
         let forger = w.at_b.run(|| UdpSocket::bind((V4[1], 0)).unwrap());
         let (a, b) = connected(w);
         a.memory.fill(0, MESSAGES * LEN, b'A');

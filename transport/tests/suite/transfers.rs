@@ -49,9 +49,7 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
         let command = SendWr::new(2, SendOp::Send, &command_sge).flags(SendFlags::empty());
         b.recv(w, 3, 900_000, 64);
         a.recv(w, 5, 900_000, 64);
-        w.provider(End::A)
-            .post_send(a.qp, &[reg, command])
-            .unwrap();
+        w.provider(End::A).post_send(a.qp, &[reg, command]).unwrap();
         let c = b.completion(w);
         assert_eq!(
             (c.wr_id, c.opcode, c.status),

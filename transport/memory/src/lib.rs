@@ -27,6 +27,7 @@
 //! - [`sys`]: system calls that send from ranges and receive into them.
 //! - [`shared`]: a mapping that another process has as well.
 //! - [`MappedFile`]: a file in memory, read without a system call.
+//! - [`fault`]: accesses to memory that has gone.
 //! - [`simulated`]: addresses that are the same in each run, and mappings that fail.
 //!
 //! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process, except in
@@ -38,6 +39,7 @@
 )]
 
 mod copy;
+pub mod fault;
 mod mapped_file;
 pub mod shared;
 pub mod simulated;
@@ -49,6 +51,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use self::mapped_file::MappedFile;
 
@@ -66,6 +69,8 @@ struct Mapping {
     address: u64,
     /// Another part of the process has mapped it, writes it and will unmap it.
     is_foreign: bool,
+    /// A byte was accessed that is not mapped, or not for that access.
+    has_faulted: AtomicBool,
 }
 
 // SAFETY: a mapping is plain bytes. All access from this crate goes through raw-pointer copies that
@@ -130,6 +135,7 @@ impl Memory {
             len,
             address,
             is_foreign: false,
+            has_faulted: AtomicBool::new(false),
         })))
     }
 
@@ -143,8 +149,8 @@ impl Memory {
     /// exists:
     ///
     /// - Each byte that is read through a handle is mapped readable when that happens, and each
-    ///   byte that is written is mapped writable. A range with holes is allowed as long as nothing
-    ///   touches them.
+    ///   byte that is written is mapped writable, or faults are caught ([`fault::catch`]). A range
+    ///   with holes is allowed as long as nothing touches them.
     /// - No Rust reference to a byte of the range is alive while a handle writes that byte, and no
     ///   mutable one while a handle reads it. Raw pointers, and code in other languages, may access
     ///   the range at any time: bytes may then be mixed of old and new.
@@ -155,6 +161,7 @@ impl Memory {
             len,
             address: base as u64,
             is_foreign: true,
+            has_faulted: AtomicBool::new(false),
         }))
     }
 
@@ -222,7 +229,11 @@ impl Memory {
         self.check(offset, out.len());
         // SAFETY: the source range was checked; `out` is an exclusive Rust slice, so it cannot
         // overlap memory that is only reachable by raw pointer.
-        unsafe { copy::load(self.ptr(offset), out.as_mut_ptr(), out.len()) };
+        let is_copied = unsafe { copy::load(self.ptr(offset), out.as_mut_ptr(), out.len()) };
+        if !is_copied {
+            self.note_fault();
+            out.fill(0);
+        }
     }
 
     /// Copies `data` in, at `offset`.
@@ -232,7 +243,10 @@ impl Memory {
     pub fn write(&self, offset: usize, data: &[u8]) {
         self.check(offset, data.len());
         // SAFETY: as in `read`, with the roles exchanged.
-        unsafe { copy::store(data.as_ptr(), self.ptr(offset), data.len()) };
+        let is_copied = unsafe { copy::store(data.as_ptr(), self.ptr(offset), data.len()) };
+        if !is_copied {
+            self.note_fault();
+        }
     }
 
     /// Fills `len` bytes from `offset` on with `byte`.
@@ -242,7 +256,9 @@ impl Memory {
     pub fn fill(&self, offset: usize, len: usize, byte: u8) {
         self.check(offset, len);
         // SAFETY: the range was checked.
-        unsafe { copy::fill(self.ptr(offset), byte, len) };
+        if !unsafe { copy::fill(self.ptr(offset), byte, len) } {
+            self.note_fault();
+        }
     }
 
     /// Copies `len` bytes from one mapping to another, or within one; overlap is allowed.
@@ -258,7 +274,11 @@ impl Memory {
         if !is_ahead {
             // SAFETY: both ranges were checked; the destination is outside of the source or before
             // it.
-            unsafe { copy::copy(from, to, len) };
+            if !unsafe { copy::copy(from, to, len) } {
+                // Which of them it was, a closer look at either finds out.
+                let foreign = [src, dst].into_iter().filter(|m| m.0.is_foreign);
+                foreign.for_each(Memory::note_fault);
+            }
             return;
         }
         // From the last to the first, in pieces that are wholly read before they are written.
@@ -278,9 +298,26 @@ impl Memory {
         let mut copy = [MaybeUninit::<u8>::uninit(); CHUNK];
         let room = &mut copy[..len];
         // SAFETY: the source range was checked; the destination is a local array.
-        unsafe { copy::load(self.ptr(offset), room.as_mut_ptr().cast(), len) };
+        if !unsafe { copy::load(self.ptr(offset), room.as_mut_ptr().cast(), len) } {
+            self.note_fault();
+            room.fill(MaybeUninit::new(0));
+        }
         // SAFETY: all of `room` has just been written.
         f(unsafe { &*(ptr::from_ref(room) as *const [u8]) })
+    }
+
+    /// Whether a byte of the range was not mapped when it was accessed through any handle, or not for
+    /// that access. See [`fault`].
+    #[must_use]
+    pub fn has_faulted(&self) -> bool {
+        self.0.has_faulted.load(Ordering::Acquire)
+    }
+
+    #[cold]
+    pub(crate) fn note_fault(&self) {
+        assert!(self.0.is_foreign, "a mapping of ours is not mapped");
+        self.0.has_faulted.store(true, Ordering::Release);
+        fault::note();
     }
 
     /// The bytes of the mapping, if it is not foreign and this is the only handle to it: who posts a request, registers
@@ -389,14 +426,19 @@ impl MemSlice {
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let from = self.part(offset, out.len());
         // SAFETY: the source range was checked; `out` is an exclusive Rust slice.
-        unsafe { copy::load(from, out.as_mut_ptr(), out.len()) };
+        if !unsafe { copy::load(from, out.as_mut_ptr(), out.len()) } {
+            self.memory.note_fault();
+            out.fill(0);
+        }
     }
 
     /// Copies in, at `offset` within the range. Panics beyond its end.
     pub fn write(&self, offset: usize, data: &[u8]) {
         let to = self.part(offset, data.len());
         // SAFETY: as in `read`, with the roles exchanged.
-        unsafe { copy::store(data.as_ptr(), to, data.len()) };
+        if !unsafe { copy::store(data.as_ptr(), to, data.len()) } {
+            self.memory.note_fault();
+        }
     }
 
     /// Fills a part of the range with `byte`. Panics beyond its end.

@@ -6,26 +6,23 @@
 //! - A fault in a hole allocates a page: reading a sparse file would fill its file system. So only
 //!   pages that are known to be allocated are read here.
 //! - A file may be made shorter by another process, and memory may fail. The access ends in SIGBUS,
-//!   for which there is a handler: it replaces the page, and the copy reports that the bytes are not
-//!   those of the file. The mapping is not used again after that, since the new page hides the file.
+//!   which is caught ([`crate::fault`]): the copy reports that it has failed. The mapping is not used
+//!   again after that.
 //! - A page may be in swap. Its fault waits as long as the call would.
 //!
 //! The file is written by system calls only. They keep a block whole even where the process is
 //! killed in the middle of it, which a copy to a mapping does not.
 
-use std::cell::Cell;
 use std::io;
-use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{Access, AtFlags, CWD};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::{MemSlice, PAGE, copy};
+use crate::{MemSlice, PAGE, copy, fault};
 
 /// Pages of one word of [`MappedFile::allocated`].
 const BITS: usize = u64::BITS as usize;
@@ -50,13 +47,13 @@ pub struct MappedFile {
     allocated: Box<[AtomicU64]>,
     /// Calls of [`Self::forget`].
     forgotten: AtomicU64,
-    /// A page of the file could not be read, so the mapping is no longer that of the file.
+    /// A page of the file could not be read.
     is_lost: AtomicBool,
 }
 
 // SAFETY: a mapping is plain bytes; all access is by copies that create no references.
 unsafe impl Send for MappedFile {}
-// SAFETY: as above; nothing writes to it but the handler, which replaces whole pages.
+// SAFETY: as above; nothing writes to it.
 unsafe impl Sync for MappedFile {}
 
 impl Drop for MappedFile {
@@ -74,7 +71,7 @@ impl MappedFile {
     /// # Errors
     /// [`io::ErrorKind::PermissionDenied`] for a file that this process may not write, of which the
     /// kernel does not report holes; [`io::ErrorKind::InvalidInput`] if it has no whole page; and
-    /// the errors of `mmap(2)` and `sigaction(2)`.
+    /// the errors of `mmap(2)` and [`fault::catch`].
     pub fn new(file: BorrowedFd<'_>, len: u64) -> io::Result<Self> {
         // mincore(2) reports each page of such a file as there.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -84,7 +81,7 @@ impl MappedFile {
         if pages == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        handler()?;
+        fault::catch()?;
         let len = pages * PAGE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
@@ -116,23 +113,25 @@ impl MappedFile {
         if self.is_lost.load(Ordering::Acquire) || !self.has_pages(&bytes) {
             return false;
         }
-        let guard = Guard::of(self);
         let mut at = bytes.start;
-        for piece in into {
-            // SAFETY: within the mapping, which `self` keeps, and a range that its slice keeps.
-            // Others may write to either, as to any memory of this crate. A page that the file has
-            // lost is replaced by the handler.
-            unsafe { copy::load(self.base.as_ptr().add(at), piece.ptr(), piece.len()) };
-            at += piece.len();
-        }
         // Of a file that was made shorter, the rest of its last page is zeros. Another byte at the end
         // of the range is the file's.
-        // SAFETY: within the mapping, which is not empty.
-        let last = unsafe { self.base.as_ptr().add(at.saturating_sub(1)).read_volatile() };
-        drop(guard);
-        // Set before a page is replaced, by any thread: who has copied from the new page sees it.
-        fence(Ordering::Acquire);
-        if self.is_lost.load(Ordering::Relaxed) {
+        let mut last = 0;
+        let mut is_copied = true;
+        for piece in into {
+            // SAFETY: within the mapping, which `self` keeps, and a range that its slice keeps.
+            // Others may write to either, as to any memory of this crate. Faults are caught.
+            is_copied &=
+                unsafe { copy::load(self.base.as_ptr().add(at), piece.ptr(), piece.len()) };
+            at += piece.len();
+        }
+        // SAFETY: within the mapping, which is not empty; faults are caught.
+        is_copied &= unsafe {
+            let from = self.base.as_ptr().add(at.saturating_sub(1));
+            copy::load(from, &raw mut last, 1)
+        };
+        if !is_copied {
+            self.is_lost.store(true, Ordering::Release);
             return false;
         }
         let end = offset + total as u64;
@@ -225,108 +224,12 @@ fn words(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-thread_local! {
-    /// The mapping that this thread copies from: its range of addresses, and where to note that a
-    /// page is lost. Without a destructor and made before the program runs, so that a signal handler
-    /// may read it.
-    static CURRENT: Cell<(usize, usize, *const AtomicBool)> = const { Cell::new((0, 0, ptr::null())) };
-}
-
-/// Lets the handler replace the pages of a mapping while this thread copies from it.
-struct Guard;
-
-impl Guard {
-    fn of(file: &MappedFile) -> Self {
-        let start = file.base.as_ptr() as usize;
-        CURRENT.set((start, start + file.len, &raw const file.is_lost));
-        // The handler runs in this thread, so the order of the program is enough.
-        compiler_fence(Ordering::SeqCst);
-        Self
-    }
-}
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        compiler_fence(Ordering::SeqCst);
-        CURRENT.set((0, 0, ptr::null()));
-    }
-}
-
-/// What the program did about SIGBUS before.
-static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
-
-/// Makes sure that the handler is there.
-fn handler() -> io::Result<()> {
-    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-    let installed = INSTALLED
-        .get_or_init(|| install().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL)));
-    installed.map_err(io::Error::from_raw_os_error)
-}
-
-fn install() -> io::Result<()> {
-    let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
-    // Asked before the handler is there, so that the handler finds it.
-    // SAFETY: `sigaction` fills the structure.
-    if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: filled by the call.
-    let _ = PREVIOUS.set(unsafe { previous.assume_init() });
-    // SAFETY: all zero is a valid `sigaction`.
-    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    action.sa_sigaction = on_sigbus as *const () as usize;
-    // Another fault of the same copy can come only after the handler has returned.
-    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
-    // SAFETY: a handler that does only what is allowed in one.
-    match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// `BUS_MCEERR_AO` of `asm-generic/siginfo.h`.
-const BUS_MCEERR_AO: libc::c_int = 5;
-
-/// Replaces a page that a copy of this thread could not read, by one of zeros. For any other fault,
-/// the action of before is restored, and takes place when the instruction is repeated.
-extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid structure.
-    let code = unsafe { (*info).si_code };
-    // Sent by a process, or a warning about memory that is not accessed: no instruction has failed,
-    // and none is repeated.
-    if code <= 0 || code == BUS_MCEERR_AO {
-        return;
-    }
-    let (start, end, is_lost) = CURRENT.get();
-    // SAFETY: as above; that of a fault has an address.
-    let at = unsafe { (*info).si_addr() } as usize;
-    if (start..end).contains(&at) {
-        // SAFETY: `is_lost` is that of a mapping whose guard this thread has. It is set first, so
-        // that no thread copies from the new page without seeing it.
-        unsafe { (*is_lost).store(true, Ordering::SeqCst) };
-        let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let page = (at & !(PAGE - 1)) as *mut libc::c_void;
-        // SAFETY: one page of the mapping, which is only copied from. mmap is a system call, so a
-        // handler may make it; it keeps `errno` as it was where it succeeds.
-        let new = unsafe { libc::mmap(page, PAGE, libc::PROT_READ, flags, -1, 0) };
-        if new != libc::MAP_FAILED {
-            return;
-        }
-    }
-    // SAFETY: all zero is the default action.
-    let default = || unsafe { std::mem::zeroed::<libc::sigaction>() };
-    let previous = PREVIOUS.get().copied().unwrap_or_else(default);
-    // SAFETY: sigaction is allowed in a handler.
-    unsafe { libc::sigaction(libc::SIGBUS, &raw const previous, ptr::null_mut()) };
-}
-
-// Miri has no memory files.
-#[cfg(all(test, not(miri)))]
+// Miri has no memory files, and loops do not catch faults.
+#[cfg(all(test, target_arch = "x86_64", not(miri), not(feature = "loops")))]
 mod tests {
     use std::fs::File;
     use std::os::fd::AsFd;
     use std::os::unix::fs::{FileExt, MetadataExt};
-    use std::os::unix::process::ExitStatusExt;
 
     use super::*;
     use crate::Memory;
@@ -475,46 +378,6 @@ mod tests {
             other.read(file.as_fd(), page(8), &beside)
                 && !other.read(file.as_fd(), page(8), &whole)
         );
-    }
-
-    /// Any other SIGBUS ends the process, as it did before there was a handler.
-    #[test]
-    fn a_fault_elsewhere_ends_the_process() {
-        const CHILD: &str = "RISER_TEST_FAULT_ELSEWHERE";
-        let name = "mapped_file::tests::a_fault_elsewhere_ends_the_process";
-        if std::env::var_os(CHILD).is_none() {
-            let test = std::env::current_exe().unwrap();
-            let mut child = std::process::Command::new(test);
-            let output = child
-                .args([name, "--exact"])
-                .env(CHILD, "1")
-                .output()
-                .unwrap();
-            return assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{output:?}");
-        }
-        let file = file("riser-test-elsewhere");
-        file.write_all_at(&[1], 0).unwrap();
-        let map = mapped(&file);
-        let room = Memory::new(PAGE).unwrap();
-        assert!(map.read(file.as_fd(), 0, &[room.whole()]));
-        file.set_len(0).unwrap();
-        let other = mapped(&self::file("riser-test-other"));
-        let _guard = Guard::of(&other);
-        // SAFETY: mapped; the access ends the process.
-        unsafe { ptr::read_volatile(map.base.as_ptr()) };
-    }
-
-    #[test]
-    fn a_signal_that_a_process_sends_changes_nothing() {
-        let file = file("riser-test-sent");
-        file.write_all_at(&[1], 0).unwrap();
-        let map = mapped(&file);
-        let room = Memory::new(PAGE).unwrap();
-        assert!(map.read(file.as_fd(), 0, &[room.whole()]));
-        // SAFETY: raise(3) has no conditions; the handler is there since the file is mapped.
-        unsafe { libc::raise(libc::SIGBUS) };
-        file.set_len(0).unwrap();
-        assert!(!map.read(file.as_fd(), 0, &[room.whole()]));
     }
 
     #[test]

@@ -124,7 +124,8 @@ impl SharedMemory {
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let from = self.data(offset, out.len());
         // SAFETY: the source was checked; `out` is an exclusive Rust slice.
-        unsafe { copy::load(from, out.as_mut_ptr(), out.len()) };
+        let is_copied = unsafe { copy::load(from, out.as_mut_ptr(), out.len()) };
+        assert!(is_copied, "all of the file is there");
     }
 
     /// Copies `bytes` into the data, at `offset`.
@@ -134,7 +135,8 @@ impl SharedMemory {
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         let to = self.data(offset, bytes.len());
         // SAFETY: as in `read`, with the roles exchanged.
-        unsafe { copy::store(bytes.as_ptr(), to, bytes.len()) };
+        let is_copied = unsafe { copy::store(bytes.as_ptr(), to, bytes.len()) };
+        assert!(is_copied, "all of the file is there");
     }
 
     /// Copies memory of this process into the data, at `offset`.
@@ -144,7 +146,9 @@ impl SharedMemory {
     pub fn write_memory(&self, offset: usize, slice: &MemSlice) {
         let to = self.data(offset, slice.len());
         // SAFETY: both ranges are mapped and checked, and of two mappings.
-        unsafe { copy::copy(slice.ptr(), to, slice.len()) };
+        if !unsafe { copy::copy(slice.ptr(), to, slice.len()) } {
+            slice.memory().note_fault();
+        }
     }
 
     fn data(&self, offset: usize, len: usize) -> *mut u8 {

@@ -1,13 +1,14 @@
 //! Batches of work requests that programs build by calls.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use arrayvec::ArrayVec;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{QpCap, QpType, SendFlags, SendOp, SendWr, Sge, UdDest, WrId};
 
 use crate::errno::Errno;
+use crate::lock::unpoisoned;
 use crate::turn::Turn;
 
 /// Operations of datagram queue pairs.
@@ -93,7 +94,7 @@ impl Builder {
 
     /// The batch that is being built.
     pub(crate) fn batch(&self) -> MutexGuard<'_, Batch> {
-        self.batch.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.batch.lock())
     }
 }
 

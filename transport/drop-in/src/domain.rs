@@ -8,10 +8,10 @@
 use std::ffi::c_int;
 use std::mem::zeroed;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{PdId, Verbs as _, XrcdId};
+use std::sync::Mutex;
 
 use crate::context::{Context, context_of};
 use crate::errno::{Errno, number, pointer};
@@ -19,6 +19,7 @@ use crate::object::{Ref, kind};
 
 const BUSY: Errno = Errno(libc::EBUSY);
 
+use crate::lock::unpoisoned;
 /// Bits of `enum ibv_parent_domain_init_attr_mask`.
 const ALLOCATORS: u32 = 1;
 const PD_CONTEXT: u32 = 2;
@@ -195,7 +196,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(
         let id = match file {
             None => open()?,
             Some(file) => {
-                let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut shared = unpoisoned(SHARED.lock());
                 match shared.iter_mut().find(|(name, ..)| *name == file) {
                     Some(_) if attr.oflags & libc::O_EXCL != 0 => return Err(Errno::INVALID),
                     Some((_, id, users)) => {
@@ -235,7 +236,7 @@ fn file_of(context: &Context, fd: c_int) -> Result<File, Errno> {
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Xrcd>::get(xrcd) }.and_then(|xrcd| {
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = unpoisoned(SHARED.lock());
         let at = shared
             .iter()
             .position(|(name, ..)| Some(*name) == xrcd.file);

@@ -26,7 +26,7 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::error;
 
 use crate::errno::Errno;
+use crate::lock::unpoisoned;
 use crate::share::{self, Share};
 
 /// Interval at which the thread looks whether calls still drive the NIC.
@@ -173,7 +174,7 @@ impl Engine {
     /// # Errors
     /// Those of [`Share::open`] and [`Roce::open_shared`], and of making a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
-        let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut engines = unpoisoned(ENGINES.lock());
         engines.retain(|(_, engine)| !engine.is_removed());
         let known = engines.iter().find(|(name, _)| *name == config.name);
         if let Some((_, engine)) = known {
@@ -237,7 +238,7 @@ impl Engine {
 
     /// Takes the lock.
     pub(crate) fn lock(&self) -> Locked<'_> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = unpoisoned(self.state.lock());
         Locked {
             state,
             engine: self,

@@ -12,9 +12,10 @@ use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
 
 use crate::engine::{ENGINES, Engine, Engines, State};
+use crate::lock::unpoisoned;
 use crate::queue::{DESCRIPTORS, descriptor};
 
 /// The locks that are held while the process forks. What they refer to lives as long as the engine
@@ -58,30 +59,30 @@ fn add_handlers() {
 }
 
 extern "C" fn prepare() {
-    let list = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+    let list = unpoisoned(ENGINES.lock());
     let engines: Vec<_> = list.iter().map(|(_, engine)| Arc::clone(engine)).collect();
     let states = engines.iter().map(|engine| {
         // SAFETY: the engine is kept beside the guard, which is dropped first.
         let state: &'static Mutex<State> = unsafe { &*std::ptr::from_ref(engine.state()) };
-        state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(state.lock())
     });
     let held = Held {
         states: states.collect(),
         engines,
         list,
-        queues: DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner),
+        queues: unpoisoned(DESCRIPTORS.lock()),
     };
-    *HELD.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
+    *unpoisoned(HELD.lock()) = Some(held);
 }
 
 /// Releases the locks, in the order that `Held` has its members in.
 extern "C" fn release() {
-    drop(HELD.lock().unwrap_or_else(PoisonError::into_inner).take());
+    drop(unpoisoned(HELD.lock()).take());
 }
 
 extern "C" fn begin_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut held = unpoisoned(HELD.lock());
     if let Some(held) = held.as_mut() {
         // SAFETY: a path that ends with a zero byte.
         let null = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };

@@ -30,6 +30,7 @@
 //! | `names` | names of values, rates |
 //! | `kernel` | structures of the kernel's interface |
 //! | `thread` | its threads |
+//! | `lock` | locks after a panic |
 //! | `turn` | parts of objects that one thread uses at a time |
 //!
 //! # Pointers
@@ -67,6 +68,7 @@ mod errno;
 mod exports;
 mod fork;
 mod kernel;
+mod lock;
 mod memory;
 mod names;
 mod object;

@@ -13,6 +13,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::errno::Errno;
+use crate::lock::unpoisoned;
 
 /// Kind of object.
 pub(crate) trait Kind: Sized + Send + Sync + 'static {
@@ -164,10 +165,7 @@ impl<K: Kind> Deref for Ref<K> {
 }
 
 fn lock<K: Kind>(spares: &Spares<K>) -> std::sync::MutexGuard<'_, Vec<Ref<K>>> {
-    spares
-        .0
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
+    unpoisoned(spares.0.lock())
 }
 
 /// Declares a kind of object.

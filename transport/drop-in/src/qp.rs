@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::mem::zeroed;
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
@@ -20,6 +20,7 @@ use crate::cq::Cq;
 use crate::domain::{Pd, Xrcd};
 use crate::engine::Locked;
 use crate::errno::{Errno, number, pointer};
+use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 use crate::queue::Unacknowledged;
 
@@ -359,7 +360,7 @@ pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_
 
 impl Qp {
     fn groups(&self) -> MutexGuard<'_, BTreeSet<[u8; 16]>> {
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.groups.lock())
     }
 }
 

@@ -3,11 +3,12 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::Errno;
+use crate::lock::unpoisoned;
 
 /// The descriptors of all queues, for `fork`: a child has others at their numbers.
 pub(crate) static DESCRIPTORS: Mutex<BTreeSet<c_int>> = Mutex::new(BTreeSet::new());
@@ -108,7 +109,7 @@ impl<T> EventQueue<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Waiting<T>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.waiting.lock())
     }
 }
 
@@ -119,7 +120,7 @@ impl<T> Drop for EventQueue<T> {
 }
 
 fn descriptors() -> MutexGuard<'static, BTreeSet<c_int>> {
-    DESCRIPTORS.lock().unwrap_or_else(PoisonError::into_inner)
+    unpoisoned(DESCRIPTORS.lock())
 }
 
 /// Events of an object that the program has been given and has not acknowledged. An object is
@@ -132,11 +133,11 @@ pub(crate) struct Unacknowledged {
 
 impl Unacknowledged {
     pub(crate) fn add(&self) {
-        *self.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *unpoisoned(self.count.lock()) += 1;
     }
 
     pub(crate) fn acknowledge(&self, n: u32) {
-        let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = unpoisoned(self.count.lock());
         // A program that acknowledges more than it was given is wrong, and harms itself only.
         *count = count.saturating_sub(n);
         if *count == 0 {
@@ -146,7 +147,7 @@ impl Unacknowledged {
 
     /// Waits until every event has been acknowledged.
     pub(crate) fn wait(&self) {
-        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = unpoisoned(self.count.lock());
         drop(self.none.wait_while(count, |n| *n > 0));
     }
 }

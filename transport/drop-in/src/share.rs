@@ -28,9 +28,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use crate::lock::unpoisoned;
 
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
@@ -320,7 +322,7 @@ impl Share {
     }
 
     fn waiting(&self) -> MutexGuard<'_, VecDeque<(u8, ForwardedPacket)>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.waiting.lock())
     }
 
     /// Sends a packet to another process.

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::net::IpAddr;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{Gid, PortState, Verbs as _};
@@ -22,6 +22,7 @@ use tracing::info;
 use crate::devices::{Device, devices};
 use crate::engine::Engine;
 use crate::errno::Errno;
+use crate::lock::unpoisoned;
 use crate::queue::EventQueue;
 
 /// The only port of a device.
@@ -133,7 +134,7 @@ struct OpenPort {
 static PORTS: Mutex<BTreeMap<c_int, OpenPort>> = Mutex::new(BTreeMap::new());
 
 fn ports() -> MutexGuard<'static, BTreeMap<c_int, OpenPort>> {
-    PORTS.lock().unwrap_or_else(PoisonError::into_inner)
+    unpoisoned(PORTS.lock())
 }
 
 /// What a function returns that returns a number, or a negative error.

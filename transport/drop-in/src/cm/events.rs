@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param, ud_param};
@@ -16,6 +16,7 @@ use super::{EventChannel, Id, create_id, id_of};
 use crate::context::Context;
 use crate::engine::State;
 use crate::errno::{Errno, minus};
+use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 use crate::queue::EventQueue;
 
@@ -97,7 +98,7 @@ pub(crate) fn disconnect_all(state: &mut State) {
 static IDS: Mutex<BTreeMap<(IpAddr, CmId), Ref<Id>>> = Mutex::new(BTreeMap::new());
 
 fn ids() -> MutexGuard<'static, BTreeMap<(IpAddr, CmId), Ref<Id>>> {
-    IDS.lock().unwrap_or_else(PoisonError::into_inner)
+    unpoisoned(IDS.lock())
 }
 
 fn known(state: &State, id: CmId) -> Option<Ref<Id>> {

@@ -23,7 +23,7 @@ use std::ffi::{c_int, c_void};
 use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
@@ -39,6 +39,7 @@ use crate::context::Context;
 use crate::devices::{Device, devices};
 use crate::domain::{Pd, alloc_pd};
 use crate::errno::{Errno, minus, pointer};
+use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 use crate::open::open;
 use crate::queue::{EventQueue, Unacknowledged};
@@ -111,7 +112,7 @@ impl From<CmError> for Errno {
 
 impl Id {
     fn lock(&self) -> MutexGuard<'_, IdState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// Its identifiers of the devices.
@@ -155,7 +156,7 @@ pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> 
     static SHARED: OnceLock<Vec<Mutex<Option<&'static Shared>>>> = OnceLock::new();
     let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
     let place = all.get(device.index).ok_or(Errno::INVALID)?;
-    let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut place = unpoisoned(place.lock());
     // That of the process that this one was forked from is of no use here, nor is that of a device
     // that was removed.
     let is_useful = |context: Ref<Context>| !context.is_inherited() && !context.is_removed();

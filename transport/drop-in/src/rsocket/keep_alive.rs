@@ -3,11 +3,12 @@
 //! A write without bytes is enough: where the other end is gone, the queue pair notices it.
 
 use std::ffi::c_int;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::socket::find;
 use crate::errno::Errno;
+use crate::lock::unpoisoned;
 use crate::thread;
 
 /// Sockets, and when they are tried next.
@@ -21,7 +22,7 @@ static CHANGE: Condvar = Condvar::new();
 /// # Errors
 /// Those of making a thread.
 pub(super) fn begin(number: c_int, interval: Duration) -> Result<(), Errno> {
-    let mut times = TIMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut times = unpoisoned(TIMES.lock());
     if times.is_empty() {
         thread::spawn("riser-keepalive".into(), run)?;
     }
@@ -33,19 +34,19 @@ pub(super) fn begin(number: c_int, interval: Duration) -> Result<(), Errno> {
 
 /// The thread.
 fn run() {
-    let mut times = TIMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut times = unpoisoned(TIMES.lock());
     while let Some(next) = times.iter().map(|(_, at)| *at).min() {
         let now = Instant::now();
         if next > now {
             let waited = CHANGE.wait_timeout(times, next - now);
-            times = waited.unwrap_or_else(PoisonError::into_inner).0;
+            times = unpoisoned(waited).0;
             continue;
         }
         let due: Vec<c_int> = times.iter().filter(|t| t.1 <= now).map(|t| t.0).collect();
         // No socket is locked while the list is, since sockets put themselves on it.
         drop(times);
         let next: Vec<_> = due.iter().map(|n| (*n, attempt(*n))).collect();
-        times = TIMES.lock().unwrap_or_else(PoisonError::into_inner);
+        times = unpoisoned(TIMES.lock());
         times.retain(|(number, at)| *at > now || !due.contains(number));
         let known = |n: &c_int, times: &[(c_int, Instant)]| times.iter().any(|t| t.0 == *n);
         for (number, interval) in next {

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -18,6 +18,7 @@ use super::datagram::Datagram;
 use super::options::{Defaults, Options};
 use crate::errno::Errno;
 use crate::fork::generation;
+use crate::lock::unpoisoned;
 
 /// A socket. It belongs to the process that has made it: a child has its number, and closes it.
 pub(super) struct Socket {
@@ -102,7 +103,7 @@ pub(super) fn insert(number: c_int, kind: Kind) {
         inner: Mutex::new(inner),
         generation: generation(),
     });
-    let mut sockets = SOCKETS.write().unwrap_or_else(PoisonError::into_inner);
+    let mut sockets = unpoisoned(SOCKETS.write());
     sockets
         .get_or_insert_with(HashMap::new)
         .insert(number, socket);
@@ -110,7 +111,7 @@ pub(super) fn insert(number: c_int, kind: Kind) {
 
 /// The socket with a number, of this process.
 pub(super) fn find(number: c_int) -> Option<Arc<Socket>> {
-    let sockets = SOCKETS.read().unwrap_or_else(PoisonError::into_inner);
+    let sockets = unpoisoned(SOCKETS.read());
     let found = sockets.as_ref()?.get(&number).cloned();
     found.filter(|socket| !socket.is_inherited())
 }
@@ -128,7 +129,7 @@ pub(super) fn get(number: c_int) -> Result<Arc<Socket>, Errno> {
 /// # Errors
 /// `EBADF` where there is none.
 pub(super) fn remove(number: c_int) -> Result<Arc<Socket>, Errno> {
-    let mut sockets = SOCKETS.write().unwrap_or_else(PoisonError::into_inner);
+    let mut sockets = unpoisoned(SOCKETS.write());
     let removed = sockets.as_mut().and_then(|s| s.remove(&number));
     removed.ok_or(Errno(libc::EBADF))
 }
@@ -136,7 +137,7 @@ pub(super) fn remove(number: c_int) -> Result<Arc<Socket>, Errno> {
 impl Socket {
     /// Takes the lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.inner.lock())
     }
 
     /// It belongs to the process that this one was forked from.

@@ -14,6 +14,7 @@
 //! | `message` | the packets and the scatter list of a message |
 //! | `emit` | a request packet: its opcode, headers and payload |
 //! | `congestion` | the window of the requester |
+//! | `post` | posts to a queue pair, also an unreliable one |
 //! | `pacing` | the pace of the responder's READ responses |
 //! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
 //! | [`completer`] | takes responses and completes send requests |
@@ -86,6 +87,7 @@ mod ctx;
 pub(crate) mod emit;
 pub(crate) mod message;
 mod pacing;
+pub(crate) mod post;
 pub mod qp;
 pub mod recv_queue;
 mod requester;

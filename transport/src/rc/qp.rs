@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use crate::verbs::{
-    Access, AsyncEvent, Completion, PdId, PostError, PostReason, QpCap, QpState, QpType, RecvWr,
-    SendWr, WcOpcode, WcStatus, qp_state,
+    Access, AsyncEvent, Completion, PdId, PostError, QpCap, QpState, QpType, RecvWr, SendWr,
+    WcOpcode, WcStatus, qp_state,
 };
 use crate::wire::{Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Psn, RnrTimer, emit_headers};
 
 use super::ctx::{Ctx, Fault, PeerPath};
+use super::post::{post_receives, post_sends};
 use super::requester::Requester;
 use super::responder::Responder;
 use super::{CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsParams, TxPacket};
@@ -239,23 +240,7 @@ impl RcQp {
     /// # Errors
     /// The index of the first request that was not posted, and why. RESET, INIT and RTR take none.
     pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
-        // ERROR takes posts, since the owner may post before it has seen the first flushed
-        // completion; each then completes as flushed. Refusing them would leave the owner with
-        // requests that have no completion.
-        if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
-            return Err(PostError {
-                index: 0,
-                reason: PostReason::InvalidState(self.state),
-            });
-        }
-        let mut result = Ok(());
-        for (index, wr) in wrs.iter().enumerate() {
-            if let Err(reason) = self.requester.post(wr) {
-                result = Err(PostError { index, reason });
-                break;
-            }
-        }
-        // After the loop: a chain that stops in its middle flushes what was posted before that.
+        let result = post_sends(self.state, wrs, |wr| self.requester.post(wr));
         if self.state == QpState::Error {
             self.requester.flush(&self.cfg, env.out);
         }
@@ -274,16 +259,7 @@ impl RcQp {
     /// The index of the first request that was not posted, and why. RESET takes none, nor does a
     /// queue pair with a shared receive queue.
     pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
-        let refuse = |reason| Err(PostError { index: 0, reason });
-        // Its receives are posted to the shared queue itself, where no single queue pair could
-        // flush them.
-        if self.cfg.has_srq {
-            return refuse(PostReason::InvalidOpcode);
-        }
-        if self.state == QpState::Reset {
-            return refuse(PostReason::InvalidState(self.state));
-        }
-        let result = env.rq.post(wrs);
+        let result = post_receives(self.state, self.cfg.has_srq, wrs, env.rq);
         if self.state == QpState::Error {
             self.flush_receives(env);
         }
@@ -296,6 +272,12 @@ impl RcQp {
         matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd)
             && !self.responder.has_failed()
             && self.responder.expected() == psn
+    }
+
+    /// Forgets that answers were made to the peer's READs: they were lost before they left, because
+    /// memory that they were read from is gone. A repeated request is refused then.
+    pub fn lose_answers(&mut self) {
+        self.responder.lose_answers();
     }
 
     /// Whether a message is arriving that has taken its receive.

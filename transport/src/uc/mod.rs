@@ -47,10 +47,11 @@ mod tests;
 
 use std::time::Instant;
 
+use crate::rc::post::{post_receives, post_sends};
 use crate::rc::{Env, RcEvent, TxPacket};
 use crate::verbs::{
-    Access, AsyncEvent, Completion, Mtu, PdId, PostError, PostReason, QpCap, QpId, QpState, QpType,
-    RecvWr, SendWr, WcOpcode, WcStatus, WrId, qp_state,
+    Access, AsyncEvent, Completion, Mtu, PdId, PostError, QpCap, QpId, QpState, QpType, RecvWr,
+    SendWr, WcOpcode, WcStatus, WrId, qp_state,
 };
 use crate::wire::{Packet, Psn, Qpn, Service};
 
@@ -244,19 +245,7 @@ impl UcQp {
     /// The index of the first request that was not posted, and why. RESET, INIT and RTR take none,
     /// and READs, atomics and SENDs that invalidate do not exist here.
     pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
-        if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
-            return Err(PostError {
-                index: 0,
-                reason: PostReason::InvalidState(self.state),
-            });
-        }
-        let mut result = Ok(());
-        for (index, wr) in wrs.iter().enumerate() {
-            if let Err(reason) = self.requester.post(wr) {
-                result = Err(PostError { index, reason });
-                break;
-            }
-        }
+        let result = post_sends(self.state, wrs, |wr| self.requester.post(wr));
         if matches!(self.state, QpState::Sqe | QpState::Error) {
             self.requester.flush(&self.cfg, env.out);
         }
@@ -275,14 +264,7 @@ impl UcQp {
     /// The index of the first request that was not posted, and why. RESET takes none, nor does a
     /// queue pair with a shared receive queue.
     pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
-        let refuse = |reason| Err(PostError { index: 0, reason });
-        if self.cfg.has_srq {
-            return refuse(PostReason::InvalidOpcode);
-        }
-        if self.state == QpState::Reset {
-            return refuse(PostReason::InvalidState(self.state));
-        }
-        let result = env.rq.post(wrs);
+        let result = post_receives(self.state, self.cfg.has_srq, wrs, env.rq);
         if self.state == QpState::Error {
             self.flush_receives(env);
         }

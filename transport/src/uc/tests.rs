@@ -14,7 +14,7 @@ use super::*;
 use crate::mr::MrTable;
 use crate::rc::{RecvQueue, packet_cost};
 use crate::verbs::qp_state::{OfType, STATES};
-use crate::verbs::{Handle, LKey, Mr, RKey, RemoteAddr, SendFlags, SendOp, Sge};
+use crate::verbs::{Handle, LKey, Mr, PostReason, RKey, RemoteAddr, SendFlags, SendOp, Sge};
 
 const PD: PdId = PdId(Handle::new(1, 1));
 const QP: QpId = QpId(Handle::new(7, 1));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{wc_opcode_code, wc_status_code};
 use riser_transport::verbs::{
-    Completion, CqId, CqInitAttr, Moderation, Notify, Verbs as _, WcStatus,
+    Completion, CqId, CqInitAttr, Moderation, NetworkHeader, Notify, Verbs as _, WcStatus,
 };
 use rustix::fs::OFlags;
 
@@ -22,6 +22,10 @@ use crate::turn::Turn;
 
 /// The only bit of `enum ibv_cq_attr_mask`.
 const MODERATE: u32 = 1;
+
+/// Service levels of datagrams with a route header of RoCEv2: a bit for UDP, and the kind of header.
+const IPV4_OVER_UDP: u8 = 0b1010;
+const IPV6_OVER_UDP: u8 = 0b1001;
 
 /// A completion channel: a queue of notifications with a descriptor.
 pub(crate) struct Channel {
@@ -343,6 +347,13 @@ pub(crate) fn convert(ours: &Completion) -> ibv_wc {
         // Only datagrams have a sender's number, and on RoCE always a route header.
         if ours.src_qp != 0 {
             wc.wc_flags |= IBV_WC_GRH;
+        }
+        // The completion says of which kind the header is (IBTA annex A17, 4.5.1), in this structure
+        // where adapters of the ConnectX family do: UCX looks there for the address.
+        match ours.network {
+            Some(NetworkHeader::Ipv4) => wc.sl = IPV4_OVER_UDP,
+            Some(NetworkHeader::Ipv6) => wc.sl = IPV6_OVER_UDP,
+            None => {}
         }
     }
     wc

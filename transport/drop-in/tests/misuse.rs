@@ -167,6 +167,9 @@ fn huge_values_are_refused() {
         assert!(create(entries).is_null(), "{entries}");
         assert_eq!(errno(), libc::EINVAL, "{entries}");
     }
+    // Libraries ask for this many, for all peers that there may ever be.
+    let cq = device.create_cq(200_000);
+    assert_eq!(destroy_cq(cq), 0);
     let cq = device.create_cq(4);
     let resize = |n: c_int| call!(ibv_resize_cq(cq => *mut ibv_cq, n => c_int) -> c_int);
     assert_eq!(resize(c_int::MAX), libc::EINVAL);
@@ -360,6 +363,55 @@ fn an_event_channel_goes_before_its_identifiers() {
         }
     }
     assert_eq!(destroy_id(id), 0);
+}
+
+#[test]
+fn an_identifier_that_waited_for_its_calls_moves_to_a_channel() {
+    let id = create_id(ptr::null_mut());
+    let mut addr = socket_address(2, 7);
+    let resolved = call!(rdma_resolve_addr(id => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        &raw mut addr => *mut sockaddr_in, 1000 => c_int) -> c_int);
+    assert_eq!(resolved, 0, "{}", errno());
+    // SAFETY: the identifier is alive, and so is the event that it keeps.
+    unsafe {
+        assert_eq!((*(*id).event).event, RDMA_CM_EVENT_ADDR_RESOLVED);
+        let channel = create_channel();
+        // The program does not acknowledge that event, so the call must not wait for it.
+        let moved = call!(rdma_migrate_id(id => *mut rdma_cm_id,
+            channel => *mut rdma_event_channel) -> c_int);
+        assert_eq!(moved, 0, "{}", errno());
+        assert!((*id).event.is_null());
+        assert_eq!((*id).channel, channel);
+        set_nonblocking((*channel).fd);
+        call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+        assert_eq!(next_event(channel), Some(RDMA_CM_EVENT_ROUTE_RESOLVED));
+        assert_eq!(destroy_id(id), 0);
+        call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    }
+}
+
+#[test]
+fn an_identifier_of_all_devices_shows_none() {
+    let channel = create_channel();
+    let id = create_id(channel);
+    let mut any = socket_address(0, 0);
+    any.sin_addr.s_addr = 0;
+    assert_eq!(bind(id, any), 0, "{}", errno());
+    // SAFETY: the identifier is alive.
+    unsafe {
+        assert!((*id).verbs.is_null());
+        assert!((*id).pd.is_null());
+        let port = call!(rdma_get_src_port(id => *mut rdma_cm_id) -> u16);
+        assert_ne!(port, 0);
+        let mut addr = socket_address(2, 7);
+        set_nonblocking((*channel).fd);
+        call!(rdma_resolve_addr(id => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+            &raw mut addr => *mut sockaddr_in, 1000 => c_int) -> c_int);
+        assert_eq!(next_event(channel), Some(RDMA_CM_EVENT_ADDR_RESOLVED));
+        assert!(!(*id).verbs.is_null(), "it has the device of its route");
+        assert_eq!(destroy_id(id), 0);
+    }
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
 }
 
 /// The next event of a channel that does not block, or none.

@@ -203,6 +203,8 @@ fn send(qp: *mut ibv_qp, ah: *mut ibv_ah, number: u32, data: &[u8]) {
 
 fn create_ah(device: &Device, gid: ibv_gid) -> *mut ibv_ah {
     let mut attr = ah_attr(gid);
+    // A flow label has 20 bits, and adapters do not look at the others.
+    attr.grh.flow_label = u32::MAX;
     let ah = call!(ibv_create_ah(device.pd => *mut ibv_pd, &raw mut attr => *mut ibv_ah_attr)
         -> *mut ibv_ah);
     assert!(!ah.is_null(), "{}", errno());
@@ -222,6 +224,7 @@ fn a_datagram_is_answered_by_its_completion_and_header() {
         send(a, create_ah(&one, two.gid()), (*b).qp_num, b"question");
         let mut wc = completions(cq_two, 1)[0];
         assert_eq!((wc.byte_len, wc.src_qp), (48, (*a).qp_num));
+        assert_eq!(wc.sl, 0b1010, "an IPv4 header, over UDP");
         let grh = at_b.as_mut_ptr().cast::<c_void>();
 
         let mut attr: ibv_ah_attr = zeroed();

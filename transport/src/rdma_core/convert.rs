@@ -229,7 +229,8 @@ pub fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
     }
 }
 
-/// The path that an address attribute with a global route describes.
+/// The path that an address attribute with a global route describes. Its flow label has 20 bits; more,
+/// which some programs set, go nowhere on an adapter either.
 #[must_use]
 pub fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
     AhAttr {
@@ -238,7 +239,7 @@ pub fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
         sgid_index: u16::from(theirs.grh.sgid_index),
         hop_limit: theirs.grh.hop_limit,
         traffic_class: theirs.grh.traffic_class,
-        flow_label: theirs.grh.flow_label,
+        flow_label: theirs.grh.flow_label & 0x000f_ffff,
         port: theirs.port_num,
     }
 }

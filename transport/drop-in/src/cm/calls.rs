@@ -1,7 +1,6 @@
 //! What a program asks of an identifier.
 
 use std::ffi::{c_int, c_void};
-use std::mem;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::slice;
@@ -12,7 +11,7 @@ use riser_transport::rdma_core::convert::{conn_param_of, qp_attr, qp_attr_from_m
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{CmError, CmId, CmOption, ConnParam, RdmaCm};
 
-use super::{Id, address, device_at, device_towards, id_of, rdma_ack_cm_event, rdma_get_cm_event};
+use super::{Id, acknowledge_kept, address, device_at, device_towards, id_of, rdma_get_cm_event};
 use crate::devices::devices;
 use crate::errno::{Errno, minus};
 use crate::object::Ref;
@@ -35,10 +34,7 @@ pub(super) fn complete(id: Ref<Id>) -> Result<(), Errno> {
     };
     // SAFETY: the identifier is alive, and its events are its own.
     unsafe {
-        let old = mem::replace(&mut (*id.c()).event, ptr::null_mut());
-        if !old.is_null() {
-            rdma_ack_cm_event(old);
-        }
+        acknowledge_kept(id);
         let mut event = ptr::null_mut();
         if rdma_get_cm_event(channel.handle(), &raw mut event) != 0 {
             return Err(Errno::last());
@@ -66,7 +62,9 @@ pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     if !id.links().is_empty() {
         return Err(Errno::INVALID);
     }
-    let result = if addr.ip().is_unspecified() {
+    let is_any = is_any(addr.ip());
+    id.lock().is_wildcard = is_any;
+    let result = if is_any {
         bind_all(id, addr)
     } else {
         let device = device_at(addr.ip()).ok_or(Errno(libc::ENODEV))?;
@@ -82,7 +80,7 @@ pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
         id.unlink();
     } else {
         id.show_route();
-        if addr.ip().is_unspecified() {
+        if is_any {
             // The program sees the address that it gave, with the port that was taken.
             let port = id.link().ok().and_then(|(c, i)| c.lock().nic.local_addr(i));
             let port = port.map_or(addr.port(), |a| a.port());
@@ -96,10 +94,21 @@ pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     result
 }
 
-/// Binds to the unspecified address: to all devices, at one port. That of IPv6 stands for IPv4 as
-/// well.
+/// Whether an address stands for all devices: the unspecified one does, and those of loopback, as in
+/// Linux (`cma_any_addr()`), unless a device is at one of them. Then loopback is a network, in which
+/// an address without a device is a mistake.
+fn is_any(addr: IpAddr) -> bool {
+    stands_for_all(addr, devices().iter().map(|d| d.config.addr))
+}
+
+fn stands_for_all(addr: IpAddr, mut devices: impl Iterator<Item = IpAddr>) -> bool {
+    addr.is_unspecified() || (addr.is_loopback() && !devices.any(|device| device.is_loopback()))
+}
+
+/// Binds to all devices, at one port. The unspecified address of IPv6 stands for IPv4 as well, and a
+/// loopback address for the devices of either family.
 fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
-    let is_any_family = addr.is_ipv6();
+    let is_any_family = addr.is_ipv6() || addr.ip().is_loopback();
     let mut port = addr.port();
     for device in devices() {
         let ip = device.config.addr;
@@ -138,11 +147,11 @@ pub(super) fn resolve_addr(
     dst: SocketAddr,
     timeout_ms: c_int,
 ) -> Result<(), Errno> {
-    let src = src.filter(|a| !a.ip().is_unspecified() || a.port() != 0);
+    let src = src.filter(|a| !is_any(a.ip()) || a.port() != 0);
     let links = id.links();
     let (context, device_id) = match links[..] {
         [] => {
-            let given = src.filter(|a| !a.ip().is_unspecified());
+            let given = src.filter(|a| !is_any(a.ip()));
             let device = match given {
                 Some(src) => device_at(src.ip()).ok_or(Errno(libc::ENODEV))?,
                 None => device_towards(dst)?,
@@ -154,7 +163,11 @@ pub(super) fn resolve_addr(
         [first, ..] => first,
     };
     let timeout = Duration::from_millis(timeout_ms.max(0) as u64);
-    let space = id.lock().space;
+    let space = {
+        let mut state = id.lock();
+        state.is_wildcard = false;
+        state.space
+    };
     let mut locked = context.lock();
     let src = match locked.nic.local_addr(device_id) {
         Some(bound) => bound,
@@ -162,9 +175,14 @@ pub(super) fn resolve_addr(
             // An unspecified source stands for the device's own.
             let own = locked.nic.socket_addr().ip();
             let (ip, port) = src.map_or((own, 0), |a| (a.ip(), a.port()));
-            let ip = if ip.is_unspecified() { own } else { ip };
+            let ip = if is_any(ip) { own } else { ip };
             SocketAddr::new(ip, locked.take_port(device_id, space, port)?)
         }
+    };
+    // A peer that stands for all devices is the device itself (`cma_resolve_loopback()`).
+    let dst = match is_any(dst.ip()) {
+        true => SocketAddr::new(src.ip(), dst.port()),
+        false => dst,
     };
     let src = Some(src);
     locked.nic.resolve_addr(device_id, src, dst, timeout)?;
@@ -456,5 +474,28 @@ unsafe fn option(
             RDMA_OPTION_ID_ACK_TIMEOUT => CmOption::AckTimeout(read::<u8>(value, length)?),
             _ => return Err(Errno(libc::ENOSYS)),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_stands_for_all_devices_unless_one_is_there() {
+        let stands = |addr: &str, device: &str| {
+            stands_for_all(
+                addr.parse().unwrap(),
+                std::iter::once(device.parse().unwrap()),
+            )
+        };
+        for any in ["0.0.0.0", "::", "127.0.0.1", "::1"] {
+            assert!(stands(any, "192.0.2.1"), "{any}");
+        }
+        assert!(stands("0.0.0.0", "127.0.0.1"));
+        for one in ["192.0.2.1", "127.0.0.1", "127.0.0.2", "::1"] {
+            assert!(!stands(one, "127.0.0.1"), "{one}");
+        }
+        assert!(!stands("192.0.2.2", "192.0.2.1"));
     }
 }

@@ -277,10 +277,26 @@ pub(crate) unsafe extern "C" fn rdma_migrate_id(
     }))
 }
 
+/// Acknowledges the event of its last call that a synchronous identifier keeps for the program.
+///
+/// # Safety
+/// The program uses the event no longer.
+pub(super) unsafe fn acknowledge_kept(id: Ref<Id>) {
+    // SAFETY: the identifier is alive, and the event its own.
+    unsafe {
+        let event = mem::replace(&mut (*id.c()).event, ptr::null_mut());
+        if !event.is_null() {
+            rdma_ack_cm_event(event);
+        }
+    }
+}
+
 /// Moves an identifier to a channel, or to one of its own.
 pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), Errno> {
     let is_synchronous = to.is_none();
     let to = to.map_or_else(super::create_channel, Ok)?;
+    // SAFETY: it ends with the next call for the identifier.
+    unsafe { acknowledge_kept(id) };
     let (from, had_its_own) = {
         let mut state = id.lock();
         let from = mem::replace(&mut state.channel, to);

@@ -83,6 +83,8 @@ struct IdState {
     /// Its identifiers of the devices: none before it has an address, and several where it listens
     /// on all devices.
     links: Vec<(Ref<Context>, CmId)>,
+    /// It is bound to all devices. As in Linux, the program sees none of them, even if there is one.
+    is_wildcard: bool,
     /// Queue pair, for each request of a listening end point.
     listen_qp: Option<ibv_qp_init_attr>,
     /// Private data of the connection request of an end point.
@@ -331,6 +333,7 @@ fn create_id(
                 is_synchronous,
                 space: ours,
                 links: Vec::new(),
+                is_wildcard: false,
                 listen_qp: None,
                 connect_data: Vec::new(),
                 options: Vec::new(),
@@ -389,7 +392,7 @@ impl Ref<Id> {
             let gid = locked.nic.query_gid(1, 0).ok();
             (locked.nic.local_addr(id), locked.nic.peer_addr(id), gid)
         };
-        let is_wildcard = self.lock().links.len() > 1;
+        let is_wildcard = self.lock().is_wildcard;
         let pd = shared(context.device).map(|shared| shared.pd.handle());
         // SAFETY: the identifier is alive; the program reads these members once it has the outcome
         // of the call, or the event, that sets them.
@@ -428,12 +431,8 @@ pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
             let queue = Arc::clone(&state.queue);
             (state.channel, queue, state.is_synchronous)
         };
-        // SAFETY: the identifier is alive.
-        let event = unsafe { mem::replace(&mut (*id.c()).event, ptr::null_mut()) };
-        if !event.is_null() {
-            // SAFETY: the identifier's own event.
-            unsafe { rdma_ack_cm_event(event) };
-        }
+        // SAFETY: it ends with the identifier.
+        unsafe { acknowledge_kept(id) };
         // What the program has not taken yet goes; what it has taken it must acknowledge.
         retract(&queue, id);
         id.events.wait();

@@ -472,6 +472,46 @@ fn requests_and_what_became_of_them_go_with_their_listener() {
 }
 
 #[test]
+fn identifiers_of_both_families_listen_at_one_port() {
+    let channel = create_channel();
+    // SAFETY: all-zero bytes are valid.
+    let mut any: sockaddr_in = unsafe { zeroed() };
+    any.sin_family = libc::AF_INET as u16;
+    any.sin_port = 3260_u16.to_be();
+    // SAFETY: as above.
+    let mut any_6: sockaddr_in6 = unsafe { zeroed() };
+    any_6.sin6_family = libc::AF_INET6 as u16;
+    any_6.sin6_port = 3260_u16.to_be();
+    let mut bind_6 = |id| call!(rdma_bind_addr(id => *mut rdma_cm_id, &raw mut any_6 => *mut sockaddr_in6) -> c_int);
+    let stay = |id| {
+        let mut only: c_int = 1;
+        call!(rdma_set_option(id => *mut rdma_cm_id, RDMA_OPTION_ID as c_int => c_int,
+            RDMA_OPTION_ID_AFONLY as c_int => c_int, &raw mut only => *mut c_int,
+            size_of::<c_int>() => usize) -> c_int)
+    };
+    let listen = |id| call!(rdma_listen(id => *mut rdma_cm_id, 4 => c_int) -> c_int);
+    let ipv4 = create_id(channel);
+    assert_eq!(bind(ipv4, any), 0, "{}", errno());
+    assert_eq!(listen(ipv4), 0, "{}", errno());
+    let both = create_id(channel);
+    assert_eq!(bind_6(both), -1);
+    assert_eq!(errno(), libc::EADDRNOTAVAIL, "IPv4's are taken");
+    // No device has an address of IPv6, so nothing will come.
+    let ipv6 = create_id(channel);
+    assert_eq!(stay(ipv6), 0, "{}", errno());
+    assert_eq!(bind_6(ipv6), 0, "{}", errno());
+    assert_eq!(bind_6(ipv6), -1);
+    assert_eq!(errno(), libc::EINVAL, "it is bound");
+    assert_eq!(listen(ipv6), 0, "{}", errno());
+    let port = u16::from_be(call!(rdma_get_src_port(ipv6 => *mut rdma_cm_id) -> u16));
+    assert_eq!(port, 3260);
+    for id in [ipv4, both, ipv6] {
+        assert_eq!(destroy_id(id), 0);
+    }
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+}
+
+#[test]
 fn a_closed_device_has_no_queue_pairs() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);

@@ -59,7 +59,7 @@ pub(crate) unsafe extern "C" fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut s
 }
 
 pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
-    if !id.links().is_empty() {
+    if id.is_bound() {
         return Err(Errno::INVALID);
     }
     let is_any = is_any(addr.ip());
@@ -78,6 +78,7 @@ pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     };
     if result.is_err() {
         id.unlink();
+        id.lock().is_wildcard = false;
     } else {
         id.show_route();
         if is_any {
@@ -105,14 +106,24 @@ fn stands_for_all(addr: IpAddr, mut devices: impl Iterator<Item = IpAddr>) -> bo
     addr.is_unspecified() || (addr.is_loopback() && !devices.any(|device| device.is_loopback()))
 }
 
-/// Binds to all devices, at one port. The unspecified address of IPv6 stands for IPv4 as well, and a
-/// loopback address for the devices of either family.
+/// Binds to all devices of the address's family, at one port. The unspecified address of IPv6 stands
+/// for IPv4 as well, unless the program has it stay to its family, and a loopback address for the
+/// devices of either family. There may be no such device, and then nothing comes: programs bind to
+/// both families without a look at the devices.
 fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
-    let is_any_family = addr.is_ipv6() || addr.ip().is_loopback();
+    let only = id
+        .lock()
+        .options
+        .iter()
+        .rev()
+        .find_map(|option| match option {
+            CmOption::AddressFamilyOnly(only) => Some(*only),
+            _ => None,
+        });
+    let is_any_family = addr.ip().is_loopback() || (addr.is_ipv6() && only != Some(true));
     let mut port = addr.port();
     for device in devices() {
-        let ip = device.config.addr;
-        if ip.is_ipv4() != addr.is_ipv4() && !is_any_family {
+        if device.config.addr.is_ipv4() != addr.is_ipv4() && !is_any_family {
             continue;
         }
         let (context, device_id) = id.link_to(device)?;
@@ -120,9 +131,13 @@ fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
         let mut locked = context.lock();
         // The first device chooses for all where the program leaves it open.
         port = locked.take_port(device_id, space, port)?;
+        let ip = match addr.ip() {
+            ip if ip.is_unspecified() => ip,
+            _ => device.config.addr,
+        };
         locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
     }
-    id.link().map(drop).map_err(|_| Errno(libc::ENODEV))
+    Ok(())
 }
 
 /// `rdma_resolve_addr(3)`.
@@ -207,7 +222,7 @@ pub(crate) unsafe extern "C" fn rdma_resolve_route(
 pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
-        if id.links().is_empty() {
+        if !id.is_bound() {
             // One that is not bound listens at a free port of all devices.
             let any = SocketAddr::new(IpAddr::from([0u16; 8]), 0);
             bind(id, any)?;

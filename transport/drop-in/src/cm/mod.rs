@@ -83,7 +83,8 @@ struct IdState {
     /// Its identifiers of the devices: none before it has an address, and several where it listens
     /// on all devices.
     links: Vec<(Ref<Context>, CmId)>,
-    /// It is bound to all devices. As in Linux, the program sees none of them, even if there is one.
+    /// It is bound to all devices, and may have no link then, where no device has an address of that
+    /// family. As in Linux, the program sees none of them, even if there is one.
     is_wildcard: bool,
     /// Queue pair, for each request of a listening end point.
     listen_qp: Option<ibv_qp_init_attr>,
@@ -120,6 +121,12 @@ impl Id {
     /// Its identifiers of the devices.
     fn links(&self) -> Vec<(Ref<Context>, CmId)> {
         self.lock().links.clone()
+    }
+
+    /// Whether it has an address.
+    fn is_bound(&self) -> bool {
+        let state = self.lock();
+        state.is_wildcard || !state.links.is_empty()
     }
 
     /// Its identifier of the device.

@@ -1,5 +1,6 @@
 //! Work requests.
 
+use std::cell::OnceCell;
 use std::ffi::c_int;
 use std::ops::Range;
 use std::slice;
@@ -24,6 +25,12 @@ pub(crate) const CHAIN: usize = 16;
 /// Most bytes of inline data of a chain's part, which are on the stack meanwhile.
 const INLINE: usize = 4096;
 
+/// Most pieces of a scatter list that is copied: no queue pair takes more.
+const SGES: usize = 32;
+
+/// Room for one scatter list of a chain's part.
+type Copied = OnceCell<ArrayVec<Sge, SGES>>;
+
 // A program's scatter list is used as it is.
 const _: () = {
     assert!(size_of::<Sge>() == size_of::<ibv_sge>());
@@ -38,20 +45,49 @@ struct Request<'a> {
     inline: Option<Range<usize>>,
 }
 
-/// A scatter list of the program's.
+/// A scatter list of the program's, of no more than `most` pieces.
+///
+/// One that is not aligned, as in the packed structures of libiscsi, is copied; `None` where the room
+/// for that is taken. rdma-core's providers read such lists on the processors that can.
 ///
 /// # Safety
-/// The list has `count` entries for as long as `'a`.
-unsafe fn sges<'a>(list: *mut ibv_sge, count: c_int) -> Result<&'a [Sge], Errno> {
+/// The list has `count` entries for as long as `'a`, or is too long.
+unsafe fn sges<'a>(
+    list: *mut ibv_sge,
+    count: c_int,
+    most: u32,
+    copied: &'a Copied,
+) -> Result<Option<&'a [Sge]>, Errno> {
     let count = usize::try_from(count).map_err(|_| Errno::INVALID)?;
     if count == 0 {
-        return Ok(&[]);
+        return Ok(Some(&[]));
     }
-    if list.is_null() {
+    // It is not read where it is refused.
+    if list.is_null() || count > most as usize {
         return Err(Errno::INVALID);
     }
+    if list.is_aligned() {
+        // SAFETY: as the caller promises; the two types have the same layout.
+        return Ok(Some(unsafe {
+            slice::from_raw_parts(list.cast::<Sge>(), count)
+        }));
+    }
+    if count > SGES {
+        return Err(Errno::INVALID);
+    }
+    // SAFETY: as above.
+    let pieces = unsafe { read_sges(list, count) };
+    let is_taken = copied.set(pieces.collect()).is_err();
+    Ok(copied.get().filter(|_| !is_taken).map(|list| &list[..]))
+}
+
+/// Reads a scatter list of the program's, at any address.
+///
+/// # Safety
+/// The list has `count` entries.
+pub(crate) unsafe fn read_sges(list: *const ibv_sge, count: usize) -> impl Iterator<Item = Sge> {
     // SAFETY: as the caller promises; the two types have the same layout.
-    Ok(unsafe { slice::from_raw_parts(list.cast::<Sge>(), count) })
+    (0..count).map(move |i| unsafe { list.add(i).cast::<Sge>().read_unaligned() })
 }
 
 /// Where the rest of a chain begins that could not be posted.
@@ -79,14 +115,15 @@ pub(crate) unsafe extern "C" fn post_send(
     while !wr.is_null() && result.is_ok() {
         let first = wr;
         let mut inline = ArrayVec::<u8, INLINE>::new();
+        let copied = Copied::new();
         let mut chain = ArrayVec::<Request<'_>, CHAIN>::new();
         while !wr.is_null() && !chain.is_full() {
             // SAFETY: a request of the chain.
             let theirs = unsafe { &*wr };
             // SAFETY: as above.
-            match unsafe { request(theirs, &qp, &mut inline) } {
+            match unsafe { request(theirs, &qp, &mut inline, &copied) } {
                 Ok(Some(ours)) => chain.push(ours),
-                // Its inline data have no room beside the others'.
+                // Its inline data or its scatter list have no room beside the others'.
                 Ok(None) if !chain.is_empty() => break,
                 Ok(None) => result = Err(Errno::INVALID),
                 Err(errno) => result = Err(errno),
@@ -117,7 +154,8 @@ pub(crate) unsafe extern "C" fn post_send(
     report(bad, wr, result)
 }
 
-/// Converts a request. Its inline data are appended to `inline`. `None` where they have no room.
+/// Converts a request. Its inline data are appended to `inline`, and its scatter list may be copied.
+/// `None` where they have no room.
 ///
 /// # Safety
 /// The request is the program's, as the manual page demands.
@@ -125,6 +163,7 @@ unsafe fn request<'a>(
     wr: &ibv_send_wr,
     qp: &Qp,
     inline: &mut ArrayVec<u8, INLINE>,
+    copied: &'a Copied,
 ) -> Result<Option<Request<'a>>, Errno> {
     // SAFETY: the opcode says which member of each union is meant.
     let op = unsafe {
@@ -184,12 +223,11 @@ unsafe fn request<'a>(
     } else {
         None
     };
+    let most = qp.init.cap.max_send_sge;
     // SAFETY: as the caller promises.
-    let mut list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
-    // Before it is read.
-    if list.len() > qp.init.cap.max_send_sge as usize {
-        return Err(Errno::INVALID);
-    }
+    let Some(mut list) = unsafe { sges(wr.sg_list, wr.num_sge, most, copied) }? else {
+        return Ok(None);
+    };
     let mut range = None;
     if wr.send_flags & IBV_SEND_INLINE != 0 {
         let start = inline.len();
@@ -226,28 +264,32 @@ unsafe fn request<'a>(
     }))
 }
 
-/// Posts a chain of receives by `post`, some at a time.
+/// Posts a chain of receives, each of no more than `most` pieces, by `post`, some at a time.
 ///
 /// # Safety
 /// The chain is the program's, as the manual page demands.
 unsafe fn receive(
     mut wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
+    most: u32,
     mut post: impl FnMut(&[RecvWr<'_>]) -> Result<(), PostError>,
 ) -> c_int {
     let mut result = Ok(());
     while !wr.is_null() && result.is_ok() {
         let first = wr;
+        let copied = Copied::new();
         let mut chain = ArrayVec::<RecvWr<'_>, CHAIN>::new();
         while !wr.is_null() && !chain.is_full() {
             // SAFETY: a request of the chain.
             let theirs = unsafe { &*wr };
             // SAFETY: as above.
-            match unsafe { sges(theirs.sg_list, theirs.num_sge) } {
-                Ok(sges) => chain.push(RecvWr {
+            match unsafe { sges(theirs.sg_list, theirs.num_sge, most, &copied) } {
+                Ok(Some(sges)) => chain.push(RecvWr {
                     wr_id: WrId(theirs.wr_id),
                     sges,
                 }),
+                // Its scatter list has no room beside another one's.
+                Ok(None) => break,
                 Err(errno) => {
                     result = Err(errno);
                     break;
@@ -278,7 +320,11 @@ pub(crate) unsafe extern "C" fn post_recv(
         Ok(qp) => {
             let mut locked = qp.context.lock();
             // SAFETY: as above.
-            unsafe { receive(wr, bad, |wrs| locked.nic.post_recv(qp.id, wrs)) }
+            unsafe {
+                receive(wr, bad, qp.init.cap.max_recv_sge, |wrs| {
+                    locked.nic.post_recv(qp.id, wrs)
+                })
+            }
         }
         Err(errno) => report(bad, wr, Err(errno)),
     }
@@ -295,7 +341,11 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
         Ok(srq) => {
             let mut locked = srq.context.lock();
             // SAFETY: as above.
-            unsafe { receive(wr, bad, |wrs| locked.nic.post_srq_recv(srq.id, wrs)) }
+            unsafe {
+                receive(wr, bad, srq.max_sge, |wrs| {
+                    locked.nic.post_srq_recv(srq.id, wrs)
+                })
+            }
         }
         Err(errno) => report(bad, wr, Err(errno)),
     }

@@ -19,7 +19,7 @@ use crate::context::{check_same, context_of};
 use crate::domain::{Pd, Xrcd};
 use crate::errno::{Errno, number, pointer};
 use crate::object::Ref;
-use crate::post::CHAIN;
+use crate::post::{CHAIN, read_sges};
 use crate::qp::{Qp, create_qp_by, create_xrc_target, extra_attr, plain_attr};
 use crate::window::binding;
 
@@ -346,30 +346,27 @@ unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length
         lkey: LKey(lkey),
     };
     // SAFETY: the program's pointer, as the manual page demands.
-    unsafe { build(qp, |_, _, batch| set_sges(batch, &[sge])) };
+    unsafe { build(qp, |_, _, batch| set_sges(batch, [sge])) };
 }
 
 /// `ibv_wr_set_sge_list`: data in pieces of registered memory.
 unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: usize, list: *const ibv_sge) {
-    // SAFETY: the program's pointers, as the manual page demands; the two types have the same
-    // layout, see `post`.
+    // SAFETY: the program's pointers, as the manual page demands.
     unsafe {
         build(qp, |_, builder, batch| {
             let most = builder.cap.max_send_sge as usize;
-            let list = match count {
-                0 => &[],
-                _ if list.is_null() || count > most => return Err(Errno::INVALID),
-                _ => slice::from_raw_parts(list.cast::<Sge>(), count),
-            };
-            set_sges(batch, list)
+            if count > most || list.is_null() && count > 0 {
+                return Err(Errno::INVALID);
+            }
+            set_sges(batch, read_sges(list, count))
         });
     }
 }
 
-fn set_sges(batch: &mut Batch, list: &[Sge]) -> Result<(), Errno> {
+fn set_sges(batch: &mut Batch, list: impl IntoIterator<Item = Sge>) -> Result<(), Errno> {
     let start = batch.sges.len();
-    batch.sges.extend_from_slice(list);
-    batch.set_data(Data::Sges(start..start + list.len()))
+    batch.sges.extend(list);
+    batch.set_data(Data::Sges(start..batch.sges.len()))
 }
 
 /// `ibv_wr_set_inline_data`: data that are copied at once.

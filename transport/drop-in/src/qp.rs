@@ -57,6 +57,8 @@ kind!(Qp, ibv_qp_ex, ibv_qp, 0, b"qpai");
 pub(crate) struct Srq {
     pub(crate) context: Ref<Context>,
     pub(crate) id: SrqId,
+    /// Most pieces of a receive.
+    pub(crate) max_sge: u32,
     pub(crate) async_events: Unacknowledged,
 }
 
@@ -508,6 +510,7 @@ fn create_srq(
         Srq {
             context,
             id,
+            max_sge: ours.max_sge,
             async_events: Unacknowledged::default(),
         },
     );

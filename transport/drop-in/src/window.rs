@@ -1,12 +1,12 @@
 //! Memory windows, changes of regions, and null regions.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::{ptr, slice};
+use std::ptr;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::send_flags_of;
 use riser_transport::verbs::{
-    Access, Handle, MrAdvice, MrChange, MrId, MwBind, MwId, MwType, RKey, SendOp, SendWr, Sge,
+    Access, Handle, MrAdvice, MrChange, MrId, MwBind, MwId, MwType, RKey, SendOp, SendWr,
     Verbs as _, VerbsError, WrId,
 };
 
@@ -15,6 +15,7 @@ use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
 use crate::memory::{Mr, foreign, hand_out, rights_of};
 use crate::object::{Ref, kind};
+use crate::post::read_sges;
 use crate::qp::Qp;
 
 /// A memory window.
@@ -140,9 +141,10 @@ pub(crate) unsafe extern "C" fn advise_mr(
         if flags & !FLUSH != 0 || count == 0 || list.is_null() {
             return Err(Errno::INVALID);
         }
-        // SAFETY: the program's list, whose entries are laid out as ours.
-        let list = unsafe { slice::from_raw_parts(list.cast::<Sge>(), count as usize) };
-        let result = pd.context.lock().nic.advise_mr(pd.id, advice, list);
+        // SAFETY: the program's list.
+        let mut list = unsafe { read_sges(list, count as usize) };
+        let mut locked = pd.context.lock();
+        let result = list.try_for_each(|sge| locked.nic.advise_mr(pd.id, advice, &[sge]));
         result.map_err(|error| match error {
             VerbsError::InvalidHandle(_) => Errno(libc::ENOENT),
             VerbsError::InvalidAccess(_) => Errno(libc::EPERM),

@@ -20,6 +20,13 @@ use riser_rdma_core_sys::ops;
 
 const SENDS: u32 = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_WRITE;
 
+/// A scatter list at an address that is no multiple of anything, as in a packed structure.
+#[repr(C, packed)]
+struct Packed {
+    odd: u8,
+    list: [ibv_sge; 2],
+}
+
 /// An address of the library's devices.
 fn socket_address(last: u8, port: u16) -> sockaddr_in {
     // SAFETY: all-zero bytes are valid.
@@ -266,6 +273,67 @@ fn scatter_lists_of_wrong_length_are_refused_unread() {
         refused(&|| (*qp).wr_set_inline_data_list.unwrap()(qp, usize::MAX, list.cast()));
         refused(&|| (*qp).wr_set_inline_data.unwrap()(qp, list.cast(), usize::MAX));
         libc::munmap(pages, 4096);
+    }
+}
+
+#[test]
+fn scatter_lists_at_odd_addresses_are_taken() {
+    let device = Device::open("riser0");
+    let cq = device.create_cq(100);
+    let pair = Pair::new(device, cq, SENDS);
+    let mut bytes = *b"first and second.  there and elsewhere";
+    let mr = pair.device.register(&mut bytes);
+    let piece = |at, length| sge(mr, at, length);
+    let packed = |list| Packed { odd: 0, list };
+    let mut from = [
+        packed([piece(0, 4), piece(10, 2)]),
+        packed([piece(4, 2), piece(12, 2)]),
+    ];
+    let mut to = [
+        packed([piece(20, 4), piece(24, 2)]),
+        packed([piece(30, 4), piece(34, 1)]),
+    ];
+    // SAFETY: all-zero bytes are valid; the lists and the region live until all has completed.
+    unsafe {
+        let mut bad = ptr::null_mut();
+        let mut receives: [ibv_recv_wr; 2] = zeroed();
+        receives[0].next = &raw mut receives[1];
+        for (recv, list) in receives.iter_mut().zip(&mut to) {
+            recv.sg_list = (&raw mut list.list).cast();
+            // One piece: more than the queue takes are refused.
+            recv.num_sge = 1;
+        }
+        let first = &raw mut receives[0];
+        assert_eq!(ops::ibv_post_recv(pair.b, first, &raw mut bad), 0);
+        let mut bad = ptr::null_mut();
+        let mut sends: [ibv_send_wr; 2] = zeroed();
+        sends[0].next = &raw mut sends[1];
+        sends[1].send_flags = IBV_SEND_INLINE;
+        for (send, list) in sends.iter_mut().zip(&mut from) {
+            send.opcode = IBV_WR_SEND;
+            send.send_flags |= IBV_SEND_SIGNALED;
+            send.sg_list = (&raw mut list.list).cast();
+            send.num_sge = 1 + c_int::from(send.send_flags & IBV_SEND_INLINE != 0);
+        }
+        let first = &raw mut sends[0];
+        assert_eq!(ops::ibv_post_send(pair.a, first, &raw mut bad), 0);
+    }
+    let all = completions(cq, 4);
+    assert!(all.iter().all(|wc| wc.status == IBV_WC_SUCCESS));
+    assert_eq!(&bytes[20..24], b"firs");
+    assert_eq!(&bytes[30..34], b"t co");
+    // SAFETY: the builder's calls, with a list as above.
+    unsafe {
+        let qp = pair.builder();
+        post_recv(pair.b, 1, Some(piece(20, 8)));
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_flags = IBV_SEND_SIGNALED;
+        (*qp).wr_send.unwrap()(qp);
+        let list = (&raw const from[0].list).cast();
+        (*qp).wr_set_sge_list.unwrap()(qp, 2, list);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+        completions(cq, 2);
+        assert_eq!(&bytes[20..26], b"firsse");
     }
 }
 

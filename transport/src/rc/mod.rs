@@ -50,7 +50,8 @@
 //!   peer lives.
 //! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked,
 //!   or after [`RcConfig::ack_every`] packets that did not. What it has to acknowledge leaves
-//!   behind the requests of its own that are ready, so that it cuts no train of them. A requester
+//!   ahead of the SENDs and WRITEs of its own that are ready, so that a program has the completion
+//!   of what it has sent before that of the answer. It leaves behind READs and atomics. A requester
 //!   asks at the end of a message, unless another follows at once, and at least every
 //!   [`RcConfig::ack_every`] packets.
 //! - **Credits** count receives, not messages: the limit is the number of receive-consuming

@@ -414,8 +414,8 @@ impl RcQp {
     /// The next packet to send, written into `tx`; false if there is none for now.
     ///
     /// Congestion notifications go first. READ responses and requests take turns in bursts of 16,
-    /// so that the packets of one message come in a row. An acknowledgement waits for the requests
-    /// that are ready, up to such a burst; other short answers wait for none.
+    /// so that the packets of one message come in a row. An acknowledgement waits for the READs and
+    /// atomics that are ready, up to such a burst; other short answers wait for none.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
             // Each turn begins with an empty packet: an attempt that fails may have gathered a
@@ -462,7 +462,7 @@ impl RcQp {
         }
     }
 
-    /// The acknowledgement that waits for requests, written into `tx`; false if there is none. For
+    /// The acknowledgement that waits for READs, written into `tx`; false if there is none. For
     /// a caller that stops before [`RcQp::poll_transmit`] has nothing left.
     pub fn poll_waiting_ack(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         tx.clear();
@@ -475,12 +475,13 @@ impl RcQp {
 
     /// The stream that goes first where both may have something to send.
     fn plan_turn(&mut self) -> Stream {
-        // An acknowledgement alone goes behind the requests that are ready: among them it would cut
-        // their train in two. Behind requests without data, such as READs, it is the end of it;
-        // routers may mark packets with data, and it leaves by itself behind these. Not behind more
-        // than a burst: the peer's window waits for it.
+        // An acknowledgement alone goes ahead of SENDs and WRITEs. The program that posted what it
+        // acknowledges often expects its completion before that of our answer, as devices deliver
+        // them that acknowledge by themselves; tgt's iSER refuses logins otherwise. The programs see
+        // no READ or atomic, and behind the requests of these the acknowledgement is the last
+        // segment of their train. Not behind more than a burst: the peer's window waits for it.
         if self.responder.has_only_ack() {
-            if self.ahead < BURST {
+            if self.ahead < BURST && self.requester.is_read_next() {
                 self.ahead += 1;
                 return Stream::Requests;
             }

@@ -54,6 +54,14 @@ impl Requester {
         Ok(false)
     }
 
+    /// Whether the next request to send is a READ or an atomic.
+    pub(in crate::rc) fn is_read_next(&self) -> bool {
+        // All packets of the current one may have left.
+        let is_sent = |wqe: &SendWqe| matches!(wqe.phase, Phase::Started) && wqe.end() <= self.nxt;
+        let at = self.cur + u64::from(self.sq.peek(self.cur).is_some_and(is_sent));
+        self.sq.peek(at).is_some_and(SendWqe::has_response)
+    }
+
     /// Sends the first packet of the current request, if it may leave now.
     fn begin(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket) -> Result<bool, Fault> {
         let (first, mtu) = (self.nxt, self.mtu);

@@ -372,17 +372,17 @@ fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
 
 #[test]
 fn a_turn_that_ends_before_its_requests_holds_back_no_acknowledgement() {
-    let (ack, write) = (0x11u8, 0x0au8);
+    let (ack, read) = (0x11u8, 0x0cu8);
     let mut nic = nic();
     let qp = connected(&mut nic);
     let asks = write_only(&nic, nic.qp_num(qp).unwrap(), 100);
     receive(&mut nic, peer(), &asks);
     let rkey = RKey(0);
     let remote = RemoteAddr { addr: 0, rkey };
-    let writes = [1, 2].map(|n| SendWr::new(n, SendOp::Write(remote), &[]));
-    nic.post_send(qp, &writes).unwrap();
-    assert_eq!(opcodes_sent(&mut nic, 1), [write, ack]);
-    assert_eq!(opcodes_sent(&mut nic, 1), [write]);
+    let reads = [1, 2].map(|n| SendWr::new(n, SendOp::Read(remote), &[]));
+    nic.post_send(qp, &reads).unwrap();
+    assert_eq!(opcodes_sent(&mut nic, 1), [read, ack]);
+    assert_eq!(opcodes_sent(&mut nic, 1), [read]);
 }
 
 #[test]

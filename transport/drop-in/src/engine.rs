@@ -124,8 +124,6 @@ pub(crate) struct State {
     pub(crate) contexts: HashMap<u64, Box<dyn Reports>>,
     /// What takes the events of the connection manager, once it is used.
     pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
-    /// Ends what the program leaves connected, likewise.
-    pub(crate) on_exit: Option<fn(&mut State)>,
     share: Share,
     /// Ports of identifiers, and the number of identifiers of each.
     ports: HashMap<CmId, share::Port>,
@@ -203,7 +201,6 @@ impl Engine {
                 srqs: HashMap::new(),
                 contexts: HashMap::new(),
                 on_cm_event: None,
-                on_exit: None,
                 share,
                 ports: HashMap::new(),
                 port_users: HashMap::new(),
@@ -361,8 +358,8 @@ fn timespec(time: Duration) -> Timespec {
 static HANDLERS: Once = Once::new();
 
 /// Sends what waits to be sent when the process ends: acknowledgements of a peer's last messages
-/// above all, which an adapter would have sent by itself. Then the peers of connections learn that there
-/// is no one any more. The last packets reach the capture.
+/// above all, which an adapter would have sent by itself, and the end of each connection, which the
+/// kernel would send. The last packets reach the capture.
 extern "C" fn flush() {
     let Ok(engines) = ENGINES.try_lock() else {
         return;
@@ -370,11 +367,9 @@ extern "C" fn flush() {
     for (_, engine) in engines.iter() {
         // A thread that ended amid a call may have left the lock taken.
         if let Ok(mut state) = engine.state.try_lock() {
-            state.nic.transmit(Instant::now());
-            if let Some(on_exit) = state.on_exit {
-                on_exit(&mut state);
-                state.nic.transmit(Instant::now());
-            }
+            let now = Instant::now();
+            state.nic.transmit(now);
+            state.nic.end_connections(now);
             state.nic.flush_capture();
         }
     }

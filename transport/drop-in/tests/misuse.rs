@@ -502,32 +502,103 @@ fn next_event(channel: *mut rdma_event_channel) -> Option<rdma_cm_event_type> {
     None
 }
 
-#[test]
-fn requests_and_what_became_of_them_go_with_their_listener() {
-    let (at_server, at_client) = (create_channel(), create_channel());
-    // SAFETY: the channels are alive.
-    unsafe {
-        set_nonblocking((*at_server).fd);
-        set_nonblocking((*at_client).fd);
-    }
-    let listener = create_id(at_server);
-    assert_eq!(bind(listener, socket_address(2, 0)), 0, "{}", errno());
-    let listening = call!(rdma_listen(listener => *mut rdma_cm_id, 4 => c_int) -> c_int);
-    assert_eq!(listening, 0);
-    let port = u16::from_be(call!(rdma_get_src_port(listener => *mut rdma_cm_id) -> u16));
-    let client = create_id(at_client);
-    let mut addr = socket_address(2, port);
+/// Asks for a connection to a listener.
+fn connect_to(channel: *mut rdma_event_channel, mut addr: sockaddr_in) -> *mut rdma_cm_id {
+    // SAFETY: the channel is alive.
+    unsafe { set_nonblocking((*channel).fd) };
+    let client = create_id(channel);
     call!(rdma_resolve_addr(client => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
         &raw mut addr => *mut sockaddr_in, 1000 => c_int) -> c_int);
-    assert_eq!(next_event(at_client), Some(RDMA_CM_EVENT_ADDR_RESOLVED));
+    assert_eq!(next_event(channel), Some(RDMA_CM_EVENT_ADDR_RESOLVED));
     call!(rdma_resolve_route(client => *mut rdma_cm_id, 1000 => c_int) -> c_int);
-    assert_eq!(next_event(at_client), Some(RDMA_CM_EVENT_ROUTE_RESOLVED));
+    assert_eq!(next_event(channel), Some(RDMA_CM_EVENT_ROUTE_RESOLVED));
     // SAFETY: all-zero bytes are valid.
     let mut param: rdma_conn_param = unsafe { zeroed() };
     param.qp_num = 77;
     let connected = call!(rdma_connect(client => *mut rdma_cm_id,
         &raw mut param => *mut rdma_conn_param) -> c_int);
     assert_eq!(connected, 0, "{}", errno());
+    client
+}
+
+/// As with a kernel, which cleans up after a process.
+#[test]
+fn the_connections_of_a_process_end_with_it() {
+    let channel = create_channel();
+    // SAFETY: the channel is alive.
+    unsafe { set_nonblocking((*channel).fd) };
+    let listener = create_id(channel);
+    assert_eq!(bind(listener, socket_address(1, 0)), 0, "{}", errno());
+    let listening = call!(rdma_listen(listener => *mut rdma_cm_id, 4 => c_int) -> c_int);
+    assert_eq!(listening, 0);
+    let port = u16::from_be(call!(rdma_get_src_port(listener => *mut rdma_cm_id) -> u16));
+    // SAFETY: the child is this test alone, and ends as a program does.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe { libc::alarm(10) };
+        let events = create_channel();
+        let client = connect_to(events, socket_address(1, port));
+        assert_eq!(next_event(events), Some(RDMA_CM_EVENT_CONNECT_RESPONSE));
+        let done = call!(rdma_establish(client => *mut rdma_cm_id) -> c_int);
+        // SAFETY: as above.
+        unsafe { libc::exit(done) };
+    }
+    let mut event: *mut rdma_cm_event = ptr::null_mut();
+    let mut accepted = ptr::null_mut();
+    let start = Instant::now();
+    let mut kinds = Vec::new();
+    while kinds.last() != Some(&RDMA_CM_EVENT_DISCONNECTED) {
+        assert!(start.elapsed() < Duration::from_secs(5), "{kinds:?}");
+        if call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
+            &raw mut event => *mut *mut rdma_cm_event) -> c_int)
+            != 0
+        {
+            thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        // SAFETY: the event is the program's until it is acknowledged; all-zero bytes are valid.
+        unsafe {
+            kinds.push((*event).event);
+            accepted = (*event).id;
+            let is_request = (*event).event == RDMA_CM_EVENT_CONNECT_REQUEST;
+            call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
+            if is_request {
+                let mut param: rdma_conn_param = zeroed();
+                param.qp_num = 78;
+                let result = call!(rdma_accept(accepted => *mut rdma_cm_id,
+                    &raw mut param => *mut rdma_conn_param) -> c_int);
+                assert_eq!(result, 0, "{}", errno());
+            }
+        }
+    }
+    let all = [
+        RDMA_CM_EVENT_CONNECT_REQUEST,
+        RDMA_CM_EVENT_ESTABLISHED,
+        RDMA_CM_EVENT_DISCONNECTED,
+    ];
+    assert_eq!(kinds, all);
+    let mut status = 0;
+    // SAFETY: the child is ours.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    for id in [accepted, listener] {
+        assert_eq!(destroy_id(id), 0);
+    }
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+}
+
+#[test]
+fn requests_and_what_became_of_them_go_with_their_listener() {
+    let (at_server, at_client) = (create_channel(), create_channel());
+    // SAFETY: the channels are alive.
+    unsafe { set_nonblocking((*at_server).fd) };
+    let listener = create_id(at_server);
+    assert_eq!(bind(listener, socket_address(2, 0)), 0, "{}", errno());
+    let listening = call!(rdma_listen(listener => *mut rdma_cm_id, 4 => c_int) -> c_int);
+    assert_eq!(listening, 0);
+    let port = u16::from_be(call!(rdma_get_src_port(listener => *mut rdma_cm_id) -> u16));
+    let client = connect_to(at_client, socket_address(2, port));
     thread::sleep(Duration::from_millis(100));
     // It no longer wants the connection.
     assert_eq!(destroy_id(client), 0);

@@ -447,6 +447,15 @@ impl Roce {
         self.driver.descriptors().chain(watch)
     }
 
+    /// Destroys all identifiers of connections and sends what waits to be sent, for a process that
+    /// ends: peers get the end of each connection, as from a kernel that cleans up after a process,
+    /// and not by a timeout.
+    pub fn end_connections(&mut self, now: Instant) {
+        self.nic.set_now(now);
+        self.nic.destroy_ids();
+        self.transmit(now);
+    }
+
     /// Brings everything captured so far to the file.
     pub fn flush_capture(&mut self) {
         if let Some(capture) = &mut self.capture

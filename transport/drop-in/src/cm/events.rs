@@ -78,22 +78,6 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
     });
 }
 
-/// Disconnects what the program leaves connected when it ends, as the kernel does.
-pub(crate) fn disconnect_all(state: &mut State) {
-    let own = state.nic.socket_addr().ip();
-    // A thread that ended amid a call may have left the lock taken.
-    let Ok(ids) = IDS.try_lock() else {
-        return;
-    };
-    let of_device = ids.keys().filter(|(addr, _)| *addr == own);
-    let all: Vec<CmId> = of_device.map(|(_, id)| *id).collect();
-    drop(ids);
-    for id in all {
-        // Most are not connected.
-        let _ = state.nic.disconnect(id);
-    }
-}
-
 /// The identifiers, by the address of their device and its own identifier.
 static IDS: Mutex<BTreeMap<(IpAddr, CmId), Ref<Id>>> = Mutex::new(BTreeMap::new());
 

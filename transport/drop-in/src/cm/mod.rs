@@ -173,11 +173,7 @@ pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> 
         return Ok(shared);
     }
     let context = open(device)?;
-    {
-        let mut locked = context.lock();
-        locked.on_cm_event = Some(report);
-        locked.on_exit = Some(disconnect_all);
-    }
+    context.lock().on_cm_event = Some(report);
     let pd = alloc_pd(context)?;
     let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd }));
     *place = Some(shared);

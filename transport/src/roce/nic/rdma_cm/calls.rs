@@ -239,6 +239,15 @@ impl Nic {
         Ok(())
     }
 
+    /// Destroys all identifiers, for a process that ends.
+    pub fn destroy_ids(&mut self) {
+        let all: Vec<CmId> = self.cm.ids.iter().map(|(id, _)| id).collect();
+        for id in all {
+            // A request that nothing has seen goes with its listener.
+            let _ = self.destroy_id(id);
+        }
+    }
+
     pub fn cm_local_addr(&self, id: CmId) -> Option<SocketAddr> {
         self.cm.ids.get(id).ok()?.local
     }

@@ -41,11 +41,15 @@ pub struct LunInfo {
 /// TRANSFER LENGTH is.
 const LEAST_SPLIT: u64 = 64 << 10;
 
+/// Longest transfer to a unit that reports no limit, in bytes: that of Linux' initiators, which such
+/// targets were tried with. tgt ends an iSER connection for a longer one.
+const UNREPORTED: u64 = 512 << 10;
+
 /// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes, and
 /// the length beyond which several are faster.
 fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
-    let reported = |blocks: u32| match blocks {
-        0 => u64::MAX,
+    let reported = |blocks: u32, otherwise| match blocks {
+        0 => otherwise,
         blocks => u64::from(blocks) * u64::from(block),
     };
     let whole = |len: u64| {
@@ -54,9 +58,9 @@ fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
     };
     // A quarter of the pool, so that a few transfers are always possible at once.
     let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
-    let max = reported(limits.max_transfer).min(ours);
+    let max = reported(limits.max_transfer, UNREPORTED).min(ours);
     // Longer ones than the optimal length are slower (SBC-3 6.5.3).
-    let optimal = reported(limits.optimal_transfer).max(LEAST_SPLIT);
+    let optimal = reported(limits.optimal_transfer, u64::MAX).max(LEAST_SPLIT);
     (whole(max), whole(optimal.min(max)))
 }
 
@@ -298,7 +302,8 @@ mod tests {
             };
             transfers(&limits, 512, pool)
         };
-        assert_eq!(longest(0, 0, 1 << 30), (MAX_TRANSFER, MAX_TRANSFER));
+        assert_eq!(longest(0, 0, 1 << 30), (512 << 10, 512 << 10));
+        assert_eq!(longest(65_536, 0, 1 << 30), (MAX_TRANSFER, MAX_TRANSFER));
         assert_eq!(longest(256, 2048, 1 << 30), (256 * 512, 256 * 512));
         assert_eq!(longest(4096, 2048, 1 << 30), (2 << 20, 1 << 20));
         assert_eq!(longest(65_536, 2048, 1 << 30), (MAX_TRANSFER, 1 << 20));

@@ -13,6 +13,11 @@ int iscsi_destroy_context(void *iscsi)
     return 0;
 }
 
+/* Time in ms after which no event will come. */
+#ifndef PATIENCE
+#define PATIENCE 12000
+#endif
+
 /* The client waits a second for an event, and takes silence for an error. A guest without KVM may need
  * more than a second for an answer. Some tests wait for one that the target must not give: riserd asks after
  * 15 seconds whether they are there, so they have to take less for silence. After that none will come. */
@@ -25,7 +30,7 @@ int poll(struct pollfd *fds, nfds_t count, int timeout)
 
     if (!real)
         real = dlsym(RTLD_NEXT, "poll");
-    ready = real(fds, count, is_patient ? 12000 : timeout);
+    ready = real(fds, count, is_patient ? PATIENCE : timeout);
     if (is_patient && ready == 0)
         is_silent = 1;
     return ready;

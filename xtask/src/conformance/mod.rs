@@ -1,6 +1,8 @@
 //! `cargo xtask conformance`: libiscsi's test suite against our iSCSI target over TCP, and beside
 //! it the same against `tgt` on the same machine.
 //!
+//! The same suite runs over iSER, its client on our libraries ([`iser`]).
+//!
 //! The whole suite runs in one process of the installed client, or suite by suite in processes of
 //! another one (`--libiscsi`), with two paths to one LUN so that the tests of multipath run too.
 //! The LUN has physical blocks as long as its logical ones, as one test demands without saying so;
@@ -9,6 +11,7 @@
 //! complains, or one that keeps file descriptors when all initiators have gone, makes the command
 //! fail; what happens to the peer does not.
 
+mod iser;
 mod peer;
 mod qemu;
 mod suite;
@@ -23,7 +26,8 @@ use crate::daemon::{self, Daemon};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::tgt::free_port;
-use crate::{Failure, sh};
+use crate::{Failure, sh, verbs};
+pub(crate) use qemu::has_driver as has_qemu_driver;
 use suite::{Run, Verdict};
 
 /// Options of `cargo xtask conformance`.
@@ -32,6 +36,9 @@ pub(crate) struct Options {
     /// Run only our own target.
     #[arg(long)]
     no_peer: bool,
+    /// Leave out the suite over iSER.
+    #[arg(long)]
+    no_iser: bool,
     /// Only these tests, in the client's words: FAMILY, FAMILY.SUITE or FAMILY.SUITE.TEST.
     #[arg(long)]
     tests: Option<String>,
@@ -55,6 +62,7 @@ impl Options {
     pub(crate) fn for_test() -> Self {
         Self {
             no_peer: true,
+            no_iser: false,
             tests: None,
             minutes: 15,
             programs: None,
@@ -157,13 +165,14 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     };
     let scratch = sh::Scratch::new("conformance")?;
     let mut ours = ours(options, &programs, &scratch)?;
+    over_iser(options, &programs, &scratch, &mut ours)?;
     qemu_checks(&programs, &scratch, &mut ours);
     let theirs = if options.no_peer {
         None
     } else {
         peer::run(options, &scratch)
     };
-    print_table(&ours.run, theirs.as_ref());
+    print_table(&ours, theirs.as_ref());
     print_skips(&ours.run);
     Ok(ended(options, ours))
 }
@@ -199,6 +208,17 @@ fn ended(options: &Options, ours: Ours) -> Ended {
             }
         }
     }
+    for test in ours.iser.iter().flat_map(|run| &run.tests) {
+        let name = format!("{}.{} over iSER", test.suite, test.name);
+        match &test.verdict {
+            Verdict::Passed => suite.passed += 1,
+            Verdict::Skipped(reasons) => note(Kind::SuiteTest, &name, &reasons.join("; ")),
+            Verdict::Failed(_) | Verdict::Unfinished => {
+                suite.failed += 1;
+                failures.push(format!("{name}: {:?}", test.verdict));
+            }
+        }
+    }
     let checks = Counts {
         passed: ours.checks,
         failed: ours.failures.len() as u64,
@@ -208,6 +228,31 @@ fn ended(options: &Options, ours: Ours) -> Ended {
     let mut tally = Tally::of(Kind::SuiteTest, suite);
     tally.add(Kind::Check, checks);
     Ended::Ran(tally, (!failures.is_empty()).then(|| failures.join("\n")))
+}
+
+/// The suite over iSER.
+fn over_iser(
+    options: &Options,
+    programs: &Path,
+    scratch: &sh::Scratch,
+    ours: &mut Ours,
+) -> Result<(), Failure> {
+    if options.no_iser {
+        return Ok(());
+    }
+    let programs = match &options.programs {
+        // The library comes with it.
+        None => &verbs::build(daemon::OPTIMIZED)?,
+        Some(_) => programs,
+    };
+    match iser::run(options, programs, scratch)? {
+        Ok(run) => ours.iser = Some(run),
+        Err(why) => {
+            println!("the suite over iSER is left out: {why}");
+            note(Kind::SuiteTest, "all of libiscsi's suite over iSER", &why);
+        }
+    }
+    Ok(())
 }
 
 /// QEMU as a client.
@@ -251,6 +296,8 @@ fn report(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut V
 /// Results of our target.
 struct Ours {
     run: Run,
+    /// The suite over iSER.
+    iser: Option<Run>,
     /// Checks beside the suite that held.
     checks: u64,
     failures: Vec<String>,
@@ -332,6 +379,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     failures.extend(complaints.map(|line| format!("riserd: {line}")));
     Ok(Ours {
         run,
+        iser: None,
         checks,
         failures,
     })
@@ -563,33 +611,36 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-fn print_table(ours: &Run, theirs: Option<&Run>) {
-    let suites = theirs.map(Run::suites).unwrap_or_default();
-    let of_theirs = |name: &str| suites.iter().find(|(n, _)| *n == name).map(|(_, c)| *c);
-    let head = if theirs.is_some() {
-        "tgt: pass  fail  skip"
-    } else {
-        ""
+fn print_table(ours: &Ours, theirs: Option<&Run>) {
+    // Suites that only another column has run have no row: the table is about our target.
+    let columns: Vec<_> = [
+        Some(("riserd", &ours.run)),
+        ours.iser.as_ref().map(|run| ("over iSER", run)),
+        theirs.map(|run| ("tgt", run)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    let row = |name: &str, counts: &[Option<suite::Counts>]| {
+        let cells = counts.iter().map(|counts| match counts {
+            Some(c) => format!("{:>16}{:>6}{:>6}", c.passed, c.failed, c.skipped),
+            None => format!("{:28}", ""),
+        });
+        println!("{name:<28}{}", cells.collect::<String>().trim_end());
     };
-    println!(
-        "\n{:<28}{:>12}{:>6}{:>6}    {head}",
-        "suite", "riserd: pass", "fail", "skip"
-    );
-    // Suites that only the peer ran have no row: the table is about our target.
-    let row = |name: &str, a: suite::Counts, b: Option<suite::Counts>| {
-        let beside = match b {
-            Some(b) => format!("{:>9}{:>6}{:>6}", b.passed, b.failed, b.skipped),
-            None => String::new(),
+    let heads = columns
+        .iter()
+        .map(|(name, _)| format!("{:>16}{:>6}{:>6}", format!("{name}: pass"), "fail", "skip"));
+    println!("\n{:<28}{}", "suite", heads.collect::<String>());
+    for (name, _) in ours.run.suites() {
+        let of = |(_, run): &(_, &Run)| {
+            let mut suites = run.suites().into_iter();
+            suites.find(|(n, _)| *n == name).map(|(_, counts)| counts)
         };
-        println!(
-            "{name:<28}{:>12}{:>6}{:>6}    {beside}",
-            a.passed, a.failed, a.skipped
-        );
-    };
-    for (name, counts) in ours.suites() {
-        row(name, counts, of_theirs(name));
+        row(name, &columns.iter().map(of).collect::<Vec<_>>());
     }
-    row("all", ours.counts(), theirs.map(Run::counts));
+    let all = |(_, run): &(_, &Run)| Some(run.counts());
+    row("all", &columns.iter().map(all).collect::<Vec<_>>());
     if let Some(theirs) = theirs
         && !theirs.is_complete
     {

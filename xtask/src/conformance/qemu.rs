@@ -79,8 +79,8 @@ pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>
     ])
 }
 
-/// Returns whether QEMU's tools speak iSCSI; installs the driver if it may.
-fn has_driver() -> bool {
+/// Returns whether QEMU's tools speak iSCSI, over TCP and iSER; installs the driver if it may.
+pub(crate) fn has_driver() -> bool {
     // What the tools list they may still not have, and no target listens at this port. A QEMU of
     // before 8 reports an unknown protocol, a newer one a module that it cannot load.
     let knows = || {

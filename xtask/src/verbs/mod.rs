@@ -1,15 +1,16 @@
-//! `cargo xtask verbs`: rdma-core's programs and perftest on our `libibverbs.so.1` and
-//! `librdmacm.so.1`.
+//! `cargo xtask verbs`: RDMA programs of others on our `libibverbs.so.1` and `librdmacm.so.1`.
 //!
 //! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
 //! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
 //! unprivileged user ([`runner`]). Programs that know nothing of RDMA run with their sockets as
-//! rsockets. A table has the commands and the output that is expected ([`cases`]). Beside that,
+//! rsockets. A table has the commands and the output that is expected ([`cases`]). tgt, libiscsi and
+//! QEMU exchange data over iSER, with `riserd` and `riser` and with each other ([`iser`]). Beside that,
 //! rdma-core's own tests run ([`pyverbs`]) and so does our provider suite ([`providers`]), and the
 //! exported symbols are compared ([`symbols`]). `--figures` measures instead ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
 
 mod cases;
 mod figures;
+mod iser;
 mod providers;
 mod pyverbs;
 mod runner;
@@ -21,12 +22,12 @@ use std::time::{Duration, Instant};
 
 use cases::Case;
 use pyverbs::{Test, Verdict};
-use runner::Rig;
+pub(crate) use runner::{Ended, Rig};
 
 use crate::daemon::OPTIMIZED;
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
-use crate::{Failure, root, sh};
+use crate::{Failure, conformance, root, sh};
 
 /// Debian packages with the programs.
 pub(crate) const NEEDS: &[Need] = &[
@@ -40,6 +41,10 @@ pub(crate) const NEEDS: &[Need] = &[
     need("redis-server", "redis-server", "a program with epoll"),
     need("redis-benchmark", "redis-tools", "its client"),
     need("perfquery", "infiniband-diags", "programs for management"),
+    need("tgtd", "tgt", "tgt's iSER target"),
+    need("tgtadm", "tgt", "tgt's iSER target"),
+    need("iscsi-inq", "libiscsi-bin", "libiscsi's iSER client"),
+    need("qemu-img", "qemu-utils", "QEMU's iSER driver"),
     pyverbs::NEED,
     symbols::NEED,
 ];
@@ -178,6 +183,11 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
         }
     }
     rows.extend(of_providers(options, &rig)?);
+    for case in iser::CASES {
+        if options.is_chosen(&case.path()) {
+            rows.push(of_iser(options, &rig, &programs, case));
+        }
+    }
     rows.extend(of_pyverbs(options, &rig, &scratch));
     if rows.is_empty() {
         return Err("no case has one of these words in its path".into());
@@ -216,6 +226,7 @@ pub(crate) fn build(profile: &str) -> Result<PathBuf, Failure> {
 fn all_paths() -> Vec<String> {
     let cases = cases::all();
     let paths = cases.iter().map(Case::path);
+    let paths = paths.chain(iser::CASES.iter().map(iser::Case::path));
     let first = std::iter::once(SYMBOLS.to_owned());
     first
         .chain(paths)
@@ -248,21 +259,44 @@ fn of_symbols(programs: &Path) -> Row {
 }
 
 fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
-    let path = case.path();
+    let commands = [&case.server, &case.client].into_iter().flatten();
+    let programs = commands.filter_map(|command| command.split(' ').next());
+    let programs = programs.filter(|program| !program.starts_with('{'));
+    of_programs(options, case.path(), programs, || rig.run(number, case))
+}
+
+fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> Row {
+    if case.needs.contains(&"qemu-img") && !conformance::has_qemu_driver() {
+        let why = "QEMU's iSER driver is missing".to_owned();
+        return show(
+            case.path(),
+            Kind::Program,
+            Outcome::Skipped(why),
+            Duration::ZERO,
+        );
+    }
+    let needs = case.needs.iter().copied();
+    of_programs(options, case.path(), needs, || case.run(rig, programs))
+}
+
+/// Runs a case if its programs are there.
+fn of_programs<'a>(
+    options: &Options,
+    path: String,
+    mut programs: impl Iterator<Item = &'a str>,
+    run: impl FnOnce() -> Result<Duration, Failure>,
+) -> Row {
     let row = |outcome, took| show(path.clone(), Kind::Program, outcome, took);
     if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
         return row(Outcome::NotYet(why), Duration::ZERO);
     }
-    let commands = [&case.server, &case.client].into_iter().flatten();
-    let mut programs = commands.filter_map(|command| command.split(' ').next());
-    let is_missing = |program: &&str| !program.starts_with('{') && sh::which(program).is_none();
-    if let Some(program) = programs.find(is_missing) {
+    if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
         return row(
             Outcome::Skipped(format!("{program} is missing")),
             Duration::ZERO,
         );
     }
-    match rig.run(number, case) {
+    match run() {
         Ok(took) => row(Outcome::Passed, took),
         Err(why) => row(Outcome::Failed(why.to_string()), Duration::ZERO),
     }

@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The programs under test, where a user without rights can read them.
-pub(super) struct Rig {
+pub(crate) struct Rig {
     riser: PathBuf,
     /// `libriser_drop_in.so`; the library for sockets is beside it.
     library: PathBuf,
@@ -49,16 +49,16 @@ pub(super) struct Rig {
 
 /// A process that has ended, or had to be ended.
 #[derive(Clone, Debug)]
-pub(super) struct Ended {
+pub(crate) struct Ended {
     /// Its status; none if its time was up.
-    pub(super) status: Option<ExitStatus>,
+    pub(crate) status: Option<ExitStatus>,
     /// Its output, both kinds.
-    pub(super) said: String,
+    pub(crate) said: String,
 }
 
 impl Rig {
     /// Copies the programs of a folder: a user without rights may not enter that of the sources.
-    pub(super) fn new(
+    pub(crate) fn new(
         programs: &Path,
         scratch: &sh::Scratch,
         logs: &Path,
@@ -92,8 +92,18 @@ impl Rig {
     /// Gives a folder to the user that processes run as.
     fn give(&self, folder: &Path) -> Result<(), Failure> {
         fs::set_permissions(folder, Permissions::from_mode(0o700))?;
+        self.hand_over(folder)
+    }
+
+    /// The program `riser`.
+    pub(super) fn riser(&self) -> &Path {
+        &self.riser
+    }
+
+    /// Gives a file to the user that processes run as.
+    pub(super) fn hand_over(&self, file: &Path) -> Result<(), Failure> {
         if sh::is_root() {
-            chown(folder, Some(NOBODY), Some(NOBODY))?;
+            chown(file, Some(NOBODY), Some(NOBODY))?;
         }
         Ok(())
     }
@@ -108,11 +118,16 @@ impl Rig {
     }
 
     /// A command under `riser run` with a device at an address, and further options.
-    pub(super) fn command(&self, addr: &str, options: &[&str], words: &[&str]) -> Command {
+    pub(crate) fn command(&self, addr: &str, options: &[&str], words: &[&str]) -> Command {
         let mut run = sh::cmd(&self.riser, ["run", "--addr", addr]);
         run.args(options).arg("--").args(words);
+        self.without_rights(&run)
+    }
+
+    /// A command as a user without rights.
+    pub(super) fn without_rights(&self, run: &Command) -> Command {
         // What a program prints is seen at once, though it is no terminal that it prints to.
-        let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), &run);
+        let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), run);
         // Nearest to the program: another user's process would forget the signal.
         let run = sh::ending_with_us(run, "KILL");
         let mut run = match sh::is_root() {
@@ -142,7 +157,7 @@ impl Rig {
     }
 
     /// Starts a command, whose output goes to a log.
-    pub(super) fn start(&self, mut command: Command, log: &str) -> Result<Process, Failure> {
+    pub(crate) fn start(&self, mut command: Command, log: &str) -> Result<Process, Failure> {
         let log = self.logs.join(format!("{}.log", file_name(log)));
         let out = File::create(&log)?;
         command
@@ -234,7 +249,7 @@ impl Rig {
 }
 
 /// A running process of a case. It is ended when the value goes.
-pub(super) struct Process {
+pub(crate) struct Process {
     child: Child,
     log: PathBuf,
 }
@@ -244,6 +259,18 @@ impl Process {
     fn said(&self) -> String {
         let said = fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&said).into_owned()
+    }
+
+    /// Waits until it has said something.
+    pub(super) fn await_words(&self, words: &str, time: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + time;
+        while !self.said().contains(words) {
+            if Instant::now() > until {
+                return Err(format!("does not say {words:?}\n{}", tail(&self.said())).into());
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
     }
 
     fn signal(&self, signal: Signal) {
@@ -257,8 +284,13 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
+    /// Whether it has ended by itself.
+    pub(super) fn has_ended(&mut self) -> Result<bool, Failure> {
+        Ok(self.child.try_wait()?.is_some())
+    }
+
     /// Waits for its end, and ends it when its time is up.
-    pub(super) fn end(&mut self, until: Instant) -> Ended {
+    pub(crate) fn end(&mut self, until: Instant) -> Ended {
         let status = loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => break Some(status),
@@ -418,7 +450,7 @@ fn judge(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), F
 
 /// Status of a process that has ended by itself, and not by a mistake that the kernel or the library
 /// ended.
-fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
+pub(super) fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
     // Programs may go on after it, and what follows hides it.
     if let Some(at) = ended.said.find("panicked at") {
         let lines = ended.said[at..].lines().take(2).collect::<Vec<_>>();
@@ -448,7 +480,7 @@ pub(super) fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
 }
 
 /// The last lines of an output.
-fn tail(said: &str) -> String {
+pub(super) fn tail(said: &str) -> String {
     let lines: Vec<_> = said
         .lines()
         .filter(|line| !line.trim().is_empty())

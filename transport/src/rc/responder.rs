@@ -16,6 +16,7 @@ mod answer;
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use riser_memory::fault;
 use riser_state::become_state;
 
 use self::answer::{Resource, ResourceKind};
@@ -401,6 +402,7 @@ impl Responder {
             )
             .map_err(|_| Refusal::RemoteAccess)?;
         let mut bytes = [0; 8];
+        let faults = fault::count();
         span.read(0, &mut bytes);
         // In the byte order of this host, as the memory is its own; the operands were converted
         // on the wire (`wire/ext.rs`).
@@ -411,6 +413,10 @@ impl Responder {
             _ => original,
         };
         span.write(0, &value.to_ne_bytes());
+        // Its answer is kept, so it is not read again as that of a READ is.
+        if fault::count() != faults {
+            return Err(Refusal::RemoteAccess);
+        }
         // The old value is kept with the resource. A duplicate gets it again, since a second
         // execution would add twice.
         self.accept(ResourceKind::Atomic { original }, 1)

@@ -10,7 +10,10 @@
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
-#![allow(clippy::print_stderr, reason = "a process of the test names what it does")]
+#![allow(
+    clippy::print_stderr,
+    reason = "a process of the test names what it does"
+)]
 
 #[path = "../library/mod.rs"]
 mod library;

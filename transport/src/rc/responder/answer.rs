@@ -395,6 +395,14 @@ impl Responder {
         Err(fault)
     }
 
+    /// Answers were lost before they left, since the memory that they were read from is gone: the peer
+    /// is not taken to have had any of them.
+    pub(in crate::rc) fn lose_answers(&mut self) {
+        for resource in &mut self.resources {
+            resource.is_answered = false;
+        }
+    }
+
     fn emit(&self, ctx: &Ctx<'_>, tx: &mut TxPacket, opcode: Opcode, psn: Psn, ext: ExtHeaders) {
         let opcode = match ctx.cfg.service {
             Service::Rc => opcode,

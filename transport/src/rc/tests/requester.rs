@@ -147,7 +147,7 @@ fn an_acknowledgement_leaves_ahead_of_the_messages_that_are_ready() {
     ask(&mut rig, RQ_PSN);
     rig.post(1, SendOp::Write(PEER), 256);
     rig.post(2, SendOp::Send, 16);
-    let sent = [(0x11, RQ_PSN), (0x0a, SQ_PSN), (0x04, SQ_PSN + 1 | ASKS)];
+    let sent = [(0x11, RQ_PSN), (0x0a, SQ_PSN), (0x04, (SQ_PSN + 1) | ASKS)];
     assert_eq!(rig.sent_brief(), sent);
     ask(&mut rig, RQ_PSN + 1);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 1)], "it waits for none");

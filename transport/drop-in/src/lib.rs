@@ -78,6 +78,7 @@ mod post_ex;
 mod qp;
 mod queue;
 mod rsocket;
+mod sges;
 mod share;
 mod thread;
 mod turn;

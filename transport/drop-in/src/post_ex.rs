@@ -19,8 +19,9 @@ use crate::context::{check_same, context_of};
 use crate::domain::{Pd, Xrcd};
 use crate::errno::{Errno, number, pointer};
 use crate::object::Ref;
-use crate::post::{CHAIN, read_sges};
+use crate::post::CHAIN;
 use crate::qp::{Qp, create_qp_by, create_xrc_target, extra_attr, plain_attr};
+use crate::sges::read_sges;
 use crate::window::binding;
 
 /// Most pieces of a request's inline data that a process can have.

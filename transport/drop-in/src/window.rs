@@ -15,8 +15,8 @@ use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
 use crate::memory::{Mr, foreign, hand_out, rights_of};
 use crate::object::{Ref, kind};
-use crate::post::read_sges;
 use crate::qp::Qp;
+use crate::sges::read_sges;
 
 /// A memory window.
 pub(crate) struct Mw {

@@ -357,6 +357,9 @@ fn timespec(time: Duration) -> Timespec {
 
 static HANDLERS: Once = Once::new();
 
+/// Longest wait for a device's lock when the process ends.
+const FLUSH: Duration = Duration::from_millis(100);
+
 /// Sends what waits to be sent when the process ends: acknowledgements of a peer's last messages
 /// above all, which an adapter would have sent by itself, and the end of each connection, which the
 /// kernel would send. The last packets reach the capture.
@@ -365,8 +368,15 @@ extern "C" fn flush() {
         return;
     };
     for (_, engine) in engines.iter() {
-        // A thread that ended amid a call may have left the lock taken.
-        if let Ok(mut state) = engine.state.try_lock() {
+        let until = Instant::now() + FLUSH;
+        // Bounded: a thread that ended amid a call may have left the lock taken.
+        let state = loop {
+            match engine.state.try_lock() {
+                Err(_) if Instant::now() < until => thread::sleep(TICK),
+                result => break result,
+            }
+        };
+        if let Ok(mut state) = state {
             let now = Instant::now();
             state.nic.transmit(now);
             state.nic.end_connections(now);

@@ -59,6 +59,7 @@ mod neighbours;
 mod nightly;
 mod package;
 mod packages;
+mod qemu_driver;
 mod sh;
 mod sim;
 mod soak;

@@ -27,7 +27,6 @@ use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::tgt::free_port;
 use crate::{Failure, sh, verbs};
-pub(crate) use qemu::has_driver as has_qemu_driver;
 use suite::{Run, Verdict};
 
 /// Options of `cargo xtask conformance`.

@@ -30,13 +30,13 @@ const _: () = {
 /// for that is taken. rdma-core's providers read such lists on the processors that can.
 ///
 /// # Safety
-/// The list has `count` entries for as long as `'a`, or is too long.
-pub(crate) unsafe fn sges<'a>(
+/// The list has `count` entries for as long as the result is used, or is too long.
+pub(crate) unsafe fn sges(
     list: *mut ibv_sge,
     count: c_int,
     most: u32,
-    copied: &'a Copied,
-) -> Result<Option<&'a [Sge]>, Errno> {
+    copied: &Copied,
+) -> Result<Option<&[Sge]>, Errno> {
     let count = usize::try_from(count).map_err(|_| Errno::INVALID)?;
     if count == 0 {
         return Ok(Some(&[]));

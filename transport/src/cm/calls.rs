@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use super::conn::Conn;
 use super::{Cm, CmState, IbCmError, IbCmId, PeerAddr, RepParams, ReqParams, SidrRepParams};
+use crate::verbs::QpType;
 use crate::wire::cm_msg::{
     AdditionalInfo, Bits, CmMessage, CmTimeout, DreqMsg, MraMsg, MraOf, PairMsg, PrivateData,
-    RejMsg, RejOf, RejReason, RepMsg, ReqMsg, SidrStatus, TransportType,
+    RejMsg, RejOf, RejReason, RepMsg, ReqMsg, SidrStatus, transport_of,
 };
 use crate::wire::ids::Qpn;
 
@@ -26,9 +27,10 @@ impl Cm {
         self.make_room()?;
         let id = self.new_id();
         let transaction = self.new_transaction();
+        let (transport, extended_transport) = transport_of(params.qp_type);
         let req = ReqMsg {
             local_comm_id: id.0,
-            vendor_id: Bits::default(),
+            vendor_id: Bits::truncate(params.ece.vendor_id),
             service_id: params.service_id,
             ca_guid: self.config.ca_guid,
             qkey: 0,
@@ -38,7 +40,7 @@ impl Cm {
             local_eecn: Bits::default(),
             remote_eecn: Bits::default(),
             remote_cm_timeout: params.remote_cm_timeout,
-            transport: TransportType::Rc,
+            transport,
             flow_control: params.flow_control,
             starting_psn: params.starting_psn,
             local_cm_timeout: params.local_cm_timeout,
@@ -49,7 +51,8 @@ impl Cm {
             rnr_retry_count: params.rnr_retry_count,
             max_cm_retries: params.max_cm_retries,
             srq: params.srq,
-            extended_transport: Bits::default(),
+            extended_transport,
+            vendor_options: params.ece.options,
             primary: params.primary,
             alternate: params.alternate,
             private_data: params.private_data,
@@ -61,6 +64,7 @@ impl Cm {
             params.service_id,
             transaction,
         );
+        conn.qp_type = params.qp_type;
         conn.local_qpn = params.local_qpn;
         // How long, and how often, the peer is asked is what the REQ itself says to it.
         conn.interval = self.interval(params.remote_cm_timeout);
@@ -71,8 +75,21 @@ impl Cm {
             .duration()
             .min(self.config.max_timewait);
         conn.traffic_class = params.primary.traffic_class;
+        // The kept request has what our queue pair will need, which is not all for the peer to know.
         conn.req = Some(Box::new(req));
         self.insert(id, conn);
+        let req = match params.qp_type {
+            // The responder's end sends no requests, and answers none of the initiator's (as Linux:
+            // `cm_format_req`).
+            QpType::XrcIni => ReqMsg {
+                responder_resources: 0,
+                retry_count: Bits::default(),
+                rnr_retry_count: Bits::default(),
+                srq: false,
+                ..req
+            },
+            _ => req,
+        };
         self.ask(now, id, transaction, &CmMessage::Req(req));
         Ok(id)
     }
@@ -89,13 +106,14 @@ impl Cm {
         params: &RepParams,
     ) -> Result<(), IbCmError> {
         let conn = self.in_state(id, &[CmState::ReqRcvd, CmState::MraReqSent])?;
-        let rep = CmMessage::Rep(RepMsg {
+        let rep = RepMsg {
             local_comm_id: id.0,
             remote_comm_id: conn.remote(),
             qkey: 0,
             qpn: params.local_qpn,
-            vendor_id: Bits::default(),
+            vendor_id: Bits::truncate(params.ece.vendor_id),
             eecn: Bits::default(),
+            vendor_options: params.ece.options,
             starting_psn: params.starting_psn,
             responder_resources: params.responder_resources,
             initiator_depth: params.initiator_depth,
@@ -106,6 +124,19 @@ impl Cm {
             srq: params.srq,
             ca_guid: self.config.ca_guid,
             private_data: params.private_data,
+        };
+        let rep = CmMessage::Rep(match conn.qp_type {
+            // It is named where a reliable datagram service has its context, and has no requests of
+            // its own (as Linux: `cm_format_rep`).
+            QpType::XrcTgt => RepMsg {
+                qpn: Qpn::default(),
+                eecn: Bits::truncate(params.local_qpn.value()),
+                initiator_depth: 0,
+                flow_control: false,
+                srq: true,
+                ..rep
+            },
+            _ => rep,
         });
         let transaction = conn.transaction;
         self.become_state(id, CmState::RepSent);

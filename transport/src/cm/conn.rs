@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::state::CmState;
+use crate::verbs::QpType;
 use crate::wire::cm_msg::{CaGuid, CmPath, CommId, ReqMsg, ServiceId};
 use crate::wire::ids::Qpn;
 use crate::wire::mad::{Mad, TransactionId};
@@ -110,6 +111,8 @@ pub(super) struct Conn {
     pub(super) service_id: ServiceId,
     /// Transaction of the message to answer: REQ, LAP, DREQ or SIDR_REQ.
     pub(super) transaction: TransactionId,
+    /// Kind of our queue pair.
+    pub(super) qp_type: QpType,
     pub(super) local_qpn: Qpn,
     pub(super) remote_qpn: Option<Qpn>,
     pub(super) remote_id: Option<CommId>,
@@ -150,6 +153,7 @@ impl Conn {
             listener: None,
             service_id,
             transaction,
+            qp_type: QpType::Rc,
             local_qpn: Qpn::default(),
             remote_qpn: None,
             remote_id: None,

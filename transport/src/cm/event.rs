@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use super::{CmState, IbCmId, PeerAddr};
-use crate::verbs::{Mtu, PKey};
+use crate::verbs::{Ece, Mtu, PKey, QpType};
 use crate::wire::cm_msg::{
     AdditionalInfo, AprStatus, Bits, CmPath, CmTimeout, Failover, LapMsg, MraOf, PrivateData,
     RejOf, RejReason, RepMsg, ReqMsg, ServiceId, SidrRepMsg, SidrReqMsg, SidrStatus,
@@ -15,7 +15,11 @@ use crate::wire::ids::{Psn, Qpn};
 #[allow(missing_docs, reason = "the fields are those of ReqMsg")]
 pub struct ReqParams {
     pub service_id: ServiceId,
+    /// Kind of our queue pair, whose transport service the request names: RC, UC or XRC initiator.
+    pub qp_type: QpType,
     pub local_qpn: Qpn,
+    /// Vendor options of our queue pair.
+    pub ece: Ece,
     /// The PSN with which the peer shall begin to send.
     pub starting_psn: Psn,
     pub primary: CmPath,
@@ -43,6 +47,8 @@ pub struct ReqParams {
 #[allow(missing_docs, reason = "the fields are those of RepMsg")]
 pub struct RepParams {
     pub local_qpn: Qpn,
+    /// Vendor options of our queue pair.
+    pub ece: Ece,
     /// The PSN with which the peer shall begin to send.
     pub starting_psn: Psn,
     pub responder_resources: u8,
@@ -91,6 +97,8 @@ pub struct SidrRepParams {
 /// transitions to ready-to-receive and ready-to-send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpPeer {
+    /// Kind of our queue pair.
+    pub qp_type: QpType,
     /// Number of the peer's queue pair.
     pub dest_qpn: Qpn,
     /// The first PSN we send.

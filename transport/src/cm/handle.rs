@@ -6,10 +6,10 @@ use super::conn::{Conn, ReqIdentity, reversed};
 use super::event::QpPeer;
 use super::table::is_message;
 use super::{Cm, CmState, IbCmEventKind, IbCmId, PeerAddr};
-use crate::verbs::Mtu;
+use crate::verbs::{Mtu, QpType};
 use crate::wire::cm_msg::{
     CaGuid, CmAttribute, CmMessage, CmMsgError, CommId, DreqMsg, MraMsg, MraOf, PairMsg,
-    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg, TransportType,
+    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg,
 };
 use crate::wire::ids::Qpn;
 use crate::wire::mad::TransactionId;
@@ -86,10 +86,8 @@ impl Cm {
     }
 
     /// Checks that a REQ can be offered to a listener.
-    fn judge_req(&self, from: PeerAddr, req: &ReqMsg) -> Result<Mtu, RejReason> {
-        if req.transport != TransportType::Rc {
-            return Err(RejReason::InvalidTransportType);
-        }
+    fn judge_req(&self, from: PeerAddr, req: &ReqMsg) -> Result<(QpType, Mtu), RejReason> {
+        let qp_type = req.qp_type().ok_or(RejReason::InvalidTransportType)?;
         // On RoCE a GID is an address. One that is not the sender's names a host that has not
         // asked.
         if self.config.checks_gids && req.primary.local_gid.ip() != from {
@@ -99,7 +97,8 @@ impl Cm {
         if is_special(req.qpn) || req.local_comm_id == CommId(0) {
             return Err(RejReason::Unsupported);
         }
-        req.path_mtu.ok_or(RejReason::InvalidMtu)
+        let path_mtu = req.path_mtu.ok_or(RejReason::InvalidMtu)?;
+        Ok((qp_type, path_mtu))
     }
 
     fn handle_req(
@@ -120,8 +119,8 @@ impl Cm {
         };
         // A connection that the peer's adapter may have forgotten ends when the new one is
         // established, not here: this REQ may be forged.
-        let path_mtu = match self.judge_req(from, req) {
-            Ok(path_mtu) => path_mtu,
+        let (qp_type, path_mtu) = match self.judge_req(from, req) {
+            Ok(judged) => judged,
             Err(reason) => return refuse(self, reason),
         };
         let identity = ReqIdentity::new(transaction, req);
@@ -152,6 +151,7 @@ impl Cm {
         let id = self.new_id();
         let mut conn = Conn::new(CmState::ReqRcvd, from, req.service_id, transaction);
         conn.listener = Some(listener);
+        conn.qp_type = qp_type;
         conn.remote_id = Some(req.local_comm_id);
         conn.remote_qpn = Some(req.qpn);
         conn.remote_guid = Some(req.ca_guid);
@@ -171,6 +171,7 @@ impl Cm {
         self.insert(id, conn);
         self.learn_remote(id);
         let qp = QpPeer {
+            qp_type,
             dest_qpn: req.qpn,
             sq_psn: req.starting_psn,
             path_mtu,
@@ -253,16 +254,22 @@ impl Cm {
     }
 
     fn on_rep(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, rep: &RepMsg) {
+        let conn = self.known(id);
+        let dest_qpn = match conn.qp_type {
+            QpType::XrcIni => Qpn::new(rep.eecn.value()),
+            _ => rep.qpn,
+        };
         // A connection to these could be neither used nor ended.
-        if is_special(rep.qpn) || rep.local_comm_id == CommId(0) {
+        if is_special(dest_qpn) || rep.local_comm_id == CommId(0) {
             return self.illegal();
         }
         self.answered(id);
         let conn = self.known(id);
         conn.remote_id = Some(rep.local_comm_id);
-        conn.remote_qpn = Some(rep.qpn);
+        conn.remote_qpn = Some(dest_qpn);
         conn.remote_guid = Some(rep.ca_guid);
         conn.transaction = transaction;
+        let qp_type = conn.qp_type;
         let req = conn
             .req
             .take()
@@ -273,7 +280,8 @@ impl Cm {
         self.become_state(id, CmState::RepRcvd);
         self.end_superseded(now, id);
         let qp = QpPeer {
-            dest_qpn: rep.qpn,
+            qp_type,
+            dest_qpn,
             sq_psn: rep.starting_psn,
             path_mtu: req.path_mtu.expect("our own REQ names an MTU"),
             pkey: req.pkey,

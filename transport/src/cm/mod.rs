@@ -80,8 +80,7 @@
 //!
 //! # Not here
 //!
-//! Redirection, reliable datagram and unreliable connected services, and
-//! ClassPortInfo. Alternate paths are refused unless [`CmConfig`] says otherwise:
+//! Redirection, reliable datagram services, and ClassPortInfo. Alternate paths are refused unless [`CmConfig`] says otherwise:
 //! RoCE has none.
 
 mod calls;

@@ -6,8 +6,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use riser_rdma_core_sys::bindings::*;
 
 use crate::verbs::{
-    Access, AhAttr, CmError, ConnParam, Gid, Mtu, PostReason, QKey, QpAttr, QpState, SendFlags,
-    SendWr, VerbsError, WcOpcode, WcStatus,
+    Access, AhAttr, CmError, ConnParam, Ece, Gid, Mtu, PostReason, QKey, QpAttr, QpState,
+    SendFlags, SendWr, VerbsError, WcOpcode, WcStatus,
 };
 
 /// The error of the last failed call of this thread.
@@ -500,6 +500,8 @@ pub unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
         rnr_retry_count: theirs.rnr_retry_count,
         srq: theirs.srq != 0,
         qp_num: theirs.qp_num,
+        // The library has calls of its own for them.
+        ece: Ece::default(),
         qkey: None,
         ah: None,
     }

@@ -96,6 +96,17 @@ pub enum CmOption {
     AckTimeout(u8),
 }
 
+/// Vendor options of a queue pair, which both sides exchange when they connect (enhanced connection
+/// establishment). The software NIC has none of its own: its queue pairs are 0 here, and what is
+/// given is for queue pairs that their owners take through their states.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ece {
+    /// IEEE identifier (OUI) of the vendor, 24 bits; 0 for no options.
+    pub vendor_id: u32,
+    /// The vendor's options.
+    pub options: u32,
+}
+
 /// Parameters that both sides exchange when they connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnParam {
@@ -117,6 +128,9 @@ pub struct ConnParam {
     /// datagram identifier names none. In a call ours, if the identifier has no queue pair, and
     /// its owner takes one through its states by [`RdmaCm::init_qp_attr`](super::RdmaCm::init_qp_attr).
     pub qp_num: u32,
+    /// Vendor options. An answer names the vendor of the request and those of its options that the
+    /// other side takes.
+    pub ece: Ece,
     /// Datagram identifiers: the Q_Key of the queue pair, the peer's in an event. Without one in
     /// [`RdmaCm::accept`](super::RdmaCm::accept) it is [`DATAGRAM_QKEY`].
     pub qkey: Option<QKey>,
@@ -136,6 +150,7 @@ impl Default for ConnParam {
             rnr_retry_count: 7,
             srq: false,
             qp_num: 0,
+            ece: Ece::default(),
             qkey: None,
             ah: None,
         }

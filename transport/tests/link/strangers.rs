@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use riser_transport::cm::{Cm, CmConfig, ReqParams};
 use riser_transport::verbs::{
-    Access, AhAttr, Gid, Mtu, PKey, Provider as _, QpAttr, QpState, SendOp, SendWr, Sge,
-    Verbs as _, WcStatus,
+    Access, AhAttr, Ece, Gid, Mtu, PKey, Provider as _, QpAttr, QpState, QpType, SendOp, SendWr,
+    Sge, Verbs as _, WcStatus,
 };
 use riser_transport::wire::cm_msg::{Bits, CaGuid, CmPath, CmTimeout, PrivateData, ServiceId};
 use riser_transport::wire::{
@@ -404,7 +404,9 @@ fn forge_req(from: &UdpSocket, to: SocketAddr, n: u32) {
     let path = CmPath::roce(Gid::from(ip), Gid::from(to.ip()), CmTimeout::new(14));
     let params = ReqParams {
         service_id: ServiceId(0xdead),
+        qp_type: QpType::Rc,
         local_qpn: Qpn::new(17 + n),
+        ece: Ece::default(),
         starting_psn: Psn::new(1),
         primary: path,
         alternate: CmPath::default(),

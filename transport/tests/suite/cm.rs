@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use riser_transport::verbs::{
-    CmError, CmEventKind, CmId, CmOption, ConnParam, MAX_CONNECT_PRIVATE_DATA, PortSpace, QpAttr,
-    QpState, RdmaCm as _, SendOp, Verbs as _, VerbsError, WcStatus,
+    CmError, CmEventKind, CmId, CmOption, ConnParam, Ece, MAX_CONNECT_PRIVATE_DATA, PortSpace,
+    QpAttr, QpState, RdmaCm as _, SendOp, Verbs as _, VerbsError, WcStatus,
 };
 
 use crate::suite::world::{
@@ -595,6 +595,41 @@ pub(crate) fn an_answer_is_refused_by_the_owner_of_the_queue_pair<W: World>(mut 
             "{event:?}"
         );
     }
+}
+
+pub(crate) fn vendor_options_reach_the_other_side<W: World>(mut w: W) {
+    let w = &mut w;
+    if w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
+        return;
+    }
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let ece = |options| Ece {
+        vendor_id: 0x00ab_cdef,
+        options,
+    };
+    let own = ConnParam {
+        qp_num: 77,
+        ece: ece(0xf0f0_0001),
+        ..param(b"")
+    };
+    w.provider(End::A).connect(id, &own).unwrap();
+    let request = cm_event(w, End::B);
+    let CmEventKind::ConnectRequest { param: said, .. } = request.kind else {
+        panic!("{request:?}");
+    };
+    assert_eq!(said.ece, own.ece);
+    let answer = ConnParam {
+        qp_num: 78,
+        ece: ece(1),
+        ..param(b"")
+    };
+    w.provider(End::B).accept(request.id, &answer).unwrap();
+    let event = cm_event(w, End::A);
+    let CmEventKind::ConnectResponse { param: said } = event.kind else {
+        panic!("{event:?}");
+    };
+    assert_eq!(said.ece, answer.ece);
 }
 
 pub(crate) fn vendor_options_are_refused_with_their_reason<W: World>(mut w: W) {

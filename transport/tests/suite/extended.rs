@@ -1,15 +1,17 @@
-//! Extended reliable connections (XRC), made by hand.
+//! Extended reliable connections (XRC), made by hand but for one.
 
 use riser_memory::Memory;
 use riser_transport::verbs::{
-    Access, AhAttr, AsyncEvent, Completion, CqId, Handle, Mr, Mtu, PdId, PostReason, QpAttr, QpCap,
-    QpId, QpInitAttr, QpState, QpType, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, SrqId,
-    VerbsError, WcOpcode, WcStatus, WrId, XrcdId,
+    Access, AhAttr, AsyncEvent, CmEventKind, Completion, ConnParam, CqId, Handle, Mr, Mtu, PdId,
+    PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr, RemoteAddr, SendOp,
+    SendWr, Sge, SrqAttr, SrqId, VerbsError, WcOpcode, WcStatus, WrId, XrcdId,
 };
 
-use riser_transport::verbs::Verbs as _;
+use riser_transport::verbs::{RdmaCm as _, Verbs as _};
 
-use crate::suite::world::{End, Side, Wants, World, init_attr, objects, pattern};
+use crate::suite::world::{
+    End, Side, Wants, World, cm_event, init_attr, listen_for, objects, pattern, resolve_for,
+};
 
 /// A shared receive queue at B, with its completion queue and memory of its own.
 struct Queue {
@@ -377,4 +379,81 @@ pub(crate) fn objects_of_xrc_domains<W: World>(mut w: W) {
     p.close_xrcd(xrcd).unwrap();
     let gone = p.close_xrcd(xrcd);
     assert!(matches!(gone, Err(VerbsError::InvalidHandle(_))));
+}
+
+pub(crate) fn an_extended_connection_is_made_by_the_connection_manager<W: World>(mut w: W) {
+    let w = &mut w;
+    let Some(xrcd) = domain(w) else { return };
+    let Some(_listener) = listen_for(w, QpType::XrcTgt) else {
+        return;
+    };
+    let queue = Queue::new(w, xrcd);
+    let id = resolve_for(w, QpType::XrcIni);
+    let wants = Wants::default();
+    let (pd, cq, memory, mr) = objects(w, End::A, &wants);
+    let init = QpInitAttr {
+        qp_type: QpType::XrcIni,
+        ..init_attr(pd, cq, &wants)
+    };
+    let qp = w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    let param = ConnParam {
+        responder_resources: 2,
+        initiator_depth: 3,
+        retry_count: 5,
+        rnr_retry_count: 4,
+        ..ConnParam::default()
+    };
+    w.provider(End::A).connect(id, &param).unwrap();
+    let request = cm_event(w, End::B).id;
+    let target = QpInitAttr::xrc_target(xrcd);
+    let target = w.provider(End::B).create_cm_qp(request, &target).unwrap();
+    // The answer names the queue.
+    let answer = ConnParam {
+        private_data: queue.number.to_be_bytes().to_vec(),
+        rnr_retry_count: 6,
+        ..param.clone()
+    };
+    w.provider(End::B).accept(request, &answer).unwrap();
+    let CmEventKind::Established { param: said } = cm_event(w, End::A).kind else {
+        panic!("not established");
+    };
+    assert_eq!(said.qp_num, w.provider(End::B).qp_num(target).unwrap());
+    let number = said.private_data.first_chunk().unwrap();
+    let number = u32::from_be_bytes(*number);
+    let kind = cm_event(w, End::B).kind;
+    assert!(matches!(kind, CmEventKind::Established { .. }), "{kind:?}");
+    // Each end has the attributes of its kind.
+    let own = w.provider(End::A).query_qp(qp).unwrap();
+    assert_eq!((own.max_rd_atomic, own.max_dest_rd_atomic), (Some(2), None));
+    assert_eq!((own.retry_cnt, own.rnr_retry), (Some(5), Some(6)));
+    let peer = w.provider(End::B).query_qp(target).unwrap();
+    assert_eq!(
+        (peer.max_rd_atomic, peer.max_dest_rd_atomic),
+        (None, Some(2))
+    );
+    assert_eq!((peer.retry_cnt, own.rq_psn), (None, peer.sq_psn));
+    assert_eq!(own.sq_psn, peer.rq_psn);
+    let a = Side {
+        end: End::A,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    };
+    queue.recv(w, 7, 0, 5000);
+    let data = pattern(3, 5000);
+    a.memory.write(0, &data);
+    send(w, &a, number, SendOp::Send, (0, 5000));
+    let c = queue.completion(w);
+    assert_eq!((c.status, c.wr_id), (WcStatus::Success, WrId(7)));
+    assert!(queue.bytes(0, 5000) == data);
+    assert!(a.completion(w).status.is_ok());
+    w.provider(End::A).disconnect(id).unwrap();
+    for end in [End::A, End::B] {
+        assert_eq!(cm_event(w, end).kind, CmEventKind::Disconnected);
+    }
+    let state = w.provider(End::B).query_qp(target).unwrap().state;
+    assert_eq!(state, Some(QpState::Error));
 }

@@ -36,6 +36,7 @@ macro_rules! suite_names {
                 an_owner_takes_its_queue_pairs_through_their_states_itself
                 an_answer_is_refused_by_the_owner_of_the_queue_pair
                 vendor_options_are_refused_with_their_reason
+                vendor_options_reach_the_other_side
                 only_a_connection_has_a_timewait
                 data_before_the_confirmation_establishes
                 an_error_here_does_not_end_the_connection_there;
@@ -51,9 +52,9 @@ macro_rules! suite_names {
     };
 }
 
-/// As [`suite_names`], for the part of the suite that makes connections without the connection
-/// manager. In shared memory there are none of these: a peer is known by the link to it, which the
-/// manager makes.
+/// As [`suite_names`], for the part of the suite that is about services that there are not in shared
+/// memory, and makes connections without the connection manager: there a peer is known by the link to
+/// it, which the manager makes.
 #[macro_export]
 macro_rules! hand_made_names {
     ($then:ident, $given:tt) => {
@@ -62,10 +63,12 @@ macro_rules! hand_made_names {
                 unreliable_connections_share_receives
                 unreliable_messages_without_a_receive_are_lost
                 an_unreliable_queue_pair_goes_through_its_states
-                an_unreliable_connection_within_a_device;
+                an_unreliable_connection_within_a_device
+                an_unreliable_connection_is_made_by_the_connection_manager;
             extended: extended_messages_go_to_the_queue_that_they_name
                 extended_reads_writes_and_atomics extended_requests_for_a_wrong_queue
-                extended_connections_share_a_queue objects_of_xrc_domains;
+                extended_connections_share_a_queue objects_of_xrc_domains
+                an_extended_connection_is_made_by_the_connection_manager;
         }
     };
 }

@@ -1,15 +1,18 @@
-//! Unreliable connections. They are made by hand: the connection manager makes reliable ones.
+//! Unreliable connections, which are made by hand but for one.
 
 use std::time::Duration;
 
 use riser_transport::verbs::{
-    Access, AhAttr, AsyncEvent, CmId, Handle, Mtu, PostReason, QpAttr, QpInitAttr, QpState, QpType,
-    RKey, RecvWr, RemoteAddr, SendOp, SendWr, SrqAttr, VerbsError, WcOpcode, WcStatus, WrId,
+    Access, AhAttr, AsyncEvent, CmEventKind, CmId, ConnParam, Handle, Mtu, PostReason, QpAttr,
+    QpInitAttr, QpState, QpType, RKey, RecvWr, RemoteAddr, SendOp, SendWr, SrqAttr, VerbsError,
+    WcOpcode, WcStatus, WrId,
 };
 
-use riser_transport::verbs::Verbs as _;
+use riser_transport::verbs::{RdmaCm as _, Verbs as _};
 
-use crate::suite::world::{End, Side, Wants, World, init_attr, objects, pattern};
+use crate::suite::world::{
+    End, Side, Wants, World, cm_event, init_attr, listen_for, objects, pattern, resolve_for,
+};
 
 /// First PSN of each end.
 const PSN: [u32; 2] = [0x00ff_fff0, 77];
@@ -330,4 +333,59 @@ pub(crate) fn an_unreliable_queue_pair_goes_through_its_states<W: World>(mut w: 
     // Again, from the beginning.
     bring_up(w, &a, &b, [PSN[0] - 9, PSN[1]]);
     exchange(w, &a, &b);
+}
+
+pub(crate) fn an_unreliable_connection_is_made_by_the_connection_manager<W: World>(mut w: W) {
+    let w = &mut w;
+    let Some(listener) = listen_for(w, QpType::Uc) else {
+        return;
+    };
+    // A listener takes requests of its kind only.
+    let other = resolve_for(w, QpType::Rc);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let p = w.provider(End::A);
+    let init = init_attr(pd, cq, &Wants::default());
+    p.create_cm_qp(other, &init).unwrap();
+    p.connect(other, &ConnParam::default()).unwrap();
+    let CmEventKind::Rejected { reason, .. } = cm_event(w, End::A).kind else {
+        panic!("not refused");
+    };
+    assert_eq!(reason, 9, "invalid transport type");
+    let id = resolve_for(w, QpType::Uc);
+    let refused = w.provider(End::A).create_cm_qp(id, &init);
+    let wrong = VerbsError::WrongQpType("connection identifier");
+    assert_eq!(refused, Err(wrong.into()));
+    let make = |w: &mut W, end, id| {
+        let (pd, cq, memory, mr) = objects(w, end, &Wants::default());
+        let init = QpInitAttr {
+            qp_type: QpType::Uc,
+            ..init_attr(pd, cq, &Wants::default())
+        };
+        let qp = w.provider(end).create_cm_qp(id, &init).unwrap();
+        Side {
+            end,
+            pd,
+            cq,
+            memory,
+            mr,
+            qp,
+            id,
+        }
+    };
+    let a = make(w, End::A, id);
+    let param = ConnParam::default();
+    w.provider(End::A).connect(id, &param).unwrap();
+    let request = cm_event(w, End::B).id;
+    let b = make(w, End::B, request);
+    w.provider(End::B).accept(request, &param).unwrap();
+    for end in [End::A, End::B] {
+        let kind = cm_event(w, end).kind;
+        assert!(matches!(kind, CmEventKind::Established { .. }), "{kind:?}");
+    }
+    exchange(w, &a, &b);
+    w.provider(End::B).disconnect(b.id).unwrap();
+    for end in [End::A, End::B] {
+        assert_eq!(cm_event(w, end).kind, CmEventKind::Disconnected);
+    }
+    w.provider(End::B).destroy_id(listener).unwrap();
 }

@@ -237,6 +237,35 @@ pub(crate) fn listen_in<W: World>(w: &mut W, space: PortSpace, end: End, port: u
     listener
 }
 
+/// A listener at port 4000 of B's for queue pairs of a kind; `None` where the device's connection
+/// manager makes none of them.
+pub(crate) fn listen_for<W: World>(w: &mut W, qp_type: QpType) -> Option<CmId> {
+    let addr = SocketAddr::new(w.addr(End::B), 4000);
+    if w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
+        let end = if w.is_rdma_core(End::A) {
+            End::A
+        } else {
+            End::B
+        };
+        let refused = w.provider(end).create_id_for(PortSpace::IbIp, qp_type);
+        assert!(refused.is_err());
+        return None;
+    }
+    let p = w.provider(End::B);
+    let listener = p.create_id_for(PortSpace::IbIp, qp_type).unwrap();
+    p.bind_addr(listener, addr).unwrap();
+    p.listen(listener, 8).unwrap();
+    Some(listener)
+}
+
+/// An identifier of A for queue pairs of a kind that has resolved port 4000 of B's.
+pub(crate) fn resolve_for<W: World>(w: &mut W, qp_type: QpType) -> CmId {
+    let p = w.provider(End::A);
+    let id = p.create_id_for(PortSpace::IbIp, qp_type).unwrap();
+    resolve_id(w, id, 4000);
+    id
+}
+
 /// An identifier of A that has resolved B's port.
 pub(crate) fn resolve<W: World>(w: &mut W, port: u16) -> CmId {
     resolve_in(w, PortSpace::Tcp, port)
@@ -244,15 +273,21 @@ pub(crate) fn resolve<W: World>(w: &mut W, port: u16) -> CmId {
 
 /// An identifier of A that has resolved B's port, in a port space.
 pub(crate) fn resolve_in<W: World>(w: &mut W, space: PortSpace, port: u16) -> CmId {
+    let id = w.provider(End::A).create_id(space).unwrap();
+    resolve_id(w, id, port);
+    id
+}
+
+/// Resolves B's port for an identifier of A.
+fn resolve_id<W: World>(w: &mut W, id: CmId, port: u16) {
     let dst = SocketAddr::new(w.addr(End::B), port);
-    let p = w.provider(End::A);
-    let id = p.create_id(space).unwrap();
     let wait = Duration::from_secs(2);
-    p.resolve_addr(id, None, dst, wait).unwrap();
+    w.provider(End::A)
+        .resolve_addr(id, None, dst, wait)
+        .unwrap();
     assert_eq!(cm_event(w, End::A).kind, CmEventKind::AddrResolved);
     w.provider(End::A).resolve_route(id, wait).unwrap();
     assert_eq!(cm_event(w, End::A).kind, CmEventKind::RouteResolved);
-    id
 }
 
 /// A connection from A to B on `port`, without a listener yet. Both sides have events left over

@@ -12,7 +12,7 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::verbs::{Gid, Mtu, PKey};
+use crate::verbs::{Ece, Gid, Mtu, PKey, QpType};
 use crate::wire::cm_msg::{
     AdditionalInfo, Bits, CmMessage, CmPath, CmTimeout, Failover, PrivateData, RejOf, RejReason,
     SidrStatus, TransportType,
@@ -34,7 +34,9 @@ fn machine(host: u8, seed: u8) -> Cm {
 fn req_params(from: u8, to: u8, qpn: u32) -> ReqParams {
     ReqParams {
         service_id: SERVICE,
+        qp_type: QpType::Rc,
         local_qpn: Qpn::new(qpn),
+        ece: Ece::default(),
         starting_psn: Psn::new(0x100 + qpn),
         // 4.096 µs · 2¹⁴ is 67 ms.
         primary: CmPath::roce(
@@ -62,6 +64,7 @@ fn req_params(from: u8, to: u8, qpn: u32) -> ReqParams {
 fn rep_params(qpn: u32) -> RepParams {
     RepParams {
         local_qpn: Qpn::new(qpn),
+        ece: Ece::default(),
         starting_psn: Psn::new(0x200 + qpn),
         responder_resources: 2,
         initiator_depth: 3,

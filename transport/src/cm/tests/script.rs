@@ -114,6 +114,104 @@ pub(super) fn events_carry_what_the_queue_pairs_need() {
 }
 
 #[test]
+pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
+    let mut pair = Pair::new();
+    let params = ReqParams {
+        qp_type: QpType::XrcIni,
+        ..req_params(1, 2, ACTIVE_QPN)
+    };
+    let a = pair.a.send_req(pair.now, addr(2), &params).unwrap();
+    let (_, message, mad) = only(&mut pair.a);
+    let CmMessage::Req(req) = message else {
+        panic!("{message:?}")
+    };
+    // The initiator answers nothing, and the target sends nothing that would be repeated.
+    assert_eq!(
+        (req.transport, req.extended_transport.value()),
+        (TransportType::Extended, 1)
+    );
+    assert_eq!((req.responder_resources, req.initiator_depth), (0, 5));
+    assert_eq!(
+        (req.retry_count.value(), req.rnr_retry_count.value()),
+        (0, 0)
+    );
+    pair.p.handle_mad(pair.now, addr(1), &mad).unwrap();
+    let event = pair.p.poll_event().unwrap();
+    let IbCmEventKind::ReqReceived { qp, .. } = event.kind else {
+        panic!()
+    };
+    assert_eq!(
+        (qp.qp_type, qp.dest_qpn.value()),
+        (QpType::XrcTgt, ACTIVE_QPN)
+    );
+    let rep = rep_params(PASSIVE_QPN);
+    pair.p.send_rep(pair.now, event.id, &rep).unwrap();
+    let (_, message, mad) = only(&mut pair.p);
+    let CmMessage::Rep(rep) = message else {
+        panic!("{message:?}")
+    };
+    // The number is where a reliable datagram service has its context.
+    assert_eq!((rep.qpn.value(), rep.eecn.value()), (0, PASSIVE_QPN));
+    assert_eq!((rep.responder_resources, rep.initiator_depth), (2, 0));
+    assert!(rep.srq && !rep.flow_control);
+    pair.a.handle_mad(pair.now, addr(2), &mad).unwrap();
+    let IbCmEventKind::RepReceived { qp, .. } = pair.a_event() else {
+        panic!()
+    };
+    // Its own retries are those that it was given.
+    assert_eq!(
+        (qp.qp_type, qp.dest_qpn.value()),
+        (QpType::XrcIni, PASSIVE_QPN)
+    );
+    assert_eq!((qp.retry_count.value(), qp.responder_resources), (6, 2));
+    pair.a.send_rtu(a, PrivateData::default()).unwrap();
+    pair.a_to_p();
+    assert!(matches!(pair.p_event(), IbCmEventKind::RtuReceived { .. }));
+    // A DREQ names the target's number.
+    pair.a
+        .send_dreq(pair.now, a, PrivateData::default())
+        .unwrap();
+    pair.a_to_p();
+    assert!(matches!(pair.p_event(), IbCmEventKind::DreqReceived { .. }));
+}
+
+#[test]
+pub(super) fn vendor_options_go_both_ways() {
+    let mut pair = Pair::new();
+    let ece = |options| Ece {
+        vendor_id: 0x15b3,
+        options,
+    };
+    let params = ReqParams {
+        ece: ece(0xdead_beef),
+        ..req_params(1, 2, ACTIVE_QPN)
+    };
+    pair.a.send_req(pair.now, addr(2), &params).unwrap();
+    pair.a_to_p();
+    let event = pair.p.poll_event().unwrap();
+    let IbCmEventKind::ReqReceived { req, .. } = event.kind else {
+        panic!()
+    };
+    assert_eq!(
+        (req.vendor_id.value(), req.vendor_options),
+        (0x15b3, 0xdead_beef)
+    );
+    let params = RepParams {
+        ece: ece(0xbeef),
+        ..rep_params(PASSIVE_QPN)
+    };
+    pair.p.send_rep(pair.now, event.id, &params).unwrap();
+    pair.p_to_a();
+    let IbCmEventKind::RepReceived { rep, .. } = pair.a_event() else {
+        panic!()
+    };
+    assert_eq!(
+        (rep.vendor_id.value(), rep.vendor_options),
+        (0x15b3, 0xbeef)
+    );
+}
+
+#[test]
 pub(super) fn a_req_is_repeated_as_often_as_it_says_and_then_given_up() {
     let mut pair = Pair::new();
     let id = pair.req_sent();
@@ -235,7 +333,7 @@ pub(super) fn requests_that_cannot_be_are_refused_with_the_field_to_blame() {
     };
     assert_eq!(refused(&|req| req.path_mtu = None), RejReason::InvalidMtu);
     assert_eq!(
-        refused(&|req| req.transport = TransportType::Uc),
+        refused(&|req| req.transport = TransportType::Rd),
         RejReason::InvalidTransportType
     );
     assert_eq!(

@@ -839,7 +839,9 @@ fn req_mad(data: [u8; 92]) -> [u8; 256] {
     let mut cm = Cm::new(CmConfig::new(CaGuid(9)), 0, 0, [3; 32]);
     let params = ReqParams {
         service_id: ServiceId(0x0106_0000 | 4000),
+        qp_type: QpType::Rc,
         local_qpn: Qpn::new(0x99),
+        ece: crate::verbs::Ece::default(),
         starting_psn: Psn::new(300),
         primary: CmPath::roce(Gid::from(peer().ip()), Gid::from(own), CmTimeout::new(16)),
         alternate: CmPath::default(),

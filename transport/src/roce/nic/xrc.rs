@@ -113,18 +113,21 @@ impl Nic {
             _ => is_refused = packet.op.is_request() && rc.expects(packet.bth.psn()),
         }
         with_env!(self, qp, env);
+        let mut is_first = qp.awaits_first_packet;
         if let Machine::Xrc(rc) = &mut qp.machine {
             if is_refused {
                 rc.refuse_expected(now, &mut env);
             } else {
                 rc.handle_packet(now, packet, &mut env);
             }
+            is_first &= rc.has_received();
         }
+        qp.awaits_first_packet &= !is_first;
         // Its events are those of the queue that this packet names.
         self.settle(id);
         Some(Taken {
             is_peer: true,
-            is_first: false,
+            is_first,
         })
     }
 }

@@ -20,6 +20,7 @@ pub use fields::{
     MraOf, PrivateData, RejOf, RejReason, ServiceId, SidrStatus, TooLong, TransportType,
 };
 pub use msgs::{AprMsg, DreqMsg, LapMsg, MraMsg, PairMsg, RejMsg, RepMsg, SidrRepMsg, SidrReqMsg};
+pub(crate) use req::transport_of;
 pub use req::{CmPath, ReqMsg};
 
 use super::mad::{
@@ -223,10 +224,10 @@ impl CmMessage {
         let attribute = header.attribute();
         let kind = CmAttribute::try_from(attribute);
         let message = match kind.map_err(|_| CmMsgError::Attribute { attribute })? {
-            CmAttribute::Req => Self::Req(ReqMsg::parse(view(body))),
+            CmAttribute::Req => Self::Req(ReqMsg::parse(view(body), header.modifier())),
             CmAttribute::Mra => Self::Mra(MraMsg::parse(view(body))),
             CmAttribute::Rej => Self::Rej(RejMsg::parse(view(body)).ok_or(info)?),
-            CmAttribute::Rep => Self::Rep(RepMsg::parse(view(body))),
+            CmAttribute::Rep => Self::Rep(RepMsg::parse(view(body), header.modifier())),
             CmAttribute::Rtu => Self::Rtu(PairMsg::parse(view(body))),
             CmAttribute::Dreq => Self::Dreq(DreqMsg::parse(view(body))),
             CmAttribute::Drep => Self::Drep(PairMsg::parse(view(body))),
@@ -256,6 +257,15 @@ impl CmMessage {
         }
     }
 
+    /// Attribute modifier of the message: vendor options, or 0.
+    fn modifier(&self) -> u32 {
+        match self {
+            Self::Req(m) => m.vendor_options,
+            Self::Rep(m) => m.vendor_options,
+            _ => 0,
+        }
+    }
+
     /// Bytes of the MAD that carries the message.
     #[must_use]
     pub fn emit(&self, transaction: TransactionId) -> Mad {
@@ -265,7 +275,8 @@ impl CmMessage {
             MadMethod::Send,
             transaction,
             self.attribute() as u16,
-        );
+        )
+        .with_modifier(self.modifier());
         let mut mad = [0; MAD_LEN];
         let (head, body) = mad.split_at_mut(MAD_LEN - MAD_BODY_LEN);
         head.copy_from_slice(header.as_bytes());
@@ -290,6 +301,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::verbs::QpType;
 
     fn mad(attribute: u8, body: &[u8]) -> Vec<u8> {
         let mut mad = vec![
@@ -335,6 +347,57 @@ mod tests {
         assert_eq!(path.ack_timeout.exponent(), 17);
         assert_eq!((lap.private_data[0], lap.private_data[167]), (0xaa, 0xbb));
         assert_eq!(message.emit(transaction)[..], bytes[..]);
+    }
+
+    #[test]
+    fn vendor_options_are_the_attribute_modifier() {
+        let mut bytes = mad(0x10, &[]);
+        bytes[20..24].copy_from_slice(&[0xde, 0xad, 0xbe, 0xef]);
+        bytes[24 + 5..24 + 8].copy_from_slice(&[0x00, 0x15, 0xb3]);
+        // An MTU of 256 bytes.
+        bytes[24 + 50] = 0x10;
+        let (tid, message) = CmMessage::parse(&bytes).unwrap();
+        let CmMessage::Req(req) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (req.vendor_id.value(), req.vendor_options),
+            (0x15b3, 0xdead_beef)
+        );
+        assert_eq!(message.emit(tid)[..], bytes[..]);
+        let mut bytes = mad(0x13, &[]);
+        bytes[20..24].copy_from_slice(&[1, 2, 3, 4]);
+        (bytes[24 + 15], bytes[24 + 19], bytes[24 + 23]) = (0xa1, 0xa2, 0xa3);
+        let (tid, message) = CmMessage::parse(&bytes).unwrap();
+        let CmMessage::Rep(rep) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (rep.vendor_id.value(), rep.vendor_options),
+            (0x00a1_a2a3, 0x0102_0304)
+        );
+        assert_eq!(message.emit(tid)[..], bytes[..]);
+    }
+
+    #[test]
+    fn a_request_names_the_kind_of_queue_pair() {
+        for (code, extended, expected) in [
+            (0, 0, Some(QpType::Rc)),
+            (1, 0, Some(QpType::Uc)),
+            (2, 0, None),
+            (3, 1, Some(QpType::XrcTgt)),
+            (3, 0, None),
+            (3, 2, None),
+        ] {
+            let mut bytes = mad(0x10, &[]);
+            bytes[24 + 43] = code << 1;
+            bytes[24 + 51] = extended;
+            let (_, message) = CmMessage::parse(&bytes).unwrap();
+            let CmMessage::Req(req) = message else {
+                panic!("{message:?}")
+            };
+            assert_eq!(req.qp_type(), expected, "{code} {extended}");
+        }
     }
 
     #[test]

@@ -107,8 +107,12 @@ pub struct RepMsg {
     pub qpn: Qpn,
     /// IEEE vendor id of the responder; usually 0.
     pub vendor_id: Bits<24>,
-    /// The responder's end-to-end context; reliable datagram only.
+    /// The responder's end-to-end context; for an extended reliable connection its queue pair, of
+    /// which `qpn` says nothing then (IBTA annex A14).
     pub eecn: Bits<24>,
+    /// Vendor options of the responder: the attribute modifier of the MAD, where Linux puts those of
+    /// enhanced connection establishment.
+    pub vendor_options: u32,
     /// The PSN with which the **receiver** of this message begins to send.
     pub starting_psn: Psn,
     /// READs and atomics the responder can answer at a time.
@@ -132,7 +136,7 @@ pub struct RepMsg {
 }
 
 impl RepMsg {
-    pub(super) fn parse(raw: &RepRaw) -> Self {
+    pub(super) fn parse(raw: &RepRaw, vendor_options: u32) -> Self {
         let vendor_id = [0, raw.vendor_id_high, raw.vendor_id_mid, raw.vendor_id_low];
         Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
@@ -141,6 +145,7 @@ impl RepMsg {
             qpn: raw.qpn.into(),
             vendor_id: Bits::truncate(u32::from_be_bytes(vendor_id)),
             eecn: Bits::truncate(raw.eecn.value()),
+            vendor_options,
             starting_psn: raw.starting_psn.into(),
             responder_resources: raw.responder_resources,
             initiator_depth: raw.initiator_depth,

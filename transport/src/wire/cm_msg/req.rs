@@ -4,7 +4,7 @@ use zerocopy::byteorder::big_endian::{U16, U32, U64};
 
 use super::fields::{Bits, CaGuid, CmTimeout, CommId, PrivateData, ServiceId, TransportType};
 use super::raw::{LapRaw, PathRaw, ReqRaw};
-use crate::verbs::{Gid, Mtu, PKey};
+use crate::verbs::{Gid, Mtu, PKey, QpType};
 use crate::wire::ids::{Psn, Qpn, U24};
 
 /// A path between two ports (IBTA 12.7). "Local" is the side that
@@ -166,6 +166,9 @@ pub struct ReqMsg {
     pub srq: bool,
     /// Extended transport type, if [`TransportType::Extended`].
     pub extended_transport: Bits<3>,
+    /// Vendor options of the requester: the attribute modifier of the MAD, where Linux puts those of
+    /// enhanced connection establishment.
+    pub vendor_options: u32,
     /// The path to use.
     pub primary: CmPath,
     /// A second path; all zero if there is none.
@@ -174,8 +177,33 @@ pub struct ReqMsg {
     pub private_data: PrivateData<92>,
 }
 
+/// Extended transport type of XRC (IBTA annex A14).
+const EXTENDED_XRC: Bits<3> = Bits::truncate(1);
+
+/// Transport service of a REQ for a connection of the requester's queue pair, and the extended one
+/// beside it. Every kind that is not connected is named like a reliable connection.
+pub(crate) const fn transport_of(qp_type: QpType) -> (TransportType, Bits<3>) {
+    match qp_type {
+        QpType::Uc => (TransportType::Uc, Bits::truncate(0)),
+        QpType::XrcIni => (TransportType::Extended, EXTENDED_XRC),
+        _ => (TransportType::Rc, Bits::truncate(0)),
+    }
+}
+
 impl ReqMsg {
-    pub(super) fn parse(raw: &ReqRaw) -> Self {
+    /// Kind of the queue pair that the requester's is to be connected with; `None` for transport
+    /// services that have no connections.
+    #[must_use]
+    pub fn qp_type(&self) -> Option<QpType> {
+        match (self.transport, self.extended_transport) {
+            (TransportType::Rc, _) => Some(QpType::Rc),
+            (TransportType::Uc, _) => Some(QpType::Uc),
+            (TransportType::Extended, EXTENDED_XRC) => Some(QpType::XrcTgt),
+            _ => None,
+        }
+    }
+
+    pub(super) fn parse(raw: &ReqRaw, vendor_options: u32) -> Self {
         // Several fields share a byte, the first of them in the upper bits (IBTA 12.6.5).
         Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
@@ -201,6 +229,7 @@ impl ReqMsg {
             max_cm_retries: Bits::truncate(u32::from(raw.retries_srq >> 4)),
             srq: raw.retries_srq & 0x08 != 0,
             extended_transport: Bits::truncate(u32::from(raw.retries_srq)),
+            vendor_options,
             primary: CmPath::parse(&raw.primary),
             alternate: CmPath::parse(&raw.alternate),
             private_data: PrivateData(raw.private_data),

@@ -69,7 +69,7 @@ impl Nic {
     }
 
     pub fn create_id_for(&mut self, space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
-        if !matches!(qp_type, QpType::Rc | QpType::Ud) {
+        if matches!(qp_type, QpType::Gsi | QpType::Smi | QpType::RawPacket) {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
         let rq_psn = self.new_psn();

@@ -84,14 +84,16 @@ impl Nic {
         let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
             return Err(CmError::InvalidState("connect"));
         };
-        let (space, options) = (entry.space, entry.options);
+        let (space, qp_type, options) = (entry.space, entry.qp_type, entry.options);
         let (qp, external, rq_psn) = (entry.qp, entry.external, entry.rq_psn);
         let private_data = request_data(space, local, peer, &param.private_data)?;
         let now = self.now();
         let ack_timeout = CmTimeout::new(options.ack_timeout.unwrap_or(ACK_TIMEOUT));
         let params = ReqParams {
             service_id: service_id(space, peer.port()).0,
+            qp_type,
             local_qpn: self.connected_qpn(qp, external)?,
+            ece: param.ece,
             starting_psn: rq_psn,
             primary: CmPath {
                 traffic_class: options.traffic_class.unwrap_or(0),
@@ -150,6 +152,7 @@ impl Nic {
         }
         let params = RepParams {
             local_qpn,
+            ece: param.ece,
             starting_psn: rq_psn,
             responder_resources,
             initiator_depth,

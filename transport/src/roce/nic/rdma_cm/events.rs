@@ -13,9 +13,10 @@ use crate::rc::TxPacket;
 use crate::roce::batch::{ECN_MASK, TxBatch, Way};
 use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState, QpType,
+    CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, PortSpace, QpAttr, QpId, QpState,
+    QpType,
 };
-use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, ReqMsg};
+use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, RepMsg, ReqMsg};
 use crate::wire::cma::{CmaError, CmaHeader};
 use crate::wire::mad::{MAD_LEN, Mad};
 use crate::wire::{
@@ -281,6 +282,10 @@ impl Nic {
         if entry.qp_type == QpType::Ud {
             return Err(RejReason::InvalidServiceId);
         }
+        // A listener has connections of one kind.
+        if entry.qp_type != qp.qp_type {
+            return Err(RejReason::InvalidTransportType);
+        }
         // A path MTU above what our interface carries would lose every long packet.
         if qp.path_mtu > self.config().mtu {
             return Err(RejReason::InvalidMtu);
@@ -288,6 +293,10 @@ impl Nic {
         let (port, data) =
             split_request(entry.space, &req.private_data.0).map_err(|_| RejReason::Unsupported)?;
         let peer = SocketAddr::new(peer, port);
+        let ece = Ece {
+            vendor_id: req.vendor_id.value(),
+            options: req.vendor_options,
+        };
         let new = Id {
             state: IdState::Requested,
             local: Some(
@@ -303,7 +312,7 @@ impl Nic {
         let kind = CmEventKind::ConnectRequest {
             listener: listener_id,
             peer,
-            param: param_of(&qp, data.to_vec()),
+            param: param_of(&qp, ece, data.to_vec()),
         };
         let id = self
             .cm
@@ -321,7 +330,7 @@ impl Nic {
         let now = self.now();
         match kind {
             IbCmEventKind::RepReceived { qp, rep } => {
-                self.on_rep(id, ib, &qp, rep.private_data.0.to_vec());
+                self.on_rep(id, ib, &qp, &rep);
             }
             IbCmEventKind::RtuReceived { .. } => self.on_established(id, ConnParam::default()),
             IbCmEventKind::SidrRepReceived { rep } => self.on_sidr_rep(id, &rep),
@@ -398,13 +407,17 @@ impl Nic {
         self.send_request(id, &param, mtu).is_ok()
     }
 
-    fn on_rep(&mut self, id: CmId, ib: IbCmId, qp: &QpPeer, data: Vec<u8>) {
+    fn on_rep(&mut self, id: CmId, ib: IbCmId, qp: &QpPeer, rep: &RepMsg) {
         let now = self.now();
         let Ok(entry) = self.cm.ids.get_mut(id) else {
             return;
         };
         entry.said = Some(Box::new(*qp));
-        let param = param_of(qp, data);
+        let ece = Ece {
+            vendor_id: rep.vendor_id.value(),
+            options: rep.vendor_options,
+        };
+        let param = param_of(qp, ece, rep.private_data.0.to_vec());
         if entry.external.is_some() {
             become_state(&mut entry.state, IdState::Responded);
             // The queue pair's owner has time for its part: the peer waits on. The state just
@@ -476,7 +489,7 @@ pub(super) fn split_request(space: PortSpace, data: &[u8]) -> Result<(u16, &[u8]
 }
 
 /// Parameters of a peer's message, from our point of view.
-fn param_of(qp: &QpPeer, private_data: Vec<u8>) -> ConnParam {
+fn param_of(qp: &QpPeer, ece: Ece, private_data: Vec<u8>) -> ConnParam {
     ConnParam {
         private_data,
         responder_resources: qp.initiator_depth,
@@ -486,6 +499,7 @@ fn param_of(qp: &QpPeer, private_data: Vec<u8>) -> ConnParam {
         rnr_retry_count: qp.rnr_retry_count.value() as u8,
         srq: qp.srq,
         qp_num: qp.dest_qpn.value(),
+        ece,
         qkey: None,
         ah: None,
     }

@@ -46,7 +46,8 @@ impl Id {
                 options.family_only = Some(may.then_some(only).ok_or(late)?);
             }
             CmOption::AckTimeout(exponent) => {
-                if self.qp_type != QpType::Rc || exponent > MAX_ACK_TIMEOUT {
+                let has_one = matches!(self.qp_type, QpType::Rc | QpType::XrcIni);
+                if !has_one || exponent > MAX_ACK_TIMEOUT {
                     return Err(VerbsError::InvalidParameter("ACK timeout").into());
                 }
                 let may = matches!(

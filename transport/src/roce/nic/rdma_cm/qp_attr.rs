@@ -63,6 +63,7 @@ impl Id {
             return Some(to_rtr);
         }
         let (said, (holds, _)) = (self.said.as_deref()?, self.depths(limits)?);
+        let answers = matches!(self.qp_type, QpType::Rc | QpType::XrcTgt);
         // The peer has chosen by its request what both sides use, unless we were asked otherwise.
         let class = self
             .options
@@ -73,8 +74,8 @@ impl Id {
             path_mtu: Some(said.path_mtu),
             dest_qp: Some(said.dest_qpn.value()),
             rq_psn: Some(self.rq_psn.value()),
-            max_dest_rd_atomic: Some(holds),
-            min_rnr_timer: Some(MIN_RNR_TIMER),
+            max_dest_rd_atomic: answers.then_some(holds),
+            min_rnr_timer: answers.then_some(MIN_RNR_TIMER),
             ..to_rtr
         })
     }
@@ -89,16 +90,25 @@ impl Id {
             return Some(to_rts);
         }
         let (said, (_, sends)) = (self.said.as_deref()?, self.depths(limits)?);
+        let to_rts = QpAttr {
+            sq_psn: Some(said.sq_psn.value()),
+            ..to_rts
+        };
+        // Nothing comes back to an unreliable connection, and what an extended one's receiving end
+        // sends are answers.
+        let asks = match self.qp_type {
+            QpType::Uc => return Some(to_rts),
+            kind => kind != QpType::XrcTgt,
+        };
         // The peer's proposal in bounds: too short, and a busy peer would be taken for a dead one;
         // too long, and a dead one for a busy one. Its owner may know better.
         let proposed = said.path.ack_timeout.exponent();
         let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
         Some(QpAttr {
-            sq_psn: Some(said.sq_psn.value()),
-            max_rd_atomic: Some(sends),
+            max_rd_atomic: asks.then_some(sends),
             timeout: Some(self.options.ack_timeout.unwrap_or(proposed)),
-            retry_cnt: Some(said.retry_count.value() as u8),
-            rnr_retry: Some(said.rnr_retry_count.value() as u8),
+            retry_cnt: asks.then_some(said.retry_count.value() as u8),
+            rnr_retry: asks.then_some(said.rnr_retry_count.value() as u8),
             ..to_rts
         })
     }

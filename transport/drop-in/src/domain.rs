@@ -220,6 +220,19 @@ pub(crate) unsafe extern "C" fn open_xrcd(
     }))
 }
 
+/// Opens an XRC domain of no file.
+///
+/// # Errors
+/// Those of the device.
+pub(crate) fn open_unnamed_xrcd(context: Ref<Context>) -> Result<Ref<Xrcd>, Errno> {
+    let id = context.lock().nic.open_xrcd()?;
+    let c = ibv_xrcd {
+        context: context.handle(),
+    };
+    let file = None;
+    Ok(Ref::new(c, Xrcd { context, id, file }))
+}
+
 /// The name of the domain of a file.
 fn file_of(context: &Context, fd: c_int) -> Result<File, Errno> {
     // SAFETY: all-zero bytes are valid for the structure, which the call fills.

@@ -9,7 +9,7 @@ use crate::context::*;
 use crate::cq::*;
 use crate::devices::*;
 use crate::domain::*;
-use crate::errno::{Errno, minus, number, pointer};
+use crate::errno::{Errno, number, pointer};
 use crate::kernel::*;
 use crate::memory::*;
 use crate::names::*;
@@ -24,11 +24,6 @@ include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 /// A function that is not provided and returns an error number.
 extern "C" fn absent_errno() -> c_int {
     number(Err(Errno::UNSUPPORTED))
-}
-
-/// A function that is not provided and returns -1.
-extern "C" fn absent_minus() -> c_int {
-    minus(Err(Errno::UNSUPPORTED))
 }
 
 /// A function that is not provided and returns a pointer.

@@ -45,7 +45,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             let xrcd = unsafe { Ref::<Xrcd>::get(attr.xrcd) }?;
             check_same(context, xrcd.context)?;
             let mut plain = plain_attr(attr);
-            let qp = create_xrc_target(xrcd, &mut plain)?;
+            let qp = create_xrc_target(xrcd, &mut plain, |nic, init| Ok(nic.create_qp(init)?))?;
             attr.cap = plain.cap;
             return Ok(qp.handle());
         }

@@ -216,14 +216,16 @@ pub(crate) fn create_qp_by(
     show(&mut locked, context, id, pd.handle(), attr, builder)
 }
 
-/// Creates the receiving end of an extended connection, which has no queues of its own.
+/// Creates the receiving end of an extended connection, which has no queues of its own, by the call
+/// of the device that `make` makes.
 pub(crate) fn create_xrc_target(
     xrcd: Ref<Xrcd>,
     attr: &mut ibv_qp_init_attr,
+    make: impl FnOnce(&mut Roce, &QpInitAttr) -> Result<QpId, Errno>,
 ) -> Result<Ref<Qp>, Errno> {
     let context = xrcd.context;
     let mut locked = context.lock();
-    let id = locked.nic.create_qp(&QpInitAttr::xrc_target(xrcd.id))?;
+    let id = make(&mut locked.nic, &QpInitAttr::xrc_target(xrcd.id))?;
     attr.cap = ibv_qp_cap::default();
     attr.send_cq = ptr::null_mut();
     attr.recv_cq = ptr::null_mut();
@@ -364,6 +366,31 @@ impl Qp {
     fn groups(&self) -> MutexGuard<'_, BTreeSet<[u8; 16]>> {
         unpoisoned(self.groups.lock())
     }
+}
+
+/// `ibv_query_ece(3)`: the device has no vendor options.
+pub(crate) unsafe extern "C" fn ibv_query_ece(qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|_| {
+        if ece.is_null() {
+            return Err(Errno::INVALID);
+        }
+        // Programs hand on what they have got, also with this error.
+        // SAFETY: as above.
+        unsafe { ece.write(ibv_ece::default()) };
+        Err(Errno::UNSUPPORTED)
+    }))
+}
+
+/// `ibv_set_ece(3)`: the device has no vendor options.
+pub(crate) unsafe extern "C" fn ibv_set_ece(qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(
+        unsafe { Ref::<Qp>::get(qp) }.and_then(|_| match ece.is_null() {
+            true => Err(Errno::INVALID),
+            false => Err(Errno::UNSUPPORTED),
+        }),
+    )
 }
 
 /// `ibv_attach_mcast(3)`.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param_of, qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
-use riser_transport::verbs::{CmError, CmId, CmOption, ConnParam, RdmaCm};
+use riser_transport::verbs::{CmError, CmId, CmOption, ConnParam, Ece, RdmaCm};
 
 use super::{Id, acknowledge_kept, address, device_at, device_towards, id_of, rdma_get_cm_event};
 use crate::devices::devices;
@@ -261,6 +261,7 @@ pub(crate) unsafe extern "C" fn rdma_connect(
         if param.private_data.is_empty() {
             param.private_data.clone_from(&id.lock().connect_data);
         }
+        param.ece = id.lock().local_ece;
         {
             let mut locked = context.lock();
             locked.nic.connect(device_id, &param)?;
@@ -279,7 +280,15 @@ pub(crate) unsafe extern "C" fn rdma_accept(
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         // SAFETY: as above.
-        let param = unsafe { param(given) };
+        let mut param = unsafe { param(given) };
+        param.ece = {
+            let state = id.lock();
+            // The answer is in the words of the vendor that has asked.
+            Ece {
+                vendor_id: state.remote_ece.vendor_id,
+                options: state.local_ece.options,
+            }
+        };
         {
             let mut locked = context.lock();
             locked.nic.accept(device_id, &param)?;
@@ -312,6 +321,64 @@ pub(crate) unsafe extern "C" fn rdma_reject_ece(
 ) -> c_int {
     // SAFETY: as the program promises.
     unsafe { refuse(id, data, length, Roce::reject_ece) }
+}
+
+/// `rdma_set_local_ece(3)`: vendor options of a queue pair that the program moves itself.
+pub(crate) unsafe extern "C" fn rdma_set_local_ece(
+    id: *mut rdma_cm_id,
+    ece: *mut ibv_ece,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { without_qp(id) }.and_then(|id| {
+        // SAFETY: as above.
+        let ece = unsafe { ece.as_ref() }.ok_or(Errno::INVALID)?;
+        if ece.vendor_id == 0 || ece.comp_mask != 0 {
+            return Err(Errno::INVALID);
+        }
+        id.lock().local_ece = Ece {
+            vendor_id: ece.vendor_id,
+            options: ece.options,
+        };
+        Ok(())
+    }))
+}
+
+/// `rdma_get_remote_ece(3)`: vendor options that the peer's request or answer has brought.
+pub(crate) unsafe extern "C" fn rdma_get_remote_ece(
+    id: *mut rdma_cm_id,
+    ece: *mut ibv_ece,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    minus(unsafe { without_qp(id) }.and_then(|id| {
+        if ece.is_null() {
+            return Err(Errno::INVALID);
+        }
+        let Ece { vendor_id, options } = id.lock().remote_ece;
+        let theirs = ibv_ece {
+            vendor_id,
+            options,
+            comp_mask: 0,
+        };
+        // SAFETY: as above.
+        unsafe { ece.write(theirs) };
+        Ok(())
+    }))
+}
+
+/// An identifier that has no queue pair.
+///
+/// # Errors
+/// `EINVAL` where the pointer names none, or one with a queue pair.
+///
+/// # Safety
+/// As [`id_of`].
+unsafe fn without_qp(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
+    // SAFETY: as the caller promises; the identifier is alive.
+    unsafe {
+        let id = id_of(id)?;
+        let has_none = (*id.c()).qp.is_null();
+        has_none.then_some(id).ok_or(Errno::INVALID)
+    }
 }
 
 /// Refuses a connection request by a call of the device.

@@ -228,7 +228,7 @@ unsafe fn create_ep(
         }
         if let Some(attr) = attr {
             attr.qp_type = kind;
-            create_qp(id, pd, attr, ExtraAttr::default())?;
+            create_qp(id, pd, None, attr, ExtraAttr::default())?;
         }
         if info.ai_connect_len > 0 && !info.ai_connect.is_null() {
             // SAFETY: the program's data have that length.
@@ -296,7 +296,7 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
                 // SAFETY: the listener's own.
                 .then(|| unsafe { Ref::<Pd>::get(pd) })
                 .transpose()?;
-            create_qp(new, pd, &mut attr, ExtraAttr::default())?;
+            create_qp(new, pd, None, &mut attr, ExtraAttr::default())?;
         }
         // SAFETY: the program gives a place for the identifier, whose event has the peer's data.
         unsafe {

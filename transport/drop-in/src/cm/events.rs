@@ -356,10 +356,12 @@ fn give(event: Event) -> *mut rdma_cm_event {
             c.status = -Errno::from(error).0;
         }
         CmEventKind::ConnectRequest { param: theirs, .. } => {
+            id.lock().remote_ece = theirs.ece;
             c.event = RDMA_CM_EVENT_CONNECT_REQUEST;
             param = Some(theirs);
         }
         CmEventKind::ConnectResponse { param: theirs } => {
+            id.lock().remote_ece = theirs.ece;
             c.event = RDMA_CM_EVENT_CONNECT_RESPONSE;
             param = Some(theirs);
         }

@@ -27,7 +27,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
-use riser_transport::verbs::{CmError, CmId, CmOption, PortSpace, QpType, RdmaCm as _, Verbs as _};
+use riser_transport::verbs::{
+    CmError, CmId, CmOption, Ece, PortSpace, QpType, RdmaCm as _, Verbs as _,
+};
 
 pub(crate) use self::calls::*;
 pub(crate) use self::endpoint::*;
@@ -37,7 +39,7 @@ pub(crate) use self::groups::*;
 pub(crate) use self::qp::*;
 use crate::context::Context;
 use crate::devices::{Device, devices};
-use crate::domain::{Pd, alloc_pd};
+use crate::domain::{Pd, Xrcd, alloc_pd, open_unnamed_xrcd};
 use crate::errno::{Errno, minus, pointer};
 use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
@@ -94,7 +96,10 @@ struct IdState {
     options: Vec<CmOption>,
     /// Multicast groups that it has joined.
     groups: Vec<Group>,
-    /// Completion queues and channels that were made with the queue pair.
+    /// Vendor options of a queue pair that the program moves itself, and the peer's.
+    local_ece: Ece,
+    remote_ece: Ece,
+    /// Completion queues and channels that were made with the queue pair, or the receive queue.
     owns_send_cq: bool,
     owns_recv_cq: bool,
 }
@@ -155,6 +160,24 @@ unsafe fn id_of(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
 pub(crate) struct Shared {
     pub(crate) context: Ref<Context>,
     pub(crate) pd: Ref<Pd>,
+    /// XRC domain for those that are created without one, once there is such.
+    xrcd: Mutex<Option<Ref<Xrcd>>>,
+}
+
+impl Shared {
+    /// The XRC domain for what is created without one.
+    ///
+    /// # Errors
+    /// Those of opening it.
+    fn xrcd(&self) -> Result<Ref<Xrcd>, Errno> {
+        let mut place = self.xrcd.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(xrcd) = *place {
+            return Ok(xrcd);
+        }
+        let xrcd = open_unnamed_xrcd(self.context)?;
+        *place = Some(xrcd);
+        Ok(xrcd)
+    }
 }
 
 /// The shared context of a device.
@@ -175,7 +198,8 @@ pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> 
     let context = open(device)?;
     context.lock().on_cm_event = Some(report);
     let pd = alloc_pd(context)?;
-    let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd }));
+    let xrcd = Mutex::default();
+    let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd, xrcd }));
     *place = Some(shared);
     Ok(shared)
 }
@@ -313,6 +337,14 @@ fn create_id(
         RDMA_PS_IB => PortSpace::IbIp,
         _ => return Err(Errno::INVALID),
     };
+    let kind = kind.unwrap_or_else(|| qp_type(space));
+    let is_known = matches!(
+        kind,
+        IBV_QPT_RC | IBV_QPT_UC | IBV_QPT_UD | IBV_QPT_XRC_SEND | IBV_QPT_XRC_RECV
+    );
+    if !is_known {
+        return Err(Errno::INVALID);
+    }
     let is_synchronous = channel.is_none();
     let (channel, queue) = match channel {
         Some(given) => given,
@@ -326,7 +358,7 @@ fn create_id(
     c.channel = channel.handle();
     c.context = context;
     c.ps = space;
-    c.qp_type = kind.unwrap_or_else(|| qp_type(space));
+    c.qp_type = kind;
     Ok(Ref::new(
         c,
         Id {
@@ -341,6 +373,8 @@ fn create_id(
                 connect_data: Vec::new(),
                 options: Vec::new(),
                 groups: Vec::new(),
+                local_ece: Ece::default(),
+                remote_ece: Ece::default(),
                 owns_send_cq: false,
                 owns_recv_cq: false,
             }),
@@ -360,6 +394,9 @@ impl Ref<Id> {
         // SAFETY: the identifier is alive.
         let kind = match unsafe { (*self.c()).qp_type } {
             IBV_QPT_UD => QpType::Ud,
+            IBV_QPT_UC => QpType::Uc,
+            IBV_QPT_XRC_SEND => QpType::XrcIni,
+            IBV_QPT_XRC_RECV => QpType::XrcTgt,
             _ => QpType::Rc,
         };
         let mut locked = shared.context.lock();

@@ -1,0 +1,477 @@
+//! Connections by the functions of the RDMA CM that programs call.
+
+#![allow(unsafe_code, reason = "a C interface is called")]
+#![allow(unused_unsafe, reason = "calls have blocks of their own")]
+
+mod library;
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::mem::zeroed;
+use std::ptr;
+use std::thread;
+
+use library::*;
+use riser_rdma_core_sys::bindings::*;
+use riser_rdma_core_sys::ops;
+
+/// Address of riser1, which listens.
+const SERVER: &CStr = c"127.0.41.2";
+
+fn create_channel() -> *mut rdma_event_channel {
+    let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
+    assert!(!channel.is_null());
+    channel
+}
+
+fn create_id(channel: *mut rdma_event_channel, space: rdma_port_space) -> *mut rdma_cm_id {
+    let mut id = ptr::null_mut();
+    let result = call!(rdma_create_id(channel => *mut rdma_event_channel,
+        &raw mut id => *mut *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+        space => rdma_port_space) -> c_int);
+    assert_eq!(result, 0);
+    id
+}
+
+fn destroy_id(id: *mut rdma_cm_id) {
+    assert_eq!(call!(rdma_destroy_id(id => *mut rdma_cm_id) -> c_int), 0);
+}
+
+fn destroy_channel(channel: *mut rdma_event_channel) {
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+}
+
+/// The next event of a channel, which is of this type; `look` sees it before it is acknowledged.
+fn event<T>(
+    channel: *mut rdma_event_channel,
+    expected: rdma_cm_event_type,
+    look: impl FnOnce(&rdma_cm_event) -> T,
+) -> T {
+    let mut event: *mut rdma_cm_event = ptr::null_mut();
+    let result = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
+        &raw mut event => *mut *mut rdma_cm_event) -> c_int);
+    assert_eq!(result, 0);
+    // SAFETY: the event is alive until it is acknowledged.
+    let seen = unsafe {
+        assert_eq!(((*event).event, (*event).status), (expected, 0));
+        look(&*event)
+    };
+    let result = call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
+    assert_eq!(result, 0);
+    seen
+}
+
+/// What `rdma_getaddrinfo` makes of a host, a port and hints.
+fn address_info(
+    host: Option<&CStr>,
+    port: u16,
+    hints: &rdma_addrinfo,
+) -> Result<*mut rdma_addrinfo, c_int> {
+    let port = CString::new(port.to_string()).unwrap();
+    let mut info = ptr::null_mut();
+    let result = call!(rdma_getaddrinfo(
+        host.map_or(ptr::null(), CStr::as_ptr) => *const c_char, port.as_ptr() => *const c_char,
+        ptr::from_ref(hints) => *const rdma_addrinfo,
+        &raw mut info => *mut *mut rdma_addrinfo) -> c_int);
+    match result {
+        0 => Ok(info),
+        _ => Err(result),
+    }
+}
+
+/// Hints for a kind of queue pair.
+fn hints(space: rdma_port_space, qp_type: ibv_qp_type, flags: u32) -> rdma_addrinfo {
+    // SAFETY: all-zero bytes are valid.
+    let mut hints: rdma_addrinfo = unsafe { zeroed() };
+    hints.ai_flags = flags as c_int;
+    hints.ai_port_space = space as c_int;
+    hints.ai_qp_type = qp_type as c_int;
+    hints
+}
+
+/// An end point at a port of the server, or one that is to connect to it.
+fn end_point(
+    port: u16,
+    hints: &rdma_addrinfo,
+    attr: Option<&mut ibv_qp_init_attr>,
+) -> *mut rdma_cm_id {
+    let info = address_info(Some(SERVER), port, hints).unwrap();
+    let mut id = ptr::null_mut();
+    let result = call!(rdma_create_ep(&raw mut id => *mut *mut rdma_cm_id,
+        info => *mut rdma_addrinfo, ptr::null_mut() => *mut ibv_pd,
+        attr.map_or(ptr::null_mut(), ptr::from_mut) => *mut ibv_qp_init_attr) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+    call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
+    id
+}
+
+fn listen(id: *mut rdma_cm_id) {
+    let result = call!(rdma_listen(id => *mut rdma_cm_id, 4 => c_int) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+}
+
+fn get_request(listener: *mut rdma_cm_id) -> *mut rdma_cm_id {
+    let mut id = ptr::null_mut();
+    let result = call!(rdma_get_request(listener => *mut rdma_cm_id,
+        &raw mut id => *mut *mut rdma_cm_id) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+    id
+}
+
+fn accept(id: *mut rdma_cm_id, param: &mut rdma_conn_param) {
+    let result = call!(rdma_accept(id => *mut rdma_cm_id,
+        ptr::from_mut(param) => *mut rdma_conn_param) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+}
+
+fn connect(id: *mut rdma_cm_id, param: &mut rdma_conn_param) {
+    let result = call!(rdma_connect(id => *mut rdma_cm_id,
+        ptr::from_mut(param) => *mut rdma_conn_param) -> c_int);
+    assert_eq!(result, 0, "{}", errno());
+}
+
+fn destroy_ep(id: *mut rdma_cm_id) {
+    call!(rdma_destroy_ep(id => *mut rdma_cm_id));
+}
+
+/// Attributes of a small queue pair.
+fn small() -> ibv_qp_init_attr {
+    // SAFETY: all-zero bytes are valid.
+    let mut attr: ibv_qp_init_attr = unsafe { zeroed() };
+    attr.cap.max_send_wr = 4;
+    attr.cap.max_recv_wr = 4;
+    attr.cap.max_send_sge = 1;
+    attr.cap.max_recv_sge = 1;
+    attr.sq_sig_all = 1;
+    attr
+}
+
+/// Registers memory with the domain of an identifier.
+fn register(id: *mut rdma_cm_id, memory: &mut [u8]) -> *mut ibv_mr {
+    // SAFETY: the identifier is alive, and its domain.
+    let mr = unsafe {
+        call!(ibv_reg_mr((*id).pd => *mut ibv_pd, memory.as_mut_ptr().cast() => *mut c_void,
+            memory.len() => usize, IBV_ACCESS_LOCAL_WRITE as c_int => c_int) -> *mut ibv_mr)
+    };
+    assert!(!mr.is_null(), "{}", errno());
+    mr
+}
+
+/// Sends a few bytes inline, to a shared receive queue where a number is given.
+fn send(id: *mut rdma_cm_id, data: &[u8], srqn: Option<u32>) {
+    let mut sge = ibv_sge {
+        addr: data.as_ptr().addr() as u64,
+        length: data.len() as u32,
+        lkey: 0,
+    };
+    // SAFETY: all-zero bytes are valid; the objects are alive.
+    unsafe {
+        let mut wr: ibv_send_wr = zeroed();
+        wr.sg_list = &raw mut sge;
+        wr.num_sge = 1;
+        wr.opcode = IBV_WR_SEND;
+        wr.send_flags = IBV_SEND_INLINE;
+        if let Some(number) = srqn {
+            wr.qp_type.xrc.remote_srqn = number;
+        }
+        let mut bad = ptr::null_mut();
+        assert_eq!(ops::ibv_post_send((*id).qp, &raw mut wr, &raw mut bad), 0);
+        assert_eq!(completions((*id).send_cq, 1)[0].status, IBV_WC_SUCCESS);
+    }
+}
+
+#[test]
+fn an_unreliable_connection_is_made_between_end_points() {
+    const PORT: u16 = 7001;
+    let hints = |flags| hints(RDMA_PS_IB, IBV_QPT_UC, flags);
+    let listener = end_point(PORT, &hints(RAI_PASSIVE), Some(&mut small()));
+    listen(listener);
+    let listener = listener.expose_provenance();
+    let server = thread::spawn(move || {
+        let listener = ptr::with_exposed_provenance_mut(listener);
+        let id = get_request(listener);
+        let mut memory = [0u8; 16];
+        let mr = register(id, &mut memory);
+        // SAFETY: the identifier is alive.
+        unsafe {
+            assert_eq!((*(*id).qp).qp_type, IBV_QPT_UC);
+            post_recv((*id).qp, 1, Some(sge(mr, 0, 16)));
+            accept(id, &mut numbered(0));
+            assert_eq!(completions((*id).recv_cq, 1)[0].byte_len, 5);
+        }
+        assert_eq!(&memory[..5], b"hello");
+        assert_eq!(call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int), 0);
+        destroy_ep(id);
+        destroy_ep(listener);
+    });
+    let id = end_point(PORT, &hints(0), Some(&mut small()));
+    connect(id, &mut numbered(0));
+    send(id, b"hello", None);
+    server.join().unwrap();
+    destroy_ep(id);
+    // Kinds that have no connections.
+    for kind in [IBV_QPT_RAW_PACKET, IBV_QPT_DRIVER, 77] {
+        let info = address_info(Some(SERVER), PORT, &self::hints(RDMA_PS_IB, kind, 0)).unwrap();
+        let mut id = ptr::null_mut();
+        let result = call!(rdma_create_ep(&raw mut id => *mut *mut rdma_cm_id,
+            info => *mut rdma_addrinfo, ptr::null_mut() => *mut ibv_pd,
+            ptr::null_mut() => *mut ibv_qp_init_attr) -> c_int);
+        assert_eq!((result, errno()), (-1, libc::EINVAL), "{kind}");
+        call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
+    }
+}
+
+#[test]
+fn an_extended_connection_is_made_between_end_points() {
+    const PORT: u16 = 7002;
+    let passive = hints(RDMA_PS_IB, IBV_QPT_XRC_RECV, RAI_PASSIVE);
+    let listener = end_point(PORT, &passive, Some(&mut small()));
+    listen(listener);
+    let listener = listener.expose_provenance();
+    let server = thread::spawn(move || {
+        let listener = ptr::with_exposed_provenance_mut(listener);
+        let id = get_request(listener);
+        // SAFETY: the identifier is alive; all-zero bytes are valid attributes and parameters.
+        unsafe {
+            assert_eq!((*(*id).qp).qp_type, IBV_QPT_XRC_RECV);
+            let mut attr: ibv_srq_init_attr_ex = zeroed();
+            attr.attr.max_wr = 4;
+            attr.attr.max_sge = 1;
+            let create = |attr: &mut ibv_srq_init_attr_ex| {
+                call!(rdma_create_srq_ex(id => *mut rdma_cm_id,
+                    ptr::from_mut(attr) => *mut ibv_srq_init_attr_ex) -> c_int)
+            };
+            assert_eq!((create(&mut attr), errno()), (-1, libc::EINVAL), "no type");
+            attr.comp_mask = IBV_SRQ_INIT_ATTR_TYPE;
+            attr.srq_type = IBV_SRQT_TM;
+            assert_eq!((create(&mut attr), errno()), (-1, libc::EOPNOTSUPP));
+            attr.srq_type = IBV_SRQT_XRC;
+            assert_eq!(create(&mut attr), 0, "{}", errno());
+            assert_eq!((create(&mut attr), errno()), (-1, libc::EINVAL), "a second");
+            // Domains and completion queue are the library's.
+            assert!(!attr.xrcd.is_null() && attr.cq == (*id).recv_cq && attr.pd == (*id).pd);
+            assert!((*attr.cq).channel == (*id).recv_cq_channel);
+            let mut number = 0u32;
+            let context: *mut ibv_context = (*id).verbs;
+            let table: *const verbs_context = context
+                .byte_sub(std::mem::offset_of!(verbs_context, context))
+                .cast();
+            assert_eq!((*table).get_srq_num.unwrap()((*id).srq, &raw mut number), 0);
+
+            let mut memory = [0u8; 16];
+            let mr = register(id, &mut memory);
+            let (mut piece, mut wr) = (sge(mr, 0, 16), zeroed::<ibv_recv_wr>());
+            (wr.sg_list, wr.num_sge) = (&raw mut piece, 1);
+            let mut bad = ptr::null_mut();
+            let posted = ops::ibv_post_srq_recv((*id).srq, &raw mut wr, &raw mut bad);
+            assert_eq!(posted, 0);
+            let number = number.to_be_bytes();
+            let mut param: rdma_conn_param = zeroed();
+            (param.private_data, param.private_data_len) = (number.as_ptr().cast(), 4);
+            accept(id, &mut param);
+            assert_eq!(completions((*id).recv_cq, 1)[0].byte_len, 5);
+            assert_eq!(&memory[..5], b"hello");
+            assert_eq!(call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int), 0);
+        }
+        destroy_ep(id);
+        destroy_ep(listener);
+    });
+    let active = hints(RDMA_PS_IB, IBV_QPT_XRC_SEND, 0);
+    let id = end_point(PORT, &active, Some(&mut small()));
+    // SAFETY: the event is the identifier's, with private data.
+    let number = unsafe {
+        connect(id, &mut numbered(0));
+        let data = (*(*id).event).param.conn.private_data.cast::<[u8; 4]>();
+        u32::from_be_bytes(data.read())
+    };
+    send(id, b"hello", Some(number));
+    server.join().unwrap();
+    destroy_ep(id);
+}
+
+/// A listener at a port of the server and an identifier that has resolved it, with a channel each.
+struct Asynchronous {
+    channels: [*mut rdma_event_channel; 2],
+    listener: *mut rdma_cm_id,
+    id: *mut rdma_cm_id,
+}
+
+impl Asynchronous {
+    fn new(port: u16) -> Self {
+        let channels = [create_channel(), create_channel()];
+        let hints = hints(RDMA_PS_TCP, IBV_QPT_RC, 0);
+        let info = address_info(Some(SERVER), port, &hints).unwrap();
+        // SAFETY: the information is alive.
+        let addr = unsafe { (*info).ai_dst_addr };
+        let listener = create_id(channels[1], RDMA_PS_TCP);
+        let bound = call!(rdma_bind_addr(listener => *mut rdma_cm_id, addr => *mut sockaddr)
+            -> c_int);
+        assert_eq!(bound, 0);
+        listen(listener);
+        let id = create_id(channels[0], RDMA_PS_TCP);
+        let begun = call!(rdma_resolve_addr(id => *mut rdma_cm_id, ptr::null_mut() => *mut sockaddr,
+            addr => *mut sockaddr, 1000 => c_int) -> c_int);
+        assert_eq!(begun, 0);
+        event(channels[0], RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
+        let begun = call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+        assert_eq!(begun, 0);
+        event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
+        call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
+        Self {
+            channels,
+            listener,
+            id,
+        }
+    }
+
+    /// The next request at the listener.
+    fn request(&self) -> *mut rdma_cm_id {
+        event(self.channels[1], RDMA_CM_EVENT_CONNECT_REQUEST, |event| {
+            assert_eq!(event.listen_id, self.listener);
+            event.id
+        })
+    }
+}
+
+impl Drop for Asynchronous {
+    fn drop(&mut self) {
+        destroy_id(self.id);
+        destroy_id(self.listener);
+        self.channels.into_iter().for_each(destroy_channel);
+    }
+}
+
+/// Parameters that name a queue pair which the program moves itself.
+fn numbered(qp_num: u32) -> rdma_conn_param {
+    // SAFETY: all-zero bytes are valid.
+    let mut param: rdma_conn_param = unsafe { zeroed() };
+    param.qp_num = qp_num;
+    param
+}
+
+fn ece(vendor_id: u32, options: u32, comp_mask: u32) -> ibv_ece {
+    ibv_ece {
+        vendor_id,
+        options,
+        comp_mask,
+    }
+}
+
+fn set_ece(id: *mut rdma_cm_id, mut ece: ibv_ece) -> c_int {
+    call!(rdma_set_local_ece(id => *mut rdma_cm_id, &raw mut ece => *mut ibv_ece) -> c_int)
+}
+
+fn remote_ece(id: *mut rdma_cm_id) -> (u32, u32, u32) {
+    let mut found = ece(1, 1, 1);
+    let result = call!(rdma_get_remote_ece(id => *mut rdma_cm_id, &raw mut found => *mut ibv_ece)
+        -> c_int);
+    assert_eq!(result, 0);
+    (found.vendor_id, found.options, found.comp_mask)
+}
+
+#[test]
+fn vendor_options_are_exchanged() {
+    let both = Asynchronous::new(7003);
+    for wrong in [ece(0, 1, 0), ece(0x15b3, 1, 1)] {
+        assert_eq!((set_ece(both.id, wrong), errno()), (-1, libc::EINVAL));
+    }
+    assert_eq!(set_ece(both.id, ece(0x15b3, 0xf00d_0003, 0)), 0);
+    connect(both.id, &mut numbered(77));
+    let request = both.request();
+    assert_eq!(remote_ece(request), (0x15b3, 0xf00d_0003, 0));
+    // The answer is in the words of the vendor that has asked.
+    assert_eq!(set_ece(request, ece(0xabcd, 0x0000_0001, 0)), 0);
+    let mut param = numbered(78);
+    let accepted = call!(rdma_accept(request => *mut rdma_cm_id,
+        &raw mut param => *mut rdma_conn_param) -> c_int);
+    assert_eq!(accepted, 0);
+    event(both.channels[0], RDMA_CM_EVENT_CONNECT_RESPONSE, |event| {
+        // SAFETY: the event has parameters of a connection.
+        assert_eq!(unsafe { event.param.conn.qp_num }, 78);
+    });
+    assert_eq!(remote_ece(both.id), (0x15b3, 1, 0));
+    let refused = call!(rdma_reject_ece(both.id => *mut rdma_cm_id, ptr::null() => *const c_void,
+        0 => u8) -> c_int);
+    assert_eq!(refused, 0);
+    let mut seen: *mut rdma_cm_event = ptr::null_mut();
+    let result = call!(rdma_get_cm_event(both.channels[1] => *mut rdma_event_channel,
+        &raw mut seen => *mut *mut rdma_cm_event) -> c_int);
+    assert_eq!(result, 0);
+    // SAFETY: the event is alive.
+    unsafe {
+        // Reason 35: vendor option not supported.
+        assert_eq!(
+            ((*seen).event, (*seen).status),
+            (RDMA_CM_EVENT_REJECTED, 35)
+        );
+    }
+    call!(rdma_ack_cm_event(seen => *mut rdma_cm_event) -> c_int);
+    destroy_id(request);
+
+    // A queue pair of the device's has none, and its identifier neither.
+    let device = Device::open("riser0");
+    let cq = device.create_cq(4);
+    let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_RC, IBV_QP_EX_WITH_SEND));
+    let mut found = ece(1, 1, 1);
+    let result = call!(ibv_query_ece(qp => *mut ibv_qp, &raw mut found => *mut ibv_ece) -> c_int);
+    assert_eq!(result, libc::EOPNOTSUPP);
+    assert_eq!((found.vendor_id, found.options, found.comp_mask), (0, 0, 0));
+    let result = call!(ibv_set_ece(qp => *mut ibv_qp, &raw mut found => *mut ibv_ece) -> c_int);
+    assert_eq!(result, libc::EOPNOTSUPP);
+    let null = ptr::null_mut::<ibv_qp>();
+    let result = call!(ibv_query_ece(null => *mut ibv_qp, &raw mut found => *mut ibv_ece) -> c_int);
+    assert_eq!(result, libc::EINVAL);
+    let with_qp = Asynchronous::new(7004);
+    assert_eq!(set_ece(with_qp.id, ece(0x15b3, 1, 0)), 0);
+    let mut attr = small();
+    attr.qp_type = IBV_QPT_RC;
+    let made = call!(rdma_create_qp(with_qp.id => *mut rdma_cm_id, ptr::null_mut() => *mut ibv_pd,
+        &raw mut attr => *mut ibv_qp_init_attr) -> c_int);
+    assert_eq!(made, 0, "{}", errno());
+    let refused = set_ece(with_qp.id, ece(0x15b3, 1, 0));
+    assert_eq!((refused, errno()), (-1, libc::EINVAL));
+    connect(with_qp.id, &mut numbered(0));
+    let request = with_qp.request();
+    assert_eq!(remote_ece(request), (0, 0, 0));
+    destroy_id(request);
+    call!(rdma_destroy_qp(with_qp.id => *mut rdma_cm_id));
+}
+
+#[test]
+fn a_program_reports_that_data_have_arrived() {
+    let both = Asynchronous::new(7005);
+    let notify =
+        |id, event| call!(rdma_notify(id => *mut rdma_cm_id, event => ibv_event_type) -> c_int);
+    let port = |id| {
+        let own = call!(rdma_get_src_port(id => *mut rdma_cm_id) -> u16);
+        let peer = call!(rdma_get_dst_port(id => *mut rdma_cm_id) -> u16);
+        (u16::from_be(own), u16::from_be(peer))
+    };
+    connect(both.id, &mut numbered(77));
+    let request = both.request();
+    // Ports in network byte order, each side's own first.
+    let (own, peer) = port(both.id);
+    assert!(own >= 32_768, "{own}");
+    assert_eq!(peer, 7005);
+    assert_eq!(port(request), (7005, own));
+    assert_eq!(port(both.listener), (7005, 0));
+    assert_eq!(port(ptr::null_mut()), (0, 0));
+
+    let early = notify(request, IBV_EVENT_COMM_EST);
+    assert_eq!((early, errno()), (-1, libc::EINVAL));
+    let mut param = numbered(78);
+    let accepted = call!(rdma_accept(request => *mut rdma_cm_id,
+        &raw mut param => *mut rdma_conn_param) -> c_int);
+    assert_eq!(accepted, 0);
+    event(both.channels[0], RDMA_CM_EVENT_CONNECT_RESPONSE, |_| ());
+    // The other side waits for its program, so no RTU comes.
+    for wrong in [IBV_EVENT_PATH_MIG, 99] {
+        assert_eq!((notify(request, wrong), errno()), (-1, libc::EINVAL));
+    }
+    assert_eq!(notify(request, IBV_EVENT_COMM_EST), 0);
+    event(both.channels[1], RDMA_CM_EVENT_ESTABLISHED, |event| {
+        assert_eq!(event.id, request);
+    });
+    let again = notify(request, IBV_EVENT_COMM_EST);
+    assert_eq!((again, errno()), (-1, libc::EINVAL));
+    destroy_id(request);
+}

@@ -385,6 +385,11 @@ extern "C" fn flush() {
     }
 }
 
+/// Time that a connection request waits for a listener. Programs that agree by other means that the
+/// one listens now and the other connects rely on resolving an address, which takes a while with a
+/// kernel and no time here.
+const LISTEN_GRACE: Duration = Duration::from_millis(300);
+
 /// Limits of a device whose user is one program, which may do as it likes with its own memory.
 fn limits() -> NicLimits {
     NicLimits {
@@ -392,6 +397,7 @@ fn limits() -> NicLimits {
         max_cqe: 1 << 22,
         max_ah: 1 << 16,
         max_qps_per_peer: u32::MAX,
+        listen_grace: LISTEN_GRACE,
         ..NicLimits::default()
     }
 }

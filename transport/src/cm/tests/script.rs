@@ -176,6 +176,79 @@ pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
 }
 
 #[test]
+fn a_request_waits_for_a_listener_that_is_late() {
+    let mut pair = Pair::new();
+    pair.p.config.listen_grace = Duration::from_millis(100);
+    let ask = |pair: &mut Pair, port: u64, qpn| {
+        let params = ReqParams {
+            service_id: ServiceId(0x0106_0000 | port),
+            ..req_params(1, 2, qpn)
+        };
+        let id = pair.a.send_req(pair.now, addr(2), &params).unwrap();
+        pair.a_to_p();
+        assert_eq!(pair.p.poll_transmit(), None, "neither taken nor refused");
+        assert_eq!(pair.p.poll_event(), None);
+        id
+    };
+    ask(&mut pair, 1, 0x20);
+    let refused = ask(&mut pair, 2, 0x21);
+    pair.pass(Duration::from_millis(90));
+    assert_eq!(pair.p.poll_transmit(), None);
+    let listener = pair.p.listen(ServiceId(0x0106_0001), !0, 8).unwrap();
+    assert!(pair.p.poll_timeout().unwrap() <= pair.now, "it is due");
+    pair.pass(Duration::ZERO);
+    let event = pair.p.poll_event().unwrap();
+    let IbCmEventKind::ReqReceived {
+        listener: l, req, ..
+    } = event.kind
+    else {
+        panic!("{event:?}")
+    };
+    assert_eq!((l, req.qpn.value()), (listener, 0x20));
+    // The other one is refused in time.
+    pair.pass(Duration::from_millis(10));
+    assert_eq!(pair.p_to_a(), 1);
+    let event = pair.a.poll_event().unwrap();
+    assert_eq!(event.id, refused);
+    let IbCmEventKind::RejReceived { reason, .. } = event.kind else {
+        panic!("{event:?}")
+    };
+    assert_eq!(reason, RejReason::InvalidServiceId);
+    // Few wait, and what is beyond is refused at once; so is a question.
+    for n in 0..MAX_EARLY {
+        ask(&mut pair, 3, 0x100 + n as u32);
+    }
+    let question = SidrReqParams {
+        service_id: ServiceId(0x0111_0001),
+        pkey: PKey::DEFAULT,
+        traffic_class: 0,
+        timeout: CmTimeout::new(20),
+        max_cm_retries: Bits::truncate(3),
+        private_data: PrivateData::default(),
+    };
+    let too_many = |pair: &mut Pair| {
+        pair.a.send_sidr_req(pair.now, addr(2), &question).unwrap();
+        pair.a_to_p();
+        pair.p_to_a()
+    };
+    assert_eq!(too_many(&mut pair), 1);
+    let event = pair.a_event();
+    assert!(
+        matches!(event, IbCmEventKind::SidrRepReceived { rep } if rep.status == SidrStatus::Unsupported)
+    );
+    pair.pass(Duration::from_millis(100));
+    assert_eq!(pair.p_to_a(), MAX_EARLY);
+    // A question waits as well.
+    assert_eq!(too_many(&mut pair), 0);
+    pair.p.listen(ServiceId(0x0111_0001), !0, 8).unwrap();
+    pair.pass(Duration::ZERO);
+    assert!(matches!(
+        pair.p_event(),
+        IbCmEventKind::SidrReqReceived { .. }
+    ));
+}
+
+#[test]
 pub(super) fn vendor_options_go_both_ways() {
     let mut pair = Pair::new();
     let ece = |options| Ece {

@@ -14,7 +14,9 @@
 //!   its mailbox.
 //! - **Slot 0** belongs to no process: connection requests arrive there, which name no id of ours. Every
 //!   process reads it, and passes on what is for another ([`Message::Packet`]).
-//! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each.
+//! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each. Beside them
+//!   is the slot that each recent request went to: a peer that takes an unanswered request back names
+//!   its own id only, and its message goes to that process and no other.
 //!
 //! Only processes of one user share an address; to others it is in use.
 //!
@@ -22,6 +24,7 @@
 //! them.
 
 use std::collections::VecDeque;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
@@ -39,10 +42,10 @@ use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
 use riser_transport::roce::steer::Requests;
 use riser_transport::wire::ROCE_PORT;
-use riser_transport::wire::cm_msg::{CmMessage, is_request};
+use riser_transport::wire::cm_msg::{CmMessage, CommId, ServiceId, is_request};
 use riser_transport::wire::cma::RdmaPortSpace;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::Errno as Os;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::{
@@ -97,6 +100,13 @@ const SPACES: [RdmaPortSpace; 4] = [
     RdmaPortSpace::Ib,
 ];
 const PORTS: usize = SPACES.len() << 16;
+
+/// Requests whose slots are remembered. Those of two peers may have one place: then a message by which
+/// the older is taken back goes astray, and that request ends by its time-out.
+const REQUESTS: usize = 1 << 12;
+
+/// Bytes of the shared memory.
+const TABLE: usize = PORTS + REQUESTS;
 
 /// A port of the RDMA CM.
 pub(crate) type Port = (RdmaPortSpace, u16);
@@ -267,22 +277,21 @@ impl Share {
         }
         let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
         let mad = mad.filter(|mad| is_request(mad));
-        let service = match mad.map(CmMessage::parse) {
-            Some(Ok((_, CmMessage::Req(request)))) => request.service_id,
-            Some(Ok((_, CmMessage::SidrReq(question)))) => question.service_id,
-            // It belongs to a request that any of the processes may have had.
-            Some(Ok(_)) => {
-                for slot in (1..SLOTS).filter(|slot| *slot != self.slot) {
-                    self.forward(slot, &packet);
-                }
-                return Some(packet);
+        let owner = match mad.map(CmMessage::parse) {
+            Some(Ok((_, CmMessage::Req(request)))) => {
+                let owner = self.owner(request.service_id);
+                let place = self.ports.request(packet.src.ip(), request.local_comm_id);
+                place.store(owner, Ordering::Relaxed);
+                owner
             }
-            _ => return Some(packet),
+            Some(Ok((_, CmMessage::SidrReq(question)))) => self.owner(question.service_id),
+            // A REJ is for the process that has had the request.
+            Some(Ok((_, CmMessage::Rej(rej)))) => {
+                let place = self.ports.request(packet.src.ip(), rej.local_comm_id);
+                place.load(Ordering::Relaxed)
+            }
+            _ => self.slot,
         };
-        let Some(port) = RdmaPortSpace::of(service) else {
-            return Some(packet);
-        };
-        let owner = self.ports.owner(port);
         if owner == 0 || owner == self.slot {
             return Some(packet);
         }
@@ -291,6 +300,12 @@ impl Share {
         }
         // No process listens at the port, so this one rejects the request.
         Some(packet)
+    }
+
+    /// The slot of the process that listens at the port of a service; 0 for none, this process's own
+    /// for services without a port.
+    fn owner(&self, service: ServiceId) -> u8 {
+        RdmaPortSpace::of(service).map_or(self.slot, |port| self.ports.owner(port))
     }
 
     /// Sends a packet to another process, now or later; false where the slot has none.
@@ -543,7 +558,7 @@ fn begin(addr: IpAddr) -> io::Result<(Vec<OwnedFd>, OwnedFd)> {
     };
     sockopt::set_socket_recv_buffer_size(&group[0], FRONT_BUFFER)?;
     let table = memfd_create("riser-ports", MemfdFlags::CLOEXEC)?;
-    ftruncate(&table, (PORTS) as u64)?;
+    ftruncate(&table, TABLE as u64)?;
     Ok((group, table))
 }
 
@@ -629,9 +644,14 @@ unsafe impl Sync for PortTable {}
 impl PortTable {
     /// Maps the table for the process of a slot, which has no port yet.
     fn map(memory: OwnedFd, slot: u8) -> io::Result<Self> {
+        if fstat(&memory)?.st_size != TABLE as i64 {
+            return Err(in_use(
+                "a process with another version of this library has it",
+            ));
+        }
         let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: a new mapping; the memory has this length, and no process of ours shortens it.
-        let start = unsafe { mmap(std::ptr::null_mut(), PORTS, rights, flags, &memory, 0) }?;
+        let start = unsafe { mmap(std::ptr::null_mut(), TABLE, rights, flags, &memory, 0) }?;
         let slots = NonNull::new(start.cast::<AtomicU8>()).ok_or(Os::NOMEM)?;
         let table = Self { slots, memory };
         // The process that had the slot before may have been killed.
@@ -641,7 +661,15 @@ impl PortTable {
 
     fn all(&self) -> &[AtomicU8] {
         // SAFETY: the mapping has this length and lives as long as the table.
-        unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), PORTS) }
+        unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), TABLE) }
+    }
+
+    /// The place for the slot of a peer's request.
+    fn request(&self, peer: IpAddr, id: CommId) -> &AtomicU8 {
+        // Ids of one peer may follow each other, and so may addresses.
+        let mut hasher = DefaultHasher::new();
+        (peer.to_canonical(), id).hash(&mut hasher);
+        &self.all()[PORTS + hasher.finish() as usize % REQUESTS]
     }
 
     fn place(&self, (space, port): Port) -> &AtomicU8 {
@@ -668,7 +696,7 @@ impl PortTable {
             .is_ok()
     }
 
-    /// Frees all ports of a slot.
+    /// Frees all ports of a slot, and forgets its requests.
     fn clear(&self, slot: u8) {
         let all = self.all().iter();
         for place in all.filter(|place| place.load(Ordering::Relaxed) == slot) {
@@ -680,7 +708,7 @@ impl PortTable {
 impl Drop for PortTable {
     fn drop(&mut self) {
         // SAFETY: the mapping is this table's, and nothing refers to it any longer.
-        let _ = unsafe { munmap(self.slots.as_ptr().cast(), PORTS) };
+        let _ = unsafe { munmap(self.slots.as_ptr().cast(), TABLE) };
     }
 }
 
@@ -689,7 +717,9 @@ mod tests {
     use std::net::UdpSocket;
 
     use riser_transport::verbs::PKey;
-    use riser_transport::wire::cm_msg::{CommId, PrivateData, SidrReqMsg};
+    use riser_transport::wire::cm_msg::{
+        AdditionalInfo, CommId, PrivateData, RejMsg, RejOf, RejReason, SidrReqMsg,
+    };
     use riser_transport::wire::mad::TransactionId;
 
     use super::*;
@@ -749,17 +779,58 @@ mod tests {
 
     /// A question for the process that has port 7471 for datagrams.
     fn question() -> Vec<u8> {
-        let question = CmMessage::SidrReq(SidrReqMsg {
+        datagram(&CmMessage::SidrReq(SidrReqMsg {
             request_id: CommId(0x0102_0304),
             pkey: PKey(0xffff),
             service_id: RdmaPortSpace::Udp.service_id(7471),
             private_data: PrivateData::default(),
-        });
+        }))
+    }
+
+    fn datagram(message: &CmMessage) -> Vec<u8> {
         let mut datagram = vec![0; MAD];
         datagram[7] = 1;
-        datagram.extend(question.emit(TransactionId(5)));
+        datagram.extend(message.emit(TransactionId(5)));
         datagram.extend([0; 4]);
         datagram
+    }
+
+    #[test]
+    fn a_request_that_is_taken_back_concerns_one_process() {
+        let first = Share::open(addr(8)).unwrap();
+        let second = open_beside(&first);
+        let third = open_beside(&first);
+        second.take_port(RdmaPortSpace::Tcp, 7471).unwrap();
+        let peer = UdpSocket::bind((addr(9), 0)).unwrap();
+        let send = |bytes: &[u8]| peer.send_to(bytes, (addr(8), ROCE_PORT)).unwrap();
+        let give_up = |id| {
+            datagram(&CmMessage::Rej(RejMsg {
+                local_comm_id: CommId(id),
+                remote_comm_id: CommId(0),
+                message: RejOf::NoMessage,
+                reason: RejReason::Timeout,
+                info: AdditionalInfo::new(&[7; 8]).unwrap(),
+                private_data: PrivateData::default(),
+            }))
+        };
+        let mut request = vec![0; MAD + MAD_LEN];
+        // The header of a REQ; its id and the service id.
+        request[MAD..MAD + 4].copy_from_slice(&[1, 7, 2, 3]);
+        request[MAD + 17] = 0x10;
+        request[MAD + 24..MAD + 28].copy_from_slice(&77u32.to_be_bytes());
+        request[MAD + 32..MAD + 40].copy_from_slice(&0x0106_1d2f_u64.to_be_bytes());
+        request.extend([0; 4]);
+        for bytes in [&request, &give_up(77)] {
+            send(bytes);
+            assert!(first.poll_packet().is_none(), "it is passed on");
+            assert_eq!(second.poll_packet().unwrap().bytes, *bytes);
+        }
+        // That of another request is kept, and no other process gets it.
+        send(&give_up(78));
+        assert!(first.poll_packet().is_some());
+        for share in [&first, &second, &third] {
+            assert!(share.poll_packet().is_none());
+        }
     }
 
     #[test]

@@ -13,11 +13,11 @@ types="$types"'|ibv_(parent_domain_init_attr|wq_attr|wq_init_attr|rwq_ind_table_
 types="$types"'|ibv_(counters|counter_attach_attr|counters_init_attr|flow|flow_attr|create_cq_wc_flags|wc_opcode|wc_status)'
 types="$types"'|ibv_(cq_init_attr_mask|qp_create_send_ops_flags|qp_init_attr_mask|srq_init_attr_mask|rereg_mr_flags)'
 types="$types"'|rdma_(addrinfo|event_channel|cm_join_mc_attr_ex|cm_event_type|cm_join_mc_attr_mask|cm_mc_join_flags)'
-types="$types"'|_compat_ibv_port_attr|rdma_(cm_id|cm_event|conn_param|port_space)|sockaddr_(in6?|storage)'
+types="$types"'|_compat_ibv_port_attr|rdma_(cm_id|cm_event|conn_param|port_space)|sockaddr_(in6?|ib|storage)|ibv_path_data'
 
 header=$(mktemp --suffix=.h)
 trap 'rm -f "$header" src/bindings.rs.new' EXIT
-printf '#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n' >"$header"
+printf '#include <infiniband/verbs.h>\n#include <infiniband/ib.h>\n#include <rdma/rdma_cma.h>\n' >"$header"
 
 # The layout of pthread's structures depends on the architecture: libc knows it.
 {
@@ -25,7 +25,7 @@ printf '#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n' >"$header"
     bindgen --rust-target 1.85 --use-core --ctypes-prefix libc --disable-header-comment \
         --ignore-functions --no-doc-comments --with-derive-default \
         --default-enum-style consts --no-prepend-enum-name \
-        --allowlist-type "$types" --allowlist-var '(RDMA_OPTION|RAI|IBV_ACCESS|IBV_QP_EX|IBV_DM|RDMA_MC)_.*' \
+        --allowlist-type "$types" --allowlist-var '((RDMA_OPTION|RDMA_IB|RAI|IBV_PATH|IBV_ACCESS|IBV_QP_EX|IBV_DM|RDMA_MC)_.*|AF_IB)' \
         --blocklist-type '_*pthread_.*|__atomic_wide_counter.*' \
         --raw-line 'use libc::{pthread_cond_t, pthread_mutex_t};' \
         "$header" -- "$@" |

@@ -46,13 +46,31 @@ fn event<T>(
     expected: rdma_cm_event_type,
     look: impl FnOnce(&rdma_cm_event) -> T,
 ) -> T {
+    event_with(channel, (expected, 0), look)
+}
+
+/// The same for one with this status.
+fn event_with<T>(
+    channel: *mut rdma_event_channel,
+    expected: (rdma_cm_event_type, c_int),
+    look: impl FnOnce(&rdma_cm_event) -> T,
+) -> T {
     let mut event: *mut rdma_cm_event = ptr::null_mut();
+    // SAFETY: the channel is alive.
+    unsafe {
+        let mut fd = libc::pollfd {
+            fd: (*channel).fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        assert_eq!(libc::poll(&raw mut fd, 1, 20_000), 1, "no event came");
+    }
     let result = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
         &raw mut event => *mut *mut rdma_cm_event) -> c_int);
     assert_eq!(result, 0);
     // SAFETY: the event is alive until it is acknowledged.
     let seen = unsafe {
-        assert_eq!(((*event).event, (*event).status), (expected, 0));
+        assert_eq!(((*event).event, (*event).status), expected);
         look(&*event)
     };
     let result = call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
@@ -474,4 +492,269 @@ fn a_program_reports_that_data_have_arrived() {
     let again = notify(request, IBV_EVENT_COMM_EST);
     assert_eq!((again, errno()), (-1, libc::EINVAL));
     destroy_id(request);
+}
+
+/// What `rdma_getaddrinfo` makes of a GID.
+fn gid_info(gid: &CStr, port: u16, space: rdma_port_space, flags: u32) -> *mut rdma_addrinfo {
+    let mut hints = hints(space, IBV_QPT_RC, RAI_NUMERICHOST | RAI_FAMILY | flags);
+    hints.ai_family = AF_IB as c_int;
+    address_info(Some(gid), port, &hints).unwrap()
+}
+
+/// An address of InfiniBand.
+fn infiniband(addr: *const sockaddr) -> (Vec<u8>, u64, u64) {
+    // SAFETY: the address is alive, and is looked at only if it is one.
+    unsafe {
+        assert_eq!(u32::from((*addr).sa_family), AF_IB);
+        let ib = addr.cast::<sockaddr_ib>().read_unaligned();
+        assert_eq!(u16::from_be(ib.sib_pkey), 0xffff);
+        let gid = ib.sib_addr.ib_u.uib_addr8.to_vec();
+        (gid, u64::from_be(ib.sib_sid), u64::from_be(ib.sib_sid_mask))
+    }
+}
+
+/// Own and peer's address of an identifier.
+fn addresses(id: *mut rdma_cm_id) -> [*const sockaddr; 2] {
+    // SAFETY: the identifier is alive.
+    unsafe {
+        let addr = &raw const (*id).route.addr;
+        [
+            (&raw const (*addr).__bindgen_anon_1).cast(),
+            (&raw const (*addr).__bindgen_anon_2).cast(),
+        ]
+    }
+}
+
+fn resolve_addr(id: *mut rdma_cm_id, src: *mut sockaddr, dst: *mut sockaddr) -> c_int {
+    call!(rdma_resolve_addr(id => *mut rdma_cm_id, src => *mut sockaddr, dst => *mut sockaddr,
+        1000 => c_int) -> c_int)
+}
+
+fn bind(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int {
+    call!(rdma_bind_addr(id => *mut rdma_cm_id, addr => *mut sockaddr) -> c_int)
+}
+
+fn set_path(id: *mut rdma_cm_id, paths: &mut [ibv_path_data], length: usize) -> c_int {
+    call!(rdma_set_option(id => *mut rdma_cm_id, RDMA_OPTION_IB as c_int => c_int,
+        RDMA_OPTION_IB_PATH as c_int => c_int, paths.as_mut_ptr().cast() => *mut c_void,
+        length => usize) -> c_int)
+}
+
+#[test]
+fn gids_and_service_ids_are_addresses() {
+    const GID: &CStr = c"::ffff:127.0.41.2";
+    const TCP: u64 = 0x0106_0000;
+    let mut raw = vec![0; 10];
+    raw.extend([0xff, 0xff, 127, 0, 41, 2]);
+    let passive = gid_info(GID, 7006, RDMA_PS_TCP, RAI_PASSIVE);
+    let active = gid_info(GID, 7006, RDMA_PS_TCP, 0);
+    // SAFETY: both are alive.
+    let (own, peer) = unsafe {
+        assert_eq!((*passive).ai_family, AF_IB as c_int);
+        assert_eq!(
+            ((*passive).ai_src_len, (*active).ai_dst_len),
+            (size_of::<sockaddr_ib>() as u32, 48)
+        );
+        ((*passive).ai_src_addr, (*active).ai_dst_addr)
+    };
+    assert_eq!(infiniband(own), (raw.clone(), TCP | 7006, !0));
+    assert_eq!(infiniband(peer), (raw.clone(), TCP | 7006, !0));
+
+    let channels = [create_channel(), create_channel()];
+    let datagrams = create_id(channels[1], RDMA_PS_UDP);
+    let refused = bind(datagrams, own);
+    assert_eq!((refused, errno()), (-1, libc::EPROTONOSUPPORT));
+    destroy_id(datagrams);
+    let listener = create_id(channels[1], RDMA_PS_TCP);
+    assert_eq!(bind(listener, own), 0, "{}", errno());
+    assert_eq!(
+        infiniband(addresses(listener)[0]),
+        (raw.clone(), TCP | 7006, !0)
+    );
+    listen(listener);
+
+    let id = create_id(channels[0], RDMA_PS_TCP);
+    // An address of each family.
+    let internet = address_info(Some(c"127.0.41.1"), 0, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0));
+    let internet = internet.unwrap();
+    // SAFETY: it is alive.
+    let mixed = resolve_addr(id, unsafe { (*internet).ai_dst_addr }, peer);
+    assert_eq!((mixed, errno()), (-1, libc::EINVAL));
+    assert_eq!(resolve_addr(id, ptr::null_mut(), peer), 0, "{}", errno());
+    event(channels[0], RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
+    let (own_gid, own_sid, own_mask) = infiniband(addresses(id)[0]);
+    assert_eq!(
+        (&own_gid[10..], own_mask),
+        (&[0xff, 0xff, 127, 0, 41, 1][..], !0)
+    );
+    let port = u16::from_be(call!(rdma_get_src_port(id => *mut rdma_cm_id) -> u16));
+    assert_eq!(own_sid, TCP | u64::from(port));
+    assert_eq!(infiniband(addresses(id)[1]), (raw.clone(), TCP | 7006, !0));
+    let port = u16::from_be(call!(rdma_get_dst_port(id => *mut rdma_cm_id) -> u16));
+    assert_eq!(port, 7006);
+
+    // The path is the program's.
+    // SAFETY: all-zero bytes are valid; the identifier is alive.
+    let mut data = unsafe {
+        let mut data: [ibv_path_data; 2] = zeroed();
+        let path = &mut data[1].path;
+        let ids = (*id).route.addr.addr.ibaddr;
+        (path.sgid, path.dgid, path.pkey) = (ids.sgid, ids.dgid, ids.pkey);
+        path.mtu = 2 << 6 | IBV_MTU_512 as u8;
+        path.tclass = 0x28;
+        data[1].flags = IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL;
+        data
+    };
+    let size = size_of::<ibv_path_data>();
+    for length in [0, 1, size - 1, size] {
+        let refused = set_path(id, &mut data, length);
+        assert_eq!((refused, errno()), (-1, libc::EINVAL), "{length}");
+    }
+    let mut elsewhere = data;
+    elsewhere[1].path.dgid = data[1].path.sgid;
+    let refused = set_path(id, &mut elsewhere, 2 * size);
+    assert_eq!((refused, errno()), (-1, libc::EINVAL));
+    assert_eq!(set_path(id, &mut data, 2 * size), 0, "{}", errno());
+    event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
+    // SAFETY: the route is resolved.
+    let path = unsafe { *(*id).route.path_rec };
+    assert_eq!(
+        (u32::from(path.mtu), path.traffic_class),
+        (IBV_MTU_512, 0x28)
+    );
+    let again = set_path(id, &mut data, 2 * size);
+    assert_eq!((again, errno()), (-1, libc::EINVAL));
+
+    // Without an address header all the private data are the program's.
+    let all: [u8; 92] = std::array::from_fn(|i| i as u8 + 1);
+    let mut param = numbered(77);
+    (param.private_data, param.private_data_len) = (all.as_ptr().cast(), 92);
+    connect(id, &mut param);
+    let request = event(channels[1], RDMA_CM_EVENT_CONNECT_REQUEST, |event| {
+        // SAFETY: the event has private data.
+        unsafe {
+            let conn = event.param.conn;
+            assert_eq!(conn.private_data_len, 92);
+            assert_eq!(conn.private_data.cast::<[u8; 92]>().read(), all);
+        }
+        event.id
+    });
+    assert_eq!(infiniband(addresses(request)[0]), (raw, TCP | 7006, !0));
+    assert_eq!(infiniband(addresses(request)[1]).0, own_gid);
+    // SAFETY: all-zero bytes are valid attributes, of which the state is read.
+    unsafe {
+        let mut attr: ibv_qp_attr = zeroed();
+        attr.qp_state = IBV_QPS_RTR;
+        let mut mask = 0;
+        let known = call!(rdma_init_qp_attr(request => *mut rdma_cm_id,
+            &raw mut attr => *mut ibv_qp_attr, &raw mut mask => *mut c_int) -> c_int);
+        assert_eq!(known, 0, "{}", errno());
+        assert_eq!(attr.path_mtu, IBV_MTU_512);
+        assert_eq!(attr.ah_attr.grh.traffic_class, 0x28);
+    }
+    destroy_id(request);
+    destroy_id(id);
+
+    // A destination may have any service id; no listener has this one.
+    let bare = create_id(channels[0], RDMA_PS_IB);
+    // SAFETY: the address is alive.
+    unsafe { (*peer.cast::<sockaddr_ib>()).sib_sid = 0x1000_0000_0000_0077_u64.to_be() };
+    assert_eq!(resolve_addr(bare, ptr::null_mut(), peer), 0, "{}", errno());
+    event(channels[0], RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
+    let begun = call!(rdma_resolve_route(bare => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+    assert_eq!(begun, 0);
+    event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
+    connect(bare, &mut numbered(77));
+    // Reason 8: invalid service id.
+    event_with(channels[0], (RDMA_CM_EVENT_REJECTED, 8), |_| ());
+    destroy_id(bare);
+    destroy_id(listener);
+    channels.into_iter().for_each(destroy_channel);
+    for info in [passive, active, internet] {
+        call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
+    }
+}
+
+#[test]
+fn the_unspecified_address_belongs_to_no_device() {
+    let channel = create_channel();
+    // SAFETY: all-zero bytes are the unspecified address of IPv4, but for the family.
+    let mut any: sockaddr_in = unsafe { zeroed() };
+    any.sin_family = libc::AF_INET as u16;
+    any.sin_port = 7007u16.to_be();
+    let listener = create_id(channel, RDMA_PS_TCP);
+    assert_eq!(bind(listener, (&raw mut any).cast()), 0, "{}", errno());
+    let unbound = create_id(channel, RDMA_PS_TCP);
+    for (id, port) in [(listener, 7007), (unbound, 0)] {
+        listen(id);
+        // SAFETY: the identifier is alive.
+        unsafe {
+            assert!((*id).verbs.is_null() && (*id).pd.is_null());
+            assert_eq!((*id).port_num, 0);
+            let shown = addresses(id)[0].cast::<sockaddr_in>().read_unaligned();
+            assert_eq!(i32::from(shown.sin_family), libc::AF_INET);
+            assert_eq!(shown.sin_addr.s_addr, 0);
+            let shown = u16::from_be(shown.sin_port);
+            assert!(
+                if port == 0 {
+                    shown >= 32_768
+                } else {
+                    shown == port
+                },
+                "{shown}"
+            );
+        }
+    }
+    // One that resolves an address belongs to the device that the way leads from.
+    let id = create_id(channel, RDMA_PS_TCP);
+    any.sin_port = 0;
+    assert_eq!(bind(id, (&raw mut any).cast()), 0, "{}", errno());
+    let info = address_info(Some(SERVER), 7007, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0)).unwrap();
+    // SAFETY: the information and the identifier are alive.
+    unsafe {
+        assert_eq!(resolve_addr(id, ptr::null_mut(), (*info).ai_dst_addr), 0);
+        event(channel, RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
+        assert!(!(*id).verbs.is_null());
+        let shown = addresses(id)[0].cast::<sockaddr_in>().read_unaligned();
+        assert_eq!(shown.sin_addr.s_addr.to_ne_bytes()[..3], [127, 0, 41]);
+    }
+    call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
+    for id in [id, unbound, listener] {
+        destroy_id(id);
+    }
+    destroy_channel(channel);
+}
+
+#[test]
+fn a_listener_has_the_backlog_that_it_asks_for() {
+    const BACKLOG: usize = 100;
+    let channels = [create_channel(), create_channel()];
+    let info = address_info(Some(SERVER), 7008, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0)).unwrap();
+    // SAFETY: the information is alive.
+    let addr = unsafe { (*info).ai_dst_addr };
+    let listener = create_id(channels[1], RDMA_PS_TCP);
+    assert_eq!(bind(listener, addr), 0, "{}", errno());
+    let listening = call!(rdma_listen(listener => *mut rdma_cm_id, BACKLOG as c_int => c_int)
+        -> c_int);
+    assert_eq!(listening, 0);
+    // All of one host, none of which is answered before the last has come.
+    let clients: Vec<_> = (0..BACKLOG)
+        .map(|_| {
+            let id = create_id(channels[0], RDMA_PS_TCP);
+            assert_eq!(resolve_addr(id, ptr::null_mut(), addr), 0);
+            event(channels[0], RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
+            call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+            event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
+            connect(id, &mut numbered(77));
+            id
+        })
+        .collect();
+    let requests: Vec<_> = (0..BACKLOG)
+        .map(|_| event(channels[1], RDMA_CM_EVENT_CONNECT_REQUEST, |event| event.id))
+        .collect();
+    for id in requests.into_iter().chain(clients).chain([listener]) {
+        destroy_id(id);
+    }
+    channels.into_iter().for_each(destroy_channel);
+    call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
 }

@@ -38,6 +38,20 @@
 use libc::{pthread_cond_t, pthread_mutex_t};
 
 pub const IBV_ACCESS_OPTIONAL_FIRST: u32 = 1048576;
+pub const AF_IB: u32 = 27;
+pub const IBV_PATH_RECORD_REVERSIBLE: u32 = 128;
+pub const IBV_PATH_FLAG_GMP: u32 = 1;
+pub const IBV_PATH_FLAG_PRIMARY: u32 = 2;
+pub const IBV_PATH_FLAG_ALTERNATE: u32 = 4;
+pub const IBV_PATH_FLAG_OUTBOUND: u32 = 8;
+pub const IBV_PATH_FLAG_INBOUND: u32 = 16;
+pub const IBV_PATH_FLAG_INBOUND_REVERSE: u32 = 32;
+pub const IBV_PATH_FLAG_BIDIRECTIONAL: u32 = 40;
+pub const RDMA_IB_IP_PS_MASK: i32 = -65536;
+pub const RDMA_IB_IP_PORT_MASK: u32 = 65535;
+pub const RDMA_IB_IP_PS_TCP: u32 = 17170432;
+pub const RDMA_IB_IP_PS_UDP: u32 = 17891328;
+pub const RDMA_IB_PS_IB: u32 = 20905984;
 pub const RAI_PASSIVE: u32 = 1;
 pub const RAI_NUMERICHOST: u32 = 2;
 pub const RAI_NOROUTE: u32 = 4;
@@ -59,6 +73,7 @@ const _: () = {
     ["Offset of field: timespec::tv_sec"][::core::mem::offset_of!(timespec, tv_sec) - 0usize];
     ["Offset of field: timespec::tv_nsec"][::core::mem::offset_of!(timespec, tv_nsec) - 8usize];
 };
+pub type __u8 = libc::c_uchar;
 pub type __u16 = libc::c_ushort;
 pub type __u32 = libc::c_uint;
 pub type __u64 = libc::c_ulonglong;
@@ -3936,6 +3951,99 @@ impl Default for verbs_context {
         }
     }
 }
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct ib_addr {
+    pub ib_u: ib_addr__bindgen_ty_1,
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub union ib_addr__bindgen_ty_1 {
+    pub uib_addr8: [__u8; 16usize],
+    pub uib_addr16: [__be16; 8usize],
+    pub uib_addr32: [__be32; 4usize],
+    pub uib_addr64: [__be64; 2usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
+const _: () = {
+    ["Size of ib_addr__bindgen_ty_1"][::core::mem::size_of::<ib_addr__bindgen_ty_1>() - 16usize];
+    ["Alignment of ib_addr__bindgen_ty_1"]
+        [::core::mem::align_of::<ib_addr__bindgen_ty_1>() - 8usize];
+    ["Offset of field: ib_addr__bindgen_ty_1::uib_addr8"]
+        [::core::mem::offset_of!(ib_addr__bindgen_ty_1, uib_addr8) - 0usize];
+    ["Offset of field: ib_addr__bindgen_ty_1::uib_addr16"]
+        [::core::mem::offset_of!(ib_addr__bindgen_ty_1, uib_addr16) - 0usize];
+    ["Offset of field: ib_addr__bindgen_ty_1::uib_addr32"]
+        [::core::mem::offset_of!(ib_addr__bindgen_ty_1, uib_addr32) - 0usize];
+    ["Offset of field: ib_addr__bindgen_ty_1::uib_addr64"]
+        [::core::mem::offset_of!(ib_addr__bindgen_ty_1, uib_addr64) - 0usize];
+};
+impl Default for ib_addr__bindgen_ty_1 {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
+const _: () = {
+    ["Size of ib_addr"][::core::mem::size_of::<ib_addr>() - 16usize];
+    ["Alignment of ib_addr"][::core::mem::align_of::<ib_addr>() - 8usize];
+    ["Offset of field: ib_addr::ib_u"][::core::mem::offset_of!(ib_addr, ib_u) - 0usize];
+};
+impl Default for ib_addr {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct sockaddr_ib {
+    pub sib_family: libc::c_ushort,
+    pub sib_pkey: __be16,
+    pub sib_flowinfo: __be32,
+    pub sib_addr: ib_addr,
+    pub sib_sid: __be64,
+    pub sib_sid_mask: __be64,
+    pub sib_scope_id: __u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
+const _: () = {
+    ["Size of sockaddr_ib"][::core::mem::size_of::<sockaddr_ib>() - 48usize];
+    ["Alignment of sockaddr_ib"][::core::mem::align_of::<sockaddr_ib>() - 8usize];
+    ["Offset of field: sockaddr_ib::sib_family"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_family) - 0usize];
+    ["Offset of field: sockaddr_ib::sib_pkey"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_pkey) - 2usize];
+    ["Offset of field: sockaddr_ib::sib_flowinfo"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_flowinfo) - 4usize];
+    ["Offset of field: sockaddr_ib::sib_addr"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_addr) - 8usize];
+    ["Offset of field: sockaddr_ib::sib_sid"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_sid) - 24usize];
+    ["Offset of field: sockaddr_ib::sib_sid_mask"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_sid_mask) - 32usize];
+    ["Offset of field: sockaddr_ib::sib_scope_id"]
+        [::core::mem::offset_of!(sockaddr_ib, sib_scope_id) - 40usize];
+};
+impl Default for sockaddr_ib {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
 pub type socklen_t = __socklen_t;
 pub type sa_family_t = libc::c_ushort;
 #[repr(C)]
@@ -4168,6 +4276,97 @@ const _: () = {
         [::core::mem::offset_of!(ibv_sa_path_rec, preference) - 63usize];
 };
 impl Default for ibv_sa_path_rec {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct ibv_path_record {
+    pub service_id: __be64,
+    pub dgid: ibv_gid,
+    pub sgid: ibv_gid,
+    pub dlid: __be16,
+    pub slid: __be16,
+    pub flowlabel_hoplimit: __be32,
+    pub tclass: u8,
+    pub reversible_numpath: u8,
+    pub pkey: __be16,
+    pub qosclass_sl: __be16,
+    pub mtu: u8,
+    pub rate: u8,
+    pub packetlifetime: u8,
+    pub preference: u8,
+    pub reserved: [u8; 6usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
+const _: () = {
+    ["Size of ibv_path_record"][::core::mem::size_of::<ibv_path_record>() - 64usize];
+    ["Alignment of ibv_path_record"][::core::mem::align_of::<ibv_path_record>() - 8usize];
+    ["Offset of field: ibv_path_record::service_id"]
+        [::core::mem::offset_of!(ibv_path_record, service_id) - 0usize];
+    ["Offset of field: ibv_path_record::dgid"]
+        [::core::mem::offset_of!(ibv_path_record, dgid) - 8usize];
+    ["Offset of field: ibv_path_record::sgid"]
+        [::core::mem::offset_of!(ibv_path_record, sgid) - 24usize];
+    ["Offset of field: ibv_path_record::dlid"]
+        [::core::mem::offset_of!(ibv_path_record, dlid) - 40usize];
+    ["Offset of field: ibv_path_record::slid"]
+        [::core::mem::offset_of!(ibv_path_record, slid) - 42usize];
+    ["Offset of field: ibv_path_record::flowlabel_hoplimit"]
+        [::core::mem::offset_of!(ibv_path_record, flowlabel_hoplimit) - 44usize];
+    ["Offset of field: ibv_path_record::tclass"]
+        [::core::mem::offset_of!(ibv_path_record, tclass) - 48usize];
+    ["Offset of field: ibv_path_record::reversible_numpath"]
+        [::core::mem::offset_of!(ibv_path_record, reversible_numpath) - 49usize];
+    ["Offset of field: ibv_path_record::pkey"]
+        [::core::mem::offset_of!(ibv_path_record, pkey) - 50usize];
+    ["Offset of field: ibv_path_record::qosclass_sl"]
+        [::core::mem::offset_of!(ibv_path_record, qosclass_sl) - 52usize];
+    ["Offset of field: ibv_path_record::mtu"]
+        [::core::mem::offset_of!(ibv_path_record, mtu) - 54usize];
+    ["Offset of field: ibv_path_record::rate"]
+        [::core::mem::offset_of!(ibv_path_record, rate) - 55usize];
+    ["Offset of field: ibv_path_record::packetlifetime"]
+        [::core::mem::offset_of!(ibv_path_record, packetlifetime) - 56usize];
+    ["Offset of field: ibv_path_record::preference"]
+        [::core::mem::offset_of!(ibv_path_record, preference) - 57usize];
+    ["Offset of field: ibv_path_record::reserved"]
+        [::core::mem::offset_of!(ibv_path_record, reserved) - 58usize];
+};
+impl Default for ibv_path_record {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct ibv_path_data {
+    pub flags: u32,
+    pub reserved: u32,
+    pub path: ibv_path_record,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
+const _: () = {
+    ["Size of ibv_path_data"][::core::mem::size_of::<ibv_path_data>() - 72usize];
+    ["Alignment of ibv_path_data"][::core::mem::align_of::<ibv_path_data>() - 8usize];
+    ["Offset of field: ibv_path_data::flags"]
+        [::core::mem::offset_of!(ibv_path_data, flags) - 0usize];
+    ["Offset of field: ibv_path_data::reserved"]
+        [::core::mem::offset_of!(ibv_path_data, reserved) - 4usize];
+    ["Offset of field: ibv_path_data::path"][::core::mem::offset_of!(ibv_path_data, path) - 8usize];
+};
+impl Default for ibv_path_data {
     fn default() -> Self {
         let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
         unsafe {

@@ -281,6 +281,9 @@ impl RdmaCm for RdmaCoreDevice {
             CmOption::AckTimeout(mut value) => {
                 set(RDMA_OPTION_ID_ACK_TIMEOUT, (&raw mut value).cast(), 1)
             }
+            CmOption::BareRequests(false) => Ok(()),
+            CmOption::BareRequests(true) => Err(VerbsError::Unsupported("AF_IB address").into()),
+            CmOption::PathMtu(_) => Err(VerbsError::Unsupported("path of a request").into()),
             CmOption::ReuseAddress(value) => {
                 let mut value = i32::from(value);
                 set(RDMA_OPTION_ID_REUSEADDR, (&raw mut value).cast(), 4)

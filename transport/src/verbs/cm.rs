@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use thiserror::Error;
 
-use super::{AhAttr, CmId, Gid, QKey, QpType, VerbsError};
+use super::{AhAttr, CmId, Gid, Mtu, QKey, QpType, VerbsError};
 
 /// Most private data that an RDMA CM user can send in a request, in bytes (92 less the 36-byte
 /// address header).
@@ -91,6 +91,12 @@ pub enum CmOption {
     /// The unspecified address of IPv6 stands for addresses of IPv6 only. May be set until the
     /// identifier has resolved an address or listens. Off without it; on for IPv4.
     AddressFamilyOnly(bool),
+    /// Requests have no address header in their private data, all of which is the user's then; the
+    /// peer learns no port. A listener and those who connect to it must agree. So do identifiers of
+    /// Linux that have addresses of `AF_IB`. May be set until the identifier is bound.
+    BareRequests(bool),
+    /// Largest path MTU that a request asks for. May be set until the identifier connects.
+    PathMtu(Mtu),
     /// ACK timeout of the connection's queue pairs: 4.096 µs × 2ⁿ, *n* up to 31. For reliable
     /// connections, before they are made.
     AckTimeout(u8),

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use riser_transport::verbs::{
-    CmError, CmEventKind, CmId, CmOption, ConnParam, Ece, MAX_CONNECT_PRIVATE_DATA, PortSpace,
+    CmError, CmEventKind, CmId, CmOption, ConnParam, Ece, MAX_CONNECT_PRIVATE_DATA, Mtu, PortSpace,
     QpAttr, QpState, RdmaCm as _, SendOp, Verbs as _, VerbsError, WcStatus,
 };
 
@@ -466,6 +466,59 @@ pub(crate) fn a_bare_service_id_takes_all_the_private_data<W: World>(mut w: W) {
         panic!("{request:?}");
     };
     assert_eq!((l, said.private_data), (listener, vec![7; 92]));
+    w.provider(End::B).reject(request.id, b"").unwrap();
+}
+
+pub(crate) fn a_request_may_go_without_its_address_header<W: World>(mut w: W) {
+    let w = &mut w;
+    if w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
+        let end = if w.is_rdma_core(End::A) {
+            End::A
+        } else {
+            End::B
+        };
+        let p = w.provider(end);
+        let id = p.create_id(PortSpace::Tcp).unwrap();
+        let refused = p.set_option(id, CmOption::BareRequests(true));
+        let unsupported = VerbsError::Unsupported("AF_IB address");
+        assert_eq!(refused, Err(unsupported.into()));
+        return;
+    }
+    let bare = CmOption::BareRequests(true);
+    let here = SocketAddr::new(w.addr(End::B), 4000);
+    let p = w.provider(End::B);
+    let listener = p.create_id(PortSpace::Tcp).unwrap();
+    p.set_option(listener, bare).unwrap();
+    p.bind_addr(listener, here).unwrap();
+    let late = p.set_option(listener, CmOption::BareRequests(false));
+    assert!(matches!(late, Err(CmError::InvalidState(_))));
+    p.listen(listener, 4).unwrap();
+    let p = w.provider(End::A);
+    let id = p.create_id(PortSpace::Tcp).unwrap();
+    p.set_option(id, bare).unwrap();
+    p.resolve_addr(id, None, here, Duration::ZERO).unwrap();
+    p.resolve_route(id, Duration::ZERO).unwrap();
+    for _ in 0..2 {
+        cm_event(w, End::A);
+    }
+    let p = w.provider(End::A);
+    p.set_option(id, CmOption::PathMtu(Mtu::Mtu512)).unwrap();
+    let own = ConnParam {
+        qp_num: 77,
+        ..param(&[7; 92])
+    };
+    p.connect(id, &own).unwrap();
+    let late = p.set_option(id, CmOption::PathMtu(Mtu::Mtu256));
+    assert!(matches!(late, Err(CmError::InvalidState(_))));
+    let request = cm_event(w, End::B);
+    let CmEventKind::ConnectRequest { peer, param, .. } = request.kind else {
+        panic!("{request:?}");
+    };
+    // The peer's port is not known.
+    assert_eq!(peer, SocketAddr::new(w.addr(End::A), 0));
+    assert_eq!(param.private_data, vec![7; 92]);
+    let attr = w.provider(End::B).init_qp_attr(request.id, QpState::Rtr);
+    assert_eq!(attr.unwrap().path_mtu, Some(Mtu::Mtu512));
     w.provider(End::B).reject(request.id, b"").unwrap();
 }
 

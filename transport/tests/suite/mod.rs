@@ -31,7 +31,8 @@ macro_rules! suite_names {
                 ports_are_shared_as_their_owners_say wildcards_stand_for_the_address
                 a_listener_without_an_address_gets_a_port options_are_set_in_time
                 an_ack_timeout_is_proposed_to_the_peer every_port_space_connects
-                a_bare_service_id_takes_all_the_private_data a_full_backlog_makes_requests_wait
+                a_bare_service_id_takes_all_the_private_data
+                a_request_may_go_without_its_address_header a_full_backlog_makes_requests_wait
                 destroying_a_listener_refuses_what_waits connections_come_and_go
                 an_owner_takes_its_queue_pairs_through_their_states_itself
                 an_answer_is_refused_by_the_owner_of_the_queue_pair

@@ -9,15 +9,27 @@ use std::time::Duration;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param_of, qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
-use riser_transport::verbs::{CmError, CmId, CmOption, ConnParam, Ece, RdmaCm};
+use riser_transport::verbs::{
+    CmError, CmId, CmOption, ConnParam, Ece, Gid, Mtu, PortSpace, RdmaCm, Verbs as _,
+};
 
-use super::{Id, acknowledge_kept, address, device_at, device_towards, id_of, rdma_get_cm_event};
+use super::af_ib::{Address, Service};
+use super::{
+    Id, Path, acknowledge_kept, device_at, device_towards, id_of, port_space_of, rdma_get_cm_event,
+};
 use crate::devices::devices;
 use crate::errno::{Errno, minus};
 use crate::object::Ref;
 
-/// Longest queue of requests of a listener, for one that gives none.
+/// Longest queue of requests of a listener.
 const BACKLOG: u32 = 1024;
+
+/// Places of a listener beside the backlog that its program gives. That counts the requests which the
+/// program has not answered, and the device counts those as well whose peers have not confirmed the
+/// answer, and leaves some to the other peers ([`CmConfig::max_half_open_per_peer`]).
+///
+/// [`CmConfig::max_half_open_per_peer`]: riser_transport::cm::CmConfig::max_half_open_per_peer
+const BEYOND_BACKLOG: u32 = 128;
 
 /// Waits for the outcome of a call, where the identifier has no channel of the program's. The event
 /// is kept for the program in the identifier.
@@ -53,23 +65,34 @@ pub(crate) unsafe extern "C" fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut s
     // SAFETY: the program's pointers, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
-        let addr = unsafe { address(addr) }?.ok_or(Errno::INVALID)?;
+        let addr = unsafe { Address::read(addr) }?.ok_or(Errno::INVALID)?;
         bind(id, addr)
     }))
 }
 
-pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
+pub(super) fn bind(id: Ref<Id>, addr: Address) -> Result<(), Errno> {
     if id.is_bound() {
         return Err(Errno::INVALID);
     }
+    let created = created_in(id)?;
+    let addr = match addr.service {
+        None => addr.socket,
+        Some(service) => {
+            let space = service.space(created)?;
+            let mut state = id.lock();
+            state.space = space;
+            state.services = Some((service, Service::default()));
+            SocketAddr::new(addr.socket.ip(), service.port())
+        }
+    };
     let is_any = is_any(addr.ip());
-    id.lock().is_wildcard = is_any;
     let result = if is_any {
         bind_all(id, addr)
     } else {
-        let device = device_at(addr.ip()).ok_or(Errno(libc::ENODEV))?;
+        let device = device_at(addr.ip()).ok_or(Errno(libc::ENODEV));
+        let link = device.and_then(|device| id.link_to(device));
         let space = id.lock().space;
-        id.link_to(device).and_then(|(context, device_id)| {
+        link.and_then(|(context, device_id)| {
             let mut locked = context.lock();
             let port = locked.take_port(device_id, space, addr.port())?;
             let addr = SocketAddr::new(addr.ip(), port);
@@ -78,18 +101,14 @@ pub(super) fn bind(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     };
     if result.is_err() {
         id.unlink();
-        id.lock().is_wildcard = false;
+        let mut state = id.lock();
+        (state.space, state.services) = (created, None);
     } else {
+        // The program sees the address that it gave, with the port that was taken.
+        id.lock().any = is_any.then_some(addr.ip());
         id.show_route();
-        if is_any {
-            // The program sees the address that it gave, with the port that was taken.
-            let port = id.link().ok().and_then(|(c, i)| c.lock().nic.local_addr(i));
-            let port = port.map_or(addr.port(), |a| a.port());
-            // SAFETY: the identifier is alive.
-            unsafe {
-                let place = &raw mut (*id.c()).route.addr.__bindgen_anon_1;
-                super::write_address(place.cast(), SocketAddr::new(addr.ip(), port));
-            }
+        if id.links().is_empty() {
+            id.show_addresses(Some(addr), None);
         }
     }
     result
@@ -150,7 +169,8 @@ pub(crate) unsafe extern "C" fn rdma_resolve_addr(
     // SAFETY: the program's pointers, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
-        let (src, dst) = unsafe { (address(src)?, address(dst)?.ok_or(Errno::INVALID)?) };
+        let (src, dst) = unsafe { (Address::read(src)?, Address::read(dst)?) };
+        let dst = dst.ok_or(Errno::INVALID)?;
         resolve_addr(id, src, dst, timeout_ms)?;
         complete(id)
     }))
@@ -158,10 +178,11 @@ pub(crate) unsafe extern "C" fn rdma_resolve_addr(
 
 pub(super) fn resolve_addr(
     id: Ref<Id>,
-    src: Option<SocketAddr>,
-    dst: SocketAddr,
+    src: Option<Address>,
+    dst: Address,
     timeout_ms: c_int,
 ) -> Result<(), Errno> {
+    let (src, dst) = use_services(id, src, dst)?;
     let src = src.filter(|a| !is_any(a.ip()) || a.port() != 0);
     let links = id.links();
     let (context, device_id) = match links[..] {
@@ -174,15 +195,18 @@ pub(super) fn resolve_addr(
             id.link_to(device)?
         }
         [link] => link,
-        // It is bound to the unspecified address.
-        [first, ..] => first,
+        // It is bound to the unspecified address, of one device from now on.
+        [first, ..] => {
+            let towards = device_towards(dst)?.index;
+            let link = links.iter().find(|(c, _)| c.device.index == towards);
+            let link = link.copied().unwrap_or(first);
+            id.unlink_but(link);
+            link
+        }
     };
+    id.lock().any = None;
     let timeout = Duration::from_millis(timeout_ms.max(0) as u64);
-    let space = {
-        let mut state = id.lock();
-        state.is_wildcard = false;
-        state.space
-    };
+    let space = id.lock().space;
     let mut locked = context.lock();
     let src = match locked.nic.local_addr(device_id) {
         Some(bound) => bound,
@@ -204,6 +228,54 @@ pub(super) fn resolve_addr(
     Ok(())
 }
 
+/// The port space that an identifier was created in.
+fn created_in(id: Ref<Id>) -> Result<PortSpace, Errno> {
+    // SAFETY: the identifier is alive.
+    let space = unsafe { (*id.c()).ps };
+    // A program may write to it.
+    port_space_of(space).ok_or(Errno::INVALID)
+}
+
+/// Takes the port spaces of addresses of InfiniBand over into an identifier; answers the addresses
+/// with their ports.
+///
+/// # Errors
+/// `EINVAL` where the addresses, or that which it is bound to, are of two families.
+fn use_services(
+    id: Ref<Id>,
+    src: Option<Address>,
+    dst: Address,
+) -> Result<(Option<SocketAddr>, SocketAddr), Errno> {
+    let is_bound = !id.links().is_empty();
+    let (space, services) = {
+        let state = id.lock();
+        (state.space, state.services)
+    };
+    let created = created_in(id)?;
+    let is_ib = dst.service.is_some();
+    let mixes = src.is_some_and(|src| src.service.is_some() != is_ib);
+    if mixes || is_bound && services.is_some() != is_ib {
+        return Err(Errno::INVALID);
+    }
+    let Some(theirs) = dst.service else {
+        return Ok((src.map(|src| src.socket), dst.socket));
+    };
+    let own = src.and_then(|src| src.service).unwrap_or_default();
+    if !is_bound {
+        own.space(created)?;
+    }
+    let (towards, port) = theirs.destination();
+    // A request is in the port space of its destination.
+    if is_bound && towards != space {
+        id.unlink();
+    }
+    let mut state = id.lock();
+    state.space = towards;
+    state.services = Some((own, theirs));
+    let src = src.map(|src| SocketAddr::new(src.socket.ip(), own.port()));
+    Ok((src, SocketAddr::new(dst.socket.ip(), port)))
+}
+
 /// `rdma_resolve_route(3)`.
 pub(crate) unsafe extern "C" fn rdma_resolve_route(
     id: *mut rdma_cm_id,
@@ -223,14 +295,23 @@ pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int)
     // SAFETY: the program's pointer, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
         if !id.is_bound() {
-            // One that is not bound listens at a free port of all devices.
-            let any = SocketAddr::new(IpAddr::from([0u16; 8]), 0);
-            bind(id, any)?;
+            // One that is not bound listens at a free port of all devices: that of IPv4, as Linux
+            // has it, unless there is none.
+            let has_v4 = devices().iter().any(|device| device.config.addr.is_ipv4());
+            let any = match has_v4 {
+                true => IpAddr::from([0; 4]),
+                false => IpAddr::from([0u16; 8]),
+            };
+            let (socket, service) = (SocketAddr::new(any, 0), None);
+            bind(id, Address { socket, service })?;
         }
-        let backlog = u32::try_from(backlog).ok().filter(|n| *n > 0);
+        let given = u32::try_from(backlog).ok().filter(|n| *n > 0);
+        // Linux has no more either (`net.rdma_ucm.max_backlog`).
+        let backlog = given.map_or(BACKLOG, |n| n.min(BACKLOG));
         for (context, device_id) in id.links() {
             let mut locked = context.lock();
-            locked.nic.listen(device_id, backlog.unwrap_or(BACKLOG))?;
+            locked.nic.listen(device_id, backlog + BEYOND_BACKLOG)?;
+            locked.transmit();
         }
         Ok(())
     }))
@@ -493,8 +574,8 @@ pub(crate) unsafe extern "C" fn rdma_get_dst_port(id: *mut rdma_cm_id) -> __be16
 /// The address is alive.
 unsafe fn port<T>(place: *const T) -> u16 {
     // SAFETY: as the caller promises.
-    let addr = unsafe { address(place.cast()) };
-    addr.ok().flatten().map_or(0, |a| a.port())
+    let addr = unsafe { Address::read(place.cast()) };
+    addr.ok().flatten().map_or(0, |a| a.socket.port())
 }
 
 /// `rdma_set_option(3)`.
@@ -507,6 +588,10 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
+        if level as u32 == RDMA_OPTION_IB && option as u32 == RDMA_OPTION_IB_PATH {
+            // SAFETY: as above.
+            return set_path(id, unsafe { path(value, length) }?);
+        }
         // SAFETY: as above.
         let option = unsafe { self::option(level, option, value, length) }?;
         for (context, device_id) in id.links() {
@@ -516,6 +601,67 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
         id.lock().options.push(option);
         Ok(())
     }))
+}
+
+/// The path of the option for paths that serves both directions and the CM's messages, as the kernel
+/// picks it (`ucma_set_ib_path`).
+///
+/// # Errors
+/// `EINVAL` where there is none, or a length that no number of paths has.
+///
+/// # Safety
+/// The value is null or has that length.
+unsafe fn path(value: *const c_void, length: usize) -> Result<ibv_path_record, Errno> {
+    const WANTED: u32 = IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL;
+    let size = size_of::<ibv_path_data>();
+    if value.is_null() || !length.is_multiple_of(size) {
+        return Err(Errno::INVALID);
+    }
+    let mut all = (0..length / size)
+        // SAFETY: as the caller promises.
+        .map(|n| unsafe { value.cast::<ibv_path_data>().add(n).read_unaligned() });
+    let found = all.find(|data| data.flags == WANTED);
+    found.map(|data| data.path).ok_or(Errno::INVALID)
+}
+
+/// Sets the path of an identifier that has resolved an address, which resolves its route.
+///
+/// # Errors
+/// `EINVAL` for a path between other ports or of another partition, or before an address is resolved.
+fn set_path(id: Ref<Id>, record: ibv_path_record) -> Result<(), Errno> {
+    /// Selector "exactly" of a value of the record.
+    const EXACTLY: u8 = 2;
+    let (context, device_id) = id.link()?;
+    let mut locked = context.lock();
+    let local = locked.nic.local_addr(device_id).ok_or(Errno::INVALID)?;
+    let peer = locked.nic.peer_addr(device_id).ok_or(Errno::INVALID)?;
+    // SAFETY: GIDs are bytes.
+    let (sgid, dgid) = unsafe { (Gid(record.sgid.raw), Gid(record.dgid.raw)) };
+    let is_ours = (sgid, dgid) == (local.ip().into(), peer.ip().into());
+    let is_default = u16::from_be(record.pkey) & 0x7fff == 0x7fff;
+    if !is_ours || !is_default {
+        return Err(Errno::INVALID);
+    }
+    let most = locked.nic.query_port(1)?.active_mtu;
+    let mtu = match record.mtu >> 6 {
+        EXACTLY => Mtu::from_code(record.mtu & 0x3f).ok_or(Errno::INVALID)?,
+        _ => most,
+    };
+    let path = Path {
+        mtu: mtu.min(most),
+        traffic_class: record.tclass,
+    };
+    let options = [
+        CmOption::PathMtu(path.mtu),
+        CmOption::TypeOfService(path.traffic_class),
+    ];
+    // A route is resolved once, so a path that comes too late changes nothing.
+    locked.nic.resolve_route(device_id, Duration::ZERO)?;
+    for option in options {
+        locked.nic.set_option(device_id, option)?;
+    }
+    id.lock().path = Some(path);
+    Ok(())
 }
 
 /// An option that a program gives.

@@ -8,9 +8,10 @@ use std::slice;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::RdmaCm as _;
 
+use super::af_ib::{AF_INFINIBAND, Address, Service, infiniband};
 use super::{
-    address, bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event,
-    rdma_destroy_id, rdma_destroy_qp, rdma_destroy_srq, rdma_get_cm_event, rdma_resolve_route,
+    bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event, rdma_destroy_id,
+    rdma_destroy_qp, rdma_destroy_srq, rdma_get_cm_event, rdma_resolve_route, rdma_set_option,
     resolve_addr,
 };
 use crate::domain::Pd;
@@ -49,8 +50,14 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         };
     }
     let flags = hints.map_or(0, |h| h.ai_flags as u32);
-    let space = hints.map_or(0, |h| h.ai_port_space as u32);
-    let space = if space == 0 { RDMA_PS_TCP } else { space };
+    let kind = hints.map_or(0, |h| h.ai_qp_type);
+    let space = match hints.map_or(0, |h| h.ai_port_space as u32) {
+        0 if kind as ibv_qp_type == IBV_QPT_UD => RDMA_PS_UDP,
+        0 => RDMA_PS_TCP,
+        space => space,
+    };
+    let family = hints.map_or(0, |h| h.ai_family);
+    let is_ib = flags & RAI_FAMILY != 0 && family == AF_INFINIBAND;
     // SAFETY: all-zero bytes are valid hints.
     let mut wanted: libc::addrinfo = unsafe { zeroed() };
     if flags & RAI_PASSIVE != 0 {
@@ -59,8 +66,8 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     if flags & RAI_NUMERICHOST != 0 {
         wanted.ai_flags |= libc::AI_NUMERICHOST;
     }
-    if flags & RAI_FAMILY != 0 {
-        wanted.ai_family = hints.map_or(0, |h| h.ai_family);
+    if flags & RAI_FAMILY != 0 && !is_ib {
+        wanted.ai_family = family;
     }
     wanted.ai_socktype = match space {
         RDMA_PS_UDP => libc::SOCK_DGRAM,
@@ -79,19 +86,33 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     info.ai_flags = flags as c_int;
     info.ai_family = first.ai_family;
     info.ai_port_space = space as c_int;
-    let kind = hints.map_or(0, |h| h.ai_qp_type);
     info.ai_qp_type = match kind {
         0 => super::qp_type(space) as c_int,
         kind => kind,
     };
-    // SAFETY: the address is alive and has that length.
-    let copy = unsafe { copy(first.ai_addr.cast(), first.ai_addrlen) };
+    // SAFETY: the address is alive and has that length; so has the one of InfiniBand.
+    let (copy, length) = unsafe {
+        // Only what is written as a GID becomes one.
+        let ib = is_ib && flags & RAI_NUMERICHOST != 0;
+        match Address::read(first.ai_addr.cast()) {
+            Ok(Some(Address { socket, .. })) if ib => {
+                info.ai_family = AF_INFINIBAND;
+                let addr = infiniband(socket.ip(), of_port(space, socket.port()));
+                let length = size_of_val(&addr) as socklen_t;
+                (self::copy((&raw const addr).cast(), length), length)
+            }
+            _ => {
+                let length = first.ai_addrlen;
+                (self::copy(first.ai_addr.cast(), length), length)
+            }
+        }
+    };
     if flags & RAI_PASSIVE != 0 {
         info.ai_src_addr = copy;
-        info.ai_src_len = first.ai_addrlen;
+        info.ai_src_len = length;
     } else {
         info.ai_dst_addr = copy;
-        info.ai_dst_len = first.ai_addrlen;
+        info.ai_dst_len = length;
         if let Some(hints) = hints.filter(|h| h.ai_src_len > 0 && !h.ai_src_addr.is_null()) {
             // SAFETY: the program's address has that length.
             info.ai_src_addr = unsafe { self::copy(hints.ai_src_addr, hints.ai_src_len) };
@@ -104,6 +125,15 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         result.write(Box::into_raw(Box::new(info)));
     }
     0
+}
+
+/// Service id of a port, or of all ports of a port space.
+fn of_port(space: rdma_port_space, port: u16) -> Service {
+    let port_mask = if port == 0 { 0 } else { 0xffff };
+    Service {
+        id: u64::from(space) << 16 | u64::from(port),
+        mask: !0xffff | port_mask,
+    }
 }
 
 /// What follows from the addresses of hints alone; `None` where they have none.
@@ -205,7 +235,12 @@ unsafe fn create_ep(
     };
     let result = pd.and_then(|pd| {
         // SAFETY: as the caller promises.
-        let (src, dst) = unsafe { (address(info.ai_src_addr)?, address(info.ai_dst_addr)?) };
+        let (src, dst) = unsafe {
+            (
+                Address::read(info.ai_src_addr)?,
+                Address::read(info.ai_dst_addr)?,
+            )
+        };
         // SAFETY: as the caller promises.
         let attr = unsafe { attr.as_mut() };
         if info.ai_flags as u32 & RAI_PASSIVE != 0 {
@@ -222,8 +257,23 @@ unsafe fn create_ep(
         }
         resolve_addr(id, src, dst.ok_or(Errno::INVALID)?, STEP_MS)?;
         complete(id)?;
+        if info.ai_route_len > 0 {
+            // SAFETY: the identifier is alive, and the route has that length.
+            let set = unsafe {
+                rdma_set_option(
+                    id.handle(),
+                    RDMA_OPTION_IB as c_int,
+                    RDMA_OPTION_IB_PATH as c_int,
+                    info.ai_route,
+                    info.ai_route_len,
+                )
+            };
+            if set != 0 {
+                return Err(Errno::last());
+            }
+            complete(id)?;
         // SAFETY: the identifier is alive.
-        if unsafe { rdma_resolve_route(id.handle(), STEP_MS) } != 0 {
+        } else if unsafe { rdma_resolve_route(id.handle(), STEP_MS) } != 0 {
             return Err(Errno::last());
         }
         if let Some(attr) = attr {

@@ -11,6 +11,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{conn_param, ud_param};
 use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _, Verbs as _};
 
+use super::af_ib::Service;
 use super::groups::on_join;
 use super::{EventChannel, Id, create_id, id_of};
 use crate::context::Context;
@@ -140,10 +141,10 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         let c = &*listener.c();
         (c.context, c.ps, c.qp_type)
     };
-    let (channel, links) = {
+    let (channel, links, ours, services) = {
         let state = listener.lock();
         let channel = (state.channel, Arc::clone(&state.queue));
-        (channel, state.links.clone())
+        (channel, state.links.clone(), state.space, state.services)
     };
     let new = create_id(Some(channel), context, space, Some(kind))?;
     let device: Option<Ref<Context>> = links
@@ -152,7 +153,13 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         .find(|context| context.device.config.addr == state.nic.socket_addr().ip());
     let device = device.ok_or(Errno::INVALID)?;
     let pd = super::shared(device.device)?.pd.handle();
-    new.lock().links.push((device, id));
+    {
+        let mut state = new.lock();
+        state.links.push((device, id));
+        state.space = ours;
+        // The peer's service id is not in its request.
+        state.services = services.map(|(own, _)| (own, Service::default()));
+    }
     know(state, id, new);
     let (local, peer) = (state.nic.local_addr(id), state.nic.peer_addr(id));
     // SAFETY: no other thread knows the identifier yet.
@@ -162,17 +169,16 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         c.port_num = 1;
         c.pd = pd;
         if let Some(local) = local {
-            super::write_address((&raw mut c.route.addr.__bindgen_anon_1).cast(), local);
             let gid = riser_transport::verbs::Gid::from(local.ip());
             c.route.addr.addr.ibaddr.sgid = ibv_gid { raw: gid.0 };
         }
         if let Some(peer) = peer {
-            super::write_address((&raw mut c.route.addr.__bindgen_anon_2).cast(), peer);
             let gid = riser_transport::verbs::Gid::from(peer.ip());
             c.route.addr.addr.ibaddr.dgid = ibv_gid { raw: gid.0 };
         }
         c.route.addr.addr.ibaddr.pkey = 0xffff_u16.to_be();
     }
+    new.show_addresses(local, peer);
     make_route(new, local, peer, state);
     Ok(new)
 }
@@ -195,7 +201,9 @@ fn make_route(id: Ref<Id>, local: Option<SocketAddr>, peer: Option<SocketAddr>, 
     path.pkey = 0xffff_u16.to_be();
     // Each exactly (selector 2 of the record).
     path.mtu_selector = 2;
-    path.mtu = mtu;
+    let given = id.lock().path;
+    path.mtu = given.map_or(mtu, |path| path.mtu.code());
+    path.traffic_class = given.map_or(0, |path| path.traffic_class);
     path.rate_selector = 2;
     path.packet_life_time_selector = 2;
     path.packet_life_time = 14;

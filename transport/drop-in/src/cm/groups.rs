@@ -6,7 +6,8 @@ use std::net::IpAddr;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{ConnParam, Gid, RdmaCm as _, Verbs as _, mgid};
 
-use super::{Id, address, complete, id_of};
+use super::af_ib::Address;
+use super::{Id, complete, id_of};
 use crate::errno::{Errno, minus};
 use crate::object::Ref;
 use crate::qp::Qp;
@@ -30,7 +31,8 @@ pub(crate) unsafe extern "C" fn rdma_join_multicast(
     // SAFETY: the program's pointers, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
-        let address = unsafe { address(addr) }?.ok_or(Errno::INVALID)?.ip();
+        let address = unsafe { Address::read(addr) }?.ok_or(Errno::INVALID)?;
+        let address = address.socket.ip();
         join(
             id,
             Group {
@@ -60,7 +62,8 @@ pub(crate) unsafe extern "C" fn rdma_join_multicast_ex(
             return Err(Errno::INVALID);
         }
         // SAFETY: as above.
-        let address = unsafe { address(attr.addr) }?.ok_or(Errno::INVALID)?.ip();
+        let address = unsafe { Address::read(attr.addr) }?.ok_or(Errno::INVALID)?;
+        let address = address.socket.ip();
         let is_send_only = attr.join_flags == RDMA_MC_JOIN_FLAG_SENDONLY_FULLMEMBER;
         join(
             id,
@@ -122,7 +125,8 @@ pub(crate) unsafe extern "C" fn rdma_leave_multicast(
     // SAFETY: the program's pointers, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
-        let address = unsafe { address(addr) }?.ok_or(Errno::INVALID)?.ip();
+        let address = unsafe { Address::read(addr) }?.ok_or(Errno::INVALID)?;
+        let address = address.socket.ip();
         let group = {
             let mut state = id.lock();
             let at = state.groups.iter().position(|g| g.address == address);

@@ -3,6 +3,7 @@
 //! | module | what it has |
 //! | --- | --- |
 //! | this one | identifiers and event channels |
+//! | `af_ib` | addresses, those of InfiniBand among them |
 //! | `calls` | what a program asks of an identifier |
 //! | `events` | what happens to it |
 //! | `endpoint` | `rdma_getaddrinfo` and what is built on it |
@@ -13,6 +14,7 @@
 //! An identifier's state has a lock of its own. It is taken while the device's lock is held, since
 //! events are reported under that one; so no call holds it when it locks the device.
 
+mod af_ib;
 mod calls;
 mod endpoint;
 mod events;
@@ -28,9 +30,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
 use riser_transport::verbs::{
-    CmError, CmId, CmOption, Ece, PortSpace, QpType, RdmaCm as _, Verbs as _,
+    CmError, CmId, CmOption, Ece, Mtu, PortSpace, QpType, RdmaCm as _, Verbs as _,
 };
 
+use self::af_ib::Service;
 pub(crate) use self::calls::*;
 pub(crate) use self::endpoint::*;
 pub(crate) use self::events::*;
@@ -74,6 +77,13 @@ kind!(Id, rdma_cm_id, b"cmid");
 // SAFETY: the pointers of the kept attributes are given back to the program and not followed.
 unsafe impl Send for IdState {}
 
+/// What a path that a program sets decides on RoCE; the rest has to be what it is anyway.
+#[derive(Clone, Copy)]
+struct Path {
+    mtu: Mtu,
+    traffic_class: u8,
+}
+
 /// What an identifier's lock protects.
 struct IdState {
     channel: Ref<EventChannel>,
@@ -85,13 +95,18 @@ struct IdState {
     /// Its identifiers of the devices: none before it has an address, and several where it listens
     /// on all devices.
     links: Vec<(Ref<Context>, CmId)>,
-    /// It is bound to all devices, and may have no link then, where no device has an address of that
-    /// family. As in Linux, the program sees none of them, even if there is one.
-    is_wildcard: bool,
+    /// The address that it is bound to, where that stands for all devices. It may have no link then,
+    /// where no device has an address of that family. As in Linux, the program sees none of them, even
+    /// if there is one.
+    any: Option<IpAddr>,
+    /// Its addresses are of InfiniBand: service ids of the own one and of the peer's.
+    services: Option<(Service, Service)>,
     /// Queue pair, for each request of a listening end point.
     listen_qp: Option<ibv_qp_init_attr>,
     /// Private data of the connection request of an end point.
     connect_data: Vec<u8>,
+    /// Path that the program has set.
+    path: Option<Path>,
     /// Options that were set before it had an identifier of a device.
     options: Vec<CmOption>,
     /// Multicast groups that it has joined.
@@ -131,7 +146,7 @@ impl Id {
     /// Whether it has an address.
     fn is_bound(&self) -> bool {
         let state = self.lock();
-        state.is_wildcard || !state.links.is_empty()
+        state.any.is_some() || !state.links.is_empty()
     }
 
     /// Its identifier of the device.
@@ -316,6 +331,17 @@ pub(crate) unsafe extern "C" fn rdma_create_id(
     }))
 }
 
+/// The port space that a program names.
+fn port_space_of(space: rdma_port_space) -> Option<PortSpace> {
+    Some(match space {
+        RDMA_PS_TCP => PortSpace::Tcp,
+        RDMA_PS_UDP => PortSpace::Udp,
+        RDMA_PS_IPOIB => PortSpace::IpoIb,
+        RDMA_PS_IB => PortSpace::IbIp,
+        _ => return None,
+    })
+}
+
 /// Kind of queue pair that the identifiers of a port space have.
 fn qp_type(space: rdma_port_space) -> ibv_qp_type {
     match space {
@@ -330,13 +356,7 @@ fn create_id(
     space: rdma_port_space,
     kind: Option<ibv_qp_type>,
 ) -> Result<Ref<Id>, Errno> {
-    let ours = match space {
-        RDMA_PS_TCP => PortSpace::Tcp,
-        RDMA_PS_UDP => PortSpace::Udp,
-        RDMA_PS_IPOIB => PortSpace::IpoIb,
-        RDMA_PS_IB => PortSpace::IbIp,
-        _ => return Err(Errno::INVALID),
-    };
+    let ours = port_space_of(space).ok_or(Errno::INVALID)?;
     let kind = kind.unwrap_or_else(|| qp_type(space));
     let is_known = matches!(
         kind,
@@ -368,9 +388,11 @@ fn create_id(
                 is_synchronous,
                 space: ours,
                 links: Vec::new(),
-                is_wildcard: false,
+                any: None,
+                services: None,
                 listen_qp: None,
                 connect_data: Vec::new(),
+                path: None,
                 options: Vec::new(),
                 groups: Vec::new(),
                 local_ece: Ece::default(),
@@ -389,7 +411,9 @@ impl Ref<Id> {
         let shared = shared(device)?;
         let (space, options) = {
             let state = self.lock();
-            (state.space, state.options.clone())
+            let bare = state.services.map(|_| CmOption::BareRequests(true));
+            let options = state.options.iter().copied().chain(bare);
+            (state.space, options.collect::<Vec<_>>())
         };
         // SAFETY: the identifier is alive.
         let kind = match unsafe { (*self.c()).qp_type } {
@@ -413,13 +437,28 @@ impl Ref<Id> {
     /// Takes back what `link_to` has done.
     fn unlink(self) {
         let links = mem::take(&mut self.lock().links);
-        for (context, id) in links {
-            let mut locked = context.lock();
-            forget(&locked, id, self);
-            locked.give_back_port(id);
-            // It existed, so it can be destroyed.
-            let _ = locked.nic.destroy_id(id);
-        }
+        links.into_iter().for_each(|link| self.give_back(link));
+    }
+
+    /// Destroys an identifier of a device.
+    fn give_back(self, (context, id): (Ref<Context>, CmId)) {
+        let mut locked = context.lock();
+        forget(&locked, id, self);
+        locked.give_back_port(id);
+        // It existed, so it can be destroyed.
+        let _ = locked.nic.destroy_id(id);
+    }
+
+    /// Takes back all that `link_to` has done but one.
+    fn unlink_but(self, kept: (Ref<Context>, CmId)) {
+        let rest = {
+            let mut state = self.lock();
+            let links = mem::take(&mut state.links);
+            let (own, rest): (Vec<_>, Vec<_>) = links.into_iter().partition(|link| *link == kept);
+            state.links = own;
+            rest
+        };
+        rest.into_iter().for_each(|link| self.give_back(link));
     }
 
     /// Shows the program the device and the addresses of an identifier.
@@ -432,16 +471,13 @@ impl Ref<Id> {
             let gid = locked.nic.query_gid(1, 0).ok();
             (locked.nic.local_addr(id), locked.nic.peer_addr(id), gid)
         };
-        let is_wildcard = self.lock().is_wildcard;
+        let any = self.show_addresses(local, peer);
         let pd = shared(context.device).map(|shared| shared.pd.handle());
         // SAFETY: the identifier is alive; the program reads these members once it has the outcome
         // of the call, or the event, that sets them.
         unsafe {
             let c = &mut *self.c();
-            if let Some(local) = local {
-                write_address((&raw mut c.route.addr.__bindgen_anon_1).cast(), local);
-            }
-            if !is_wildcard {
+            if any.is_none() {
                 c.verbs = context.handle();
                 c.port_num = 1;
                 if c.pd.is_null() {
@@ -453,11 +489,34 @@ impl Ref<Id> {
                 c.route.addr.addr.ibaddr.pkey = 0xffff_u16.to_be();
             }
             if let Some(peer) = peer {
-                write_address((&raw mut c.route.addr.__bindgen_anon_2).cast(), peer);
                 let gid = riser_transport::verbs::Gid::from(peer.ip());
                 c.route.addr.addr.ibaddr.dgid = ibv_gid { raw: gid.0 };
             }
         }
+    }
+
+    /// Shows the program the addresses of an identifier, the own one as it was bound; answers the
+    /// address that it is bound to, where that stands for all devices.
+    fn show_addresses(self, local: Option<SocketAddr>, peer: Option<SocketAddr>) -> Option<IpAddr> {
+        let (any, services, space) = {
+            let state = self.lock();
+            (state.any, state.services, state.space)
+        };
+        // SAFETY: as in `show_route`; each place has room for any address.
+        unsafe {
+            let addr = &raw mut (*self.c()).route.addr;
+            if let Some(local) = local {
+                let shown = SocketAddr::new(any.unwrap_or(local.ip()), local.port());
+                let service = services.map(|_| Service::of(space, local.port()));
+                let place = (&raw mut (*addr).__bindgen_anon_1).cast();
+                af_ib::write(place, shown, service);
+            }
+            if let Some(peer) = peer {
+                let place = (&raw mut (*addr).__bindgen_anon_2).cast();
+                af_ib::write(place, peer, services.map(|(_, theirs)| theirs));
+            }
+        }
+        any
     }
 }
 

@@ -5,12 +5,12 @@ use std::net::SocketAddr;
 use riser_state::become_state;
 
 use super::IdState;
-use super::calls::{port_space, service_id};
+use super::calls::service_id;
 use crate::cm::{RepParams, ReqParams};
 use crate::roce::nic::Nic;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, MAX_ACCEPT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA,
-    MULTICAST_QPN, Mtu, PKey, PortSpace, QpId, QpType,
+    MULTICAST_QPN, Mtu, PKey, QpId, QpType,
 };
 use crate::wire::Qpn;
 use crate::wire::cm_msg::{
@@ -67,6 +67,7 @@ impl Nic {
         param.initiator_depth = param.initiator_depth.min(max_depth);
         entry.depths = Some((param.responder_resources, param.initiator_depth));
         entry.external = entry.qp.is_none().then(|| external(&param)).transpose()?;
+        let mtu = entry.options.path_mtu.map_or(mtu, |most| most.min(mtu));
         self.send_request(id, &param, mtu)?;
         self.cm_id(id, "connect")?.param = Some(Box::new(param));
         self.pump_cm();
@@ -86,7 +87,8 @@ impl Nic {
         };
         let (space, qp_type, options) = (entry.space, entry.qp_type, entry.options);
         let (qp, external, rq_psn) = (entry.qp, entry.external, entry.rq_psn);
-        let private_data = request_data(space, local, peer, &param.private_data)?;
+        let has_header = entry.has_header();
+        let private_data = request_data(has_header, local, peer, &param.private_data)?;
         let now = self.now();
         let ack_timeout = CmTimeout::new(options.ack_timeout.unwrap_or(ACK_TIMEOUT));
         let params = ReqParams {
@@ -299,15 +301,14 @@ fn external(param: &ConnParam) -> Result<Qpn, CmError> {
     }
 }
 
-/// A request's private data: the address header, where the port space has one, and the user's.
+/// A request's private data: the address header, where it has one, and the user's.
 pub(super) fn request_data<const N: usize>(
-    space: PortSpace,
+    has_header: bool,
     local: SocketAddr,
     peer: SocketAddr,
     user: &[u8],
 ) -> Result<PrivateData<N>, CmError> {
-    // A bare service id belongs to no port space, so the peer expects no address header.
-    if port_space(space).is_none() {
+    if !has_header {
         check_len(user, N)?;
         return Ok(padded(user));
     }

@@ -34,13 +34,14 @@ impl Nic {
             return Err(CmError::Unreachable);
         }
         let (space, class) = (entry.space, entry.options.traffic_class);
+        let has_header = entry.has_header();
         let params = SidrReqParams {
             traffic_class: class.unwrap_or(0),
             service_id: service_id(space, peer.port()).0,
             pkey: PKey::DEFAULT,
             timeout: CmTimeout::new(CM_TIMEOUT),
             max_cm_retries: Bits::saturate(CM_RETRIES),
-            private_data: request_data(space, local, peer, &param.private_data)?,
+            private_data: request_data(has_header, local, peer, &param.private_data)?,
         };
         let now = self.now();
         let ib = self.cm.cm.send_sidr_req(now, peer.ip(), &params)?;
@@ -143,7 +144,7 @@ impl Nic {
             .ok()
             .filter(|entry| entry.qp_type == QpType::Ud)
             .ok_or(SidrStatus::Unsupported)?;
-        let (port, data) = split_request(entry.space, &req.private_data.0)
+        let (port, data) = split_request(entry.has_header(), &req.private_data.0)
             .map_err(|_| SidrStatus::UnsupportedVersion)?;
         let here = SocketAddr::new(self.local_addr().ip(), 0);
         let remote = SocketAddr::new(peer, port);

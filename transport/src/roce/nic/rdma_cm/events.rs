@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use riser_state::become_state;
 
-use super::calls::port_space;
 use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
@@ -13,8 +12,7 @@ use crate::rc::TxPacket;
 use crate::roce::batch::{ECN_MASK, TxBatch, Way};
 use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, PortSpace, QpAttr, QpId, QpState,
-    QpType,
+    CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, QpAttr, QpId, QpState, QpType,
 };
 use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, RepMsg, ReqMsg};
 use crate::wire::cma::{CmaError, CmaHeader};
@@ -290,8 +288,8 @@ impl Nic {
         if qp.path_mtu > self.config().mtu {
             return Err(RejReason::InvalidMtu);
         }
-        let (port, data) =
-            split_request(entry.space, &req.private_data.0).map_err(|_| RejReason::Unsupported)?;
+        let (port, data) = split_request(entry.has_header(), &req.private_data.0)
+            .map_err(|_| RejReason::Unsupported)?;
         let peer = SocketAddr::new(peer, port);
         let ece = Ece {
             vendor_id: req.vendor_id.value(),
@@ -480,8 +478,8 @@ impl Nic {
 
 /// The peer's port, and the user's part of a request's private data. The address header names the
 /// port; its addresses are not believed, since the packet has the sender's.
-pub(super) fn split_request(space: PortSpace, data: &[u8]) -> Result<(u16, &[u8]), CmaError> {
-    if port_space(space).is_none() {
+pub(super) fn split_request(has_header: bool, data: &[u8]) -> Result<(u16, &[u8]), CmaError> {
+    if !has_header {
         return Ok((0, data));
     }
     let (header, rest) = CmaHeader::parse(data)?;

@@ -2,9 +2,10 @@
 
 use std::net::IpAddr;
 
+use super::calls::port_space;
 use super::{Id, IdState};
 use crate::roce::nic::Nic;
-use crate::verbs::{CmError, CmId, CmOption, QpType, VerbsError};
+use crate::verbs::{CmError, CmId, CmOption, Mtu, QpType, VerbsError};
 
 /// Most that an ACK timeout's exponent may be: it has five bits.
 const MAX_ACK_TIMEOUT: u8 = 31;
@@ -17,6 +18,10 @@ pub(super) struct Options {
     /// Others may own its port.
     pub(super) reuse: bool,
     family_only: Option<bool>,
+    /// Requests have no address header.
+    is_bare: bool,
+    /// Largest path MTU that is asked for.
+    pub(super) path_mtu: Option<Mtu>,
     /// Exponent of the queue pair's ACK timeout.
     pub(super) ack_timeout: Option<u8>,
 }
@@ -30,6 +35,11 @@ impl Options {
 }
 
 impl Id {
+    /// Whether requests begin with an address header; those for a bare service id do not.
+    pub(super) fn has_header(&self) -> bool {
+        port_space(self.space).is_some() && !self.options.is_bare
+    }
+
     fn set(&mut self, option: CmOption) -> Result<(), CmError> {
         let late = CmError::InvalidState("set_option");
         let state = self.state;
@@ -44,6 +54,17 @@ impl Id {
             CmOption::AddressFamilyOnly(only) => {
                 let may = matches!(state, IdState::Idle | IdState::Bound);
                 options.family_only = Some(may.then_some(only).ok_or(late)?);
+            }
+            CmOption::BareRequests(bare) => {
+                let may = state == IdState::Idle;
+                options.is_bare = may.then_some(bare).ok_or(late)?;
+            }
+            CmOption::PathMtu(mtu) => {
+                let may = matches!(
+                    state,
+                    IdState::Idle | IdState::Bound | IdState::AddrResolved | IdState::RouteResolved
+                );
+                options.path_mtu = Some(may.then_some(mtu).ok_or(late)?);
             }
             CmOption::AckTimeout(exponent) => {
                 let has_one = matches!(self.qp_type, QpType::Rc | QpType::XrcIni);

@@ -253,11 +253,21 @@ fn rdmacm() -> Vec<Case> {
         Case::pair("rdmacm", name, [&server, &client], says)
     };
     let done = &["return status 0"];
+    // A GID is the address, mapped to IPv6.
+    let gids = |name: &str, program: &str, options: &str| {
+        let server = format!("{program} -f gid -b ::ffff:{{server}} {options}");
+        let client =
+            format!("{program} -f gid -s ::ffff:{{server}} -b ::ffff:{{client}} {options}");
+        Case::pair("rdmacm", name, [&server, &client], done)
+    };
     cases.extend([
         both("ucmatose", "ucmatose", "", done),
         both("ucmatose -c 10", "ucmatose", "-c 10 -C 100 -S 4096", done),
         both("ucmatose -P ib", "ucmatose", "-P ib", done),
         both("ucmatose -m", "ucmatose", "-m -c 4", done),
+        gids("ucmatose -f gid", "ucmatose", "-c 4"),
+        gids("ucmatose -f gid -P ib", "ucmatose", "-P ib"),
+        gids("udaddy -f gid", "udaddy", ""),
         both("udaddy", "udaddy", "", done),
         both("udaddy -c 5", "udaddy", "-c 5 -C 20 -S 1000", done),
         both("udaddy -p 2", "udaddy", "-p 0x0002", done),

@@ -52,27 +52,11 @@ pub(crate) const NEEDS: &[Need] = &[
 /// Cases and tests that fail, always or on a busy machine, by the beginning of their paths
 /// (`--list`), with the reason. They are counted apart, and only `--not-yet` runs them.
 const NOT_YET: &[(&str, &str)] = &[
-    (
-        "rdmacm/rdma_xclient -c x",
-        "no extended reliable connections in librdmacm",
-    ),
     ("perftest/ib_send_bw -c UC -a", UNRELIABLE),
     ("perftest/ib_send_lat -c UC -a", UNRELIABLE),
-    ("perftest/ib_send_bw -c RC -R", RECONNECTS),
-    ("perftest/ib_send_bw -c UD -R", RECONNECTS),
-    ("perftest/ib_send_lat -c RC -R", RECONNECTS),
-    ("perftest/ib_send_lat -c UD -R", RECONNECTS),
-    ("perftest/ib_write_bw -c RC -R", RECONNECTS),
-    ("perftest/ib_write_lat -c RC -R", RECONNECTS),
-    ("perftest/ib_read_bw -c RC -R", RECONNECTS),
-    ("perftest/ib_read_lat -c RC -R", RECONNECTS),
-    ("perftest/ib_atomic_bw -c RC -R", RECONNECTS),
-    ("perftest/ib_atomic_lat -c RC -R", RECONNECTS),
 ];
 
 const UNRELIABLE: &str = "waits for messages that UC may lose, and a busy receiver's socket drops";
-const RECONNECTS: &str =
-    "connects again after a second, when the server may not yet listen on a busy machine";
 
 /// Group and name of the comparison of symbols.
 const SYMBOLS: &str = "symbols/exports";

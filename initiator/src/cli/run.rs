@@ -21,7 +21,7 @@ use crc_fast::{CrcAlgorithm, checksum};
 
 use super::args::Global;
 use super::exit::{CliError, Exit};
-use super::run_args::{Device, RunArgs};
+use super::run_args::{Device, RunArgs, parse_devices};
 
 /// File of the library.
 const LIBRARY: &str = "libriser_drop_in.so";
@@ -56,7 +56,7 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     })?;
     let devices = devices(args, inherited.as_deref())?;
     for device in &devices {
-        check_address(device)?;
+        check_addresses(device)?;
     }
     let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
@@ -116,21 +116,19 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
 fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliError> {
     let numbered = args.addr.iter().enumerate().map(|(n, addr)| Device {
         name: format!("riser{n}"),
-        addr: *addr,
+        addrs: vec![*addr],
     });
     let mut devices: Vec<_> = numbered.chain(args.device.iter().cloned()).collect();
     if devices.is_empty() {
-        let listed = inherited.unwrap_or_default().split(',');
-        let listed = listed.map(str::trim).filter(|part| !part.is_empty());
-        let read: Result<_, _> = listed.map(str::parse).collect();
-        devices = read.map_err(|why: String| {
+        let read = parse_devices(inherited.unwrap_or_default());
+        devices = read.map_err(|why| {
             CliError::new(Exit::Usage, format!("{DEVICES} in the environment: {why}"))
         })?;
     }
     if devices.is_empty() {
         devices.push(Device {
             name: "riser0".to_owned(),
-            addr: Ipv4Addr::LOCALHOST.into(),
+            addrs: vec![Ipv4Addr::LOCALHOST.into()],
         });
     }
     let (mut names, mut addrs) = (BTreeSet::new(), BTreeSet::new());
@@ -139,17 +137,23 @@ fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliEr
             let what = format!("two devices have the name {}", device.name);
             return Err(CliError::new(Exit::Usage, what));
         }
-        if !addrs.insert(device.addr) {
-            let what = format!("two devices have the address {}", device.addr);
+        if let Some(addr) = device.addrs.iter().find(|addr| !addrs.insert(**addr)) {
+            let what = format!("two devices have the address {addr}");
             return Err(CliError::new(Exit::Usage, what));
         }
     }
     Ok(devices)
 }
 
-/// Checks that a device can be at its address, so that a program does not end with "no devices".
-fn check_address(device: &Device) -> Result<(), CliError> {
-    let Device { name, addr } = device;
+/// Checks that a device can be at its addresses, so that a program does not end with "no devices".
+fn check_addresses(device: &Device) -> Result<(), CliError> {
+    device
+        .addrs
+        .iter()
+        .try_for_each(|addr| check_address(&device.name, addr))
+}
+
+fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
     let is_broadcast = matches!(addr, IpAddr::V4(addr) if addr.is_broadcast());
     if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
         let what = format!("{addr} is not the address of an interface, which {name} needs");
@@ -410,6 +414,21 @@ mod tests {
             (&[] as &[&str], None, "riser0=127.0.0.1"),
             (&[], Some(""), "riser0=127.0.0.1"),
             (&[], Some("a=::1, b=127.0.0.2"), "a=::1,b=127.0.0.2"),
+            (
+                &["--device", "a=127.0.0.1,127.0.1.1", "--device", "b=::1"],
+                None,
+                "a=127.0.0.1,127.0.1.1,b=::1",
+            ),
+            (
+                &[],
+                Some("a=127.0.0.1,127.0.1.1,b=::1"),
+                "a=127.0.0.1,127.0.1.1,b=::1",
+            ),
+            (
+                &["--device", "a=127.0.0.1,127.0.0.1"],
+                None,
+                "two devices have the address 127.0.0.1",
+            ),
             (&["--addr", "127.0.0.2"], Some("a=::1"), "riser0=127.0.0.2"),
             (
                 &["--addr", "127.0.0.2,127.0.0.3", "--device", "mlx5_0=::1"],
@@ -438,8 +457,10 @@ mod tests {
 
     #[test]
     fn addresses_are_checked() {
-        let at = |text: &str| check_address(&text.parse().unwrap());
+        let at = |text: &str| check_addresses(&text.parse().unwrap());
         assert!(at("a=127.1.2.3").is_ok());
+        assert!(at("a=127.1.2.3,127.1.2.4").is_ok());
+        assert!(at("a=127.1.2.3,192.0.2.1").is_err());
         for other in [
             "192.0.2.1",
             "0.0.0.0",

@@ -20,8 +20,9 @@ pub struct RunArgs {
     /// [default: the devices in RISER_DEVICES, or else riser0 at 127.0.0.1]
     #[arg(long, value_name = "IP", value_delimiter = ',')]
     pub addr: Vec<IpAddr>,
-    /// Add a device with this name, at this address of this host; may be repeated
-    #[arg(long, value_name = "NAME=IP")]
+    /// Add a device with this name, at this address of this host; may be repeated. Further addresses
+    /// behind commas are for alternate paths of its connections
+    #[arg(long, value_name = "NAME=IP[,IP...]")]
     pub device: Vec<Device>,
     /// Carry the program's TCP and UDP sockets over RDMA, as rsockets (rsocket(7)); both ends need them
     #[arg(long)]
@@ -55,17 +56,17 @@ fn faults(text: &str) -> Result<String, FaultsError> {
 pub struct Device {
     /// Name as in `ibv_devices`.
     pub name: String,
-    /// Its address, one of this host's.
-    pub addr: IpAddr,
+    /// Its addresses, one or more of this host's.
+    pub addrs: Vec<IpAddr>,
 }
 
 impl FromStr for Device {
     type Err = String;
 
-    /// Reads `NAME=IP`.
+    /// Reads `NAME=IP`, or `NAME=IP,IP` and so on.
     fn from_str(text: &str) -> Result<Self, String> {
         let pair = text.split_once('=');
-        let (name, addr) = pair.ok_or_else(|| format!("`{text}` is not NAME=IP"))?;
+        let (name, addrs) = pair.ok_or_else(|| format!("`{text}` is not NAME=IP"))?;
         // Names become parts of paths in programs, and of a list with commas here.
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
         if !(1..=NAME_MAX).contains(&name.len())
@@ -76,18 +77,38 @@ impl FromStr for Device {
                 "`{name}` is not a device's name: 1 to {NAME_MAX} letters, digits, `_`, `-` and `.`"
             ));
         }
-        let addr = addr.parse();
-        let addr = addr.map_err(|_| format!("`{text}` has no IP address behind `=`"))?;
+        let addrs: Result<_, _> = addrs.split(',').map(str::parse).collect();
+        let addrs = addrs.map_err(|_| format!("`{text}` has no IP address behind `=`"))?;
         Ok(Self {
             name: name.to_owned(),
-            addr,
+            addrs,
         })
     }
 }
 
+/// Reads the devices of a list, `NAME=IP,…`.
+///
+/// # Errors
+/// Those of reading a device.
+pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, String> {
+    let mut devices: Vec<String> = Vec::new();
+    for part in list.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+        match devices.last_mut() {
+            // One more address of the same device.
+            Some(device) if !part.contains('=') => {
+                device.push(',');
+                device.push_str(part);
+            }
+            _ => devices.push(part.to_owned()),
+        }
+    }
+    devices.iter().map(|device| device.parse()).collect()
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}={}", self.name, self.addr)
+        let addrs: Vec<_> = self.addrs.iter().map(IpAddr::to_string).collect();
+        write!(f, "{}={}", self.name, addrs.join(","))
     }
 }
 
@@ -104,5 +125,6 @@ mod tests {
         assert!(refused(&format!("{}=::1", "x".repeat(64))).contains("63"));
         assert!(format!("{}=::1", "x".repeat(63)).parse::<Device>().is_ok());
         assert!(refused("a=localhost").contains("no IP address"));
+        assert!(refused("a=::1,").contains("no IP address"));
     }
 }

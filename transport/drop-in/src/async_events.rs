@@ -47,6 +47,8 @@ fn async_event(event: Event) -> ibv_async_event {
         AsyncEvent::QpAccessError(_) => IBV_EVENT_QP_ACCESS_ERR,
         AsyncEvent::CommEstablished(_) => IBV_EVENT_COMM_EST,
         AsyncEvent::SqDrained(_) => IBV_EVENT_SQ_DRAINED,
+        AsyncEvent::PathMig(_) => IBV_EVENT_PATH_MIG,
+        AsyncEvent::PathMigError(_) => IBV_EVENT_PATH_MIG_ERR,
         AsyncEvent::QpLastWqeReached(_) => IBV_EVENT_QP_LAST_WQE_REACHED,
         AsyncEvent::SrqLimitReached(_) => IBV_EVENT_SRQ_LIMIT_REACHED,
         AsyncEvent::PortActive(_) => IBV_EVENT_PORT_ACTIVE,

@@ -228,6 +228,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
         max_qp: int(ours.max_qp),
         max_qp_wr: int(ours.max_qp_wr),
         device_cap_flags: IBV_DEVICE_CURR_QP_STATE_MOD
+            | IBV_DEVICE_AUTO_PATH_MIG
             | IBV_DEVICE_RC_RNR_NAK_GEN
             | IBV_DEVICE_SRQ_RESIZE
             | IBV_DEVICE_SYS_IMAGE_GUID
@@ -461,10 +462,16 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
         if flags != 0 || size < size_of::<ibv_gid_entry>() || max == 0 {
             return Err(Errno::INVALID);
         }
-        let ours = gid_entry(&context, 1, 0)?;
-        // SAFETY: the program gives a place for `max` entries.
-        unsafe { entries.write(ours) };
-        Ok(1)
+        let count = usize::from(context.lock().nic.query_port(1)?.gid_table_len);
+        if max < count {
+            return Err(Errno::INVALID);
+        }
+        for index in 0..count {
+            let ours = gid_entry(&context, 1, index as u32)?;
+            // SAFETY: the program gives a place for `max` entries.
+            unsafe { entries.add(index).write(ours) };
+        }
+        Ok(count as isize)
     });
     result.unwrap_or_else(|errno| -(errno.0 as isize))
 }

@@ -1,6 +1,7 @@
 //! The list of devices.
 //!
-//! The environment says which there are: `RISER_DEVICES` has `NAME=ADDRESS`, separated by commas.
+//! The environment says which there are: `RISER_DEVICES` has `NAME=ADDRESS`, separated by commas. A part
+//! without a name is one more address of the device before it, which has a GID for each.
 //! `riser run` sets it. Without it there is one, `riser0` at 127.0.0.1.
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
@@ -123,21 +124,33 @@ fn read(listed: Option<&OsStr>, faults: Option<&OsStr>) -> Result<Vec<Config>, S
 fn parse(text: &str) -> Result<Vec<Config>, String> {
     let mut configs: Vec<Config> = Vec::new();
     for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
-        let (name, addr) = part
-            .split_once('=')
-            .ok_or_else(|| format!("{part:?} is not NAME=ADDRESS"))?;
+        let (name, addr) = match (part.split_once('='), configs.last()) {
+            (Some((name, addr)), _) => (Some(name), addr),
+            (None, Some(_)) => (None, part),
+            (None, None) => return Err(format!("{part:?} is not NAME=ADDRESS")),
+        };
         let addr: IpAddr = addr
             .parse()
             .map_err(|_| format!("{addr:?} is not an address"))?;
+        if configs.iter().any(|c| c.addrs().any(|other| other == addr)) {
+            return Err(format!("{part:?}: duplicate address"));
+        }
+        let Some(name) = name else {
+            if let Some(device) = configs.last_mut() {
+                device.other_addrs.push(addr);
+            }
+            continue;
+        };
         if name.is_empty() || name.len() > 63 || name.contains('/') {
             return Err(format!("{name:?} is no name of a device"));
         }
-        if configs.iter().any(|c| c.name == name || c.addr == addr) {
-            return Err(format!("{part:?}: duplicate name or address"));
+        if configs.iter().any(|c| c.name == name) {
+            return Err(format!("{part:?}: duplicate name"));
         }
         configs.push(Config {
             name: name.to_owned(),
             addr,
+            other_addrs: Vec::new(),
             faults: RoceFaults::default(),
             capture: None,
         });
@@ -275,7 +288,21 @@ mod tests {
             names,
             [("a", "127.0.0.1".to_owned()), ("b", "::1".to_owned())]
         );
-        for bad in ["a", "a=b", "=::1", "a=::1,a=::2", "a=::1,b=::1", "a/b=::1"] {
+        let configs = parse("a=127.0.0.1,127.0.1.1,fd00::1,b=127.0.0.2").unwrap();
+        let addrs: Vec<_> = configs.iter().map(|c| c.addrs().count()).collect();
+        assert_eq!(addrs, [3, 1]);
+        for bad in [
+            "a",
+            "::1",
+            "a=b",
+            "=::1",
+            "a=::1,a=::2",
+            "a=::1,b=::1",
+            "a/b=::1",
+            "a=::1,::1",
+            "a=::1,b=::2,::1",
+            "a=::1,b",
+        ] {
             assert!(parse(bad).is_err(), "{bad}");
         }
     }

@@ -21,7 +21,6 @@
 //!   place: a packet then wakes the program, and not the thread which wakes the program.
 
 use std::collections::HashMap;
-use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
@@ -29,6 +28,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::thread;
 use std::time::{Duration, Instant};
+use std::{io, iter};
 
 use arrayvec::ArrayVec;
 use riser_transport::roce::nic::NicLimits;
@@ -69,12 +69,19 @@ const PACKETS: usize = 64;
 pub(crate) struct Config {
     pub(crate) name: String,
     pub(crate) addr: IpAddr,
+    /// Its further addresses, for paths of connections.
+    pub(crate) other_addrs: Vec<IpAddr>,
     pub(crate) faults: RoceFaults,
     /// File to capture packets to, without the process id that follows.
     pub(crate) capture: Option<PathBuf>,
 }
 
 impl Config {
+    /// All its addresses, in the order of the GID table.
+    pub(crate) fn addrs(&self) -> impl Iterator<Item = IpAddr> {
+        iter::once(self.addr).chain(self.other_addrs.iter().copied())
+    }
+
     /// This process's file to capture packets to. One that is forked has another.
     fn capture_file(&self) -> Option<PathBuf> {
         let mut file = self.capture.clone()?.into_os_string();
@@ -180,6 +187,8 @@ impl Engine {
         }
         let share = Share::open(config.addr)?;
         let config_of_nic = RoceConfig {
+            // Of the first process that opens the device: only the first address is shared.
+            other_addrs: config.other_addrs.clone(),
             worker_index: share.slot(),
             worker_bits: share::BITS,
             requests: Requests::ToFirst,
@@ -714,6 +723,8 @@ impl State {
             | AsyncEvent::QpAccessError(id)
             | AsyncEvent::CommEstablished(id)
             | AsyncEvent::SqDrained(id)
+            | AsyncEvent::PathMig(id)
+            | AsyncEvent::PathMigError(id)
             | AsyncEvent::QpLastWqeReached(id) => {
                 if let Some(qp) = self.qps.get(&id) {
                     qp.report(event);

@@ -10,8 +10,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    CqId, Gid, QpCap, QpId, QpInitAttr, QpState, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _,
-    XrcdId,
+    CqId, Gid, QpCap, QpId, QpInitAttr, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _, XrcdId,
 };
 
 use crate::builder::Builder;
@@ -331,7 +330,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
         let (mut theirs, _) = qp_attr(&ours);
         theirs.cur_qp_state = theirs.qp_state;
         theirs.cap = qp.init.cap;
-        theirs.sq_draining = u8::from(ours.state == Some(QpState::Sqd));
+        theirs.sq_draining = u8::from(ours.sq_draining == Some(true));
         // SAFETY: the program gives places for both; the queue pair is alive.
         unsafe {
             attr.write(theirs);

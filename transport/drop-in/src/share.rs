@@ -389,6 +389,8 @@ impl Share {
                 ip: IpFields {
                     traffic_class: head[0],
                     hop_limit: head[1],
+                    // Sockets of other addresses are not shared.
+                    gid_index: 0,
                 },
                 bytes: bytes.to_vec(),
             }));

@@ -12,6 +12,17 @@ use crate::wire::mad::{Mad, TransactionId};
 /// The address of a remote NIC: the IP source address of its packets.
 pub type PeerAddr = IpAddr;
 
+/// Way of a connection's messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CmRoute {
+    /// Address of the peer.
+    pub peer: PeerAddr,
+    /// Index of our address in the GID table.
+    pub gid_index: u8,
+    /// Traffic class of the messages.
+    pub traffic_class: u8,
+}
+
 /// Names an identifier.
 ///
 /// It is the local communication id itself. Those come from a CSPRNG, so a
@@ -162,6 +173,8 @@ pub(super) struct Conn {
     pub(super) timewait: Duration,
     /// Traffic class of the path, which the request names.
     pub(super) traffic_class: u8,
+    /// The path that its queue pair has migrated to.
+    pub(super) migrated: Option<CmRoute>,
     /// Half open and accepted.
     pub(super) unconfirmed: Option<Unconfirmed>,
     /// It is or was connected, which its peer cannot do from an address that is not its own.
@@ -197,10 +210,25 @@ impl Conn {
             max_retries: 0,
             timewait: Duration::ZERO,
             traffic_class: 0,
+            migrated: None,
             unconfirmed: None,
             is_proven: false,
             is_orphan: false,
         }
+    }
+
+    /// Way of our messages.
+    pub(super) fn route(&self) -> CmRoute {
+        self.migrated.unwrap_or(CmRoute {
+            peer: self.peer,
+            gid_index: 0,
+            traffic_class: self.traffic_class,
+        })
+    }
+
+    /// Whether its peer's messages come from an address. The peer may migrate later than we do.
+    pub(super) fn is_with(&self, from: PeerAddr) -> bool {
+        self.peer == from || self.migrated.is_some_and(|route| route.peer == from)
     }
 
     /// Its claim at the peer's adapter, as far as that is known.

@@ -68,7 +68,7 @@ impl Cm {
             return None;
         };
         // Until its REP has come the active side does not know the peer's id, and takes any.
-        if conn.peer != from || conn.remote_id.is_some_and(|known| known != theirs) {
+        if !conn.is_with(from) || conn.remote_id.is_some_and(|known| known != theirs) {
             self.counters.illegal += 1;
             return None;
         }

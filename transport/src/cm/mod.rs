@@ -103,7 +103,7 @@ use chacha20::rand_core::SeedableRng;
 use conn::{Claim, Conn, EarlyRequest, Holder, Pending, ReqIdentity};
 use table::Listener;
 
-pub use conn::{IbCmId, PeerAddr};
+pub use conn::{CmRoute, IbCmId, PeerAddr};
 pub use event::{
     IbCmError, IbCmEvent, IbCmEventKind, QpPeer, RepParams, ReqParams, SidrRepParams, SidrReqParams,
 };
@@ -318,17 +318,29 @@ impl Cm {
         next
     }
 
-    /// Traffic class of a MAD of ours to a peer: that of the path that the request of its connection
-    /// names, or 0 where there is none any more.
+    /// Way of a MAD of ours to a peer: that of its connection, or one of our first address where there
+    /// is none any more.
     #[must_use]
-    pub fn traffic_class(&self, to: PeerAddr, mad: &Mad) -> u8 {
+    pub fn route(&self, to: PeerAddr, mad: &Mad) -> CmRoute {
         // The first id is ours, but for an answer to a question of the peer's, which has no path.
         let id = mad[FIRST_ID_OFFSET..]
             .first_chunk()
             .map(|id| u32::from_be_bytes(*id));
         let conn = id.and_then(|id| self.conns.get(&IbCmId(CommId(id))));
-        let conn = conn.filter(|conn| conn.peer == to);
-        conn.map_or(0, |conn| conn.traffic_class)
+        let route = conn.map(Conn::route).filter(|route| route.peer == to);
+        route.unwrap_or(CmRoute {
+            peer: to,
+            gid_index: 0,
+            traffic_class: 0,
+        })
+    }
+
+    /// The queue pair of a connection has migrated: our messages take its path from now on. The
+    /// peer's are taken from either path, since it may migrate later.
+    pub fn migrate(&mut self, id: IbCmId, route: CmRoute) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.migrated = Some(route);
+        }
     }
 
     /// Takes the oldest event.
@@ -414,7 +426,7 @@ impl Cm {
     pub fn knows(&self, from: PeerAddr, mad: &[u8]) -> bool {
         // The source address as well: an id alone might be seen, or guessed, by another host.
         let conn = receiver_id(mad).and_then(|id| self.conns.get(&IbCmId(id)));
-        conn.is_some_and(|conn| conn.peer == from.to_canonical())
+        conn.is_some_and(|conn| conn.is_with(from.to_canonical()))
     }
 
     /// Whether an address has proved that it receives what is sent to it: it has a connection with

@@ -314,7 +314,7 @@ impl Cm {
         let mad = message.emit(transaction);
         let conn = self.known(id);
         conn.answer = Some(Box::new(mad));
-        let peer = conn.peer;
+        let peer = conn.route().peer;
         self.send(peer, mad);
     }
 
@@ -323,7 +323,7 @@ impl Cm {
         self.counters.duplicates += 1;
         let conn = &self.conns[&id];
         if let Some(mad) = conn.answer.as_deref() {
-            let (peer, mad) = (conn.peer, *mad);
+            let (peer, mad) = (conn.route().peer, *mad);
             self.send(peer, mad);
         }
     }
@@ -356,7 +356,7 @@ impl Cm {
             retries_left: conn.max_retries.min(most_retries),
             interval,
         }));
-        let peer = conn.peer;
+        let peer = conn.route().peer;
         self.send(peer, mad);
         self.wait_until(id, now + interval);
     }

@@ -38,7 +38,7 @@ impl Cm {
             self.report(id, IbCmEventKind::TimewaitExit);
             return self.free(id);
         }
-        let (peer, longest) = (conn.peer, conn.interval);
+        let (peer, longest) = (conn.route().peer, conn.interval);
         let until = conn.unconfirmed.map(|rep| rep.until);
         let pending = conn
             .pending

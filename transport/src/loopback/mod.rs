@@ -174,6 +174,8 @@ struct Wire {
     plugged: HashMap<Place, u64>,
     /// Low bits of queue-pair numbers that name the worker, at addresses that workers share.
     worker_bits: HashMap<IpAddr, u8>,
+    /// First addresses of devices by their others.
+    others: HashMap<IpAddr, IpAddr>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
     /// Devices that have joined each multicast group.
@@ -245,10 +247,11 @@ impl Wire {
             return;
         }
         // A packet to an address without a device is lost, as on a network.
-        let bits = self.worker_bits.get(&dst.ip()).copied().unwrap_or(0);
+        let first = self.others.get(&dst.ip()).copied().unwrap_or(dst.ip());
+        let bits = self.worker_bits.get(&first).copied().unwrap_or(0);
         // The selector's load beyond the packet ends it with 0.
         let worker = steer(&bytes, bits, Requests::Spread).unwrap_or(0);
-        self.queue_at(now, ends, bytes, (dst.ip(), worker));
+        self.queue_at(now, ends, bytes, (first, worker));
     }
 
     fn queue_at(&mut self, now: Instant, ends: Ends, bytes: Vec<u8>, place: Place) {
@@ -315,6 +318,7 @@ impl Fabric {
             queues: HashMap::new(),
             plugged: HashMap::new(),
             worker_bits: HashMap::new(),
+            others: HashMap::new(),
             unplugged: HashSet::new(),
             groups: BTreeMap::new(),
             partitioned: HashMap::new(),
@@ -345,6 +349,22 @@ impl Fabric {
         self.endpoint_of(addr, 0, 0)
     }
 
+    /// Adds a device with several addresses. It is named by the first one.
+    ///
+    /// # Panics
+    /// If there is one at one of these addresses, or there are none of them.
+    #[must_use]
+    pub fn endpoint_with(&self, addrs: &[IpAddr]) -> Endpoint {
+        let (&first, others) = addrs.split_first().expect("a device has an address");
+        let mut wire = self.wire();
+        for &other in others {
+            let before = wire.others.insert(other, first);
+            assert!(before.is_none(), "an address belongs to one device");
+        }
+        drop(wire);
+        self.endpoint_of(first, 0, 0)
+    }
+
     /// Adds a worker's device at an address that `1 << worker_bits` workers share.
     ///
     /// # Panics
@@ -363,7 +383,11 @@ impl Fabric {
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&wire.config.seed.to_le_bytes());
         seed[8..16].copy_from_slice(&wire.endpoints.to_le_bytes());
+        let others = wire.others.iter();
+        let mut others: Vec<_> = others.filter(|(_, first)| **first == addr).collect();
+        others.sort_unstable();
         let config = NicConfig {
+            other_addrs: others.into_iter().map(|(other, _)| *other).collect(),
             provider: "loopback",
             mtu: wire.mtu(addr),
             max_inflight_bytes: wire.config.max_inflight_bytes,
@@ -756,7 +780,7 @@ impl Endpoint {
             true => self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET),
             false => 0,
         };
-        let (fabric, local) = (&self.fabric, self.nic.local_addr());
+        let (fabric, locals) = (&self.fabric, self.nic.local_addrs());
         let (mut room, latency) = fabric.socket();
         let outcome = self.batch.drain(now, |batch, groups| {
             let group = &groups[0];
@@ -769,7 +793,8 @@ impl Endpoint {
             }
             room = room.saturating_sub(group.count);
             for packet in batch.copy_packets(group) {
-                fabric.send(now, local, group.way.dst, packet);
+                let src = locals[usize::from(group.way.from)];
+                fabric.send(now, src, group.way.dst, packet);
             }
             Offered::Taken(1)
         });
@@ -784,6 +809,7 @@ impl Drop for Endpoint {
         if !self.is_gone() {
             let mut wire = self.fabric.wire();
             wire.queues.remove(&self.place);
+            wire.others.retain(|_, first| *first != self.place.0);
             wire.plugged.remove(&self.place);
             for places in wire.groups.values_mut() {
                 places.remove(&self.place);
@@ -813,12 +839,14 @@ impl Provider for Endpoint {
         let mut did = self.nic.suffer(now);
         while let Some(((src, dst), packet)) = self.fabric.take(now, self.place) {
             let nic = &mut self.nic;
+            let to = nic.local_addrs().iter().position(|at| *at == dst);
+            let fields = IpFields {
+                gid_index: to.unwrap_or(0) as u8,
+                ..IpFields::default()
+            };
             match dst.ip().is_multicast() {
-                false => nic.handle_datagram(now, src, packet.len(), &packet),
-                true => {
-                    let fields = IpFields::default();
-                    nic.handle_group_datagram(now, src, dst.ip(), &packet, fields);
-                }
+                false => nic.handle_train(now, src, packet.len(), &packet, fields),
+                true => nic.handle_group_datagram(now, src, dst.ip(), &packet, fields),
             }
             did += 1;
         }

@@ -77,8 +77,16 @@
 //! Linux's `rdma_rxe` does not have this service (it was proposed and never taken), other devices of
 //! Linux do.
 //!
-//! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing
-//! while a receive is bound.
+//! # Path migration (IBTA 17.2.8)
+//!
+//! The owner knows the paths, and the state of migration. While that is ARMED
+//! ([`RcQp::set_armed`]), a request whose retries are used up does not end the connection: it asks
+//! for the other path ([`RcQp::take_path_wish`]). After a migration for whichever reason the
+//! window, the round trip and the retries begin again, and what is outstanding is sent again
+//! ([`RcQp::on_migrated`]). Only a packet whose PSN the peer has reason to send may migrate a
+//! connection ([`RcQp::knows`]).
+//!
+//! Not implemented: resynchronisation (RESYNC), shared-queue resizing while a receive is bound.
 
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
 
@@ -109,6 +117,10 @@ use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, Service, pad_len};
 pub use congestion::RECOVERY_WINDOW;
 pub use qp::RcQp;
 pub use recv_queue::{RecvQueue, RecvWqe};
+
+/// PSNs before the expected one that a peer may still repeat, for all that is known: more than any
+/// window has packets. A stranger has to guess one of these, of 2^24.
+const RECENT: u32 = 1 << 12;
 
 /// The shortest time between two congestion notifications of a queue pair.
 pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
@@ -209,6 +221,21 @@ pub struct RtsParams {
     pub rnr_retry: u8,
     /// READs and atomics that we may have outstanding (initiator depth).
     pub max_rd_atomic: u8,
+}
+
+/// Attributes that a drained queue pair may change (IBTA 11.2.5.2); `None` leaves one as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DrainedChange {
+    /// ACK timeout, as [`RtsParams::timeout`].
+    pub timeout: Option<u8>,
+    /// Retries after timeouts, up to 7.
+    pub retry_cnt: Option<u8>,
+    /// Retries after an RNR NAK; 7 is without end.
+    pub rnr_retry: Option<u8>,
+    /// READs and atomics that we may have outstanding.
+    pub max_rd_atomic: Option<u8>,
+    /// READs and atomics that the peer may have outstanding.
+    pub max_dest_rd_atomic: Option<u8>,
 }
 
 /// Something for the owner of the queue pair, in the order in which it happened.

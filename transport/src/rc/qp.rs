@@ -6,13 +6,17 @@ use crate::verbs::{
     Access, AsyncEvent, Completion, PdId, PostError, QpCap, QpState, QpType, RecvWr, SendWr,
     WcOpcode, WcStatus, qp_state,
 };
-use crate::wire::{Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Psn, RnrTimer, emit_headers};
+use crate::wire::{
+    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Psn, RnrTimer, Service, emit_headers,
+};
 
 use super::ctx::{Ctx, Fault, PeerPath};
 use super::post::{post_receives, post_sends};
 use super::requester::Requester;
 use super::responder::Responder;
-use super::{CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsParams, TxPacket};
+use super::{
+    CNP_INTERVAL, DrainedChange, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsParams, TxPacket,
+};
 
 /// Packets of one kind (requests or READ responses) in a row while the other kind waits.
 const BURST: u32 = 16;
@@ -227,6 +231,67 @@ impl RcQp {
         self.cfg.max_inflight_bytes = bytes;
         if let Some(link) = self.link {
             self.requester.set_max_inflight(bytes, link.mtu);
+        }
+    }
+
+    /// Changes attributes of a queue pair whose send queue has drained.
+    pub fn change_drained(&mut self, change: &DrainedChange) {
+        self.requester.change(change, &self.cfg);
+        if let Some(count) = change.max_dest_rd_atomic {
+            self.responder.set_max_resources(count);
+        }
+    }
+
+    /// Whether requests that had begun before a move to SQD are not complete yet.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.state == QpState::Sqd && !self.requester.is_drained()
+    }
+
+    /// Says whether there is another path, which a request takes whose retries are used up.
+    pub fn set_armed(&mut self, is_armed: bool) {
+        self.requester.set_armed(is_armed);
+    }
+
+    /// Returns once whether retries of an armed connection are used up. The caller then takes it to
+    /// its other path by [`RcQp::on_migrated`]. To be asked after each [`RcQp::handle_timeout`].
+    pub fn take_path_wish(&mut self) -> bool {
+        self.requester.take_path_wish()
+    }
+
+    /// The connection has another path from now on, with this ACK timeout. Window, round trip and
+    /// retries begin again, and what is outstanding is sent again. An acknowledgement shows the peer
+    /// the new path, even if there is nothing to send.
+    pub fn on_migrated(&mut self, now: Instant, timeout: u8) {
+        if matches!(self.state, QpState::Rts | QpState::Sqd)
+            && let Some(link) = self.link
+        {
+            self.requester
+                .on_migrated(now, timeout, link.mtu, &self.cfg);
+        }
+        self.cnp = None;
+        // The initiator of an extended connection answers nothing.
+        if self.cfg.service == Service::Rc || !self.awaits_first_packet {
+            self.responder.on_migrated();
+        }
+    }
+
+    /// Whether a packet has a PSN that its peer has reason to send now: that of the request which
+    /// comes next, of one that may be repeated, or of a response to something outstanding. A stranger
+    /// who does not see the connection's packets has to guess it.
+    #[must_use]
+    pub fn knows(&self, pkt: &Packet<'_>) -> bool {
+        let psn = pkt.bth.psn();
+        let is_up = matches!(self.state, QpState::Rts | QpState::Sqd);
+        if pkt.op.service != self.cfg.service
+            || pkt.op.operation == Operation::CongestionNotification
+        {
+            return false;
+        }
+        if pkt.op.is_request() {
+            (is_up || self.state == QpState::Rtr) && self.responder.knows(psn)
+        } else {
+            is_up && self.requester.knows(psn)
         }
     }
 

@@ -31,7 +31,7 @@ use super::congestion::Congestion;
 use super::ctx::{Ctx, Fault};
 use super::send_queue::{Phase, SendQueue};
 use super::state::RequesterState;
-use super::{RcConfig, RcEvent, RtsParams, packet_cost};
+use super::{DrainedChange, RECENT, RcConfig, RcEvent, RtsParams, packet_cost};
 use crate::verbs::{Mtu, PostReason, QpCap, SendFlags, SendWr, WcStatus};
 use crate::wire::Psn;
 
@@ -108,6 +108,10 @@ pub(super) struct Requester {
     retries: u8,
     rnr_retry: u8,
     rnr_retries: u8,
+    /// There is another path, which a request takes whose retries are used up.
+    is_armed: bool,
+    /// That has happened.
+    wants_path: bool,
 }
 
 /// The round trip as measured: its mean and its mean deviation (RFC 6298, section 2).
@@ -185,6 +189,8 @@ impl Requester {
             retries: 0,
             rnr_retry: 0,
             rnr_retries: 0,
+            is_armed: false,
+            wants_path: false,
         }
     }
 
@@ -202,16 +208,77 @@ impl Requester {
         self.congestion = Congestion::new(max, self.mtu);
         self.random = cfg.seed;
         self.ack_every = cfg.ack_every.max(1);
-        self.ack_timeout = plan_ack_timeout(params.timeout);
+        self.set_ack_timeout(params.timeout, cfg);
+        self.retry_cnt = params.retry_cnt;
+        self.retries = params.retry_cnt;
+        self.rnr_retry = params.rnr_retry;
+        self.rnr_retries = params.rnr_retry;
+    }
+
+    /// Sets the ACK timeout, and forgets what was measured.
+    fn set_ack_timeout(&mut self, code: u8, cfg: &RcConfig) {
+        self.ack_timeout = plan_ack_timeout(code);
         // A first retransmission after the ACK timeout would be later than the owner asked for.
         let longest = self.longest();
         self.first_retransmit = cfg.first_retransmit.min(longest);
         self.min_retransmit = cfg.min_retransmit.min(longest);
         self.interval = self.first_retransmit;
-        self.retry_cnt = params.retry_cnt;
-        self.retries = params.retry_cnt;
-        self.rnr_retry = params.rnr_retry;
-        self.rnr_retries = params.rnr_retry;
+    }
+
+    /// Changes attributes, of an empty or drained queue.
+    pub(super) fn change(&mut self, change: &DrainedChange, cfg: &RcConfig) {
+        if let Some(code) = change.timeout {
+            self.set_ack_timeout(code, cfg);
+        }
+        if let Some(count) = change.retry_cnt {
+            (self.retry_cnt, self.retries) = (count, count);
+        }
+        if let Some(count) = change.rnr_retry {
+            (self.rnr_retry, self.rnr_retries) = (count, count);
+        }
+        if let Some(depth) = change.max_rd_atomic {
+            self.max_reads = usize::from(depth);
+            // Nothing is outstanding, so both are empty.
+            self.reads.reserve_exact(self.max_reads);
+            self.pieces.reserve_exact(self.max_reads);
+        }
+    }
+
+    pub(super) fn set_armed(&mut self, is_armed: bool) {
+        self.is_armed = is_armed;
+    }
+
+    /// Whether the retries of an armed connection are used up, once.
+    pub(super) fn take_path_wish(&mut self) -> bool {
+        std::mem::take(&mut self.wants_path)
+    }
+
+    /// The connection has another path from now on, about which nothing is known.
+    pub(super) fn on_migrated(&mut self, now: Instant, timeout: u8, mtu: Mtu, cfg: &RcConfig) {
+        let max = cfg.max_inflight_bytes / packet_cost(mtu);
+        self.congestion = Congestion::new(max, self.mtu);
+        self.undo = None;
+        self.left = None;
+        self.paced = None;
+        self.round_trip = None;
+        self.implied_at = None;
+        self.set_ack_timeout(timeout, cfg);
+        self.waited = Duration::ZERO;
+        // All of them again, for the new path.
+        self.retries = self.retry_cnt;
+        self.is_armed = false;
+        // What was sent by the old path may be lost, as may its answers. A request that waits for a
+        // receive of the peer's has gone back already.
+        if self.state == RequesterState::Ready {
+            self.go_back(now);
+        }
+    }
+
+    /// Returns whether a response is about a packet that is outstanding, or was a short while ago.
+    pub(super) fn knows(&self, psn: Psn) -> bool {
+        let distance = i64::from(psn.diff(self.psn(self.una)));
+        let outstanding = i64::try_from(self.sent - self.una).unwrap_or(i64::MAX);
+        -i64::from(RECENT) <= distance && distance < outstanding
     }
 
     /// Forgets everything, as a queue pair in RESET does.
@@ -315,10 +382,11 @@ impl Requester {
         if let Some(timeout) = self.ack_timeout
             && self.waited >= timeout * TIMEOUTS_PER_RETRY
         {
-            if self.retries == 0 {
+            if self.retries == 0 && !self.is_armed {
                 return Err(self.fail_head(ctx, WcStatus::RetryExcErr));
             }
-            self.retries -= 1;
+            self.wants_path = self.retries == 0;
+            self.retries = self.retries.saturating_sub(1);
             self.waited = Duration::ZERO;
         }
         // Doubled, as after any sign of overload: a peer that is merely slow is not sent the same

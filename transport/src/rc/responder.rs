@@ -24,7 +24,7 @@ use super::ctx::{Ctx, Fault};
 use super::message::{WritePart, payload_len, plan_packets};
 use super::pacing::Pacer;
 use super::state::{Inbound, ResponderState};
-use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
+use super::{MAX_MESSAGE, RECENT, RcEvent, RecvWqe, RtrParams};
 use crate::verbs::{Access, AsyncEvent, Completion, PdId, RKey, Sge, WcOpcode, WcStatus, WrId};
 use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 
@@ -140,6 +140,29 @@ impl Responder {
 
     pub(super) fn set_access(&mut self, access: Access) {
         self.access = access & Access::REMOTE;
+    }
+
+    /// Changes the number of READs and atomics that are held.
+    pub(super) fn set_max_resources(&mut self, count: u8) {
+        self.max_resources = usize::from(count);
+        let missing = self.max_resources.saturating_sub(self.resources.len());
+        self.resources.reserve_exact(missing);
+        self.forget_answered(self.max_resources);
+    }
+
+    /// The connection has another path from now on. Nothing is known about it, and the peer is to
+    /// learn of it by an acknowledgement: it may have nothing to send.
+    pub(super) fn on_migrated(&mut self) {
+        self.pacer = Pacer::default();
+        self.paced = None;
+        if !self.has_failed() {
+            self.ack = Some(self.newest);
+        }
+    }
+
+    /// Returns whether a request is the one that comes next, or one that the peer may repeat.
+    pub(super) fn knows(&self, psn: Psn) -> bool {
+        psn.distance_to(self.expected) <= RECENT || self.resources.iter().any(|r| r.has(psn))
     }
 
     pub(super) fn set_min_rnr_timer(&mut self, timer: RnrTimer) {

@@ -292,6 +292,8 @@ impl RdmaCm for RdmaCoreDevice {
                 let mut value = i32::from(value);
                 set(RDMA_OPTION_ID_AFONLY, (&raw mut value).cast(), 4)
             }
+            // The kernel refuses them by itself, or loads those of adapters.
+            CmOption::AlternatePaths(_) => Err(VerbsError::Unsupported("alternate paths").into()),
         }
     }
 
@@ -466,6 +468,12 @@ impl RdmaCm for RdmaCoreDevice {
     /// The kernel's CM sends it by itself where it is due; there is no call for it.
     fn mra(&mut self, id: CmId) -> Result<(), CmError> {
         self.id_in(id, "mra", &[IdState::Requested]).map(drop)
+    }
+
+    fn load_alternate_path(&mut self, id: CmId, _path: &AltPath) -> Result<(), CmError> {
+        self.id(id, "load_alternate_path")?;
+        // librdmacm has no call for it, and Linux sends no LAP on RoCE.
+        Err(VerbsError::Unsupported("alternate paths").into())
     }
 
     fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {

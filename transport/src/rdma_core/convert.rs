@@ -6,8 +6,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use riser_rdma_core_sys::bindings::*;
 
 use crate::verbs::{
-    Access, AhAttr, CmError, ConnParam, Ece, Gid, Mtu, PostReason, QKey, QpAttr, QpState,
-    SendFlags, SendWr, VerbsError, WcOpcode, WcStatus,
+    Access, AhAttr, AltPath, CmError, ConnParam, Ece, Gid, Mtu, PathMigState, PostReason, QKey,
+    QpAttr, QpState, SendFlags, SendWr, VerbsError, WcOpcode, WcStatus,
 };
 
 /// The error of the last failed call of this thread.
@@ -275,6 +275,16 @@ pub fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
         timeout => timeout, IBV_QP_TIMEOUT, timeout;
         retry_cnt => retry_cnt, IBV_QP_RETRY_CNT, retry_cnt;
         rnr_retry => rnr_retry, IBV_QP_RNR_RETRY, rnr_retry;
+        path_mig_state => path_mig_state, IBV_QP_PATH_MIG_STATE, mig_state(path_mig_state);
+        en_sqd_async_notify => en_sqd_async_notify, IBV_QP_EN_SQD_ASYNC_NOTIFY,
+            u8::from(en_sqd_async_notify);
+    }
+    if let Some(path) = ours.alt_path {
+        theirs.alt_ah_attr = ah_attr(&path.ah);
+        theirs.alt_port_num = path.ah.port;
+        theirs.alt_pkey_index = path.pkey_index;
+        theirs.alt_timeout = path.timeout;
+        mask |= IBV_QP_ALT_PATH;
     }
     (theirs, mask)
 }
@@ -302,8 +312,10 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
         | IBV_QP_MIN_RNR_TIMER
         | IBV_QP_SQ_PSN
         | IBV_QP_MAX_DEST_RD_ATOMIC
+        | IBV_QP_ALT_PATH
+        | IBV_QP_PATH_MIG_STATE
         | IBV_QP_DEST_QPN;
-    const ABSENT: u32 = IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_CAP | IBV_QP_RATE_LIMIT;
+    const ABSENT: u32 = IBV_QP_CAP | IBV_QP_RATE_LIMIT;
     if mask & !(KNOWN | ABSENT) != 0 {
         return Err(VerbsError::Os(libc::EINVAL));
     }
@@ -330,6 +342,15 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
                 .ok_or(VerbsError::InvalidParameter("ah_attr.is_global"))
         })
         .transpose()?;
+    let alt_path = given(IBV_QP_ALT_PATH)
+        .then(|| alt_path_of(theirs).ok_or(VerbsError::InvalidParameter("alt_ah_attr.is_global")))
+        .transpose()?;
+    let path_mig_state = given(IBV_QP_PATH_MIG_STATE)
+        .then(|| {
+            mig_state_of(theirs.path_mig_state)
+                .ok_or(VerbsError::InvalidParameter("path_mig_state"))
+        })
+        .transpose()?;
     macro_rules! take {
         ($bit:ident, $value:expr) => {
             given($bit).then(|| $value)
@@ -339,6 +360,9 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
         state,
         path_mtu,
         ah,
+        alt_path,
+        path_mig_state,
+        en_sqd_async_notify: take!(IBV_QP_EN_SQD_ASYNC_NOTIFY, theirs.en_sqd_async_notify != 0),
         pkey_index: take!(IBV_QP_PKEY_INDEX, theirs.pkey_index),
         port: take!(IBV_QP_PORT, theirs.port_num),
         access: take!(IBV_QP_ACCESS_FLAGS, access_of(theirs.qp_access_flags)),
@@ -352,6 +376,7 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
         timeout: take!(IBV_QP_TIMEOUT, theirs.timeout),
         retry_cnt: take!(IBV_QP_RETRY_CNT, theirs.retry_cnt),
         rnr_retry: take!(IBV_QP_RNR_RETRY, theirs.rnr_retry),
+        sq_draining: None,
         pkey: None,
     })
 }
@@ -375,8 +400,45 @@ pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
         timeout: Some(theirs.timeout),
         retry_cnt: Some(theirs.retry_cnt),
         rnr_retry: Some(theirs.rnr_retry),
+        alt_path: alt_path_of(theirs).filter(|path| path.ah.dgid != Gid::default()),
+        path_mig_state: mig_state_of(theirs.path_mig_state),
+        en_sqd_async_notify: None,
+        sq_draining: Some(theirs.sq_draining != 0),
         pkey: None,
     }
+}
+
+/// States of path migration, in rdma-core's numbers.
+const MIG_STATES: [(PathMigState, ibv_mig_state); 3] = [
+    (PathMigState::Migrated, IBV_MIG_MIGRATED),
+    (PathMigState::Rearm, IBV_MIG_REARM),
+    (PathMigState::Armed, IBV_MIG_ARMED),
+];
+
+/// The number of a state of path migration.
+#[must_use]
+pub fn mig_state(ours: PathMigState) -> ibv_mig_state {
+    let known = MIG_STATES.iter().find(|(state, _)| *state == ours);
+    known.map_or(IBV_MIG_MIGRATED, |(_, theirs)| *theirs)
+}
+
+fn mig_state_of(theirs: ibv_mig_state) -> Option<PathMigState> {
+    let known = MIG_STATES.iter().find(|(_, number)| *number == theirs);
+    known.map(|(state, _)| *state)
+}
+
+/// The alternate path of attributes; `None` for one without a global route, which there is none of
+/// on RoCE.
+fn alt_path_of(theirs: &ibv_qp_attr) -> Option<AltPath> {
+    (theirs.alt_ah_attr.is_global != 0).then(|| AltPath {
+        // The attributes name the port twice.
+        ah: AhAttr {
+            port: theirs.alt_port_num,
+            ..ah_attr_of(&theirs.alt_ah_attr)
+        },
+        pkey_index: theirs.alt_pkey_index,
+        timeout: theirs.alt_timeout,
+    })
 }
 
 /// An address as the socket API writes it.

@@ -69,6 +69,7 @@ impl RdmaCoreDevice {
             max_mcast_grp: count(d.max_mcast_grp),
             max_mcast_qp_attach: count(d.max_mcast_qp_attach),
             ports: d.phys_port_cnt,
+            path_migration: d.device_cap_flags & IBV_DEVICE_AUTO_PATH_MIG != 0,
         })
     }
 
@@ -252,6 +253,8 @@ impl RdmaCoreDevice {
                     IBV_EVENT_QP_ACCESS_ERR => AsyncEvent::QpAccessError(qp),
                     IBV_EVENT_COMM_EST => AsyncEvent::CommEstablished(qp),
                     IBV_EVENT_SQ_DRAINED => AsyncEvent::SqDrained(qp),
+                    IBV_EVENT_PATH_MIG => AsyncEvent::PathMig(qp),
+                    IBV_EVENT_PATH_MIG_ERR => AsyncEvent::PathMigError(qp),
                     IBV_EVENT_QP_LAST_WQE_REACHED => AsyncEvent::QpLastWqeReached(qp),
                     _ => return None,
                 })

@@ -97,6 +97,8 @@ pub enum Piece {
 pub struct Way {
     /// Address of the destination.
     pub dst: SocketAddr,
+    /// Address of the device's that it leaves from, by its index in the GID table.
+    pub from: u8,
     /// Type of service, or traffic class, of the IP header.
     pub tos: u8,
     /// Hop limit, or time to live, of the IP header.
@@ -112,6 +114,7 @@ impl Way {
     pub const fn to(dst: SocketAddr) -> Self {
         Self {
             dst,
+            from: 0,
             tos: 0,
             hop_limit: HOP_LIMIT,
             is_to_stranger: false,

@@ -115,6 +115,7 @@ macro_rules! forward_cm_calls {
             @tick $tick reject_ece(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
             @tick $tick reject(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
             @tick $tick mra(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+            @tick $tick load_alternate_path(id: $crate::verbs::CmId, path: &$crate::verbs::AltPath) -> Result<(), $crate::verbs::CmError>;
             @tick $tick notify_established(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
             @tick $tick disconnect(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
             @tick $tick join_multicast(id: $crate::verbs::CmId, group: std::net::IpAddr, send_only: bool) -> Result<(), $crate::verbs::CmError>;

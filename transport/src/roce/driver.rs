@@ -1,6 +1,7 @@
 //! The UDP socket of a device: the only part of it that makes system calls.
 //!
-//! One non-blocking, unconnected socket bound to the device's address and port 4791. Unconnected,
+//! One non-blocking, unconnected socket for each of the device's addresses, bound to it and port 4791,
+//! and as a rule there is one. Unconnected,
 //! and with fragmentation forbidden, because the kernel then sends a known IPv4 identification (0,
 //! or the segment's number within a segmented send), which the ICRC covers. Path MTUs that the
 //! kernel learned are ignored (`IP_PMTUDISC_PROBE`): the path MTU of a connection is fixed when it
@@ -100,6 +101,8 @@ const STRANGER_BUFFER: usize = 1 << 20;
 pub struct DriverConfig {
     /// Address to bind to; its port is 4791.
     pub addr: IpAddr,
+    /// Further addresses of the device, with a socket each.
+    pub other_addrs: Vec<IpAddr>,
     /// Bits of a queue-pair number that name the worker. Other than 0, the sockets of all workers
     /// share the port, and must be opened in the order of the workers' indices.
     pub worker_bits: u8,
@@ -138,19 +141,18 @@ pub struct DriverCounters {
 
 /// The socket of a device.
 pub struct Driver {
-    socket: Socket,
+    /// Those of the device's addresses, in the order of the GID table.
+    ports: Vec<Port>,
     /// For messages to silent peers, then for those to strangers, all at one port.
     strangers: Vec<Socket>,
     stranger_port: u16,
     /// A socket for each multicast group that was joined.
     groups: Vec<(IpAddr, Socket)>,
     epoll: OwnedFd,
-    /// Events that the set watches the socket for; none while the worker is awake.
-    watched: Cell<EventFlags>,
-    /// Times that the set could not be made to watch the socket.
+    /// Times that the set could not be made to watch a socket.
     unwatched: Cell<u64>,
-    wants_write: bool,
-    local: SocketAddr,
+    /// The socket that was full, by its place among [`Driver::ports`].
+    full: Option<usize>,
     segments: usize,
     rcvbuf: usize,
     sndbuf: usize,
@@ -164,6 +166,24 @@ pub struct Driver {
     rx_headers: Box<Headers<RX_SLOTS>>,
     tx_headers: Box<Headers<TX_GROUPS>>,
     iovecs: Vec<libc::iovec>,
+}
+
+/// Socket of one of the device's addresses.
+struct Port {
+    socket: Socket,
+    local: SocketAddr,
+    /// Events that the set watches the socket for; none while the worker is awake.
+    watched: Cell<EventFlags>,
+}
+
+impl Port {
+    fn new(socket: Socket, addr: IpAddr) -> Self {
+        Self {
+            socket,
+            local: SocketAddr::new(addr, ROCE_PORT),
+            watched: Cell::new(EventFlags::empty()),
+        }
+    }
 }
 
 /// Headers of the messages of one system call, with addresses and control data. They are kept:
@@ -197,7 +217,7 @@ impl<const N: usize> Headers<N> {
 impl std::fmt::Debug for Driver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Driver")
-            .field("local", &self.local)
+            .field("local", &self.local_addr())
             .field("segments", &self.segments)
             .finish_non_exhaustive()
     }
@@ -213,7 +233,7 @@ impl Driver {
     ///
     /// # Errors
     /// The errors of `socket(2)`, `bind(2)` and `epoll_create1(2)`; `EADDRINUSE` if another device
-    /// has the address.
+    /// has one of the addresses.
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
         let socket = match config.worker_bits {
@@ -223,47 +243,56 @@ impl Driver {
         Self::on_socket(config, socket)
     }
 
-    /// Makes a driver of one of the sockets that [`bind_group`] has made.
+    /// Makes a driver of one of the sockets that [`bind_group`] has made, for the first address. Those
+    /// of others are bound here.
     ///
     /// # Errors
-    /// The errors of setting the socket's options, and of `epoll_create1(2)`.
+    /// The errors of setting the socket's options, and of `epoll_create1(2)`; those of
+    /// [`Driver::open`] for the other addresses.
     pub fn on_shared(config: &DriverConfig, socket: OwnedFd) -> io::Result<Self> {
         Self::on_socket(config, Socket::from(socket))
     }
 
     fn on_socket(config: &DriverConfig, socket: Socket) -> io::Result<Self> {
-        let local = SocketAddr::new(config.addr, ROCE_PORT);
-        set_hop_limit(&socket, local.is_ipv6(), HOP_LIMIT, config.on_link)?;
-        set_ecn(&socket, local.is_ipv6())?;
-        let rcvbuf = grow_buffer(
-            &socket,
-            sockopt::RcvBufForce,
-            sockopt::RcvBuf,
-            config.socket_buffer,
-        );
-        let sndbuf = grow_buffer(
-            &socket,
-            sockopt::SndBufForce,
-            sockopt::SndBuf,
-            config.socket_buffer,
-        );
-        // Trains save a system call for each packet; without them the packets come one by one.
-        let gro = enable_gro(&socket);
-        let gso = !config.no_segmentation && has_gso(&socket);
-        info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
+        let mut ports = vec![Port::new(socket, config.addr)];
+        for &addr in &config.other_addrs {
+            // Packets find their worker by the first address only, so another is one worker's.
+            let socket = bind_alone(SocketAddr::new(addr, ROCE_PORT))?;
+            ports.push(Port::new(socket, addr));
+        }
+        let (mut rcvbuf, mut sndbuf, mut gso) = (usize::MAX, usize::MAX, !config.no_segmentation);
+        for Port { socket, local, .. } in &ports {
+            set_hop_limit(socket, local.is_ipv6(), HOP_LIMIT, config.on_link)?;
+            set_ecn(socket, local.is_ipv6())?;
+            let size = config.socket_buffer;
+            rcvbuf = rcvbuf.min(grow_buffer(
+                socket,
+                sockopt::RcvBufForce,
+                sockopt::RcvBuf,
+                size,
+            ));
+            sndbuf = sndbuf.min(grow_buffer(
+                socket,
+                sockopt::SndBufForce,
+                sockopt::SndBuf,
+                size,
+            ));
+            // Trains save a system call for each packet; without them the packets come one by one.
+            let gro = enable_gro(socket);
+            gso &= has_gso(socket);
+            info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
+        }
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let (strangers, stranger_port) = open_strangers(config)?;
-        prepare_groups(&socket, config.addr);
+        prepare_groups(&ports[0].socket, config.addr);
         Ok(Self {
-            socket,
+            ports,
             strangers,
             stranger_port,
             groups: Vec::new(),
             epoll,
-            watched: Cell::new(EventFlags::empty()),
             unwatched: Cell::new(0),
-            wants_write: false,
-            local,
+            full: None,
             segments: if gso { MAX_GROUP_SEGMENTS } else { 1 },
             rcvbuf,
             sndbuf,
@@ -279,10 +308,10 @@ impl Driver {
         })
     }
 
-    /// The address and port that it is bound to.
+    /// The first address and the port that it is bound to.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
-        self.local
+        self.ports[0].local
     }
 
     /// The port that messages to strangers come from.
@@ -294,7 +323,8 @@ impl Driver {
     /// All its descriptors.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let groups = self.groups.iter().map(|(_, socket)| socket);
-        let sockets = self.strangers.iter().chain(groups).chain([&self.socket]);
+        let ports = self.ports.iter().map(|port| &port.socket);
+        let sockets = self.strangers.iter().chain(groups).chain(ports);
         sockets.map(AsFd::as_fd).chain([self.epoll.as_fd()])
     }
 
@@ -313,11 +343,13 @@ impl Driver {
     /// # Errors
     /// Those of `socket(2)` and `epoll_create1(2)`.
     pub fn close(&mut self) -> io::Result<()> {
-        // One that is bound nowhere stands for the device's.
-        self.socket = make_socket(self.local)?;
+        // Those that are bound nowhere stand for the device's.
+        for port in &mut self.ports {
+            port.socket = make_socket(port.local)?;
+            port.watched.set(EventFlags::empty());
+        }
         self.epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        self.watched.set(EventFlags::empty());
-        self.wants_write = false;
+        self.full = None;
         self.strangers.clear();
         self.groups.clear();
         Ok(())
@@ -357,21 +389,25 @@ impl Driver {
     /// receive. To be called before each sleep. False if that failed, and the caller must not sleep.
     #[must_use]
     pub fn arm(&self) -> bool {
-        let mut events = EventFlags::IN;
-        events.set(EventFlags::OUT, self.wants_write);
-        self.watch(events)
+        let mut all = true;
+        for (at, port) in self.ports.iter().enumerate() {
+            let mut events = EventFlags::IN;
+            events.set(EventFlags::OUT, self.full == Some(at));
+            all &= self.watch(port, events);
+        }
+        all
     }
 
-    /// Has the set watch the socket for `events`, or forget it where they are none; false if that
+    /// Has the set watch a socket for `events`, or forget it where they are none; false if that
     /// failed, as where the user watches too many descriptors.
-    fn watch(&self, events: EventFlags) -> bool {
-        let watched = self.watched.get();
+    fn watch(&self, port: &Port, events: EventFlags) -> bool {
+        let watched = port.watched.get();
         if watched == events {
             return true;
         }
-        match watch(&self.epoll, &self.socket, watched, events) {
+        match watch(&self.epoll, &port.socket, watched, events) {
             Ok(()) => {
-                self.watched.set(events);
+                port.watched.set(events);
                 true
             }
             Err(error) => {
@@ -389,7 +425,7 @@ impl Driver {
         self.unwatched.set(failures);
         // At each attempt to sleep there may be another.
         if failures.is_power_of_two() {
-            let addr = self.local.ip();
+            let addr = self.local_addr().ip();
             warn!(%addr, %error, failures, "cannot watch the device's socket: its worker polls \
                 it and does not sleep (is fs.epoll.max_user_watches too low?)");
         }
@@ -399,9 +435,10 @@ impl Driver {
     /// for each train. Without that they are taken for [`HOP_LIMIT`].
     pub fn report_hop_limits(&mut self) {
         if !self.reports_hop_limits {
-            let set = set_hop_limit(&self.socket, self.local.is_ipv6(), HOP_LIMIT, true);
-            if let Err(error) = set {
-                debug!(%error, "hop limits are not reported");
+            for Port { socket, local, .. } in &self.ports {
+                if let Err(error) = set_hop_limit(socket, local.is_ipv6(), HOP_LIMIT, true) {
+                    debug!(%error, "hop limits are not reported");
+                }
             }
             // One attempt: a kernel that refuses it will refuse it again.
             self.reports_hop_limits = true;
@@ -418,7 +455,7 @@ impl Driver {
         if self.groups.iter().any(|(joined, _)| *joined == group) {
             return Ok(());
         }
-        let socket = open_group(group, self.local.ip())?;
+        let socket = open_group(group, self.local_addr().ip())?;
         let data = epoll::EventData::new_u64(0);
         epoll::add(&self.epoll, &socket, data, EventFlags::IN)?;
         debug!(%group, "joined a multicast group");
@@ -443,7 +480,9 @@ impl Driver {
             let (group, fd) = (self.groups[at].0, self.groups[at].1.as_raw_fd());
             // No trains: each is one datagram. What is left waits for the next round.
             taken += self
-                .receive_from(fd, &mut |src, _, bytes, ip| handle(src, group, bytes, ip))
+                .receive_from(fd, 0, &mut |src, _, bytes, ip| {
+                    handle(src, group, bytes, ip)
+                })
                 .unwrap_or(0);
         }
         taken
@@ -458,26 +497,29 @@ impl Driver {
     /// Whether a batch was left half sent.
     #[must_use]
     pub fn is_blocked(&self) -> bool {
-        self.wants_write
+        self.full.is_some()
     }
 
     /// Sends a batch, from where the last call on it stopped. Where the socket is full, the rest
     /// waits in the batch, as bytes of its own, until the descriptor is readable.
     pub fn send(&mut self, now: Instant, batch: &mut TxBatch) -> SendOutcome {
-        let outcome = batch.drain(now, |batch, groups| self.offer(batch, groups));
-        self.wants_write = outcome == SendOutcome::Blocked;
-        outcome
+        self.full = None;
+        batch.drain(now, |batch, groups| self.offer(batch, groups))
     }
 
     fn offer(&mut self, batch: &TxBatch, groups: &[Group]) -> Offered {
         if groups[0].way.is_to_stranger {
             return self.offer_to_stranger(batch, &groups[..1]);
         }
-        // Only what goes by the ordinary socket, up to the first that does not: the order is
+        // Only what goes by the same ordinary socket, up to the first that does not: the order is
         // kept.
-        let others = groups.iter().take_while(|g| !g.way.is_to_stranger);
+        let from = groups[0].way.from;
+        let others = groups
+            .iter()
+            .take_while(|g| !g.way.is_to_stranger && g.way.from == from);
         let groups = &groups[..others.count()];
-        let fd = self.socket.as_raw_fd();
+        let at = usize::from(from);
+        let fd = self.ports[at].socket.as_raw_fd();
         loop {
             match self.send_some(fd, batch, groups) {
                 Ok(sent) => return Offered::Taken(sent),
@@ -487,6 +529,7 @@ impl Driver {
                     // buffer does.
                     Some(libc::EAGAIN | libc::ENOBUFS) => {
                         self.counters.blocked += 1;
+                        self.full = Some(at);
                         return Offered::Full;
                     }
                     errno => return self.drop_group(&groups[0], errno),
@@ -564,8 +607,10 @@ impl Driver {
                 });
             }
         }
-        let tos = tos_message(self.local.is_ipv6());
-        let hops = hop_limit_message(self.local.is_ipv6());
+        // All leave from one address.
+        let is_v6 = groups[0].way.dst.is_ipv6();
+        let tos = tos_message(is_v6);
+        let hops = hop_limit_message(is_v6);
         let mut at = 0;
         let headers = &mut *self.tx_headers;
         for (i, group) in groups.iter().enumerate() {
@@ -617,12 +662,22 @@ impl Driver {
         mut handle: impl FnMut(SocketAddr, usize, &[u8], IpFields),
     ) -> usize {
         // The caller is awake.
-        let _ = self.watch(EventFlags::empty());
+        for port in &self.ports {
+            let _ = self.watch(port, EventFlags::empty());
+        }
         let mut taken = 0;
+        let mut others_have_more = false;
+        for at in 1..self.ports.len() {
+            let (fd, slots) = (self.ports[at].socket.as_raw_fd(), self.rx_slots);
+            // One call for each: what is left waits for the next round.
+            let got = self.receive_from(fd, at as u8, &mut handle).unwrap_or(0);
+            others_have_more |= got == slots;
+            taken += got;
+        }
         self.has_more = true;
         while taken < limit && self.has_more {
-            let (fd, slots) = (self.socket.as_raw_fd(), self.rx_slots);
-            match self.receive_from(fd, &mut handle) {
+            let (fd, slots) = (self.ports[0].socket.as_raw_fd(), self.rx_slots);
+            match self.receive_from(fd, 0, &mut handle) {
                 Ok(n) => {
                     // Fewer than asked for: the socket is empty, and another call would only say
                     // so.
@@ -641,12 +696,15 @@ impl Driver {
                 },
             }
         }
+        self.has_more |= others_have_more;
         taken
     }
 
+    /// Takes in one system call what waits at a socket of the address with this index.
     fn receive_from(
         &mut self,
         fd: RawFd,
+        gid_index: u8,
         handle: &mut impl FnMut(SocketAddr, usize, &[u8], IpFields),
     ) -> io::Result<usize> {
         let base = self.rx.as_mut_ptr();
@@ -701,7 +759,7 @@ impl Driver {
                     src,
                     segment,
                     bytes,
-                    ip_fields(header, self.reports_hop_limits),
+                    ip_fields(header, self.reports_hop_limits, gid_index),
                 );
             }
         }
@@ -710,11 +768,12 @@ impl Driver {
 }
 
 /// Fields of a received IP header.
-fn ip_fields(header: &libc::msghdr, has_hop_limit: bool) -> IpFields {
+fn ip_fields(header: &libc::msghdr, has_hop_limit: bool, gid_index: u8) -> IpFields {
     let hops = has_hop_limit.then(|| hop_limit(header)).flatten();
     IpFields {
         traffic_class: traffic_class(header),
         hop_limit: hops.and_then(|h| h.try_into().ok()).unwrap_or(HOP_LIMIT),
+        gid_index,
     }
 }
 
@@ -865,6 +924,7 @@ mod tests {
     fn open(addr: &str) -> Driver {
         Driver::open(&DriverConfig {
             addr: addr.parse().unwrap(),
+            other_addrs: Vec::new(),
             worker_bits: 0,
             socket_buffer: 1 << 20,
             no_segmentation: false,
@@ -958,10 +1018,10 @@ mod tests {
         assert!(!driver.has_more());
         assert!(driver.arm());
         assert!(!is_readable(&driver));
-        driver.wants_write = true;
+        driver.full = Some(0);
         assert!(driver.arm());
         assert!(is_readable(&driver), "the socket takes more");
-        driver.wants_write = false;
+        driver.full = None;
         assert!(driver.arm());
         assert!(!is_readable(&driver));
     }
@@ -974,7 +1034,7 @@ mod tests {
         driver.epoll = std::fs::File::open("/dev/null").unwrap().into();
         driver.receive(1, |_, _, _, _| {});
         assert_eq!(driver.unwatched.get(), 0, "it is awake");
-        driver.wants_write = true;
+        driver.full = Some(0);
         assert!(!driver.arm(), "no descriptor will show what comes");
         assert_eq!(driver.unwatched.get(), 1);
     }

@@ -35,6 +35,8 @@ const RX_LIMIT: usize = 32;
 const TX_BUDGET: usize = 256 << 10;
 /// Batches sent by one call of `progress`.
 const TX_BATCHES: usize = 8;
+/// Most addresses of a device.
+const MAX_ADDRS: usize = 16;
 /// Datagrams of other workers that wait to be forwarded.
 const MAX_FORWARDED: usize = 1024;
 
@@ -54,6 +56,10 @@ const PEER_INFLIGHT_MAX: usize = 4 << 20;
 pub struct RoceConfig {
     /// Its address: one of this host's.
     pub addr: IpAddr,
+    /// Further addresses of this host, for paths of connections ([`NicConfig::other_addrs`]), 15 at
+    /// most. Only a device of one worker, or one whose workers' sockets are of one process, has
+    /// them.
+    pub other_addrs: Vec<IpAddr>,
     /// Largest path MTU of new connections. `None` sets no limit beside what the address's
     /// interface carries, which the device follows. A connection keeps the path MTU that it was
     /// made with: where the interface carries less from then on, its long packets are dropped, it
@@ -96,6 +102,7 @@ impl RoceConfig {
     pub fn new(addr: IpAddr) -> Self {
         Self {
             addr,
+            other_addrs: Vec::new(),
             mtu: None,
             worker_index: 0,
             worker_bits: 0,
@@ -207,27 +214,36 @@ impl Roce {
                 format!("no worker {} of {workers}", config.worker_index),
             ));
         }
+        let addrs: Vec<IpAddr> = [config.addr]
+            .into_iter()
+            .chain(config.other_addrs.iter().copied())
+            .collect();
         // Neither a GID nor this configuration can say on which interface such an address is.
-        if is_link_local(config.addr) {
+        if let Some(addr) = addrs.iter().find(|addr| is_link_local(**addr)) {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                format!(
-                    "{} is a link-local address: use a global or unique local one",
-                    config.addr
-                ),
+                format!("{addr} is a link-local address: use a global or unique local one"),
+            ));
+        }
+        if addrs.len() > MAX_ADDRS {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("a device has {MAX_ADDRS} addresses at most"),
             ));
         }
         let has_tx_faults = config.faults.transmit.is_some();
         let driver = open(&DriverConfig {
             addr: config.addr,
+            other_addrs: config.other_addrs.clone(),
             worker_bits: config.worker_bits,
             socket_buffer: config.socket_buffer,
             // A lost packet in the middle of a segmented send would change the numbers of the rest.
             no_segmentation: config.no_segmentation || has_tx_faults,
             on_link: config.on_link,
         })?;
-        let limits = [carried_mtu(config.addr)?, config.mtu];
-        let mtu = limits.into_iter().flatten().min();
+        let carried: io::Result<Vec<_>> = addrs.iter().map(|addr| carried_mtu(*addr)).collect();
+        let limits = carried?.into_iter().chain([config.mtu]);
+        let mtu = limits.flatten().min();
         let mtu = mtu.unwrap_or(Mtu::Mtu1024);
         // Secret: queue-pair numbers, PSNs, keys and ids of the CM follow from it.
         let mut seed = config.seed.unwrap_or_default();
@@ -248,6 +264,7 @@ impl Roce {
                 max_inflight_bytes: inflight,
                 peer_inflight_bytes: peer_inflight,
                 limits: config.limits,
+                other_addrs: config.other_addrs.clone(),
                 wall_start: SystemTime::now()
                     .duration_since(UNIX_EPOCH)
                     .unwrap_or_default(),
@@ -365,8 +382,14 @@ impl Roce {
     /// gone or carries no RoCE packet, the device stays as it is.
     fn follow_mtu(&mut self) {
         let addr = self.nic.local_addr().ip();
-        let (before, carried) = (self.nic.config().mtu, carried_mtu(addr));
-        let Some(mtu) = carried.ok().flatten() else {
+        let before = self.nic.config().mtu;
+        // Each connection may migrate to any of them.
+        let addrs = self.nic.local_addrs().iter();
+        let carried = addrs.map(|addr| carried_mtu(addr.ip()).ok().flatten());
+        let Some(mtu) = carried
+            .collect::<Option<Vec<_>>>()
+            .and_then(|all| all.into_iter().min())
+        else {
             return;
         };
         let mtu = self.mtu_limit.map_or(mtu, |limit| limit.min(mtu));
@@ -471,7 +494,6 @@ impl Roce {
         let (faults, forwarded) = (&mut self.rx_faults, &mut self.forwarded);
         let (worker, bits) = (nic.config().worker_index, nic.config().worker_bits);
         let requests = self.requests;
-        let local = nic.local_addr();
         let is_plain = capture.is_none() && faults.is_none();
         let is_ours = |packet: &[u8]| steer(packet, bits, requests).is_none_or(|to| to == worker);
         // One system call.
@@ -496,6 +518,7 @@ impl Roce {
                     }
                     continue;
                 }
+                let local = nic.local_addrs()[usize::from(ip.gid_index)];
                 capture_received(capture, now, src, local, packet);
                 match faults {
                     Some(f) => {
@@ -728,7 +751,7 @@ fn capture_sent(capture: &mut Capture, now: Instant, nic: &Nic, batch: &TxBatch)
     for group in batch.groups() {
         let local = match group.way.is_to_stranger {
             true => nic.stranger_addr(),
-            false => nic.local_addr(),
+            false => nic.local_addrs()[usize::from(group.way.from)],
         };
         // The number in the group is the identification that the kernel gives the packet.
         for (id, packet) in batch.copy_packets(group).iter().enumerate() {

@@ -229,6 +229,12 @@ impl UcQp {
         self.awaits_drain = false;
     }
 
+    /// Whether a message that had begun before a move to SQD is not complete yet.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.state == QpState::Sqd && !self.requester.is_between_messages()
+    }
+
     /// Changes what the peer may do.
     pub fn set_access(&mut self, access: Access) {
         self.responder.set_access(access);

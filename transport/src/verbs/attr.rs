@@ -105,6 +105,8 @@ pub struct DeviceAttr {
     pub max_mcast_qp_attach: u32,
     /// Number of ports, which count from 1.
     pub ports: u8,
+    /// Connections may have an alternate path ([`QpAttr::alt_path`]).
+    pub path_migration: bool,
 }
 
 /// Attributes that a completion queue is created with.
@@ -555,6 +557,47 @@ impl AhAttr {
     }
 }
 
+/// Alternate path of a connection, which it takes when it migrates (IBTA 17.2.8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AltPath {
+    /// Address of the path. Its port is the one that the path leaves by.
+    pub ah: AhAttr,
+    /// Index into the P_Key table.
+    pub pkey_index: u16,
+    /// ACK timeout on this path: 4.096 µs × 2^n, *n* up to 31; 0 waits for ever.
+    pub timeout: u8,
+}
+
+/// State of a connection's path migration (IBTA 17.2.8).
+///
+/// ```text
+///              modify                  packet without MigReq
+///  MIGRATED ────────────> REARM ─────────────────────────────> ARMED
+///    ↑  ↑                  │ ↑                                  │ │
+///    │  └───── modify ─────┘ └───────────── modify ─────────────┘ │
+///    └── modify, retries used up, packet with MigReq on the other path: to that path
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PathMigState {
+    /// There is one path, and nothing migrates. Packets have the MigReq bit.
+    Migrated,
+    /// The alternate path is loaded here; the peer has not shown yet that it is there as well.
+    /// Packets do not have the bit.
+    Rearm,
+    /// Both sides are ready to migrate. Packets do not have the bit.
+    Armed,
+}
+
+impl riser_state::State for PathMigState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::Migrated => matches!(next, Self::Rearm),
+            Self::Rearm => matches!(next, Self::Armed | Self::Migrated),
+            Self::Armed => matches!(next, Self::Migrated | Self::Rearm),
+        }
+    }
+}
+
 /// Attributes of a queue pair: given to `modify_qp` (what is `None` stays as it is) and answered by
 /// `query_qp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -592,6 +635,18 @@ pub struct QpAttr {
     pub retry_cnt: Option<u8>,
     /// Retries after an RNR NAK; 7 is without end.
     pub rnr_retry: Option<u8>,
+    /// Alternate path of a connection; answered as `None` after it was taken.
+    pub alt_path: Option<AltPath>,
+    /// State of path migration. [`PathMigState::Rearm`] can be set where there is an alternate
+    /// path, [`PathMigState::Migrated`] always: an armed connection migrates by it.
+    /// [`PathMigState::Armed`] is answered only.
+    pub path_mig_state: Option<PathMigState>,
+    /// [`AsyncEvent::SqDrained`] reports the end of draining. Set with the move to
+    /// [`QpState::Sqd`], never answered.
+    pub en_sqd_async_notify: Option<bool>,
+    /// Requests that had begun before a move to [`QpState::Sqd`] are not complete yet. Answered
+    /// only.
+    pub sq_draining: Option<bool>,
     /// The queue pair's partition key, answered only.
     pub pkey: Option<PKey>,
 }
@@ -609,8 +664,13 @@ pub enum AsyncEvent {
     QpAccessError(QpId),
     /// The first packet arrived on a queue pair in RTR.
     CommEstablished(QpId),
-    /// The send queue has drained after a move to SQD.
+    /// The send queue has drained after a move to SQD that asked for this event.
     SqDrained(QpId),
+    /// The connection has taken its alternate path.
+    PathMig(QpId),
+    /// The peer of an armed connection has migrated to a path that is not the alternate path here:
+    /// what it sends there is dropped.
+    PathMigError(QpId),
     /// The last receive of a shared queue that an erroneous queue pair held is back.
     QpLastWqeReached(QpId),
     /// A shared receive queue has fewer requests than its limit.

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use thiserror::Error;
 
-use super::{AhAttr, CmId, Gid, Mtu, QKey, QpType, VerbsError};
+use super::{AhAttr, AltPath, CmId, Gid, Mtu, QKey, QpType, VerbsError};
 
 /// Most private data that an RDMA CM user can send in a request, in bytes (92 less the 36-byte
 /// address header).
@@ -100,6 +100,10 @@ pub enum CmOption {
     /// ACK timeout of the connection's queue pairs: 4.096 µs × 2ⁿ, *n* up to 31. For reliable
     /// connections, before they are made.
     AckTimeout(u8),
+    /// The peer may load an alternate path, with its request or later (IBTA 12.8). Without it such a
+    /// path is refused: the peer names an address to which our packets go after a migration. A
+    /// listener's requests have the listener's. rdma-core has no such option.
+    AlternatePaths(bool),
 }
 
 /// Vendor options of a queue pair, which both sides exchange when they connect (enhanced connection
@@ -217,6 +221,19 @@ pub enum CmEventKind {
     Established {
         /// The peer's parameters; private data is empty on the passive side.
         param: ConnParam,
+    },
+    /// An alternate path was agreed on, and loaded into the queue pair, whose
+    /// [`PathMigState`](super::PathMigState) is REARM. Comes to both sides, behind `Established`
+    /// where the request had the path.
+    AlternatePath {
+        /// The path, seen from here.
+        path: AltPath,
+    },
+    /// The peer has refused an alternate path, or not answered. The connection stays as it was.
+    AlternatePathError {
+        /// Status of the APR (IBTA 12.8.2), such as 2: not supported, 5: in use already, 8: wrong
+        /// GID. `None` without an answer, as from Linux, which has no such messages on RoCE.
+        status: Option<u8>,
     },
     /// The connection ended, by either side.
     Disconnected,

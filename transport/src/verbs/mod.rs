@@ -673,6 +673,20 @@ pub trait RdmaCm {
     /// [`CmError::InvalidState`] before a connection was tried.
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError>;
 
+    /// Proposes an alternate path to the peer, for the connection's queue pair (IBTA 12.8). Before the
+    /// identifier connects, its request names the path; on a connection a LAP does. The answer is
+    /// `AlternatePath` or `AlternatePathError`. When the peer has agreed, both queue pairs have the
+    /// path and are rearmed: they migrate by themselves once packets have armed them, or by
+    /// [`Verbs::modify_qp`].
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`] while the identifier connects, for one whose queue pair its owner
+    /// takes through its states, and while another path is discussed; those of
+    /// [`Verbs::modify_qp`] for the path; [`VerbsError::Unsupported`] for a device that has none.
+    fn load_alternate_path(&mut self, id: CmId, path: &AltPath) -> Result<(), CmError>;
+
     /// Joins a multicast group with a datagram identifier that is bound or has resolved an address;
     /// the answer is `MulticastJoin` or `MulticastError`. The event names the group's MGID, to which
     /// the identifier's owner attaches its queue pair; one that only sends needs no more than the

@@ -14,7 +14,7 @@ use super::{QpAttr, QpState, QpType, VerbsError};
 bitflags! {
     /// Set of the attributes of a [`QpAttr`] that are given.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Attrs: u16 {
+    pub struct Attrs: u32 {
         /// `pkey_index`: index of the partition key.
         const PKEY_INDEX = 1;
         /// `port`: number of the port.
@@ -47,6 +47,14 @@ bitflags! {
         const RNR_RETRY = 1 << 14;
         /// `pkey`, which is answered and never set.
         const PKEY = 1 << 15;
+        /// `alt_path`: alternate path.
+        const ALT_PATH = 1 << 16;
+        /// `path_mig_state`: state of path migration.
+        const PATH_MIG_STATE = 1 << 17;
+        /// `en_sqd_async_notify`: event at the end of draining.
+        const EN_SQD_ASYNC_NOTIFY = 1 << 18;
+        /// `sq_draining`, which is answered and never set.
+        const SQ_DRAINING = 1 << 19;
     }
 }
 
@@ -71,6 +79,13 @@ impl Attrs {
         set.set(Self::RETRY_CNT, attr.retry_cnt.is_some());
         set.set(Self::RNR_RETRY, attr.rnr_retry.is_some());
         set.set(Self::PKEY, attr.pkey.is_some());
+        set.set(Self::ALT_PATH, attr.alt_path.is_some());
+        set.set(Self::PATH_MIG_STATE, attr.path_mig_state.is_some());
+        set.set(
+            Self::EN_SQD_ASYNC_NOTIFY,
+            attr.en_sqd_async_notify.is_some(),
+        );
+        set.set(Self::SQ_DRAINING, attr.sq_draining.is_some());
         set
     }
 
@@ -93,6 +108,10 @@ impl Attrs {
             Some(Self::RETRY_CNT) => "retry_cnt",
             Some(Self::RNR_RETRY) => "rnr_retry",
             Some(Self::PKEY) => "pkey",
+            Some(Self::ALT_PATH) => "alt_path",
+            Some(Self::PATH_MIG_STATE) => "path_mig_state",
+            Some(Self::EN_SQD_ASYNC_NOTIFY) => "en_sqd_async_notify",
+            Some(Self::SQ_DRAINING) => "sq_draining",
             _ => "nothing",
         }
     }
@@ -176,50 +195,50 @@ transitions! {
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Init => Rtr {
-        rc: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS]);
-        uc: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS]);
-        xrc_ini: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS]);
-        xrc_tgt: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS]);
+        rc: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS ALT_PATH]);
+        uc: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS ALT_PATH]);
+        xrc_ini: ([AH PATH_MTU DEST_QP RQ_PSN] [PKEY_INDEX ACCESS ALT_PATH]);
+        xrc_tgt: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS ALT_PATH]);
         ud: ([] [PKEY_INDEX QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
     Rtr => Rts {
-        rc: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS MIN_RNR_TIMER]);
-        uc: ([SQ_PSN] [ACCESS]);
-        xrc_ini: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS]);
-        xrc_tgt: ([SQ_PSN TIMEOUT] [ACCESS MIN_RNR_TIMER]);
+        rc: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS MIN_RNR_TIMER ALT_PATH PATH_MIG_STATE]);
+        uc: ([SQ_PSN] [ACCESS ALT_PATH PATH_MIG_STATE]);
+        xrc_ini: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS ALT_PATH PATH_MIG_STATE]);
+        xrc_tgt: ([SQ_PSN TIMEOUT] [ACCESS MIN_RNR_TIMER ALT_PATH PATH_MIG_STATE]);
         ud: ([SQ_PSN] [QKEY]);
         gsi: ([SQ_PSN] [QKEY]);
     }
     Rts => Rts {
-        rc: ([] [ACCESS MIN_RNR_TIMER]);
-        uc: ([] [ACCESS]);
-        xrc_ini: ([] [ACCESS]);
-        xrc_tgt: ([] [ACCESS MIN_RNR_TIMER]);
+        rc: ([] [ACCESS MIN_RNR_TIMER ALT_PATH PATH_MIG_STATE]);
+        uc: ([] [ACCESS ALT_PATH PATH_MIG_STATE]);
+        xrc_ini: ([] [ACCESS ALT_PATH PATH_MIG_STATE]);
+        xrc_tgt: ([] [ACCESS MIN_RNR_TIMER ALT_PATH PATH_MIG_STATE]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
     Rts => Sqd {
-        rc: ([] []);
-        uc: ([] []);
-        xrc_ini: ([] []);
-        xrc_tgt: ([] []);
-        ud: ([] []);
-        gsi: ([] []);
+        rc: ([] [EN_SQD_ASYNC_NOTIFY]);
+        uc: ([] [EN_SQD_ASYNC_NOTIFY]);
+        xrc_ini: ([] [EN_SQD_ASYNC_NOTIFY]);
+        xrc_tgt: ([] [EN_SQD_ASYNC_NOTIFY]);
+        ud: ([] [EN_SQD_ASYNC_NOTIFY]);
+        gsi: ([] [EN_SQD_ASYNC_NOTIFY]);
     }
     Sqd => Rts {
-        rc: ([] [ACCESS MIN_RNR_TIMER]);
-        uc: ([] [ACCESS]);
-        xrc_ini: ([] [ACCESS]);
-        xrc_tgt: ([] [ACCESS MIN_RNR_TIMER]);
+        rc: ([] [ACCESS MIN_RNR_TIMER ALT_PATH PATH_MIG_STATE]);
+        uc: ([] [ACCESS ALT_PATH PATH_MIG_STATE]);
+        xrc_ini: ([] [ACCESS ALT_PATH PATH_MIG_STATE]);
+        xrc_tgt: ([] [ACCESS MIN_RNR_TIMER ALT_PATH PATH_MIG_STATE]);
         ud: ([] [QKEY]);
         gsi: ([] [QKEY]);
     }
     Sqd => Sqd {
-        rc: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MAX_RD_ATOMIC MIN_RNR_TIMER TIMEOUT RETRY_CNT RNR_RETRY]);
-        uc: ([] [PKEY_INDEX ACCESS AH]);
-        xrc_ini: ([] [PKEY_INDEX PORT ACCESS AH MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY]);
-        xrc_tgt: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MIN_RNR_TIMER TIMEOUT]);
+        rc: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MAX_RD_ATOMIC MIN_RNR_TIMER TIMEOUT RETRY_CNT RNR_RETRY ALT_PATH PATH_MIG_STATE]);
+        uc: ([] [PKEY_INDEX ACCESS AH ALT_PATH PATH_MIG_STATE]);
+        xrc_ini: ([] [PKEY_INDEX PORT ACCESS AH MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY ALT_PATH PATH_MIG_STATE]);
+        xrc_tgt: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MIN_RNR_TIMER TIMEOUT ALT_PATH PATH_MIG_STATE]);
         ud: ([] [PKEY_INDEX QKEY]);
         gsi: ([] [PKEY_INDEX QKEY]);
     }
@@ -335,7 +354,7 @@ mod tests {
     use riser_state::testing::table;
 
     use super::*;
-    use crate::verbs::{Access, AhAttr, Gid, Mtu, PKey, QKey};
+    use crate::verbs::{Access, AhAttr, AltPath, Gid, Mtu, PKey, PathMigState, QKey};
 
     const TYPES: [QpType; 6] = [
         QpType::Rc,
@@ -372,6 +391,14 @@ mod tests {
             retry_cnt: has(Attrs::RETRY_CNT).then_some(1),
             rnr_retry: has(Attrs::RNR_RETRY).then_some(1),
             pkey: has(Attrs::PKEY).then_some(PKey::DEFAULT),
+            alt_path: has(Attrs::ALT_PATH).then_some(AltPath {
+                ah,
+                pkey_index: 0,
+                timeout: 1,
+            }),
+            path_mig_state: has(Attrs::PATH_MIG_STATE).then_some(PathMigState::Rearm),
+            en_sqd_async_notify: has(Attrs::EN_SQD_ASYNC_NOTIFY).then_some(true),
+            sq_draining: has(Attrs::SQ_DRAINING).then_some(false),
         }
     }
 

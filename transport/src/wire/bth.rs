@@ -8,6 +8,8 @@ use super::opcode::Opcode;
 
 const SOLICITED: u8 = 0x80;
 const MIGRATED: u8 = 0x40;
+/// Offset of the byte that has it.
+const FLAGS_OFFSET: usize = 1;
 const PAD_MASK: u8 = 0x30;
 const PAD_SHIFT: u32 = 4;
 const VERSION_MASK: u8 = 0x0f;
@@ -98,6 +100,13 @@ impl Bth {
             self.flags & !MIGRATED
         };
         self
+    }
+
+    /// Clears the migration bit of a packet, whose headers begin with a BTH.
+    pub fn clear_migrated(headers: &mut [u8]) {
+        if let Some(flags) = headers.get_mut(FLAGS_OFFSET) {
+            *flags &= !MIGRATED;
+        }
     }
 
     /// With the acknowledge-request bit.

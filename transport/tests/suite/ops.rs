@@ -654,13 +654,39 @@ pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
         state: Some(state),
         ..QpAttr::default()
     };
-    w.provider(End::A)
-        .modify_qp(a.qp, &to(QpState::Sqd))
-        .unwrap();
+    let drain = QpAttr {
+        en_sqd_async_notify: Some(true),
+        ..to(QpState::Sqd)
+    };
+    w.provider(End::A).modify_qp(a.qp, &drain).unwrap();
     a.send(w, 2, SendOp::Write(b.remote(0)), 0, 8);
     assert_eq!(a.event(w), AsyncEvent::SqDrained(a.qp));
     let before = w.provider(End::A).peek_cq(a.cq, 9).unwrap();
     assert!(before <= 1, "what had not begun waits");
+    let attr = w.provider(End::A).query_qp(a.qp).unwrap();
+    assert_eq!(
+        (attr.state, attr.sq_draining),
+        (Some(QpState::Sqd), Some(false))
+    );
+    let changed = QpAttr {
+        timeout: Some(15),
+        retry_cnt: Some(5),
+        rnr_retry: Some(4),
+        max_rd_atomic: Some(2),
+        max_dest_rd_atomic: Some(3),
+        min_rnr_timer: Some(9),
+        ..to(QpState::Sqd)
+    };
+    w.provider(End::A).modify_qp(a.qp, &changed).unwrap();
+    let attr = w.provider(End::A).query_qp(a.qp).unwrap();
+    assert_eq!(
+        (attr.timeout, attr.retry_cnt, attr.rnr_retry),
+        (changed.timeout, changed.retry_cnt, changed.rnr_retry)
+    );
+    assert_eq!(
+        (attr.max_rd_atomic, attr.min_rnr_timer),
+        (changed.max_rd_atomic, changed.min_rnr_timer)
+    );
     w.provider(End::A)
         .modify_qp(a.qp, &to(QpState::Rts))
         .unwrap();

@@ -267,6 +267,7 @@ fn events_reach_their_owner(mut w: Devices) {
     let (a, b) = connected(w);
     let drain = QpAttr {
         state: Some(QpState::Sqd),
+        en_sqd_async_notify: Some(true),
         ..QpAttr::default()
     };
     w.provider(End::A).modify_qp(a.qp, &drain).unwrap();

@@ -201,6 +201,8 @@ impl<const R: usize> RdmaConn<R> {
             CmEventKind::TimewaitExit
             | CmEventKind::ConnectRequest { .. }
             | CmEventKind::MulticastJoin { .. }
+            | CmEventKind::AlternatePath { .. }
+            | CmEventKind::AlternatePathError { .. }
             | CmEventKind::MulticastError(_)
             | CmEventKind::ConnectResponse { .. } => CmStep::Pending,
         }

@@ -425,6 +425,9 @@ fn give(event: Event) -> *mut rdma_cm_event {
             }
             param = Some(theirs);
         }
+        CmEventKind::AlternatePath { .. } | CmEventKind::AlternatePathError { .. } => {
+            unreachable!("the C interface neither proposes alternate paths nor allows them")
+        }
         CmEventKind::MulticastError(error) => {
             c.event = RDMA_CM_EVENT_MULTICAST_ERROR;
             c.status = -Errno::from(error).0;

@@ -219,3 +219,89 @@ pub(super) fn a_lap_for_nothing_names_the_mistake() {
         (AprStatus::InvalidCommId, ids.a.comm_id())
     );
 }
+
+#[test]
+pub(super) fn crossing_and_stray_messages_about_paths_change_nothing() {
+    let mut pair = Pair::new();
+    pair.a.config.alternate_paths = true;
+    pair.p.config.alternate_paths = true;
+    let ids = pair.established();
+    // Both ask at once: each refuses the other.
+    lap(&mut pair, ids);
+    pair.p
+        .send_lap(pair.now, ids.p, CmPath::default(), PrivateData::default())
+        .unwrap();
+    let (_, from_a) = pair.a.poll_transmit().unwrap();
+    pair.p_to_a();
+    let (_, refusal) = pair.a.poll_transmit().unwrap();
+    pair.p.handle_mad(pair.now, addr(1), &from_a).unwrap();
+    // From another host it is no answer.
+    pair.p.handle_mad(pair.now, addr(9), &refusal).unwrap();
+    assert_eq!(pair.p.state(ids.p), CmState::LapSent);
+    pair.p.handle_mad(pair.now, addr(1), &refusal).unwrap();
+    pair.p_to_a();
+    for event in [pair.a_event(), pair.p_event()] {
+        assert!(matches!(
+            event,
+            IbCmEventKind::AprReceived {
+                status: AprStatus::Reject,
+                ..
+            }
+        ));
+    }
+    let established = (CmState::Established, CmState::Established);
+    assert_eq!(pair.states(ids), established);
+    // An answer to nothing.
+    pair.p.handle_mad(pair.now, addr(1), &refusal).unwrap();
+    assert_eq!((pair.p.poll_event(), pair.states(ids)), (None, established));
+    // A repeated question is one question, whose answer the user may still give.
+    lap(&mut pair, ids);
+    let (_, question) = pair.a.poll_transmit().unwrap();
+    for _ in 0..3 {
+        pair.p.handle_mad(pair.now, addr(1), &question).unwrap();
+    }
+    assert!(matches!(pair.p_event(), IbCmEventKind::LapReceived { .. }));
+    assert_eq!(pair.p.poll_event(), None);
+    let info = AdditionalInfo::default();
+    for status in [AprStatus::InvalidGid, AprStatus::Success] {
+        let sent = pair.p.send_apr(ids.p, status, info, PrivateData::default());
+        let is_first = status == AprStatus::InvalidGid;
+        assert_eq!(sent.is_ok(), is_first, "one answer to a question");
+    }
+    pair.p_to_a();
+    assert!(matches!(
+        pair.a_event(),
+        IbCmEventKind::AprReceived {
+            status: AprStatus::InvalidGid,
+            ..
+        }
+    ));
+}
+
+#[test]
+pub(super) fn messages_take_the_path_that_the_queue_pair_has_migrated_to() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    let route = CmRoute {
+        peer: addr(7),
+        gid_index: 1,
+        traffic_class: 8,
+    };
+    pair.a.migrate(ids.a, route);
+    pair.a
+        .send_dreq(pair.now, ids.a, PrivateData::default())
+        .unwrap();
+    let (to, dreq) = pair.a.poll_transmit().unwrap();
+    assert_eq!((to, pair.a.route(to, &dreq)), (addr(7), route));
+    // The peer has not migrated: its answer comes by the path of before.
+    pair.p.handle_mad(pair.now, addr(1), &dreq).unwrap();
+    assert!(matches!(pair.p_event(), IbCmEventKind::DreqReceived { .. }));
+    pair.p
+        .send_drep(pair.now, ids.p, PrivateData::default())
+        .unwrap();
+    let (_, drep) = pair.p.poll_transmit().unwrap();
+    pair.a.handle_mad(pair.now, addr(9), &drep).unwrap();
+    assert_eq!(pair.a.state(ids.a), CmState::DreqSent, "of another host");
+    pair.a.handle_mad(pair.now, addr(2), &drep).unwrap();
+    assert_eq!(pair.a.state(ids.a), CmState::Timewait);
+}

@@ -93,6 +93,8 @@ fn every_transition_is_taken() {
         sidr_lap::alternate_paths_are_refused_where_there_are_none,
         sidr_lap::alternate_paths_are_negotiated_where_they_exist,
         sidr_lap::a_lap_for_nothing_names_the_mistake,
+        sidr_lap::crossing_and_stray_messages_about_paths_change_nothing,
+        sidr_lap::messages_take_the_path_that_the_queue_pair_has_migrated_to,
     ];
     assert_all_taken(&STATES, || {
         scripts.iter().for_each(|script| script());

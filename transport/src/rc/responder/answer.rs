@@ -120,12 +120,7 @@ impl Responder {
         self.check_room()?;
         // What was pushed out can no longer be repeated. A peer within its depth has had the
         // whole answer, or it would not have sent a further request.
-        if self.resources.len() == self.max_resources
-            && let Some(oldest) = self.resources.pop_front()
-            && oldest.pending.is_some()
-        {
-            self.waiting -= 1;
-        }
+        self.forget_answered(self.max_resources.saturating_sub(1));
         // The count includes the READ before it is answered (IBTA C9-148): its response carries
         // it.
         self.msn = self.msn.next();
@@ -149,6 +144,15 @@ impl Responder {
         self.waiting += 1;
         self.expected = self.expected.add(packets);
         Ok(())
+    }
+
+    /// Forgets the oldest resources, as long as there are more than `most` and they were answered.
+    pub(super) fn forget_answered(&mut self, most: usize) {
+        while self.resources.len() > most
+            && let Some(oldest) = self.resources.pop_front_if(|r| r.is_answered)
+        {
+            self.waiting -= usize::from(oldest.pending.is_some());
+        }
     }
 
     /// A packet that was taken in before: SENDs and WRITEs are acknowledged again, READs and
@@ -424,6 +428,11 @@ impl Resource {
     /// A packet of the answer has left, and not the last one.
     fn is_under_way(&self) -> bool {
         self.pending.is_some_and(|p| p.next > p.start)
+    }
+
+    /// Whether a PSN is one of its answer's.
+    pub(super) fn has(&self, psn: Psn) -> bool {
+        psn.is_within(self.first, self.packets)
     }
 
     fn next_psn(&self) -> Psn {

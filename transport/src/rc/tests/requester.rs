@@ -482,6 +482,63 @@ fn each_fatal_nak_has_its_status_and_flushes_the_rest_in_order() {
 }
 
 #[test]
+fn an_armed_connection_asks_for_its_other_path_and_begins_again_there() {
+    let mut rig = Rig::new();
+    rig.qp.set_armed(true);
+    rig.post(1, WRITE, 256 * 40);
+    let window = rig.sent().len();
+    for _ in 0..6 {
+        assert!(!rig.qp.take_path_wish());
+        rig.expire();
+        let repeated = rig.sent().len();
+        assert!(repeated < window, "a narrow window after time-outs");
+    }
+    assert!(rig.qp.take_path_wish());
+    assert!(!rig.qp.take_path_wish(), "once");
+    assert!(rig.sends().is_empty());
+    let now = rig.now;
+    rig.qp.on_migrated(now, TIMEOUT);
+    // The acknowledgement of what came before shows the path, if there is nothing else.
+    let mut sent = rig.sent_brief();
+    assert!(sent.contains(&(0x11, RQ_PSN - 1)));
+    sent.retain(|packet| *packet != (0x11, RQ_PSN - 1));
+    assert_eq!(sent.len(), window, "the window of a new connection");
+    assert_eq!(sent[0].1 & !ASKS, SQ_PSN);
+    // It has no further path.
+    for _ in 0..6 {
+        rig.expire();
+        rig.sent();
+    }
+    assert_eq!(rig.sends(), [(1, RetryExcErr)]);
+}
+
+#[test]
+fn only_what_the_peer_has_reason_to_send_is_known() {
+    let mut rig = Rig::new();
+    rig.post(1, WRITE, 4);
+    rig.sent();
+    let knows = |rig: &Rig, opcode: u8, psn: u32, ext: &[u8]| {
+        let mut datagram = packet(opcode, psn & 0xff_ffff, false, ext, &[]);
+        datagram.extend_from_slice(&[0; 4]);
+        rig.qp.knows(&Packet::parse(&datagram).unwrap())
+    };
+    let ack = |rig: &Rig, psn| knows(rig, 0x11, psn, &[UNLIMITED, 0, 0, 0]);
+    let send = |rig: &Rig, psn| knows(rig, 0x04, psn, &[]);
+    assert!(ack(&rig, SQ_PSN) && ack(&rig, SQ_PSN.wrapping_sub(1)));
+    assert!(!ack(&rig, SQ_PSN + 1), "it was not sent");
+    assert!(!ack(&rig, SQ_PSN.wrapping_sub(5000)));
+    assert!(send(&rig, RQ_PSN) && send(&rig, RQ_PSN.wrapping_sub(4096)));
+    assert!(!send(&rig, RQ_PSN + 1) && !send(&rig, RQ_PSN.wrapping_sub(4097)));
+    // A READ of many packets may be repeated from any of them.
+    let mr = rig.mr;
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(0, mr.rkey, 256 * 9), &[]));
+    assert!(send(&rig, RQ_PSN + 8) && send(&rig, RQ_PSN + 9));
+    assert!(!send(&rig, RQ_PSN + 10));
+    rig.run(RcQp::to_error);
+    assert!(!send(&rig, RQ_PSN + 9) && !ack(&rig, SQ_PSN));
+}
+
+#[test]
 fn retries_are_spent_in_time_without_progress() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 4);

@@ -1,6 +1,7 @@
 //! Configuration and counters of a device.
 
 use std::hash::Hasher as _;
+use std::iter;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -99,6 +100,9 @@ pub enum Wire {
 pub struct NicConfig {
     /// Address of the NIC, on UDP port 4791.
     pub addr: IpAddr,
+    /// Further addresses: the GID table has them behind the first one. Queue pairs have paths from
+    /// and to them; the connection manager makes its connections at the first.
+    pub other_addrs: Vec<IpAddr>,
     /// Name of the provider.
     pub provider: &'static str,
     /// Largest path MTU that is agreed to.
@@ -128,6 +132,7 @@ impl NicConfig {
     pub fn new(addr: IpAddr, seed: [u8; 32]) -> Self {
         Self {
             addr,
+            other_addrs: Vec::new(),
             provider: "roce",
             mtu: Mtu::Mtu4096,
             worker_index: 0,
@@ -139,6 +144,11 @@ impl NicConfig {
             wire: Wire::Network,
             limits: NicLimits::default(),
         }
+    }
+
+    /// All its addresses, in the order of the GID table.
+    pub fn addrs(&self) -> impl Iterator<Item = IpAddr> {
+        iter::once(self.addr).chain(self.other_addrs.iter().copied())
     }
 
     /// Whether packets carry an ICRC, which is checked. Otherwise the field is zero.
@@ -179,6 +189,7 @@ impl NicConfig {
             max_mcast_grp: if self.has_icrc() { l.max_mcast_grp } else { 0 },
             max_mcast_qp_attach: l.max_mcast_qp_attach,
             ports: 1,
+            path_migration: self.wire == Wire::Network,
         }
     }
 }
@@ -216,6 +227,8 @@ pub struct NicCounters {
     pub rx_unknown_qp: u64,
     /// Packets that came from another address than the queue pair's peer.
     pub rx_wrong_source: u64,
+    /// Connections that have taken their alternate path.
+    pub migrations: u64,
     /// Packets of another partition.
     pub rx_wrong_pkey: u64,
     /// MADs without a taker.

@@ -148,7 +148,7 @@ impl Nic {
             return;
         };
         let header = received.route_header(identification);
-        let is_own = src.ip() == self.local.ip();
+        let is_own = src.ip() == self.locals[0].ip();
         // A datagram that a queue pair's user did not expect may end that queue pair, but attaches
         // and detaches none.
         for member in 0..self.groups[at].qps.len() {

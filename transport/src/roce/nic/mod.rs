@@ -19,6 +19,7 @@
 //! | `qp` | creates, modifies and destroys queue pairs, posts work |
 //! | `mcast` | multicast groups |
 //! | `port` | the state of the port, and the end of the device |
+//! | `migration` | alternate paths of connections |
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
 //! | [`rdma_cm`] | the RDMA CM's calls and its messages |
@@ -36,12 +37,18 @@
 //! peer numbers its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs,
 //! so no peer makes another one's be forgotten, and strangers have none.
 //!
-//! Not implemented: memory windows, several ports or partitions.
+//! # Addresses
+//! A device may have several addresses, which are its GIDs ([`NicConfig::other_addrs`]). A path begins
+//! at the one that its address vector names ([`AhAttr::sgid_index`]), and a connection takes packets
+//! at that one only. Multicast groups and the connection manager are at the first.
+//!
+//! Not implemented: several ports or partitions.
 
 mod agents;
 mod breakage;
 mod config;
 mod mcast;
+mod migration;
 mod objects;
 mod port;
 mod qp;
@@ -71,14 +78,15 @@ use crate::roce::ud::UdQp;
 use crate::table::Table;
 use crate::uc::UcQp;
 use crate::verbs::{
-    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, PortState, QpAttr, QpId, QpState,
-    QpType, SrqId, XrcdId,
+    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PathMigState, PdId, PortState, QpAttr, QpId,
+    QpState, QpType, SrqId, XrcdId,
 };
 use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT};
 
 use agents::Agents;
 pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
+use migration::Alternate;
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
 pub use rx::IpFields;
@@ -121,10 +129,12 @@ enum Machine {
     Ud(Box<UdQp>),
 }
 
-/// Destination of a connected queue pair's packets.
+/// Path of a connected queue pair's packets.
 #[derive(Clone, Copy, Debug)]
 struct Peer {
     addr: SocketAddr,
+    /// Index of our address.
+    from: u8,
     flow: IcrcFlow,
     /// Type of service of its packets, without ECN.
     tos: u8,
@@ -135,7 +145,7 @@ struct Peer {
 /// The way of packets to the device's own address, where they do not leave it.
 #[derive(Debug)]
 struct OwnWay {
-    addr: SocketAddr,
+    addrs: Box<[SocketAddr]>,
     worker_index: u32,
     worker_bits: u8,
     /// There are none while they are being received.
@@ -164,6 +174,11 @@ struct Qp {
     recv_cq: CqId,
     attr: QpAttr,
     peer: Option<Peer>,
+    /// The path that it takes when it migrates.
+    alternate: Option<Box<Alternate>>,
+    mig_state: PathMigState,
+    /// Its owner wants to know when its send queue has drained.
+    notifies_drain: bool,
     /// UDP port from which the peer's last packet in sequence came.
     source_port: Option<u16>,
     /// Its connection was accepted, and the peer has not used it yet.
@@ -195,14 +210,15 @@ impl OwnWay {
             Qpn::GSI => self.worker_bits == 0,
             _ => qpn.value() & ((1 << self.worker_bits) - 1) == self.worker_index,
         };
-        dst == self.addr && is_ours
+        is_ours && self.addrs.contains(&dst)
     }
 }
 
 /// The device. See the [module](self) for the calling order.
 pub struct Nic {
     config: NicConfig,
-    local: SocketAddr,
+    /// Its addresses, in the order of the GID table.
+    locals: Box<[SocketAddr]>,
     /// From where messages go to addresses that may be made up.
     to_strangers: SocketAddr,
     attr: DeviceAttr,
@@ -245,9 +261,9 @@ pub struct Nic {
     last_answers: VecDeque<(Peer, HeaderBuf)>,
     timers: BinaryHeap<Reverse<(Instant, QpId)>>,
     /// Numbering of connected peers' packets, by address and source port.
-    verifiers: HashMap<(IpAddr, u16), IcrcVerifier>,
+    verifiers: HashMap<(IpAddr, rx::FlowPort), IcrcVerifier>,
     /// The ports of each peer among them, the oldest first.
-    verified_ports: HashMap<IpAddr, VecDeque<u16>>,
+    verified_ports: HashMap<IpAddr, VecDeque<rx::FlowPort>>,
     counters: NicCounters,
     /// Counters of closed connections.
     past: RcCounters,
@@ -260,7 +276,7 @@ pub struct Nic {
 impl std::fmt::Debug for Nic {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Nic")
-            .field("local", &self.local)
+            .field("locals", &self.locals)
             .field("qps", &self.qps.len())
             .finish_non_exhaustive()
     }
@@ -292,7 +308,10 @@ impl Nic {
                 worker,
                 cm_seed,
             ),
-            local: SocketAddr::new(config.addr, ROCE_PORT),
+            locals: config
+                .addrs()
+                .map(|addr| SocketAddr::new(addr, ROCE_PORT))
+                .collect(),
             to_strangers: SocketAddr::new(config.addr, ROCE_PORT),
             attr: config.device_attr(),
             start: now,
@@ -367,7 +386,7 @@ impl Nic {
     /// another worker at this address are sent as before.
     pub(in crate::roce) fn keep_own_packets(&mut self, max_segments: usize) {
         self.own_way = Some(OwnWay {
-            addr: self.local,
+            addrs: self.locals.clone(),
             worker_index: self.config.worker_index,
             worker_bits: self.config.worker_bits,
             packets: Some(Box::new(OwnPackets {
@@ -383,10 +402,16 @@ impl Nic {
         own.is_some_and(|own| own.takes(dst, qpn))
     }
 
-    /// Its address and the port of RoCEv2.
+    /// Its first address and the port of RoCEv2.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
-        self.local
+        self.locals[0]
+    }
+
+    /// All its addresses, in the order of the GID table.
+    #[must_use]
+    pub fn local_addrs(&self) -> &[SocketAddr] {
+        &self.locals
     }
 
     /// Counters since the start.

@@ -27,9 +27,10 @@ pub(super) fn check_port(port: u8) -> Result<(), VerbsError> {
     }
 }
 
-fn check_index(port: u8, index: u16) -> Result<(), VerbsError> {
+/// Checks an index into a table of `len` entries.
+fn check_index(port: u8, index: u16, len: usize) -> Result<(), VerbsError> {
     check_port(port)?;
-    if index == 0 {
+    if usize::from(index) < len {
         Ok(())
     } else {
         Err(VerbsError::InvalidIndex(index))
@@ -52,19 +53,19 @@ impl Nic {
             max_mtu: self.config.mtu,
             active_mtu: self.config.mtu,
             max_msg_size: crate::rc::MAX_MESSAGE,
-            gid_table_len: 1,
+            gid_table_len: self.locals.len() as u16,
             pkey_table_len: 1,
             addr: self.config.addr,
         })
     }
 
     pub fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError> {
-        check_index(port, index)?;
-        Ok(self.config.addr.into())
+        check_index(port, index, self.locals.len())?;
+        Ok(self.locals[usize::from(index)].ip().into())
     }
 
     pub fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError> {
-        check_index(port, index)?;
+        check_index(port, index, 1)?;
         Ok(PKey::DEFAULT)
     }
 
@@ -404,10 +405,11 @@ impl Nic {
 
     /// The address that an attribute stands for, if the device can send to a host there.
     pub(super) fn reachable(&self, attr: &AhAttr) -> Result<IpAddr, VerbsError> {
-        check_index(attr.port, attr.sgid_index)?;
+        check_index(attr.port, attr.sgid_index, self.locals.len())?;
         let ip = attr.dgid.ip();
-        // One address means one family; the rest names no single host.
-        if ip.is_ipv4() != self.config.addr.is_ipv4() || ip.is_unspecified() || ip.is_multicast() {
+        let from = self.locals[usize::from(attr.sgid_index)];
+        // An address reaches those of its family; the rest names no single host.
+        if ip.is_ipv4() != from.is_ipv4() || ip.is_unspecified() || ip.is_multicast() {
             return Err(VerbsError::InvalidParameter("destination address"));
         }
         Ok(ip)
@@ -416,7 +418,7 @@ impl Nic {
     fn check_ah(&self, attr: &AhAttr) -> Result<(), VerbsError> {
         let ip = attr.dgid.ip();
         if ip.is_multicast() && self.has_groups_like(ip) {
-            check_index(attr.port, attr.sgid_index)?;
+            check_index(attr.port, attr.sgid_index, 1)?;
         } else {
             self.reachable(attr)?;
         }
@@ -460,6 +462,8 @@ impl Nic {
                 | AsyncEvent::QpAccessError(q)
                 | AsyncEvent::CommEstablished(q)
                 | AsyncEvent::SqDrained(q)
+                | AsyncEvent::PathMig(q)
+                | AsyncEvent::PathMigError(q)
                 | AsyncEvent::QpLastWqeReached(q) if q == qp)
         });
     }

@@ -6,15 +6,15 @@ use chacha20::rand_core::Rng as _;
 
 use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters};
-use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
+use crate::rc::{DrainedChange, Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
 use crate::roce::batch::{ECN_MASK, Way};
 use crate::roce::cq::Cq;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
 use crate::uc::{UcConfig, UcQp, UcRtrParams};
 use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
-    Access, AhAttr, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType,
-    RecvWr, SendOp, SendWr, VerbsError,
+    Access, AhAttr, PKey, PathMigState, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr,
+    QpState, QpType, RecvWr, SendOp, SendWr, VerbsError,
 };
 use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer, Service};
 
@@ -119,6 +119,9 @@ impl Nic {
             recv_cq: init.recv_cq,
             attr: QpAttr::default(),
             peer: None,
+            alternate: None,
+            mig_state: PathMigState::Migrated,
+            notifies_drain: false,
             source_port: None,
             awaits_first_packet: false,
             is_queued: false,
@@ -261,9 +264,13 @@ impl Nic {
 
     pub fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError> {
         let qp = self.qps.get(qp)?;
+        let (alt_path, path_mig_state) = Self::migration_attr(qp);
         Ok(QpAttr {
             state: Some(qp.state()),
             pkey: qp.attr.pkey_index.map(|_| PKey::DEFAULT),
+            alt_path,
+            path_mig_state,
+            sq_draining: Some(qp.machine.is_draining()),
             ..qp.attr
         })
     }
@@ -276,15 +283,15 @@ impl Nic {
         let to = plan_modify(qp.qp_type, from, attr)?;
         self.check_values(attr)?;
         if from == QpState::Sqd && to == QpState::Sqd {
-            check_sqd(attr)?;
+            check_sqd(attr, qp.machine.is_draining())?;
         }
-        let peer = self.plan_peer(id, attr)?;
+        let peer = match attr.ah {
+            Some(ah) => Some(self.plan_way(id, &ah, attr)?),
+            None => None,
+        };
+        let alternate = self.plan_alternate(id, attr)?;
         if let Some(peer) = peer {
-            // The old address is left before the new one is counted: they may be the same.
-            self.leave_peer(id);
-            self.peers.entry(peer.addr.ip()).or_default().push(id);
-            self.qps.get_mut(id)?.peer = Some(peer);
-            self.share_window(peer.addr.ip());
+            self.change_peer(id, peer);
         }
         // While the peer is still known, since the last answers go to it.
         if matches!(to, QpState::Error | QpState::Reset) {
@@ -292,9 +299,15 @@ impl Nic {
         }
         if to == QpState::Reset {
             self.leave_peer(id);
+            self.qps.get_mut(id)?.forget_alternate();
+        }
+        if (from, to) == (QpState::Rts, QpState::Sqd) {
+            self.qps.get_mut(id)?.notifies_drain = attr.en_sqd_async_notify == Some(true);
         }
         self.apply(id, from, to, attr)?;
         self.settle(id);
+        // Behind the state, with which the connection begins to be one.
+        self.apply_alternate(id, alternate, attr.path_mig_state)?;
         if to == QpState::Reset {
             let qp = self.qps.get(id)?;
             for cq in [qp.send_cq, qp.recv_cq] {
@@ -346,14 +359,16 @@ impl Nic {
         Ok(())
     }
 
-    /// The peer that an address attribute names, if it may have another queue pair.
-    fn plan_peer(&mut self, id: QpId, attr: &QpAttr) -> Result<Option<Peer>, VerbsError> {
-        let Some(ah) = attr.ah else {
-            return Ok(None);
-        };
+    /// The path that an address attribute names, if the peer there may have another queue pair.
+    pub(super) fn plan_way(
+        &mut self,
+        id: QpId,
+        ah: &AhAttr,
+        attr: &QpAttr,
+    ) -> Result<Peer, VerbsError> {
         // A queue pair that stays with its peer does not count twice. The limit keeps one host
         // from taking all queue pairs of the device.
-        let ip = self.reachable(&ah)?;
+        let ip = self.reachable(ah)?;
         let has = self.peers.get(&ip).map_or(0, Vec::len) as u32;
         let is_there = self.qps.get(id)?.peer.is_some_and(|p| p.addr.ip() == ip);
         if has >= self.config.limits.max_qps_per_peer && !is_there {
@@ -363,18 +378,32 @@ impl Nic {
             ));
         }
         let addr = std::net::SocketAddr::new(ip, ROCE_PORT);
-        let flow = IcrcFlow::new(self.local, addr)
+        // The table has no more entries than that.
+        let from = ah.sgid_index as u8;
+        let flow = IcrcFlow::new(self.locals[usize::from(from)], addr)
             .ok_or(VerbsError::InvalidParameter("destination address"))?;
         let dest = attr.dest_qp.or(self.qps.get(id)?.attr.dest_qp);
         let is_own = dest.is_some_and(|qpn| self.keeps(addr, Qpn::new(qpn)));
         // The device sets ECN by itself.
         let tos = ah.traffic_class & !ECN_MASK;
-        Ok(Some(Peer {
+        Ok(Peer {
             addr,
+            from,
             flow,
             tos,
             is_own,
-        }))
+        })
+    }
+
+    /// Gives a connection another path.
+    pub(super) fn change_peer(&mut self, id: QpId, peer: Peer) {
+        // The old address is left before the new one is counted: they may be the same.
+        self.leave_peer(id);
+        self.peers.entry(peer.addr.ip()).or_default().push(id);
+        if let Ok(qp) = self.qps.get_mut(id) {
+            qp.peer = Some(peer);
+        }
+        self.share_window(peer.addr.ip());
     }
 
     fn leave_peer(&mut self, id: QpId) {
@@ -598,6 +627,7 @@ fn datagram_way(ah: &AhAttr) -> Way {
     let ip = ah.dgid.ip();
     let way = Way::to(std::net::SocketAddr::new(ip, ROCE_PORT));
     Way {
+        from: ah.sgid_index as u8,
         tos: ah.traffic_class & !ECN_MASK,
         hop_limit: if ip.is_multicast() {
             ah.hop_limit
@@ -608,16 +638,19 @@ fn datagram_way(ah: &AhAttr) -> Way {
     }
 }
 
-/// A connection's path is fixed once it runs, but for its address and rights.
-fn check_sqd(attr: &QpAttr) -> Result<(), VerbsError> {
-    let fixed = [
+/// While requests are under way, only what does not concern them changes (IBTA 10.3.1.5).
+fn check_sqd(attr: &QpAttr, is_draining: bool) -> Result<(), VerbsError> {
+    let waits = [
+        ("ah", attr.ah.is_some()),
+        ("port", attr.port.is_some()),
+        ("pkey_index", attr.pkey_index.is_some()),
         ("timeout", attr.timeout.is_some()),
         ("retry_cnt", attr.retry_cnt.is_some()),
         ("rnr_retry", attr.rnr_retry.is_some()),
         ("max_rd_atomic", attr.max_rd_atomic.is_some()),
         ("max_dest_rd_atomic", attr.max_dest_rd_atomic.is_some()),
     ];
-    match fixed.into_iter().find(|(_, given)| *given) {
+    match waits.into_iter().find(|(_, given)| *given && is_draining) {
         Some((name, _)) => Err(VerbsError::InvalidParameter(name)),
         None => Ok(()),
     }
@@ -632,6 +665,16 @@ fn merge(into: &mut QpAttr, attr: &QpAttr) {
 }
 
 impl Machine {
+    /// Whether requests that had begun before a move to SQD are not complete yet.
+    fn is_draining(&self) -> bool {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => rc.is_draining(),
+            Self::Uc(uc) => uc.is_draining(),
+            // A datagram that has begun has also ended.
+            Self::Ud(_) => false,
+        }
+    }
+
     /// Changes how many bytes may be on the way to the peer.
     fn set_max_inflight(&mut self, bytes: u32) {
         match self {
@@ -744,5 +787,14 @@ fn move_rc(
         if let Some(code) = attr.min_rnr_timer {
             rc.set_min_rnr_timer(RnrTimer::new(code));
         }
+    }
+    if (from, to) == (QpState::Sqd, QpState::Sqd) {
+        rc.change_drained(&DrainedChange {
+            timeout: attr.timeout,
+            retry_cnt: attr.retry_cnt,
+            rnr_retry: attr.rnr_retry,
+            max_rd_atomic: attr.max_rd_atomic,
+            max_dest_rd_atomic: attr.max_dest_rd_atomic,
+        });
     }
 }

@@ -4,30 +4,37 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
 use super::qp::with_env;
-use super::{Machine, Nic, PORTS_PER_QP};
+use super::{Machine, Nic, PORTS_PER_QP, Peer};
 use crate::rc::{Env, RcEvent};
 use crate::roce::batch::{HOP_LIMIT, TxBatch};
-use crate::verbs::{CqId, PKey, QpId, QpType, RouteHeader};
+use crate::verbs::{AsyncEvent, CqId, PKey, PathMigState, QpId, QpType, RouteHeader};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
 use crate::wire::{
     GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, ROCE_PORT, Service, is_link_local,
 };
 
-/// Fields of a received IP header, beside its addresses.
+/// Fields of a received IP header, beside the sender's address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpFields {
     /// Type of service, or traffic class: DSCP and ECN.
     pub traffic_class: u8,
     /// Hop limit, or time to live, with which the packet has arrived.
     pub hop_limit: u8,
+    /// Address of ours that it was sent to, by its index in the GID table.
+    pub gid_index: u8,
 }
+
+/// UDP port of a peer and the index of our address, which is in the upper half. Each such pair has
+/// an ICRC of its own.
+pub(super) type FlowPort = u32;
 
 impl Default for IpFields {
     fn default() -> Self {
         Self {
             traffic_class: 0,
             hop_limit: HOP_LIMIT,
+            gid_index: 0,
         }
     }
 }
@@ -120,11 +127,14 @@ impl Nic {
             self.counters.rx_wrong_source += 1;
             return;
         }
-        let key = (src.ip(), src.port());
+        let to = self.locals[usize::from(ip.gid_index)];
+        let key = (
+            src.ip(),
+            FlowPort::from(src.port()) | FlowPort::from(ip.gid_index) << 16,
+        );
         let known = self.verifiers.get(&key).copied();
         // Addresses of two families share no packet, so there is no ICRC to compare with.
-        let Some(mut verifier) =
-            known.or_else(|| IcrcFlow::new(src, self.local).map(IcrcVerifier::new))
+        let Some(mut verifier) = known.or_else(|| IcrcFlow::new(src, to).map(IcrcVerifier::new))
         else {
             self.counters.rx_malformed += 1;
             return;
@@ -139,7 +149,7 @@ impl Nic {
             let received = Received {
                 src,
                 datagram_src: src.ip(),
-                dst: self.local.ip(),
+                dst: to.ip(),
                 bytes,
                 ip,
                 follows: at > 0,
@@ -173,11 +183,14 @@ impl Nic {
         for group in own.batch.groups() {
             own.train.clear();
             own.batch.copy_group(group, &mut own.train);
+            let to = self.locals.iter().position(|at| *at == group.way.dst);
             let ip = IpFields {
                 traffic_class: group.way.tos,
                 hop_limit: group.way.hop_limit,
+                gid_index: to.unwrap_or(0) as u8,
             };
-            self.handle_train(now, self.local, group.segment, &own.train, ip);
+            let src = self.locals[usize::from(group.way.from)];
+            self.handle_train(now, src, group.segment, &own.train, ip);
         }
         own.batch.clear();
         if let Some(way) = &mut self.own_way {
@@ -194,7 +207,7 @@ impl Nic {
         let received = Received {
             src: SocketAddr::new(from.name, ROCE_PORT),
             datagram_src: from.datagrams,
-            dst: self.local.ip(),
+            dst: self.locals[0].ip(),
             bytes,
             ip: IpFields::default(),
             follows: false,
@@ -206,7 +219,7 @@ impl Nic {
 
     /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets
     /// its own oldest one.
-    fn remember(&mut self, key: (IpAddr, u16), verifier: IcrcVerifier) {
+    fn remember(&mut self, key: (IpAddr, FlowPort), verifier: IcrcVerifier) {
         if self.verifiers.insert(key, verifier).is_some() {
             return;
         }
@@ -250,7 +263,7 @@ impl Nic {
             return false;
         };
         let qpn = packet.bth.dest_qpn();
-        let (src, verifier) = (received.src, train.verifier.as_deref_mut());
+        let verifier = train.verifier.as_deref_mut();
         if qpn == Qpn::GSI {
             if let Some(id) = self.verify(received, verifier) {
                 self.settle_train(train);
@@ -266,7 +279,8 @@ impl Nic {
             self.counters.rx_unknown_qp += 1;
             return false;
         };
-        if !self.is_from_peer(id, src, &packet) {
+        let is_plain = self.is_from_peer(id, received, &packet);
+        if !is_plain && !self.is_on_path(id, received, &packet) {
             return false;
         }
         let Some(ip_id) = self.verify(received, verifier) else {
@@ -275,6 +289,13 @@ impl Nic {
         train.qp = Some((qpn, id));
         if train.unsettled != Some(id) {
             self.settle_train(train);
+        }
+        if !is_plain {
+            // What waits was sent on the path of before.
+            self.settle_train(train);
+            if !self.follow_path(id, received, &packet) {
+                return false;
+            }
         }
         let Some(taken) = self.hand_over(id, received, &packet, ip_id) else {
             return false;
@@ -365,31 +386,21 @@ impl Nic {
         }
     }
 
-    /// Whether a queue pair is of the packet's kind, and, if it has a peer, has this one.
-    fn is_from_peer(&mut self, id: QpId, src: SocketAddr, packet: &Packet<'_>) -> bool {
-        let Ok(qp) = self.qps.get_mut(id) else {
+    /// Whether a queue pair is of the packet's kind, and, if it has a peer, has this one, and has no
+    /// other path that the packet could be about.
+    fn is_from_peer(&self, id: QpId, received: &Received<'_>, packet: &Packet<'_>) -> bool {
+        let Ok(qp) = self.qps.get(id) else {
             return false;
         };
+        let is_peer =
+            |peer: &Peer| peer.is_way_of(received) && qp.mig_state == PathMigState::Migrated;
         let (service, is_peer) = match (&qp.machine, &qp.peer) {
-            (Machine::Rc(_), Some(peer)) => (Service::Rc, peer.addr.ip() == src.ip()),
-            (Machine::Rc(_), None) => (Service::Rc, false),
-            (machine @ (Machine::Uc(_) | Machine::Xrc(_)), peer) => {
-                let is_peer = peer.is_some_and(|peer| peer.addr.ip() == src.ip());
-                let is_xrc = matches!(machine, Machine::Xrc(_));
-                (if is_xrc { Service::Xrc } else { Service::Uc }, is_peer)
-            }
+            (Machine::Rc(_), peer) => (Service::Rc, peer.as_ref().is_some_and(is_peer)),
+            (Machine::Uc(_), peer) => (Service::Uc, peer.as_ref().is_some_and(is_peer)),
+            (Machine::Xrc(_), peer) => (Service::Xrc, peer.as_ref().is_some_and(is_peer)),
             (Machine::Ud(_), _) => (Service::Ud, true),
         };
-        // A packet of another service is not for this queue pair, even from its peer.
-        if packet.op.service != service {
-            self.counters.rx_unknown_qp += 1;
-            return false;
-        }
-        if !is_peer {
-            qp.counters.wrong_source += 1;
-            self.counters.rx_wrong_source += 1;
-        }
-        is_peer
+        is_peer && packet.op.service == service
     }
 
     /// The identification in the IP header of a packet whose ICRC is right.
@@ -421,13 +432,15 @@ impl Nic {
             return;
         };
         if mad[MAD_CLASS_OFFSET] == MadClass::ComMgt as u8 {
-            if !self.handle_cm_mad(received.src.ip(), mad) {
+            if !self.handle_cm_mad(received, mad) {
                 self.counters.rx_dropped_mads += 1;
             }
             return;
         }
         let asker = packet.ext.deth.map(|deth| deth.src_qpn());
-        if asker == Some(Qpn::GSI) && self.handle_agent_mad(received.src.ip(), mad) {
+        // The agents answer from the first address.
+        let is_asked = asker == Some(Qpn::GSI) && received.ip.gid_index == 0;
+        if is_asked && self.handle_agent_mad(received.src.ip(), mad) {
             return;
         }
         let Some(id) = self.gsi else {
@@ -458,7 +471,7 @@ impl Nic {
         let mut broken: Vec<CqId> = Vec::new();
         let mut shared = None;
         if let Ok(qp) = self.qps.get(id) {
-            let send_cq = qp.send_cq;
+            let (send_cq, notifies_drain) = (qp.send_cq, qp.notifies_drain);
             let recv_cq = match qp.qp_type {
                 QpType::XrcTgt => qp.srq.and_then(|srq| self.xrc_cq(srq)),
                 _ => Some(qp.recv_cq),
@@ -472,6 +485,8 @@ impl Nic {
                         // Its queue was destroyed in the middle of its message.
                         None => continue,
                     },
+                    // Its owner has not asked for it.
+                    RcEvent::Async(AsyncEvent::SqDrained(_)) if !notifies_drain => continue,
                     RcEvent::Async(e) => {
                         self.raise(e);
                         continue;

@@ -106,6 +106,7 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
 const MARKED: IpFields = IpFields {
     traffic_class: 0b11,
     hop_limit: 64,
+    gid_index: 0,
 };
 
 #[test]
@@ -620,18 +621,20 @@ fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
 }
 
 #[test]
-fn attributes_that_run_deep_cannot_change_in_sqd() {
+fn a_drained_connection_changes_its_attributes_and_its_peer() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     nic.modify_qp(qp, &to(QpState::Sqd)).unwrap();
-    let retry = QpAttr {
+    let changed = QpAttr {
+        timeout: Some(9),
         retry_cnt: Some(1),
+        max_dest_rd_atomic: Some(2),
         ..QpAttr::default()
     };
-    assert_eq!(
-        nic.modify_qp(qp, &retry),
-        Err(VerbsError::InvalidParameter("retry_cnt"))
-    );
+    nic.modify_qp(qp, &changed).unwrap();
+    let attr = nic.query_qp(qp).unwrap();
+    assert_eq!((attr.timeout, attr.retry_cnt), (Some(9), Some(1)));
+    assert_eq!(attr.sq_draining, Some(false));
     move_to(&mut nic, qp, [10, 0, 0, 9]);
     let qpn = nic.qp_num(qp).unwrap();
     let good = write_only(&nic, qpn, 100);
@@ -1200,7 +1203,7 @@ fn the_ports_of_one_host_do_not_make_the_numbering_of_others_be_forgotten() {
         let write = write_only(&nic, qpn, psn);
         receive(&mut nic, peer(), &write);
     }
-    let key = (peer().ip(), peer().port());
+    let key = (peer().ip(), peer().port().into());
     let learned = nic.verifiers[&key].pattern();
     assert_eq!(learned, crate::wire::IdPattern::Segments);
     // A stranger with sound messages, and a peer with a connection of its own.

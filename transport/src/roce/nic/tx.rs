@@ -7,8 +7,8 @@ use super::qp::with_env;
 use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp, TURN};
 use crate::rc::Env;
 use crate::roce::batch::{TxBatch, Way, destination};
-use crate::verbs::{QpId, QpType};
-use crate::wire::{IcrcFlow, Qpn};
+use crate::verbs::{PathMigState, QpId, QpType};
+use crate::wire::{Bth, IcrcFlow, Qpn};
 
 /// The batch that a packet goes to.
 fn choose<'a>(
@@ -62,7 +62,11 @@ impl Nic {
             self.tx.headers = headers;
             let flow = has_icrc.then_some(&peer.flow);
             let batch = choose(&mut self.own_way, peer.is_own, batch);
-            batch.push_packet(flow, &Way::to(peer.addr), &mut self.tx);
+            let way = Way {
+                from: peer.from,
+                ..Way::to(peer.addr)
+            };
+            batch.push_packet(flow, &way, &mut self.tx);
         }
         // Then the messages of the CM, whose peers wait by timers. However many a stranger causes,
         // queue pairs share most of the budget.
@@ -133,6 +137,7 @@ impl Nic {
         let batch = choose(&mut self.own_way, is_own, batch);
         // An extended connection takes no notifications of congestion.
         let is_markable = qp.qp_type == QpType::Rc;
+        let is_migrated = qp.mig_state == PathMigState::Migrated;
         with_env!(self, qp, env);
         // RESET forgets the peer; the turn was asked for before.
         let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
@@ -140,7 +145,7 @@ impl Nic {
         };
         // What is repeated for a peer that is gone may wait in the socket for its neighbour entry.
         // By a socket of its own it holds up no other peer's packets.
-        let is_silent = !is_own && rc.is_peer_silent(now);
+        let is_silent = !is_own && peer.from == 0 && rc.is_peer_silent(now);
         let flow = match is_silent {
             true => IcrcFlow::new(to_strangers, peer.addr),
             false => Some(peer.flow),
@@ -148,6 +153,7 @@ impl Nic {
         let flow = flow.expect("addresses of one family");
         let flow = has_icrc.then_some(&flow);
         let mut way = Way {
+            from: peer.from,
             tos: peer.tos,
             is_to_stranger: is_silent,
             ..Way::to(peer.addr)
@@ -156,6 +162,9 @@ impl Nic {
         for _ in 0..TURN {
             if !rc.poll_transmit(now, &mut env, &mut self.tx) {
                 return false;
+            }
+            if !is_migrated {
+                Bth::clear_migrated(&mut self.tx.headers);
             }
             // What a congested router should make rarer is data.
             way = way.markable(is_markable && self.tx.payload_len > 0);
@@ -168,6 +177,9 @@ impl Nic {
         // All other queue pairs may have their turns before the next, and the peer's timer fires
         // where that takes long.
         if rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
+            if !is_migrated {
+                Bth::clear_migrated(&mut self.tx.headers);
+            }
             way = way.markable(false);
             batch.push_packet(flow, &way, &mut self.tx);
         }
@@ -183,18 +195,23 @@ impl Nic {
         let peer = qp.peer;
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
+        let is_migrated = qp.mig_state == PathMigState::Migrated;
         with_env!(self, qp, env);
         let (Machine::Uc(uc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
         };
         let flow = has_icrc.then_some(&peer.flow);
         let way = Way {
+            from: peer.from,
             tos: peer.tos,
             ..Way::to(peer.addr)
         };
         for _ in 0..TURN {
             if !uc.poll_transmit(now, &mut env, &mut self.tx) {
                 return false;
+            }
+            if !is_migrated {
+                Bth::clear_migrated(&mut self.tx.headers);
             }
             batch.push_packet(flow, &way, &mut self.tx);
             if batch.total_bytes() >= budget {
@@ -206,7 +223,7 @@ impl Nic {
 
     /// The same for a datagram queue pair.
     fn take_ud_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
-        let (local, to_strangers, cm) = (self.local, self.to_strangers, self.cm.machine());
+        let (locals, to_strangers, cm) = (&self.locals, self.to_strangers, self.cm.machine());
         let has_icrc = self.config.has_icrc();
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
@@ -224,7 +241,9 @@ impl Nic {
             let qpn = destination(&self.tx.headers);
             let own_way = self.own_way.as_ref();
             let is_own = own_way.is_some_and(|own| own.takes(dst, qpn));
-            let is_stranger = qpn == Qpn::GSI && !is_own && !cm.is_proven(dst.ip());
+            let local = locals[usize::from(way.from)];
+            let is_stranger =
+                qpn == Qpn::GSI && !is_own && way.from == 0 && !cm.is_proven(dst.ip());
             let from = if is_stranger { to_strangers } else { local };
             // An address handle is checked for its family when it is made.
             if let Some(flow) = IcrcFlow::new(from, dst) {
@@ -249,6 +268,7 @@ impl Nic {
             return;
         };
         let peer = qp.peer;
+        let is_migrated = qp.mig_state == PathMigState::Migrated;
         with_env!(self, qp, env);
         let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return;
@@ -257,6 +277,9 @@ impl Nic {
         while self.last_answers.len() < MAX_LAST_ANSWERS
             && rc.poll_last_answer(now, &mut env, &mut self.tx)
         {
+            if !is_migrated {
+                Bth::clear_migrated(&mut self.tx.headers);
+            }
             self.last_answers.push_back((peer, self.tx.headers.clone()));
         }
     }
@@ -306,9 +329,8 @@ impl Nic {
             }
             qp.armed = None;
             if qp.poll_timeout().is_some_and(|t| t <= now) {
-                with_env!(self, qp, env);
                 match &mut qp.machine {
-                    Machine::Rc(rc) | Machine::Xrc(rc) => rc.handle_timeout(now, &mut env),
+                    Machine::Rc(_) | Machine::Xrc(_) => self.fire_rc_timer(id),
                     Machine::Uc(uc) => uc.handle_timeout(now),
                     Machine::Ud(_) => {}
                 }

@@ -13,9 +13,7 @@ use crate::verbs::{
     MULTICAST_QPN, Mtu, PKey, QpId, QpType,
 };
 use crate::wire::Qpn;
-use crate::wire::cm_msg::{
-    AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejReason,
-};
+use crate::wire::cm_msg::{AdditionalInfo, Bits, CmPath, CmTimeout, PrivateData, RejReason};
 use crate::wire::cma::{CMA_HEADER_LEN, CmaAddrs, CmaHeader};
 
 /// ACK timeout that we propose: 4.096 µs × 2¹⁶, a quarter of a second. Retransmission begins far
@@ -87,6 +85,7 @@ impl Nic {
         };
         let (space, qp_type, options) = (entry.space, entry.qp_type, entry.options);
         let (qp, external, rq_psn) = (entry.qp, entry.external, entry.rq_psn);
+        let alternate = entry.alternate;
         let has_header = entry.has_header();
         let private_data = request_data(has_header, local, peer, &param.private_data)?;
         let now = self.now();
@@ -101,7 +100,7 @@ impl Nic {
                 traffic_class: options.traffic_class.unwrap_or(0),
                 ..CmPath::roce(local.ip().into(), peer.ip().into(), ack_timeout)
             },
-            alternate: CmPath::default(),
+            alternate: alternate.map_or(CmPath::default(), |path| self.cm_path(&path)),
             path_mtu,
             pkey: PKey::DEFAULT,
             responder_resources: param.responder_resources,
@@ -147,6 +146,7 @@ impl Nic {
         entry.depths = Some((responder_resources, initiator_depth));
         entry.external = external;
         let local_qpn = self.connected_qpn(qp, external)?;
+        let failover = self.judge_offered_path(id);
         // The queue pair is ready before the REP leaves, since the peer may send as soon as it
         // has it.
         if let Some(qp) = qp {
@@ -159,7 +159,7 @@ impl Nic {
             responder_resources,
             initiator_depth,
             target_ack_delay: CmTimeout::new(ACK_TIMEOUT),
-            failover: Failover::Accepted,
+            failover,
             flow_control: param.flow_control,
             rnr_retry_count: Bits::saturate(param.rnr_retry_count.into()),
             srq: param.srq,

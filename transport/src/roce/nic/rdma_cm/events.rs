@@ -7,9 +7,10 @@ use riser_state::become_state;
 
 use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
-use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
+use crate::cm::{CmRoute, IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
 use crate::rc::TxPacket;
 use crate::roce::batch::{ECN_MASK, TxBatch, Way};
+use crate::roce::nic::rx::Received;
 use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, QpAttr, QpId, QpState, QpType,
@@ -26,8 +27,18 @@ impl Nic {
         self.cm.events.push_back(CmEvent { id, kind });
     }
 
-    /// Takes in a CM MAD from `from`, now or in a later round; false if it is lost.
-    pub(in crate::roce) fn handle_cm_mad(&mut self, from: IpAddr, mad: &Mad) -> bool {
+    /// Takes in a CM MAD, now or in a later round; false if it is lost.
+    pub(in crate::roce::nic) fn handle_cm_mad(
+        &mut self,
+        received: &Received<'_>,
+        mad: &Mad,
+    ) -> bool {
+        let from = received.src.ip();
+        // Connections are made at the first address. What comes by another is about one that has
+        // migrated there.
+        if received.ip.gid_index != 0 && !self.cm.cm.knows(from, mad) {
+            return false;
+        }
         if self.cm.takes_now(from, mad) {
             self.take_mad(from, mad);
             return true;
@@ -93,34 +104,38 @@ impl Nic {
         1
     }
 
-    /// The next MAD to send: its destination, its type of service without ECN, and its bytes.
-    fn poll_mad(&mut self) -> Option<(IpAddr, u8, Mad)> {
+    /// The next MAD to send, and its way.
+    fn poll_mad(&mut self) -> Option<(CmRoute, Mad)> {
         if self.cm.may_send {
             let of_cm = self.cm.cm.poll_transmit();
             self.cm.may_send = of_cm.is_some();
             if let Some((peer, mad)) = of_cm {
-                let tos = self.cm.cm.traffic_class(peer, &mad) & !ECN_MASK;
-                return Some((peer, tos, mad));
+                return Some((self.cm.cm.route(peer, &mad), mad));
             }
         }
         let (peer, mad) = self.agents.poll_answer()?;
-        Some((peer, 0, mad))
+        let route = CmRoute {
+            peer,
+            gid_index: 0,
+            traffic_class: 0,
+        };
+        Some((route, mad))
     }
 
     /// Appends MADs of the CM and of the agents to a batch, until it has `budget` bytes.
     pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
         while self.has_mads() && self.collected(batch).1 < budget {
-            let Some((peer, tos, mad)) = self.poll_mad() else {
+            let Some((route, mad)) = self.poll_mad() else {
                 break;
             };
-            let dst = SocketAddr::new(peer, ROCE_PORT);
+            let dst = SocketAddr::new(route.peer, ROCE_PORT);
             // A message to an address that has not answered yet may wait for its neighbour, so it
             // goes by a socket of its own.
             let is_own = self.keeps(dst, Qpn::GSI);
-            let is_stranger = !is_own && !self.cm.cm.is_proven(peer);
+            let is_stranger = !is_own && route.gid_index == 0 && !self.cm.cm.is_proven(route.peer);
             let from = match is_stranger {
                 true => self.stranger_addr(),
-                false => self.local_addr(),
+                false => self.local_addrs()[usize::from(route.gid_index)],
             };
             // An address of the other family cannot be answered at all.
             let Some(flow) = IcrcFlow::new(from, dst) else {
@@ -139,7 +154,8 @@ impl Nic {
                 ..TxPacket::default()
             };
             let way = Way {
-                tos,
+                from: route.gid_index,
+                tos: route.traffic_class & !ECN_MASK,
                 is_to_stranger: is_stranger,
                 ..Way::to(dst)
             };
@@ -182,6 +198,15 @@ impl Nic {
         if let Some(&id) = self.cm.by_qp.get(&qp) {
             // Only a connection that waits for its RTU has something to learn.
             let _ = self.notify_established(id);
+        }
+    }
+
+    /// A queue pair has migrated; the messages of its connection take its path.
+    pub(in crate::roce) fn migrate_cm_qp(&mut self, qp: QpId, route: CmRoute) {
+        let id = self.cm.by_qp.get(&qp);
+        let entry = id.and_then(|id| self.cm.ids.get(*id).ok());
+        if let Some(ib) = entry.and_then(|entry| entry.ib) {
+            self.cm.cm.migrate(ib, route);
         }
     }
 
@@ -305,6 +330,8 @@ impl Nic {
             peer: Some(peer),
             ib: Some(ib),
             said: Some(Box::new(qp)),
+            options: entry.options.of_request(),
+            alternate: self.offered_path(&req.alternate),
             ..Id::new(entry.space, entry.qp_type, rq_psn)
         };
         let kind = CmEventKind::ConnectRequest {
@@ -328,6 +355,7 @@ impl Nic {
         let now = self.now();
         match kind {
             IbCmEventKind::RepReceived { qp, rep } => {
+                self.judge_answered_path(id, rep.failover);
                 self.on_rep(id, ib, &qp, &rep);
             }
             IbCmEventKind::RtuReceived { .. } => self.on_established(id, ConnParam::default()),
@@ -375,8 +403,10 @@ impl Nic {
             IbCmEventKind::TimewaitExit if self.cm.ids.get(id).is_ok_and(|e| e.was_established) => {
                 self.report(id, CmEventKind::TimewaitExit);
             }
-            // Time that the peer asks for is the IB CM's business; alternate paths are never asked
-            // for here.
+            IbCmEventKind::LapReceived { lap } => self.on_lap(id, ib, &lap),
+            IbCmEventKind::AprReceived { status, .. } => self.on_apr(id, status),
+            IbCmEventKind::LapTimeout => self.on_no_path(id, None),
+            // Time that the peer asks for is the IB CM's business.
             _ => {}
         }
     }
@@ -455,7 +485,11 @@ impl Nic {
         {
             become_state(&mut entry.state, IdState::Established);
             entry.was_established = true;
+            let alternate = entry.alternate;
             self.report(id, CmEventKind::Established { param });
+            if let Some(path) = alternate {
+                self.report(id, CmEventKind::AlternatePath { path });
+            }
         }
     }
 

@@ -15,6 +15,7 @@
 //! | `groups` | multicast groups |
 //! | `qp_attr` | attributes of a connection's queue pair, by which it goes through its states |
 //! | `options` | what is set before a connection is made |
+//! | `paths` | alternate paths of connections |
 //! | `ports` | local ports and who may share them |
 //! | `state` | the states of an identifier |
 //!
@@ -40,8 +41,6 @@
 //! cost far more than the packets that are dropped, and data would wait in the socket behind all
 //! of them, however few are handled. So a flood of requests neither delays the packets of
 //! connections nor the messages of those being made.
-//!
-//! Not implemented: path migration.
 
 mod calls;
 mod connect;
@@ -49,6 +48,7 @@ mod datagram;
 mod events;
 mod groups;
 mod options;
+mod paths;
 mod ports;
 mod qp_attr;
 mod state;
@@ -64,7 +64,7 @@ use self::options::Options;
 use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;
-use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId, QpType};
+use crate::verbs::{AltPath, CmEvent, CmId, ConnParam, PortSpace, QpId, QpType};
 use crate::wire::cm_msg::CaGuid;
 use crate::wire::cma::RdmaPortSpace;
 use crate::wire::mad::Mad;
@@ -102,6 +102,8 @@ struct Id {
     depths: Option<(u8, u8)>,
     /// The PSN that the peer begins with.
     rq_psn: Psn,
+    /// The alternate path: that of the request, or one that was agreed on or is proposed.
+    alternate: Option<AltPath>,
     /// Active: what was asked for.
     param: Option<Box<ConnParam>>,
     /// Active: whether the request was sent again with a smaller path MTU.
@@ -128,6 +130,7 @@ impl Id {
             external: None,
             depths: None,
             rq_psn,
+            alternate: None,
             param: None,
             retried: false,
             groups: Vec::new(),
@@ -180,6 +183,8 @@ impl CmAgent {
             max_ids: max_ids as usize * 2,
             // On a network that suits RoCE, connecting does not take long.
             max_timewait: Duration::from_secs(2),
+            // Whether one is accepted, its identifier says.
+            alternate_paths: true,
             ..CmConfig::new(CaGuid(guid))
         }
     }

@@ -24,9 +24,19 @@ pub(super) struct Options {
     pub(super) path_mtu: Option<Mtu>,
     /// Exponent of the queue pair's ACK timeout.
     pub(super) ack_timeout: Option<u8>,
+    /// The peer may load alternate paths.
+    pub(super) alternate_paths: bool,
 }
 
 impl Options {
+    /// Options of a listener's requests.
+    pub(super) fn of_request(&self) -> Self {
+        Self {
+            alternate_paths: self.alternate_paths,
+            ..Self::default()
+        }
+    }
+
     /// Whether an identifier that is bound to an address takes what comes to addresses of the other
     /// family as well.
     pub(super) fn is_family_only(&self, bound: IpAddr) -> bool {
@@ -46,6 +56,7 @@ impl Id {
         let options = &mut self.options;
         match option {
             CmOption::TypeOfService(class) => options.traffic_class = Some(class & !0b11),
+            CmOption::AlternatePaths(allowed) => options.alternate_paths = allowed,
             CmOption::ReuseAddress(reuse) => {
                 // The others that own the port have relied on it since it was bound.
                 let may = state == IdState::Idle || reuse && state != IdState::Listening;

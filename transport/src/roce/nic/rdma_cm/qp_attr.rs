@@ -8,12 +8,13 @@ use chacha20::rand_core::Rng;
 use super::Id;
 use crate::roce::nic::{Nic, NicLimits};
 use crate::verbs::{
-    Access, AhAttr, CmError, CmId, DATAGRAM_QKEY, Gid, QpAttr, QpId, QpState, QpType, VerbsError,
+    Access, AhAttr, CmError, CmId, DATAGRAM_QKEY, Gid, PathMigState, QpAttr, QpId, QpState, QpType,
+    VerbsError,
 };
 use crate::wire::Psn;
 
 /// Bounds for the ACK timeout that a peer proposes.
-const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
+pub(super) const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
 /// Delay that our RNR NAKs ask for: 0.64 ms (IBTA table 45).
 const MIN_RNR_TIMER: u8 = 12;
 
@@ -109,6 +110,8 @@ impl Id {
             timeout: Some(self.options.ack_timeout.unwrap_or(proposed)),
             retry_cnt: asks.then_some(said.retry_count.value() as u8),
             rnr_retry: asks.then_some(said.rnr_retry_count.value() as u8),
+            alt_path: self.alternate,
+            path_mig_state: self.alternate.map(|_| PathMigState::Rearm),
             ..to_rts
         })
     }

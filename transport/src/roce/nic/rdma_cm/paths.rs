@@ -1,0 +1,216 @@
+//! Alternate paths of connections (IBTA 12.8): those of a request, and LAP and APR.
+//!
+//! ```text
+//!   request with a path ──▶ reply: failover accepted ──▶ both queue pairs: loaded, REARM
+//!   LAP ──▶ APR: success ──────────────────────────────▶ both queue pairs: loaded, REARM
+//! ```
+//!
+//! The side that answers loads the path before its answer leaves, the other one when it has it. The
+//! IB CM repeats a LAP until it is answered, answers a repeated one with the same APR, and lets
+//! either side ask; where both ask at once, each refuses the other's.
+//!
+//! A path is refused where the identifier does not allow any ([`CmOption::AlternatePaths`]), since
+//! the peer names an address there to which our packets go after a migration, and nothing proves
+//! that it is the peer's.
+//!
+//! Linux has no LAP on RoCE: it ignores them, and its RDMA CM names no alternate path in a request.
+//! So this works between devices of this kind only.
+//!
+//! [`CmOption::AlternatePaths`]: crate::verbs::CmOption::AlternatePaths
+
+use super::IdState;
+use super::qp_attr::ACK_TIMEOUTS;
+use crate::cm::IbCmId;
+use crate::roce::nic::{Nic, Wire};
+use crate::verbs::{
+    AhAttr, AltPath, CmError, CmEventKind, CmId, Gid, PathMigState, QpAttr, QpId, QpType,
+    VerbsError,
+};
+use crate::wire::cm_msg::{
+    AdditionalInfo, AprStatus, CmPath, CmTimeout, Failover, LapMsg, PrivateData,
+};
+
+/// A request to load a path and to rearm.
+fn rearm(path: AltPath) -> QpAttr {
+    QpAttr {
+        alt_path: Some(path),
+        path_mig_state: Some(PathMigState::Rearm),
+        ..QpAttr::default()
+    }
+}
+
+#[allow(missing_docs, reason = "a call of the RDMA CM trait, documented there")]
+impl Nic {
+    pub fn load_alternate_path(&mut self, id: CmId, path: &AltPath) -> Result<(), CmError> {
+        const CALL: &str = "load_alternate_path";
+        let entry = self.cm_id(id, CALL)?;
+        if entry.qp_type != QpType::Rc {
+            return Err(VerbsError::WrongQpType("alternate path").into());
+        }
+        match (entry.state, entry.qp, entry.ib) {
+            (
+                IdState::Idle | IdState::Bound | IdState::AddrResolved | IdState::RouteResolved,
+                ..,
+            ) => {
+                self.check_path(path)?;
+                self.cm_id(id, CALL)?.alternate = Some(*path);
+                Ok(())
+            }
+            (IdState::Established, Some(qp), Some(ib)) => {
+                self.plan_alternate(qp, &rearm(*path))?;
+                let (now, proposed) = (self.now(), self.cm_path(path));
+                let data = PrivateData::default();
+                self.cm.cm.send_lap(now, ib, proposed, data)?;
+                self.cm_id(id, CALL)?.alternate = Some(*path);
+                self.pump_cm();
+                Ok(())
+            }
+            _ => Err(CmError::InvalidState(CALL)),
+        }
+    }
+}
+
+impl Nic {
+    /// Checks a path for a queue pair that is not connected yet.
+    fn check_path(&self, path: &AltPath) -> Result<(), VerbsError> {
+        if self.config().wire == Wire::Links {
+            return Err(VerbsError::Unsupported("alternate paths"));
+        }
+        if path.pkey_index != 0 {
+            return Err(VerbsError::InvalidIndex(path.pkey_index));
+        }
+        if path.timeout > 31 {
+            return Err(VerbsError::InvalidParameter("alternate timeout"));
+        }
+        self.reachable(&path.ah).map(drop)
+    }
+
+    /// A path as our messages name it.
+    pub(super) fn cm_path(&self, path: &AltPath) -> CmPath {
+        let local = self.local_addrs()[usize::from(path.ah.sgid_index)].ip();
+        CmPath {
+            traffic_class: path.ah.traffic_class,
+            ..CmPath::roce(local.into(), path.ah.dgid, CmTimeout::new(path.timeout))
+        }
+    }
+
+    /// A path as the peer's messages name it, from our side; `None` where its other end is no
+    /// address of ours.
+    pub(super) fn offered_path(&self, theirs: &CmPath) -> Option<AltPath> {
+        let is_ours = |at: &std::net::SocketAddr| Gid::from(at.ip()) == theirs.remote_gid;
+        let index = self.local_addrs().iter().position(is_ours)?;
+        let timeout = theirs.ack_timeout.exponent();
+        Some(AltPath {
+            ah: AhAttr {
+                // The table has fewer entries.
+                sgid_index: index as u16,
+                traffic_class: theirs.traffic_class,
+                ..AhAttr::new(theirs.local_gid)
+            },
+            pkey_index: 0,
+            // As for the path of the request.
+            timeout: timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end()),
+        })
+    }
+
+    /// Decides about the alternate path of a request that is being accepted.
+    pub(super) fn judge_offered_path(&mut self, id: CmId) -> Failover {
+        let Ok(entry) = self.cm.ids.get(id) else {
+            return Failover::Rejected;
+        };
+        let failover = match entry.alternate {
+            None => return Failover::Accepted,
+            Some(_) if !entry.options.alternate_paths => Failover::Unsupported,
+            Some(path) => match self.check_path(&path) {
+                Ok(()) => return Failover::Accepted,
+                Err(_) => Failover::Rejected,
+            },
+        };
+        if let Ok(entry) = self.cm.ids.get_mut(id) {
+            entry.alternate = None;
+        }
+        failover
+    }
+
+    /// Takes back the alternate path of our request, where the peer did not accept it.
+    pub(super) fn judge_answered_path(&mut self, id: CmId, failover: Failover) {
+        if failover != Failover::Accepted
+            && let Ok(entry) = self.cm.ids.get_mut(id)
+        {
+            entry.alternate = None;
+        }
+    }
+
+    pub(super) fn on_lap(&mut self, id: CmId, ib: IbCmId, lap: &LapMsg) {
+        let judged = self.take_lap(id, lap);
+        let status = judged.err().unwrap_or(AprStatus::Success);
+        let info = AdditionalInfo::default();
+        // A connection that has ended meanwhile has nothing to answer.
+        let _ = self
+            .cm
+            .cm
+            .send_apr(ib, status, info, PrivateData::default());
+        if let Ok(path) = judged {
+            self.report(id, CmEventKind::AlternatePath { path });
+        }
+    }
+
+    /// Loads the path that a peer proposes, or says why not.
+    fn take_lap(&mut self, id: CmId, lap: &LapMsg) -> Result<AltPath, AprStatus> {
+        let entry = self.cm.ids.get(id).map_err(|_| AprStatus::Reject)?;
+        // Without a queue pair its owner takes it through its states, and would have to load it.
+        let qp = entry.qp.filter(|_| entry.options.alternate_paths);
+        let qp = qp.ok_or(AprStatus::Unsupported)?;
+        if entry.state != IdState::Established {
+            return Err(AprStatus::Reject);
+        }
+        let path = self.offered_path(&lap.alternate);
+        let path = path.ok_or(AprStatus::InvalidGid)?;
+        if self.is_current(qp, &path) {
+            return Err(AprStatus::IsCurrent);
+        }
+        self.modify_qp(qp, &rearm(path)).map_err(|e| match e {
+            VerbsError::InvalidParameter("destination address") => AprStatus::InvalidGid,
+            VerbsError::Unsupported(_) => AprStatus::Unsupported,
+            _ => AprStatus::Reject,
+        })?;
+        self.cm
+            .ids
+            .get_mut(id)
+            .map_err(|_| AprStatus::Reject)?
+            .alternate = Some(path);
+        Ok(path)
+    }
+
+    /// Whether a path is the one that a queue pair has.
+    fn is_current(&self, qp: QpId, path: &AltPath) -> bool {
+        let now = self.query_qp(qp).ok().and_then(|attr| attr.ah);
+        now.is_some_and(|ah| (ah.dgid, ah.sgid_index) == (path.ah.dgid, path.ah.sgid_index))
+    }
+
+    pub(super) fn on_apr(&mut self, id: CmId, status: AprStatus) {
+        let Ok(entry) = self.cm.ids.get(id) else {
+            return;
+        };
+        let (Some(path), Some(qp)) = (entry.alternate, entry.qp) else {
+            return;
+        };
+        if status != AprStatus::Success {
+            return self.on_no_path(id, Some(status));
+        }
+        // Our queue pair may have ended since it was asked for.
+        match self.modify_qp(qp, &rearm(path)) {
+            Ok(()) => self.report(id, CmEventKind::AlternatePath { path }),
+            Err(_) => self.on_no_path(id, None),
+        }
+    }
+
+    /// The peer has not agreed to a path.
+    pub(super) fn on_no_path(&mut self, id: CmId, status: Option<AprStatus>) {
+        if let Ok(entry) = self.cm.ids.get_mut(id) {
+            entry.alternate = None;
+        }
+        let status = status.map(u8::from);
+        self.report(id, CmEventKind::AlternatePathError { status });
+    }
+}

@@ -8,7 +8,7 @@ use arrayvec::ArrayVec;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::send_flags_of;
 use riser_transport::verbs::{
-    PostError, QKey, RKey, RecvWr, RemoteAddr, SendOp, SendWr, Sge, UdDest, Verbs as _, WrId,
+    PostError, QKey, RKey, RecvWr, RemoteAddr, SendOp, SendWr, UdDest, Verbs as _, WrId,
 };
 
 use crate::address::Ah;
@@ -104,7 +104,7 @@ unsafe fn request<'a>(
     wr: &ibv_send_wr,
     qp: &Qp,
     inline: &mut ArrayVec<u8, INLINE>,
-    copied: &Copied,
+    copied: &'a Copied,
 ) -> Result<Option<Request<'a>>, Errno> {
     // SAFETY: the opcode says which member of each union is meant.
     let op = unsafe {

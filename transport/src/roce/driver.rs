@@ -481,7 +481,7 @@ impl Driver {
             // No trains: each is one datagram. What is left waits for the next round.
             taken += self
                 .receive_from(fd, 0, &mut |src, _, bytes, ip| {
-                    handle(src, group, bytes, ip)
+                    handle(src, group, bytes, ip);
                 })
                 .unwrap_or(0);
         }

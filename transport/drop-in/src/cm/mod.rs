@@ -185,7 +185,7 @@ impl Shared {
     /// # Errors
     /// Those of opening it.
     fn xrcd(&self) -> Result<Ref<Xrcd>, Errno> {
-        let mut place = self.xrcd.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut place = unpoisoned(self.xrcd.lock());
         if let Some(xrcd) = *place {
             return Ok(xrcd);
         }

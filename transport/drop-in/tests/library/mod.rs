@@ -53,7 +53,7 @@ macro_rules! call {
         type Function = unsafe extern "C" fn($($ty),*) $(-> $ret)?;
         let address = $crate::library::address(stringify!($name));
         // SAFETY: the function has this signature.
-        let f = unsafe { std::mem::transmute::<*mut c_void, Function>(address) };
+        let f = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Function>(address) };
         // SAFETY: the test passes what the manual page demands, or what the library must refuse.
         unsafe { f($($arg),*) }
     }};

@@ -71,7 +71,8 @@ pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
 }
 
 /// The index of the interface that has `addr`, or whose network holds it; `None` if there is none.
-pub(crate) fn interface_index(addr: IpAddr) -> Option<u32> {
+#[must_use]
+pub fn interface_index(addr: IpAddr) -> Option<u32> {
     index_of(Addresses::look().ok()?.holder(addr)?.name)
 }
 

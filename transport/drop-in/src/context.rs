@@ -1,14 +1,19 @@
 //! Opened devices: their attributes, ports and asynchronous events.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::fmt::Write as _;
 use std::mem::{offset_of, size_of};
 use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
 
 use riser_rdma_core_sys::bindings::*;
+use riser_transport::roce::Roce;
 use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
 
+use tracing::info;
+
+use crate::command::Command;
 use crate::devices::Device;
 use crate::engine::{Engine, Locked, Reports};
 use crate::errno::{Errno, minus, number};
@@ -53,6 +58,7 @@ pub(crate) struct Context {
     pub(crate) device: &'static Device,
     pub(crate) engine: Arc<Engine>,
     pub(crate) events: EventQueue<Event>,
+    pub(crate) command: Command,
 }
 
 kind!(
@@ -137,6 +143,10 @@ impl<K: HasEvents> Reports for Ref<K> {
         self.context().report_about(event, subject);
     }
 
+    fn address(&self) -> usize {
+        self.handle().addr()
+    }
+
     fn is_of(&self, context: u64) -> bool {
         self.context().number() == context
     }
@@ -146,6 +156,10 @@ impl Reports for Ref<Context> {
     fn report(&self, kind: AsyncEvent) {
         let object = None;
         self.events.push(Event { kind, object });
+    }
+
+    fn address(&self) -> usize {
+        self.handle().addr()
     }
 
     fn is_of(&self, context: u64) -> bool {
@@ -183,16 +197,30 @@ pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c
     minus(unsafe { context_of(context) }.and_then(|context| {
         let mut locked = context.lock();
         locked.contexts.remove(&context.number());
+        if locked.contexts.is_empty() {
+            log_counters(context.device, &locked.nic);
+        }
         let has_objects = locked.end_queues(context.number());
         locked.transmit();
         drop(locked);
         context.events.close();
+        context.command.close();
         match has_objects {
             // They still refer to it.
             true => context.bury(),
             false => context.retire(),
         }
     }))
+}
+
+/// Writes the counters of a device that the program has closed to the log, those that are not 0.
+fn log_counters(device: &Device, nic: &Roce) {
+    let mut text = String::new();
+    for (name, value) in nic.hw_counters().filter(|(_, value)| *value > 0) {
+        // A string takes all text.
+        let _ = write!(text, " {name}={value}");
+    }
+    info!("{} is closed:{text}", device.config.name);
 }
 
 /// `ibv_query_device(3)`.
@@ -278,6 +306,11 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         if size < size_of::<ibv_device_attr>() {
             return Err(Errno::INVALID);
         }
+        let pacing = {
+            let locked = context.lock();
+            let ours = locked.nic.device_attr();
+            (ours.min_rate_kbps, ours.max_rate_kbps)
+        };
         let attr_ex = ibv_device_attr_ex {
             orig_attr: device_attr(&context),
             completion_timestamp_mask: u64::MAX,
@@ -285,6 +318,14 @@ pub(crate) unsafe extern "C" fn query_device_ex(
             cq_mod_caps: ibv_cq_moderation_caps {
                 max_cq_count: u16::MAX,
                 max_cq_period: u16::MAX,
+            },
+            packet_pacing_caps: ibv_packet_pacing_caps {
+                qp_rate_limit_min: pacing.0,
+                qp_rate_limit_max: pacing.1,
+                supported_qpts: 1 << IBV_QPT_RC
+                    | 1 << IBV_QPT_UC
+                    | 1 << IBV_QPT_UD
+                    | 1 << IBV_QPT_XRC_SEND,
             },
             max_dm_size: DEVICE_MEMORY as u64,
             xrc_odp_caps: ODP_ALL,

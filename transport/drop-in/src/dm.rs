@@ -1,18 +1,21 @@
 //! Device memory (`ibv_alloc_dm(3)`): memory of the library that programs reach by calls only, and
 //! the device by regions.
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::{ptr, slice};
 
 use riser_memory::Memory;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::Access;
 
-use crate::context::{DEVICE_MEMORY, context_of};
+use crate::command::Family;
+use crate::context::{Context, DEVICE_MEMORY, context_of};
 use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
+use crate::lock::unpoisoned;
 use crate::memory::{register, rights_of};
 use crate::object::{Ref, kind};
 
@@ -25,23 +28,35 @@ const MAX_ALIGN: u32 = 12;
 /// Bytes that are taken.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
-/// A piece of device memory.
-pub(crate) struct Dm {
+/// Handle of the next piece.
+static NEXT: AtomicU32 = AtomicU32::new(1);
+
+/// Pieces by their handles, with the contexts that may import them.
+static PIECES: Mutex<BTreeMap<u32, (Family, Arc<DeviceMemory>)>> = Mutex::new(BTreeMap::new());
+
+/// A piece of device memory, which all structures share that were imported from one.
+struct DeviceMemory {
     memory: Memory,
     length: usize,
     /// Has another owner for each region.
     users: Arc<()>,
 }
 
+/// A program's structure of a piece.
+pub(crate) struct Dm {
+    handle: u32,
+    piece: Arc<DeviceMemory>,
+}
+
 kind!(Dm, ibv_dm, b"dmem");
 
-impl Drop for Dm {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
         TAKEN.fetch_sub(self.length, Ordering::Relaxed);
     }
 }
 
-impl Dm {
+impl DeviceMemory {
     /// A range of the memory, as offset and length.
     fn range(&self, offset: u64, length: usize) -> Option<(usize, usize)> {
         let offset = usize::try_from(offset).ok()?;
@@ -66,7 +81,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
     attr: *mut ibv_alloc_dm_attr,
 ) -> *mut ibv_dm {
     // SAFETY: the program's pointers, as the manual page demands.
-    pointer(unsafe { context_of(context) }.and_then(|_| {
+    pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
         let length = attr.length;
@@ -84,29 +99,67 @@ pub(crate) unsafe extern "C" fn alloc_dm(
         let memory = Memory::new(length).inspect_err(|_| {
             TAKEN.fetch_sub(length, Ordering::Relaxed);
         })?;
-        let c = ibv_dm {
-            context,
-            memcpy_to_dm: Some(memcpy_to_dm),
-            memcpy_from_dm: Some(memcpy_from_dm),
-            comp_mask: 0,
-            handle: 0,
-        };
-        let users = Arc::new(());
-        let dm = Dm {
+        let piece = Arc::new(DeviceMemory {
             memory,
             length,
-            users,
-        };
-        Ok(Ref::new(c, dm).handle())
+            users: Arc::new(()),
+        });
+        let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+        let shared = (context.command.family, Arc::clone(&piece));
+        unpoisoned(PIECES.lock()).insert(handle, shared);
+        Ok(hand_out(context, handle, piece))
     }))
+}
+
+fn hand_out(context: Ref<Context>, handle: u32, piece: Arc<DeviceMemory>) -> *mut ibv_dm {
+    let c = ibv_dm {
+        context: context.handle(),
+        memcpy_to_dm: Some(memcpy_to_dm),
+        memcpy_from_dm: Some(memcpy_from_dm),
+        comp_mask: 0,
+        handle,
+    };
+    let dm = Dm { handle, piece };
+    Ref::new(c, dm).handle()
+}
+
+/// `ibv_import_dm(3)`: device memory of a context of the same family.
+pub(crate) unsafe extern "C" fn ibv_import_dm(
+    context: *mut ibv_context,
+    handle: u32,
+) -> *mut ibv_dm {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        let piece = {
+            let pieces = unpoisoned(PIECES.lock());
+            let found = pieces.get(&handle);
+            let found = found.filter(|(family, _)| *family == context.command.family);
+            Arc::clone(&found.ok_or(Errno::NOT_FOUND)?.1)
+        };
+        Ok(hand_out(context, handle, piece))
+    }))
+}
+
+/// `ibv_unimport_dm(3)`: forgets device memory without freeing it.
+pub(crate) unsafe extern "C" fn ibv_unimport_dm(dm: *mut ibv_dm) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    if let Ok(dm) = unsafe { Ref::<Dm>::get(dm) } {
+        // There is nothing to return.
+        let _ = dm.retire();
+    }
 }
 
 /// `ibv_free_dm(3)`.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
-        if Arc::strong_count(&dm.users) > 1 {
-            return Err(Errno(libc::EBUSY));
+        {
+            let mut pieces = unpoisoned(PIECES.lock());
+            if Arc::strong_count(&dm.piece.users) > 1 {
+                return Err(Errno(libc::EBUSY));
+            }
+            // Another structure of the same piece may have freed it.
+            pieces.remove(&dm.handle).ok_or(Errno::NOT_FOUND)?;
         }
         dm.retire()
     }))
@@ -125,11 +178,11 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
     let objects = unsafe { Ref::<Pd>::get(pd).and_then(|pd| Ok((pd, Ref::<Dm>::get(dm)?))) };
     pointer(objects.and_then(|(pd, dm)| {
         let rights = rights_of(access)?;
-        let (offset, length) = dm.range(offset, length).ok_or(Errno::INVALID)?;
-        let range = dm.memory.slice(offset..offset + length);
+        let (offset, length) = dm.piece.range(offset, length).ok_or(Errno::INVALID)?;
+        let range = dm.piece.memory.slice(offset..offset + length);
         let range = range.filter(|_| rights.contains(Access::ZERO_BASED));
         let range = range.ok_or(Errno::INVALID)?;
-        let user = Some(Arc::clone(&dm.users));
+        let user = Some(Arc::clone(&dm.piece.users));
         register(pd, &range, ptr::null_mut(), 0, rights, user).map(Ref::handle)
     }))
 }
@@ -143,10 +196,10 @@ unsafe extern "C" fn memcpy_to_dm(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
-        let (offset, length) = dm.words(offset, length)?;
+        let (offset, length) = dm.piece.words(offset, length)?;
         if length > 0 {
             // SAFETY: as above.
-            dm.memory.write(offset, unsafe {
+            dm.piece.memory.write(offset, unsafe {
                 slice::from_raw_parts(from.cast(), length)
             });
         }
@@ -163,10 +216,10 @@ unsafe extern "C" fn memcpy_from_dm(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
-        let (offset, length) = dm.words(offset, length)?;
+        let (offset, length) = dm.piece.words(offset, length)?;
         if length > 0 {
             // SAFETY: as above; nothing else uses the program's memory meanwhile.
-            dm.memory.read(offset, unsafe {
+            dm.piece.memory.read(offset, unsafe {
                 slice::from_raw_parts_mut(to.cast(), length)
             });
         }

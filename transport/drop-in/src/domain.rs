@@ -3,23 +3,27 @@
 //! A thread domain says that one thread uses what belongs to it; the device has one lock, so nothing
 //! comes of it. A parent domain is a protection domain with a thread domain and allocators for the
 //! memory of queues; these are the device's own, so the allocators are never called. An XRC domain
-//! that is opened by a file is shared by all of the process that open it by the same file.
+//! that is opened by a file is shared by all of the process that open it by the same file. Each process
+//! has a NIC of its own, and so other domains, also by the same file: a queue pair of another process
+//! is not found in it (`ibv_open_qp`, `EINVAL`).
 
 use std::ffi::c_int;
 use std::mem::zeroed;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{PdId, Verbs as _, XrcdId};
 use std::sync::Mutex;
 
+use crate::command::Family;
 use crate::context::{Context, context_of};
 use crate::errno::{Errno, number, pointer};
+use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 
 const BUSY: Errno = Errno(libc::EBUSY);
 
-use crate::lock::unpoisoned;
 /// Bits of `enum ibv_parent_domain_init_attr_mask`.
 const ALLOCATORS: u32 = 1;
 const PD_CONTEXT: u32 = 2;
@@ -71,8 +75,37 @@ pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut 
 }
 
 pub(crate) fn alloc_pd(context: Ref<Context>) -> Result<Ref<Pd>, Errno> {
-    let id = context.lock().nic.alloc_pd()?;
+    let mut locked = context.lock();
+    let id = locked.nic.alloc_pd()?;
+    locked.pds.insert(id, context.command.family);
     Ok(make(context, id, None))
+}
+
+/// `ibv_import_pd(3)`: a domain of a context of the same family.
+pub(crate) unsafe extern "C" fn ibv_import_pd(
+    context: *mut ibv_context,
+    handle: u32,
+) -> *mut ibv_pd {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        let is_it = |(id, family): &(&PdId, &Family)| {
+            id.0.index() == handle as usize && **family == context.command.family
+        };
+        let locked = context.lock();
+        let (id, _) = locked.pds.iter().find(is_it).ok_or(Errno::NOT_FOUND)?;
+        Ok(make(context, *id, None).handle())
+    }))
+}
+
+/// `ibv_unimport_pd(3)`: forgets a domain without destroying it.
+pub(crate) unsafe extern "C" fn ibv_unimport_pd(pd: *mut ibv_pd) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    if let Ok(pd) = unsafe { Ref::<Pd>::get(pd) }
+        && pd.parents.load(Ordering::Acquire) == 0
+    {
+        // There is nothing to return.
+        let _ = pd.retire();
+    }
 }
 
 fn make(context: Ref<Context>, id: PdId, made_for: Option<(Ref<Pd>, Option<Ref<Td>>)>) -> Ref<Pd> {
@@ -106,7 +139,11 @@ pub(crate) unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
                 Ok(())
             }
             None => {
-                pd.context.lock().nic.dealloc_pd(pd.id)?;
+                {
+                    let mut locked = pd.context.lock();
+                    locked.nic.dealloc_pd(pd.id)?;
+                    locked.pds.remove(&pd.id);
+                }
                 pd.retire()
             }
         }

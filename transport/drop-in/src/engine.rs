@@ -36,12 +36,13 @@ use riser_transport::roce::nic::rdma_cm::port_space;
 use riser_transport::roce::steer::Requests;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{
-    AsyncEvent, CmEvent, CmId, Completion, CqId, PortSpace, Provider, QpId, RdmaCm, SrqId,
-    TimedCompletion, Verbs, VerbsError,
+    AsyncEvent, CmEvent, CmId, Completion, CqId, PdId, PortSpace, Provider, QpId, RdmaCm, SrqId,
+    TimedCompletion, Verbs, VerbsError, XrcdId,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::error;
 
+use crate::command::Family;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
 use crate::share::{self, Share};
@@ -110,6 +111,9 @@ pub(crate) struct Engine {
 pub(crate) trait Reports: Send {
     fn report(&self, event: AsyncEvent);
 
+    /// Address of the program's structure.
+    fn address(&self) -> usize;
+
     /// Whether it belongs to the context of a number.
     fn is_of(&self, context: u64) -> bool;
 }
@@ -125,7 +129,12 @@ pub(crate) struct State {
     pub(crate) nic: Roce,
     /// Objects of the program by the handles of the NIC.
     pub(crate) cqs: HashMap<CqId, Box<dyn Fires>>,
-    pub(crate) qps: HashMap<QpId, Box<dyn Reports>>,
+    /// Those of a queue pair that is shared are several.
+    pub(crate) qps: HashMap<QpId, Vec<Box<dyn Reports>>>,
+    /// Queue pairs that can be opened, by their domains and numbers.
+    pub(crate) targets: HashMap<(XrcdId, u32), QpId>,
+    /// Protection domains, with the contexts that may import them.
+    pub(crate) pds: HashMap<PdId, Family>,
     pub(crate) srqs: HashMap<SrqId, Box<dyn Reports>>,
     /// The contexts, by numbers of their own.
     pub(crate) contexts: HashMap<u64, Box<dyn Reports>>,
@@ -207,6 +216,8 @@ impl Engine {
                 nic,
                 cqs: HashMap::new(),
                 qps: HashMap::new(),
+                targets: HashMap::new(),
+                pds: HashMap::new(),
                 srqs: HashMap::new(),
                 contexts: HashMap::new(),
                 on_cm_event: None,
@@ -653,22 +664,52 @@ impl State {
         self.port_users.clear();
     }
 
+    /// Gives up a queue pair of a program's, by the address of its structure. Returns whether no other
+    /// structure is of the same queue pair: then it is to be destroyed.
+    pub(crate) fn close_qp(&mut self, id: QpId, address: usize) -> bool {
+        let Some(users) = self.qps.get_mut(&id) else {
+            return true;
+        };
+        if users.iter().all(|qp| qp.address() == address) {
+            return true;
+        }
+        users.retain(|qp| qp.address() != address);
+        false
+    }
+
+    /// Destroys a queue pair.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::destroy_qp`].
+    pub(crate) fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
+        self.nic.destroy_qp(id)?;
+        self.qps.remove(&id);
+        self.targets.retain(|_, target| *target != id);
+        Ok(())
+    }
+
     /// Ends the queues of a context that is closed, as the kernel does. Returns whether the program
     /// still has objects of it.
     pub(crate) fn end_queues(&mut self, context: u64) -> bool {
-        let qps = self.qps.extract_if(|_, qp| qp.is_of(context));
-        let qps: Vec<QpId> = qps.map(|(id, _)| id).collect();
+        let mut has_qps = false;
+        self.qps.retain(|id, users| {
+            let before = users.len();
+            users.retain(|qp| !qp.is_of(context));
+            has_qps |= users.len() < before;
+            if users.is_empty() {
+                self.targets.retain(|_, target| target != id);
+                // One that is attached to a group stays, and reports nothing.
+                let _ = self.nic.destroy_qp(*id);
+            }
+            !users.is_empty()
+        });
         let srqs = self.srqs.extract_if(|_, srq| srq.is_of(context));
         let srqs: Vec<SrqId> = srqs.map(|(id, _)| id).collect();
-        for &id in &qps {
-            // One that is attached to a group stays, and reports nothing.
-            let _ = self.nic.destroy_qp(id);
-        }
         for &id in &srqs {
             let _ = self.nic.destroy_srq(id);
         }
         let has_cqs = self.cqs.values().any(|cq| cq.is_of(context));
-        has_cqs || !qps.is_empty() || !srqs.is_empty()
+        has_cqs || has_qps || !srqs.is_empty()
     }
 
     /// Every descriptor of the sockets.
@@ -726,7 +767,7 @@ impl State {
             | AsyncEvent::PathMig(id)
             | AsyncEvent::PathMigError(id)
             | AsyncEvent::QpLastWqeReached(id) => {
-                if let Some(qp) = self.qps.get(&id) {
+                for qp in self.qps.get(&id).into_iter().flatten() {
                     qp.report(event);
                 }
             }

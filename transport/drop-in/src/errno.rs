@@ -14,6 +14,7 @@ pub(crate) struct Errno(pub(crate) c_int);
 impl Errno {
     pub(crate) const INVALID: Self = Self(libc::EINVAL);
     pub(crate) const UNSUPPORTED: Self = Self(libc::EOPNOTSUPP);
+    pub(crate) const NOT_FOUND: Self = Self(libc::ENOENT);
     pub(crate) const NO_MEMORY: Self = Self(libc::ENOMEM);
 
     /// The error that the last failed system call of this thread left.

@@ -16,6 +16,7 @@
 //! | `devices` | the list of devices |
 //! | `context` | opened devices, their attributes and ports |
 //! | `open` | opening devices; the tables of functions |
+//! | `command` | command descriptors, by which devices are imported |
 //! | `async_events` | asynchronous events as programs get them |
 //! | `domain` | protection domains, parent domains and thread domains |
 //! | `memory`, `dm` | memory regions, device memory |
@@ -24,13 +25,14 @@
 //! | `post`, `post_ex` | work requests, in structures and by `ibv_wr_*` calls |
 //! | `builder` | batches of requests from `ibv_wr_*` calls |
 //! | `address` | address handles |
+//! | `neighbor` | Ethernet addresses of destinations |
 //! | `cm` | librdmacm |
 //! | `rsocket` | its sockets |
 //! | `umad` | libibumad |
 //! | `names` | names of values, rates |
+//! | `lock` | locks after a panic |
 //! | `kernel` | structures of the kernel's interface |
 //! | `thread` | its threads |
-//! | `lock` | locks after a panic |
 //! | `turn` | parts of objects that one thread uses at a time |
 //!
 //! # Pointers
@@ -40,12 +42,17 @@
 //!
 //! # Memory that goes away
 //! A program may unmap memory that is still registered. An adapter goes on with the pages, which it
-//! has pinned. This library uses the program's own mapping, so such an access ends the process with
-//! the signal that the program's own would. Regions with `IBV_ACCESS_ON_DEMAND` are looked at before
-//! each access, which then fails as one outside of the region does. Doing so for all regions would cost
-//! a system call for each message, and still leave a race between check and access. The `EFAULT` of
-//! `sendmsg` does not help, since the payload is read before, for its ICRC; and a signal handler would
-//! interfere with the program's own.
+//! has pinned; this library has nothing but the program's own mapping. Each access is a copy, and
+//! handlers for SIGSEGV and SIGBUS let a copy fail (`riser_memory::fault`). What a peer has written
+//! there is lost, as what an adapter writes to such pages is for the program. Packets that were made
+//! meanwhile are dropped and not sent. From then on the region's memory is looked at before each
+//! access, as that of regions with `IBV_ACCESS_ON_DEMAND` always is: an access to what is gone fails
+//! as one outside of the region does.
+//!
+//! Doing so for all regions from the start would cost a system call for each message. All signals that
+//! are not of such a copy go to the action that the program had when it first registered memory. A
+//! program that installs a handler for SIGSEGV later, and does not call the one that it has found
+//! there, gets these faults itself. So do all on other processors than x86-64.
 //!
 //! # Progress
 //! A call that polls a completion queue also drives the NIC. Where no call does, a thread takes
@@ -57,6 +64,7 @@ mod address;
 mod async_events;
 mod builder;
 mod cm;
+mod command;
 mod context;
 mod cq;
 mod cq_ex;
@@ -71,6 +79,7 @@ mod kernel;
 mod lock;
 mod memory;
 mod names;
+mod neighbor;
 mod object;
 mod open;
 mod post;

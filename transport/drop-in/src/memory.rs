@@ -1,12 +1,14 @@
 //! Memory regions.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::ptr;
 use std::sync::Arc;
 
-use riser_memory::{MemSlice, Memory};
+use riser_memory::{MemSlice, Memory, fault};
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::access_of;
 use riser_transport::verbs::{self, Access, MrId, Verbs as _};
+use tracing::debug;
 
 use crate::context::Context;
 use crate::domain::Pd;
@@ -90,8 +92,8 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
 /// used.
 ///
 /// # Safety
-/// The program keeps the range mapped as long as it is registered, unless that is on demand; the
-/// device and the program may both write it.
+/// The device and the program may both write the range. The program keeps it mapped as long as it is
+/// registered, unless that is on demand, or faults are caught.
 pub(crate) unsafe fn foreign(
     addr: *mut c_void,
     length: usize,
@@ -102,6 +104,9 @@ pub(crate) unsafe fn foreign(
     }
     if !rights.contains(Access::ON_DEMAND) {
         check_mapped(addr, length)?;
+    }
+    if let Err(error) = fault::catch() {
+        debug!("memory that is unmapped while it is registered ends the process: {error}");
     }
     // SAFETY: as the caller promises.
     Ok(unsafe { Memory::foreign(addr.cast(), length) })
@@ -169,6 +174,33 @@ pub(crate) fn hand_out(
             _user: user,
         },
     )
+}
+
+/// `ibv_import_mr(3)`: a region of a context of the same family, whose memory has no address here.
+pub(crate) unsafe extern "C" fn ibv_import_mr(pd: *mut ibv_pd, handle: u32) -> *mut ibv_mr {
+    // SAFETY: the program's pointer, as the manual page demands.
+    pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
+        let attr = {
+            let locked = pd.context.lock();
+            let id = locked.nic.mr_at(handle).ok_or(Errno::NOT_FOUND)?;
+            let attr = locked.nic.query_mr(id)?;
+            let family = locked.pds.get(&attr.pd);
+            if family != Some(&pd.context.command.family) {
+                return Err(Errno::NOT_FOUND);
+            }
+            attr
+        };
+        Ok(hand_out(pd, &attr.mr, ptr::null_mut(), None).handle())
+    }))
+}
+
+/// `ibv_unimport_mr(3)`: forgets a region without deregistering it.
+pub(crate) unsafe extern "C" fn ibv_unimport_mr(mr: *mut ibv_mr) {
+    // SAFETY: the program's pointer, as the manual page demands.
+    if let Ok(mr) = unsafe { Ref::<Mr>::get(mr) } {
+        // There is nothing to return.
+        let _ = mr.retire();
+    }
 }
 
 /// Whether a range is mapped at all: `EFAULT` where it is not, as the kernel answers.

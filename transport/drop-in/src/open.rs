@@ -8,10 +8,11 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::Verbs as _;
 use tracing::error;
 
+use crate::command::{Command, Duplicate};
 use crate::context::{Context, query_device_ex, query_port, query_rt_values};
 use crate::cq::{modify_cq, poll_cq, req_notify_cq};
 use crate::cq_ex::create_cq_ex;
-use crate::devices::Device;
+use crate::devices::{Device, devices};
 use crate::dm::{alloc_dm, free_dm, reg_dm_mr};
 use crate::domain::{alloc_parent_domain, alloc_td, close_xrcd, dealloc_td, open_xrcd};
 use crate::engine::Engine;
@@ -19,7 +20,7 @@ use crate::errno::{Errno, pointer};
 use crate::object::Ref;
 use crate::post::{post_recv, post_send, post_srq_recv};
 use crate::post_ex::create_qp_ex;
-use crate::qp::{create_srq_ex, get_srq_num};
+use crate::qp::{create_srq_ex, get_srq_num, modify_qp_rate_limit, open_qp};
 use crate::queue::EventQueue;
 use crate::window::{advise_mr, alloc_mw, alloc_null_mr, bind_mw, dealloc_mw};
 
@@ -36,6 +37,23 @@ pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut
 /// # Errors
 /// Those of [`Engine::open`].
 pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
+    open_by(device, || Command::new(device.index))
+}
+
+/// `ibv_import_device(3)`: the device of an open context, by a duplicate of its command descriptor.
+pub(crate) unsafe extern "C" fn ibv_import_device(fd: c_int) -> *mut ibv_context {
+    pointer(Duplicate::get(fd).and_then(|duplicate| {
+        let device = devices().get(duplicate.device).ok_or(Errno::INVALID)?;
+        // SAFETY: the program gives the descriptor away; where this fails, it keeps it.
+        open_by(device, || Ok(unsafe { duplicate.take() })).map(Ref::handle)
+    }))
+}
+
+/// Opens a device, with the command descriptor that `make` makes at last.
+fn open_by(
+    device: &'static Device,
+    make: impl FnOnce() -> Result<Command, Errno>,
+) -> Result<Ref<Context>, Errno> {
     let config = &device.config;
     // Before there is a lock that a copy of the process could find taken.
     crate::fork::install();
@@ -48,8 +66,8 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
     let mut c: verbs_context = unsafe { zeroed() };
     c.context.device = device.handle();
-    // There is no kernel to command, but programs duplicate it.
-    c.context.cmd_fd = events.raw_fd();
+    let command = make()?;
+    c.context.cmd_fd = command.raw_fd();
     c.context.async_fd = events.raw_fd();
     c.context.abi_compat = ptr::without_provenance_mut(EXTENDED);
     c.context.ops.alloc_mw = Some(alloc_mw);
@@ -67,6 +85,8 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     c.create_cq_ex = Some(create_cq_ex);
     c.modify_cq = Some(modify_cq);
     c.create_qp_ex = Some(create_qp_ex);
+    c.modify_qp_rate_limit = Some(modify_qp_rate_limit);
+    c.open_qp = Some(open_qp);
     c.create_srq_ex = Some(create_srq_ex);
     c.get_srq_num = Some(get_srq_num);
     c.open_xrcd = Some(open_xrcd);
@@ -85,6 +105,7 @@ pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
             device,
             engine,
             events,
+            command,
         },
     );
     let mut locked = context.lock();

@@ -10,7 +10,8 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    CqId, Gid, QpCap, QpId, QpInitAttr, QpType, RecvOrder, SrqAttr, SrqId, Verbs as _, XrcdId,
+    CqId, Gid, QpCap, QpId, QpInitAttr, QpType, RateLimit, RecvOrder, SrqAttr, SrqId,
+    Verbs as _, XrcdId,
 };
 
 use crate::builder::Builder;
@@ -26,6 +27,12 @@ use crate::queue::Unacknowledged;
 /// Flag of `enum ibv_qp_create_flags`: what the queue pair sends to a multicast group does not come
 /// back to it.
 const BLOCK_SELF_MCAST: u32 = 1 << 1;
+
+/// Bits of `enum ibv_qp_open_attr_mask`.
+const OPEN_NUM: u32 = 1;
+const OPEN_XRCD: u32 = 2;
+const OPEN_CONTEXT: u32 = 4;
+const OPEN_TYPE: u32 = 8;
 
 /// Inline data that every queue pair takes, in bytes.
 const LEAST_INLINE: u32 = 64;
@@ -225,11 +232,50 @@ pub(crate) fn create_xrc_target(
     let context = xrcd.context;
     let mut locked = context.lock();
     let id = make(&mut locked.nic, &QpInitAttr::xrc_target(xrcd.id))?;
+    let number = locked.nic.qp_num(id)?;
+    locked.targets.insert((xrcd.id, number), id);
     attr.cap = ibv_qp_cap::default();
     attr.send_cq = ptr::null_mut();
     attr.recv_cq = ptr::null_mut();
     attr.srq = ptr::null_mut();
     show(&mut locked, context, id, ptr::null_mut(), attr, None)
+}
+
+/// `ibv_open_qp(3)`: the receiving end of an extended connection that another context of the domain has
+/// created. It is destroyed with the last structure of it.
+pub(crate) unsafe extern "C" fn open_qp(
+    context: *mut ibv_context,
+    attr: *mut ibv_qp_open_attr,
+) -> *mut ibv_qp {
+    const NEEDED: u32 = OPEN_NUM | OPEN_XRCD | OPEN_TYPE;
+    // SAFETY: the program's pointers, as the manual page demands.
+    pointer(unsafe { context_of(context) }.and_then(|context| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        if attr.comp_mask & !(NEEDED | OPEN_CONTEXT) != 0 {
+            return Err(Errno::UNSUPPORTED);
+        }
+        if attr.comp_mask & NEEDED != NEEDED || attr.qp_type != IBV_QPT_XRC_RECV {
+            return Err(Errno::INVALID);
+        }
+        // SAFETY: as above.
+        let xrcd = unsafe { Ref::<Xrcd>::get(attr.xrcd) }?;
+        check_same(context, xrcd.context)?;
+        let mut locked = context.lock();
+        let target = locked.targets.get(&(xrcd.id, attr.qp_num)).copied();
+        let id = target.ok_or(Errno::INVALID)?;
+        // SAFETY: all-zero bytes are valid: no queues.
+        let mut init: ibv_qp_init_attr = unsafe { zeroed() };
+        init.qp_type = attr.qp_type;
+        if attr.comp_mask & OPEN_CONTEXT != 0 {
+            init.qp_context = attr.qp_context;
+        }
+        let (now, _) = qp_attr(&locked.nic.query_qp(id)?);
+        let qp = show(&mut locked, context, id, ptr::null_mut(), &init, None)?;
+        // SAFETY: the queue pair is alive.
+        unsafe { (*qp.handle()).state = now.qp_state };
+        Ok(qp.handle())
+    }))
 }
 
 /// Makes the object of a queue pair of the device.
@@ -266,7 +312,7 @@ fn show(
             async_events: Unacknowledged::default(),
         },
     );
-    locked.qps.insert(id, Box::new(qp));
+    locked.qps.entry(id).or_default().push(Box::new(qp));
     Ok(qp)
 }
 
@@ -282,8 +328,18 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
         // SAFETY: the queue pair is alive.
         let mask = mask as u32 & !superfluous(unsafe { (*qp.handle()).qp_type });
-        let ours = qp_attr_from_mask(attr, mask)?;
+        let ours = qp_attr_from_mask(attr, mask & !IBV_QP_RATE_LIMIT)?;
+        let limit = (mask & IBV_QP_RATE_LIMIT != 0).then_some(RateLimit {
+            rate_kbps: attr.rate_limit,
+            max_burst: 0,
+        });
         let mut locked = qp.context.lock();
+        let device = locked.nic.device_attr();
+        let legal = device.min_rate_kbps..=device.max_rate_kbps;
+        // Before anything has changed.
+        if limit.is_some_and(|limit| limit.rate_kbps != 0 && !legal.contains(&limit.rate_kbps)) {
+            return Err(Errno::INVALID);
+        }
         if mask & IBV_QP_CUR_STATE != 0 {
             let current = locked.nic.query_qp(qp.id)?.state;
             let given = qp_attr_from_mask(
@@ -297,11 +353,40 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
                 return Err(Errno::INVALID);
             }
         }
-        locked.nic.modify_qp(qp.id, &ours)?;
+        if mask != IBV_QP_RATE_LIMIT {
+            locked.nic.modify_qp(qp.id, &ours)?;
+        }
+        if let Some(limit) = limit {
+            locked.nic.modify_qp_rate_limit(qp.id, limit)?;
+        }
         if mask & IBV_QP_STATE != 0 {
             // SAFETY: the queue pair is alive.
             unsafe { (*qp.handle()).state = attr.qp_state };
         }
+        locked.transmit();
+        Ok(())
+    }))
+}
+
+/// `ibv_modify_qp_rate_limit(3)`. Bytes are counted exactly, so that the length of a typical packet says
+/// nothing.
+pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_rate_limit_attr,
+) -> c_int {
+    // SAFETY: the program's pointers, as the manual page demands.
+    number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
+        // SAFETY: as above.
+        let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
+        if attr.comp_mask != 0 {
+            return Err(Errno::INVALID);
+        }
+        let limit = RateLimit {
+            rate_kbps: attr.rate_limit,
+            max_burst: attr.max_burst_sz,
+        };
+        let mut locked = qp.context.lock();
+        locked.nic.modify_qp_rate_limit(qp.id, limit)?;
         locked.transmit();
         Ok(())
     }))
@@ -326,8 +411,12 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
 ) -> c_int {
     // SAFETY: the program's pointers, as the manual page demands.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
-        let ours = qp.context.lock().nic.query_qp(qp.id)?;
+        let (ours, limit) = {
+            let nic = &qp.context.lock().nic;
+            (nic.query_qp(qp.id)?, nic.query_qp_rate_limit(qp.id)?)
+        };
         let (mut theirs, _) = qp_attr(&ours);
+        theirs.rate_limit = limit.rate_kbps;
         theirs.cur_qp_state = theirs.qp_state;
         theirs.cap = qp.init.cap;
         theirs.sq_draining = u8::from(ours.sq_draining == Some(true));
@@ -343,7 +432,9 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
     }))
 }
 
-/// `ibv_query_qp_data_in_order(3)`: data of a message are written in any order.
+/// `ibv_query_qp_data_in_order(3)`: packets are taken in order, and none is carried out twice. But a
+/// copy writes 32 bytes at a time, and where these are in two cache lines another processor may see
+/// the end first. So there is no guarantee down to the byte.
 pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
     _qp: *mut ibv_qp,
     _op: ibv_wr_opcode,
@@ -438,10 +529,11 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
         }
         {
             let mut locked = qp.context.lock();
-            locked.nic.destroy_qp(qp.id)?;
-            locked.qps.remove(&qp.id);
-            // Its last answers leave now: the program may end next.
-            locked.transmit();
+            if locked.close_qp(qp.id, qp.handle().addr()) {
+                locked.destroy_qp(qp.id)?;
+                // Its last answers leave now: the program may end next.
+                locked.transmit();
+            }
         }
         qp.context.settle(&qp.async_events);
         qp.retire()

@@ -8,6 +8,7 @@ mod library;
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::mem::zeroed;
 use std::ptr;
+use std::time::{Duration, Instant};
 
 use library::*;
 use riser_rdma_core_sys::bindings::*;
@@ -436,13 +437,414 @@ fn an_extended_connection_reaches_the_queue_that_a_request_names() {
         let wc = completions(cq, 1)[0];
         assert_eq!((wc.wr_id, wc.status), (3, IBV_WC_SUCCESS));
 
+        // Another structure of the target, which stays until both are destroyed.
+        let open_target = |change: &dyn Fn(&mut ibv_qp_open_attr)| {
+            let mut attr = ibv_qp_open_attr {
+                // Number, domain and type.
+                comp_mask: 1 | 2 | 8,
+                qp_num: (*target).qp_num,
+                xrcd: same,
+                qp_context: ptr::null_mut(),
+                qp_type: IBV_QPT_XRC_RECV,
+            };
+            change(&mut attr);
+            let qp = table.open_qp.unwrap()(device.context, &raw mut attr);
+            if qp.is_null() { Err(errno()) } else { Ok(qp) }
+        };
+        let invalid = Err(libc::EINVAL);
+        assert_eq!(open_target(&|attr| attr.qp_num ^= 1), invalid);
+        assert_eq!(open_target(&|attr| attr.qp_type = IBV_QPT_RC), invalid);
+        assert_eq!(open_target(&|attr| attr.comp_mask &= !1), invalid);
+        assert_eq!(open_target(&|attr| attr.xrcd = ptr::null_mut()), invalid);
+        let unknown = open_target(&|attr| attr.comp_mask |= 1 << 10);
+        assert_eq!(unknown, Err(libc::EOPNOTSUPP));
+        let other = open_target(&|_| {}).unwrap();
+        assert_eq!((*other).qp_num, (*target).qp_num);
+        assert_eq!((*other).state, IBV_QPS_RTS);
+        assert_eq!(call!(ibv_destroy_qp(target => *mut ibv_qp) -> c_int), 0);
+        assert_eq!(post(srq, &raw mut wr, &raw mut bad), 0);
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_send.unwrap()(qp);
+        (*qp).wr_set_xrc_srqn.unwrap()(qp, number);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+        assert_eq!(completions(cq, 1)[0].status, IBV_WC_SUCCESS);
+
         assert_eq!(close(same), 0);
         assert_eq!(close(xrcd), libc::EBUSY, "it has queues");
-        for qp in [target, initiator] {
+        for qp in [other, initiator] {
             assert_eq!(call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int), 0);
         }
         assert_eq!(call!(ibv_destroy_srq(srq => *mut ibv_srq) -> c_int), 0);
         assert_eq!(close(xrcd), 0);
         assert_eq!(close(xrcd), libc::EINVAL, "twice");
     }
+}
+
+const PAGE: usize = 4096;
+
+/// Three pages of the program's, registered, of which the middle one can be taken away.
+struct Pages {
+    mr: *mut ibv_mr,
+    at: *mut u8,
+}
+
+impl Pages {
+    fn new(device: &Device) -> Self {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let all = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping, which stays.
+        let pages = unsafe {
+            let at = libc::mmap(ptr::null_mut(), 3 * PAGE, all, flags, -1, 0);
+            assert_ne!(at, libc::MAP_FAILED);
+            std::slice::from_raw_parts_mut(at.cast::<u8>(), 3 * PAGE)
+        };
+        pages.fill(1);
+        let mr = device.register(pages);
+        let at = pages.as_mut_ptr();
+        Self { mr, at }
+    }
+
+    /// Unmaps the middle page: nothing else is mapped there from now on.
+    fn tear(&self) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        // SAFETY: a page of the mapping, which the library and the test access by pointers only.
+        let hole = unsafe {
+            let middle = self.at.add(PAGE).cast();
+            libc::mmap(middle, PAGE, libc::PROT_NONE, flags, -1, 0)
+        };
+        assert_ne!(hole, libc::MAP_FAILED);
+    }
+
+    fn byte(&self, at: usize) -> u8 {
+        // SAFETY: on a page that is there.
+        unsafe { self.at.add(at).read_volatile() }
+    }
+}
+
+/// A queue pair of each device, connected to each other, and the completion queue of the first.
+fn connect(a: &Device, b: &Device) -> (*mut ibv_qp_ex, *mut ibv_cq) {
+    let ops = IBV_QP_EX_WITH_RDMA_WRITE
+        | IBV_QP_EX_WITH_SEND
+        | IBV_QP_EX_WITH_RDMA_READ
+        | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+    let make = |device: &Device| {
+        let cq = device.create_cq(10);
+        let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_RC, ops));
+        assert!(!qp.is_null(), "{}", errno());
+        (qp, cq)
+    };
+    let ((first, cq), (second, _)) = (make(a), make(b));
+    // SAFETY: both are alive.
+    let numbers = unsafe { ((*first).qp_num, (*second).qp_num) };
+    to_rts(first, b.gid(), numbers.1);
+    to_rts(second, a.gid(), numbers.0);
+    (extended(first), cq)
+}
+
+/// Status of an operation that `build` builds.
+fn status(
+    (qp, cq): (*mut ibv_qp_ex, *mut ibv_cq),
+    build: impl FnOnce(&mut ibv_qp_ex),
+) -> ibv_wc_status {
+    // SAFETY: the queue pair is alive, and its functions are those that the header calls.
+    unsafe {
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_flags = IBV_SEND_SIGNALED;
+        build(&mut *qp);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+    }
+    completions(cq, 1)[0].status
+}
+
+#[test]
+fn memory_that_is_unmapped_while_it_is_registered_ends_no_process() {
+    let (a, other) = (Device::open("riser0"), Device::open("riser1"));
+    // To itself, and through sockets.
+    for b in [&a, &other] {
+        let own = Pages::new(&a);
+        let write = |to: &Pages, offset, length| {
+            let ((key, addr), from) = (remote(to.mr, offset), sge(own.mr, 0, length));
+            move |qp: &mut ibv_qp_ex| {
+                // SAFETY: the functions of a queue pair that is alive.
+                unsafe {
+                    qp.wr_rdma_write.unwrap()(qp, key, addr);
+                    qp.wr_set_sge.unwrap()(qp, from.lkey, from.addr, from.length);
+                }
+            }
+        };
+        let read = |from: &Pages, offset, length| {
+            let ((key, addr), to) = (remote(from.mr, offset), sge(own.mr, 0, length));
+            move |qp: &mut ibv_qp_ex| {
+                // SAFETY: as above.
+                unsafe {
+                    qp.wr_rdma_read.unwrap()(qp, key, addr);
+                    qp.wr_set_sge.unwrap()(qp, to.lkey, to.addr, to.length);
+                }
+            }
+        };
+        let pages = Pages::new(b);
+        let pair = connect(&a, b);
+        assert_eq!(status(pair, read(&pages, PAGE, 4000)), IBV_WC_SUCCESS);
+        pages.tear();
+        // Nothing is sent that was not read.
+        let gone = status(pair, read(&pages, PAGE - 2000, 4000));
+        assert_eq!(gone, IBV_WC_REM_ACCESS_ERR);
+        assert_eq!(own.byte(3000), 1, "no byte of an answer has come");
+        // What is left goes on.
+        let pair = connect(&a, b);
+        assert_eq!(status(pair, write(&pages, 0, 4000)), IBV_WC_SUCCESS);
+        assert_eq!(status(pair, read(&pages, 2 * PAGE, 4000)), IBV_WC_SUCCESS);
+        assert_eq!(status(pair, write(&pages, PAGE, 8)), IBV_WC_REM_ACCESS_ERR);
+
+        let pages = Pages::new(b);
+        pages.tear();
+        let pair = connect(&a, b);
+        // As far as an adapter's peer can tell, the bytes of the first packets have arrived.
+        let first = status(pair, write(&pages, PAGE, 500));
+        let second = match first {
+            IBV_WC_SUCCESS => status(pair, write(&pages, 2 * PAGE - 1, 2)),
+            other => other,
+        };
+        assert_eq!(second, IBV_WC_REM_ACCESS_ERR);
+
+        let pages = Pages::new(b);
+        pages.tear();
+        let pair = connect(&a, b);
+        let (key, addr) = remote(pages.mr, PAGE + 8);
+        let atomic = status(pair, |qp| {
+            let result = sge(own.mr, 0, 8);
+            // SAFETY: as above.
+            unsafe {
+                qp.wr_atomic_fetch_add.unwrap()(qp, key, addr, 5);
+                qp.wr_set_sge.unwrap()(qp, result.lkey, result.addr, 8);
+            }
+        });
+        assert_eq!(atomic, IBV_WC_REM_ACCESS_ERR);
+
+        let pages = Pages::new(b);
+        own.tear();
+        let pair = connect(&a, b);
+        let own_gone = status(pair, |qp| {
+            let ((key, addr), from) = (remote(pages.mr, 0), sge(own.mr, PAGE, 4000));
+            // SAFETY: as above.
+            unsafe {
+                qp.wr_rdma_write.unwrap()(qp, key, addr);
+                qp.wr_set_sge.unwrap()(qp, from.lkey, from.addr, from.length);
+            }
+        });
+        assert_eq!(own_gone, IBV_WC_LOC_PROT_ERR);
+        assert_eq!(pages.byte(0), 1);
+    }
+}
+
+/// Inode of an open file.
+fn inode(fd: c_int) -> Option<u64> {
+    // SAFETY: all-zero bytes are valid, and the call fills them.
+    unsafe {
+        let mut stat: libc::stat = zeroed();
+        (libc::fstat(fd, &raw mut stat) == 0).then_some(stat.st_ino)
+    }
+}
+
+#[test]
+fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
+    let device = Device::open("riser0");
+    let mut memory = [7u8; 64];
+    let mr = device.register(&mut memory);
+    // SAFETY: the objects are alive, and all-zero bytes are valid attributes.
+    unsafe {
+        let import_device = |fd: c_int| call!(ibv_import_device(fd => c_int) -> *mut ibv_context);
+        for fd in [-1, 1 << 20, (*device.context).async_fd] {
+            assert!(import_device(fd).is_null());
+            assert_eq!(errno(), libc::EINVAL);
+        }
+        let fd = libc::dup((*device.context).cmd_fd);
+        let context = import_device(fd);
+        assert!(!context.is_null(), "{}", errno());
+        let import_pd = |context: *mut ibv_context, handle: u32| call!(ibv_import_pd(context => *mut ibv_context, handle => u32) -> *mut ibv_pd);
+        let import_mr = |pd: *mut ibv_pd, handle: u32| call!(ibv_import_mr(pd => *mut ibv_pd, handle => u32) -> *mut ibv_mr);
+        let pd = import_pd(context, (*device.pd).handle);
+        assert!(!pd.is_null(), "{}", errno());
+        assert!(import_pd(context, 1 << 20).is_null());
+        assert_eq!(errno(), libc::ENOENT);
+        let same = import_mr(pd, (*mr).handle);
+        assert!(!same.is_null(), "{}", errno());
+        assert_eq!(((*same).lkey, (*same).rkey), ((*mr).lkey, (*mr).rkey));
+        assert_eq!(((*same).addr, (*same).length), (ptr::null_mut(), 64));
+        // Objects of another context have no handles here.
+        let other = Device::open("riser0");
+        assert!(import_pd(other.context, (*device.pd).handle).is_null());
+        assert!(import_mr(other.pd, (*mr).handle).is_null());
+        assert_eq!(errno(), libc::ENOENT);
+
+        // A queue pair in the imported domain uses the region.
+        let imported = Device { context, pd };
+        let (qp, cq) = connect(&imported, &other);
+        (*qp).wr_start.unwrap()(qp);
+        (*qp).wr_flags = IBV_SEND_SIGNALED;
+        let mut there = [0u8; 64];
+        let (key, addr) = remote(other.register(&mut there), 0);
+        (*qp).wr_rdma_write.unwrap()(qp, key, addr);
+        let from = memory.as_ptr().addr() as u64;
+        (*qp).wr_set_sge.unwrap()(qp, (*same).lkey, from, 64);
+        assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+        assert_eq!(completions(cq, 1)[0].status, IBV_WC_SUCCESS);
+        assert_eq!(there, [7; 64]);
+        let qp = qp.cast::<ibv_qp>();
+        assert_eq!(call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int), 0);
+
+        let mut attr: ibv_alloc_dm_attr = zeroed();
+        attr.length = 64;
+        let dm = device.table().alloc_dm.unwrap()(device.context, &raw mut attr);
+        let import_dm = |context: *mut ibv_context, handle: u32| call!(ibv_import_dm(context => *mut ibv_context, handle => u32) -> *mut ibv_dm);
+        assert!(import_dm(other.context, (*dm).handle).is_null());
+        let shared = import_dm(context, (*dm).handle);
+        assert!(!shared.is_null(), "{}", errno());
+        let mut bytes = *b"both";
+        let to = (*dm).memcpy_to_dm.unwrap();
+        assert_eq!(to(dm, 8, bytes.as_ptr().cast(), 4), 0);
+        bytes = [0; 4];
+        let from = (*shared).memcpy_from_dm.unwrap();
+        assert_eq!(from(bytes.as_mut_ptr().cast(), shared, 8, 4), 0);
+        assert_eq!(&bytes, b"both");
+
+        // What one context has destroyed, the others only forget.
+        assert_eq!(imported.table().free_dm.unwrap()(shared), 0);
+        assert_eq!(device.table().free_dm.unwrap()(dm), libc::ENOENT);
+        call!(ibv_unimport_dm(dm => *mut ibv_dm));
+        assert_eq!(call!(ibv_dereg_mr(same => *mut ibv_mr) -> c_int), 0);
+        assert_eq!(
+            call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int),
+            libc::EINVAL
+        );
+        call!(ibv_unimport_mr(mr => *mut ibv_mr));
+        assert_eq!(call!(ibv_dealloc_pd(device.pd => *mut ibv_pd) -> c_int), 0);
+        call!(ibv_unimport_pd(pd => *mut ibv_pd));
+        assert_eq!(
+            call!(ibv_dealloc_pd(pd => *mut ibv_pd) -> c_int),
+            libc::EINVAL
+        );
+        assert_eq!(
+            call!(ibv_close_device(context => *mut ibv_context) -> c_int),
+            0
+        );
+        // Its number may already be another file's.
+        assert_ne!(inode(fd), inode((*device.context).cmd_fd), "it is closed");
+    }
+}
+
+#[test]
+fn a_queue_pair_sends_no_faster_than_its_limit() {
+    const MESSAGE: u32 = 1000;
+    const COUNT: u32 = 200;
+    const BURST: u32 = 5000;
+    let device = Device::open("riser0");
+    let mut memory = [5u8; MESSAGE as usize];
+    let mr = device.register(&mut memory);
+    let mut memory = [0u8; MESSAGE as usize + 40];
+    let room = device.register(&mut memory);
+    // SAFETY: the objects are alive; all-zero bytes are valid attributes.
+    unsafe {
+        let mut attr: ibv_device_attr_ex = zeroed();
+        let query = device.table().query_device_ex.unwrap();
+        let size = size_of::<ibv_device_attr_ex>();
+        assert_eq!(query(device.context, ptr::null(), &raw mut attr, size), 0);
+        let caps = attr.packet_pacing_caps;
+        assert_ne!(caps.supported_qpts & 1 << IBV_QPT_RC, 0);
+        let limit = |qp: *mut ibv_qp, rate_limit: u32, comp_mask| {
+            let mut attr = ibv_qp_rate_limit_attr {
+                rate_limit,
+                max_burst_sz: BURST,
+                typical_pkt_sz: 0,
+                comp_mask,
+            };
+            device.table().modify_qp_rate_limit.unwrap()(qp, &raw mut attr)
+        };
+        for qp_type in [IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD] {
+            let cq = device.create_cq(300);
+            let mut attr = device.qp_attr(cq, qp_type, SENDS);
+            attr.cap.max_send_wr = COUNT;
+            attr.cap.max_recv_wr = COUNT;
+            let sender = device.create_qp_ex(&mut attr);
+            attr.recv_cq = device.create_cq(300);
+            let receiver = device.create_qp_ex(&mut attr);
+            assert_eq!(limit(sender, 8000, 0), libc::EINVAL, "in RESET");
+            let numbers = ((*sender).qp_num, (*receiver).qp_num);
+            to_rts(sender, device.gid(), numbers.1);
+            to_rts(receiver, device.gid(), numbers.0);
+            assert_eq!(limit(sender, caps.qp_rate_limit_min - 1, 0), libc::EINVAL);
+            assert_eq!(limit(sender, 8000, 1), libc::EINVAL);
+            // A byte in a quarter of a microsecond.
+            assert_eq!(limit(sender, 32_000, 0), 0);
+            let (mut now, mut init) = (zeroed::<ibv_qp_attr>(), zeroed::<ibv_qp_init_attr>());
+            let queried = call!(ibv_query_qp(sender => *mut ibv_qp, &raw mut now => *mut ibv_qp_attr,
+                0 => c_int, &raw mut init => *mut ibv_qp_init_attr) -> c_int);
+            assert_eq!((queried, now.rate_limit), (0, 32_000));
+            // The same by another call.
+            modify(sender, &now, IBV_QP_RATE_LIMIT);
+            now.rate_limit = 1;
+            let result = call!(ibv_modify_qp(sender => *mut ibv_qp, &raw mut now => *mut ibv_qp_attr,
+                IBV_QP_RATE_LIMIT as c_int => c_int) -> c_int);
+            assert_eq!(result, libc::EINVAL);
+            assert_eq!(limit(sender, 32_000, 0), 0);
+            let ah = create_ah(&device, device.gid());
+            for _ in 0..COUNT {
+                post_recv(receiver, 0, Some(sge(room, 0, MESSAGE + 40)));
+            }
+            let start = Instant::now();
+            let qp = extended(sender);
+            for _ in 0..COUNT {
+                (*qp).wr_start.unwrap()(qp);
+                (*qp).wr_flags = IBV_SEND_SIGNALED;
+                (*qp).wr_send.unwrap()(qp);
+                let piece = sge(mr, 0, MESSAGE);
+                (*qp).wr_set_sge.unwrap()(qp, piece.lkey, piece.addr, piece.length);
+                if qp_type == IBV_QPT_UD {
+                    (*qp).wr_set_ud_addr.unwrap()(qp, ah, 1, QKEY);
+                }
+                assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
+            }
+            let mut left = COUNT as usize;
+            while left > 0 {
+                left -= poll(cq).len();
+                assert!(start.elapsed() < Duration::from_secs(20), "{left} are left");
+            }
+            let least = Duration::from_nanos(u64::from(COUNT * MESSAGE - BURST) * 250);
+            assert!(
+                start.elapsed() > least,
+                "{:?} of {qp_type}",
+                start.elapsed()
+            );
+            assert_eq!(limit(sender, 0, 0), 0, "no limit");
+        }
+    }
+}
+
+#[test]
+fn a_destination_has_an_ethernet_address() {
+    let device = Device::open("riser0");
+    let resolve = |change: &dyn Fn(&mut ibv_ah_attr)| {
+        let mut attr = ah_attr(device.gid());
+        change(&mut attr);
+        let (mut mac, mut vlan) = ([1u8; 6], 0u16);
+        let result = call!(ibv_resolve_eth_l2_from_gid(device.context => *mut ibv_context,
+            &raw mut attr => *mut ibv_ah_attr, mac.as_mut_ptr() => *mut u8,
+            &raw mut vlan => *mut u16) -> c_int);
+        if result == 0 {
+            Ok((mac, vlan))
+        } else {
+            Err(result)
+        }
+    };
+    // The loopback interface has none.
+    assert_eq!(resolve(&|_| {}), Ok(([0; 6], 0xffff)));
+    let group = resolve(&|attr| {
+        attr.grh.dgid = ibv_gid {
+            raw: *b"\0\0\0\0\0\0\0\0\0\0\xff\xff\xef\x81\x02\x03",
+        };
+    });
+    assert_eq!(group, Ok(([1, 0, 0x5e, 1, 2, 3], 0xffff)));
+    assert_eq!(resolve(&|attr| attr.is_global = 0), Err(libc::EINVAL));
+    assert_eq!(resolve(&|attr| attr.grh.sgid_index = 9), Err(libc::EINVAL));
+    assert_eq!(resolve(&|attr| attr.port_num = 2), Err(libc::EINVAL));
 }

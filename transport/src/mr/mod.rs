@@ -96,6 +96,8 @@ struct Region {
     valid: bool,
     pd: PdId,
     access: Access,
+    /// Part of it may not be mapped, so its memory is looked at before each access.
+    is_paged: bool,
     base: u64,
     length: u64,
     /// Never empty when `length` is not 0, but of a null region; segments of no bytes are left out.
@@ -149,6 +151,7 @@ impl MrTable {
                     valid: false,
                     pd: no_domain,
                     access: Access::empty(),
+                    is_paged: false,
                     base: 0,
                     length: 0,
                     segments: Vec::new(),
@@ -176,6 +179,14 @@ impl MrTable {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The region in a slot, by the index of its id.
+    #[must_use]
+    pub fn at(&self, slot: u32) -> Option<MrId> {
+        let region = self.slots.get(slot as usize)?;
+        let id = MrId(Handle::new(slot, region.generation));
+        region.is_named(id).then_some(id)
     }
 
     /// Registers a range of memory (see [`crate::verbs::Verbs::reg_mr`]).
@@ -211,6 +222,7 @@ impl MrTable {
         region.kind = Kind::Registered;
         region.valid = true;
         region.access = access;
+        region.is_paged = access.contains(Access::ON_DEMAND);
         region.cover(range, iova);
         Ok(region.describe(id))
     }
@@ -253,6 +265,7 @@ impl MrTable {
         region.access = access;
         region.pd = pd.unwrap_or(region.pd);
         if let Some((range, iova)) = translation {
+            region.is_paged = access.contains(Access::ON_DEMAND);
             region.cover(range, iova);
         }
         Ok(region.describe(id))
@@ -390,8 +403,19 @@ impl MrTable {
         }
         region.key = key.0;
         region.access = access;
+        region.is_paged = access.contains(Access::ON_DEMAND);
         region.valid = true;
         Ok(())
+    }
+
+    /// Looks at the memory of regions before each access from now on, as it is for those on demand,
+    /// where an access has found that part of it is not mapped any longer. Parts that are not fail as
+    /// what is outside of the region does; all others stay as they were.
+    pub fn page_faulted(&mut self) {
+        for region in &mut self.slots {
+            let mut segments = region.segments.iter();
+            region.is_paged |= segments.any(|segment| segment.slice.memory().has_faulted());
+        }
     }
 
     /// Executes a LOCAL_INV, or a peer's SEND with invalidate: the key stops working. Only a valid
@@ -511,9 +535,8 @@ impl MrTable {
             return Err(KeyError::Right);
         }
         let span = region.span(addr, len.into()).ok_or(KeyError::Range)?;
-        if region.access.contains(Access::ON_DEMAND) {
-            // Nothing has kept its pages, so part of the range may not be mapped. A right to write
-            // was asked for, or none but to read.
+        if region.is_paged {
+            // A right to write was asked for, or none but to read.
             let write = !(right - Access::REMOTE_READ).is_empty();
             let accessed = span.part(accessed);
             accessed.populate(write).map_err(|_| KeyError::Range)?;
@@ -600,6 +623,7 @@ impl MrTable {
         region.key = index << 8 | random;
         region.pd = pd;
         region.access = Access::empty();
+        region.is_paged = false;
         region.base = 0;
         region.length = 0;
         Ok(Handle::new(slot, region.generation))

@@ -11,6 +11,10 @@
 //!      └── type 2: LOCAL_INV, SEND with invalidate,│
 //!          the end of the queue pair ──────────────┘
 //! ```
+//!
+//! A RESET of the queue pair leaves its windows bound, as Linux's `rdma_rxe` does: they serve the peer
+//! of its next connection. There a queue pair that is destroyed waits for its windows; here it
+//! unbinds them.
 
 use super::{KeyError, Kind, MrTable, Region, Segment};
 use crate::verbs::{Access, Mw, MwBind, MwId, MwType, PdId, QpId, RKey, VerbsError};
@@ -109,15 +113,15 @@ impl MrTable {
         let region = wr.mr.0.index() as u32;
         let holder = &mut self.slots[region as usize];
         holder.windows += 1;
-        // Nothing keeps the pages of such a region, and the window has no others.
-        let on_demand = holder.access & Access::ON_DEMAND;
+        let is_paged = holder.is_paged;
         if mw_type == MwType::Type2 {
             self.by_qp.insert((qp, slot as u32));
         }
         let window = &mut self.slots[slot];
         window.binding = Some(Binding { region, qp });
         window.key = wr.key.0;
-        window.access = wr.access | on_demand;
+        window.access = wr.access;
+        window.is_paged = is_paged;
         window.base = if wr.access.contains(Access::ZERO_BASED) {
             0
         } else {

@@ -68,6 +68,8 @@ impl RdmaCoreDevice {
             max_ah: count(d.max_ah),
             max_mcast_grp: count(d.max_mcast_grp),
             max_mcast_qp_attach: count(d.max_mcast_qp_attach),
+            min_rate_kbps: 0,
+            max_rate_kbps: 0,
             ports: d.phys_port_cnt,
             path_migration: d.device_cap_flags & IBV_DEVICE_AUTO_PATH_MIG != 0,
         })

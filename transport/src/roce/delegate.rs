@@ -65,6 +65,8 @@ macro_rules! delegate_verbs_to_nic {
                 @ref qp_num(qp: $crate::verbs::QpId) -> Result<u32, $crate::verbs::VerbsError>;
                 @live mut modify_qp(qp: $crate::verbs::QpId, attr: &$crate::verbs::QpAttr) -> Result<(), $crate::verbs::VerbsError>;
                 @ref query_qp(qp: $crate::verbs::QpId) -> Result<$crate::verbs::QpAttr, $crate::verbs::VerbsError>;
+                @mut modify_qp_rate_limit(qp: $crate::verbs::QpId, limit: $crate::verbs::RateLimit) -> Result<(), $crate::verbs::VerbsError>;
+                @ref query_qp_rate_limit(qp: $crate::verbs::QpId) -> Result<$crate::verbs::RateLimit, $crate::verbs::VerbsError>;
                 @mut destroy_qp(qp: $crate::verbs::QpId) -> Result<(), $crate::verbs::VerbsError>;
                 @mut post_send(qp: $crate::verbs::QpId, wrs: &[$crate::verbs::SendWr<'_>]) -> Result<(), $crate::verbs::PostError>;
                 @mut post_recv(qp: $crate::verbs::QpId, wrs: &[$crate::verbs::RecvWr<'_>]) -> Result<(), $crate::verbs::PostError>;
@@ -137,6 +139,13 @@ macro_rules! delegate_counters_to_nic {
             #[must_use]
             pub fn counters(&self) -> &$crate::roce::nic::NicCounters {
                 self.nic.counters()
+            }
+
+            /// Counters of the port by the names that Linux has for them.
+            pub fn hw_counters(
+                &self,
+            ) -> impl Iterator<Item = $crate::roce::nic::HwCounter> + use<> {
+                self.nic.hw_counters()
             }
 
             /// Numbers of the device's objects.

@@ -19,7 +19,7 @@ use super::pcap::PcapWriter;
 use super::steer::{Requests, steer};
 use crate::cm::MAX_WORKER_BITS;
 use crate::netif::{AddressState, AddressWatch, interface_mtu};
-use crate::verbs::{EventFds, Mtu, PortState, Provider, QpId, VerbsError};
+use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
@@ -432,6 +432,12 @@ impl Roce {
     pub fn device_time(&mut self, now: Instant) -> u64 {
         self.nic.set_now(now);
         self.nic.clock().0
+    }
+
+    /// The memory region whose id has an index.
+    #[must_use]
+    pub fn mr_at(&self, index: u32) -> Option<MrId> {
+        self.nic.mr_at(index)
     }
 
     /// Takes back the newest `count` sends of a queue pair, which have just been posted: so a list is

@@ -103,10 +103,23 @@ pub struct DeviceAttr {
     pub max_mcast_grp: u32,
     /// Most queue pairs that are attached to a group.
     pub max_mcast_qp_attach: u32,
+    /// Least and largest rate limit of a queue pair, in kbit/s; 0 where it has none.
+    pub min_rate_kbps: u32,
+    /// See [`DeviceAttr::min_rate_kbps`].
+    pub max_rate_kbps: u32,
     /// Number of ports, which count from 1.
     pub ports: u8,
     /// Connections may have an alternate path ([`QpAttr::alt_path`]).
     pub path_migration: bool,
+}
+
+/// How fast a queue pair sends at most (`ibv_modify_qp_rate_limit(3)`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RateLimit {
+    /// Bits of RoCE packets, from their first header to their ICRC, in kbit/s; 0 is no limit.
+    pub rate_kbps: u32,
+    /// Bytes that may leave at once, at least a packet; 0 leaves it to the device.
+    pub max_burst: u32,
 }
 
 /// Attributes that a completion queue is created with.

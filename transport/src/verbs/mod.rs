@@ -434,6 +434,30 @@ pub trait Verbs {
     /// [`VerbsError::InvalidHandle`].
     fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError>;
 
+    /// Limits how fast a queue pair sends from now on, until it is reset. All of its packets count.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`]; [`VerbsError::InvalidParameter`] below
+    /// [`DeviceAttr::min_rate_kbps`] or above [`DeviceAttr::max_rate_kbps`];
+    /// [`VerbsError::InvalidState`] in RESET and ERROR; [`VerbsError::WrongQpType`] for queue pair 1;
+    /// [`VerbsError::Unsupported`].
+    fn modify_qp_rate_limit(&mut self, qp: QpId, limit: RateLimit) -> Result<(), VerbsError> {
+        let _ = (qp, limit);
+        Err(VerbsError::Unsupported("rate limits"))
+    }
+
+    /// The limit of a queue pair at present.
+    ///
+    /// No user yet.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_qp_rate_limit(&self, qp: QpId) -> Result<RateLimit, VerbsError> {
+        self.query_qp(qp).map(|_| RateLimit::default())
+    }
+
     /// Destroys a queue pair. Work still in its queues goes without completions; drain it first
     /// where they matter. Memory windows of type 2 that it has bound are unbound.
     ///

@@ -387,7 +387,21 @@ pub(crate) fn a_device_talks_to_itself<W: World>(mut w: W) {
     w.provider(End::A).post_send(qps[2], &[quiet]).unwrap();
     let c = next(w);
     assert_eq!((c.wr_id, c.status), (WrId(4), WcStatus::RemAccessErr));
-    // The window ends with the queue pair that bound it.
+    // The window outlives a RESET of the queue pair that bound it, as with rdma_rxe.
+    let reset = QpAttr {
+        state: Some(QpState::Reset),
+        ..QpAttr::default()
+    };
+    for i in [0, 1] {
+        w.provider(End::A).modify_qp(qps[i], &reset).unwrap();
+    }
+    for i in [0, 1] {
+        join(w, End::A, qps[i], (End::A, numbers[i ^ 1]));
+    }
+    w.provider(End::A).post_send(qps[0], &[write(5)]).unwrap();
+    let c = next(w);
+    assert_eq!((c.wr_id, c.status), (WrId(5), WcStatus::Success));
+    // It ends with the queue pair.
     let p = w.provider(End::A);
     let busy = p.dereg_mr(region.id);
     assert!(matches!(busy, Err(VerbsError::ResourceBusy(_))));

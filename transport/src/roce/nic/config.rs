@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use fnv::FnvHasher;
 
+use super::rate::{MAX_RATE, MIN_RATE};
 use crate::rc::RcCounters;
 use crate::uc::UcCounters;
 use crate::verbs::{DeviceAttr, Mtu};
@@ -188,6 +189,8 @@ impl NicConfig {
             max_ah: l.max_ah,
             max_mcast_grp: if self.has_icrc() { l.max_mcast_grp } else { 0 },
             max_mcast_qp_attach: l.max_mcast_qp_attach,
+            min_rate_kbps: MIN_RATE,
+            max_rate_kbps: MAX_RATE,
             ports: 1,
             path_migration: self.wire == Wire::Network,
         }

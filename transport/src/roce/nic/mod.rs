@@ -13,6 +13,7 @@
 //! | --- | --- |
 //! | `config` | [`NicConfig`], [`NicLimits`], the counters |
 //! | `agents` | answers to MADs: what the device is, and the counters of its port |
+//! | `hw_counters` | counters by Linux's names |
 //! | `objects` | protection domains, completion queues, shared receive queues, address handles |
 //! | `qpn` | gives out queue-pair numbers |
 //! | `xrc` | XRC domains, their shared receive queues, what arrives for these |
@@ -22,6 +23,7 @@
 //! | `migration` | alternate paths of connections |
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
+//! | `rate` | rate limits of queue pairs |
 //! | [`rdma_cm`] | the RDMA CM's calls and its messages |
 //!
 //! # Invariants
@@ -47,12 +49,14 @@
 mod agents;
 mod breakage;
 mod config;
+mod hw_counters;
 mod mcast;
 mod migration;
 mod objects;
 mod port;
 mod qp;
 mod qpn;
+mod rate;
 pub mod rdma_cm;
 mod rx;
 #[cfg(test)]
@@ -67,6 +71,7 @@ use std::time::{Duration, Instant};
 
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
+use riser_memory::fault;
 
 use crate::cm::CmConfig;
 use crate::mr::MrTable;
@@ -86,6 +91,7 @@ use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT};
 use agents::Agents;
 pub use breakage::Breakage;
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, Wire, device_guid};
+pub use hw_counters::HwCounter;
 use migration::Alternate;
 use qpn::{QpnAllocator, QpnMap};
 use rdma_cm::CmAgent;
@@ -187,6 +193,7 @@ struct Qp {
     is_queued: bool,
     /// What it sends to a multicast group does not come back to it.
     blocks_own_mcast: bool,
+    limiter: Option<Box<rate::Limiter>>,
     /// The earliest entry of the timer heap that is meant.
     armed: Option<Instant>,
     counters: QpCounters,
@@ -231,6 +238,8 @@ pub struct Nic {
     has_datagrams: bool,
     pds: Table<PdId, Pd>,
     mrs: MrTable,
+    /// Failed accesses to memory of this process that the regions are known by.
+    faults: u64,
     cqs: Table<CqId, Cq>,
     srqs: Table<SrqId, Srq>,
     qps: Table<QpId, Qp>,
@@ -320,6 +329,7 @@ impl Nic {
             has_datagrams: false,
             pds: Table::new("protection domain", limits.max_pd),
             mrs,
+            faults: fault::count(),
             cqs: Table::new("completion queue", limits.max_cq),
             srqs: Table::new("shared receive queue", limits.max_srq),
             qps: Table::new("queue pair", limits.max_qp),

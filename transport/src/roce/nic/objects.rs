@@ -166,6 +166,10 @@ impl Nic {
         Ok(mr)
     }
 
+    pub fn mr_at(&self, index: u32) -> Option<MrId> {
+        self.mrs.at(index)
+    }
+
     pub fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError> {
         self.mrs.query(mr)
     }

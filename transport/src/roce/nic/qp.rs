@@ -126,6 +126,7 @@ impl Nic {
             awaits_first_packet: false,
             is_queued: false,
             blocks_own_mcast: init.block_self_mcast,
+            limiter: None,
             armed: None,
             counters: QpCounters::default(),
         })?;
@@ -461,6 +462,7 @@ impl Nic {
         let qp = self.qps.get_mut(id)?;
         if to == QpState::Reset {
             qp.attr = QpAttr::default();
+            qp.limiter = None;
         } else {
             merge(&mut qp.attr, attr);
         }

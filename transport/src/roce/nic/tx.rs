@@ -3,12 +3,15 @@
 use std::cmp::Reverse;
 use std::time::Instant;
 
+use riser_memory::fault;
+
 use super::qp::with_env;
-use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp, TURN};
+use super::rate::Limiter;
+use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp};
 use crate::rc::Env;
 use crate::roce::batch::{TxBatch, Way, destination};
 use crate::verbs::{PathMigState, QpId, QpType};
-use crate::wire::{Bth, IcrcFlow, Qpn};
+use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
 
 /// The batch that a packet goes to.
 fn choose<'a>(
@@ -27,11 +30,13 @@ fn choose<'a>(
 impl Qp {
     /// Next time at which its machine has something to do though nothing comes in.
     fn poll_timeout(&self) -> Option<Instant> {
-        match &self.machine {
+        let machine = match &self.machine {
             Machine::Rc(rc) | Machine::Xrc(rc) => rc.poll_timeout(),
             Machine::Uc(uc) => uc.poll_timeout(),
             Machine::Ud(_) => None,
-        }
+        };
+        let release = self.limiter.as_deref().and_then(Limiter::release);
+        [machine, release].into_iter().flatten().min()
     }
 
     /// The time of a timer that is to be added, if its deadline needs one.
@@ -54,6 +59,7 @@ impl Nic {
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
         let has_icrc = self.config.has_icrc();
+        let known = fault::count();
         let before = self.collected(batch);
         // Before the message of the CM that ends the connection: the peer would not take them after
         // it.
@@ -106,7 +112,34 @@ impl Nic {
         let packets = after.0 - before.0;
         self.counters.tx_packets += packets as u64;
         self.counters.tx_bytes += (after.1 - before.1) as u64;
+        let faults = fault::count();
+        if faults != self.faults {
+            // Those that it knows of from here on.
+            self.faults = faults;
+            self.mrs.page_faulted();
+            if faults != known {
+                self.lose_collected(batch);
+            }
+        }
         packets
+    }
+
+    /// Loses what was collected, since memory was gone that some of it was read from. What is repeated
+    /// finds out which region that was.
+    #[cold]
+    fn lose_collected(&mut self, batch: &mut TxBatch) {
+        batch.clear();
+        let own = self.own_way.as_mut().and_then(|own| own.packets.as_mut());
+        if let Some(own) = own {
+            own.batch.clear();
+        }
+        let all: Vec<QpId> = self.qps.iter().map(|(id, _)| id).collect();
+        for id in all {
+            let machine = self.qps.get_mut(id).map(|qp| &mut qp.machine);
+            if let Ok(Machine::Rc(rc) | Machine::Xrc(rc)) = machine {
+                rc.lose_answers();
+            }
+        }
     }
 
     /// The batch that a packet goes to.
@@ -128,13 +161,14 @@ impl Nic {
     /// Lets a connection send; answers whether it was stopped before it had nothing left.
     fn take_rc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
         let (now, to_strangers) = (self.now, self.to_strangers);
-        let has_icrc = self.config.has_icrc();
+        let (has_icrc, mtu) = (self.config.has_icrc(), self.config.mtu.bytes());
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
         let peer = qp.peer;
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
+        let (turn, before) = (qp.turn(now, mtu), batch.total_bytes());
         // An extended connection takes no notifications of congestion.
         let is_markable = qp.qp_type == QpType::Rc;
         let is_migrated = qp.mig_state == PathMigState::Migrated;
@@ -158,10 +192,12 @@ impl Nic {
             is_to_stranger: is_silent,
             ..Way::to(peer.addr)
         };
+        let mut has_more = true;
         // Bounded also where the packets are small, so that a turn is short for those that wait.
-        for _ in 0..TURN {
+        for _ in 0..turn {
             if !rc.poll_transmit(now, &mut env, &mut self.tx) {
-                return false;
+                has_more = false;
+                break;
             }
             if !is_migrated {
                 Bth::clear_migrated(&mut self.tx.headers);
@@ -176,19 +212,21 @@ impl Nic {
         }
         // All other queue pairs may have their turns before the next, and the peer's timer fires
         // where that takes long.
-        if rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
+        if has_more && rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
             if !is_migrated {
                 Bth::clear_migrated(&mut self.tx.headers);
             }
             way = way.markable(false);
             batch.push_packet(flow, &way, &mut self.tx);
         }
-        true
+        qp.on_sent(now, batch.total_bytes() - before);
+        has_more && turn > 0
     }
 
     /// The same for an unreliable connection.
     fn take_uc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
         let (now, has_icrc) = (self.now, self.config.has_icrc());
+        let mtu = self.config.mtu.bytes();
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
@@ -196,6 +234,7 @@ impl Nic {
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
         let is_migrated = qp.mig_state == PathMigState::Migrated;
+        let (turn, before) = (qp.turn(now, mtu), batch.total_bytes());
         with_env!(self, qp, env);
         let (Machine::Uc(uc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
@@ -206,9 +245,11 @@ impl Nic {
             tos: peer.tos,
             ..Way::to(peer.addr)
         };
-        for _ in 0..TURN {
+        let mut has_more = turn > 0;
+        for _ in 0..turn {
             if !uc.poll_transmit(now, &mut env, &mut self.tx) {
-                return false;
+                has_more = false;
+                break;
             }
             if !is_migrated {
                 Bth::clear_migrated(&mut self.tx.headers);
@@ -218,24 +259,30 @@ impl Nic {
                 break;
             }
         }
-        true
+        qp.on_sent(now, batch.total_bytes() - before);
+        has_more
     }
 
     /// The same for a datagram queue pair.
     fn take_ud_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
         let (locals, to_strangers, cm) = (&self.locals, self.to_strangers, self.cm.machine());
-        let has_icrc = self.config.has_icrc();
+        let (now, has_icrc) = (self.now, self.config.has_icrc());
+        let mtu = self.config.mtu.bytes();
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
+        let turn = qp.turn(now, mtu);
         with_env!(self, qp, env);
         let Machine::Ud(ud) = &mut qp.machine else {
             return false;
         };
-        for _ in 0..TURN {
+        let (mut has_more, mut sent) = (turn > 0, 0);
+        for _ in 0..turn {
             let Some(mut way) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
-                return false;
+                has_more = false;
+                break;
             };
+            sent += self.tx.len() + ICRC_LEN;
             let dst = way.dst;
             // A question on queue pair 1 may bear a forged address.
             let qpn = destination(&self.tx.headers);
@@ -256,7 +303,8 @@ impl Nic {
                 break;
             }
         }
-        true
+        qp.on_sent(now, sent);
+        has_more
     }
 
     /// A queue pair ends: keeps what it still has to answer. An adapter would have answered at
@@ -329,6 +377,9 @@ impl Nic {
             }
             qp.armed = None;
             if qp.poll_timeout().is_some_and(|t| t <= now) {
+                if let Some(limiter) = &mut qp.limiter {
+                    limiter.handle_timeout(now);
+                }
                 match &mut qp.machine {
                     Machine::Rc(_) | Machine::Xrc(_) => self.fire_rc_timer(id),
                     Machine::Uc(uc) => uc.handle_timeout(now),

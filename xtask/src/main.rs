@@ -59,7 +59,6 @@ mod neighbours;
 mod nightly;
 mod package;
 mod packages;
-mod qemu_driver;
 mod sh;
 mod sim;
 mod soak;

@@ -288,6 +288,19 @@ impl<'a> Tgt<'a> {
     }
 }
 
+/// Whether QEMU's tools have their driver, which is not installed here: it has to be of the tools'
+/// version, as `cargo xtask conformance` installs it.
+pub(super) fn has_qemu_driver() -> bool {
+    // No target is at this port. A QEMU of before 8 reports an unknown protocol, a newer one a
+    // module that it cannot load.
+    let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
+    let answer = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
+    answer.is_err_and(|error| {
+        let error = error.to_string();
+        !error.contains("Unknown protocol") && !error.contains("Unable to load module")
+    })
+}
+
 /// Output of a program that has succeeded.
 fn succeed(name: &str, ended: &Ended) -> Result<String, Failure> {
     let status = status(name, ended)?;

@@ -27,7 +27,7 @@ pub(crate) use runner::{Ended, Rig};
 use crate::daemon::OPTIMIZED;
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
-use crate::{Failure, qemu_driver, root, sh};
+use crate::{Failure, root, sh};
 
 /// Debian packages with the programs.
 pub(crate) const NEEDS: &[Need] = &[
@@ -250,7 +250,7 @@ fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
 }
 
 fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> Row {
-    if case.needs.contains(&"qemu-img") && !qemu_driver::is_there() {
+    if case.needs.contains(&"qemu-img") && !iser::has_qemu_driver() {
         let why = "QEMU's iSER driver is missing".to_owned();
         return show(
             case.path(),

@@ -472,11 +472,7 @@ impl Locked<'_> {
             state.is_asleep = false;
             return Some(TICK);
         }
-        state.receive_elsewhere();
-        let mut rounds = 0;
-        while state.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
-            rounds += 1;
-        }
+        let rounds = state.receive_elsewhere() + state.drive();
         state.eager = match (rounds > 0, is_driven) {
             // Idle: no transfer depends on the thread.
             (false, false) => 0,
@@ -484,7 +480,7 @@ impl Locked<'_> {
             (true, _) => EAGER,
         };
         state.report();
-        if rounds == ROUNDS || state.nic.arm_fds() {
+        if rounds >= ROUNDS || state.nic.arm_fds() {
             return Some(Duration::ZERO);
         }
         if state.eager > 0 || is_driven || state.share.flush() {
@@ -611,14 +607,33 @@ impl std::ops::DerefMut for Locked<'_> {
 }
 
 impl State {
-    /// Takes in packets that have come to other sockets than the NIC's.
-    fn receive_elsewhere(&mut self) {
+    /// Takes in packets that have come to other sockets than the NIC's. Returns the number of rounds
+    /// that the NIC has had.
+    ///
+    /// What has come to the NIC's own before one of them goes first: a peer that confirms a connection
+    /// and asks for another at once sends to both, and programs expect the events in that order.
+    fn receive_elsewhere(&mut self) -> usize {
+        let mut rounds = 0;
         for _ in 0..PACKETS {
+            if rounds >= ROUNDS {
+                break;
+            }
             let Some(packet) = self.share.poll_packet() else {
-                return;
+                break;
             };
+            rounds += self.drive();
             self.nic.handle_forwarded(Instant::now(), &packet);
         }
+        rounds
+    }
+
+    /// Drives the NIC until it has nothing to do, or has had its turn. Returns the number of rounds.
+    fn drive(&mut self) -> usize {
+        let mut rounds = 0;
+        while self.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
+            rounds += 1;
+        }
+        rounds
     }
 
     /// Takes a port of the RDMA CM for an identifier, a free one where it is 0; answers which. An

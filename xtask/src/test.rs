@@ -182,7 +182,7 @@ const STEPS: &[Step] = &[
             Err(e) => Outcome::of(Err(e)),
         }
     })
-    .needing(&[verbs::NEEDS]),
+    .needing(verbs::NEEDS),
     step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
     step("package", |_| package_step())
         .requiring(package::NEEDS)

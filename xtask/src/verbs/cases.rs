@@ -4,6 +4,8 @@
 //! sides, `{port}` a port that no other case uses, `{dir}` a folder of the case's own, and `{programs}`
 //! the folder of our programs.
 
+use super::consumers;
+
 /// Time of a case unless it says otherwise, in seconds.
 const SECONDS: u64 = 30;
 
@@ -28,6 +30,15 @@ pub(super) enum End {
     Itself,
     /// When it is asked to, by SIGTERM.
     Asked,
+}
+
+/// Where a case runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// At addresses of loopback.
+    Loopback,
+    /// In namespaces with an interface and `/dev/infiniband` ([`super::namespace`]), for one client.
+    Network,
 }
 
 /// One case.
@@ -58,6 +69,9 @@ pub(super) struct Case {
     pub(super) variable: Option<(&'static str, &'static str)>,
     /// Two files in `{dir}` that are the same in the end. The first one is there before.
     pub(super) is_copy: bool,
+    pub(super) place: Place,
+    /// A program of ours, by its path in the sources, that is compiled for MPI as `{dir}/program`.
+    pub(super) source: Option<&'static str>,
     /// Longest time.
     pub(super) seconds: u64,
 }
@@ -68,7 +82,12 @@ impl Case {
         format!("{}/{}", self.group, self.name)
     }
 
-    fn alone(group: &'static str, name: &str, command: &str, says: &[&'static str]) -> Self {
+    pub(super) fn alone(
+        group: &'static str,
+        name: &str,
+        command: &str,
+        says: &[&'static str],
+    ) -> Self {
         Self {
             group,
             name: name.to_owned(),
@@ -84,11 +103,13 @@ impl Case {
             sockets: false,
             variable: None,
             is_copy: false,
+            place: Place::Loopback,
+            source: None,
             seconds: SECONDS,
         }
     }
 
-    fn pair(
+    pub(super) fn pair(
         group: &'static str,
         name: &str,
         [server, client]: [&str; 2],
@@ -100,12 +121,12 @@ impl Case {
         }
     }
 
-    fn ready(self, ready: Ready) -> Self {
+    pub(super) fn ready(self, ready: Ready) -> Self {
         Self { ready, ..self }
     }
 
     /// The server serves until it is asked to end.
-    fn asked(self) -> Self {
+    pub(super) fn asked(self) -> Self {
         Self {
             end: End::Asked,
             ..self
@@ -114,6 +135,23 @@ impl Case {
 
     fn clients(self, clients: usize) -> Self {
         Self { clients, ..self }
+    }
+
+    /// It runs where there is a network interface.
+    pub(super) fn on_network(self) -> Self {
+        Self {
+            place: Place::Network,
+            ..self
+        }
+    }
+
+    /// Programs that it starts, without `env` and what that sets.
+    pub(super) fn programs(&self) -> impl Iterator<Item = &str> {
+        let commands = [&self.server, &self.client].into_iter().flatten();
+        commands.filter_map(|command| {
+            let mut words = command.split(' ');
+            words.find(|word| *word != "env" && !word.contains('='))
+        })
     }
 
     fn refused(self) -> Self {
@@ -130,7 +168,7 @@ impl Case {
         }
     }
 
-    fn seconds(self, seconds: u64) -> Self {
+    pub(super) fn seconds(self, seconds: u64) -> Self {
         Self { seconds, ..self }
     }
 }
@@ -148,6 +186,7 @@ pub(super) fn all() -> Vec<Case> {
     cases.extend(sockets());
     cases.extend(perftest());
     cases.extend(disks());
+    cases.extend(consumers::all());
     cases.extend(misuse());
     cases
 }

@@ -210,7 +210,7 @@ fn perftest(rig: &Rig, program: &str, options: &str) -> Result<f64, Failure> {
         rig.start(command, &format!("{log}.{end}"))
     };
     let mut server = start(SERVER, &words, "server")?;
-    wait_until_ready(&mut server, Ready::Port, PERFTEST_PORT)?;
+    wait_until_ready(&mut server, Ready::Port, SERVER, PERFTEST_PORT)?;
     let words: Vec<_> = words.into_iter().chain([SERVER]).collect();
     let mut client = start(CLIENT, &words, "client")?;
     let until = Instant::now() + PATIENCE;

@@ -3,14 +3,19 @@
 //! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
 //! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
 //! unprivileged user ([`runner`]). Programs that know nothing of RDMA run with their sockets as
-//! rsockets. A table has the commands and the output that is expected ([`cases`]). tgt, libiscsi and
-//! QEMU exchange data over iSER, with `riserd` and `riser` and with each other ([`iser`]). Beside that,
-//! rdma-core's own tests run ([`pyverbs`]) and so does our provider suite ([`providers`]), and the
-//! exported symbols are compared ([`symbols`]). `--figures` measures instead ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
+//! rsockets. A table has the commands and the output that is expected ([`cases`], [`consumers`]). Some
+//! programs need more than an address of loopback ([`namespace`]). tgt, libiscsi and QEMU exchange data
+//! over iSER, with `riserd` and `riser` and with each other ([`iser`]). Beside that, rdma-core's own
+//! tests run ([`pyverbs`]), and libfabric's ([`fabtests`]), and so does our provider suite
+//! ([`providers`]), and the exported symbols are compared ([`symbols`]). `--figures` measures instead
+//! ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
 
 mod cases;
+mod consumers;
+mod fabtests;
 mod figures;
 mod iser;
+mod namespace;
 mod providers;
 mod pyverbs;
 mod runner;
@@ -20,7 +25,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cases::Case;
+use cases::{Case, Place};
 use pyverbs::{Test, Verdict};
 pub(crate) use runner::{Ended, Rig};
 
@@ -29,8 +34,10 @@ use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, root, sh};
 
-/// Debian packages with the programs.
-pub(crate) const NEEDS: &[Need] = &[
+/// Debian packages with the programs, and to build those that Debian has not.
+pub(crate) const NEEDS: &[&[Need]] = &[PROGRAMS, consumers::NEEDS, fabtests::NEEDS];
+
+const PROGRAMS: &[Need] = &[
     need("ibv_devinfo", "ibverbs-utils", "programs for verbs"),
     need("rping", "rdmacm-utils", "programs for connections"),
     need("ib_write_bw", "perftest", "perftest"),
@@ -63,6 +70,9 @@ const SYMBOLS: &str = "symbols/exports";
 
 /// Group of rdma-core's own tests.
 const PYVERBS: &str = "pyverbs";
+
+/// Group of libfabric's own tests.
+const FABTESTS: &str = "fabtests";
 
 /// Options of `cargo xtask verbs`.
 ///
@@ -135,7 +145,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         return Ok(());
     }
     if let Some(rounds) = options.figures {
-        ensure(NEEDS);
+        ensure(PROGRAMS);
         let scratch = sh::Scratch::new("verbs")?;
         let logs = root().join(&options.logs);
         let rig = Rig::new(&programs(options)?, &scratch, &logs)?;
@@ -152,7 +162,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 
 /// Runs the cases; their counts, and what went wrong if something did.
 pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Failure> {
-    ensure(NEEDS);
+    ensure(NEEDS.iter().copied().flatten());
     let programs = programs(options)?;
     let scratch = sh::Scratch::new("verbs")?;
     let logs = root().join(&options.logs);
@@ -173,6 +183,7 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
         }
     }
     rows.extend(of_pyverbs(options, &rig, &scratch));
+    rows.extend(of_fabtests(options, &rig, &scratch));
     if rows.is_empty() {
         return Err("no case has one of these words in its path".into());
     }
@@ -215,7 +226,10 @@ fn all_paths() -> Vec<String> {
     first
         .chain(paths)
         .chain(providers::paths())
-        .chain([format!("{PYVERBS}/MODULE.CLASS.TEST")])
+        .chain([
+            format!("{PYVERBS}/MODULE.CLASS.TEST"),
+            format!("{FABTESTS}/PROVIDER/TEST"),
+        ])
         .collect()
 }
 
@@ -243,8 +257,13 @@ fn of_symbols(programs: &Path) -> Row {
 }
 
 fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
-    let commands = [&case.server, &case.client].into_iter().flatten();
-    let programs = commands.filter_map(|command| command.split(' ').next());
+    if case.place == Place::Network
+        && let Err(why) = rig.network()
+    {
+        let outcome = Outcome::Skipped(why);
+        return show(case.path(), Kind::Program, outcome, Duration::ZERO);
+    }
+    let programs = case.programs().chain(case.source.map(|_| "mpicc"));
     let programs = programs.filter(|program| !program.starts_with('{'));
     of_programs(options, case.path(), programs, || rig.run(number, case))
 }
@@ -366,6 +385,46 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
                 let outcome = Outcome::Failed(why.to_string());
                 rows.push(show(path, Kind::SuiteTest, outcome, began.elapsed()));
             }
+        }
+    }
+    rows
+}
+
+/// libfabric's own tests, by its script, which runs all of a provider.
+fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
+    let mut rows = Vec::new();
+    let mut folder = None;
+    for (number, (provider, _)) in fabtests::PROVIDERS.iter().enumerate() {
+        let path = format!("{FABTESTS}/{provider}");
+        if !options.is_chosen(&path) {
+            continue;
+        }
+        let began = Instant::now();
+        let not_run = |outcome| show(path.clone(), Kind::SuiteTest, outcome, began.elapsed());
+        if let Err(why) = rig.network() {
+            rows.push(not_run(Outcome::Skipped(why)));
+            continue;
+        }
+        let folder = folder.get_or_insert_with(|| {
+            let unpacked = fabtests::unpack(scratch);
+            unpacked.map_err(|why| {
+                why.to_string()
+                    .lines()
+                    .next()
+                    .unwrap_or_default()
+                    .to_owned()
+            })
+        });
+        let folder = match folder {
+            Ok(folder) => folder,
+            Err(why) => {
+                rows.push(not_run(Outcome::Skipped(why.clone())));
+                continue;
+            }
+        };
+        match fabtests::run(rig, folder, number) {
+            Ok(tests) => rows.extend(suite_rows(options, &path, &path, tests, began.elapsed())),
+            Err(why) => rows.push(not_run(Outcome::Failed(why.to_string()))),
         }
     }
     rows

@@ -1,6 +1,8 @@
 //! Runs a case: its server and its clients, each under `riser run` and without any right.
 
+use std::cell::OnceCell;
 use std::fs::{self, File, Permissions};
+use std::net::Ipv4Addr;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -9,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::cases::{Case, ECHO, End, Ready};
+use super::cases::{Case, ECHO, End, Place, Ready};
+use super::namespace::{ADDRESSES, Namespace};
 use crate::{Failure, sh};
 
 /// User and group without rights, `nobody` and `nogroup` of Debian.
@@ -45,6 +48,8 @@ pub(crate) struct Rig {
     /// A folder that processes may write.
     home: PathBuf,
     logs: PathBuf,
+    /// Where cases of [`Place::Network`] run, once there was one, or why there is no such place.
+    network: OnceCell<Result<Namespace, String>>,
 }
 
 /// A process that has ended, or had to be ended.
@@ -76,6 +81,7 @@ impl Rig {
             copies: scratch.path().to_owned(),
             home,
             logs: logs.to_owned(),
+            network: OnceCell::new(),
         };
         rig.give(&rig.home)?;
         Ok(rig)
@@ -117,8 +123,35 @@ impl Rig {
         Ok(folder)
     }
 
-    /// A command under `riser run` with a device at an address, and further options.
+    /// The place with a network interface, which is made when it is first asked for.
+    ///
+    /// # Errors
+    /// The kernel, or a container, does not give namespaces to users.
+    pub(super) fn network(&self) -> Result<&Namespace, String> {
+        let made = self.network.get_or_init(|| {
+            let make = || {
+                let folder = self.folder("dev")?;
+                let as_user = |command| self.as_user(sh::ending_with_us(command, "KILL"), None);
+                Namespace::new(as_user, &folder, &self.logs.join("namespace.log"))
+            };
+            make().map_err(|why: Failure| why.to_string())
+        });
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// A command under `riser run` with devices at addresses, and further options.
     pub(crate) fn command(&self, addr: &str, options: &[&str], words: &[&str]) -> Command {
+        self.command_at(None, addr, options, words)
+    }
+
+    /// A command like [`Rig::command`], within the place with a network.
+    pub(super) fn command_at(
+        &self,
+        network: Option<&Namespace>,
+        addr: &str,
+        options: &[&str],
+        words: &[&str],
+    ) -> Command {
         let mut run = sh::cmd(&self.riser, ["run", "--addr", addr]);
         run.args(options).arg("--").args(words);
         self.without_rights(&run)
@@ -129,7 +162,15 @@ impl Rig {
         // What a program prints is seen at once, though it is no terminal that it prints to.
         let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), run);
         // Nearest to the program: another user's process would forget the signal.
-        let run = sh::ending_with_us(run, "KILL");
+        self.as_user(sh::ending_with_us(run, "KILL"), network)
+    }
+
+    /// A command, by a user without rights where we are root.
+    fn as_user(&self, run: Command, network: Option<&Namespace>) -> Command {
+        let run = match network {
+            Some(network) => network.enter(&self.home, &run),
+            None => run,
+        };
         let mut run = match sh::is_root() {
             false => run,
             true => {
@@ -177,10 +218,21 @@ impl Rig {
         let until = began + Duration::from_secs(case.seconds);
         let port = (FIRST_PORT + number).to_string();
         let dir = self.folder("case")?;
+        let network = match case.place {
+            Place::Loopback => None,
+            Place::Network => Some(self.network()?),
+        };
+        let address = |number: usize| match case.place {
+            Place::Loopback => address(number),
+            Place::Network => ADDRESSES[number].to_string(),
+        };
         if let Some(config) = case.config {
             let config = config.replace("{server}", &address(0));
             fs::write(dir.join("riserd.yaml"), config)?;
             self.adopt(&self.programs.join("riserd"))?;
+        }
+        if let Some(source) = case.source {
+            compile(source, &dir.join("program"))?;
         }
         if case.is_copy {
             // More than a window of any kind holds, and no multiple of anything.
@@ -208,7 +260,7 @@ impl Rig {
             if case.sockets {
                 options.push("--sockets");
             }
-            let mut command = self.command(&address(client), &options, &words);
+            let mut command = self.command_at(network, &address(client), &options, &words);
             command.envs(case.variable);
             self.start(command, &format!("{}.{log}", case.path()))
         };
@@ -217,7 +269,7 @@ impl Rig {
             None => None,
         };
         if let Some(server) = &mut server {
-            wait_until_ready(server, case.ready, &port)?;
+            wait_until_ready(server, case.ready, &address(0), &port)?;
         }
         let mut clients = Vec::new();
         for number in 1..=case.clients {
@@ -324,7 +376,13 @@ fn copy(from: &Path, folder: &Path) -> Result<PathBuf, Failure> {
     Ok(to)
 }
 
-/// Address of the server (0) or of a client.
+/// Compiles a program of ours against MPI.
+fn compile(source: &str, program: &Path) -> Result<(), Failure> {
+    let mut mpicc = sh::cmd("mpicc", ["-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
+    sh::output(mpicc.arg(program).arg(crate::root().join(source))).map(drop)
+}
+
+/// Address of the server (0) or of a client, where it is one of loopback.
 pub(super) fn address(number: usize) -> String {
     let [a, b, c, d] = SERVER;
     format!("{a}.{b}.{c}.{}", usize::from(d) + number)
@@ -342,15 +400,18 @@ fn file_name(path: &str) -> String {
 pub(super) fn wait_until_ready(
     server: &mut Process,
     ready: Ready,
+    addr: &str,
     port: &str,
 ) -> Result<(), Failure> {
     let until = Instant::now() + PATIENCE;
     let port = port.parse::<u16>()?;
+    let addr = addr.parse::<Ipv4Addr>()?.octets();
+    let pid = server.child.id();
     loop {
         let is_ready = match ready {
-            Ready::Port => is_listening(port),
-            Ready::Datagrams => has_socket(SERVER, port),
-            Ready::Device => has_socket(SERVER, 4791),
+            Ready::Port => is_listening(pid, port),
+            Ready::Datagrams => has_socket(pid, addr, port),
+            Ready::Device => has_socket(pid, addr, 4791),
             Ready::Says(words) => server.said().contains(words),
         };
         if is_ready {
@@ -370,7 +431,6 @@ pub(super) fn wait_until_ready(
     }
     if ready == Ready::Device {
         // It listens when it has nothing to do but to wait. One that never sleeps has had the time.
-        let pid = server.child.id();
         let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());
         let until = Instant::now() + BUSY;
         while since.elapsed() < SETTLE && Instant::now() < until {
@@ -397,11 +457,12 @@ fn cpu_of_sleeper(pid: u32) -> Option<(u64, u64)> {
     (state == "S").then_some(used)
 }
 
-/// Whether a TCP port of any address is listened at (`/proc/net/tcp`: state 0A).
-fn is_listening(port: u16) -> bool {
+/// Whether a TCP port of any address is listened at in a process's network (`/proc/PID/net/tcp`: state
+/// 0A).
+fn is_listening(pid: u32, port: u16) -> bool {
     let end = format!(":{port:04X}");
     ["tcp", "tcp6"].iter().any(|table| {
-        let text = fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
+        let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
         text.lines().any(|line| {
             let mut fields = line.split_whitespace().skip(1);
             let (local, state) = (fields.next(), fields.nth(1));
@@ -410,11 +471,11 @@ fn is_listening(port: u16) -> bool {
     })
 }
 
-/// Whether there is a UDP socket at an address and port.
-fn has_socket(addr: [u8; 4], port: u16) -> bool {
+/// Whether there is a UDP socket at an address and port in a process's network.
+fn has_socket(pid: u32, addr: [u8; 4], port: u16) -> bool {
     // The kernel prints the address as a number of the host.
     let start = format!("{:08X}:{port:04X}", u32::from_ne_bytes(addr));
-    let text = fs::read_to_string("/proc/net/udp").unwrap_or_default();
+    let text = fs::read_to_string(format!("/proc/{pid}/net/udp")).unwrap_or_default();
     text.lines()
         .any(|line| line.split_whitespace().nth(1) == Some(&start))
 }
@@ -565,13 +626,14 @@ mod tests {
 
     #[test]
     fn sockets_are_found() {
+        let own = std::process::id();
         let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        assert!(is_listening(tcp.local_addr().unwrap().port()));
+        assert!(is_listening(own, tcp.local_addr().unwrap().port()));
         let udp = std::net::UdpSocket::bind("127.0.17.9:0").unwrap();
         let port = udp.local_addr().unwrap().port();
-        assert!(has_socket([127, 0, 17, 9], port));
+        assert!(has_socket(own, [127, 0, 17, 9], port));
         drop(udp);
-        assert!(!has_socket([127, 0, 17, 9], port));
+        assert!(!has_socket(own, [127, 0, 17, 9], port));
         let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
         let until = Instant::now() + PATIENCE;
         while cpu_of_sleeper(sleeper.id()).is_none() {

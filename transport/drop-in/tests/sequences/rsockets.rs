@@ -42,6 +42,7 @@ const ERRORS: &[c_int] = &[
     libc::EPROTO,
     libc::ENOPROTOOPT,
     libc::EPERM,
+    libc::EACCES,
     libc::EDOM,
     libc::EPIPE,
 ];

@@ -588,11 +588,11 @@ fn the_connections_of_a_process_end_with_it() {
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
 }
 
-#[test]
-fn requests_and_what_became_of_them_go_with_their_listener() {
-    let (at_server, at_client) = (create_channel(), create_channel());
-    // SAFETY: the channels are alive.
-    unsafe { set_nonblocking((*at_server).fd) };
+/// A listener with a request that its peer has taken back. The program has not looked at either.
+fn listener_with_request(
+    at_server: *mut rdma_event_channel,
+    at_client: *mut rdma_event_channel,
+) -> *mut rdma_cm_id {
     let listener = create_id(at_server);
     assert_eq!(bind(listener, socket_address(2, 0)), 0, "{}", errno());
     let listening = call!(rdma_listen(listener => *mut rdma_cm_id, 4 => c_int) -> c_int);
@@ -603,9 +603,30 @@ fn requests_and_what_became_of_them_go_with_their_listener() {
     // It no longer wants the connection.
     assert_eq!(destroy_id(client), 0);
     thread::sleep(Duration::from_millis(100));
+    listener
+}
+
+#[test]
+fn requests_and_what_became_of_them_go_with_their_listener() {
+    let (at_server, at_client, other) = (create_channel(), create_channel(), create_channel());
+    // SAFETY: the channels are alive.
+    unsafe {
+        set_nonblocking((*at_server).fd);
+        set_nonblocking((*other).fd);
+    }
+    let listener = listener_with_request(at_server, at_client);
     assert_eq!(destroy_id(listener), 0);
     assert_eq!(next_event(at_server), None, "its identifier is gone");
-    for channel in [at_server, at_client] {
+
+    let listener = listener_with_request(at_server, at_client);
+    let migrated = call!(rdma_migrate_id(listener => *mut rdma_cm_id,
+        other => *mut rdma_event_channel) -> c_int);
+    assert_eq!(migrated, 0, "{}", errno());
+    assert_eq!(next_event(at_server), None, "all has come along");
+    assert_eq!(destroy_id(listener), 0);
+    assert_eq!(next_event(other), None, "its identifier is gone");
+    assert_eq!(next_event(at_server), None);
+    for channel in [at_server, at_client, other] {
         call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
     }
 }

@@ -131,7 +131,11 @@ fn on_removal(state: &State, id: CmId, ours: Ref<Id>) {
 fn push(event: Event) {
     let owner = event.owner();
     // Under the lock, so that it does not miss a change of the channel.
-    owner.lock().queue.push(event);
+    let state = owner.lock();
+    if event.listener.is_some() {
+        event.id.move_to(state.channel, &state.queue);
+    }
+    state.queue.push(event);
 }
 
 /// Makes the identifier of a connection request: it has its listener's channel and context.
@@ -244,6 +248,22 @@ pub(super) fn retract(queue: &EventQueue<Event>, id: Ref<Id>) {
 }
 
 impl Ref<Id> {
+    /// Moves the identifier of a request, which the program does not have yet, to its listener's channel,
+    /// with what became of it.
+    /// The channel may be gone, its queue is not.
+    fn move_to(self, channel: Ref<EventChannel>, queue: &Arc<EventQueue<Event>>) {
+        let mut state = self.lock();
+        state.channel = channel;
+        let old = mem::replace(&mut state.queue, Arc::clone(queue));
+        if !Arc::ptr_eq(&old, queue) {
+            for event in old.retract(|event| event.owner() == self) {
+                queue.push(event);
+            }
+        }
+        // SAFETY: the program does not know the identifier yet.
+        unsafe { (*self.c()).channel = channel.handle() };
+    }
+
     /// Takes back the event of a group that it has left.
     pub(super) fn retract_join(self, group: IpAddr) {
         let queue = Arc::clone(&self.lock().queue);
@@ -294,8 +314,17 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
         let from = mem::replace(&mut state.channel, to);
         let old = mem::replace(&mut state.queue, Arc::clone(&to.events));
         let waiting = old.retract(|event| event.owner() == id);
+        let requests: Vec<_> = waiting
+            .iter()
+            .filter(|event| event.listener.is_some())
+            .map(|event| event.id)
+            .collect();
         for event in waiting {
             to.events.push(event);
+        }
+        // Requests that the program does not have yet come along.
+        for request in requests {
+            request.move_to(to, &to.events);
         }
         (
             from,

@@ -78,7 +78,9 @@ pub(super) fn run(seed: u64) {
 
 impl Program {
     fn step(&mut self) {
-        match self.choices.below(24) {
+        match self.choices.below(30) {
+            24 | 25 => self.serve(),
+            26..=29 => self.begin(),
             0 => self.create_channel(),
             1 => self.destroy_channel(),
             2 | 3 => self.create_id(),
@@ -224,11 +226,15 @@ impl Program {
     }
 
     fn listen(&mut self) {
+        let id = self.ids.any(&mut self.choices);
+        self.listen_with(id);
+    }
+
+    fn listen_with(&mut self, id: *mut rdma_cm_id) {
         // A request would get the memory of an identifier that is gone.
         if self.ids.uses_gone {
             return;
         }
-        let id = self.ids.any(&mut self.choices);
         let backlog = self.choices.of(&[0, 1, 5, -1, i32::MAX]);
         self.choices.show(&format!("rdma_listen {id:?}"));
         let result = call!(rdma_listen(id => *mut rdma_cm_id, backlog => c_int) -> c_int);
@@ -397,6 +403,85 @@ impl Program {
         }
     }
 
+    /// Listens where clients ask.
+    fn serve(&mut self) {
+        let Some(id) = self.ids.live(&mut self.choices) else {
+            return;
+        };
+        let mut addr = self.peer();
+        self.choices.show(&format!("rdma_bind_addr {id:?}"));
+        let result = call!(rdma_bind_addr(id => *mut rdma_cm_id,
+            &raw mut addr => *mut sockaddr_in) -> c_int);
+        self.checked("rdma_bind_addr", result);
+        self.listen_with(id);
+    }
+
+    /// Begins a connection to where servers listen. What follows are answers to events.
+    fn begin(&mut self) {
+        let Some(id) = self.ids.live(&mut self.choices) else {
+            return;
+        };
+        let mut addr = self.peer();
+        self.choices.show(&format!("rdma_resolve_addr {id:?}"));
+        let result = call!(rdma_resolve_addr(id => *mut rdma_cm_id,
+            ptr::null_mut() => *mut sockaddr_in, &raw mut addr => *mut sockaddr_in,
+            1000 => c_int) -> c_int);
+        self.checked("rdma_resolve_addr", result);
+    }
+
+    /// A device's address with a port that all know.
+    fn peer(&mut self) -> sockaddr_in {
+        // SAFETY: all-zero bytes are valid.
+        let mut addr: sockaddr_in = unsafe { zeroed() };
+        addr.sin_family = libc::AF_INET as u16;
+        addr.sin_port = self.choices.of(&PORTS[..3]).to_be();
+        addr.sin_addr.s_addr = u32::from_ne_bytes(self.choices.of(&ADDRESSES));
+        addr
+    }
+
+    /// Does what a program does at an event.
+    fn follow(&mut self, kind: rdma_cm_event_type, id: *mut rdma_cm_id) {
+        self.choices.show(&format!("event {kind} of {id:?}"));
+        let result = match kind {
+            RDMA_CM_EVENT_ADDR_RESOLVED => {
+                call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int)
+            }
+            RDMA_CM_EVENT_ROUTE_RESOLVED | RDMA_CM_EVENT_CONNECT_REQUEST => {
+                // SAFETY: all-zero bytes are valid.
+                let (mut attr, mut param): (ibv_qp_init_attr, rdma_conn_param) =
+                    unsafe { (zeroed(), zeroed()) };
+                attr.qp_type = IBV_QPT_RC;
+                attr.cap.max_send_wr = 4;
+                attr.cap.max_recv_wr = 4;
+                attr.cap.max_send_sge = 1;
+                attr.cap.max_recv_sge = 1;
+                let made = call!(rdma_create_qp(id => *mut rdma_cm_id,
+                    ptr::null_mut() => *mut ibv_pd,
+                    &raw mut attr => *mut ibv_qp_init_attr) -> c_int);
+                self.checked("rdma_create_qp", made);
+                param.qp_num = 77;
+                param.retry_count = 7;
+                let param = &raw mut param;
+                match kind {
+                    RDMA_CM_EVENT_ROUTE_RESOLVED => call!(rdma_connect(id => *mut rdma_cm_id,
+                        param => *mut rdma_conn_param) -> c_int),
+                    _ if self.choices.once_in(5) => call!(rdma_reject(id => *mut rdma_cm_id,
+                        ptr::null_mut() => *mut c_void, 0 => u8) -> c_int),
+                    _ => call!(rdma_accept(id => *mut rdma_cm_id,
+                        param => *mut rdma_conn_param) -> c_int),
+                }
+            }
+            RDMA_CM_EVENT_DISCONNECTED => {
+                call!(rdma_disconnect(id => *mut rdma_cm_id) -> c_int)
+            }
+            RDMA_CM_EVENT_ESTABLISHED if self.choices.once_in(2) => {
+                call!(rdma_disconnect(id => *mut rdma_cm_id) -> c_int)
+            }
+            _ => 0,
+        };
+        self.checked("an answer to an event", result);
+    }
+
     /// Takes an event. It is acknowledged at once or later.
     fn take_events(&mut self) {
         let channel = self.channels.any(&mut self.choices);
@@ -425,6 +510,9 @@ impl Program {
         } else {
             assert!(self.ids.live.contains(&id), "an event of one that is gone");
             self.events.push((event, id));
+        }
+        if !self.choices.once_in(3) {
+            self.follow(kind, id);
         }
         true
     }

@@ -26,6 +26,12 @@ const ACCESS: u32 = IBV_ACCESS_LOCAL_WRITE
     | IBV_ACCESS_ZERO_BASED
     | IBV_ACCESS_ON_DEMAND;
 
+/// All that peers may do.
+const ALL: u32 = IBV_ACCESS_LOCAL_WRITE
+    | IBV_ACCESS_REMOTE_WRITE
+    | IBV_ACCESS_REMOTE_READ
+    | IBV_ACCESS_REMOTE_ATOMIC;
+
 /// All bits that attributes of a queue pair have.
 const MASK: u32 = (1 << 26) - 1;
 
@@ -211,7 +217,10 @@ impl Program {
     fn reg_mr(&mut self) {
         let pd = self.pds.any(&mut self.choices);
         let (at, length) = self.piece();
-        let access = self.choices.flags(ACCESS);
+        let access = match self.choices.once_in(2) {
+            true => self.choices.flags(ACCESS),
+            false => ALL,
+        };
         self.choices.show("ibv_reg_mr");
         let mr = if self.choices.once_in(3) {
             let iova = self.choices.rng.u64(..);
@@ -311,6 +320,20 @@ impl Program {
         attr.pd = pd;
         attr.send_cq = self.cqs.any(&mut self.choices);
         attr.recv_cq = self.cqs.any(&mut self.choices);
+        let mut context = self.context();
+        if !self.choices.once_in(4) && self.pds.live.contains(&pd) {
+            // All of one device, as programs have it.
+            // SAFETY: the objects are alive.
+            unsafe {
+                context = (*pd).context;
+                let own = self.cqs.live.iter().filter(|cq| (***cq).context == context);
+                let own: Vec<_> = own.copied().collect();
+                if !own.is_empty() {
+                    attr.send_cq = self.choices.of(&own);
+                    attr.recv_cq = self.choices.of(&own);
+                }
+            }
+        }
         attr.comp_mask = IBV_QP_INIT_ATTR_PD;
         attr.cap = ibv_qp_cap {
             max_send_wr: 8,
@@ -336,7 +359,6 @@ impl Program {
             attr.comp_mask |= IBV_QP_INIT_ATTR_XRCD;
         }
         self.choices.show("create_qp_ex");
-        let context = self.context();
         let create = self.table().create_qp_ex.unwrap();
         // SAFETY: the attributes are alive; the pointers in them may be wrong, as the library allows.
         let qp = unsafe { create(context, &raw mut attr) };
@@ -501,6 +523,14 @@ impl Program {
             self.qps.live(&mut self.choices),
         ];
         let [Some(a), Some(b)] = all else { return };
+        for qp in [a, b] {
+            // SAFETY: all-zero bytes are valid.
+            let mut attr: ibv_qp_attr = unsafe { zeroed() };
+            attr.qp_state = IBV_QPS_RESET;
+            let result = call!(ibv_modify_qp(qp => *mut ibv_qp, &raw mut attr => *mut ibv_qp_attr,
+                IBV_QP_STATE as c_int => c_int) -> c_int);
+            check("ibv_modify_qp", result, &[]);
+        }
         for (own, peer) in [(a, b), (b, a)] {
             // SAFETY: both are alive, with their contexts.
             let (number, gid, kind) = unsafe {
@@ -512,9 +542,21 @@ impl Program {
         }
     }
 
-    /// A piece of a region, most often one that may be used.
-    fn sge(&mut self) -> ibv_sge {
-        let Some(mr) = self.mrs.live(&mut self.choices) else {
+    /// A piece of a region, most often one of the queue's protection domain.
+    fn sge(&mut self, pd: *mut ibv_pd) -> ibv_sge {
+        // SAFETY: the regions are alive.
+        let own = self
+            .mrs
+            .live
+            .iter()
+            .filter(|mr| unsafe { (***mr).pd } == pd);
+        let own: Vec<_> = own.copied().collect();
+        let any = self.mrs.live(&mut self.choices);
+        let mr = match own.is_empty() || self.choices.once_in(6) {
+            true => any,
+            false => Some(self.choices.of(&own)),
+        };
+        let Some(mr) = mr else {
             return ibv_sge {
                 addr: self.choices.rng.u64(..),
                 length: self.choices.count(),
@@ -541,7 +583,9 @@ impl Program {
         let Some(qp) = self.qps.reachable(&mut self.choices) else {
             return;
         };
-        let mut pieces = [self.sge(), self.sge(), self.sge()];
+        // SAFETY: the queue pair's structure stays readable.
+        let pd = unsafe { (*qp).pd };
+        let mut pieces = [self.sge(pd), self.sge(pd), self.sge(pd)];
         // SAFETY: all-zero bytes are valid.
         let mut wr: ibv_send_wr = unsafe { zeroed() };
         wr.wr_id = self.choices.rng.u64(..);
@@ -560,7 +604,7 @@ impl Program {
                 piece.length = piece.length.min(MEMORY as u32);
             }
         }
-        let target = self.sge();
+        let target = self.sge(pd);
         let rkey = match self.mrs.live(&mut self.choices) {
             // SAFETY: the region is alive.
             Some(mr) => unsafe { (*mr).rkey },
@@ -606,7 +650,8 @@ impl Program {
         let Some(qp) = self.qps.reachable(&mut self.choices) else {
             return;
         };
-        let (mut pieces, mut wr) = self.receive();
+        // SAFETY: the queue pair's structure stays readable.
+        let (mut pieces, mut wr) = self.receive(unsafe { (*qp).pd });
         wr.sg_list = pieces.as_mut_ptr();
         self.choices.show("ibv_post_recv");
         let mut bad = ptr::null_mut();
@@ -615,8 +660,8 @@ impl Program {
         check("ibv_post_recv", result, &[EINVAL, ENOMEM, EOPNOTSUPP]);
     }
 
-    fn receive(&mut self) -> ([ibv_sge; 2], ibv_recv_wr) {
-        let pieces = [self.sge(), self.sge()];
+    fn receive(&mut self, pd: *mut ibv_pd) -> ([ibv_sge; 2], ibv_recv_wr) {
+        let pieces = [self.sge(pd), self.sge(pd)];
         // SAFETY: all-zero bytes are valid.
         let mut wr: ibv_recv_wr = unsafe { zeroed() };
         wr.wr_id = self.choices.rng.u64(..);
@@ -628,7 +673,8 @@ impl Program {
         let Some(srq) = self.srqs.reachable(&mut self.choices) else {
             return;
         };
-        let (mut pieces, mut wr) = self.receive();
+        // SAFETY: the queue's structure stays readable.
+        let (mut pieces, mut wr) = self.receive(unsafe { (*srq).pd });
         wr.sg_list = pieces.as_mut_ptr();
         self.choices.show("ibv_post_srq_recv");
         let mut bad = ptr::null_mut();
@@ -718,7 +764,7 @@ impl Program {
                     };
                     let mut bind: ibv_mw_bind = zeroed();
                     bind.bind_info.mr = self.mrs.any(&mut self.choices);
-                    let piece = self.sge();
+                    let piece = self.sge(ptr::null_mut());
                     bind.bind_info.addr = piece.addr;
                     bind.bind_info.length = piece.length.into();
                     bind.bind_info.mw_access_flags = self.choices.flags(ACCESS);

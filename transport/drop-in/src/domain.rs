@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{PdId, Verbs as _, XrcdId};
-use std::sync::Mutex;
 
 use crate::command::Family;
 use crate::context::{Context, context_of};

@@ -66,8 +66,8 @@ pub(crate) unsafe extern "C" fn ibv_resolve_eth_l2_from_gid(
         }
         let from = {
             let nic = &context.lock().nic;
-            nic.query_gid(attr.port_num, attr.grh.sgid_index.into())?;
-            nic.socket_addr().ip()
+            nic.query_gid(attr.port_num, attr.grh.sgid_index.into())?
+                .ip()
         };
         let to = gid.ip();
         let (found, tag) = resolve(from, to)?;

@@ -10,8 +10,8 @@ use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{qp_attr, qp_attr_from_mask};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{
-    CqId, Gid, QpCap, QpId, QpInitAttr, QpType, RateLimit, RecvOrder, SrqAttr, SrqId,
-    Verbs as _, XrcdId,
+    CqId, Gid, QpCap, QpId, QpInitAttr, QpType, RateLimit, RecvOrder, SrqAttr, SrqId, Verbs as _,
+    XrcdId,
 };
 
 use crate::builder::Builder;

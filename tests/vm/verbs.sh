@@ -23,36 +23,78 @@ start() {
     local end=$1 log=$2
     shift 2
     case $end in
-    kernel) (exec stdbuf -oL "$@") >"$log" 2>&1 & ;;
-    ours) (exec ip netns exec peer "$RISER_BIN/riser" run --addr 10.99.0.2 -- stdbuf -oL "$@") >"$log" 2>&1 & ;;
+    kernel) exec_in_background "$log" stdbuf -oL "$@" ;;
+    ours)
+        exec_in_background "$log" nsenter --net=/run/netns/peer \
+            "$RISER_BIN/riser" run --addr 10.99.0.2 -- stdbuf -oL "$@"
+        ;;
     esac
+}
+
+exec_in_background() {
+    local log=$1
+    shift
+    (exec "$@") >"$log" 2>&1 &
     PID=$!
 }
 
-# Whether a process listens at a TCP port.
-listens() {
-    grep -qsi ":$(printf %04x "$2") [0-9A-F:]* 0A" "/proc/$1/net/tcp" "/proc/$1/net/tcp6"
+# What follows runs many times a second, and a process takes an emulated machine a while: so builtins only.
+
+# A pipe in which nothing ever comes.
+exec {NOTHING}<> <(:)
+
+pause() {
+    read -r -t "$1" -u "$NOTHING" || true
 }
 
-# Waits until a server has loaded its library and sleeps, as it does for a client, or has had three seconds:
-# some look for clients all the time.
-settle() {
-    local before="" now until=0
-    while ! is_over "$1"; do
-        if [ $until = 0 ]; then
-            ! grep -qs "librdmacm\|libriser_drop_in" "/proc/$1/maps" || until=$((SECONDS + 4))
-        else
-            now=$(cut -d' ' -f3,14,15 "/proc/$1/stat")
-            [ "$now" != "$before" ] && [ $SECONDS -lt $until ] || return 0
-            [ "${now%% *}" = S ] && before=$now
-            sleep 0.5
-        fi
-    done
+# Sets STATE to the state of a process, and CPU to the time that it has used; fails when it has ended.
+look() {
+    local text fields
+    { read -r text <"/proc/$1/stat"; } 2>/dev/null || return 1
+    read -ra fields <<<"${text##*) }"
+    STATE=${fields[0]} CPU="${fields[11]} ${fields[12]}"
+    [ "$STATE" != Z ]
 }
 
 # Waits until a server listens at a TCP port.
 listen() {
-    until is_over "$1" || listens "$1" "$2"; do sleep 0.1; done
+    local hex line
+    printf -v hex ':%04X [0-9A-F:]* 0A ' "$2"
+    while look "$1"; do
+        while read -r line; do
+            [[ ! $line =~ $hex ]] || return 0
+        done < <(cat "/proc/$1/net/tcp" "/proc/$1/net/tcp6" 2>/dev/null)
+        pause 0.2
+    done
+}
+
+# Waits until a server has loaded its library and sleeps, as it does for a client, or has had four seconds:
+# some look for clients all the time.
+settle() {
+    local before="" until=""
+    while look "$1"; do
+        if [ -z "$until" ]; then
+            ! grep -qs "librdmacm\|libriser_drop_in" "/proc/$1/maps" || until=$((SECONDS + 4))
+        else
+            [ "$STATE $CPU" != "$before" ] && [ $SECONDS -lt "$until" ] || return 0
+            [ "$STATE" != S ] || before="$STATE $CPU"
+        fi
+        pause 0.3
+    done
+}
+
+# Waits until a receiver of mckey has joined the group: what is sent before does not reach it.
+receiving() {
+    while look "$1" && ! grep -q "receiving data transfers" /tmp/server.log; do pause 0.2; done
+}
+
+# Waits some seconds for the end of a process.
+over() {
+    local end=$((SECONDS + $2))
+    while look "$1"; do
+        [ $SECONDS -lt $end ] || return 1
+        pause 0.05
+    done
 }
 
 # Words of a command, in which {server} and {client} are addresses, {sdev} and {cdev} options that name
@@ -69,14 +111,14 @@ words() {
 # Runs a server and its client, twice: the server on the kernel's device, then on ours. The client must say
 # some words, and both must end without an error; a server that only ends when it is asked to has `asked`
 # instead of `ends`. What fails is reported by `all_passed`, after all others have run.
-#     both NAME listen|settle ends|asked SERVER CLIENT WORDS
+#     both NAME listen|settle|receiving ends|asked SERVER CLIENT WORDS
 both() {
     local SERVER
     for SERVER in kernel ours; do one_way "$@"; done
 }
 
 one_way() {
-    local name=$1 ready=$2 end=$3 server client words=$6 began=$EPOCHREALTIME s c wrong="" other=ours
+    local name=$1 ready=$2 end=$3 server client words=$6 began=${EPOCHREALTIME/./} s c took wrong="" other=ours
     [ "$SERVER" = kernel ] || other=kernel
     PORT=$((PORT + 1))
     server=$(words "$4") client=$(words "$5")
@@ -99,9 +141,9 @@ one_way() {
         kill -KILL $s
         wait $s || true
     fi
-    if is_over $c; then :; else kill -KILL $c; fi
-    local took
-    took=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $began }")
+    ! look $c || kill -KILL $c
+    took=$(((${EPOCHREALTIME/./} - began) / 100000))
+    took=${took%?}.${took: -1}
     if [ -z "$wrong" ]; then
         echo "ok     $name, server $SERVER ($took s)"
         return
@@ -120,15 +162,6 @@ perftest() {
     [ "${1#*_lat}" = "$1" ] || says=t_typical
     both "$1 $2" listen ends "$1 -F {sdev} -x {sgid} -p {port} $2" "$1 -F {cdev} -x {cgid} -p {port} $2 {server}" \
         "$says"
-}
-
-# Waits some seconds for the end of a process.
-over() {
-    local end=$((SECONDS + $2))
-    until is_over "$1"; do
-        [ $SECONDS -lt $end ] || return 1
-        sleep 0.05
-    done
 }
 
 # Fails if one of the programs did.

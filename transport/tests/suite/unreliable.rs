@@ -222,6 +222,11 @@ pub(crate) fn unreliable_messages_without_a_receive_are_lost<W: World>(mut w: W)
     b.recv(w, 9, 0, 4999);
     a.send(w, 3, SendOp::Send, 0, 5000);
     assert!(a.completion(w).status.is_ok());
+    if w.is_rxe(b.end) {
+        // rdma_rxe ends the receive that is too short.
+        assert_eq!(b.completion(w).wr_id, WrId(9));
+        return;
+    }
     w.pass(Duration::from_millis(5));
     assert_eq!(w.provider(b.end).peek_cq(b.cq, 9), Ok(0));
     a.memory.write(0, b"short");

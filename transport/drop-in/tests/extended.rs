@@ -6,7 +6,7 @@
 
 mod library;
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::mem::zeroed;
 use std::thread;
 use std::time::{Duration, Instant};

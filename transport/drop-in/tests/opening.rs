@@ -5,7 +5,7 @@
 
 mod library;
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_int};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::net::UdpSocket;

@@ -1,12 +1,12 @@
 //! Runs a case: its server and its clients, each under `riser run` and without any right.
 
-use std::cell::OnceCell;
 use std::fs::{self, File, Permissions};
 use std::net::Ipv4Addr;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -49,7 +49,7 @@ pub(crate) struct Rig {
     home: PathBuf,
     logs: PathBuf,
     /// Where cases of [`Place::Network`] run, once there was one, or why there is no such place.
-    network: OnceCell<Result<Namespace, String>>,
+    network: OnceLock<Result<Namespace, String>>,
 }
 
 /// A process that has ended, or had to be ended.
@@ -81,7 +81,7 @@ impl Rig {
             copies: scratch.path().to_owned(),
             home,
             logs: logs.to_owned(),
-            network: OnceCell::new(),
+            network: OnceLock::new(),
         };
         rig.give(&rig.home)?;
         Ok(rig)
@@ -154,11 +154,15 @@ impl Rig {
     ) -> Command {
         let mut run = sh::cmd(&self.riser, ["run", "--addr", addr]);
         run.args(options).arg("--").args(words);
-        self.without_rights(&run)
+        self.in_lines(&run, network)
     }
 
     /// A command as a user without rights.
     pub(super) fn without_rights(&self, run: &Command) -> Command {
+        self.in_lines(run, None)
+    }
+
+    fn in_lines(&self, run: &Command, network: Option<&Namespace>) -> Command {
         // What a program prints is seen at once, though it is no terminal that it prints to.
         let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), run);
         // Nearest to the program: another user's process would forget the signal.

@@ -23,7 +23,7 @@ mod rsockets;
 mod verbs;
 
 use std::env;
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};

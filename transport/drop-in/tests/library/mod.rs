@@ -211,25 +211,21 @@ pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
     let path = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
     let answers = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
     attr.qp_state = IBV_QPS_RTR;
-    // An end of an extended connection has a half of the attributes.
-    let answers = if qp_type == IBV_QPT_XRC_SEND {
+    // An end of an extended connection has a half of the attributes, and an unreliable one none.
+    let answers = if matches!(qp_type, IBV_QPT_XRC_SEND | IBV_QPT_UC) {
         0
     } else {
         answers
     };
     modify(qp, &attr, IBV_QP_STATE | path | answers);
     let retries = IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
-    let retries = if qp_type == IBV_QPT_XRC_RECV {
-        0
-    } else {
-        retries
+    let retries = match qp_type {
+        IBV_QPT_XRC_RECV => IBV_QP_TIMEOUT,
+        IBV_QPT_UC => 0,
+        _ => IBV_QP_TIMEOUT | retries,
     };
     attr.qp_state = IBV_QPS_RTS;
-    modify(
-        qp,
-        &attr,
-        IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | retries,
-    );
+    modify(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | retries);
 }
 
 /// A path to an address.

@@ -343,7 +343,7 @@ fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     if fs::read(second)? != bytes {
         return Err("what riser read is not what it wrote".into());
     }
-    let sizes = "--bssplit=512/20:4K/40:64K/20:256K/10:1M/10";
+    let sizes = "--bssplit=512/20:4K/40:64K/20:256K/10:512K/10";
     let words = [
         "bench",
         &url,

@@ -139,10 +139,11 @@ fn mpi() -> Vec<Case> {
 
 /// What a client of fio writes or reads is in the memory of a server, which only waits: fio calls that
 /// side `--rw=read`, and the other one `--rw=write`, also where it reads. With SENDs fio has no flow
-/// control, and gives up where the server has no receive.
+/// control, and gives up where the server has no receive. Its jobs are threads: as processes they would
+/// have sessions of their own, and outlive a case that fails.
 fn fio() -> Vec<Case> {
     let case = |verb: &str| {
-        let common = "--ioengine=rdma --port={port} --bs=64k --size=32m --iodepth=16";
+        let common = "--thread --ioengine=rdma --port={port} --bs=64k --size=32m --iodepth=16";
         let server = format!("fio --name=server {common} --rw=read");
         let client =
             format!("fio --name=client {common} --hostname={{server}} --verb={verb} --rw=write");

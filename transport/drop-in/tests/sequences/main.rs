@@ -255,6 +255,10 @@ fn run_seeds(mut sequence: impl FnMut(u64)) {
     };
     let (from, to) = range.split_once(' ').unwrap();
     let (from, to): (u64, u64) = (from.parse().unwrap(), to.parse().unwrap());
+    // What the library opens for identifiers stays open.
+    let devices = call!(rdma_get_devices(std::ptr::null_mut() => *mut c_int)
+        -> *mut *mut ibv_context);
+    call!(rdma_free_devices(devices => *mut *mut ibv_context));
     let mut before = None;
     for seed in from..to {
         eprintln!("seed {seed}");

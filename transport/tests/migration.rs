@@ -188,8 +188,8 @@ impl Rig {
             sides,
             bits,
         };
-        for device in 0..2 {
-            rig.connect(device, types[device]);
+        for (device, qp_type) in types.into_iter().enumerate() {
+            rig.connect(device, qp_type);
         }
         rig
     }

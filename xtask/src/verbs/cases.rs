@@ -4,8 +4,6 @@
 //! sides, `{port}` a port that no other case uses, `{dir}` a folder of the case's own, and `{programs}`
 //! the folder of our programs.
 
-use super::consumers;
-
 /// Time of a case unless it says otherwise, in seconds.
 const SECONDS: u64 = 30;
 
@@ -176,7 +174,7 @@ impl Case {
 /// Index of the GID that programs are told to use: that of RoCEv2 with the device's address.
 const GID: &str = "0";
 
-/// All cases, in the order of their run.
+/// The cases of rdma-core's programs, perftest and ours, in the order of their run.
 pub(super) fn all() -> Vec<Case> {
     let mut cases = info();
     cases.extend(management());
@@ -186,7 +184,6 @@ pub(super) fn all() -> Vec<Case> {
     cases.extend(sockets());
     cases.extend(perftest());
     cases.extend(disks());
-    cases.extend(consumers::all());
     cases.extend(misuse());
     cases
 }

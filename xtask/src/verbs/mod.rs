@@ -171,7 +171,7 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
     if options.is_chosen(SYMBOLS) {
         rows.push(of_symbols(&programs));
     }
-    for (number, case) in cases::all().iter().enumerate() {
+    for (number, case) in all_cases().iter().enumerate() {
         if options.is_chosen(&case.path()) {
             rows.push(of_case(options, &rig, number, case));
         }
@@ -218,8 +218,15 @@ pub(crate) fn build(profile: &str) -> Result<PathBuf, Failure> {
     Ok(root().join(".build").join(folder))
 }
 
+/// All cases of two programs, in the order of their run.
+fn all_cases() -> Vec<Case> {
+    let mut cases = cases::all();
+    cases.extend(consumers::all());
+    cases
+}
+
 fn all_paths() -> Vec<String> {
-    let cases = cases::all();
+    let cases = all_cases();
     let paths = cases.iter().map(Case::path);
     let paths = paths.chain(iser::CASES.iter().map(iser::Case::path));
     let first = std::iter::once(SYMBOLS.to_owned());

@@ -54,8 +54,9 @@ fn write_first(transition: impl FnOnce() -> Transition) {
 
 pub(super) fn record<S: Debug>(from: &S, to: &S) {
     write_first(|| (machine::<S>(), Name::of(from), Name::of(to)));
-    TAKEN.with_borrow_mut(|taken| {
-        if let Some(taken) = taken {
+    // A thread that ends may have lost it already.
+    let _ = TAKEN.try_with(|taken| {
+        if let Some(taken) = &mut *taken.borrow_mut() {
             taken.insert((machine::<S>(), Name::of(from), Name::of(to)));
         }
     });

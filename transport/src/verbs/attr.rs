@@ -8,7 +8,8 @@ use num_enum::TryFromPrimitive;
 use riser_memory::MemSlice;
 
 use super::{
-    CqId, Gid, Handle, LKey, MrId, MwId, PKey, PdId, QKey, QpId, RKey, SendOp, SrqId, XrcdId,
+    CqId, Gid, Handle, LKey, MrId, MwId, PKey, PathMigState, PdId, QKey, QpId, RKey, SendOp, SrqId,
+    XrcdId,
 };
 
 bitflags! {
@@ -579,36 +580,6 @@ pub struct AltPath {
     pub pkey_index: u16,
     /// ACK timeout on this path: 4.096 µs × 2^n, *n* up to 31; 0 waits for ever.
     pub timeout: u8,
-}
-
-/// State of a connection's path migration (IBTA 17.2.8).
-///
-/// ```text
-///              modify                  packet without MigReq
-///  MIGRATED ────────────> REARM ─────────────────────────────> ARMED
-///    ↑  ↑                  │ ↑                                  │ │
-///    │  └───── modify ─────┘ └───────────── modify ─────────────┘ │
-///    └── modify, retries used up, packet with MigReq on the other path: to that path
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PathMigState {
-    /// There is one path, and nothing migrates. Packets have the MigReq bit.
-    Migrated,
-    /// The alternate path is loaded here; the peer has not shown yet that it is there as well.
-    /// Packets do not have the bit.
-    Rearm,
-    /// Both sides are ready to migrate. Packets do not have the bit.
-    Armed,
-}
-
-impl riser_state::State for PathMigState {
-    fn may_become(&self, next: &Self) -> bool {
-        match self {
-            Self::Migrated => matches!(next, Self::Rearm),
-            Self::Rearm => matches!(next, Self::Armed | Self::Migrated),
-            Self::Armed => matches!(next, Self::Migrated | Self::Rearm),
-        }
-    }
 }
 
 /// Attributes of a queue pair: given to `modify_qp` (what is `None` stays as it is) and answered by

@@ -34,6 +34,7 @@ mod error;
 mod grh;
 mod gsi;
 mod ids;
+mod path_migration;
 mod poll;
 pub mod qp_state;
 mod wr;
@@ -51,6 +52,7 @@ pub use error::*;
 pub use grh::{GRH_LEN, NetworkHeader, RouteHeader};
 pub use gsi::make_gsi_ready;
 pub use ids::*;
+pub use path_migration::PathMigState;
 pub use poll::PollContext;
 pub use wr::*;
 

@@ -118,7 +118,7 @@ const MACHINES: &[Machine] = &[
     machine(
         "queue-pair",
         "transport/src",
-        &["verbs/qp_state.rs", "rc/qp.rs"],
+        &["verbs/qp_state.rs", "verbs/path_migration.rs", "rc/qp.rs"],
     ),
     machine("region", "transport/src", &["mr_pool.rs"]),
     machine(

@@ -212,6 +212,7 @@ impl WireReport {
 fn open(addr: IpAddr) -> io::Result<Driver> {
     Driver::open(&DriverConfig {
         addr,
+        other_addrs: Vec::new(),
         worker_bits: 0,
         socket_buffer: SOCKET_BUFFER,
         no_segmentation: false,

@@ -95,7 +95,7 @@ fn a_disk_is_found_written_and_read() {
     assert_eq!(info.identity.naa.as_deref(), Some("61020304"));
     assert_eq!(info.capacity.blocks, BLOCKS as u64);
     assert!(info.caching.write_cache && info.provisioning.write_same);
-    for (seed, offset, len) in [(1, 0, 512), (2, 4096, 4096), (3, 65536, 1 << 20)] {
+    for (seed, offset, len) in [(1, 0, 512), (2, 4096, 4096), (3, 65536, 512 << 10)] {
         let data = pattern(seed, len);
         put(&lun, offset, &data);
         assert_eq!(get(&lun, offset, len), data);
@@ -583,7 +583,7 @@ fn a_timeout_is_kept_while_the_target_is_away() {
 fn zeroes_need_no_buffer_by_command_or_as_data() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    put(&lun, 0, &pattern(1, 1 << 20));
+    put(&lun, 0, &pattern(1, 512 << 10));
     let held: Vec<Buffer> = std::iter::from_fn(|| lun.buffers().try_take(1)).collect();
     assert_eq!(lun.buffers().free(), 0);
     let zero = |range, options| block_on(lun.write_zeroes(range, options));
@@ -605,7 +605,7 @@ fn zeroes_need_no_buffer_by_command_or_as_data() {
     drop(held);
     let end = 131_072 + 300 * 1024;
     assert!(get(&lun, 0, end) == vec![0; end]);
-    assert!(get(&lun, end as u64, 4096) == pattern(1, 1 << 20)[end..end + 4096]);
+    assert!(get(&lun, end as u64, 4096) == pattern(1, 512 << 10)[end..end + 4096]);
 }
 
 #[test]

@@ -692,11 +692,13 @@ impl State {
         false
     }
 
-    /// Destroys a queue pair.
+    /// Destroys a queue pair. What was posted to it leaves before, as an adapter would have sent it by
+    /// now: datagrams that complete unseen, for example.
     ///
     /// # Errors
     /// Those of [`Verbs::destroy_qp`].
     pub(crate) fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
+        self.nic.transmit(Instant::now());
         self.nic.destroy_qp(id)?;
         self.qps.remove(&id);
         self.targets.retain(|_, target| *target != id);
@@ -707,6 +709,7 @@ impl State {
     /// still has objects of it.
     pub(crate) fn end_queues(&mut self, context: u64) -> bool {
         let mut has_qps = false;
+        self.nic.transmit(Instant::now());
         self.qps.retain(|id, users| {
             let before = users.len();
             users.retain(|qp| !qp.is_of(context));

@@ -353,6 +353,10 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
                 return Err(Errno::INVALID);
             }
         }
+        if mask & IBV_QP_STATE != 0 {
+            // What was posted leaves before the state may end it.
+            locked.transmit();
+        }
         if mask != IBV_QP_RATE_LIMIT {
             locked.nic.modify_qp(qp.id, &ours)?;
         }

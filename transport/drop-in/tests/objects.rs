@@ -212,6 +212,38 @@ fn create_ah(device: &Device, gid: ibv_gid) -> *mut ibv_ah {
     ah
 }
 
+/// Datagrams complete unseen where the program asks for no completion, and an adapter has sent them
+/// by the time at which it destroys the queue pair.
+#[test]
+fn what_was_posted_leaves_before_its_queue_pair_goes() {
+    const COUNT: usize = 8;
+    let (one, two) = (Device::open("riser0"), Device::open("riser1"));
+    let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
+    let b = datagrams(&two, cq_two);
+    // SAFETY: it is alive.
+    let number = unsafe { (*b).qp_num };
+    let mut memory = [0u8; 64];
+    let place = sge(two.register(&mut memory), 0, 64);
+    let ah = create_ah(&one, two.gid());
+    for is_reset in [false, true] {
+        for id in 0..COUNT {
+            post_recv(b, id as u64, Some(place));
+        }
+        let a = datagrams(&one, cq_one);
+        for _ in 0..COUNT {
+            send(a, ah, number, b"last words");
+        }
+        if is_reset {
+            // SAFETY: all-zero bytes are valid.
+            let mut attr: ibv_qp_attr = unsafe { zeroed() };
+            attr.qp_state = IBV_QPS_RESET;
+            modify(a, &attr, IBV_QP_STATE);
+        }
+        assert_eq!(call!(ibv_destroy_qp(a => *mut ibv_qp) -> c_int), 0);
+        completions(cq_two, COUNT);
+    }
+}
+
 #[test]
 fn a_datagram_is_answered_by_its_completion_and_header() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));

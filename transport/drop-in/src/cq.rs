@@ -101,10 +101,26 @@ impl Channel {
         // SAFETY: the program has the channel, so that its descriptor is not closed.
         let fd = unsafe { BorrowedFd::borrow_raw(self.events.raw_fd()) };
         if !rustix::fs::fcntl_getfl(fd)?.contains(OFlags::NONBLOCK) {
-            self.context.engine.drive_until(fd);
+            let is_interrupted = self.context.engine.drive_until(fd);
+            // `read(2)` would go on after a handler that was installed with `SA_RESTART`.
+            if is_interrupted && has_interrupting_handler() {
+                return Err(Errno(libc::EINTR));
+            }
         }
         Ok(())
     }
+}
+
+/// Whether the program has a handler of a signal that ends calls which wait.
+fn has_interrupting_handler() -> bool {
+    (1..=libc::SIGRTMAX()).any(|signal| {
+        // SAFETY: all-zero bytes are valid.
+        let mut action: libc::sigaction = unsafe { zeroed() };
+        // SAFETY: the action is only read. Signals of the C library's own are refused.
+        let result = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+        let is_handled = ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction);
+        result == 0 && is_handled && action.sa_flags & libc::SA_RESTART == 0
+    })
 }
 
 /// `ibv_create_comp_channel(3)`.

@@ -94,10 +94,11 @@ impl Config {
 /// A NIC with its lock.
 pub(crate) struct Engine {
     state: Mutex<State>,
-    /// Wakes what drives the NIC and sleeps.
+    /// Wakes the thread.
     wake: OwnedFd,
-    /// Wakes the thread while a call drives the NIC in its place.
-    back: OwnedFd,
+    /// Wakes a call that drives the NIC in the thread's place. Each has its own, since what one reads
+    /// does not wake the other.
+    wake_call: OwnedFd,
     /// What becomes readable when something comes to the NIC. Numbers, not duplicates, which a
     /// process that is forked would keep open.
     inputs: Vec<RawFd>,
@@ -238,7 +239,7 @@ impl Engine {
                 is_removed: Arc::clone(&is_removed),
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            back: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            wake_call: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             inputs,
             is_inherited: AtomicBool::new(false),
             is_removed,
@@ -284,28 +285,35 @@ impl Engine {
 
     /// The descriptors that wake threads.
     pub(crate) fn wake_fds(&self) -> [BorrowedFd<'_>; 2] {
-        [self.wake.as_fd(), self.back.as_fd()]
+        [self.wake.as_fd(), self.wake_call.as_fd()]
     }
 
-    fn wake(&self) {
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    /// Wakes the thread, or the call that drives the NIC in its place.
+    fn wake(&self, is_waited: bool) {
+        let fd = if is_waited {
+            &self.wake_call
+        } else {
+            &self.wake
+        };
+        let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
     }
 
     /// Drives the NIC in the place of the thread until a queue of events has one, for a call that
-    /// waits for that. Returns sooner where another call does so already, and for a signal.
-    pub(crate) fn drive_until(&self, events: BorrowedFd<'_>) {
+    /// waits for that. Returns sooner where another call does so already, and for a signal: true
+    /// then.
+    pub(crate) fn drive_until(&self, events: BorrowedFd<'_>) -> bool {
         if self.is_inherited() {
-            return;
+            return false;
         }
         {
             let state = &mut self.lock().state;
             if std::mem::replace(&mut state.is_waited, true) {
-                return;
+                return false;
             }
             state.was_waited = true;
             // The thread no longer has to look at what comes.
             if std::mem::take(&mut state.is_asleep) {
-                self.wake();
+                self.wake(false);
             }
         }
         let mut woken = Woken::default();
@@ -315,9 +323,12 @@ impl Engine {
         }
         let mut locked = self.lock();
         locked.state.is_waited = false;
+        // The thread looks within a tick, unless it is away.
+        locked.state.is_asleep = false;
         if std::mem::take(&mut locked.state.is_away) {
-            let _ = rustix::io::write(&self.back, &1u64.to_ne_bytes());
+            self.wake(false);
         }
+        woken.is_interrupted
     }
 
     /// Sleeps until something comes to the NIC or to a queue of events, or a time is over.
@@ -335,7 +346,12 @@ impl Engine {
             let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
             PollFd::from_borrowed_fd(fd, PollFlags::IN)
         });
-        let own = PollFd::new(&self.wake, PollFlags::IN);
+        let wake = if events.is_some() {
+            &self.wake_call
+        } else {
+            &self.wake
+        };
+        let own = PollFd::new(wake, PollFlags::IN);
         let events = events.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         let mut fds: ArrayVec<_, MAX_INPUTS> = inputs.chain([own]).chain(events).collect();
         let is_interrupted = match poll(&mut fds, timeout.as_ref()) {
@@ -350,7 +366,7 @@ impl Engine {
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         let (inputs, others) = fds.split_at(open.len());
         if is_ready(&others[0]) {
-            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            let _ = rustix::io::read(wake, &mut [0; 8]);
         }
         Woken {
             has_input: inputs.iter().any(is_ready),
@@ -430,9 +446,9 @@ fn run(engine: &Engine) {
         let timeout = match locked.make_way() {
             Some(timeout) => {
                 drop(locked);
-                let mut back = [PollFd::new(&engine.back, PollFlags::IN)];
-                let _ = poll(&mut back, timeout.map(timespec).as_ref());
-                let _ = rustix::io::read(&engine.back, &mut [0; 8]);
+                let mut wake = [PollFd::new(&engine.wake, PollFlags::IN)];
+                let _ = poll(&mut wake, timeout.map(timespec).as_ref());
+                let _ = rustix::io::read(&engine.wake, &mut [0; 8]);
                 continue;
             }
             None => locked.take_turn(has_input),
@@ -551,7 +567,7 @@ impl Locked<'_> {
             taken = take(state)?;
             if taken == 0 && state.armed > 0 && state.nic.arm_fds() {
                 // The thread looks at once instead of waiting for the descriptor.
-                self.engine.wake();
+                self.engine.wake(state.is_waited);
             }
         }
         if taken > 0 {
@@ -567,7 +583,7 @@ impl Locked<'_> {
         }
         self.transmit();
         if self.state.nic.arm_fds() {
-            self.engine.wake();
+            self.engine.wake(self.state.is_waited);
         }
     }
 
@@ -587,7 +603,7 @@ impl Drop for Locked<'_> {
         let must_look = state.eager > 0 && state.nic.arm_fds();
         if must_look || state.is_asleep {
             state.is_asleep = false;
-            self.engine.wake();
+            self.engine.wake(self.state.is_waited);
         }
     }
 }

@@ -224,6 +224,7 @@ impl Share {
 
     /// Gives up its part of the address, which is gone.
     pub(crate) fn leave(&mut self) {
+        self.ports.clear(self.slot);
         self.group.clear();
         // One without a name stands for the mailbox.
         match new_mailbox() {
@@ -439,9 +440,13 @@ impl Share {
 
 impl Drop for Share {
     fn drop(&mut self) {
+        // Once it has left, the slot may be another's.
+        let Some(own) = self.group.get(usize::from(self.slot)) else {
+            return;
+        };
         self.ports.clear(self.slot);
         // What still comes to it is to take no memory.
-        let _ = sockopt::set_socket_recv_buffer_size(&self.group[usize::from(self.slot)], 1);
+        let _ = sockopt::set_socket_recv_buffer_size(own, 1);
     }
 }
 

@@ -160,6 +160,35 @@ fn what_a_call_posts_while_another_waits_is_sent_and_repeated() {
 }
 
 #[test]
+fn a_signal_ends_the_wait_of_a_call() {
+    extern "C" fn nothing(_: c_int) {}
+    // In a process of its own: handlers are for all threads.
+    // SAFETY: the child uses what it makes itself, and ends here.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: all-zero bytes are valid; the handler does nothing.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = nothing as *const () as usize;
+            libc::sigaction(libc::SIGALRM, &raw const action, ptr::null_mut());
+        }
+        let own = Notified::new(&Device::open("riser0"));
+        let (mut from, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the call changes a timer only.
+        unsafe { libc::alarm(1) };
+        let result = call!(ibv_get_cq_event(own.channel => *mut ibv_comp_channel,
+            &raw mut from => *mut *mut ibv_cq, &raw mut context => *mut *mut c_void) -> c_int);
+        let is_ended = result == -1 && errno() == libc::EINTR;
+        // SAFETY: the child ends without its parent's handlers.
+        unsafe { libc::_exit(c_int::from(!is_ended)) };
+    }
+    let mut status = 0;
+    // SAFETY: this process's own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+}
+
+#[test]
 fn two_calls_of_one_device_wait_at_once() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (first, second) = (Notified::new(&one), Notified::new(&one));

@@ -34,6 +34,8 @@ use super::Wire;
 use super::qp::with_env;
 use super::rx::Received;
 use super::{Machine, Nic, Peer, Qp};
+use std::mem;
+
 use crate::cm::CmRoute;
 use crate::rc::Env;
 use crate::verbs::{AltPath, AsyncEvent, PathMigState, QpAttr, QpId, QpState, QpType, VerbsError};
@@ -44,6 +46,9 @@ use crate::wire::{Packet, Service};
 pub(super) struct Alternate {
     path: AltPath,
     peer: Peer,
+    /// A migration to another path was refused and reported, which happens once for each alternate
+    /// path: peers can repeat what asks for it.
+    has_refused: bool,
 }
 
 /// What a packet is to a connection that has two paths.
@@ -177,7 +182,12 @@ impl Nic {
             Arrival::Refused => {
                 qp.counters.wrong_source += 1;
                 self.counters.rx_wrong_source += 1;
-                self.raise(AsyncEvent::PathMigError(id));
+                let alternate = qp.alternate.as_mut();
+                let is_first = alternate
+                    .is_some_and(|alternate| !mem::replace(&mut alternate.has_refused, true));
+                if is_first {
+                    self.raise(AsyncEvent::PathMigError(id));
+                }
                 return false;
             }
             Arrival::Stranger => return false,
@@ -204,7 +214,11 @@ impl Nic {
                     return Err(VerbsError::InvalidParameter("alternate timeout"));
                 }
                 let peer = self.plan_way(id, &path.ah, attr)?;
-                Some(Box::new(Alternate { path, peer }))
+                Some(Box::new(Alternate {
+                    path,
+                    peer,
+                    has_refused: false,
+                }))
             }
             None => None,
         };
@@ -256,7 +270,7 @@ impl Nic {
         let Some(alternate) = qp.alternate.take() else {
             return;
         };
-        let Alternate { path, peer } = *alternate;
+        let Alternate { path, peer, .. } = *alternate;
         qp.become_mig_state(PathMigState::Migrated);
         qp.attr.ah = Some(path.ah);
         qp.attr.port = Some(path.ah.port);

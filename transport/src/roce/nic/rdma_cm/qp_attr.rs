@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use chacha20::rand_core::Rng;
 
-use super::Id;
+use super::{Id, IdState};
 use crate::roce::nic::{Nic, NicLimits};
 use crate::verbs::{
     Access, AhAttr, CmError, CmId, DATAGRAM_QKEY, Gid, PathMigState, QpAttr, QpId, QpState, QpType,
@@ -105,13 +105,16 @@ impl Id {
         // too long, and a dead one for a busy one. Its owner may know better.
         let proposed = said.path.ack_timeout.exponent();
         let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
+        // What a peer offers in its request counts only where such paths are allowed.
+        let is_allowed = self.state != IdState::Requested || self.options.alternate_paths;
+        let alternate = self.alternate.filter(|_| is_allowed);
         Some(QpAttr {
             max_rd_atomic: asks.then_some(sends),
             timeout: Some(self.options.ack_timeout.unwrap_or(proposed)),
             retry_cnt: asks.then_some(said.retry_count.value() as u8),
             rnr_retry: asks.then_some(said.rnr_retry_count.value() as u8),
-            alt_path: self.alternate,
-            path_mig_state: self.alternate.map(|_| PathMigState::Rearm),
+            alt_path: alternate,
+            path_mig_state: alternate.map(|_| PathMigState::Rearm),
             ..to_rts
         })
     }

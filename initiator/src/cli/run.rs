@@ -175,7 +175,8 @@ fn own_folder() -> Result<PathBuf, CliError> {
     Ok(own.parent().map(Path::to_owned).unwrap_or_default())
 }
 
-/// Finds the library: where the environment says, or beside the program, or where a package would have it.
+/// Finds the library: where the environment says, or beside the program, or where a package would
+/// have it.
 ///
 /// Without `/proc` there is no folder of this program's file, and only the first way.
 fn find_library(
@@ -221,7 +222,7 @@ fn find_preload(library: &Path) -> Result<PathBuf, CliError> {
     Ok(path)
 }
 
-/// A folder that has the library by its two names.
+/// A folder that has the library by all of its names.
 ///
 /// That of a package has the links beside the library. Otherwise they are in a folder of this user,
 /// one for each library: runs share it, and it stays for processes that outlive this one.

@@ -476,7 +476,8 @@ impl Locked<'_> {
         Some((!state.is_away).then_some(TICK))
     }
 
-    /// A turn of what drives the NIC, the thread or a call that waits; answers how long it may sleep, `None` without end.
+    /// A turn of what drives the NIC, the thread or a call that waits; answers how long it may sleep,
+    /// `None` without end.
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
         state.share.flush();

@@ -80,8 +80,8 @@
 //!
 //! # Not here
 //!
-//! Redirection, reliable datagram services, and ClassPortInfo. Alternate paths are refused unless [`CmConfig`] says otherwise:
-//! RoCE has none.
+//! Redirection, reliable datagram services, and ClassPortInfo. Alternate paths are refused unless
+//! [`CmConfig`] says otherwise: Linux has none on RoCE.
 
 mod calls;
 mod conn;

@@ -83,8 +83,8 @@ pub struct RoceConfig {
     /// A file to capture every packet to.
     pub capture: Option<PathBuf>,
     /// To be removed with the interface that has the address: from then on everything on the device
-    /// fails ([`AsyncEvent::DeviceFatal`](crate::verbs::AsyncEvent::DeviceFatal)), and another one can be opened. Otherwise the port is
-    /// down until an interface has the address again.
+    /// fails ([`AsyncEvent::DeviceFatal`](crate::verbs::AsyncEvent::DeviceFatal)), and another one
+    /// can be opened. Otherwise the port is down until an interface has the address again.
     pub is_removable: bool,
     /// To send packets one by one even where the kernel segments.
     pub no_segmentation: bool,

@@ -20,11 +20,12 @@ pub struct RunArgs {
     /// [default: the devices in RISER_DEVICES, or else riser0 at 127.0.0.1]
     #[arg(long, value_name = "IP", value_delimiter = ',')]
     pub addr: Vec<IpAddr>,
-    /// Add a device with this name, at this address of this host; may be repeated. Further addresses
-    /// behind commas are for alternate paths of its connections
+    /// A device with this name, at this address of this host; may be repeated, and goes with --addr.
+    /// Further addresses, after commas, are for alternate paths of its connections
     #[arg(long, value_name = "NAME=IP[,IP...]")]
     pub device: Vec<Device>,
-    /// Carry the program's TCP and UDP sockets over RDMA, as rsockets (rsocket(7)); both ends need them
+    /// Carry the program's TCP and UDP sockets over RDMA, as rsockets (rsocket(7)); both ends need
+    /// this option, or librspreload.so of rdma-core
     #[arg(long)]
     pub sockets: bool,
     /// Inject faults: a comma-separated list of loss, duplication, corruption and reorder, each in

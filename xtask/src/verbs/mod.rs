@@ -1,4 +1,5 @@
-//! `cargo xtask verbs`: RDMA programs of others on our `libibverbs.so.1` and `librdmacm.so.1`.
+//! `cargo xtask verbs`: RDMA programs of others on our `libibverbs.so.1`, `librdmacm.so.1` and
+//! `libibumad.so.3`.
 //!
 //! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
 //! machine needs no RDMA device and no kernel module. Started by root, the programs run as an

@@ -85,7 +85,8 @@ impl Namespace {
         }
     }
 
-    /// A command within them, in a folder: who enters is at the root.
+    /// A command within them, in a folder, since a process that enters starts at the root of the
+    /// file system.
     pub(super) fn enter(&self, folder: &Path, command: &Command) -> Command {
         let target = self.holder.id().to_string();
         let folder = format!("--wdns={}", folder.display());

@@ -631,6 +631,45 @@ fn a_forged_packet_moves_no_connection() {
     assert_eq!(rig.sides[1].mig_state(), PathMigState::Migrated);
 }
 
+/// One PSN in 4096 would do, so a stranger who knows the number of the queue pair could try them.
+#[test]
+fn guessed_packets_move_no_connection() {
+    let mut rig = Rig::rc();
+    rig.arm(1);
+    let (from, to) = (socket(0, 1), socket(1, 1));
+    for n in 2..4200u32 {
+        let psn = (PSN + (n << 12)) & 0xff_ffff;
+        let packet = forge(&rig, from, to, psn, true);
+        rig.fabric.inject(from, to, packet);
+        rig.run(Duration::from_micros(10));
+    }
+    assert_eq!(rig.sides[1].mig_state(), PathMigState::Armed);
+    // It works, and migrates by command.
+    rig.write(0);
+    rig.sides[1]
+        .modify(&self::to(PathMigState::Migrated))
+        .unwrap();
+    assert_eq!(rig.sides[1].path(), (addr(0, 1), 1));
+}
+
+/// A peer can repeat what asks for a migration to another path.
+#[test]
+fn a_refused_migration_is_reported_once_for_a_path() {
+    let mut rig = Rig::rc();
+    rig.arm(1);
+    let qp = rig.sides[1].qp;
+    let (from, to) = (socket(0, 2), socket(1, 2));
+    let mut events = Vec::new();
+    for _ in 0..10 {
+        let packet = forge(&rig, from, to, PSN, true);
+        rig.fabric.inject(from, to, packet);
+        rig.run(Duration::from_millis(1));
+        events.extend(rig.events(1));
+    }
+    assert_eq!(events, [AsyncEvent::PathMigError(qp)]);
+    assert_eq!(rig.sides[1].mig_state(), PathMigState::Armed);
+}
+
 #[test]
 fn an_unreliable_connection_migrates_by_command_and_by_packet() {
     let mut rig = Rig::new([QpType::Uc; 2], FabricConfig::default());
@@ -934,6 +973,9 @@ mod managed {
                 assert!(matches!(event.kind, CmEventKind::ConnectRequest { .. }));
                 Some(event.id)
             });
+            // What an owner moves its queue pair with that does so before it accepts.
+            let rts = rig.sides[1].device.init_qp_attr(b, QpState::Rts).unwrap();
+            assert_eq!(rts.alt_path.is_some(), offered.is_some() && allows);
             rig.replace_qp(1, b);
             rig.sides[1].device.accept(b, &param).unwrap();
             for device in 0..2 {

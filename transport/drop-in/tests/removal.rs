@@ -95,6 +95,24 @@ fn bound() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
     (channel, id)
 }
 
+/// A program that knows no connection manager closes a removed device and opens it again.
+fn close_and_open_again() {
+    let old = Device::open("riser0");
+    wait_until_active(old.context);
+    ip("link del v0");
+    wait_for(old.context, IBV_EVENT_DEVICE_FATAL);
+    let close = |device: &Device| {
+        assert_eq!(call!(ibv_dealloc_pd(device.pd => *mut ibv_pd) -> c_int), 0);
+        assert_eq!(
+            call!(ibv_close_device(device.context => *mut ibv_context) -> c_int),
+            0
+        );
+    };
+    close(&old);
+    lay();
+    close(&Device::open("riser0"));
+}
+
 #[test]
 fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     // SAFETY: the network of this thread alone is unshared.
@@ -106,6 +124,7 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     lay();
     // SAFETY: this is the only test of its process.
     unsafe { std::env::set_var("RISER_TEST_DEVICES", "riser0=10.9.1.1") };
+    close_and_open_again();
     let device = Device::open("riser0");
     let context = device.context;
     let cq = device.create_cq(10);

@@ -49,7 +49,13 @@ pub(super) struct Alternate {
     /// A migration to another path was refused and reported, which happens once for each alternate
     /// path: peers can repeat what asks for it.
     has_refused: bool,
+    /// Packets that asked for a migration to this path with PSNs that the peer has no reason to send.
+    guesses: u8,
 }
+
+/// Wrong guesses after which no packet migrates the connection to its alternate path. A peer makes
+/// none, and one PSN in a few thousand is right. The owner's command and retries still migrate it.
+const MAX_GUESSES: u8 = 64;
 
 /// What a packet is to a connection that has two paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +107,9 @@ impl Qp {
             }
             Machine::Ud(_) => false,
         };
+        let is_guessed = |alternate: &Alternate| alternate.guesses >= MAX_GUESSES;
+        let is_known = is_known
+            && !(packet.bth.is_migrated() && self.alternate.as_deref().is_some_and(is_guessed));
         let is_way = |peer: &Peer| peer.is_way_of(received);
         plan_arrival(
             self.mig_state,
@@ -157,6 +166,12 @@ impl Nic {
         }
         let is_ours = qp.plan_arrival(received, packet) != Arrival::Stranger;
         if !is_ours {
+            if let Some(alternate) = &mut qp.alternate
+                && packet.bth.is_migrated()
+                && alternate.peer.is_way_of(received)
+            {
+                alternate.guesses = alternate.guesses.saturating_add(1);
+            }
             qp.counters.wrong_source += 1;
             self.counters.rx_wrong_source += 1;
         }
@@ -218,6 +233,7 @@ impl Nic {
                     path,
                     peer,
                     has_refused: false,
+                    guesses: 0,
                 }))
             }
             None => None,

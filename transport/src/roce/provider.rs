@@ -29,6 +29,9 @@ const HEADERS_V6: u32 = 48;
 /// Interval at which the interface is looked at while there are packets.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Shortest time between two system calls for notices of the address after sleeps.
+const NOTICE_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Trains taken in by one call of `progress`.
 const RX_LIMIT: usize = 32;
 /// Bytes collected before they are sent.
@@ -160,6 +163,8 @@ pub struct Roce {
     watch: Option<AddressWatch>,
     /// Time at which the interface is looked at next.
     look_at: Instant,
+    /// Time from which notices are taken after a sleep that no packet has ended.
+    notices_at: Instant,
     /// The owner has armed the descriptors since packets were taken in last.
     has_slept: bool,
     is_removable: bool,
@@ -315,6 +320,7 @@ impl Roce {
             mtu_limit: config.mtu,
             watch,
             look_at: now + LOOK_INTERVAL,
+            notices_at: now,
             has_slept: false,
             is_removable: config.is_removable,
         })
@@ -659,8 +665,10 @@ impl Provider for Roce {
             sent += self.transmit(now);
             received += self.receive(now);
         }
-        // What has ended the sleep, where no packet has.
-        if std::mem::take(&mut self.has_slept) && received == 0 {
+        // What has ended the sleep, where no packet has. Other things end it too, such as requests by
+        // TCP, so not each time; a notice that waits ends each sleep until it is taken.
+        if std::mem::take(&mut self.has_slept) && received == 0 && now >= self.notices_at {
+            self.notices_at = now + NOTICE_INTERVAL;
             self.follow_address();
         }
         // Before the turns of strangers, whose messages must not be what it is behind with.

@@ -83,7 +83,7 @@ pub const RESPONSE: u8 = 0x80;
 pub enum MadStatus {
     /// The request has succeeded.
     Success = 0,
-    /// There is no such class here, or not in this version.
+    /// The class, or its version, is not supported.
     BadVersion = 0x0004,
     /// The class has no such method here.
     UnsupportedMethod = 0x0008,

@@ -264,7 +264,7 @@ fn outcome(ended: &Ended) -> Result<Verdict, How> {
         return Err(How::Hung);
     };
     match (status.signal(), verdict) {
-        // It may be that of a shell or of `riser run` that tells of the signal.
+        // It may be the status of a shell or of `riser run`, which reports the program's signal.
         (Some(_), _) => Err(How::Died),
         (None, Some(verdict @ (Verdict::Passed | Verdict::Skipped(_)))) => Ok(verdict),
         (None, _) => Err(How::Failed),

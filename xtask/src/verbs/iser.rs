@@ -154,7 +154,7 @@ impl Stage<'_> {
     fn riser_command(&self, words: &[&str]) -> Command {
         let mut command = sh::cmd(self.rig.riser(), words);
         command.args(["--addr", RISER]);
-        self.rig.without_rights(&command)
+        self.rig.without_rights(&command, None)
     }
 
     fn end(&self, command: Command, name: &str, time: Duration) -> Result<String, Failure> {
@@ -268,7 +268,7 @@ impl<'a> Tgt<'a> {
     /// Runs `tgtadm` in a mode. It has to be the same user's.
     fn manage(&self, words: &[&str]) -> Result<(), Failure> {
         let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
-        let mut command = self.stage.rig.without_rights(&command);
+        let mut command = self.stage.rig.without_rights(&command, None);
         command.env("TGT_IPC_SOCKET", self.stage.folder.join("ipc"));
         sh::output(&mut command).map(drop)
     }

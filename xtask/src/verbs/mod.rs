@@ -328,18 +328,8 @@ fn of_providers(options: &Options, rig: &Rig) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     for (index, path) in chosen {
         let began = Instant::now();
-        match providers::run(rig, &program, index) {
-            Ok(tests) => rows.extend(suite_rows(options, path, path, tests, began.elapsed())),
-            Err(why) => {
-                let outcome = Outcome::Failed(why.to_string());
-                rows.push(show(
-                    path.clone(),
-                    Kind::SuiteTest,
-                    outcome,
-                    began.elapsed(),
-                ));
-            }
-        }
+        let ran = providers::run(rig, &program, index);
+        rows.extend(process_rows(options, path, path, ran, began.elapsed()));
     }
     Ok(rows)
 }
@@ -365,11 +355,7 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     }
     let modules = match pyverbs::unpack(scratch) {
         Ok(modules) => modules,
-        Err(why) => {
-            let why = why.to_string();
-            let first = why.lines().next().unwrap_or_default();
-            return all(Outcome::Skipped(first.to_owned()));
-        }
+        Err(why) => return all(Outcome::Skipped(first_line(&why))),
     };
     let mut rows = Vec::new();
     for module in modules {
@@ -387,13 +373,8 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
             continue;
         }
         let began = Instant::now();
-        match pyverbs::run(rig, scratch, &module) {
-            Ok(tests) => rows.extend(suite_rows(options, PYVERBS, &path, tests, began.elapsed())),
-            Err(why) => {
-                let outcome = Outcome::Failed(why.to_string());
-                rows.push(show(path, Kind::SuiteTest, outcome, began.elapsed()));
-            }
-        }
+        let ran = pyverbs::run(rig, scratch, &module);
+        rows.extend(process_rows(options, PYVERBS, &path, ran, began.elapsed()));
     }
     rows
 }
@@ -408,34 +389,43 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
             continue;
         }
         let began = Instant::now();
-        let not_run = |outcome| show(path.clone(), Kind::SuiteTest, outcome, began.elapsed());
-        if let Err(why) = rig.network() {
-            rows.push(not_run(Outcome::Skipped(why)));
-            continue;
-        }
-        let folder = folder.get_or_insert_with(|| {
-            let unpacked = fabtests::unpack(scratch);
-            unpacked.map_err(|why| {
-                why.to_string()
-                    .lines()
-                    .next()
-                    .unwrap_or_default()
-                    .to_owned()
-            })
-        });
-        let folder = match folder {
+        let unpack = || fabtests::unpack(scratch).map_err(|why| first_line(&why));
+        let there = rig.network().map(drop);
+        let folder = match there.and_then(|()| folder.get_or_insert_with(unpack).clone()) {
             Ok(folder) => folder,
             Err(why) => {
-                rows.push(not_run(Outcome::Skipped(why.clone())));
+                let outcome = Outcome::Skipped(why);
+                rows.push(show(path, Kind::SuiteTest, outcome, began.elapsed()));
                 continue;
             }
         };
-        match fabtests::run(rig, folder, number) {
-            Ok(tests) => rows.extend(suite_rows(options, &path, &path, tests, began.elapsed())),
-            Err(why) => rows.push(not_run(Outcome::Failed(why.to_string()))),
-        }
+        let ran = fabtests::run(rig, &folder, number);
+        rows.extend(process_rows(options, &path, &path, ran, began.elapsed()));
     }
     rows
+}
+
+/// The first line of a reason, for a table.
+fn first_line(why: &Failure) -> String {
+    let why = why.to_string();
+    why.lines().next().unwrap_or_default().to_owned()
+}
+
+/// Rows of what came of a process that runs tests of a group: one alone where it could not run.
+fn process_rows(
+    options: &Options,
+    group: &str,
+    path: &str,
+    ran: Result<Vec<Test>, Failure>,
+    took: Duration,
+) -> Vec<Row> {
+    match ran {
+        Ok(tests) => suite_rows(options, group, path, tests, took),
+        Err(why) => {
+            let outcome = Outcome::Failed(why.to_string());
+            vec![show(path.to_owned(), Kind::SuiteTest, outcome, took)]
+        }
+    }
 }
 
 /// Rows of the tests of a process, in a group. For the process one line is printed, and one for each

@@ -48,7 +48,8 @@ pub(crate) struct Rig {
     /// A folder that processes may write.
     home: PathBuf,
     logs: PathBuf,
-    /// Where cases of [`Place::Network`] run, once there was one, or why there is no such place.
+    /// Network namespace for the cases of [`Place::Network`], made when it is first needed, or why
+    /// there is none.
     network: OnceLock<Result<Namespace, String>>,
 }
 
@@ -154,15 +155,11 @@ impl Rig {
     ) -> Command {
         let mut run = sh::cmd(&self.riser, ["run", "--addr", addr]);
         run.args(options).arg("--").args(words);
-        self.in_lines(&run, network)
+        self.without_rights(&run, network)
     }
 
-    /// A command as a user without rights.
-    pub(super) fn without_rights(&self, run: &Command) -> Command {
-        self.in_lines(run, None)
-    }
-
-    fn in_lines(&self, run: &Command, network: Option<&Namespace>) -> Command {
+    /// A command as a user without rights, within the place with a network if one is given.
+    pub(super) fn without_rights(&self, run: &Command, network: Option<&Namespace>) -> Command {
         // What a program prints is seen at once, though it is no terminal that it prints to.
         let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), run);
         // Nearest to the program: another user's process would forget the signal.

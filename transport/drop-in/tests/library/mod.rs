@@ -181,10 +181,10 @@ pub(crate) fn modify(qp: *mut ibv_qp, attr: &ibv_qp_attr, mask: u32) {
     assert_eq!(result, 0, "modify to {} by {mask:#x}", attr.qp_state);
 }
 
-/// Takes a queue pair to RTS, connected to a number at an address where it is a connection.
-pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
-    // SAFETY: the queue pair is alive; all-zero bytes are valid for attributes.
-    let (qp_type, mut attr) = unsafe { ((*qp).qp_type, zeroed::<ibv_qp_attr>()) };
+/// Attributes of a queue pair of any kind on its way to RTS, connected to a number at an address.
+pub(crate) fn connected_attr(gid: ibv_gid, peer: u32) -> ibv_qp_attr {
+    // SAFETY: all-zero bytes are valid.
+    let mut attr: ibv_qp_attr = unsafe { zeroed() };
     attr.port_num = 1;
     attr.qkey = 0x1111_1111;
     attr.qp_access_flags =
@@ -198,6 +198,14 @@ pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
     attr.timeout = 14;
     attr.retry_cnt = 7;
     attr.rnr_retry = 7;
+    attr
+}
+
+/// Takes a queue pair to RTS, connected to a number at an address where it is a connection.
+pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
+    // SAFETY: the queue pair is alive.
+    let qp_type = unsafe { (*qp).qp_type };
+    let mut attr = connected_attr(gid, peer);
     let first = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
     attr.qp_state = IBV_QPS_INIT;
     if qp_type == IBV_QPT_UD {

@@ -976,18 +976,8 @@ fn made<T>(call: &str, object: *mut T, allowed: &[c_int]) {
 
 /// As [`to_rts`], for a queue pair that may be in any state.
 fn try_to_rts(qp: *mut ibv_qp, kind: ibv_qp_type, gid: ibv_gid, peer: u32) {
-    // SAFETY: all-zero bytes are valid.
-    let mut attr: ibv_qp_attr = unsafe { zeroed() };
-    attr.port_num = 1;
-    attr.qkey = 0x1111_1111;
-    attr.qp_access_flags =
-        IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
-    attr.path_mtu = IBV_MTU_1024;
-    attr.dest_qp_num = peer;
-    attr.ah_attr = ah_attr(gid);
-    attr.max_dest_rd_atomic = 4;
-    attr.max_rd_atomic = 4;
-    attr.min_rnr_timer = 1;
+    let mut attr = connected_attr(gid, peer);
+    // A peer that is gone ends soon.
     attr.timeout = 10;
     attr.retry_cnt = 1;
     attr.rnr_retry = 1;

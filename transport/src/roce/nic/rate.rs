@@ -38,7 +38,7 @@ impl Limiter {
         }
     }
 
-    /// Time in which so many bytes leave.
+    /// Time that a number of bytes takes at the limit.
     fn time_of(&self, bytes: usize) -> Duration {
         let bits = bytes as u64 * 8;
         // A kilobit in a second is a bit in a millisecond.
@@ -60,7 +60,7 @@ impl Limiter {
         count
     }
 
-    /// Notes that so many bytes have left.
+    /// Accounts for bytes that were sent.
     pub(super) fn on_sent(&mut self, now: Instant, bytes: usize) {
         self.even = self.even.max(now) + self.time_of(bytes);
     }

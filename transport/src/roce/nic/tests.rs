@@ -1383,7 +1383,8 @@ fn number(data: &[u8], at: usize, len: usize) -> u64 {
 #[test]
 fn counters_are_those_of_the_port_and_start_again_where_they_are_selected() {
     let mut nic = nic();
-    // Two packets for nobody, of 16 bytes, and one of two bytes that is none.
+    // Two packets of 16 bytes for a queue pair that does not exist, and a datagram of two bytes, which
+    // is too short for a packet.
     for _ in 0..2 {
         let stray = write_only(&nic, 0x00ab_cdef, 0);
         receive(&mut nic, peer(), &stray);

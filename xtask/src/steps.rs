@@ -163,7 +163,7 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     ensure(steps.iter().flat_map(|step| step.all_needs()));
     // What an earlier process with this number has left.
     let _ = fs::remove_file(skip_log());
-    let (mut tally, mut rows) = (Tally::default(), Vec::new());
+    let (mut tally, mut rows, mut failures) = (Tally::default(), Vec::new(), Vec::new());
     for step in steps {
         println!("── {}", step.name);
         let started = Instant::now();
@@ -178,6 +178,7 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
                 // At once and not with the summary: a run of hours may be ended by hand before
                 // that.
                 println!("{why}");
+                failures.push(failure(step.name, &why));
                 // Something that is no test of its own went wrong, as a build.
                 if counts.total().failed == 0 {
                     counts.merge(Tally::check(false));
@@ -202,6 +203,10 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
         println!("{line}");
     }
     println!("\n{tally}");
+    // Again, as the end of a long output is what is looked at first, and sometimes all that is kept.
+    for failure in failures {
+        println!("{failure}");
+    }
     match tally.total().failed {
         0 => Ok(()),
         failed => Err(format!("{failed} failed").into()),
@@ -248,6 +253,14 @@ fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
     format!("{how:<8} {name:<36} {:>7.1} s  {more}", took.as_secs_f64())
 }
 
+/// Why a step failed, in its last lines.
+fn failure(name: &str, why: &str) -> String {
+    const LINES: usize = 10;
+    let lines: Vec<_> = why.lines().filter(|line| !line.is_empty()).collect();
+    let last = &lines[lines.len().saturating_sub(LINES)..];
+    format!("FAILED   {name}: {}", last.join("\n         "))
+}
+
 /// A program that succeeds or fails as a whole.
 pub(crate) fn check(mut command: Command) -> Outcome {
     Outcome::of(sh::output(&mut command).map(drop))
@@ -287,6 +300,15 @@ mod tests {
         assert_eq!(names(&[], true).unwrap(), ["one of these", "another"]);
         assert_eq!(names(&["other"], false).unwrap(), ["another"]);
         assert_eq!(names(&["one", "another"], false).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_failure_is_repeated_with_its_last_lines() {
+        assert_eq!(failure("tidy", "a\n\nb\n"), "FAILED   tidy: a\n         b");
+        let long = (0..30).map(|n| format!("{n}\n")).collect::<String>();
+        let text = failure("tests", &long);
+        assert!(text.starts_with("FAILED   tests: 20\n"), "{text}");
+        assert!(text.ends_with(" 29"), "{text}");
     }
 
     #[test]

@@ -16,6 +16,9 @@ use std::ptr;
 use std::thread;
 use std::time::{Duration, Instant};
 
+// Only its file is used, which Cargo puts beside this program.
+use riser_drop_in as _;
+
 /// Address of the device.
 const ADDR: &str = "127.0.45.1";
 

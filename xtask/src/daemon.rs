@@ -25,7 +25,16 @@ pub(crate) const TARGET: &str = "targets:
     access: open
 ";
 
-/// Builds `riserd`, `riser` and `riserd-configfs` as they are tested; returns their folder.
+/// Packages of the programs, and of the libraries that `riser run` starts others with.
+const PACKAGES: [&str; 5] = [
+    "riser-target",
+    "riser-initiator",
+    "riser-configfs-emu",
+    "riser-drop-in",
+    "riser-preload",
+];
+
+/// Builds the programs and libraries as they are tested; returns their folder.
 pub(crate) fn build() -> Result<PathBuf, Failure> {
     build_in(OPTIMIZED)
 }
@@ -35,16 +44,19 @@ pub(crate) fn build_release() -> Result<PathBuf, Failure> {
     build_in("release")
 }
 
-fn build_in(profile: &str) -> Result<PathBuf, Failure> {
+/// Builds them in a profile of Cargo's.
+pub(crate) fn build_in(profile: &str) -> Result<PathBuf, Failure> {
     sh::run(&mut building(profile))?;
-    Ok(root().join(".build").join(profile))
+    let folder = if profile == "dev" { "debug" } else { profile };
+    Ok(root().join(".build").join(folder))
 }
 
-/// Cargo, about to build the programs.
+/// Cargo, about to build the programs and libraries: always these, as others beside them would
+/// change features of crates that all depend on, and have everything built once more.
 pub(crate) fn building(profile: &str) -> Command {
-    let programs = ["--bin=riserd", "--bin=riser", "--bin=riserd-configfs"];
-    let args = ["build", "-q", "--profile", profile];
-    sh::cargo(args.into_iter().chain(programs))
+    let args = ["build", "-q", "--locked", "--profile", profile];
+    let packages = PACKAGES.into_iter().flat_map(|name| ["-p", name]);
+    sh::cargo(args.into_iter().chain(packages))
 }
 
 /// A running `riserd`; it is stopped when the value goes.

@@ -10,7 +10,7 @@ use std::process::Stdio;
 
 use crate::packages::{Need, ensure, have_program, need};
 use crate::sh::{self, cmd};
-use crate::{Failure, root};
+use crate::{Failure, daemon, root};
 
 pub(crate) const NEEDS: &[Need] = &[
     need("dpkg-shlibdeps", "dpkg-dev", "building the package"),
@@ -22,15 +22,8 @@ pub(crate) const NEEDS: &[Need] = &[
     ),
 ];
 
-/// The programs, and whether they write manual pages and completions.
-const PROGRAMS: &[(&str, &str, bool)] = &[
-    ("riser-target", "riserd", true),
-    ("riser-initiator", "riser", true),
-    ("riser-configfs-emu", "riserd-configfs", false),
-];
-
-/// Libraries for other programs, which `riser run` starts them with.
-const LIBRARIES: &[&str] = &["riser-drop-in", "riser-preload"];
+/// The programs that write manual pages and completions.
+const DOCUMENTING: [&str; 2] = ["riserd", "riser"];
 
 /// Packages of Debian that ours needs, so that it can be installed without a network, and programs that
 /// are run on its libraries.
@@ -57,23 +50,27 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
     have_program(SUBCOMMAND)?;
     if options.no_test {
-        return build_package(env!("CARGO_PKG_VERSION")).map(drop);
+        return build_package(RELEASE, env!("CARGO_PKG_VERSION")).map(drop);
     }
     if !sh::is_root() {
         return Err(format!("{WANTS_ROOT}; --no-test only builds the package").into());
     }
-    build_and_install()
+    build_and_install(RELEASE)
 }
+
+/// The profile of what is shipped.
+const RELEASE: &str = "release";
 
 /// The reason why only root can try the package.
 pub(crate) const WANTS_ROOT: &str = "a Debian root is made and entered by root only";
 
-/// Builds the package twice and tries both in a Debian root of its own.
-pub(crate) fn build_and_install() -> Result<(), Failure> {
+/// Builds the package twice, with programs of a profile of Cargo's, and tries both in a Debian root of
+/// its own.
+pub(crate) fn build_and_install(profile: &str) -> Result<(), Failure> {
     let version = env!("CARGO_PKG_VERSION");
-    let deb = build_package(version)?;
+    let deb = build_package(profile, version)?;
     // The same programs under a later version: an upgrade is tried, and not another program.
-    let later = package(&folder(), &format!("{version}+later"))?;
+    let later = package(profile, &format!("{version}+later"))?;
     test(&folder(), &deb, &later)
 }
 
@@ -83,10 +80,10 @@ fn folder() -> PathBuf {
 }
 
 /// Builds the programs and the package, and shows what is in it.
-fn build_package(version: &str) -> Result<PathBuf, Failure> {
+fn build_package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
     fs::create_dir_all(folder())?;
-    build()?;
-    let deb = package(&folder(), version)?;
+    build(profile)?;
+    let deb = package(profile, version)?;
     println!("built {}", deb.display());
     println!(
         "{}",
@@ -96,28 +93,20 @@ fn build_package(version: &str) -> Result<PathBuf, Failure> {
 }
 
 /// The programs, and what they write of themselves.
-fn build() -> Result<(), Failure> {
-    let mut args = vec!["build", "--release", "--locked"];
-    for package in PROGRAMS.iter().map(|(p, _, _)| p).chain(LIBRARIES) {
-        args.extend(["-p", package]);
-    }
-    sh::run(&mut sh::cargo(args))?;
-    let release = root().join(".build/release");
-    let texts = release.join("package");
+fn build(profile: &str) -> Result<(), Failure> {
+    let programs = daemon::build_in(profile)?;
+    let texts = programs.join("package");
     // Emptied: a page of a command that is gone must not be packed.
     let _ = fs::remove_dir_all(&texts);
     let man = texts.join("man");
     fs::create_dir_all(&man)?;
-    for (_, program, documents) in PROGRAMS {
-        if !documents {
-            continue;
-        }
+    for program in DOCUMENTING {
         // Manual pages, completions and the schema come from the programs that were just built, so
         // a package never has those of another version.
-        let exe = release.join(program);
+        let exe = programs.join(program);
         sh::run(cmd(&exe, ["man", "--dir"]).arg(&man))?;
         for (shell, file) in [
-            ("bash", (*program).to_owned()),
+            ("bash", program.to_owned()),
             ("zsh", format!("_{program}")),
             ("fish", format!("{program}.fish")),
         ] {
@@ -139,16 +128,17 @@ fn build() -> Result<(), Failure> {
         let name = format!("{}.gz", page.file_name().unwrap_or_default().display());
         fs::rename(man.join(&name), folder.join(&name))?;
     }
-    let schema = sh::output(&mut cmd(release.join("riserd"), ["schema"]))?;
+    let schema = sh::output(&mut cmd(programs.join("riserd"), ["schema"]))?;
     fs::write(texts.join("riserd.schema.json"), schema)?;
     Ok(())
 }
 
 /// A package with a version.
-fn package(out: &Path, version: &str) -> Result<PathBuf, Failure> {
-    let deb = out.join(format!("riser_{version}.deb"));
+fn package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
+    let deb = folder().join(format!("riser_{version}.deb"));
     let mut command = sh::cargo(["deb", "-p", "riser-target", "--no-build", "--strip"]);
-    command.args(["--deb-version", version, "--output"]);
+    // It looks in this profile's folder for what the manifest says to be in that of releases.
+    command.args(["--profile", profile, "--deb-version", version, "--output"]);
     sh::run(command.arg(&deb))?;
     Ok(deb)
 }

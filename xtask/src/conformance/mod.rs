@@ -26,7 +26,7 @@ use crate::daemon::{self, Daemon};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::tgt::free_port;
-use crate::{Failure, sh, verbs};
+use crate::{Failure, sh};
 use suite::{Run, Verdict};
 
 /// Options of `cargo xtask conformance`.
@@ -239,11 +239,6 @@ fn over_iser(
     if options.no_iser {
         return Ok(());
     }
-    let programs = match &options.programs {
-        // The library comes with it.
-        None => &verbs::build(daemon::OPTIMIZED)?,
-        Some(_) => programs,
-    };
     match iser::run(options, programs, scratch)? {
         Ok(run) => ours.iser = Some(run),
         Err(why) => {

@@ -24,7 +24,7 @@ use runner::{Programs, Rig, Row};
 
 use crate::packages::{Need, ensure, need};
 use crate::tally::Counts;
-use crate::{Failure, daemon, root, sh, verbs};
+use crate::{Failure, daemon, root, sh};
 
 /// Debian packages that the rig needs.
 pub(crate) const NEEDS: &[Need] = &[
@@ -224,12 +224,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         Some(folder) => fs::canonicalize(folder)?,
         None => {
             println!("building riserd and riser");
-            let folder = daemon::build()?;
-            // Libraries in the place of rdma-core's.
-            if is_used("tests/vm/verbs.sh") {
-                verbs::build(daemon::OPTIMIZED)?;
-            }
-            folder
+            daemon::build()?
         }
     };
     let programs = Programs {

@@ -30,7 +30,7 @@ use cases::{Case, Place};
 use pyverbs::{Test, Verdict};
 pub(crate) use runner::{Ended, Rig};
 
-use crate::daemon::OPTIMIZED;
+use crate::daemon::{self, OPTIMIZED};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, root, sh};
@@ -198,25 +198,11 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
 fn programs(options: &Options) -> Result<PathBuf, Failure> {
     match &options.programs {
         Some(folder) => Ok(std::fs::canonicalize(folder)?),
-        None => build(&options.profile),
+        None => {
+            println!("building riser, riserd and the libraries");
+            daemon::build_in(&options.profile)
+        }
     }
-}
-
-/// Builds the programs and the library; answers their folder.
-pub(crate) fn build(profile: &str) -> Result<PathBuf, Failure> {
-    println!("building riser, riserd and the libraries");
-    let mut args = vec!["build", "-q", "--profile", profile];
-    for package in [
-        "riser-initiator",
-        "riser-target",
-        "riser-drop-in",
-        "riser-preload",
-    ] {
-        args.extend(["-p", package]);
-    }
-    sh::run(&mut sh::cargo(args))?;
-    let folder = if profile == "dev" { "debug" } else { profile };
-    Ok(root().join(".build").join(folder))
 }
 
 /// All cases of two programs, in the order of their run.

@@ -1,1 +1,3 @@
-//! Services of an RDMA fabric, as machines without I/O and the programs that run them.
+//! Services of a fabric, as machines without I/O and the programs that run them.
+
+pub mod netlink;

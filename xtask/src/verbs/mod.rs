@@ -132,6 +132,8 @@ struct Row {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Outcome {
     Passed,
+    /// Not at the first attempt, for this reason.
+    PassedAgain(String),
     Failed(String),
     Skipped(String),
     NotYet(&'static str),
@@ -259,7 +261,8 @@ fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
     }
     let programs = case.programs().chain(case.source.map(|_| "mpicc"));
     let programs = programs.filter(|program| !program.starts_with('{'));
-    of_programs(options, case.path(), programs, || rig.run(number, case))
+    let once = || rig.run(number, case);
+    of_programs(options, case.path(), programs, case.may_lose, once)
 }
 
 fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> Row {
@@ -273,15 +276,18 @@ fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> 
         );
     }
     let needs = case.needs.iter().copied();
-    of_programs(options, case.path(), needs, || case.run(rig, programs))
+    of_programs(options, case.path(), needs, false, || {
+        case.run(rig, programs)
+    })
 }
 
-/// Runs a case if its programs are there.
+/// Runs a case if its programs are there, once more if it fails where messages may be lost.
 fn of_programs<'a>(
     options: &Options,
     path: String,
     mut programs: impl Iterator<Item = &'a str>,
-    run: impl FnOnce() -> Result<Duration, Failure>,
+    may_lose: bool,
+    run: impl Fn() -> Result<Duration, Failure>,
 ) -> Row {
     let row = |outcome, took| show(path.clone(), Kind::Program, outcome, took);
     if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
@@ -293,9 +299,14 @@ fn of_programs<'a>(
             Duration::ZERO,
         );
     }
+    let failed = |why: Failure| row(Outcome::Failed(why.to_string()), Duration::ZERO);
     match run() {
         Ok(took) => row(Outcome::Passed, took),
-        Err(why) => row(Outcome::Failed(why.to_string()), Duration::ZERO),
+        Err(first) if may_lose => match run() {
+            Ok(took) => row(Outcome::PassedAgain(first_line(&first)), took),
+            Err(why) => failed(why),
+        },
+        Err(why) => failed(why),
     }
 }
 
@@ -461,6 +472,12 @@ fn suite_rows(
 fn show(path: String, kind: Kind, outcome: Outcome, took: Duration) -> Row {
     let said = match &outcome {
         Outcome::Passed => format!("{:>6.1} s  ok", took.as_secs_f64()),
+        Outcome::PassedAgain(why) => {
+            format!(
+                "{:>6.1} s  ok at the second attempt: {why}",
+                took.as_secs_f64()
+            )
+        }
         Outcome::Failed(why) => format!("{:>8}  FAILED: {why}", ""),
         Outcome::Skipped(why) => format!("{:>8}  skipped: {why}", ""),
         Outcome::NotYet(why) => format!("{:>8}  not yet: {why}", ""),
@@ -481,6 +498,7 @@ fn count(rows: &[Row]) -> (Tally, Option<String>) {
         let mut counts = Counts::default();
         match &row.outcome {
             Outcome::Passed => counts.passed = 1,
+            Outcome::PassedAgain(_) => (counts.passed, counts.second) = (1, 1),
             Outcome::Failed(why) => {
                 counts.failed = 1;
                 failures.push(format!("{}: {why}", row.path));
@@ -497,7 +515,7 @@ fn summary(rows: &[Row]) -> String {
     let count = |is: fn(&Outcome) -> bool| rows.iter().filter(|row| is(&row.outcome)).count();
     format!(
         "{} passed, {} failed, {} skipped, {} not yet",
-        count(|o| *o == Outcome::Passed),
+        count(|o| matches!(o, Outcome::Passed | Outcome::PassedAgain(_))),
         count(|o| matches!(o, Outcome::Failed(_))),
         count(|o| matches!(o, Outcome::Skipped(_))),
         count(|o| matches!(o, Outcome::NotYet(_)))

@@ -14,8 +14,9 @@ use crate::{Failure, root};
 const LIMIT: f64 = 3.0;
 
 /// Part of a path by which a group must grow as well, in percent of the path: small groups may
-/// double for a reason that is worth it.
-const GROUP_LIMIT: f64 = 1.0;
+/// double for a reason that is worth it, and on a busy machine an operation has up to a tenth more
+/// rounds, most of whose cost is in one group.
+const GROUP_LIMIT: f64 = 2.0;
 
 /// Growth of a round of the worker's loop beyond which the code is refused, in percent, if the
 /// polling of an operation grows as well. How much of a round is work, and how much only looks for
@@ -341,15 +342,15 @@ mod tests {
                 ..cost(&groups, &[])
             }
         };
-        assert_eq!(growth("p", &accepted(), &with(125.0)), None, "from 30");
-        assert!(growth("p", &accepted(), &with(135.0)).is_some());
+        assert_eq!(growth("p", &accepted(), &with(225.0)), None, "from 30");
+        assert!(growth("p", &accepted(), &with(235.0)).is_some());
     }
 
     #[test]
     fn a_gain_elsewhere_does_not_hide_a_group_that_grows() {
-        let shifted = cost(&[("rc", 5200.0), ("scsi", 4700.0), ("pool", 100.0)], &[]);
+        let shifted = cost(&[("rc", 5300.0), ("scsi", 4600.0), ("pool", 100.0)], &[]);
         let why = growth("p", &accepted(), &shifted).unwrap();
-        assert_eq!(why, "p, rc: 5000 before, 5200 after (+4.0 %)");
+        assert_eq!(why, "p, rc: 5000 before, 5300 after (+6.0 %)");
         let new = cost(&[("rc", 4000.0), ("scsi", 4900.0), ("audit", 1100.0)], &[]);
         let why = growth("p", &accepted(), &new).unwrap();
         assert_eq!(why, "p, audit: not named before, 1100 after");

@@ -236,15 +236,13 @@ fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
             Verdict::Skipped(vec!["libiscsi's client cannot do it over iSER".to_owned()])
         }
         _ => {
-            let last = ended
-                .said
-                .lines()
-                .rev()
-                .find(|line| !line.trim().is_empty());
-            Verdict::Failed(vec![format!(
-                "{how:?}: {}",
-                last.unwrap_or_default().trim()
-            )])
+            // What the test says of it, or else the last words.
+            let mut lines = ended.said.lines().map(str::trim);
+            let last = || ended.said.trim_end().lines().next_back();
+            let why = lines
+                .find(|line| line.starts_with("[FAILED]"))
+                .or_else(last);
+            Verdict::Failed(vec![format!("{how:?}: {}", why.unwrap_or_default().trim())])
         }
     }
 }

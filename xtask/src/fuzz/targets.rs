@@ -82,6 +82,7 @@ const fn unit(
 const RC: (&str, &str) = ("riser-transport", "transport/src/rc/tests");
 const UC: (&str, &str) = ("riser-transport", "transport/src/uc");
 const CM: (&str, &str) = ("riser-transport", "transport/src/cm/tests");
+const IWPM: (&str, &str) = ("riser-fabric", "fabric/src/iwpm");
 const SRP: (&str, &str) = ("riser-target", "target/src/srp");
 const ISCSI: (&str, &str) = ("riser-target", "target/src/iscsi");
 const ISER: (&str, &str) = ("riser-target", "target/src/iser");
@@ -109,6 +110,12 @@ pub(super) const TARGETS: &[Target] = &[
         "cm::tests::hostile::",
         "connection_manager",
         "CM: MADs, calls, time",
+    ),
+    unit(
+        IWPM,
+        "iwpm::tests::",
+        "port_mapper",
+        "port mapper: netlink messages, datagrams, time",
     ),
     test(
         "fuzz_srp",

@@ -2,3 +2,4 @@
 
 pub mod iwpm;
 pub mod netlink;
+pub mod vnic;

@@ -1,0 +1,726 @@
+//! The Ethernet manager: it finds the hosts, gives their ports LIDs, configures them, and distributes
+//! paths and MAC tables.
+//!
+//! It asks the whole group for class port information once in [`ManagerConfig::interval`]; hosts
+//! that answer are members. A member that has answered nothing for [`ManagerConfig::dead_after`] is
+//! forgotten, and the others are given tables without it. All else is the difference between what a
+//! member has and what it should have, one request at a time for each member:
+//!
+//! ```text
+//!  found → claimed → read → configured → paths → addresses read → MAC table → polled
+//!                              ↑            ↑          ↑             ↑          │
+//!                              └────────────┴── what has changed ────┴──────────┘
+//! ```
+//!
+//! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
+//! their own. A restarted manager leaves members the LIDs that they have.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use super::port::{MAX_IFACE_MACS, MAX_PATHS};
+use super::wire::attr::{
+    EndPoint, IfaceMacsHeader, MAX_MAC_ENTRIES, MacTableEntry, MacTableHeader, PCPS, Path,
+    PathsHeader, VeswPortInfo, digest, entries, id, state,
+};
+use super::wire::mad::{ClassPortInfo, HEADER, MAX, VemaHeader, method, status};
+use super::wire::{Lid, Mac};
+use super::{MANAGEMENT_QKEY, QpAddress};
+
+/// Most members.
+pub const MAX_MEMBERS: usize = MAX_PATHS;
+/// Time after which a request is repeated.
+const RETRY: Duration = Duration::from_millis(300);
+/// Time after which a member that has refused a request is asked again.
+const REFUSED: Duration = Duration::from_secs(2);
+/// Shortest time between two tables, so that many changes at once make one.
+const SETTLE: Duration = Duration::from_millis(50);
+/// Bit of the transactions that go to the whole group.
+const DISCOVERY: u64 = 1 << 63;
+
+/// A virtual Ethernet switch, as it is to be.
+#[derive(Clone, Copy, Debug)]
+pub struct VeswConfig {
+    /// Number of the switch, 12 bits, not 0.
+    pub vesw_id: u16,
+    /// Partition.
+    pub pkey: u16,
+    /// MTU in bytes, [`MIN_ETH_MTU`](super::MIN_ETH_MTU) to [`MAX_ETH_MTU`](super::MAX_ETH_MTU).
+    pub eth_mtu: u16,
+    /// MTU of VLAN priorities; 0 is the same.
+    pub eth_mtu_pcp: [u16; PCPS],
+    /// Service class by VLAN priority; that of priority 0 is also for frames without a tag.
+    pub pcp_to_sc: [u8; PCPS],
+    /// Virtual lane by VLAN priority; that of priority 0 is also for frames without a tag.
+    pub pcp_to_vl: [u8; PCPS],
+}
+
+impl VeswConfig {
+    /// A switch in the default partition, with a class and a lane for each priority.
+    #[must_use]
+    pub fn new(vesw_id: u16, eth_mtu: u16) -> Self {
+        Self {
+            vesw_id,
+            pkey: 0xffff,
+            eth_mtu,
+            eth_mtu_pcp: [0; PCPS],
+            pcp_to_sc: [0, 1, 2, 3, 4, 5, 6, 7],
+            pcp_to_vl: [0, 1, 2, 3, 4, 5, 6, 7],
+        }
+    }
+
+    /// LID of all its ports.
+    #[must_use]
+    pub fn group(&self) -> Lid {
+        Lid(Lid::MULTICAST.0 | u32::from(self.vesw_id))
+    }
+
+    /// Configuration of the port with a LID.
+    fn port(&self, lid: Lid) -> VeswPortInfo {
+        let mut info = VeswPortInfo::new_zeroed();
+        let vesw = &mut info.vesw;
+        vesw.vesw_id = self.vesw_id.into();
+        vesw.pkey = self.pkey.into();
+        vesw.u_mcast_dlid = self.group().0.into();
+        // Frames to addresses that nothing knows go to all, as a switch floods them.
+        vesw.def_port_mask = 1.into();
+        vesw.u_ucast_dlid[0] = self.group().0.into();
+        vesw.eth_mtu = self.eth_mtu.into();
+        vesw.eth_mtu_pcp = self.eth_mtu_pcp.map(Into::into);
+        let port = &mut info.vport;
+        port.port_num = lid.0.into();
+        port.encap_slid = lid.0.into();
+        port.base_mac_addr = Mac::of_lid(lid);
+        port.config_state = state::FORWARDING;
+        port.pcp_to_sc_uc = self.pcp_to_sc;
+        port.pcp_to_vl_uc = self.pcp_to_vl;
+        port.pcp_to_sc_mc = self.pcp_to_sc;
+        port.pcp_to_vl_mc = self.pcp_to_vl;
+        port.non_vlan_sc_uc = self.pcp_to_sc[0];
+        port.non_vlan_vl_uc = self.pcp_to_vl[0];
+        port.non_vlan_sc_mc = self.pcp_to_sc[0];
+        port.non_vlan_vl_mc = self.pcp_to_vl[0];
+        info
+    }
+}
+
+/// What a manager is created with.
+#[derive(Clone, Debug)]
+pub struct ManagerConfig {
+    /// Where traps and answers come to.
+    pub address: QpAddress,
+    /// Longest datagram, in bytes: the path MTU, at least [`MIN_PATH_MTU`](super::MIN_PATH_MTU).
+    pub max_mad: usize,
+    /// The switches; each member gets a port of each, in this order.
+    pub vesws: Vec<VeswConfig>,
+    /// Time between two searches for members, and between two looks at a port.
+    pub interval: Duration,
+    /// Time of silence after which a member is forgotten.
+    pub dead_after: Duration,
+    /// First transaction, by chance, so that answers cannot be guessed.
+    pub first_tid: u64,
+}
+
+/// Where a datagram of the manager goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MadDestination {
+    /// To all hosts, by the group of the fabric.
+    Group,
+    /// To one member.
+    Member(QpAddress),
+}
+
+/// What is known of a member's port, and what it was given.
+#[derive(Clone, Debug, Default)]
+struct PortRecord {
+    end: Option<EndPoint>,
+    info: Option<VeswPortInfo>,
+    polled: Option<Instant>,
+    /// Unicast addresses of the interface, and the generation that they are of.
+    macs: Vec<Mac>,
+    macs_of: Option<u16>,
+    /// Addresses of a list that is being read.
+    reading: Vec<Mac>,
+    /// Digest of the paths that the port has.
+    paths: Option<u32>,
+    /// Digest of a table that is being sent, and the number of entries that were.
+    sending: Option<(u32, usize)>,
+    /// Entries of the MAC table beyond this are empty; not known of a port that the manager found.
+    filled: Option<usize>,
+}
+
+#[derive(Clone, Debug)]
+struct Outstanding {
+    tid: u64,
+    attr: u16,
+    vport: u8,
+    /// Number of entries that the request has, and digest of the table that they are of.
+    sent_entries: (usize, u32),
+    mad: Vec<u8>,
+    sent: Instant,
+}
+
+#[derive(Clone, Debug)]
+struct Member {
+    address: QpAddress,
+    heard: Instant,
+    is_claimed: bool,
+    lid: Option<Lid>,
+    ports: Vec<PortRecord>,
+    outstanding: Option<Outstanding>,
+    /// Nothing is asked before, since something was refused.
+    waits: Option<Instant>,
+}
+
+impl Member {
+    fn new(address: QpAddress, lid: Option<Lid>, ports: usize, now: Instant) -> Self {
+        Self {
+            address,
+            heard: now,
+            is_claimed: false,
+            lid,
+            ports: vec![PortRecord::default(); ports],
+            outstanding: None,
+            waits: None,
+        }
+    }
+}
+
+/// Tables that all ports of a switch have.
+#[derive(Clone, Debug, Default)]
+struct Tables {
+    entries: Vec<MacTableEntry>,
+    digest: u32,
+    paths: Vec<Path>,
+    paths_digest: u32,
+}
+
+/// A member as others may see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemberStatus {
+    /// Where the member's agent is.
+    pub address: QpAddress,
+    /// LID of its ports, once it has one.
+    pub lid: Option<Lid>,
+    /// All its ports have everything they should have.
+    pub is_complete: bool,
+}
+
+/// The Ethernet manager.
+#[derive(Clone, Debug)]
+pub struct EthernetManager {
+    config: ManagerConfig,
+    members: Vec<Member>,
+    tables: Vec<Tables>,
+    tid: u64,
+    search: Option<Instant>,
+    /// Something has changed that the tables follow from; they are made at the time.
+    is_changed: bool,
+    settled: Option<Instant>,
+}
+
+/// A request that is to be sent.
+struct Request {
+    method: u8,
+    attr: u16,
+    vport: u8,
+    data: Vec<u8>,
+    sent_entries: (usize, u32),
+}
+
+impl Request {
+    fn get(attr: u16, vport: u8, data: &[u8]) -> Self {
+        Self {
+            method: method::GET,
+            ..Self::set(attr, vport, data)
+        }
+    }
+
+    fn set(attr: u16, vport: u8, data: &[u8]) -> Self {
+        Self {
+            method: method::SET,
+            attr,
+            vport,
+            data: data.to_vec(),
+            sent_entries: (0, 0),
+        }
+    }
+}
+
+impl EthernetManager {
+    /// A manager that knows no members.
+    ///
+    /// # Panics
+    /// If there are no switches or more than 255, or the datagrams are too short.
+    #[must_use]
+    pub fn new(config: ManagerConfig) -> Self {
+        assert!((1..=255).contains(&config.vesws.len()));
+        assert!(config.max_mad >= super::MIN_PATH_MTU);
+        let mut manager = Self {
+            members: Vec::new(),
+            tables: vec![Tables::default(); config.vesws.len()],
+            tid: config.first_tid & !DISCOVERY,
+            search: None,
+            is_changed: false,
+            settled: None,
+            config,
+        };
+        manager.make_tables();
+        manager
+    }
+
+    /// The members, in the order in which they were found.
+    pub fn members(&self) -> impl Iterator<Item = MemberStatus> {
+        self.members.iter().map(|member| MemberStatus {
+            address: member.address,
+            lid: member.lid,
+            is_complete: member.is_claimed
+                && (0..self.tables.len()).all(|vport| self.is_complete(member, vport)),
+        })
+    }
+
+    fn is_complete(&self, member: &Member, vport: usize) -> bool {
+        let (port, tables) = (&member.ports[vport], &self.tables[vport]);
+        self.is_configured(member, vport)
+            && port.paths == Some(tables.paths_digest)
+            && port
+                .info
+                .is_some_and(|info| info.vport.mac_tbl_digest.get() == tables.digest)
+    }
+
+    /// Longest attribute of a request, in bytes.
+    fn room(&self) -> usize {
+        self.config.max_mad.min(MAX) - HEADER
+    }
+
+    /// The next datagram that is to be sent, and where to. Members that are silent are forgotten.
+    pub fn poll_transmit(&mut self, now: Instant) -> Option<(MadDestination, Vec<u8>)> {
+        self.forget_silent(now);
+        if self.is_changed && self.settled.is_none_or(|settled| settled <= now) {
+            self.is_changed = false;
+            self.settled = Some(now + SETTLE);
+            self.make_tables();
+        }
+        if self.search.is_none_or(|next| next <= now) {
+            self.search = Some(now + self.config.interval);
+            self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
+            let tid = self.tid | DISCOVERY;
+            let header = VemaHeader::new(method::GET, id::CLASS_PORT_INFO, 0, tid);
+            return Some((MadDestination::Group, header.with(&[])));
+        }
+        (0..self.members.len()).find_map(|index| self.poll_member(index, now))
+    }
+
+    fn poll_member(&mut self, index: usize, now: Instant) -> Option<(MadDestination, Vec<u8>)> {
+        let to = MadDestination::Member(self.members[index].address);
+        if let Some(request) = &mut self.members[index].outstanding {
+            if now < request.sent + RETRY {
+                return None;
+            }
+            request.sent = now;
+            return Some((to, request.mad.clone()));
+        }
+        if self.members[index].waits.is_some_and(|until| now < until) {
+            return None;
+        }
+        let request = self.plan(index, now)?;
+        self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
+        let header = VemaHeader::new(request.method, request.attr, request.vport.into(), self.tid);
+        let mad = header.with(&request.data);
+        self.members[index].outstanding = Some(Outstanding {
+            tid: self.tid,
+            attr: request.attr,
+            vport: request.vport,
+            sent_entries: request.sent_entries,
+            mad: mad.clone(),
+            sent: now,
+        });
+        Some((to, mad))
+    }
+
+    /// Next time at which something is to be sent, or a member to be forgotten, if nothing comes.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        let of_member = |member: &Member| {
+            let next = match (&member.outstanding, member.waits) {
+                (Some(request), _) => Some(request.sent + RETRY),
+                (None, Some(until)) => Some(until),
+                (None, None) => {
+                    let next = |port: &PortRecord| {
+                        let polled = port.polled.map(|polled| polled + self.config.interval);
+                        polled.unwrap_or(member.heard)
+                    };
+                    member.ports.iter().map(next).min()
+                }
+            };
+            let dead = member.heard + self.config.dead_after;
+            next.map_or(dead, |next| next.min(dead))
+        };
+        let members = self.members.iter().map(of_member);
+        let settled = self.settled.filter(|_| self.is_changed);
+        members.chain(self.search).chain(settled).min()
+    }
+
+    /// The request that brings a member nearer to what it should be.
+    fn plan(&self, index: usize, now: Instant) -> Option<Request> {
+        let member = &self.members[index];
+        if !member.is_claimed {
+            let address = self.config.address;
+            let info = ClassPortInfo {
+                trap_gid: address.gid.0,
+                // Any LID: where traps go is the GID and the queue pair.
+                trap_lid: 1.into(),
+                trap_hl_qp: address.qpn.into(),
+                trap_qkey: MANAGEMENT_QKEY.into(),
+                ..FromZeros::new_zeroed()
+            };
+            return Some(Request::set(id::CLASS_PORT_INFO, 0, info.as_bytes()));
+        }
+        (0..member.ports.len()).find_map(|vport| self.plan_port(member, vport, now))
+    }
+
+    fn plan_port(&self, member: &Member, vport: usize, now: Instant) -> Option<Request> {
+        let (port, number) = (&member.ports[vport], vport as u8);
+        let tables = &self.tables[vport];
+        if port.end.is_none() {
+            return Some(Request::get(id::END_POINT, number, &[]));
+        }
+        let is_due = port
+            .polled
+            .is_none_or(|polled| polled + self.config.interval <= now);
+        let info = port.info.as_ref().filter(|_| !is_due);
+        let Some(info) = info else {
+            return Some(Request::get(id::VESWPORT_INFO, number, &[]));
+        };
+        if !self.is_configured(member, vport) {
+            let wanted = self.config.vesws[vport].port(member.lid?);
+            return Some(Request::set(id::VESWPORT_INFO, number, wanted.as_bytes()));
+        }
+        if port.paths != Some(tables.paths_digest) {
+            return Some(self.plan_paths(port, number, tables));
+        }
+        if port.macs_of != Some(info.vport.uc_macs_gen_count.get()) {
+            let header = IfaceMacsHeader {
+                start_idx: (port.reading.len() as u16).into(),
+                ..FromZeros::new_zeroed()
+            };
+            return Some(Request::get(
+                id::IFACE_UCAST_MACS,
+                number,
+                header.as_bytes(),
+            ));
+        }
+        if info.vport.mac_tbl_digest.get() != tables.digest {
+            return Some(self.plan_table(port, number, tables));
+        }
+        None
+    }
+
+    /// Returns whether a port has the configuration that it should have.
+    fn is_configured(&self, member: &Member, vport: usize) -> bool {
+        let (Some(info), Some(lid)) = (member.ports[vport].info, member.lid) else {
+            return false;
+        };
+        let mut wanted = self.config.vesws[vport].port(lid);
+        let (wanted_port, port) = (&mut wanted.vport, &info.vport);
+        wanted_port.eth_link_status = port.eth_link_status;
+        wanted_port.oper_state = port.oper_state;
+        wanted_port.max_mac_tbl_ent = port.max_mac_tbl_ent;
+        wanted_port.max_smac_ent = port.max_smac_ent;
+        wanted_port.mac_tbl_digest = port.mac_tbl_digest;
+        wanted_port.uc_macs_gen_count = port.uc_macs_gen_count;
+        wanted_port.mc_macs_gen_count = port.mc_macs_gen_count;
+        wanted == info
+    }
+
+    /// Where the sending of a table goes on: at its beginning, if it is another one now.
+    fn next_entry(port: &PortRecord, digest: u32) -> usize {
+        port.sending
+            .filter(|(of, _)| *of == digest)
+            .map_or(0, |(_, next)| next)
+    }
+
+    fn plan_paths(&self, port: &PortRecord, vport: u8, tables: &Tables) -> Request {
+        let first = Self::next_entry(port, tables.paths_digest).min(tables.paths.len());
+        let most = (self.room() - size_of::<PathsHeader>()) / size_of::<Path>();
+        let part = &tables.paths[first..tables.paths.len().min(first + most)];
+        let header = PathsHeader {
+            offset: (first as u16).into(),
+            num_entries: (part.len() as u16).into(),
+            total: (tables.paths.len() as u16).into(),
+            reserved: 0.into(),
+        };
+        let data = [header.as_bytes(), part.as_bytes()].concat();
+        Request {
+            sent_entries: (part.len(), tables.paths_digest),
+            ..Request::set(id::PATHS, vport, &data)
+        }
+    }
+
+    fn plan_table(&self, port: &PortRecord, vport: u8, tables: &Tables) -> Request {
+        let first = Self::next_entry(port, tables.digest);
+        let most = (self.room() - size_of::<MacTableHeader>()) / size_of::<MacTableEntry>();
+        let end = Self::table_end(port, tables);
+        let last = end.min(first + most);
+        let entry = |n| tables.entries.get(n).copied().unwrap_or_default();
+        let part: Vec<_> = (first..last).map(entry).collect();
+        // The digest comes with the last part, so that a port with a part of the table says so.
+        let digest = if last == end { tables.digest } else { 0 };
+        let header = MacTableHeader {
+            offset: (first as u16).into(),
+            num_entries: (part.len() as u16).into(),
+            mac_tbl_digest: digest.into(),
+        };
+        let data = [header.as_bytes(), part.as_bytes()].concat();
+        Request {
+            sent_entries: (part.len(), tables.digest),
+            ..Request::set(id::VESWPORT_MAC_ENTRIES, vport, &data)
+        }
+    }
+
+    /// Number of entries that are sent, with empty ones in the place of those that the port may have.
+    fn table_end(port: &PortRecord, tables: &Tables) -> usize {
+        let filled = port.filled.unwrap_or(MAX_MAC_ENTRIES.into());
+        tables.entries.len().max(filled)
+    }
+
+    /// Takes a datagram: an answer, or a trap.
+    pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) {
+        let Some((header, data)) = VemaHeader::parse(mad) else {
+            return;
+        };
+        match header.method {
+            method::GET_RESP if header.tid.get() & DISCOVERY != 0 => {
+                let is_now = header.tid.get() == self.search_tid(header.tid.get());
+                if is_now && header.attr_id.get() == id::CLASS_PORT_INFO {
+                    self.find(from, now);
+                }
+            }
+            method::GET_RESP => self.handle_answer(from, &header, data, now),
+            method::TRAP => self.handle_trap(from),
+            _ => {}
+        }
+    }
+
+    /// The transaction of an answer to the group, if it is one of the last that were sent.
+    fn search_tid(&self, tid: u64) -> u64 {
+        // Requests to members count on meanwhile, at most one for each in an interval or so.
+        let age = self.tid.wrapping_sub(tid & !DISCOVERY);
+        if age < 1 << 16 { tid } else { !tid }
+    }
+
+    fn find(&mut self, from: QpAddress, now: Instant) {
+        let ports = self.tables.len();
+        let is_full = self.members.len() >= MAX_MEMBERS;
+        let known = self.members.iter_mut().find(|m| m.address.gid == from.gid);
+        match known {
+            Some(member) if member.address == from => member.heard = now,
+            Some(member) => {
+                tracing::info!(host = %from.gid, "a member has restarted");
+                *member = Member::new(from, member.lid, ports, now);
+                self.is_changed = true;
+            }
+            None if !is_full => {
+                tracing::info!(host = %from.gid, "a member was found");
+                self.members.push(Member::new(from, None, ports, now));
+            }
+            None => tracing::warn!(host = %from.gid, "there are too many members"),
+        }
+    }
+
+    fn forget_silent(&mut self, now: Instant) {
+        let before = self.members.len();
+        let dead_after = self.config.dead_after;
+        self.members.retain(|member| {
+            let is_alive = now < member.heard + dead_after;
+            if !is_alive {
+                tracing::info!(host = %member.address.gid, "a member is gone");
+            }
+            is_alive
+        });
+        if self.members.len() != before {
+            self.is_changed = true;
+        }
+    }
+
+    /// A member reports a change: its ports are looked at next. What has changed is read, not
+    /// believed, and a request at a time, so traps cannot be used to keep the manager busy.
+    fn handle_trap(&mut self, from: QpAddress) {
+        let member = self.members.iter_mut().find(|m| m.address == from);
+        for port in member.into_iter().flat_map(|member| &mut member.ports) {
+            port.polled = None;
+        }
+    }
+
+    fn handle_answer(&mut self, from: QpAddress, header: &VemaHeader, data: &[u8], now: Instant) {
+        let is_of = |member: &Member| {
+            let tid = member.outstanding.as_ref().map(|request| request.tid);
+            member.address == from && tid == Some(header.tid.get())
+        };
+        let Some(index) = self.members.iter().position(is_of) else {
+            return;
+        };
+        let Some(request) = self.members[index].outstanding.take() else {
+            return;
+        };
+        let member = &mut self.members[index];
+        member.heard = now;
+        member.waits = None;
+        let is_done =
+            header.status.get() == status::OK && self.take(index, &request, data, now).is_some();
+        if !is_done {
+            let (attr, status) = (request.attr, header.status.get());
+            tracing::info!(host = %from.gid, attr, status, "a member refuses a request");
+            let member = &mut self.members[index];
+            member.waits = Some(now + REFUSED);
+            // It may have lost its state, or another manager has it.
+            let lid = member.lid;
+            let fresh = Member::new(from, lid, member.ports.len(), now);
+            *member = Member {
+                waits: member.waits,
+                ..fresh
+            };
+            self.is_changed = true;
+        }
+    }
+
+    /// Takes in a successful answer; none where it is not one to the request.
+    fn take(
+        &mut self,
+        index: usize,
+        request: &Outstanding,
+        data: &[u8],
+        now: Instant,
+    ) -> Option<()> {
+        let vport = usize::from(request.vport);
+        let member = &mut self.members[index];
+        let port = member.ports.get_mut(vport)?;
+        match request.attr {
+            id::CLASS_PORT_INFO => member.is_claimed = true,
+            id::END_POINT => {
+                let end = EndPoint::read_from_prefix(data).ok()?.0;
+                if usize::from(end.mtu.get()) < super::MIN_PATH_MTU {
+                    return None;
+                }
+                port.end = Some(end);
+                self.is_changed = true;
+            }
+            id::VESWPORT_INFO => {
+                let info = VeswPortInfo::read_from_prefix(data).ok()?.0;
+                let is_first = port.info.is_none();
+                if is_first && info.vport.mac_tbl_digest.get() == 0 {
+                    port.filled = Some(0);
+                }
+                // A port that was reset by another has lost its tables.
+                if info.vport.oper_state != state::FORWARDING {
+                    port.paths = None;
+                }
+                port.info = Some(info);
+                port.polled = Some(now);
+                if member.lid.is_none() {
+                    self.give_lid(index, vport, &info);
+                }
+            }
+            id::PATHS => {
+                let (count, digest) = request.sent_entries;
+                let next = Self::next_entry(port, digest) + count;
+                let total = self.tables[vport].paths.len();
+                let is_current = digest == self.tables[vport].paths_digest;
+                let is_all = is_current && next >= total;
+                port.sending = (is_current && !is_all).then_some((digest, next));
+                if is_all {
+                    port.paths = Some(digest);
+                }
+            }
+            id::IFACE_UCAST_MACS => {
+                let (header, rest) = IfaceMacsHeader::read_from_prefix(data).ok()?;
+                let macs = entries::<Mac>(rest, header.num_macs_in_msg.get())?;
+                if usize::from(header.start_idx.get()) == port.reading.len() {
+                    port.reading.extend_from_slice(macs);
+                }
+                let total = usize::from(header.tot_macs_in_lst.get()).min(MAX_IFACE_MACS);
+                // Nothing came, or all did. What changes meanwhile has another generation, by which
+                // the list is read once more.
+                if macs.is_empty() || port.reading.len() >= total {
+                    port.macs = std::mem::take(&mut port.reading);
+                    port.macs.truncate(MAX_IFACE_MACS);
+                    port.macs_of = Some(header.gen_count.get());
+                    if let Some(info) = &mut port.info {
+                        info.vport.uc_macs_gen_count = header.gen_count;
+                    }
+                    self.is_changed = true;
+                }
+            }
+            id::VESWPORT_MAC_ENTRIES => {
+                let header = MacTableHeader::read_from_prefix(data).ok()?.0;
+                let (count, digest) = request.sent_entries;
+                let tables = &self.tables[vport];
+                let next = Self::next_entry(port, digest) + count;
+                let end = Self::table_end(port, tables);
+                // Of a table that has changed meanwhile some entries are in their places.
+                port.filled = Some(end.max(next));
+                port.sending = None;
+                if digest == tables.digest && next < end {
+                    port.sending = Some((digest, next));
+                } else if digest == tables.digest {
+                    port.filled = Some(tables.entries.len());
+                    port.info.as_mut()?.vport.mac_tbl_digest = header.mac_tbl_digest;
+                }
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Gives a member the LID that it has from a manager before, or the lowest that is free.
+    fn give_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
+        let taken: BTreeSet<_> = self.members.iter().filter_map(|m| m.lid).collect();
+        let had = Lid(info.vport.encap_slid.get());
+        let is_ours = info.vesw.vesw_id.get() == self.config.vesws[vport].vesw_id;
+        let keeps = is_ours && had != Lid::NONE && !had.is_multicast() && !taken.contains(&had);
+        let free = || (1..).map(Lid).find(|lid| !taken.contains(lid));
+        self.members[index].lid = if keeps { Some(had) } else { free() };
+        self.is_changed = true;
+    }
+
+    /// Makes the tables of all switches, in the order of LIDs.
+    fn make_tables(&mut self) {
+        let mut members: Vec<_> = self.members.iter().filter(|m| m.lid.is_some()).collect();
+        members.sort_by_key(|member| member.lid);
+        let make = |vport: usize| {
+            let mut tables = Tables::default();
+            let mut seen = BTreeSet::new();
+            for member in &members {
+                let (port, lid) = (&member.ports[vport], member.lid.unwrap_or(Lid::NONE));
+                let Some(end) = port.end else { continue };
+                tables.paths.push(Path {
+                    dlid: lid.0.into(),
+                    qpn: end.qpn,
+                    mtu: end.mtu,
+                    reserved: 0.into(),
+                    gid: member.address.gid.0,
+                });
+                for mac in [Mac::of_lid(lid)].iter().chain(&port.macs) {
+                    let is_one = !mac.is_zero() && !mac.is_multicast();
+                    if !is_one || tables.entries.len() >= MAX_MAC_ENTRIES.into() {
+                        continue;
+                    }
+                    // An address that two members have is the first one's.
+                    match seen.insert(*mac) {
+                        true => tables.entries.push(MacTableEntry::new(*mac, lid)),
+                        false => tracing::debug!(%mac, ?lid, "an address is another member's"),
+                    }
+                }
+            }
+            tables.digest = digest(tables.entries.as_bytes());
+            tables.paths_digest = digest(tables.paths.as_bytes());
+            tables
+        };
+        self.tables = (0..self.tables.len()).map(make).collect();
+    }
+}
+
+#[cfg(test)]
+mod tests;

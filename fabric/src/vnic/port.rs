@@ -1,0 +1,563 @@
+//! A virtual port: where frames of an interface become packets, and packets become frames.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use riser_transport::verbs::Gid;
+use rustc_hash::FxHashMap;
+
+use super::frame::{self, Frame, Protocol};
+use super::mac_table::{Learned, MacTable};
+use super::reassembly::Reassembly;
+use super::stats::{RxDrop, Stats, TxDrop};
+use super::trap::TrapLimit;
+use super::wire::attr::{DEF_PORTS, Path, VeswInfo, VeswPortInfo, link, rc, state};
+use super::wire::mad::{NoticeAttr, TrapOpcode, VeswPortTrap};
+use super::wire::packet::{FRAGMENT_HEADER, Fragment, HEADER, Header};
+use super::wire::{Lid, Mac};
+use super::{MAX_ETH_MTU, MIN_ETH_MTU, QpAddress};
+
+/// Entries of the table that distributes flows to default ports (`OPA_VNIC_FLOW_TBL_SIZE`).
+const FLOW_TBL: usize = 32;
+/// Most addresses of an interface that are reported, of each kind.
+pub const MAX_IFACE_MACS: usize = 256;
+/// Most paths of a port: as many as the manager has members.
+pub const MAX_PATHS: usize = 254;
+
+/// What an interface should be like, as the manager has configured its port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InterfaceConfig {
+    /// MAC address that the manager gives it; none while it gives none.
+    pub mac: Option<Mac>,
+    /// MTU in bytes; none while there is none.
+    pub mtu: Option<u16>,
+    /// Frames pass: the interface has a carrier.
+    pub carrier: bool,
+}
+
+/// Where a packet goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Destination {
+    /// To one port.
+    Port(QpAddress),
+    /// To all ports, by the group of the fabric.
+    Group,
+}
+
+/// A frame on its way out.
+#[derive(Clone, Copy, Debug)]
+pub struct Encapsulated {
+    /// Headers of the packet, or of all its fragments.
+    pub header: Header,
+    /// Where it goes.
+    pub to: Destination,
+    /// Virtual lane.
+    pub vl: u8,
+    /// Longest packet that all its receivers take, in bytes.
+    pub mtu: usize,
+    ident: u32,
+}
+
+impl Encapsulated {
+    /// Number of packets that a frame of `frame_len` bytes takes.
+    #[must_use]
+    pub fn packets(&self, frame_len: usize) -> usize {
+        if frame_len + HEADER <= self.mtu {
+            return 1;
+        }
+        frame_len.div_ceil(self.mtu - FRAGMENT_HEADER)
+    }
+
+    /// Writes packet `index` of those that the frame takes to `out`; returns its length.
+    ///
+    /// # Panics
+    /// If `out` is shorter than [`Encapsulated::mtu`], or the frame has no such packet.
+    pub fn emit(&self, frame: &[u8], index: usize, out: &mut [u8]) -> usize {
+        let (header, part) = if self.packets(frame.len()) == 1 {
+            (self.header, frame)
+        } else {
+            let room = self.mtu - FRAGMENT_HEADER;
+            let offset = index * room;
+            let fragment = Fragment {
+                ident: self.ident,
+                offset: offset as u16,
+                frame_len: frame.len() as u16,
+            };
+            let header = Header {
+                fragment: Some(fragment),
+                ..self.header
+            };
+            (header, &frame[offset..frame.len().min(offset + room)])
+        };
+        let at = header.emit(part.len(), out);
+        out[at..at + part.len()].copy_from_slice(part);
+        at + part.len()
+    }
+}
+
+/// Longest frame of a VLAN priority, in bytes.
+fn max_frame(vesw: &VeswInfo, priority: Option<usize>) -> usize {
+    let of_priority = priority.map(|pcp| vesw.eth_mtu_pcp[pcp]);
+    let mtu = of_priority
+        .filter(|mtu| mtu.get() != 0)
+        .unwrap_or(vesw.eth_mtu);
+    let tag = priority.map_or(0, |_| frame::VLAN_TAG);
+    usize::from(mtu.get()) + frame::HEADER + tag
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    to: QpAddress,
+    mtu: u16,
+}
+
+/// A virtual port of a virtual Ethernet switch.
+#[derive(Clone, Debug)]
+pub struct VirtualPort {
+    /// Index of the port at its host.
+    vport: u8,
+    /// Longest packet of this end, in bytes.
+    mtu: usize,
+    info: VeswPortInfo,
+    flow_tbl: [Option<u8>; FLOW_TBL],
+    mac_table: MacTable,
+    learned: Learned,
+    paths: Vec<Path>,
+    ways: FxHashMap<Lid, Way>,
+    /// Longest packet that every other port takes, in bytes.
+    group_mtu: usize,
+    ident: u32,
+    reassembly: Reassembly,
+    stats: Stats,
+    ucast_macs: Vec<Mac>,
+    mcast_macs: Vec<Mac>,
+    traps: BTreeSet<TrapOpcode>,
+    limit: TrapLimit,
+    interface: Option<InterfaceConfig>,
+}
+
+impl VirtualPort {
+    /// A port that was never configured. `mtu` is the path MTU of this end, in bytes.
+    #[must_use]
+    pub fn new(vport: u8, mtu: usize) -> Self {
+        Self {
+            vport,
+            mtu,
+            info: VeswPortInfo::power_on(),
+            flow_tbl: [None; FLOW_TBL],
+            mac_table: MacTable::default(),
+            learned: Learned::default(),
+            paths: Vec::new(),
+            ways: FxHashMap::default(),
+            group_mtu: mtu,
+            ident: 0,
+            reassembly: Reassembly::default(),
+            stats: Stats::default(),
+            ucast_macs: Vec::new(),
+            mcast_macs: Vec::new(),
+            traps: BTreeSet::new(),
+            limit: TrapLimit::default(),
+            interface: None,
+        }
+    }
+
+    /// Configuration and state, as the manager reads them.
+    #[must_use]
+    pub fn info(&self) -> VeswPortInfo {
+        let mut info = self.info;
+        info.vport.mac_tbl_digest = self.mac_table.digest().into();
+        info
+    }
+
+    /// Sets the configuration. What is the port's own in `info` is ignored; reserved fields are kept
+    /// for the manager. Returns whether it did: nothing changes where an MTU is not an Ethernet's.
+    pub fn configure(&mut self, info: &VeswPortInfo) -> bool {
+        let mtus = info.vesw.eth_mtu_pcp.iter().chain([&info.vesw.eth_mtu]);
+        let is_mtu = |mtu: u16| mtu == 0 || (MIN_ETH_MTU..=MAX_ETH_MTU).contains(&mtu);
+        let is_state = matches!(info.vport.config_state, state::DROP_ALL | state::FORWARDING);
+        if !mtus.map(|mtu| mtu.get()).all(is_mtu) || !is_state {
+            return false;
+        }
+        let own = self.info.vport;
+        self.info = *info;
+        let vport = &mut self.info.vport;
+        vport.eth_link_status = own.eth_link_status;
+        vport.max_mac_tbl_ent = own.max_mac_tbl_ent;
+        vport.max_smac_ent = own.max_smac_ent;
+        vport.uc_macs_gen_count = own.uc_macs_gen_count;
+        vport.mc_macs_gen_count = own.mc_macs_gen_count;
+        vport.oper_state = vport.config_state;
+        self.distribute_flows();
+        self.set_interface();
+        true
+    }
+
+    /// Resets the port to the values of one that was never configured, and empties its tables.
+    /// Counters and the interface's addresses stay.
+    pub fn reset(&mut self) {
+        self.configure(&VeswPortInfo::power_on());
+        self.mac_table = MacTable::default();
+        self.learned = Learned::default();
+        self.set_paths(0, 0, &[]);
+    }
+
+    /// Gives each place of the flow table one of the default ports, in turn.
+    fn distribute_flows(&mut self) {
+        let mask = self.info.vesw.def_port_mask.get();
+        let ports: Vec<u8> = (0..DEF_PORTS as u8)
+            .filter(|n| mask >> n & 1 == 1)
+            .collect();
+        for (n, slot) in self.flow_tbl.iter_mut().enumerate() {
+            *slot = ports.get(n % ports.len().max(1)).copied();
+        }
+    }
+
+    fn set_interface(&mut self) {
+        let mac = self.info.vport.base_mac_addr;
+        let mtu = self.info.vesw.eth_mtu.get();
+        self.interface = Some(InterfaceConfig {
+            mac: (!mac.is_zero() && !mac.is_multicast()).then_some(mac),
+            mtu: (mtu != 0).then_some(mtu),
+            carrier: self.is_forwarding(),
+        });
+    }
+
+    /// What the interface should be like, after each configuration.
+    pub fn poll_interface(&mut self) -> Option<InterfaceConfig> {
+        self.interface.take()
+    }
+
+    /// Table of the manager.
+    #[must_use]
+    pub fn mac_table(&self) -> &MacTable {
+        &self.mac_table
+    }
+
+    /// Sets entries of the manager's table, as [`MacTable::set`].
+    pub(super) fn mac_table_mut(&mut self) -> &mut MacTable {
+        &mut self.mac_table
+    }
+
+    /// Paths to other ports.
+    #[must_use]
+    pub fn paths(&self) -> &[Path] {
+        &self.paths
+    }
+
+    /// Sets the paths from `offset` on, of `total`. Those beyond are forgotten, and with them what
+    /// was learned of their ports. Returns whether it did: nothing changes where there would be a
+    /// gap, or too many, or a path is no port's.
+    pub fn set_paths(&mut self, offset: u16, total: u16, paths: &[Path]) -> bool {
+        let (offset, total) = (usize::from(offset), usize::from(total));
+        let is_path = |path: &Path| {
+            let (lid, mtu) = (Lid(path.dlid.get()), usize::from(path.mtu.get()));
+            lid != Lid::NONE && !lid.is_multicast() && mtu > FRAGMENT_HEADER
+        };
+        let fits = offset <= self.paths.len() && offset + paths.len() <= total;
+        if !fits || total > MAX_PATHS || !paths.iter().all(is_path) {
+            return false;
+        }
+        self.paths.truncate(total);
+        for (index, path) in (offset..).zip(paths) {
+            match self.paths.get_mut(index) {
+                Some(place) => *place = *path,
+                None => self.paths.push(*path),
+            }
+        }
+        let way = |path: &Path| {
+            let to = QpAddress {
+                gid: Gid(path.gid),
+                qpn: path.qpn.get(),
+            };
+            let mtu = path.mtu.get();
+            (Lid(path.dlid.get()), Way { to, mtu })
+        };
+        self.ways = self.paths.iter().map(way).collect();
+        let shortest = self.ways.values().map(|way| usize::from(way.mtu)).min();
+        self.group_mtu = shortest.map_or(self.mtu, |mtu| mtu.min(self.mtu));
+        let ways = &self.ways;
+        self.learned.retain_ports(|lid| ways.contains_key(&lid));
+        self.reassembly.retain(|lid| ways.contains_key(&lid));
+        true
+    }
+
+    /// Statistics.
+    #[must_use]
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Index of the port at its host.
+    #[must_use]
+    pub fn vport(&self) -> u8 {
+        self.vport
+    }
+
+    fn is_forwarding(&self) -> bool {
+        self.info.vport.oper_state == state::FORWARDING
+    }
+
+    fn slid(&self) -> Lid {
+        Lid(self.info.vport.encap_slid.get())
+    }
+
+    /// Decides where a frame of the interface goes. `bytes` may be padded to [`frame::MIN`] after
+    /// that, as the receiver wants at least as many.
+    ///
+    /// # Errors
+    /// [`TxDrop`], which is counted.
+    pub fn encapsulate(&mut self, bytes: &[u8], now: Instant) -> Result<Encapsulated, TxDrop> {
+        let outcome = self.plan(bytes, now);
+        let frame = outcome.as_ref().map_err(|e| *e);
+        let counted = frame.and_then(|_| Frame::new(bytes).ok_or(TxDrop::Logic));
+        self.stats.count_tx(counted);
+        outcome
+    }
+
+    fn plan(&mut self, bytes: &[u8], now: Instant) -> Result<Encapsulated, TxDrop> {
+        let frame = Frame::new(bytes).ok_or(TxDrop::Logic)?;
+        if !self.is_forwarding() {
+            return Err(TxDrop::DropState);
+        }
+        let priority = frame.priority();
+        if bytes.len() > max_frame(&self.info.vesw, priority) {
+            return Err(TxDrop::Logic);
+        }
+        if !self.mac_table.has_source(frame.source()) {
+            return Err(TxDrop::SmacFilter);
+        }
+        let entropy = frame.entropy();
+        let dlid = self.dlid(frame.dest(), entropy, now)?;
+        let (to, mtu) = if dlid.is_multicast() {
+            (Destination::Group, self.group_mtu)
+        } else {
+            // A table may be here before the paths of its ports.
+            let way = self.ways.get(&dlid).ok_or(TxDrop::DlidZero)?;
+            (Destination::Port(way.to), self.mtu.min(way.mtu.into()))
+        };
+        let (sc, vl) = self.class(frame.dest().is_multicast(), priority);
+        self.ident = self.ident.wrapping_add(1);
+        let header = Header {
+            slid: self.slid(),
+            dlid,
+            pkey: self.info.vesw.pkey.get(),
+            entropy: entropy.into(),
+            sc,
+            rc: self.routing_control(frame.protocol()),
+            fecn: false,
+            becn: false,
+            age: 0,
+            vesw_id: self.info.vesw.vesw_id.get(),
+            fragment: None,
+        };
+        Ok(Encapsulated {
+            header,
+            to,
+            vl,
+            mtu,
+            ident: self.ident,
+        })
+    }
+
+    /// LID for an address: of the manager's table; for a group that of the switch's group; what was
+    /// learned; the LID that a locally administered address has, if it is a port's; a default port.
+    fn dlid(&self, dest: Mac, entropy: u8, now: Instant) -> Result<Lid, TxDrop> {
+        let own = self.slid();
+        let not_back = |lid: Lid| match lid {
+            Lid::NONE => Err(TxDrop::DlidZero),
+            lid if lid == own => Err(TxDrop::Logic),
+            lid => Ok(lid),
+        };
+        if let Some(lid) = self.mac_table.dlid(dest) {
+            return not_back(lid);
+        }
+        if dest.is_multicast() {
+            return not_back(Lid(self.info.vesw.u_mcast_dlid.get()));
+        }
+        if let Some(lid) = self.learned.dlid(dest, now) {
+            return not_back(lid);
+        }
+        // Linux takes every such address for one of the manager's; virtual machines have others.
+        if dest.is_local() && self.ways.contains_key(&dest.lid()) {
+            return not_back(dest.lid());
+        }
+        let flow = usize::from(entropy & 0xf) + usize::from(entropy >> 4);
+        let port = self.flow_tbl[flow % FLOW_TBL];
+        let lid = port.map(|port| Lid(self.info.vesw.u_ucast_dlid[usize::from(port)].get()));
+        not_back(lid.unwrap_or(Lid::NONE))
+    }
+
+    /// Service class and virtual lane of a frame.
+    fn class(&self, is_multicast: bool, priority: Option<usize>) -> (u8, u8) {
+        let port = &self.info.vport;
+        match (priority, is_multicast) {
+            (Some(pcp), false) => (port.pcp_to_sc_uc[pcp], port.pcp_to_vl_uc[pcp]),
+            (Some(pcp), true) => (port.pcp_to_sc_mc[pcp], port.pcp_to_vl_mc[pcp]),
+            (None, false) => (port.non_vlan_sc_uc, port.non_vlan_vl_uc),
+            (None, true) => (port.non_vlan_sc_mc, port.non_vlan_vl_mc),
+        }
+    }
+
+    fn routing_control(&self, protocol: Protocol) -> u8 {
+        let shift = match protocol {
+            Protocol::Ipv4Tcp => rc::IPV4_TCP,
+            Protocol::Ipv4Udp => rc::IPV4_UDP,
+            Protocol::Ipv4 => rc::IPV4,
+            Protocol::Ipv6Tcp => rc::IPV6_TCP,
+            Protocol::Ipv6Udp => rc::IPV6_UDP,
+            Protocol::Ipv6 => rc::IPV6,
+            Protocol::Other => rc::DEFAULT,
+        };
+        (self.info.vesw.rc.get() >> shift & 7) as u8
+    }
+
+    /// Takes a packet; returns a frame if it is whole with it. `from` is where the packet has come
+    /// from by the fabric.
+    ///
+    /// # Errors
+    /// [`RxDrop`], which is counted.
+    pub fn decapsulate<'a>(
+        &'a mut self,
+        from: Gid,
+        packet: &'a [u8],
+        now: Instant,
+    ) -> Result<Option<&'a [u8]>, RxDrop> {
+        let checked = self.check(from, packet);
+        let (header, data) = match checked {
+            Ok(checked) => checked,
+            Err(drop) => return self.drop_rx(drop),
+        };
+        let is_group = header.dlid.is_multicast();
+        let frame = match header.fragment {
+            None => Ok(Some(data)),
+            // Frames of sources without a path are not collected, which bounds their number.
+            Some(_) if !self.ways.contains_key(&header.slid) => Err(RxDrop::Logic),
+            Some(fragment) => {
+                let taken = self.reassembly.take(header.slid, is_group, fragment, data);
+                taken.map_err(|_| RxDrop::Logic)
+            }
+        };
+        let is_up = self.info.vport.eth_link_status == link::UP;
+        let outcome = match frame {
+            Ok(None) => return Ok(None),
+            Ok(Some(bytes)) if bytes.len() < frame::MIN => Err(RxDrop::Runt),
+            Ok(Some(bytes)) => {
+                // The shortest frame has a header, so there is one to look at.
+                Frame::new(bytes).ok_or(RxDrop::Runt)
+            }
+            Err(drop) => Err(drop),
+        };
+        let outcome = outcome.and_then(|frame| {
+            if frame.len() > max_frame(&self.info.vesw, frame.priority()) {
+                return Err(RxDrop::Oversize);
+            }
+            if !is_up {
+                return Err(RxDrop::EthDown);
+            }
+            Ok(frame)
+        });
+        self.stats.count_rx(outcome);
+        let frame = outcome?;
+        // Frames from ports without a path cannot be answered by one.
+        if self.ways.contains_key(&header.slid) && self.mac_table.dlid(frame.source()).is_none() {
+            self.learned.note(frame.source(), header.slid, now);
+        }
+        Ok(Some(frame.bytes()))
+    }
+
+    fn drop_rx<T>(&mut self, drop: RxDrop) -> Result<T, RxDrop> {
+        self.stats.count_rx(Err(drop));
+        Err(drop)
+    }
+
+    /// Checks the headers of a packet.
+    fn check<'a>(&self, from: Gid, packet: &'a [u8]) -> Result<(Header, &'a [u8]), RxDrop> {
+        let (header, data) = Header::parse(packet).map_err(|_| RxDrop::Logic)?;
+        if header.vesw_id != self.info.vesw.vesw_id.get() {
+            return Err(RxDrop::BadVeswId);
+        }
+        if !self.is_forwarding() {
+            return Err(RxDrop::DropState);
+        }
+        let is_ours = header.dlid == self.slid()
+            || header.dlid.0 == self.info.vesw.u_mcast_dlid.get() && header.dlid != Lid::NONE;
+        let is_partition = header.pkey & 0x7fff == self.info.vesw.pkey.get() & 0x7fff;
+        // A port whose path has not come yet is believed; one that has a path must use its address.
+        let way = self.ways.get(&header.slid);
+        let is_source = header.slid != self.slid() && way.is_none_or(|way| way.to.gid == from);
+        if !is_ours || !is_partition || !is_source {
+            return Err(RxDrop::Logic);
+        }
+        Ok((header, data))
+    }
+
+    /// Notes that the interface was connected or disconnected. A trap reports a change.
+    pub fn set_link(&mut self, is_up: bool) {
+        let status = if is_up { link::UP } else { link::DOWN };
+        if self.info.vport.eth_link_status != status {
+            self.info.vport.eth_link_status = status;
+            self.traps.insert(TrapOpcode::EthLinkStatusChange);
+        }
+    }
+
+    /// Notes the addresses of the interface, of which [`MAX_IFACE_MACS`] of each kind count. Traps
+    /// report changes.
+    pub fn set_macs(&mut self, unicast: &[Mac], multicast: &[Mac]) {
+        let most = |macs: &[Mac]| macs[..macs.len().min(MAX_IFACE_MACS)].to_vec();
+        let bump = |count: u16| count.wrapping_add(1).into();
+        let (unicast, multicast) = (most(unicast), most(multicast));
+        let port = &mut self.info.vport;
+        if unicast != self.ucast_macs {
+            self.ucast_macs = unicast;
+            port.uc_macs_gen_count = bump(port.uc_macs_gen_count.get());
+            self.traps.insert(TrapOpcode::IfaceUcastMacChange);
+        }
+        if multicast != self.mcast_macs {
+            self.mcast_macs = multicast;
+            port.mc_macs_gen_count = bump(port.mc_macs_gen_count.get());
+            self.traps.insert(TrapOpcode::IfaceMcastMacChange);
+        }
+    }
+
+    /// Unicast addresses of the interface, without the one that the manager gave it.
+    #[must_use]
+    pub fn ucast_macs(&self) -> Vec<Mac> {
+        let base = self.info.vport.base_mac_addr;
+        let macs = self.ucast_macs.iter().copied();
+        macs.filter(|mac| *mac != base).collect()
+    }
+
+    /// Addresses of groups that the interface takes frames of.
+    #[must_use]
+    pub fn mcast_macs(&self) -> &[Mac] {
+        &self.mcast_macs
+    }
+
+    /// Notice of the next event that the manager should hear of, at most as often as traps may be
+    /// sent.
+    pub(super) fn poll_notice(&mut self, now: Instant) -> Option<NoticeAttr> {
+        let opcode = self.traps.pop_first()?;
+        if !self.limit.admit(now) {
+            tracing::debug!(?opcode, "more traps than may be sent");
+            return None;
+        }
+        let trap = VeswPortTrap {
+            fabric_id: self.info.vesw.fabric_id,
+            vesw_id: self.info.vesw.vesw_id,
+            vesw_port_num: self.info.vport.port_num,
+            opa_port_num: 1.into(),
+            vesw_port_index: self.vport,
+            opcode: opcode as u8,
+            reserved: 0.into(),
+        };
+        Some(NoticeAttr::new(self.slid().0, &trap))
+    }
+
+    /// Counts a packet of a switch that no port of the host belongs to.
+    pub(super) fn count_stranger(&mut self) {
+        self.stats.count_rx(Err(RxDrop::BadVeswId));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,51 @@
+//! The rate limit of traps.
+//!
+//! As in Linux: the first trap opens a window of 1.07 s, in which four more may follow. What comes
+//! later is dropped; the manager finds it out when it asks for the port's generation counts.
+
+use std::time::{Duration, Instant};
+
+/// Traps that may follow the first one of a window (`OPA_VNIC_TRAP_BURST_LIMIT`).
+pub const BURST: u8 = 4;
+/// Length of a window: 4.096 µs × 2^18 (`OPA_VNIC_TRAP_TIMEOUT`).
+pub const WINDOW: Duration = Duration::from_micros(4096 * (1 << 18) / 1000);
+
+/// Rate limit of a port's traps.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TrapLimit {
+    ends: Option<Instant>,
+    count: u8,
+}
+
+impl TrapLimit {
+    /// Returns whether a trap may be sent now, and counts it.
+    pub fn admit(&mut self, now: Instant) -> bool {
+        if self.ends.is_some_and(|ends| now < ends) {
+            let is_admitted = self.count < BURST;
+            self.count += u8::from(is_admitted);
+            return is_admitted;
+        }
+        self.count = 0;
+        self.ends = Some(now + WINDOW);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_has_five_traps() {
+        let start = Instant::now();
+        let mut limit = TrapLimit::default();
+        for at in [0, 100, 200, 300, 400] {
+            assert!(limit.admit(start + Duration::from_millis(at)), "{at}");
+        }
+        for at in [500, 1000, 1073] {
+            assert!(!limit.admit(start + Duration::from_millis(at)), "{at}");
+        }
+        assert!(limit.admit(start + Duration::from_millis(1074)));
+        assert!(limit.admit(start + Duration::from_millis(1075)));
+    }
+}

@@ -1,0 +1,698 @@
+//! The agent of a host (VEMA), which carries out the manager's requests.
+//!
+//! A host belongs to the manager that has set its class port information first, until that manager
+//! has been silent for [`OWNER_TIMEOUT`]: two managers would otherwise take each other's ports to and
+//! fro. Another one may read, and its changes are refused as "busy". When a manager is gone, ports go
+//! on with what they have.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use riser_transport::verbs::Gid;
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::QpAddress;
+use super::port::VirtualPort;
+use super::stats::RxDrop;
+use super::wire::attr::{
+    EndPoint, IfaceMacsHeader, MacTableEntry, MacTableHeader, Path, PathsHeader, VeswPortInfo,
+    entries, id,
+};
+use super::wire::mad::{
+    BASE_VERSION, CLASS_VERSION, ClassPortInfo, HEADER, MAX_DATA, VemaHeader, method, status,
+};
+use super::wire::packet::Header;
+use super::wire::{Lid, Mac};
+
+/// Time after which a host may be taken by another manager.
+pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Status of an answer to a manager that is not the host's (IBTA 13.4.7, busy).
+pub const BUSY: u16 = 1;
+
+/// What an agent is created with.
+#[derive(Clone, Copy, Debug)]
+pub struct VemaConfig {
+    /// Queue pair for frames, of all virtual ports.
+    pub qpn: u32,
+    /// Path MTU, in bytes: at least [`MIN_PATH_MTU`](super::MIN_PATH_MTU).
+    pub mtu: u16,
+    /// Most virtual ports, which the manager adds; at least 1.
+    pub max_vports: u8,
+    /// The only manager that the host listens to; the first one that comes if none is named.
+    pub manager: Option<Gid>,
+}
+
+/// Agent of a host, with its virtual ports.
+#[derive(Clone, Debug)]
+pub struct Vema {
+    config: VemaConfig,
+    class_port_info: ClassPortInfo,
+    ports: BTreeMap<u8, VirtualPort>,
+    owner: Option<(Gid, Instant)>,
+    tid: u64,
+}
+
+/// Answer of an attribute, or the status of a refusal.
+type Answer = Result<Vec<u8>, u16>;
+
+const INVALID: u16 = status::INVALID_ATTRIB_VALUE;
+const UNSUPPORTED: u16 = status::UNSUPPORTED_METHOD_ATTRIB;
+
+fn read<T: FromBytes + Immutable + KnownLayout + Unaligned>(
+    data: &[u8],
+) -> Result<(T, &[u8]), u16> {
+    T::read_from_prefix(data).map_err(|_| INVALID)
+}
+
+impl Vema {
+    /// An agent without ports.
+    #[must_use]
+    pub fn new(config: VemaConfig) -> Self {
+        Self {
+            config,
+            class_port_info: ClassPortInfo::new_zeroed(),
+            ports: BTreeMap::new(),
+            owner: None,
+            tid: 0,
+        }
+    }
+
+    /// A virtual port, if the manager has added it.
+    #[must_use]
+    pub fn port(&self, vport: u8) -> Option<&VirtualPort> {
+        self.ports.get(&vport)
+    }
+
+    /// The same, to send frames and to note changes of its interface.
+    pub fn port_mut(&mut self, vport: u8) -> Option<&mut VirtualPort> {
+        self.ports.get_mut(&vport)
+    }
+
+    /// Takes a packet; returns the index of its port, and a frame if it is whole with it.
+    ///
+    /// # Errors
+    /// [`RxDrop`], which is counted at a port.
+    pub fn decapsulate<'a>(
+        &'a mut self,
+        from: Gid,
+        packet: &'a [u8],
+        now: Instant,
+    ) -> Result<Option<(u8, &'a [u8])>, RxDrop> {
+        let vesw_id = Header::parse(packet).map(|(header, _)| header.vesw_id);
+        let is_of = |port: &VirtualPort| vesw_id == Ok(port.info().vesw.vesw_id.get());
+        let vport = self.ports.values().find(|port| is_of(port));
+        let Some(vport) = vport.map(VirtualPort::vport) else {
+            if let Some(first) = self.ports.values_mut().next() {
+                first.count_stranger();
+            }
+            return Err(RxDrop::BadVeswId);
+        };
+        let port = self.ports.get_mut(&vport).ok_or(RxDrop::BadVeswId)?;
+        let frame = port.decapsulate(from, packet, now)?;
+        Ok(frame.map(|frame| (vport, frame)))
+    }
+
+    /// Takes a management datagram; returns the answer to it. What is no request of the class has
+    /// none.
+    pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) -> Option<Vec<u8>> {
+        let (request, data) = VemaHeader::parse(mad)?;
+        if self.config.manager.is_some_and(|gid| gid != from.gid) {
+            tracing::debug!(from = %from.gid, "another manager asks");
+            return None;
+        }
+        let answer = match request.method {
+            method::GET => {
+                self.refresh_owner(from.gid, now);
+                self.get(&request, data)
+            }
+            method::SET if self.is_taken(from.gid, now) => Err(BUSY),
+            method::SET => {
+                self.owner = Some((from.gid, now));
+                self.set(&request, data)
+            }
+            _ => return None,
+        };
+        Some(match answer {
+            Ok(data) => request.answer(status::OK).with(&data),
+            Err(status) => request.answer(status).with(&[]),
+        })
+    }
+
+    fn is_taken(&self, by: Gid, now: Instant) -> bool {
+        self.owner
+            .is_some_and(|(owner, heard)| owner != by && now < heard + OWNER_TIMEOUT)
+    }
+
+    fn refresh_owner(&mut self, from: Gid, now: Instant) {
+        if let Some((owner, heard)) = &mut self.owner
+            && *owner == from
+        {
+            *heard = now;
+        }
+    }
+
+    /// Most bytes of an attribute that an answer has room for.
+    fn room(&self) -> usize {
+        MAX_DATA.min(usize::from(self.config.mtu).saturating_sub(HEADER))
+    }
+
+    fn get(&self, request: &VemaHeader, data: &[u8]) -> Answer {
+        let vport = request.vport();
+        let port = || self.ports.get(&vport).ok_or(INVALID);
+        match request.attr_id.get() {
+            id::CLASS_PORT_INFO => Ok(self.class_port_info()),
+            id::VESWPORT_INFO => {
+                let info = self.port(vport).map(VirtualPort::info);
+                let info = info.unwrap_or_else(VeswPortInfo::power_on);
+                Ok(info.as_bytes().to_vec())
+            }
+            id::VESWPORT_MAC_ENTRIES => self.mac_entries(port()?, data),
+            id::IFACE_UCAST_MACS => {
+                let port = port()?;
+                let count = port.info().vport.uc_macs_gen_count.get();
+                self.iface_macs(&port.ucast_macs(), count, data)
+            }
+            id::IFACE_MCAST_MACS => {
+                let port = port()?;
+                let count = port.info().vport.mc_macs_gen_count.get();
+                self.iface_macs(port.mcast_macs(), count, data)
+            }
+            id::VESWPORT_SUMMARY_COUNTERS => {
+                let port = port()?;
+                let counters = port.stats().summary(vport, &port.info());
+                Ok(counters.as_bytes().to_vec())
+            }
+            id::VESWPORT_ERROR_COUNTERS => {
+                let port = port()?;
+                let counters = port.stats().errors(vport, &port.info());
+                Ok(counters.as_bytes().to_vec())
+            }
+            id::END_POINT => {
+                let end = EndPoint {
+                    qpn: self.config.qpn.into(),
+                    mtu: self.config.mtu.into(),
+                    reserved: 0.into(),
+                };
+                Ok(end.as_bytes().to_vec())
+            }
+            id::PATHS => self.paths(port()?, data),
+            _ => Err(UNSUPPORTED),
+        }
+    }
+
+    fn set(&mut self, request: &VemaHeader, data: &[u8]) -> Answer {
+        let vport = request.vport();
+        match request.attr_id.get() {
+            id::CLASS_PORT_INFO => {
+                self.class_port_info = read(data)?.0;
+            }
+            id::VESWPORT_INFO => {
+                let info = read::<VeswPortInfo>(data)?.0;
+                if vport >= self.config.max_vports {
+                    return Err(INVALID);
+                }
+                let mtu = usize::from(self.config.mtu);
+                let port = self.ports.entry(vport);
+                let port = port.or_insert_with(|| VirtualPort::new(vport, mtu));
+                if !port.configure(&info) {
+                    return Err(INVALID);
+                }
+            }
+            id::VESWPORT_MAC_ENTRIES => {
+                let port = self.ports.get_mut(&vport).ok_or(INVALID)?;
+                let (header, rest) = read::<MacTableHeader>(data)?;
+                let entries = entries::<MacTableEntry>(rest, header.num_entries.get());
+                let table = port.mac_table_mut();
+                let digest = header.mac_tbl_digest.get();
+                if !table.set(header.offset.get(), entries.ok_or(INVALID)?, digest) {
+                    return Err(INVALID);
+                }
+            }
+            id::DELETE_VESW => {
+                self.ports.get_mut(&vport).ok_or(INVALID)?.reset();
+                let info = self.port(vport).map(VirtualPort::info).ok_or(INVALID)?;
+                return Ok(info.as_bytes().to_vec());
+            }
+            id::PATHS => {
+                let port = self.ports.get_mut(&vport).ok_or(INVALID)?;
+                let (header, rest) = read::<PathsHeader>(data)?;
+                let paths = entries::<Path>(rest, header.num_entries.get()).ok_or(INVALID)?;
+                if !port.set_paths(header.offset.get(), header.total.get(), paths) {
+                    return Err(INVALID);
+                }
+                return Ok(header.as_bytes().to_vec());
+            }
+            _ => return Err(UNSUPPORTED),
+        }
+        self.get(request, data)
+    }
+
+    fn class_port_info(&self) -> Vec<u8> {
+        let ports = u16::from(self.config.max_vports);
+        let info = ClassPortInfo {
+            base_version: BASE_VERSION,
+            class_version: CLASS_VERSION,
+            cap_mask: (ClassPortInfo::CAP_TRAP | ports << 8).into(),
+            cap_mask2_resp_time: ClassPortInfo::RESP_TIME.into(),
+            ..self.class_port_info
+        };
+        info.as_bytes().to_vec()
+    }
+
+    fn mac_entries(&self, port: &VirtualPort, data: &[u8]) -> Answer {
+        let (asked, _) = read::<MacTableHeader>(data)?;
+        let (offset, count) = (asked.offset.get(), asked.num_entries.get());
+        let room = self.room().saturating_sub(size_of::<MacTableHeader>());
+        let table = port.mac_table();
+        let fits = usize::from(count) <= room / size_of::<MacTableEntry>();
+        if !fits || !super::mac_table::MacTable::has_range(offset, count) {
+            return Err(INVALID);
+        }
+        let header = MacTableHeader {
+            mac_tbl_digest: table.digest().into(),
+            ..asked
+        };
+        let entries: Vec<_> = (offset..offset + count).map(|n| table.entry(n)).collect();
+        Ok([header.as_bytes(), entries.as_bytes()].concat())
+    }
+
+    fn iface_macs(&self, macs: &[Mac], gen_count: u16, data: &[u8]) -> Answer {
+        let (asked, _) = read::<IfaceMacsHeader>(data)?;
+        let room = self.room().saturating_sub(size_of::<IfaceMacsHeader>());
+        let most = match asked.num_macs_in_msg.get() {
+            0 => usize::MAX,
+            most => most.into(),
+        };
+        let first = usize::from(asked.start_idx.get()).min(macs.len());
+        let count = (macs.len() - first).min(most).min(room / size_of::<Mac>());
+        let header = IfaceMacsHeader {
+            start_idx: asked.start_idx,
+            num_macs_in_msg: (count as u16).into(),
+            tot_macs_in_lst: (macs.len() as u16).into(),
+            gen_count: gen_count.into(),
+        };
+        let macs = &macs[first..first + count];
+        Ok([header.as_bytes(), macs.as_bytes()].concat())
+    }
+
+    fn paths(&self, port: &VirtualPort, data: &[u8]) -> Answer {
+        let (asked, _) = read::<PathsHeader>(data)?;
+        let paths = port.paths();
+        let room = self.room().saturating_sub(size_of::<PathsHeader>());
+        let first = usize::from(asked.offset.get()).min(paths.len());
+        let most = usize::from(asked.num_entries.get()).min(room / size_of::<Path>());
+        let part = &paths[first..(first + most).min(paths.len())];
+        let header = PathsHeader {
+            offset: asked.offset,
+            num_entries: (part.len() as u16).into(),
+            total: (paths.len() as u16).into(),
+            reserved: 0.into(),
+        };
+        Ok([header.as_bytes(), part.as_bytes()].concat())
+    }
+
+    /// The next trap and where it goes, at most as often as each port may send some. None is sent
+    /// before a manager has said where to.
+    pub fn poll_trap(&mut self, now: Instant) -> Option<(QpAddress, Vec<u8>)> {
+        let info = &self.class_port_info;
+        if info.trap_lid.get() == 0 {
+            return None;
+        }
+        let sink = QpAddress {
+            gid: Gid(info.trap_gid),
+            qpn: info.trap_hl_qp.get() & 0xff_ffff,
+        };
+        let notice = self.ports.values_mut().find_map(|p| p.poll_notice(now))?;
+        self.tid += 1;
+        let header = VemaHeader::new(method::TRAP, id::NOTICE, 0, self.tid);
+        Some((sink, header.with(notice.as_bytes())))
+    }
+
+    /// LID of a virtual port; none before the manager has given it one.
+    #[must_use]
+    pub fn lid(&self, vport: u8) -> Option<Lid> {
+        let lid = Lid(self.port(vport)?.info().vport.encap_slid.get());
+        (lid != Lid::NONE).then_some(lid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::MAX_FRAME;
+    use super::super::mac_table::MacTable;
+    use super::super::wire::attr::{ErrorCounters, MAX_MAC_ENTRIES, SummaryCounters, state};
+    use super::super::wire::mad::{MAX, NoticeAttr};
+    use super::*;
+
+    fn address(n: u8) -> QpAddress {
+        QpAddress {
+            gid: Gid::from(std::net::IpAddr::from([10, 0, 0, n])),
+            qpn: 77,
+        }
+    }
+
+    fn vema() -> Vema {
+        Vema::new(VemaConfig {
+            qpn: 0x1234,
+            mtu: 1024,
+            max_vports: 2,
+            manager: None,
+        })
+    }
+
+    fn ask(
+        vema: &mut Vema,
+        from: u8,
+        (method, attr, modifier): (u8, u16, u32),
+        data: &[u8],
+        now: Instant,
+    ) -> (u16, Vec<u8>) {
+        let mad = VemaHeader::new(method, attr, modifier, 9).with(data);
+        let answer = vema.handle_mad(address(from), &mad, now).unwrap();
+        let (header, data) = VemaHeader::parse(&answer).unwrap();
+        assert_eq!((header.method, header.tid.get()), (method::GET_RESP, 9));
+        assert_eq!(header.attr_id.get(), attr);
+        assert!(answer.len() <= 1024);
+        (header.status.get(), data.to_vec())
+    }
+
+    fn forwarding() -> VeswPortInfo {
+        let mut info = VeswPortInfo::power_on();
+        info.vesw.vesw_id = 100.into();
+        info.vesw.eth_mtu = 1500.into();
+        info.vport.encap_slid = 5.into();
+        info.vport.config_state = state::FORWARDING;
+        info
+    }
+
+    const GET: u8 = method::GET;
+    const SET: u8 = method::SET;
+
+    #[test]
+    fn every_attribute_is_read_and_those_that_can_be_are_set() {
+        let now = Instant::now();
+        let agent = &mut vema();
+        let (status, data) = ask(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now);
+        let info = ClassPortInfo::read_from_bytes(&data).unwrap();
+        assert_eq!((status, info.cap_mask.get()), (0, 0x0201));
+        assert_eq!(info.cap_mask2_resp_time.get(), 18);
+        // A port that does not exist has the values of one that was never configured.
+        let (status, data) = ask(agent, 1, (GET, id::VESWPORT_INFO, 1), &[], now);
+        assert_eq!(
+            (status, &data[..]),
+            (0, VeswPortInfo::power_on().as_bytes())
+        );
+        let wanted = forwarding();
+        let (status, data) = ask(
+            agent,
+            1,
+            (SET, id::VESWPORT_INFO, 1),
+            wanted.as_bytes(),
+            now,
+        );
+        let read = VeswPortInfo::read_from_bytes(&data).unwrap();
+        assert_eq!((status, read.vport.oper_state), (0, state::FORWARDING));
+        assert!(agent.port(0).is_none() && agent.lid(1) == Some(Lid(5)));
+        let full = (SET, id::VESWPORT_INFO, 2);
+        assert_eq!(ask(agent, 1, full, wanted.as_bytes(), now).0, INVALID);
+
+        let header = |offset: u16, count: u16, digest: u32| MacTableHeader {
+            offset: offset.into(),
+            num_entries: count.into(),
+            mac_tbl_digest: digest.into(),
+        };
+        let entry = MacTableEntry::new(Mac([2; 6]), Lid(7));
+        let set = [header(3, 1, 0xabcd).as_bytes(), entry.as_bytes()].concat();
+        let table = id::VESWPORT_MAC_ENTRIES;
+        assert_eq!(ask(agent, 1, (SET, table, 1), &set, now), (0, set.clone()));
+        let get = header(3, 2, 0);
+        let (status, data) = ask(agent, 1, (GET, table, 1), get.as_bytes(), now);
+        let both = [entry, MacTableEntry::default()];
+        let expected = [header(3, 2, 0xabcd).as_bytes(), both.as_bytes()].concat();
+        assert_eq!((status, data), (0, expected));
+        for wrong in [
+            header(2048, 1, 0),
+            header(0, 62, 0),
+            header(u16::MAX, u16::MAX, 0),
+        ] {
+            let get = ask(agent, 1, (GET, table, 1), wrong.as_bytes(), now);
+            let set = ask(agent, 1, (SET, table, 1), wrong.as_bytes(), now);
+            assert_eq!((get.0, set.0), (INVALID, INVALID));
+        }
+
+        let port = agent.port_mut(1).unwrap();
+        port.set_macs(&[Mac([2; 6]), Mac([4; 6])], &[Mac([1; 6])]);
+        let macs = |start: u16, most: u16, total: u16| IfaceMacsHeader {
+            start_idx: start.into(),
+            num_macs_in_msg: most.into(),
+            tot_macs_in_lst: total.into(),
+            gen_count: 1.into(),
+        };
+        let ask_macs = |agent: &mut Vema, attr, start, most| {
+            ask(
+                agent,
+                1,
+                (GET, attr, 1),
+                macs(start, most, 0).as_bytes(),
+                now,
+            )
+        };
+        let unicast = id::IFACE_UCAST_MACS;
+        let all = [macs(0, 2, 2).as_bytes(), &[2; 6], &[4; 6]].concat();
+        assert_eq!(ask_macs(agent, unicast, 0, 0), (0, all));
+        let second = [macs(1, 1, 2).as_bytes(), &[4; 6]].concat();
+        assert_eq!(ask_macs(agent, unicast, 1, 5), (0, second));
+        let none = macs(9, 0, 2).as_bytes().to_vec();
+        assert_eq!(ask_macs(agent, unicast, 9, 0), (0, none));
+        let group = [macs(0, 1, 1).as_bytes(), &[1; 6]].concat();
+        assert_eq!(ask_macs(agent, id::IFACE_MCAST_MACS, 0, 0), (0, group));
+
+        let counters = (GET, id::VESWPORT_SUMMARY_COUNTERS, 1);
+        let (_, data) = ask(agent, 1, counters, &[], now);
+        let summary = SummaryCounters::read_from_bytes(&data).unwrap();
+        assert_eq!(summary.vesw_id.get(), 100);
+        let counters = (GET, id::VESWPORT_ERROR_COUNTERS, 1);
+        let (_, data) = ask(agent, 1, counters, &[], now);
+        assert!(ErrorCounters::read_from_bytes(&data).is_ok());
+        let (_, data) = ask(agent, 1, (GET, id::END_POINT, 1), &[], now);
+        assert_eq!(data, [0, 0, 0x12, 0x34, 4, 0, 0, 0]);
+
+        let path = Path {
+            dlid: 9.into(),
+            qpn: 8.into(),
+            mtu: 1024.into(),
+            ..Path::default()
+        };
+        let paths = PathsHeader {
+            offset: 0.into(),
+            num_entries: 1.into(),
+            total: 1.into(),
+            reserved: 0.into(),
+        };
+        let set = [paths.as_bytes(), path.as_bytes()].concat();
+        assert_eq!(ask(agent, 1, (SET, id::PATHS, 1), &set, now).0, 0);
+        let (status, data) = ask(agent, 1, (GET, id::PATHS, 1), paths.as_bytes(), now);
+        assert_eq!((status, data), (0, set.clone()));
+        assert_eq!(
+            ask(agent, 1, (SET, id::PATHS, 1), &set[..30], now).0,
+            INVALID
+        );
+
+        let (status, data) = ask(agent, 1, (SET, id::DELETE_VESW, 1), &[], now);
+        let read = VeswPortInfo::read_from_bytes(&data).unwrap();
+        assert_eq!((status, read.vport.oper_state), (0, state::DROP_ALL));
+        assert_eq!(read.vport.mac_tbl_digest.get(), 0);
+        assert!(agent.port(1).unwrap().paths().is_empty());
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused_and_what_is_no_request_is_ignored() {
+        let now = Instant::now();
+        let agent = &mut vema();
+        let unsupported = [
+            (GET, id::DELETE_VESW),
+            (GET, id::NOTICE),
+            (SET, id::VESWPORT_SUMMARY_COUNTERS),
+            (SET, id::IFACE_UCAST_MACS),
+            (SET, id::END_POINT),
+            (GET, 0x7777),
+        ];
+        for (method, attr) in unsupported {
+            let answer = ask(agent, 1, (method, attr, 0), &[0; 600], now);
+            assert_eq!(answer, (UNSUPPORTED, vec![]), "{attr:#x}");
+        }
+        let invalid = [
+            (GET, id::VESWPORT_MAC_ENTRIES),
+            (GET, id::VESWPORT_ERROR_COUNTERS),
+            (GET, id::IFACE_MCAST_MACS),
+            (GET, id::PATHS),
+            (SET, id::DELETE_VESW),
+            (SET, id::VESWPORT_MAC_ENTRIES),
+            (SET, id::PATHS),
+            (SET, id::CLASS_PORT_INFO),
+            (SET, id::VESWPORT_INFO),
+        ];
+        for (method, attr) in invalid {
+            // Without the port, or with too few bytes.
+            let answer = ask(agent, 1, (method, attr, 0), &[], now);
+            assert_eq!(answer, (INVALID, vec![]), "{attr:#x}");
+        }
+        for other in [method::TRAP, method::GET_RESP, 0x03, 0x82] {
+            let mad = VemaHeader::new(other, id::CLASS_PORT_INFO, 0, 1).with(&[]);
+            assert_eq!(agent.handle_mad(address(1), &mad, now), None);
+        }
+        assert_eq!(agent.handle_mad(address(1), &[0; 2000], now), None);
+    }
+
+    #[test]
+    fn a_host_has_one_manager_until_it_is_silent() {
+        let mut now = Instant::now();
+        let agent = &mut vema();
+        let info = ClassPortInfo::new_zeroed();
+        let claim = (SET, id::CLASS_PORT_INFO, 0);
+        assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, 0);
+        assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, BUSY);
+        assert_eq!(ask(agent, 2, (GET, id::CLASS_PORT_INFO, 0), &[], now).0, 0);
+        now += OWNER_TIMEOUT - Duration::from_millis(1);
+        assert_eq!(ask(agent, 1, (GET, id::VESWPORT_INFO, 0), &[], now).0, 0);
+        now += OWNER_TIMEOUT - Duration::from_millis(1);
+        assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, BUSY);
+        now += Duration::from_millis(1);
+        assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, 0);
+        assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, BUSY);
+
+        let mut named = Vema::new(VemaConfig {
+            manager: Some(address(1).gid),
+            ..agent.config
+        });
+        let mad = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
+        assert!(named.handle_mad(address(2), &mad, now).is_none());
+        assert!(named.handle_mad(address(1), &mad, now).is_some());
+    }
+
+    #[test]
+    fn traps_go_where_the_manager_said() {
+        let now = Instant::now();
+        let agent = &mut vema();
+        ask(
+            agent,
+            1,
+            (SET, id::VESWPORT_INFO, 0),
+            forwarding().as_bytes(),
+            now,
+        );
+        agent.port_mut(0).unwrap().set_link(true);
+        assert_eq!(agent.poll_trap(now), None, "there is no place yet");
+        let info = ClassPortInfo {
+            trap_gid: address(1).gid.0,
+            trap_lid: 1.into(),
+            trap_hl_qp: 0x4000_0055.into(),
+            ..FromZeros::new_zeroed()
+        };
+        ask(
+            agent,
+            1,
+            (SET, id::CLASS_PORT_INFO, 0),
+            info.as_bytes(),
+            now,
+        );
+        let (to, mad) = agent.poll_trap(now).unwrap();
+        assert_eq!((to.gid, to.qpn), (address(1).gid, 0x55));
+        let (header, data) = VemaHeader::parse(&mad).unwrap();
+        assert_eq!(
+            (header.method, header.attr_id.get()),
+            (method::TRAP, id::NOTICE)
+        );
+        let notice = NoticeAttr::read_from_bytes(data).unwrap();
+        assert_eq!(
+            (notice.issuer_lid.get(), notice.trap().unwrap().opcode),
+            (5, 3)
+        );
+        assert_eq!(agent.poll_trap(now), None);
+    }
+
+    #[test]
+    fn packets_find_the_port_of_their_switch() {
+        let now = Instant::now();
+        let agent = &mut vema();
+        for vport in 0..2_u8 {
+            let mut info = forwarding();
+            info.vesw.vesw_id = (100 + u16::from(vport)).into();
+            ask(
+                agent,
+                1,
+                (SET, id::VESWPORT_INFO, vport.into()),
+                info.as_bytes(),
+                now,
+            );
+            agent.port_mut(vport).unwrap().set_link(true);
+        }
+        let mut header = Header {
+            slid: Lid(9),
+            dlid: Lid(5),
+            pkey: 0,
+            entropy: 0,
+            sc: 0,
+            rc: 0,
+            fecn: false,
+            becn: false,
+            age: 0,
+            vesw_id: 101,
+            fragment: None,
+        };
+        let mut packet = [0; 80];
+        header.emit(60, &mut packet);
+        let from = address(2).gid;
+        assert_eq!(
+            agent.decapsulate(from, &packet, now),
+            Ok(Some((1, &[0; 60][..])))
+        );
+        header.vesw_id = 102;
+        header.emit(60, &mut packet);
+        assert_eq!(
+            agent.decapsulate(from, &packet, now),
+            Err(RxDrop::BadVeswId)
+        );
+        assert_eq!(agent.port(0).unwrap().stats().rx_errors(), 1);
+    }
+
+    #[test]
+    fn fuzz_vnic_mads() {
+        bolero::check!().for_each(|bytes: &[u8]| {
+            let now = Instant::now();
+            let agent = &mut vema();
+            let mut rest = bytes;
+            // Pieces of the input as datagrams, and as attributes of correct ones: method,
+            // attribute, port, length, data.
+            while let [kind, attr, vport, len, tail @ ..] = rest {
+                let (data, tail) = tail.split_at((usize::from(*len) * 4).min(tail.len()));
+                rest = tail;
+                let attr = match attr {
+                    0x80.. => 0xff00 | u16::from(attr & 0x7f),
+                    attr => u16::from(*attr),
+                };
+                let mad = VemaHeader::new(kind & 3, attr, u32::from(*vport & 3), 1).with(data);
+                for mad in [&mad[..], data] {
+                    if let Some(answer) = agent.handle_mad(address(1), mad, now) {
+                        assert!(answer.len() <= 1024.min(MAX));
+                        assert!(VemaHeader::parse(&answer).is_some());
+                    }
+                }
+                let _ = agent.decapsulate(address(2).gid, data, now);
+                let _ = agent.poll_trap(now);
+                for port in agent.ports.values_mut() {
+                    if let Ok(out) = port.encapsulate(data, now) {
+                        let mut packet = [0; MAX_FRAME];
+                        for n in 0..out.packets(data.len()) {
+                            assert!(out.emit(data, n, &mut packet) <= out.mtu);
+                        }
+                    }
+                    assert!(port.mac_table().len() <= MAX_MAC_ENTRIES.into());
+                    assert!(MacTable::has_range(0, port.mac_table().len() as u16));
+                }
+            }
+            assert!(agent.ports.len() <= 2);
+        });
+    }
+}

@@ -39,8 +39,9 @@ use riser_transport::verbs::{
     AsyncEvent, CmEvent, CmId, Completion, CqId, PdId, PortSpace, Provider, QpId, RdmaCm, SrqId,
     TimedCompletion, Verbs, VerbsError, XrcdId,
 };
+use riser_transport::wire::ROCE_PORT;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use tracing::error;
+use tracing::{error, warn};
 
 use crate::command::Family;
 use crate::errno::Errno;
@@ -197,7 +198,6 @@ impl Engine {
         }
         let share = Share::open(config.addr)?;
         let config_of_nic = RoceConfig {
-            // Of the first process that opens the device: only the first address is shared.
             other_addrs: config.other_addrs.clone(),
             worker_index: share.slot(),
             worker_bits: share::BITS,
@@ -208,7 +208,7 @@ impl Engine {
             capture: config.capture_file(),
             ..RoceConfig::new(config.addr)
         };
-        let nic = Roce::open_shared(&config_of_nic, share.socket()?)?;
+        let nic = open_nic(config, &config_of_nic, &share)?;
         let inputs = nic.event_fds().into_iter().chain(share.inputs());
         let inputs = inputs.map(|fd| fd.as_raw_fd()).collect();
         let is_removed = Arc::new(AtomicBool::new(false));
@@ -374,6 +374,29 @@ impl Engine {
             is_interrupted,
         }
     }
+}
+
+/// Opens a NIC at a process's part of its address. Only the first address is shared: where another
+/// process has the further ones, the NIC has none of them.
+///
+/// # Errors
+/// Those of [`Roce::open_shared`].
+fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<Roce> {
+    Roce::open_shared(config, share.socket()?).or_else(|error| {
+        if error.kind() != io::ErrorKind::AddrInUse || config.other_addrs.is_empty() {
+            return Err(error);
+        }
+        warn!(
+            "{} has the address {} alone here: further addresses are one process's at a time, and \
+             {error} (`ss -aunp 'sport = {ROCE_PORT}'` lists processes)",
+            device.name, device.addr
+        );
+        let config = RoceConfig {
+            other_addrs: Vec::new(),
+            ..config.clone()
+        };
+        Roce::open_shared(&config, share.socket()?)
+    })
 }
 
 /// Why a sleep has ended, beside its time.

@@ -62,6 +62,7 @@ impl From<std::io::Error> for Errno {
         Self(error.raw_os_error().unwrap_or_else(|| match error.kind() {
             // Those of this library have a kind only.
             ErrorKind::AddrInUse => libc::EADDRINUSE,
+            ErrorKind::AddrNotAvailable => libc::EADDRNOTAVAIL,
             ErrorKind::InvalidInput => libc::EINVAL,
             ErrorKind::Unsupported => libc::EOPNOTSUPP,
             ErrorKind::QuotaExceeded => libc::EUSERS,

@@ -182,7 +182,10 @@ impl Share {
                 (io::ErrorKind::AddrInUse, Some(slot)) => in_use(&format!(
                     "the process in slot {slot}, which has it, does not answer; it may be stopped"
                 )),
-                (io::ErrorKind::AddrInUse, None) => in_use("a process without this library has it"),
+                (io::ErrorKind::AddrInUse, None) => in_use(
+                    "a process without this library has it, or one as a further address of its \
+                     device",
+                ),
                 _ => error,
             })
         };

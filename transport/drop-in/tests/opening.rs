@@ -137,6 +137,35 @@ fn a_foreign_program_at_the_port_is_named() {
 }
 
 #[test]
+fn a_further_address_that_another_process_has_is_left_out_and_named() {
+    let devices = "riser0=127.0.42.9,127.0.42.10,127.0.42.11";
+    let holder = Holder::start(devices);
+    let (error, log) = outcome(process(devices, ""));
+    assert_eq!(error, 0, "{log}");
+    assert!(
+        log.contains("riser0 has the address 127.0.42.9 alone here"),
+        "{log}"
+    );
+    assert!(log.contains("127.0.42.10:4791: Address already"), "{log}");
+    let (error, log) = outcome(process("riser0=127.0.42.10", ""));
+    assert_eq!(error, libc::EADDRINUSE);
+    assert!(
+        log.contains("or one as a further address of its device"),
+        "{log}"
+    );
+    // A child that opens the device itself is another process.
+    drop(holder);
+    let mut forking = process(devices, "");
+    forking.env("RISER_TEST_FORK", "1");
+    let (error, log) = outcome(forking);
+    assert_eq!(error, 0, "{log}");
+    // Other errors of a further address are not hidden.
+    let (error, log) = outcome(process("riser0=127.0.42.9,192.0.2.1", ""));
+    assert_eq!(error, libc::EADDRNOTAVAIL);
+    assert!(log.contains("192.0.2.1:4791: "), "{log}");
+}
+
+#[test]
 fn a_process_that_is_stopped_is_named() {
     let holder = Holder::start("riser0=127.0.42.2");
     holder.signal(libc::SIGSTOP);

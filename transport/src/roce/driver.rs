@@ -32,7 +32,8 @@
 //!
 //! A peer that is gone is a neighbour that does not answer as well, and its connections repeat
 //! their requests until they end. Those that have done so for a while send by two more such
-//! sockets.
+//! sockets. These are bound to the first address. The socket of another one holds up all others for
+//! 5 ms at most; as long as it stays full after that, what would leave by it is dropped.
 //!
 //! # Multicast
 //!
@@ -53,7 +54,7 @@ use std::mem::{size_of, zeroed};
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::sockopt;
 use rustix::event::epoll::{self, EventFlags};
@@ -96,6 +97,10 @@ const SILENT_SOCKETS: usize = 2;
 /// Bytes of send buffer to ask for, of each of them.
 const STRANGER_BUFFER: usize = 1 << 20;
 
+/// Time that a full socket of another address than the first may hold up a batch. One that sends has
+/// room again within it; one that waits for a neighbour that does not answer has none for seconds.
+const OTHER_PATIENCE: Duration = Duration::from_millis(5);
+
 /// Configuration of the socket.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
@@ -130,8 +135,8 @@ pub struct DriverCounters {
     pub send_errors: u64,
     /// Times that the socket was full.
     pub blocked: u64,
-    /// Messages to strangers and to silent peers dropped because too many wait for neighbours that
-    /// do not answer.
+    /// Messages to strangers and to silent peers, and by further addresses, dropped because too many
+    /// wait for neighbours that do not answer.
     pub strangers_dropped: u64,
     /// Datagrams longer than the receive buffer.
     pub truncated: u64,
@@ -174,6 +179,8 @@ struct Port {
     local: SocketAddr,
     /// Events that the set watches the socket for; none while the worker is awake.
     watched: Cell<EventFlags>,
+    /// Time from which on it has taken nothing.
+    full_since: Option<Instant>,
 }
 
 impl Port {
@@ -182,6 +189,7 @@ impl Port {
             socket,
             local: SocketAddr::new(addr, ROCE_PORT),
             watched: Cell::new(EventFlags::empty()),
+            full_since: None,
         }
     }
 }
@@ -257,7 +265,9 @@ impl Driver {
         let mut ports = vec![Port::new(socket, config.addr)];
         for &addr in &config.other_addrs {
             // Packets find their worker by the first address only, so another is one worker's.
-            let socket = bind_alone(SocketAddr::new(addr, ROCE_PORT))?;
+            let local = SocketAddr::new(addr, ROCE_PORT);
+            let named = |e: io::Error| io::Error::new(e.kind(), format!("{local}: {e}"));
+            let socket = bind_alone(local).map_err(named)?;
             ports.push(Port::new(socket, addr));
         }
         let (mut rcvbuf, mut sndbuf, mut gso) = (usize::MAX, usize::MAX, !config.no_segmentation);
@@ -347,6 +357,7 @@ impl Driver {
         for port in &mut self.ports {
             port.socket = make_socket(port.local)?;
             port.watched.set(EventFlags::empty());
+            port.full_since = None;
         }
         self.epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         self.full = None;
@@ -504,10 +515,19 @@ impl Driver {
     /// waits in the batch, as bytes of its own, until the descriptor is readable.
     pub fn send(&mut self, now: Instant, batch: &mut TxBatch) -> SendOutcome {
         self.full = None;
-        batch.drain(now, |batch, groups| self.offer(batch, groups))
+        batch.drain(now, |batch, groups| self.offer(now, batch, groups))
     }
 
-    fn offer(&mut self, batch: &TxBatch, groups: &[Group]) -> Offered {
+    /// Time at which a batch that was left half sent goes on even if the descriptor shows nothing.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        let full = self.full.filter(|at| *at != 0)?;
+        self.ports[full]
+            .full_since
+            .map(|since| since + OTHER_PATIENCE)
+    }
+
+    fn offer(&mut self, now: Instant, batch: &TxBatch, groups: &[Group]) -> Offered {
         if groups[0].way.is_to_stranger {
             return self.offer_to_stranger(batch, &groups[..1]);
         }
@@ -522,12 +542,20 @@ impl Driver {
         let fd = self.ports[at].socket.as_raw_fd();
         loop {
             match self.send_some(fd, batch, groups) {
-                Ok(sent) => return Offered::Taken(sent),
+                Ok(sent) => {
+                    self.ports[at].full_since = None;
+                    return Offered::Taken(sent);
+                }
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
                     // ENOBUFS is a full queue of the network device, which drains as a socket's
                     // buffer does.
                     Some(libc::EAGAIN | libc::ENOBUFS) => {
+                        let since = *self.ports[at].full_since.get_or_insert(now);
+                        if at != 0 && now >= since + OTHER_PATIENCE {
+                            self.counters.strangers_dropped += 1;
+                            return Offered::Taken(1);
+                        }
                         self.counters.blocked += 1;
                         self.full = Some(at);
                         return Offered::Full;
@@ -913,9 +941,10 @@ fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
 #[cfg(test)]
 mod tests {
     use std::net::UdpSocket;
-    use std::time::Duration;
+    use std::process::Command;
 
     use nix::sys::socket::setsockopt;
+    use riser_testkit::skip::skip;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
@@ -990,6 +1019,73 @@ mod tests {
             driver.receive(8, |_, _, _, ip| marked.push(ip.is_marked()));
         }
         assert_eq!(marked, [false, false, true]);
+    }
+
+    #[test]
+    fn a_dead_neighbour_of_another_address_holds_up_no_peer_of_the_first() {
+        // SAFETY: the network of this thread alone is unshared.
+        if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+            let why = io::Error::last_os_error().to_string();
+            return skip("a network namespace", &why);
+        }
+        for words in [
+            "link set lo up",
+            "link add v0 type veth peer name v1",
+            "addr add 10.9.2.1/24 dev v0",
+            "link set v0 up",
+            "link set v1 up",
+        ] {
+            let status = Command::new("ip").args(words.split(' ')).status();
+            assert!(status.unwrap().success(), "ip {words}");
+        }
+        let peer = UdpSocket::bind("127.0.0.2:0").unwrap();
+        let mut driver = Driver::open(&DriverConfig {
+            addr: [127, 0, 0, 1].into(),
+            other_addrs: vec![[10, 9, 2, 1].into()],
+            worker_bits: 0,
+            socket_buffer: 1 << 14,
+            no_segmentation: true,
+            on_link: true,
+        })
+        .unwrap();
+        let mut batch = TxBatch::new(1);
+        let mut push = |way| {
+            batch.begin(way, Qpn::new(2), 1024);
+            batch.push_bytes(&[0; 1024]);
+        };
+        for _ in 0..2000 {
+            let dst = ([10, 9, 2, 77], ROCE_PORT).into();
+            push(Way {
+                from: 1,
+                ..Way::to(dst)
+            });
+        }
+        push(Way::to(peer.local_addr().unwrap()));
+        let now = Instant::now();
+        assert_eq!(driver.deadline(), None);
+        assert_eq!(driver.send(now, &mut batch), SendOutcome::Blocked);
+        let at = driver.deadline().unwrap();
+        assert_eq!(at, now + OTHER_PATIENCE);
+        let before = at - Duration::from_millis(1);
+        assert_eq!(driver.send(before, &mut batch), SendOutcome::Blocked);
+        assert_eq!(driver.send(at, &mut batch), SendOutcome::Done);
+        assert_eq!(driver.deadline(), None);
+        let wait = Some(Duration::from_secs(10));
+        peer.set_read_timeout(wait).unwrap();
+        assert_eq!(peer.recv(&mut [0; 2048]).unwrap(), 1024);
+        // As long as the socket takes nothing, the next ones wait no longer.
+        assert!(driver.counters().strangers_dropped > 0);
+        let dst = ([10, 9, 2, 77], ROCE_PORT).into();
+        batch.begin(
+            Way {
+                from: 1,
+                ..Way::to(dst)
+            },
+            Qpn::new(2),
+            1024,
+        );
+        batch.push_bytes(&[0; 1024]);
+        assert_eq!(driver.send(at, &mut batch), SendOutcome::Done);
     }
 
     fn is_readable(driver: &Driver) -> bool {

@@ -693,7 +693,8 @@ impl Provider for Roce {
         };
         let tx = self.tx_faults.as_ref().and_then(FaultInjector::deadline);
         let rx = self.rx_faults.as_ref().and_then(FaultInjector::deadline);
-        [nic, tx, rx].into_iter().flatten().min()
+        let all = [nic, tx, rx, self.driver.deadline()];
+        all.into_iter().flatten().min()
     }
 
     fn event_fds(&self) -> EventFds<'_> {

@@ -58,6 +58,8 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     for device in &devices {
         check_addresses(device)?;
     }
+    // The program may change its folder before the library opens the file.
+    let pcap = args.pcap.as_deref().map(capture_file).transpose()?;
     let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
     let preload = args.sockets.then(|| find_preload(&library)).transpose()?;
@@ -91,24 +93,48 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     if let Some(faults) = &args.inject {
         command.env("RISER_INJECT", faults);
     }
-    if let Some(file) = &args.pcap {
-        // The program may change its folder before the library opens the file.
-        let file = std::path::absolute(file);
-        let file =
-            file.map_err(|e| CliError::io("cannot make the path of the capture absolute", e))?;
+    if let Some(file) = pcap {
         command.env("RISER_PCAP", file);
     }
     if let Some(filter) = super::chosen_log(global) {
         command.env("RISER_LOG", filter);
     }
     tracing::info!(library = %library.display(), devices = devices.join(","), "starting");
-    let failed = command.exec();
-    let exit = match failed.kind() {
-        io::ErrorKind::NotFound => Exit::CommandNotFound,
-        _ => Exit::NotExecutable,
+    Err(not_run(program, command.exec()))
+}
+
+/// The error of a program that cannot be run.
+fn not_run(program: &OsStr, failed: io::Error) -> CliError {
+    let is_missing = failed.kind() == io::ErrorKind::NotFound;
+    let exit = match is_missing {
+        true => Exit::CommandNotFound,
+        false => Exit::NotExecutable,
     };
     let what = format!("cannot run {}", Path::new(program).display());
-    Err(CliError::new(exit, what).because(failed))
+    let error = CliError::new(exit, what).because(failed);
+    match search(program) {
+        None if is_missing => error.help("no folder of PATH has it: install it, or give its path"),
+        Some(file) if is_missing && file.exists() => {
+            error.help("the file is there; its loader, or the interpreter of a script, is not")
+        }
+        _ => error,
+    }
+}
+
+/// The file of captures by its absolute path. Its folder has to be there, and this user's to write to.
+fn capture_file(file: &Path) -> Result<PathBuf, CliError> {
+    let refused = |why: io::Error| {
+        let what = format!("cannot capture to {}", file.display());
+        CliError::new(Exit::Usage, what).because(why)
+    };
+    let absolute = std::path::absolute(file).map_err(refused)?;
+    let folder = absolute.parent().unwrap_or(Path::new("/"));
+    let may_write = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    if !fs::metadata(folder).map_err(refused)?.is_dir() {
+        return Err(refused(io::ErrorKind::NotADirectory.into()));
+    }
+    rustix::fs::access(folder, may_write).map_err(|why| refused(why.into()))?;
+    Ok(absolute)
 }
 
 /// Devices of the command line; without any those of the environment, and without these one at
@@ -137,8 +163,13 @@ fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliEr
             let what = format!("two devices have the name {}", device.name);
             return Err(CliError::new(Exit::Usage, what));
         }
-        if let Some(addr) = device.addrs.iter().find(|addr| !addrs.insert(**addr)) {
-            let what = format!("two devices have the address {addr}");
+        let mut own = BTreeSet::new();
+        for addr in &device.addrs {
+            let what = match (own.insert(addr), addrs.insert(*addr)) {
+                (false, _) => format!("{} has the address {addr} twice", device.name),
+                (true, false) => format!("two devices have the address {addr}"),
+                (true, true) => continue,
+            };
             return Err(CliError::new(Exit::Usage, what));
         }
     }
@@ -208,7 +239,10 @@ fn find_preload(library: &Path) -> Result<PathBuf, CliError> {
     let path = library.with_file_name(PRELOAD);
     if !path.is_file() {
         let error = CliError::new(Exit::NotFound, format!("no {}", path.display()));
-        return Err(error.help("`cargo build --release -p riser-preload` builds it"));
+        return Err(error.help(format!(
+            "`cargo build --release -p riser-preload` builds it; it has to be beside {LIBRARY}, \
+             and {DROP_IN} says where that is"
+        )));
     }
     // The loader takes a path for several where it has one of these.
     let is_split = |b: &u8| b.is_ascii_whitespace();
@@ -217,7 +251,9 @@ fn find_preload(library: &Path) -> Result<PathBuf, CliError> {
             "{LOADER_FIRST} cannot have {}: its path has `:`, `;`, `$` or a space",
             path.display()
         );
-        return Err(CliError::new(Exit::Failure, what));
+        return Err(CliError::new(Exit::Failure, what).help(format!(
+            "copy {LIBRARY} and {PRELOAD} to another folder, and set {DROP_IN} to {LIBRARY} there"
+        )));
     }
     Ok(path)
 }
@@ -247,10 +283,12 @@ fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
         }
     }
     let what = "cannot make links to the library";
-    let error = CliError::new(Exit::Failure, what);
+    let error = CliError::new(Exit::Failure, what).help(
+        "set TMPDIR to a folder that no other user can change, without `:`, `;` and `$` in its path",
+    );
     Err(match refused {
         Some(why) => error.because(why),
-        None => error.help("set TMPDIR to a folder without `:`, `;` and `$` in its path"),
+        None => error,
     })
 }
 
@@ -428,6 +466,11 @@ mod tests {
             (
                 &["--device", "a=127.0.0.1,127.0.0.1"],
                 None,
+                "a has the address 127.0.0.1 twice",
+            ),
+            (
+                &["--device", "a=::1,127.0.0.1", "--device", "b=127.0.0.1"],
+                None,
                 "two devices have the address 127.0.0.1",
             ),
             (&["--addr", "127.0.0.2"], Some("a=::1"), "riser0=127.0.0.2"),
@@ -552,7 +595,8 @@ mod tests {
         let library = dir.0.join(LIBRARY);
         let error = find_preload(&library).unwrap_err();
         assert_eq!(error.exit, Exit::NotFound);
-        assert!(error.help.unwrap().contains("riser-preload"));
+        let help = error.help.unwrap();
+        assert!(help.contains("riser-preload") && help.contains(DROP_IN));
         let preload = dir.0.join(PRELOAD);
         fs::write(&preload, "").unwrap();
         assert_eq!(find_preload(&library).unwrap(), preload);
@@ -561,6 +605,44 @@ mod tests {
         fs::write(spaced.join(PRELOAD), "").unwrap();
         let error = find_preload(&spaced.join(LIBRARY)).unwrap_err();
         assert!(error.to_string().contains("a space"), "{error}");
+        assert!(error.help.unwrap().contains(DROP_IN));
+    }
+
+    #[test]
+    fn a_missing_program_differs_from_one_that_lacks_something() {
+        let dir = Dir::new("programs");
+        let script = dir.0.join("script");
+        fs::write(&script, "#!/no/such/interpreter\n").unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        for (program, help) in [
+            (OsStr::new("no-such-program-anywhere"), Some("PATH")),
+            (script.as_os_str(), Some("interpreter")),
+            (OsStr::new("/no/such/program"), None),
+        ] {
+            let error = not_run(program, Command::new(program).exec());
+            assert_eq!(error.exit, Exit::CommandNotFound);
+            let words = error.help.unwrap_or_default();
+            assert_eq!(words.is_empty(), help.is_none(), "{words}");
+            assert!(words.contains(help.unwrap_or_default()), "{words}");
+        }
+    }
+
+    #[test]
+    fn a_capture_that_cannot_be_made_is_refused() {
+        let dir = Dir::new("pcap");
+        assert_eq!(capture_file(&dir.0.join("a")).unwrap(), dir.0.join("a"));
+        assert!(capture_file(Path::new("a")).unwrap().is_absolute());
+        fs::write(dir.0.join("file"), "").unwrap();
+        for path in ["gone/a", "file/a"] {
+            let error = capture_file(&dir.0.join(path)).unwrap_err();
+            assert_eq!(error.exit, Exit::Usage);
+            assert!(error.to_string().contains(path), "{error}");
+        }
+        // Root may write anywhere.
+        if own_uid() != 0 {
+            fs::set_permissions(&dir.0, fs::Permissions::from_mode(0o500)).unwrap();
+            assert!(capture_file(&dir.0.join("a")).is_err());
+        }
     }
 
     #[test]

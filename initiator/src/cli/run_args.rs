@@ -18,7 +18,7 @@ const NAME_MAX: usize = 63;
 pub struct RunArgs {
     /// Addresses of this host, with commas between them: each gets a device, riser0, riser1 and so on
     /// [default: the devices in RISER_DEVICES, or else riser0 at 127.0.0.1]
-    #[arg(long, value_name = "IP", value_delimiter = ',')]
+    #[arg(long, value_name = "IP", value_delimiter = ',', value_parser = ip)]
     pub addr: Vec<IpAddr>,
     /// A device with this name, at this address of this host; may be repeated, and goes with --addr.
     /// Further addresses, after commas, are for alternate paths of its connections
@@ -45,6 +45,12 @@ pub struct RunArgs {
         allow_hyphen_values = true
     )]
     pub command: Vec<OsString>,
+}
+
+/// Reads an address.
+fn ip(text: &str) -> Result<IpAddr, String> {
+    let wrong = |_| format!("`{text}` is not an IP address; names of hosts are not looked up");
+    text.parse().map_err(wrong)
 }
 
 /// Checks faults, which the library then reads in the same way.
@@ -78,11 +84,9 @@ impl FromStr for Device {
                 "`{name}` is not a device's name: 1 to {NAME_MAX} letters, digits, `_`, `-` and `.`"
             ));
         }
-        let addrs: Result<_, _> = addrs.split(',').map(str::parse).collect();
-        let addrs = addrs.map_err(|_| format!("`{text}` has no IP address behind `=`"))?;
         Ok(Self {
             name: name.to_owned(),
-            addrs,
+            addrs: addrs.split(',').map(ip).collect::<Result<_, _>>()?,
         })
     }
 }
@@ -125,7 +129,7 @@ mod tests {
         assert!(refused("..=::1").contains("name"));
         assert!(refused(&format!("{}=::1", "x".repeat(64))).contains("63"));
         assert!(format!("{}=::1", "x".repeat(63)).parse::<Device>().is_ok());
-        assert!(refused("a=localhost").contains("no IP address"));
-        assert!(refused("a=::1,").contains("no IP address"));
+        assert!(refused("a=localhost").contains("`localhost` is not an IP address"));
+        assert!(refused("a=::1,").contains("`` is not an IP address"));
     }
 }

@@ -213,14 +213,17 @@ pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c
     }))
 }
 
-/// Writes the counters of a device that the program has closed to the log, those that are not 0.
+/// Writes the counters of a device that the program has closed to the log, those that are not 0, if
+/// there are any.
 fn log_counters(device: &Device, nic: &Roce) {
     let mut text = String::new();
     for (name, value) in nic.hw_counters().filter(|(_, value)| *value > 0) {
         // A string takes all text.
         let _ = write!(text, " {name}={value}");
     }
-    info!("{} is closed:{text}", device.config.name);
+    if !text.is_empty() {
+        info!("{} is closed:{text}", device.config.name);
+    }
 }
 
 /// `ibv_query_device(3)`.

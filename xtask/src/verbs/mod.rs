@@ -80,7 +80,8 @@ const FABTESTS: &str = "fabtests";
 /// The output of each program is kept.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Run only the cases whose path contains one of these words.
+    /// Run only the cases whose path contains one of these words. The tests of a suite of others have
+    /// a path each; where a word names one, or some of a class, the others of its module do not run.
     words: Vec<String>,
     /// List the cases and exit.
     #[arg(long)]
@@ -119,6 +120,20 @@ impl Options {
 
     fn is_chosen(&self, path: &str) -> bool {
         self.words.is_empty() || self.words.iter().any(|word| path.contains(word.as_str()))
+    }
+
+    /// Words that name tests within a process's path: they go on where it ends. Its group may be left
+    /// out.
+    fn within<'a>(&'a self, path: &str) -> Vec<&'a str> {
+        let tail = path.split_once('/').map_or(path, |(_, tail)| tail);
+        let begins = |word: &&str, path: &str| {
+            let rest = word.strip_prefix(path);
+            rest.is_some_and(|rest| rest.starts_with(['.', '/']))
+        };
+        let words = self.words.iter().map(String::as_str);
+        words
+            .filter(|word| begins(word, path) || begins(word, tail))
+            .collect()
     }
 }
 
@@ -357,20 +372,19 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     let mut rows = Vec::new();
     for module in modules {
         let path = format!("{PYVERBS}/{module}");
-        if !options.is_chosen(&path) {
+        let mut tests = options.within(&path);
+        if options.is_chosen(&path) {
+            tests.clear();
+        } else if tests.is_empty() {
             continue;
         }
         if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
-            rows.push(show(
-                path,
-                Kind::SuiteTest,
-                Outcome::NotYet(why),
-                Duration::ZERO,
-            ));
+            let outcome = Outcome::NotYet(why);
+            rows.push(show(path, Kind::SuiteTest, outcome, Duration::ZERO));
             continue;
         }
         let began = Instant::now();
-        let ran = pyverbs::run(rig, scratch, &module);
+        let ran = pyverbs::run(rig, scratch, &module, &tests);
         rows.extend(process_rows(options, PYVERBS, &path, ran, began.elapsed()));
     }
     rows
@@ -382,7 +396,9 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
     let mut folder = None;
     for (number, (provider, _)) in fabtests::PROVIDERS.iter().enumerate() {
         let path = format!("{FABTESTS}/{provider}");
-        if !options.is_chosen(&path) {
+        let within = options.within(&path);
+        let is_whole = options.is_chosen(&path);
+        if !is_whole && within.is_empty() {
             continue;
         }
         let began = Instant::now();
@@ -396,7 +412,13 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
                 continue;
             }
         };
+        // The script has no way to run one of them alone.
+        let is_chosen = |test: &Test| {
+            let name = format!("{path}/{}", test.name);
+            is_whole || within.iter().any(|word| name.contains(word))
+        };
         let ran = fabtests::run(rig, &folder, number);
+        let ran = ran.map(|all| all.into_iter().filter(is_chosen).collect());
         rows.extend(process_rows(options, &path, &path, ran, began.elapsed()));
     }
     rows
@@ -605,5 +627,26 @@ mod tests {
         assert!(options.is_chosen("rdmacm/rping -q"));
         assert!(options.is_chosen("info/ibv_devices"));
         assert!(!options.is_chosen("pyverbs/test_qp"));
+    }
+
+    #[test]
+    fn words_choose_tests_of_a_suite_by_the_paths_that_are_printed() {
+        let words = [
+            "test_qp.QPTest",
+            "pyverbs/test_mr.MRTest.test_reg_mr",
+            "fabtests/verbs;ofi_rxm/fi_msg",
+            "test_cq_ex",
+        ];
+        let options = Options {
+            words: words.map(str::to_owned).to_vec(),
+            ..Options::for_test()
+        };
+        assert_eq!(options.within("pyverbs/test_qp"), words[..1]);
+        assert_eq!(options.within("pyverbs/test_mr"), words[1..2]);
+        assert_eq!(options.within("fabtests/verbs;ofi_rxm"), words[2..3]);
+        // Others begin in the same way, or are chosen as a whole.
+        for path in ["pyverbs/test_cq", "pyverbs/test_cq_ex", "fabtests/verbs"] {
+            assert!(options.within(path).is_empty(), "{path}");
+        }
     }
 }

@@ -105,13 +105,22 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     }
 }
 
-/// Runs the tests of one module in a process.
-pub(super) fn run(rig: &Rig, scratch: &sh::Scratch, module: &str) -> Result<Vec<Test>, Failure> {
+/// Runs the tests of one module in a process, or those of it whose names begin with one of `tests`.
+pub(super) fn run(
+    rig: &Rig,
+    scratch: &sh::Scratch,
+    module: &str,
+    tests: &[&str],
+) -> Result<Vec<Test>, Failure> {
     let runner = scratch.join("tests/driver.py");
     let runner = runner.display().to_string();
-    let words = [
-        PYTHON, "-B", &runner, "--dev", "riser0", "--port", "1", "--gid", "0", "-v", module,
+    let mut words = vec![
+        PYTHON, "-B", &runner, "--dev", "riser0", "--port", "1", "--gid", "0", "-v",
     ];
+    for test in tests {
+        words.extend(["-k", test.trim_start_matches("pyverbs/")]);
+    }
+    words.push(module);
     let mut command = rig.command(ADDRESS, &[], &words);
     command.env("ADDRESS", ADDRESS);
     let mut process = rig.start(command, &format!("pyverbs/{module}"))?;

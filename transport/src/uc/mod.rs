@@ -26,12 +26,12 @@
 //! without a receive, one longer than its receive, and one that key, right or range do not allow;
 //! the peer learns of none of these (IBTA 9.9.3, class D).
 //!
-//! The receive of a message that is lost stays with the queue pair and takes its next message, from
-//! its first byte on. That holds for one of a shared queue as well, as Linux's `rdmavt` has it: it
-//! is lost to its owner for no longer than to the end of the queue pair, which flushes it.
-//!
-//! Linux's `rdma_rxe` speaks this transport as well; it lets the receive of a shared queue complete
-//! with an error where this one keeps it.
+//! The receive of a message that is lost stays in its place, and takes the next message from its
+//! first byte on. One of a shared queue, which serves other queue pairs, completes with an error
+//! (class E): [`WcStatus::LocLenErr`] where it is too short, else [`WcStatus::RemInvReqErr`], since
+//! the rest of the message did not come. The queue pair goes on. So it is in Linux's `rdma_rxe` where
+//! a message is interrupted; one that is too long ends its receive in either queue. Linux's `rdmavt`
+//! keeps receives of shared queues as well.
 //!
 //! # Bounds
 //! The depths that it was created with. What leaves is paced (`pace.rs`). Packets are not marked as

@@ -14,8 +14,10 @@ use crate::wire::{Operation, Packet, Psn};
 /// Reason why a message ends before its last packet has been taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
-    /// It is lost, silently.
+    /// It is lost. Its receive, if it has one, is not.
     Lost,
+    /// It is lost, for it is longer than its receive.
+    TooLong,
     /// Its receive has completed with an error of our owner's.
     BadReceive,
 }
@@ -88,8 +90,7 @@ impl Responder {
         // A packet of the message is missing, or the peer has given it up itself and begins
         // another.
         if (!is_next || is_start) && self.inbound != Inbound::None {
-            self.inbound = Inbound::None;
-            counters.lost_messages += 1;
+            self.lose(cfg, WcStatus::RemInvReqErr, env, counters);
         }
         if !is_start && self.inbound == Inbound::None {
             // The rest of a message that is lost.
@@ -97,19 +98,34 @@ impl Responder {
             return Ok(());
         }
         match self.place(cfg, mtu, pkt, env) {
-            Ok(()) => Ok(()),
-            Err(End::Lost) => {
-                self.inbound = Inbound::None;
-                counters.lost_messages += 1;
-                Ok(())
-            }
+            Ok(()) => {}
+            Err(End::Lost) => self.lose(cfg, WcStatus::RemInvReqErr, env, counters),
+            Err(End::TooLong) => self.lose(cfg, WcStatus::LocLenErr, env, counters),
             Err(End::BadReceive) => {
                 self.inbound = Inbound::None;
                 self.is_bound = false;
                 let failed = recv_completion(cfg, self.recv.wr_id, WcStatus::LocProtErr);
                 env.out.push(RcEvent::Recv(failed));
-                Err(Broken)
+                return Err(Broken);
             }
+        }
+        Ok(())
+    }
+
+    /// Gives a message up. Its receive waits for the next one, unless it is of a shared queue, whose
+    /// owner gets it back with an error (IBTA 9.9.3, classes D and E).
+    fn lose(
+        &mut self,
+        cfg: &UcConfig,
+        status: WcStatus,
+        env: &mut Env<'_>,
+        counters: &mut UcCounters,
+    ) {
+        self.inbound = Inbound::None;
+        counters.lost_messages += 1;
+        if cfg.has_srq && std::mem::take(&mut self.is_bound) {
+            let failed = recv_completion(cfg, self.recv.wr_id, status);
+            env.out.push(RcEvent::Recv(failed));
         }
     }
 
@@ -136,7 +152,7 @@ impl Responder {
         }
     }
 
-    /// Provides a receive: one that a lost message has left behind, or the next.
+    /// Provides a receive: one that a lost message has left behind, or the next of the queue.
     fn bind(&mut self, rq: &mut RecvQueue) -> Result<(), End> {
         if !self.is_bound && !rq.pop(&mut self.recv) {
             return Err(End::Lost);
@@ -154,7 +170,7 @@ impl Responder {
         // Not more than a receive holds, which is at most the longest message.
         let total = received + payload_len(pkt);
         if total > self.recv.length {
-            return Err(End::Lost);
+            return Err(End::TooLong);
         }
         self.recv
             .scatter(cfg.pd, env.mrs, received as usize, pkt.payload)

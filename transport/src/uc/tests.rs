@@ -555,20 +555,41 @@ fn what_leaves_is_paced() {
 }
 
 #[test]
-fn the_receive_of_a_shared_queue_stays_until_the_end() {
+fn the_receive_of_a_shared_queue_completes_with_an_error_where_its_message_is_lost() {
     let mut rig = Rig::with(true, Access::REMOTE);
     rig.post_recv(1, 600);
-    rig.post_recv(2, 600);
+    rig.post_recv(2, 260);
+    rig.post_recv(3, 300);
+    rig.post_recv(4, 600);
     let own = RecvWr {
         wr_id: WrId(9),
         sges: &[],
     };
     let refused = rig.run(|qp, env| qp.post_recv(&[own], env)).unwrap_err();
     assert_eq!(refused.reason, PostReason::InvalidOpcode);
+    let ends = |rig: &mut Rig| -> Vec<_> {
+        let events = rig.events().into_iter();
+        events
+            .map(|event| match event {
+                RcEvent::Recv(c) => (c.wr_id.0, c.status),
+                other => panic!("{other:?}"),
+            })
+            .collect()
+    };
+    // A packet is missing; then one too long by its last packet, whose end is no message.
     rig.feed(0x20, RQ_PSN, &[], &bytes(256));
-    rig.feed(0x24, RQ_PSN + 2, &[], &bytes(3));
-    assert_eq!(rig.receives(), [(1, OK, 3)]);
-    rig.feed(0x20, RQ_PSN + 3, &[], &bytes(256));
+    rig.feed(0x20, RQ_PSN + 2, &[], &bytes(256));
+    assert_eq!(ends(&mut rig), [(1, WcStatus::RemInvReqErr)]);
+    rig.feed(0x21, RQ_PSN + 3, &[], &bytes(256));
+    rig.feed(0x22, RQ_PSN + 4, &[], &bytes(3));
+    assert_eq!(ends(&mut rig), [(2, WcStatus::LocLenErr)]);
+    rig.feed(0x24, RQ_PSN + 5, &[], &bytes(3));
+    assert_eq!(ends(&mut rig), [(3, WcStatus::Success)]);
+    assert_eq!((rig.lost(), rig.qp.state()), (2, QpState::Rts));
+    // Without a receive, or without the right, there is none to complete.
+    rig.feed(0x2a, RQ_PSN + 6, &reth(0, RKey(1), 3), &bytes(3));
+    assert!(rig.events().is_empty());
+    rig.feed(0x20, RQ_PSN + 7, &[], &bytes(256));
     assert_eq!(rig.rq.len(), 0);
     rig.run(UcQp::to_error);
     let events = rig.events();
@@ -579,7 +600,7 @@ fn the_receive_of_a_shared_queue_stays_until_the_end() {
     let RcEvent::Recv(c) = events[0] else {
         panic!("{events:?}");
     };
-    assert_eq!((c.wr_id, c.status), (WrId(2), WcStatus::WrFlushErr));
+    assert_eq!((c.wr_id, c.status), (WrId(4), WcStatus::WrFlushErr));
     rig.run(UcQp::to_error);
     assert!(rig.events().is_empty(), "it comes once");
 }

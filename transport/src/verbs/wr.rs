@@ -245,7 +245,7 @@ pub enum WcStatus {
     BadRespErr,
     /// A local key failed while receiving a WRITE with immediate.
     LocAccessErr,
-    /// The peer refused the request as invalid.
+    /// The peer refused the request as invalid. For a receive: the rest of its message did not come.
     RemInvReqErr,
     /// The peer's key, right or range did not allow the access.
     RemAccessErr,

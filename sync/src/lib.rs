@@ -54,8 +54,8 @@ pub mod testing {
 
     /// Runs a test in many interleavings of the threads that it starts: `RISER_INTERLEAVINGS` by
     /// each of two schedulers, from the seed `RISER_INTERLEAVINGS_SEED`. A failure names its
-    /// schedule and says how many it took, and the same seed finds it again. Without the feature `shuttle` the test runs a
-    /// few times, and the system decides.
+    /// schedule and says how many it took, and the same seed finds it again. Without the feature
+    /// `shuttle` the test runs a few times, and the system decides.
     pub fn explore(run: impl Fn() + Send + Sync + 'static) {
         #[cfg(not(feature = "shuttle"))]
         (0..20).for_each(|_| run());

@@ -57,8 +57,8 @@ impl CqPool {
     ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] for a queue that is polled directly, since its user takes
-    /// all that it has, for no entries, and for more than the device's [`max_cqe`](crate::verbs::DeviceAttr::max_cqe);
-    /// those of [`Verbs::create_cq_with`].
+    /// all that it has, for no entries, and for more than the device's
+    /// [`max_cqe`](crate::verbs::DeviceAttr::max_cqe); those of [`Verbs::create_cq_with`].
     pub fn get<V: Verbs + ?Sized>(
         &mut self,
         verbs: &mut V,

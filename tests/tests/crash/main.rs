@@ -3,7 +3,8 @@
 //!
 //! - [`kills`]: SIGKILL at any moment under verified load, over all protocols and through an NBD
 //!   export.
-//! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask interop`.
+//! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask
+//!   interop`.
 //! - [`power`]: the disk at each moment of a load, as a loss of power could have left it, and the
 //!   daemon started on such images ([`images`]).
 //! - [`errors`]: system calls that fail, one in each run ([`inject`]).

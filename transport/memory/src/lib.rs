@@ -320,9 +320,9 @@ impl Memory {
         fault::note();
     }
 
-    /// The bytes of the mapping, if it is not foreign and this is the only handle to it: who posts a request, registers
-    /// memory or holds a range keeps a handle as long as anything of that may write the bytes. So a
-    /// buffer whose requests have completed can be read in place.
+    /// The bytes of the mapping, if it is not foreign and this is the only handle to it: who posts
+    /// a request, registers memory or holds a range keeps a handle as long as anything of that may
+    /// write the bytes. So a buffer whose requests have completed can be read in place.
     pub fn get_mut(&mut self) -> Option<&mut [u8]> {
         // The count says that no range, no posted request and no device's table has a handle.
         let mapping = Arc::get_mut(&mut self.0).filter(|mapping| !mapping.is_foreign)?;

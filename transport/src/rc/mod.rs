@@ -170,8 +170,8 @@ pub const fn packet_cost(mtu: Mtu) -> u32 {
 }
 
 impl RcConfig {
-    /// A configuration with the defaults: number 0, 128 KiB in flight, which fits the usual socket buffer of
-    /// 208 KiB with room for the other direction.
+    /// A configuration with the defaults: number 0, 128 KiB in flight, which fits the usual socket
+    /// buffer of 208 KiB with room for the other direction.
     #[must_use]
     pub fn new(qp: QpId, pd: PdId, cap: QpCap) -> Self {
         Self {

@@ -622,8 +622,9 @@ pub trait RdmaCm {
     fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError>;
 
     /// Listens on the bound address, or on a free port of the device's if it is not bound; no other
-    /// identifier may be bound to the same, even if both said that they share it. `backlog` bounds the connection requests not yet accepted or
-    /// rejected; a request beyond it is dropped and will be sent again by its peer.
+    /// identifier may be bound to the same, even if both said that they share it. `backlog` bounds
+    /// the connection requests not yet accepted or rejected; a request beyond it is dropped and
+    /// will be sent again by its peer.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::AddressInUse`].
@@ -732,8 +733,8 @@ pub trait RdmaCm {
     /// has not joined.
     fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError>;
 
-    /// Destroys an identifier and ends its operations. It leaves its groups. Its queue pair stays the caller's to
-    /// destroy.
+    /// Destroys an identifier and ends its operations. It leaves its groups. Its queue pair stays
+    /// the caller's to destroy.
     ///
     /// # Errors
     /// [`CmError::InvalidState`] for an id that does not exist.

@@ -15,7 +15,7 @@ use super::words;
 const LONG: usize = 30;
 
 /// Columns of a line of documentation or a comment, at most.
-const WIDTH: usize = 100;
+const WIDTH: usize = 106;
 
 /// Lines above an unsafe block in which its justification is looked for.
 const SAFETY_ABOVE: usize = 6;

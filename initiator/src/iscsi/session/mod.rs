@@ -154,8 +154,8 @@ impl IscsiSession {
     }
 
     /// The connection that is made is one on RDMA, on which the target may fetch the data of that
-    /// many writes at once. To be called before [`Self::handle_connected`]; without, as on TCP, a write has
-    /// all the unsolicited data that were agreed on.
+    /// many writes at once. To be called before [`Self::handle_connected`]; without, as on TCP, a
+    /// write has all the unsolicited data that were agreed on.
     pub fn set_reads(&mut self, reads: u8) {
         self.writes = WritePolicy::new(reads);
     }

@@ -18,8 +18,9 @@
 //! A packet changes the state, or raises an event, only behind all checks, that of its ICRC included,
 //! and only if its PSN is one that the peer has reason to send
 //! ([`RcQp::knows`](crate::rc::RcQp::knows)). Anyone who knows the number of a queue pair could move
-//! its connection otherwise: it costs one forged packet from the address of the alternate path. An unreliable connection takes every PSN, so there the address
-//! and the state are all that is compared.
+//! its connection otherwise: it costs one forged packet from the address of the alternate path. An
+//! unreliable connection takes every PSN, so there the address and the state are all that is
+//! compared.
 //!
 //! A packet with MigReq by the path of an armed connection is taken without consequence. It may have
 //! been sent before the peer was rearmed.

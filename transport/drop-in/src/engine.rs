@@ -444,11 +444,6 @@ extern "C" fn flush() {
     }
 }
 
-/// Time that a connection request waits for a listener. Programs that agree by other means that the
-/// one listens now and the other connects rely on resolving an address, which takes a while with a
-/// kernel and no time here.
-const LISTEN_GRACE: Duration = Duration::from_millis(300);
-
 /// Limits of a device whose user is one program, which may do as it likes with its own memory.
 fn limits() -> NicLimits {
     NicLimits {
@@ -456,7 +451,6 @@ fn limits() -> NicLimits {
         max_cqe: 1 << 22,
         max_ah: 1 << 16,
         max_qps_per_peer: u32::MAX,
-        listen_grace: LISTEN_GRACE,
         ..NicLimits::default()
     }
 }
@@ -506,9 +500,11 @@ impl Locked<'_> {
         state.share.flush();
         let is_driven = std::mem::take(&mut state.is_driven);
         let is_polled = std::mem::take(&mut state.is_polled);
-        if is_polled && !has_input && state.eager == 0 && state.armed == 0 {
+        let now = Instant::now();
+        let is_due = state.share.deadline().is_some_and(|at| at <= now);
+        if is_polled && !has_input && !is_due && state.eager == 0 && state.armed == 0 {
             // Posts that were to leave with the next poll do not wait any longer.
-            state.nic.transmit(Instant::now());
+            state.nic.transmit(now);
             state.is_asleep = false;
             return Some(TICK);
         }
@@ -528,7 +524,8 @@ impl Locked<'_> {
             return Some(TICK);
         }
         state.is_asleep = true;
-        let deadline = state.nic.deadline()?;
+        let deadlines = [state.nic.deadline(), state.share.deadline()];
+        let deadline = deadlines.into_iter().flatten().min()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
 
@@ -658,7 +655,7 @@ impl State {
             if rounds >= ROUNDS {
                 break;
             }
-            let Some(packet) = self.share.poll_packet() else {
+            let Some(packet) = self.share.poll_packet(Instant::now()) else {
                 break;
             };
             rounds += self.drive();
@@ -697,6 +694,18 @@ impl State {
         self.ports.insert(id, (space, port));
         *self.port_users.entry((space, port)).or_default() += 1;
         Ok(port)
+    }
+
+    /// Listens with an identifier, at its port if it has one.
+    ///
+    /// # Errors
+    /// Those of [`RdmaCm::listen`].
+    pub(crate) fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), Errno> {
+        self.nic.listen(id, backlog)?;
+        if let Some(port) = self.ports.get(&id) {
+            self.share.listen(*port);
+        }
+        Ok(())
     }
 
     /// Gives the port of an identifier back, where it has one.
@@ -778,7 +787,7 @@ impl State {
     /// Reports what has happened to the program.
     fn report(&mut self) {
         while let Some(packet) = self.nic.poll_forwarded() {
-            if let Some(ours) = self.share.pass_on(packet) {
+            if let Some(ours) = self.share.pass_on(Instant::now(), packet) {
                 self.nic.handle_forwarded(Instant::now(), &ours);
             }
         }

@@ -14,9 +14,14 @@
 //!   its mailbox.
 //! - **Slot 0** belongs to no process: connection requests arrive there, which name no id of ours. Every
 //!   process reads it, and passes on what is for another ([`Message::Packet`]).
-//! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each. Beside them
-//!   is the slot that each recent request went to: a peer that takes an unanswered request back names
-//!   its own id only, and its message goes to that process and no other.
+//! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each, and whether
+//!   its process listens. Beside them is the slot that each recent request went to: a peer that takes
+//!   an unanswered request back names its own id only, and its message goes to that process and no
+//!   other.
+//! - **Early requests.** Programs that agree by other means that the one listens now and the other
+//!   connects rely on resolving an address, which takes a while with a kernel and no time here. So a
+//!   request for a port at which no process listens is kept for [`LISTEN_GRACE`] by the process that
+//!   has read it. Whoever begins to listen wakes all others ([`Share::listen`]).
 //!
 //! Only processes of one user share an address; to others it is in use.
 //!
@@ -42,7 +47,7 @@ use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
 use riser_transport::roce::steer::Requests;
 use riser_transport::wire::ROCE_PORT;
-use riser_transport::wire::cm_msg::{CmMessage, CommId, ServiceId, is_request};
+use riser_transport::wire::cm_msg::{CmMessage, CommId, is_request};
 use riser_transport::wire::cma::RdmaPortSpace;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -77,6 +82,13 @@ const FRONT_BUFFER: usize = 512 << 10;
 /// Packets that wait for room in mailboxes.
 const MAX_WAITING: usize = 512;
 
+/// Time that a request waits for a listener.
+const LISTEN_GRACE: Duration = Duration::from_millis(300);
+
+/// Requests that wait for listeners, and of them those of one address. Others are refused at once.
+const MAX_EARLY: usize = 64;
+const MAX_EARLY_PER_PEER: usize = MAX_EARLY / 8;
+
 /// Room for a message with the longest packet.
 const MESSAGE: usize = 8 << 10;
 
@@ -105,8 +117,14 @@ const PORTS: usize = SPACES.len() << 16;
 /// the older is taken back goes astray, and that request ends by its time-out.
 const REQUESTS: usize = 1 << 12;
 
+/// Set in the place of a port: its process listens.
+const LISTENS: u8 = 0x80;
+
+/// Version of what the shared memory says. Its length shows it to processes with another one.
+const VERSION: usize = 1;
+
 /// Bytes of the shared memory.
-const TABLE: usize = PORTS + REQUESTS;
+const TABLE: usize = PORTS + REQUESTS + VERSION;
 
 /// A port of the RDMA CM.
 pub(crate) type Port = (RdmaPortSpace, u16);
@@ -122,6 +140,16 @@ pub(crate) struct Share {
     mailbox: OwnedFd,
     /// Packets for processes whose mailboxes are full: the kernel gives them few places.
     waiting: Mutex<VecDeque<(u8, ForwardedPacket)>>,
+    /// Requests that wait for a listener, the oldest first.
+    early: Mutex<VecDeque<Early>>,
+}
+
+/// A request for a port at which no process listens.
+struct Early {
+    port: Port,
+    /// Time at which it waits no longer.
+    until: Instant,
+    packet: ForwardedPacket,
 }
 
 /// A message between processes of an address: its first byte.
@@ -136,7 +164,7 @@ enum Message {
     Refusal = 3,
     /// A packet that has come to the wrong process, behind its source.
     Packet = 4,
-    /// Nothing: it arrives, or there is no process.
+    /// Nothing, but it wakes the process, if there is one.
     Probe = 5,
 }
 
@@ -198,7 +226,8 @@ impl Share {
             ports,
             group,
             mailbox,
-            waiting: Mutex::new(VecDeque::new()),
+            waiting: Mutex::default(),
+            early: Mutex::default(),
         })
     }
 
@@ -228,6 +257,7 @@ impl Share {
     /// Gives up its part of the address, which is gone.
     pub(crate) fn leave(&mut self) {
         self.ports.clear(self.slot);
+        self.early().clear();
         self.group.clear();
         // One without a name stands for the mailbox.
         match new_mailbox() {
@@ -238,13 +268,20 @@ impl Share {
 
     /// The next packet for this process that has come to slot 0 or from another process. There may
     /// be more behind many that are not for it: then a descriptor of [`Share::inputs`] is readable.
-    pub(crate) fn poll_packet(&self) -> Option<ForwardedPacket> {
+    pub(crate) fn poll_packet(&self, now: Instant) -> Option<ForwardedPacket> {
         let mut buffer = [0; MESSAGE];
         for _ in 0..IN_A_ROW {
             match self.read_mail(&mut buffer) {
+                Some(Mail::Packet(packet)) if self.withdraws_early(&packet) => {}
                 Some(Mail::Packet(packet)) => return Some(packet),
                 Some(Mail::Other) => {}
                 None => break,
+            }
+        }
+        // Behind the mail, which says that a process has begun to listen.
+        while let Some(packet) = self.next_early(now) {
+            if let Some(ours) = self.sort(packet, None) {
+                return Some(ours);
             }
         }
         for _ in 0..IN_A_ROW {
@@ -260,15 +297,82 @@ impl Share {
                 ip: IpFields::default(),
                 bytes: buffer[..len].to_vec(),
             };
-            if let Some(ours) = self.pass_on(packet) {
+            if let Some(ours) = self.pass_on(now, packet) {
                 return Some(ours);
             }
         }
         None
     }
 
-    /// Passes a packet on to the process that it is for; gives it back where that is this one.
-    pub(crate) fn pass_on(&self, packet: ForwardedPacket) -> Option<ForwardedPacket> {
+    /// Passes a packet on to the process that it is for; gives it back where that is this one. A
+    /// request without a listener waits for one.
+    pub(crate) fn pass_on(&self, now: Instant, packet: ForwardedPacket) -> Option<ForwardedPacket> {
+        self.sort(packet, Some(now + LISTEN_GRACE))
+    }
+
+    /// Next time at which [`Share::poll_packet`] has something that does not come from elsewhere.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.early().front().map(|early| early.until)
+    }
+
+    /// The next request that has a listener, or has waited for one for long enough.
+    fn next_early(&self, now: Instant) -> Option<ForwardedPacket> {
+        let mut all = self.early();
+        let is_due = |early: &Early| early.until <= now || self.ports.listener(early.port) != 0;
+        let at = all.iter().position(is_due)?;
+        all.remove(at).map(|early| early.packet)
+    }
+
+    /// Keeps a request for a port; false if there is no place.
+    fn keep_early(&self, port: Port, until: Instant, packet: &ForwardedPacket) -> bool {
+        let mut all = self.early();
+        let (mad, peer) = (MAD..MAD + MAD_LEN, packet.src.ip());
+        let of_peer = all.iter().filter(|early| early.packet.src.ip() == peer);
+        // A peer that repeats its request has its place.
+        if of_peer
+            .clone()
+            .any(|early| early.packet.bytes[mad.clone()] == packet.bytes[mad.clone()])
+        {
+            return true;
+        }
+        let has_place = of_peer.count() < MAX_EARLY_PER_PEER && all.len() < MAX_EARLY;
+        if has_place {
+            let packet = packet.clone();
+            all.push_back(Early {
+                port,
+                until,
+                packet,
+            });
+        }
+        has_place
+    }
+
+    /// Whether a message takes back a request that is kept, which is forgotten then.
+    fn withdraws_early(&self, packet: &ForwardedPacket) -> bool {
+        let mut all = self.early();
+        if all.is_empty() {
+            return false;
+        }
+        let Some(CmMessage::Rej(rej)) = request_in(packet) else {
+            return false;
+        };
+        let before = all.len();
+        all.retain(|early| match request_in(&early.packet) {
+            Some(CmMessage::Req(request)) => {
+                early.packet.src.ip() != packet.src.ip()
+                    || request.local_comm_id != rej.local_comm_id
+            }
+            _ => true,
+        });
+        all.len() < before
+    }
+
+    fn early(&self) -> MutexGuard<'_, VecDeque<Early>> {
+        unpoisoned(self.early.lock())
+    }
+
+    /// Finds out whose a packet is, as [`Share::pass_on`]; a request may wait until a time, if any.
+    fn sort(&self, packet: ForwardedPacket, until: Option<Instant>) -> Option<ForwardedPacket> {
         if packet.worker != 0 {
             if packet.worker == self.slot() {
                 return Some(packet);
@@ -279,37 +383,47 @@ impl Share {
             }
             return None;
         }
-        let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
-        let mad = mad.filter(|mad| is_request(mad));
-        let owner = match mad.map(CmMessage::parse) {
-            Some(Ok((_, CmMessage::Req(request)))) => {
-                let owner = self.owner(request.service_id);
+        let (service, place) = match request_in(&packet) {
+            Some(CmMessage::Req(request)) => {
                 let place = self.ports.request(packet.src.ip(), request.local_comm_id);
-                place.store(owner, Ordering::Relaxed);
-                owner
+                (request.service_id, Some(place))
             }
-            Some(Ok((_, CmMessage::SidrReq(question)))) => self.owner(question.service_id),
+            Some(CmMessage::SidrReq(question)) => (question.service_id, None),
             // A REJ is for the process that has had the request.
-            Some(Ok((_, CmMessage::Rej(rej)))) => {
+            Some(CmMessage::Rej(rej)) => {
                 let place = self.ports.request(packet.src.ip(), rej.local_comm_id);
-                place.load(Ordering::Relaxed)
+                let slot = place.load(Ordering::Relaxed);
+                let is_ours = slot == 0 || slot == self.slot || !self.forward(slot, &packet);
+                return (is_ours && !self.withdraws_early(&packet)).then_some(packet);
             }
-            _ => self.slot,
+            _ => return Some(packet),
         };
-        if owner == 0 || owner == self.slot {
+        let note = |slot| {
+            if let Some(place) = place {
+                place.store(slot, Ordering::Relaxed);
+            }
+        };
+        note(self.slot);
+        // What has no port is this process's own.
+        let Some(port) = RdmaPortSpace::of(service) else {
             return Some(packet);
+        };
+        match self.ports.listener(port) {
+            0 => {}
+            own if own == self.slot => return Some(packet),
+            other => {
+                note(other);
+                if self.forward(other, &packet) {
+                    return None;
+                }
+                // It has ended without giving the port back.
+                self.ports.replace(port, other, 0);
+                note(self.slot);
+            }
         }
-        if self.forward(owner, &packet) {
-            return None;
-        }
+        let waits = until.is_some_and(|until| self.keep_early(port, until, &packet));
         // No process listens at the port, so this one rejects the request.
-        Some(packet)
-    }
-
-    /// The slot of the process that listens at the port of a service; 0 for none, this process's own
-    /// for services without a port.
-    fn owner(&self, service: ServiceId) -> u8 {
-        RdmaPortSpace::of(service).map_or(self.slot, |port| self.ports.owner(port))
+        (!waits).then_some(packet)
     }
 
     /// Sends a packet to another process, now or later; false where the slot has none.
@@ -427,6 +541,14 @@ impl Share {
             .ok_or_else(in_use)
     }
 
+    /// Has requests for a port of this process come to it, also those that processes keep.
+    pub(crate) fn listen(&self, port: Port) {
+        self.ports.listen(port, self.slot);
+        for slot in 1..SLOTS {
+            self.has_process(slot);
+        }
+    }
+
     /// Gives a port back.
     pub(crate) fn give_back_port(&self, port: Port) {
         self.ports.replace(port, self.slot, 0);
@@ -506,6 +628,13 @@ enum Answer {
     Vacant,
     /// It has one that does not answer.
     Silence,
+}
+
+/// The message of the CM in a packet, where it is one that names no id of ours.
+fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
+    let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
+    let mad = mad.filter(|mad| is_request(mad))?;
+    CmMessage::parse(mad).ok().map(|(_, message)| message)
 }
 
 /// Asks the process of a slot for the sockets and the table.
@@ -689,28 +818,46 @@ impl PortTable {
 
     /// The slot that has a port, 0 where none has.
     fn owner(&self, port: Port) -> u8 {
-        self.place(port).load(Ordering::Acquire)
+        self.place(port).load(Ordering::Acquire) & !LISTENS
+    }
+
+    /// The slot of the process that listens at a port, 0 where none does.
+    fn listener(&self, port: Port) -> u8 {
+        let value = self.place(port).load(Ordering::Acquire);
+        if value & LISTENS == 0 {
+            0
+        } else {
+            value & !LISTENS
+        }
     }
 
     /// Takes a port where it is free; answers who has it then.
     fn take(&self, port: Port, slot: u8) -> u8 {
         let place = self.place(port);
         let taken = place.compare_exchange(0, slot, Ordering::AcqRel, Ordering::Acquire);
-        taken.map_or_else(|owner| owner, |_| slot)
+        taken.map_or_else(|owner| owner & !LISTENS, |_| slot)
+    }
+
+    /// Notes that the process of a slot listens at its port.
+    fn listen(&self, port: Port, slot: u8) {
+        self.replace(port, slot, slot | LISTENS);
     }
 
     /// Gives a port of `from` to `to`; false where it was not `from`'s.
     fn replace(&self, port: Port, from: u8, to: u8) -> bool {
+        let given = |value: u8| (value & !LISTENS == from).then_some(to);
         self.place(port)
-            .compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire)
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, given)
             .is_ok()
     }
 
     /// Frees all ports of a slot, and forgets its requests.
     fn clear(&self, slot: u8) {
-        let all = self.all().iter();
-        for place in all.filter(|place| place.load(Ordering::Relaxed) == slot) {
-            let _ = place.compare_exchange(slot, 0, Ordering::AcqRel, Ordering::Relaxed);
+        for place in self.all() {
+            let value = place.load(Ordering::Relaxed);
+            if value & !LISTENS == slot {
+                let _ = place.compare_exchange(value, 0, Ordering::AcqRel, Ordering::Relaxed);
+            }
         }
     }
 }
@@ -743,7 +890,7 @@ mod tests {
         thread::scope(|scope| {
             let opens = scope.spawn(|| Share::open(first.addr));
             while !opens.is_finished() {
-                assert!(first.poll_packet().is_none());
+                assert!(first.poll_packet(Instant::now()).is_none());
                 thread::yield_now();
             }
             opens.join().unwrap().unwrap()
@@ -805,41 +952,151 @@ mod tests {
         datagram
     }
 
+    /// A request of a number for the connection service of port 7471.
+    fn request(id: u32) -> Vec<u8> {
+        let mut request = vec![0; MAD + MAD_LEN];
+        // The header of a REQ; its id and the service id.
+        request[MAD..MAD + 4].copy_from_slice(&[1, 7, 2, 3]);
+        request[MAD + 17] = 0x10;
+        request[MAD + 24..MAD + 28].copy_from_slice(&id.to_be_bytes());
+        request[MAD + 32..MAD + 40].copy_from_slice(&0x0106_1d2f_u64.to_be_bytes());
+        request.extend([0; 4]);
+        request
+    }
+
+    /// The message by which a peer takes back its request.
+    fn give_up(id: u32) -> Vec<u8> {
+        datagram(&CmMessage::Rej(RejMsg {
+            local_comm_id: CommId(id),
+            remote_comm_id: CommId(0),
+            message: RejOf::NoMessage,
+            reason: RejReason::Timeout,
+            info: AdditionalInfo::new(&[7; 8]).unwrap(),
+            private_data: PrivateData::default(),
+        }))
+    }
+
+    fn listen(share: &Share, space: RdmaPortSpace) {
+        share.take_port(space, 7471).unwrap();
+        share.listen((space, 7471));
+    }
+
+    fn is_woken(share: &Share) -> bool {
+        let mut fds = [PollFd::new(&share.mailbox, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    }
+
+    /// A packet that has come to slot 0 from an address.
+    fn front(from: u8, bytes: Vec<u8>) -> ForwardedPacket {
+        ForwardedPacket {
+            worker: 0,
+            src: (addr(from), 9000).into(),
+            ip: IpFields::default(),
+            bytes,
+        }
+    }
+
+    #[test]
+    fn a_request_waits_for_the_process_that_is_about_to_listen() {
+        let first = Share::open(addr(10)).unwrap();
+        let second = open_beside(&first);
+        let now = Instant::now();
+        let early = front(11, request(1));
+        assert_eq!(first.pass_on(now, early.clone()), None);
+        assert_eq!(first.deadline(), Some(now + LISTEN_GRACE));
+        // A process that has the port does not listen yet.
+        second.take_port(RdmaPortSpace::Tcp, 7471).unwrap();
+        assert_eq!(first.poll_packet(now), None);
+        assert!(!is_woken(&first));
+        second.listen((RdmaPortSpace::Tcp, 7471));
+        assert!(is_woken(&first));
+        assert_eq!(first.poll_packet(now), None, "it is passed on");
+        assert_eq!(second.poll_packet(now).unwrap().bytes, early.bytes);
+        assert_eq!(first.deadline(), None);
+        // What the peer says of it goes to the listener from now on.
+        assert_eq!(first.pass_on(now, front(11, give_up(1))), None);
+        assert_eq!(second.poll_packet(now).unwrap().bytes, give_up(1));
+
+        // The listener was killed: as if there were none.
+        second.ports.clear(second.slot);
+        assert_eq!(second.ports.take((RdmaPortSpace::Tcp, 7471), 9), 9);
+        second.ports.listen((RdmaPortSpace::Tcp, 7471), 9);
+        assert_eq!(first.pass_on(now, early.clone()), None);
+        listen(&first, RdmaPortSpace::Tcp);
+        assert!(is_woken(&first));
+        assert_eq!(first.poll_packet(now), Some(early));
+
+        // Without a listener it is refused in the end; so is a question.
+        let question = front(11, question());
+        assert_eq!(second.pass_on(now, question.clone()), None);
+        let until = now + LISTEN_GRACE;
+        assert_eq!(second.poll_packet(until - PAUSE), None);
+        assert_eq!(second.poll_packet(until), Some(question));
+        assert_eq!(second.poll_packet(until), None);
+    }
+
+    #[test]
+    fn a_peer_has_few_of_the_places_for_early_requests() {
+        let share = Share::open(addr(12)).unwrap();
+        let now = Instant::now();
+        let waits = |from, id| share.pass_on(now, front(from, request(id))).is_none();
+        let mut again = front(13, request(0));
+        for id in 0..MAX_EARLY_PER_PEER as u32 {
+            assert!(waits(13, id));
+        }
+        assert!(!waits(13, 99), "the peer has its share");
+        // Repeated in another datagram: it has a place, and takes no second one.
+        again.bytes[11] = 77;
+        assert_eq!(share.pass_on(now, again), None);
+        assert_eq!(share.early().len(), MAX_EARLY_PER_PEER);
+        assert!((14..21).all(|from| (0..8).all(|id| waits(from, id))));
+        assert!(!waits(21, 0), "all places are taken");
+    }
+
+    #[test]
+    fn a_request_that_waits_is_taken_back() {
+        let first = Share::open(addr(22)).unwrap();
+        let second = open_beside(&first);
+        let now = Instant::now();
+        for id in 1..4 {
+            assert_eq!(first.pass_on(now, front(23, request(id))), None);
+        }
+        // The message may come to another process.
+        assert_eq!(first.pass_on(now, front(23, give_up(1))), None);
+        assert_eq!(second.pass_on(now, front(23, give_up(2))), None);
+        assert_eq!(first.poll_packet(now), None);
+        // Another host's says nothing about it, wherever that is kept.
+        first
+            .ports
+            .request(addr(24), CommId(3))
+            .store(1, Ordering::Relaxed);
+        assert!(first.pass_on(now, front(24, give_up(3))).is_some());
+        let left = first.poll_packet(now + LISTEN_GRACE).unwrap();
+        assert_eq!(left.bytes, request(3));
+        assert_eq!(first.deadline(), None);
+    }
+
     #[test]
     fn a_request_that_is_taken_back_concerns_one_process() {
         let first = Share::open(addr(8)).unwrap();
         let second = open_beside(&first);
         let third = open_beside(&first);
-        second.take_port(RdmaPortSpace::Tcp, 7471).unwrap();
+        listen(&second, RdmaPortSpace::Tcp);
         let peer = UdpSocket::bind((addr(9), 0)).unwrap();
         let send = |bytes: &[u8]| peer.send_to(bytes, (addr(8), ROCE_PORT)).unwrap();
-        let give_up = |id| {
-            datagram(&CmMessage::Rej(RejMsg {
-                local_comm_id: CommId(id),
-                remote_comm_id: CommId(0),
-                message: RejOf::NoMessage,
-                reason: RejReason::Timeout,
-                info: AdditionalInfo::new(&[7; 8]).unwrap(),
-                private_data: PrivateData::default(),
-            }))
-        };
-        let mut request = vec![0; MAD + MAD_LEN];
-        // The header of a REQ; its id and the service id.
-        request[MAD..MAD + 4].copy_from_slice(&[1, 7, 2, 3]);
-        request[MAD + 17] = 0x10;
-        request[MAD + 24..MAD + 28].copy_from_slice(&77u32.to_be_bytes());
-        request[MAD + 32..MAD + 40].copy_from_slice(&0x0106_1d2f_u64.to_be_bytes());
-        request.extend([0; 4]);
-        for bytes in [&request, &give_up(77)] {
+        for bytes in [&request(77), &give_up(77)] {
             send(bytes);
-            assert!(first.poll_packet().is_none(), "it is passed on");
-            assert_eq!(second.poll_packet().unwrap().bytes, *bytes);
+            assert!(
+                first.poll_packet(Instant::now()).is_none(),
+                "it is passed on"
+            );
+            assert_eq!(second.poll_packet(Instant::now()).unwrap().bytes, *bytes);
         }
         // That of another request is kept, and no other process gets it.
         send(&give_up(78));
-        assert!(first.poll_packet().is_some());
+        assert!(first.poll_packet(Instant::now()).is_some());
         for share in [&first, &second, &third] {
-            assert!(share.poll_packet().is_none());
+            assert!(share.poll_packet(Instant::now()).is_none());
         }
     }
 
@@ -847,12 +1104,12 @@ mod tests {
     fn a_flood_for_another_process_does_not_keep_this_one() {
         let first = Share::open(addr(6)).unwrap();
         let second = open_beside(&first);
-        second.take_port(RdmaPortSpace::Udp, 7471).unwrap();
+        listen(&second, RdmaPortSpace::Udp);
         let peer = UdpSocket::bind((addr(7), 0)).unwrap();
         for _ in 0..2 * IN_A_ROW {
             peer.send_to(&question(), (addr(6), ROCE_PORT)).unwrap();
         }
-        assert!(first.poll_packet().is_none());
+        assert!(first.poll_packet(Instant::now()).is_none());
         let waits = |front| recvfrom(front, &mut [0; MESSAGE], RecvFlags::DONTWAIT).is_ok();
         assert!(waits(&first.group[0]), "some are left for the next turn");
     }
@@ -861,29 +1118,31 @@ mod tests {
     fn requests_reach_the_process_that_has_their_port() {
         let first = Share::open(addr(3)).unwrap();
         let second = open_beside(&first);
-        second.take_port(RdmaPortSpace::Udp, 7471).unwrap();
+        listen(&second, RdmaPortSpace::Udp);
         let datagram = question();
         let peer = UdpSocket::bind((addr(4), 0)).unwrap();
         let ask = || peer.send_to(&datagram, (addr(3), ROCE_PORT)).unwrap();
 
         // Whoever reads it. The first passes it on; then it is in the second's mailbox.
         ask();
-        assert!(first.poll_packet().is_none());
-        let packet = second.poll_packet().expect("the packet was passed on");
+        assert!(first.poll_packet(Instant::now()).is_none());
+        let packet = second
+            .poll_packet(Instant::now())
+            .expect("the packet was passed on");
         assert_eq!(packet.bytes, datagram);
         assert_eq!(packet.src, peer.local_addr().unwrap());
         ask();
-        assert!(second.poll_packet().is_some());
+        assert!(second.poll_packet(Instant::now()).is_some());
 
         // More than a mailbox takes.
         for _ in 0..100 {
             ask();
-            assert!(first.poll_packet().is_none());
+            assert!(first.poll_packet(Instant::now()).is_none());
         }
         let mut came = 0;
         loop {
             let waits = first.flush();
-            while second.poll_packet().is_some() {
+            while second.poll_packet(Instant::now()).is_some() {
                 came += 1;
             }
             if !waits {
@@ -892,10 +1151,12 @@ mod tests {
         }
         assert_eq!(came, 100);
 
-        // No process listens, so the one that reads the request rejects it.
+        // No process listens, so the one that reads the request rejects it in the end.
         drop(second);
         ask();
-        assert!(first.poll_packet().is_some());
+        assert!(first.poll_packet(Instant::now()).is_none());
+        let late = Instant::now() + LISTEN_GRACE;
+        assert!(first.poll_packet(late).is_some());
     }
 
     #[test]

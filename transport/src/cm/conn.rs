@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::state::CmState;
 use crate::verbs::QpType;
-use crate::wire::cm_msg::{CaGuid, CmPath, CommId, ReqMsg, ServiceId, SidrReqMsg};
+use crate::wire::cm_msg::{CaGuid, CmPath, CommId, ReqMsg, ServiceId};
 use crate::wire::ids::Qpn;
 use crate::wire::mad::{Mad, TransactionId};
 
@@ -111,36 +111,6 @@ pub(super) struct Unconfirmed {
     pub(super) patience: Duration,
     /// Repetitions of its request that still renew that time.
     pub(super) renewals_left: u8,
-}
-
-/// A request for a service id that has no listener.
-#[derive(Debug)]
-pub(super) struct EarlyRequest {
-    pub(super) arrived: Instant,
-    /// Time at which it is refused, unless there is a listener.
-    pub(super) until: Instant,
-    pub(super) from: PeerAddr,
-    pub(super) transaction: TransactionId,
-    pub(super) question: Question,
-}
-
-/// A request of either kind.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Question {
-    /// For a connection.
-    Req(ReqMsg),
-    /// For a datagram service.
-    Sidr(SidrReqMsg),
-}
-
-impl EarlyRequest {
-    /// ServiceID that is asked for.
-    pub(super) fn service_id(&self) -> u64 {
-        match &self.question {
-            Question::Req(req) => req.service_id.0,
-            Question::Sidr(req) => req.service_id.0,
-        }
-    }
 }
 
 #[derive(Debug)]

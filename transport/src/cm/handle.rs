@@ -2,14 +2,14 @@
 
 use std::time::Instant;
 
-use super::conn::{Conn, EarlyRequest, Question, ReqIdentity, reversed};
+use super::conn::{Conn, ReqIdentity, reversed};
 use super::event::QpPeer;
 use super::table::is_message;
-use super::{Cm, CmState, IbCmEventKind, IbCmId, MAX_EARLY, PeerAddr};
+use super::{Cm, CmState, IbCmEventKind, IbCmId, PeerAddr};
 use crate::verbs::{Mtu, QpType};
 use crate::wire::cm_msg::{
     CaGuid, CmAttribute, CmMessage, CmMsgError, CommId, DreqMsg, MraMsg, MraOf, PairMsg,
-    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg, ServiceId,
+    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg,
 };
 use crate::wire::ids::Qpn;
 use crate::wire::mad::TransactionId;
@@ -45,7 +45,7 @@ impl Cm {
             CmMessage::Rtu(rtu) => self.handle_rtu(now, from, &rtu),
             CmMessage::Dreq(dreq) => self.handle_dreq(now, from, transaction, &dreq),
             CmMessage::Drep(drep) => self.handle_drep(now, from, &drep),
-            CmMessage::SidrReq(req) => self.handle_sidr_req(now, from, transaction, &req),
+            CmMessage::SidrReq(req) => self.handle_sidr_req(from, transaction, &req),
             CmMessage::SidrRep(rep) => self.handle_sidr_rep(from, &rep),
             CmMessage::Lap(lap) => self.handle_lap(from, transaction, &lap),
             CmMessage::Apr(apr) => self.handle_apr(from, &apr),
@@ -129,9 +129,6 @@ impl Cm {
             return self.on_duplicate_req(now, id);
         }
         let Some(listener) = self.listener_of(req.service_id) else {
-            if self.keeps_early(now, from, transaction, Question::Req(*req)) {
-                return;
-            }
             return refuse(self, RejReason::InvalidServiceId);
         };
         // A peer that is not answered asks again later, when there may be room. Nothing ends for a
@@ -196,47 +193,6 @@ impl Cm {
                 req: Box::new(*req),
             },
         );
-    }
-
-    /// Keeps a request that may have a listener soon; false if it is to be refused at once.
-    pub(super) fn keeps_early(
-        &mut self,
-        now: Instant,
-        from: PeerAddr,
-        transaction: TransactionId,
-        question: Question,
-    ) -> bool {
-        let keeps = !self.config.listen_grace.is_zero() && self.early.len() < MAX_EARLY;
-        if keeps {
-            self.early.push_back(EarlyRequest {
-                arrived: now,
-                until: now + self.config.listen_grace,
-                from,
-                transaction,
-                question,
-            });
-        }
-        keeps
-    }
-
-    /// A request has a listener, or has waited for one for long enough.
-    pub(super) fn handle_early(&mut self, now: Instant, request: &EarlyRequest) {
-        let (from, transaction) = (request.from, request.transaction);
-        let has_listener = self.listener_of(ServiceId(request.service_id())).is_some();
-        match &request.question {
-            Question::Req(req) if has_listener => self.handle_req(now, from, transaction, req),
-            Question::Sidr(req) if has_listener => {
-                self.handle_sidr_req(now, from, transaction, req);
-            }
-            Question::Req(req) => self.refuse(
-                from,
-                transaction,
-                (CommId(0), req.local_comm_id),
-                RejOf::Req,
-                RejReason::InvalidServiceId,
-            ),
-            Question::Sidr(req) => self.refuse_sidr(from, transaction, req),
-        }
     }
 
     fn on_duplicate_req(&mut self, now: Instant, id: IbCmId) {

@@ -100,7 +100,7 @@ use std::time::{Duration, Instant};
 use chacha20::ChaCha12Rng;
 use chacha20::rand_core::SeedableRng;
 
-use conn::{Claim, Conn, EarlyRequest, Holder, Pending, ReqIdentity};
+use conn::{Claim, Conn, Holder, Pending, ReqIdentity};
 use table::Listener;
 
 pub use conn::{CmRoute, IbCmId, PeerAddr};
@@ -130,10 +130,6 @@ pub struct CmConfig {
     pub max_half_open: Duration,
     /// Time that a peer has to confirm a REP before its place may go to a newer REQ.
     pub half_open_grace: Duration,
-    /// Time that a request waits for a listener of its service id before it is refused. A peer that
-    /// knows by other means that its server is about to listen is faster than that at times. Not
-    /// more than [`MAX_EARLY`] of them wait.
-    pub listen_grace: Duration,
     /// Repetitions of a REP, without a repeated REQ, to an address that has no connection with us:
     /// it may be made up, and its owner should not be flooded with answers.
     pub max_unproven_retries: u8,
@@ -166,7 +162,6 @@ impl CmConfig {
             // Four repetitions of a Linux host's REQ, which it sends every 4.3 s.
             max_half_open: Duration::from_secs(18),
             half_open_grace: Duration::from_millis(20),
-            listen_grace: Duration::ZERO,
             max_unproven_retries: 3,
             max_outbox: 1024,
             max_events: 4096,
@@ -210,9 +205,6 @@ pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
     routing_id(mad).map(|id| id.0 & worker_mask(worker_bits))
 }
 
-/// Requests that wait for a listener at once.
-pub const MAX_EARLY: usize = 64;
-
 /// Outgoing MADs whose memory is kept while none waits.
 const KEPT_OUTBOX: usize = 64;
 
@@ -251,8 +243,6 @@ pub struct Cm {
     /// Connections in timewait that their user has released, by the end of it.
     finished: BTreeSet<(Instant, IbCmId)>,
     timers: BTreeSet<(Instant, IbCmId)>,
-    /// Requests that wait for a listener, the oldest first.
-    early: VecDeque<EarlyRequest>,
     outbox: VecDeque<(PeerAddr, Mad)>,
     events: VecDeque<IbCmEvent>,
     counters: CmCounters,
@@ -301,7 +291,6 @@ impl Cm {
             proven: BTreeMap::new(),
             finished: BTreeSet::new(),
             timers: BTreeSet::new(),
-            early: VecDeque::new(),
             outbox: VecDeque::new(),
             events: VecDeque::new(),
             counters: CmCounters::default(),
@@ -403,12 +392,6 @@ impl Cm {
                 half_open: 0,
             },
         );
-        // They are handled with the next time-out, which is due at once.
-        for request in &mut self.early {
-            if request.service_id() & mask == service_id.0 & mask {
-                request.until = request.arrived;
-            }
-        }
         Ok(id)
     }
 

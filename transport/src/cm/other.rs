@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::conn::{Conn, Question};
+use super::conn::Conn;
 use super::event::{SidrRepParams, SidrReqParams};
 use super::table::is_message;
 use super::{Cm, CmState, IbCmError, IbCmEventKind, IbCmId, PeerAddr};
@@ -231,7 +231,6 @@ impl Cm {
 
     pub(super) fn handle_sidr_req(
         &mut self,
-        now: Instant,
         from: PeerAddr,
         transaction: TransactionId,
         req: &SidrReqMsg,
@@ -242,10 +241,18 @@ impl Cm {
             return;
         }
         let Some(listener) = self.listener_of(req.service_id) else {
-            if !self.keeps_early(now, from, transaction, Question::Sidr(*req)) {
-                self.refuse_sidr(from, transaction, req);
-            }
-            return;
+            self.counters.refused += 1;
+            let message = CmMessage::SidrRep(SidrRepMsg {
+                request_id: req.request_id,
+                status: SidrStatus::Unsupported,
+                info: AdditionalInfo::default(),
+                vendor_id: Bits::default(),
+                qpn: Qpn::default(),
+                service_id: req.service_id,
+                qkey: 0,
+                private_data: PrivateData::default(),
+            });
+            return self.send(from, message.emit(transaction));
         };
         // As for a REQ, but nothing is displaced: a question that is lost is repeated.
         if !self.has_room_for(listener, from) || !self.may_tell_more() || self.make_room().is_err()
@@ -267,27 +274,6 @@ impl Cm {
                 req: Box::new(*req),
             },
         );
-    }
-
-    /// No listener offers the service.
-    pub(super) fn refuse_sidr(
-        &mut self,
-        from: PeerAddr,
-        transaction: TransactionId,
-        req: &SidrReqMsg,
-    ) {
-        self.counters.refused += 1;
-        let message = CmMessage::SidrRep(SidrRepMsg {
-            request_id: req.request_id,
-            status: SidrStatus::Unsupported,
-            info: AdditionalInfo::default(),
-            vendor_id: Bits::default(),
-            qpn: Qpn::default(),
-            service_id: req.service_id,
-            qkey: 0,
-            private_data: PrivateData::default(),
-        });
-        self.send(from, message.emit(transaction));
     }
 
     pub(super) fn handle_sidr_rep(&mut self, from: PeerAddr, rep: &SidrRepMsg) {

@@ -9,9 +9,7 @@ impl Cm {
     /// Next time at which [`Self::handle_timeout`] has something to do.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let timer = self.timers.first().map(|(deadline, _)| *deadline);
-        let early = self.early.iter().map(|request| request.until).min();
-        timer.into_iter().chain(early).min()
+        self.timers.first().map(|(deadline, _)| *deadline)
     }
 
     /// Do all that is due at `now`: repeat messages, give up, leave timewait.
@@ -22,11 +20,6 @@ impl Cm {
             // Before the step, which may arm it again or free the identifier.
             self.arm(id, None);
             self.on_timeout(now, id);
-        }
-        while let Some(at) = self.early.iter().position(|early| early.until <= now)
-            && let Some(request) = self.early.remove(at)
-        {
-            self.handle_early(now, &request);
         }
     }
 

@@ -310,7 +310,7 @@ pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int)
         let backlog = given.map_or(BACKLOG, |n| n.min(BACKLOG));
         for (context, device_id) in id.links() {
             let mut locked = context.lock();
-            locked.nic.listen(device_id, backlog + BEYOND_BACKLOG)?;
+            locked.listen(device_id, backlog + BEYOND_BACKLOG)?;
             locked.transmit();
         }
         Ok(())

@@ -110,8 +110,6 @@ fn run(actions: Vec<Action>, paths: bool) {
         config.max_outbox,
     ) = (24, 6, 64);
     config.alternate_paths = paths;
-    // Both or neither, since nothing of them meets.
-    config.listen_grace = Duration::from_millis(if paths { 500 } else { 0 });
     let mut cm = Cm::new(config, 1, 1, [3; 32]);
     cm.listen(SERVICE, u64::MAX, 10).unwrap();
     let mut now = Instant::now();
@@ -167,7 +165,7 @@ fn run(actions: Vec<Action>, paths: bool) {
             }
         }
         assert!(cm.id_count() <= 24);
-        assert!(cm.outbox.len() <= 64 && cm.early.len() <= MAX_EARLY);
+        assert!(cm.outbox.len() <= 64);
         assert!(cm.half_open.values().all(|&count| count > 0 && count <= 6));
         assert!(cm.conns.keys().all(|id| id.comm_id().0 & 1 == 1));
         let armed = cm.conns.values().filter(|c| c.deadline.is_some()).count();
@@ -183,7 +181,7 @@ fn run(actions: Vec<Action>, paths: bool) {
     }
     assert_eq!(cm.id_count(), 0);
     assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
-    assert!(cm.half_open.is_empty() && cm.timers.is_empty() && cm.early.is_empty());
+    assert!(cm.half_open.is_empty() && cm.timers.is_empty());
     assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
 }
 

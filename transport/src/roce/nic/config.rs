@@ -53,9 +53,6 @@ pub struct NicLimits {
     pub max_qps_per_peer: u32,
     /// Identifiers of the RDMA CM.
     pub max_cm_ids: u32,
-    /// Time that a connection request waits for a listener before it is refused
-    /// ([`CmConfig::listen_grace`](crate::cm::CmConfig::listen_grace)).
-    pub listen_grace: Duration,
 }
 
 impl Default for NicLimits {
@@ -80,7 +77,6 @@ impl Default for NicLimits {
             max_mcast_qp_attach: 64,
             max_qps_per_peer: 1024,
             max_cm_ids: 8192,
-            listen_grace: Duration::ZERO,
         }
     }
 }

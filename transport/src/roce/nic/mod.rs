@@ -310,7 +310,6 @@ impl Nic {
             cm: CmAgent::new(
                 CmConfig {
                     checks_gids: config.wire == Wire::Network,
-                    listen_grace: limits.listen_grace,
                     ..CmAgent::cm_config(guid, limits.max_cm_ids)
                 },
                 limits.max_cm_ids,

@@ -200,8 +200,6 @@ impl Nic {
         entry.ib = Some(ib);
         become_state(&mut entry.state, IdState::Listening);
         self.cm.by_ib.insert(ib, id);
-        // Requests that have waited for it.
-        self.handle_cm_timeouts();
         Ok(())
     }
 

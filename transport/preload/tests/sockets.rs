@@ -236,7 +236,7 @@ fn datagrams() {
         let (length, from) = b.recv_from(&mut bytes).unwrap();
         assert_eq!((length, bytes[29], from), (30, n, a.local_addr().unwrap()));
         b.send_to(&bytes[..n.into()], from).unwrap();
-        assert_eq!(a.recv(&mut bytes).unwrap(), n.into());
+        assert_eq!(a.recv(&mut bytes).unwrap(), usize::from(n));
     }
     // Options that rsockets do not have are those of the UDP socket.
     a.set_broadcast(true).unwrap();

@@ -26,6 +26,10 @@ const LISTED: &str = "tests/vm/libiscsi-iser.txt";
 /// list, one sends a task management function, and one 1000 commands before it takes an answer.
 const LISTED_BY_TWO_PATHS: &str = "died MultipathIO.Reset\ndied MultipathIO.CompareAndWriteAsync";
 
+/// A test that takes a block for zero which it has not written: the last of 257, where it writes 256. So it
+/// has a target of its own.
+const WANTS_ZEROES: &str = "MultipathIO.CompareAndWrite";
+
 /// What the client needs to be a test client, loaded before it.
 const PRELOADED: &str = "tests/vm/libiscsi.c";
 
@@ -119,11 +123,11 @@ fn chosen(options: &Options) -> Result<Vec<String>, Failure> {
     Ok(names.map(str::to_owned).collect())
 }
 
-/// A target for tests that are not listed, for each lane, and one for each that is. A LUN is in
-/// memory: one test takes it for granted that physical blocks are as long as logical ones.
+/// A target for tests that are not listed, for each lane, one for each that is, and one with zeroes. A
+/// LUN is in memory: one test takes it for granted that physical blocks are as long as logical ones.
 fn configuration(listed: usize) -> String {
     let (mut backends, mut targets) = (String::new(), String::new());
-    for number in 0..LANES + listed {
+    for number in 0..=LANES + listed {
         backends += &format!("  ram{number}: {{ kind: ram, size: {SIZE} }}\n");
         targets += &format!(
             "  - name: t{number}\n    iqn: {IQN}-{number}\n    \
@@ -187,7 +191,11 @@ impl Stage<'_> {
 
     fn run_one(&self, lane: usize, name: &str) -> Result<Test, String> {
         let place = self.place(name);
-        let target = place.map_or(lane, |place| LANES + place);
+        let target = match place {
+            Some(place) => LANES + place,
+            None if name == WANTS_ZEROES => LANES + self.listed.len(),
+            None => lane,
+        };
         let url = format!("iser://{SERVER}:3260/{IQN}-{target}/0");
         let preload = format!("LD_PRELOAD={}", self.preloaded.display());
         let test = format!("ALL.{name}");

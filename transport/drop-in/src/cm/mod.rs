@@ -447,6 +447,8 @@ impl Ref<Id> {
         locked.give_back_port(id);
         // It existed, so it can be destroyed.
         let _ = locked.nic.destroy_id(id);
+        // The peer hears of it from this call, as from a kernel: the process may end now.
+        locked.transmit();
     }
 
     /// Takes back all that `link_to` has done but one.

@@ -10,7 +10,8 @@
 //! | `rdma` | the functions of librdmacm.so.1, loaded when the first socket is made |
 //! | `table` | which descriptors are rsockets |
 //! | `config` | which sockets of which programs are to be rsockets |
-//! | `sockets` | making, connecting and accepting sockets |
+//! | `sockets` | making and accepting sockets |
+//! | `connect` | connecting them, by RDMA or else by TCP |
 //! | `data` | calls that go to one library or the other as they are; `sendfile` |
 //! | `release` | the end of rsockets |
 //! | `files` | closing, copying and setting descriptors |
@@ -33,6 +34,7 @@
 )]
 
 mod config;
+mod connect;
 mod data;
 mod epoll;
 mod files;

@@ -1,12 +1,9 @@
 //! Making, connecting and accepting sockets.
 
-use std::ffi::{c_int, c_void};
-use std::mem::zeroed;
-use std::ptr;
+use std::ffi::c_int;
 
 use libc::{sockaddr, socklen_t};
 
-use crate::release::release;
 use crate::table::{Kind, Stage, insert, kind, set};
 use crate::{config, errno, fork, rdma, real};
 
@@ -112,11 +109,7 @@ unsafe extern "C" fn connect(fd: c_int, addr: *const sockaddr, length: socklen_t
         match kind(fd) {
             Kind::Rsocket(n) => {
                 crate::epoll::touch(n, libc::EPOLLOUT);
-                let result = rdma::rconnect(n, addr, length);
-                if result == 0 || is_under_way(errno()) || !replace(fd, n) {
-                    return result;
-                }
-                real::connect(fd, addr, length)
+                crate::connect::connect(fd, n, addr, length)
             }
             Kind::File => real::connect(fd, addr, length),
             Kind::Forking(stage) => {
@@ -125,70 +118,6 @@ unsafe extern "C" fn connect(fd: c_int, addr: *const sockaddr, length: socklen_t
                     set(fd, Kind::Forking(Stage::Active));
                 }
                 result
-            }
-        }
-    }
-}
-
-/// Whether an error of `connect` says that there is a connection, or may be one.
-fn is_under_way(errno: c_int) -> bool {
-    matches!(
-        errno,
-        libc::EINPROGRESS | libc::EALREADY | libc::EISCONN | libc::EINTR
-    )
-}
-
-/// Puts an ordinary socket in the place of an rsocket that cannot connect: the peer may be a program
-/// without rsockets. Answers whether that was done; `errno` is as before otherwise.
-fn replace(fd: c_int, n: c_int) -> bool {
-    let before = errno();
-    // SAFETY: the places are alive, and have the sizes that are given.
-    unsafe {
-        let mut addr: libc::sockaddr_storage = zeroed();
-        let mut length = size_of_val(&addr) as socklen_t;
-        let mut kind: c_int = 0;
-        let mut size = size_of_val(&kind) as socklen_t;
-        let place: *mut c_void = (&raw mut kind).cast();
-        rdma::rgetsockname(n, (&raw mut addr).cast(), &raw mut length);
-        rdma::rgetsockopt(n, libc::SOL_SOCKET, libc::SO_TYPE, place, &raw mut size);
-        let flags = rdma::rfcntl(n, libc::F_GETFL, 0);
-        let new = real::socket(c_int::from(addr.ss_family), kind, 0);
-        if new < 0 {
-            crate::fail(before);
-            return false;
-        }
-        copy_options(n, new);
-        real::fcntl(new, libc::F_SETFL, (flags & libc::O_NONBLOCK).into());
-        let at_exec = real::fcntl(fd, libc::F_GETFD, 0) & libc::FD_CLOEXEC != 0;
-        let at_exec = if at_exec { libc::O_CLOEXEC } else { 0 };
-        let result = real::dup3(new, fd, at_exec);
-        real::close(new);
-        if result < 0 {
-            crate::fail(before);
-            return false;
-        }
-        if let Some(old) = set(fd, Kind::File) {
-            release(old);
-        }
-        true
-    }
-}
-
-/// Copies the options that programs set before they connect.
-fn copy_options(from: c_int, to: c_int) {
-    let options = [
-        (libc::SOL_SOCKET, libc::SO_REUSEADDR),
-        (libc::SOL_SOCKET, libc::SO_KEEPALIVE),
-        (libc::IPPROTO_TCP, libc::TCP_NODELAY),
-    ];
-    for (level, name) in options {
-        let mut value: c_int = 0;
-        let mut size = size_of_val(&value) as socklen_t;
-        let place: *mut c_void = (&raw mut value).cast();
-        // SAFETY: the place is alive and has that size.
-        unsafe {
-            if rdma::rgetsockopt(from, level, name, place, &raw mut size) == 0 && value != 0 {
-                real::setsockopt(to, level, name, ptr::from_ref(&value).cast(), size);
             }
         }
     }

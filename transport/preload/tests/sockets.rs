@@ -3,93 +3,18 @@
 #![allow(unsafe_code, reason = "calls of the C library are made")]
 
 use std::env;
-use std::ffi::c_int;
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::zeroed;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::symlink;
-use std::path::PathBuf;
-use std::process::Command;
 use std::ptr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-// Only its file is used, which Cargo puts beside this program.
-use riser_drop_in as _;
+mod preloaded;
 
-/// Address of the device.
-const ADDR: &str = "127.0.45.1";
-
-/// A folder with the links that programs load.
-struct Links(PathBuf);
-
-impl Links {
-    fn new(name: &str) -> Self {
-        let folder = env::temp_dir().join(format!("riser-preload-{name}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&folder);
-        fs::create_dir(&folder).unwrap();
-        for link in ["libibverbs.so.1", "librdmacm.so.1"] {
-            symlink(beside("libriser_drop_in.so"), folder.join(link)).unwrap();
-        }
-        Self(folder)
-    }
-}
-
-impl Drop for Links {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A library, which Cargo puts beside the tests.
-fn beside(name: &str) -> PathBuf {
-    let path = env::current_exe().unwrap().with_file_name(name);
-    assert!(path.is_file(), "{}", path.display());
-    path
-}
-
-/// Runs a test again, in a process whose sockets are rsockets. Answers whether this is that process.
-fn is_preloaded(test: &str, variables: &[(&str, &str)]) -> bool {
-    if env::var_os("SOCKETS").is_some() {
-        // SAFETY: the call changes a timer only, whose signal ends the process.
-        unsafe { libc::alarm(60) };
-        return true;
-    }
-    let links = Links::new(test);
-    let out = Command::new(env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads", "1"])
-        .env("SOCKETS", "1")
-        .env("LD_LIBRARY_PATH", &links.0)
-        .env("LD_PRELOAD", beside("librspreload.so"))
-        .env("RISER_DEVICES", format!("riser0={ADDR}"))
-        .envs(variables.iter().copied())
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success(), "{}: {said}", out.status);
-    assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
-    false
-}
-
-/// Whether the kernel has a TCP socket with a port.
-fn has_tcp(port: u16) -> bool {
-    let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
-    table.contains(&format!(":{port:04X} "))
-}
-
-/// Two ends of a connection.
-fn pair() -> (TcpListener, TcpStream, TcpStream) {
-    let listener = TcpListener::bind((ADDR, 0)).unwrap();
-    let addr = listener.local_addr().unwrap();
-    let client = thread::spawn(move || TcpStream::connect(addr).unwrap());
-    let (server, from) = listener.accept().unwrap();
-    let client = client.join().unwrap();
-    assert_eq!(client.local_addr().unwrap(), from);
-    assert_eq!(client.peer_addr().unwrap(), addr);
-    (listener, client, server)
-}
+use preloaded::*;
 
 #[test]
 fn streams() {
@@ -245,103 +170,6 @@ fn datagrams() {
     assert_eq!(b.recv(&mut bytes).unwrap(), 9);
 }
 
-/// Waits for events of an `epoll` descriptor.
-fn wait(epoll: c_int, ms: c_int) -> Vec<(u32, u64)> {
-    // SAFETY: all-zero bytes are valid, and there is room for as many.
-    unsafe {
-        let mut events: [libc::epoll_event; 8] = zeroed();
-        let n = libc::epoll_wait(epoll, events.as_mut_ptr(), 8, ms);
-        assert!(n >= 0, "{}", io::Error::last_os_error());
-        let all = events[..n as usize].iter();
-        all.map(|event| (event.events, event.u64)).collect()
-    }
-}
-
-fn control(epoll: c_int, op: c_int, fd: c_int, events: c_int, data: u64) -> c_int {
-    let mut event = libc::epoll_event {
-        events: events as u32,
-        u64: data,
-    };
-    // SAFETY: the event is alive.
-    match unsafe { libc::epoll_ctl(epoll, op, fd, &raw mut event) } {
-        0 => 0,
-        _ => io::Error::last_os_error().raw_os_error().unwrap(),
-    }
-}
-
-#[test]
-fn epoll() {
-    if !is_preloaded("epoll", &[]) {
-        return;
-    }
-    let (_listener, mut client, mut server) = pair();
-    // SAFETY: the calls may be made at any time.
-    let (epoll, eventfd) = unsafe { (libc::epoll_create1(0), libc::eventfd(0, 0)) };
-    let fd = server.as_raw_fd();
-    let level = libc::EPOLLIN;
-    assert_eq!(
-        control(epoll, libc::EPOLL_CTL_MOD, fd, level, 0),
-        libc::ENOENT
-    );
-    assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, level, 7), 0);
-    assert_eq!(
-        control(epoll, libc::EPOLL_CTL_ADD, fd, level, 7),
-        libc::EEXIST
-    );
-    assert_eq!(
-        control(eventfd, libc::EPOLL_CTL_ADD, fd, level, 7),
-        libc::EINVAL
-    );
-    assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, eventfd, level, 8), 0);
-    assert_eq!(wait(epoll, 20), []);
-    client.write_all(b"ab").unwrap();
-    let readable = (libc::EPOLLIN as u32, 7);
-    assert_eq!(wait(epoll, 5000), [readable]);
-    assert_eq!(
-        wait(epoll, 5000),
-        [readable],
-        "as long as there is something"
-    );
-    let one = 1_u64;
-    // SAFETY: the number is alive.
-    unsafe { libc::write(eventfd, (&raw const one).cast(), 8) };
-    let mut both = wait(epoll, 5000);
-    both.sort_unstable();
-    assert_eq!(both, [readable, (libc::EPOLLIN as u32, 8)]);
-    assert_eq!(control(epoll, libc::EPOLL_CTL_DEL, eventfd, 0, 0), 0);
-
-    let edge = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLET;
-    assert_eq!(control(epoll, libc::EPOLL_CTL_MOD, fd, edge, 9), 0);
-    assert_eq!(
-        wait(epoll, 5000),
-        [((libc::EPOLLIN | libc::EPOLLOUT) as u32, 9)]
-    );
-    assert_eq!(wait(epoll, 20), [], "it was reported");
-    assert_eq!(server.read(&mut [0; 1]).unwrap(), 1);
-    assert_eq!(
-        wait(epoll, 5000),
-        [(libc::EPOLLIN as u32, 9)],
-        "more is there"
-    );
-    assert_eq!(server.read(&mut [0; 10]).unwrap(), 1);
-    // A thread that waits hears of what another one makes possible.
-    let waiter = thread::spawn(move || wait(epoll, 5000));
-    thread::sleep(Duration::from_millis(50));
-    client.write_all(b"c").unwrap();
-    assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 9)]);
-
-    let once = libc::EPOLLIN | libc::EPOLLONESHOT;
-    assert_eq!(control(epoll, libc::EPOLL_CTL_MOD, fd, once, 1), 0);
-    assert_eq!(wait(epoll, 5000), [(libc::EPOLLIN as u32, 1)]);
-    assert_eq!(wait(epoll, 20), []);
-    assert_eq!(control(epoll, libc::EPOLL_CTL_DEL, fd, 0, 0), 0);
-    assert_eq!(control(epoll, libc::EPOLL_CTL_DEL, fd, 0, 0), libc::ENOENT);
-    // One that is closed is in no set.
-    assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, level, 7), 0);
-    drop(server);
-    assert_eq!(wait(epoll, 20), []);
-}
-
 #[test]
 fn files_to_sockets() {
     if !is_preloaded("files_to_sockets", &[]) {
@@ -379,75 +207,82 @@ fn files_to_sockets() {
 
 #[test]
 fn peers_without_rsockets() {
-    if env::var_os("SOCKETS").is_some() {
-        is_preloaded("", &[]);
+    if is_inside() {
         let addr: SocketAddr = env::var("PEER").unwrap().parse().unwrap();
+        let start = Instant::now();
         let mut stream = TcpStream::connect(addr).unwrap();
+        assert!(
+            start.elapsed() < Duration::from_secs(6),
+            "as soon as TCP has an answer"
+        );
+        assert_eq!(stream.peer_addr().unwrap(), addr);
         stream.write_all(b"by TCP").unwrap();
+        // It blocks, as the program wants it.
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
         return;
     }
     // No device is at that address.
     let listener = TcpListener::bind("127.0.45.9:0").unwrap();
     let peer = listener.local_addr().unwrap().to_string();
     let server = thread::spawn(move || {
-        let mut text = String::new();
-        listener
-            .accept()
-            .unwrap()
-            .0
-            .read_to_string(&mut text)
-            .unwrap();
+        let mut text = [0; 6];
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut text).unwrap();
+        thread::sleep(Duration::from_millis(50));
         text
     });
     assert!(!is_preloaded("peers_without_rsockets", &[("PEER", &peer)]));
-    assert_eq!(server.join().unwrap(), "by TCP");
+    assert_eq!(&server.join().unwrap(), b"by TCP");
 }
 
 #[test]
-fn servers_that_fork() {
-    if !is_preloaded("servers_that_fork", &[("RDMAV_FORK_SAFE", "1")]) {
+fn slow_peers() {
+    if !is_preloaded("slow_peers", &[]) {
         return;
     }
     let listener = TcpListener::bind((ADDR, 0)).unwrap();
     let addr = listener.local_addr().unwrap();
-    // The server is a process of its own, which has no device before it forks.
-    // SAFETY: no other thread runs yet, so the child may do all.
-    let server = unsafe { libc::fork() };
-    if server == 0 {
-        for _ in 0..2 {
-            let (mut stream, _) = listener.accept().unwrap();
-            // SAFETY: as above.
-            if unsafe { libc::fork() } == 0 {
-                let mut text = [0; 5];
-                stream.read_exact(&mut text).unwrap();
-                let is_tcp = has_tcp(stream.peer_addr().unwrap().port());
-                stream
-                    .write_all(if is_tcp { b"by TCP" } else { b"by RDMA" })
-                    .unwrap();
-                drop(stream);
-                // SAFETY: the child ends without the harness.
-                unsafe { libc::_exit(0) };
-            }
-        }
-        // SAFETY: as above; the statuses are not asked for.
-        unsafe {
-            while libc::wait(ptr::null_mut()) > 0 {}
-            libc::_exit(0);
-        }
-    }
-    drop(listener);
-    let clients = [0, 1].map(|_| {
-        thread::spawn(move || {
-            let mut stream = TcpStream::connect(addr).unwrap();
-            stream.write_all(b"hello").unwrap();
-            let mut text = String::new();
-            stream.read_to_string(&mut text).unwrap();
-            text
-        })
+    let client = thread::spawn(move || {
+        let mut stream = TcpStream::connect(addr).unwrap();
+        stream.write_all(b"x").unwrap();
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+        stream.local_addr().unwrap()
     });
-    for client in clients {
-        assert_eq!(client.join().unwrap(), "by RDMA");
+    // Longer than the client waits before it looks for a server without rsockets.
+    thread::sleep(Duration::from_millis(2500));
+    let (mut server, from) = listener.accept().unwrap();
+    assert_eq!(server.read(&mut [0; 2]).unwrap(), 1);
+    assert!(!has_tcp(from.port()), "it is no rsocket");
+    drop(server);
+    assert_eq!(client.join().unwrap(), from);
+}
+
+#[test]
+fn servers_that_close_at_once() {
+    const TEST: &str = "servers_that_close_at_once";
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            let listener = TcpListener::bind((ADDR, port)).unwrap();
+            drop(listener.accept().unwrap());
+            // SAFETY: the process ends without the harness, and without the library.
+            unsafe { libc::_exit(0) };
+        }
+        // Until the server is there, it is refused by TCP as well.
+        let mut stream = loop {
+            if let Ok(stream) = TcpStream::connect((ADDR, port)) {
+                break stream;
+            }
+        };
+        let start = Instant::now();
+        assert!(!stream.read(&mut [0]).is_ok_and(|n| n > 0));
+        // It hears of the end, and does not find out that nothing answers.
+        assert!(start.elapsed() < Duration::from_secs(5));
+        return;
     }
-    // SAFETY: the child is this process's.
-    assert_eq!(unsafe { libc::waitpid(server, ptr::null_mut(), 0) }, server);
+    let links = Links::new(TEST);
+    let port = &*free_port().to_string();
+    let mut server = links.start(TEST, ADDR, &[("PORT", port), ("SERVER", "1")]);
+    finish(links.start(TEST, "127.0.45.2", &[("PORT", port)]));
+    server.wait().unwrap();
 }

@@ -3,16 +3,19 @@
 //! A thread that waits polls both: the set is readable when one of its files has an event. A bell in
 //! the set wakes waiters when the list changes. An edge is reported once, until a call moves data in that
 //! direction: then the program has seen it, and the next report may be one too many but none is missed.
+//!
+//! The lists have a lock, which `fork` takes, so that a child finds it free. Closing a descriptor that is
+//! neither a set nor a bell takes none: that is done by signal handlers, and between `fork` and `exec`.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use libc::{epoll_event, pollfd, sigset_t, timespec};
 
-use crate::table::{is_own, rsocket};
+use crate::table::{MAX, is_own, place, rsocket};
 use crate::wait::{masked, of_timespec};
 use crate::{fail, rdma, real};
 
@@ -56,64 +59,159 @@ impl Interest {
 /// The rsockets of an `epoll` descriptor.
 struct Set {
     interests: Vec<Interest>,
-    /// An eventfd in the kernel's set.
-    bell: c_int,
+    bell: Bell,
 }
 
-static SETS: Mutex<BTreeMap<c_int, Set>> = Mutex::new(BTreeMap::new());
+/// The sets, by their descriptors.
+type Sets = BTreeMap<c_int, Set>;
+
+static SETS: Mutex<Sets> = Mutex::new(BTreeMap::new());
 
 /// Number of sets, so that programs without `epoll` take no lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-fn sets() -> MutexGuard<'static, BTreeMap<c_int, Set>> {
+/// What a descriptor is to the sets: [`SET`], [`BELL`] or 0.
+static PARTS: [AtomicU8; MAX] = [const { AtomicU8::new(0) }; MAX];
+const SET: u8 = 1;
+const BELL: u8 = 2;
+
+fn part(fd: c_int) -> u8 {
+    place(&PARTS, fd).map_or(0, |part| part.load(Ordering::Relaxed))
+}
+
+/// Notes what a descriptor is; false beyond the table.
+fn note(fd: c_int, part: u8) -> bool {
+    place(&PARTS, fd).is_some_and(|place| {
+        place.store(part, Ordering::Relaxed);
+        true
+    })
+}
+
+fn sets() -> MutexGuard<'static, Sets> {
     SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Data by which the bell is known: an address that no program has.
+/// The lock of the sets, which a thread holds while it forks.
+struct Held(MutexGuard<'static, Sets>);
+
+// SAFETY: the thread that forks releases the lock: it goes on in both processes.
+unsafe impl Send for Held {}
+
+static HELD: Mutex<Option<Held>> = Mutex::new(None);
+
+fn held() -> MutexGuard<'static, Option<Held>> {
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+extern "C" fn before_fork() {
+    let sets = Held(sets());
+    *held() = Some(sets);
+}
+
+extern "C" fn after_fork() {
+    let held = held().take();
+    if let Some(Held(sets)) = held {
+        drop(sets);
+    }
+}
+
+/// Has `fork` take the lock from now on.
+fn install() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        // SAFETY: the handlers may be called at any time.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+    });
+}
+
+/// Data by which a bell is known: an address that no program has.
 fn bell_data() -> u64 {
     (&raw const COUNT).addr() as u64
 }
 
-impl Set {
-    /// A set with its bell.
-    fn new(set: c_int) -> Option<Self> {
+/// An eventfd in the kernel's set. Programs do not know of it, but may close it with all descriptors that
+/// they do not know, or take its number for another file.
+struct Bell(c_int);
+
+impl Bell {
+    /// Hangs a bell into a set. The kernel says why a descriptor is none.
+    ///
+    /// # Errors
+    /// Those of `eventfd(2)` and `epoll_ctl(2)`.
+    fn new(set: c_int) -> Result<Self, c_int> {
         // SAFETY: the event is alive.
         unsafe {
-            let bell = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
+            let fd = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
             let mut event = epoll_event {
                 events: libc::EPOLLIN as u32,
                 u64: bell_data(),
             };
-            if bell < 0 || real::epoll_ctl(set, libc::EPOLL_CTL_ADD, bell, &raw mut event) < 0 {
-                real::close(bell);
-                return None;
+            if fd < 0 || real::epoll_ctl(set, libc::EPOLL_CTL_ADD, fd, &raw mut event) < 0 {
+                let errno = crate::errno();
+                real::close(fd);
+                return Err(errno);
             }
-            COUNT.fetch_add(1, Ordering::Relaxed);
-            Some(Self {
-                interests: Vec::new(),
-                bell,
-            })
+            if !note(fd, BELL) {
+                real::close(fd);
+                return Err(libc::EMFILE);
+            }
+            Ok(Self(fd))
         }
+    }
+
+    /// One whose descriptor is closed: it makes no sound.
+    fn lose(&mut self) {
+        self.0 = -1;
+    }
+
+    fn is_lost(&self) -> bool {
+        self.0 < 0
+    }
+}
+
+impl Drop for Bell {
+    fn drop(&mut self) {
+        if !self.is_lost() {
+            note(self.0, 0);
+            // SAFETY: the descriptor is the set's.
+            unsafe { real::close(self.0) };
+        }
+    }
+}
+
+impl Set {
+    /// A set with its bell.
+    ///
+    /// # Errors
+    /// Those of [`Bell::new`]; `ENOSPC` for a descriptor beyond the table.
+    fn new(set: c_int) -> Result<Self, c_int> {
+        let bell = Bell::new(set)?;
+        if !note(set, SET) {
+            return Err(libc::ENOSPC);
+        }
+        COUNT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self {
+            interests: Vec::new(),
+            bell,
+        })
     }
 
     fn ring(&self) {
         let one = 1_u64;
         // SAFETY: the number is alive.
-        unsafe { real::write(self.bell, (&raw const one).cast(), size_of_val(&one)) };
+        unsafe { real::write(self.bell.0, (&raw const one).cast(), size_of_val(&one)) };
     }
 
     fn calm(&self) {
         let mut count = 0_u64;
         // SAFETY: there is room for the count.
-        unsafe { real::read(self.bell, (&raw mut count).cast(), size_of_val(&count)) };
+        unsafe { real::read(self.bell.0, (&raw mut count).cast(), size_of_val(&count)) };
     }
 }
 
 impl Drop for Set {
     fn drop(&mut self) {
         COUNT.fetch_sub(1, Ordering::Relaxed);
-        // SAFETY: the descriptor is the set's.
-        unsafe { real::close(self.bell) };
     }
 }
 
@@ -144,11 +242,43 @@ pub(crate) fn forget(n: c_int) {
     }
 }
 
-/// A descriptor is closed, which may be a set's.
-pub(crate) fn forget_set(fd: c_int) {
-    if COUNT.load(Ordering::Relaxed) > 0 && is_own() {
-        sets().remove(&fd);
+/// Whether a descriptor is a bell, which is no descriptor to the program.
+pub(crate) fn is_bell(fd: c_int) -> bool {
+    part(fd) == BELL && is_own()
+}
+
+/// Makes a call that closes the descriptors `first..=last`, unless it returns a negative number: sets
+/// among them are none any more, and sets whose bells are among them get new ones.
+pub(crate) fn closing(first: c_int, last: c_int, call: impl FnOnce() -> c_int) -> c_int {
+    let last = last.min(MAX as c_int - 1);
+    // A child of `vfork` closes no descriptor of its parent's.
+    if COUNT.load(Ordering::Relaxed) == 0 || !is_own() || (first..=last).all(|fd| part(fd) == 0) {
+        return call();
     }
+    // The lock is held during the call: no other thread rings a bell whose number another file has
+    // by now, or takes the closed set for a new one.
+    let mut sets = sets();
+    let result = call();
+    if result < 0 {
+        return result;
+    }
+    for fd in first..=last {
+        note(fd, 0);
+    }
+    for set in sets.values_mut() {
+        if (first..=last).contains(&set.bell.0) {
+            set.bell.lose();
+        }
+    }
+    sets.retain(|fd, _| !(first..=last).contains(fd));
+    for (fd, set) in sets.iter_mut().filter(|(_, set)| set.bell.is_lost()) {
+        if let Ok(bell) = Bell::new(*fd) {
+            set.bell = bell;
+        }
+        // Those who wait poll the old one.
+        set.ring();
+    }
+    result
 }
 
 /// `epoll_ctl(2)`
@@ -178,6 +308,7 @@ fn change(
     (fd, n): (c_int, c_int),
     event: Option<&epoll_event>,
 ) -> Result<(), c_int> {
+    install();
     let mut sets = sets();
     let at = sets.get(&epoll).and_then(|set| {
         set.interests
@@ -194,10 +325,7 @@ fn change(
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
             let set = match sets.entry(epoll) {
                 std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
-                std::collections::btree_map::Entry::Vacant(entry) => {
-                    // The kernel says why it is no set.
-                    entry.insert(Set::new(epoll).ok_or_else(crate::errno)?)
-                }
+                std::collections::btree_map::Entry::Vacant(entry) => entry.insert(Set::new(epoll)?),
             };
             set.interests.push(Interest {
                 fd,

@@ -6,12 +6,15 @@ use libc::stat;
 
 use crate::release::release;
 use crate::sockets::for_data;
-use crate::table::{Kind, is_own, kind, rsocket, set};
-use crate::{fail, rdma, real};
+use crate::table::{Kind, MAX, is_own, kind, rsocket, set};
+use crate::{epoll, fail, rdma, real};
 
 /// `close(2)`
 #[unsafe(no_mangle)]
 unsafe extern "C" fn close(fd: c_int) -> c_int {
+    if epoll::is_bell(fd) {
+        return fail(libc::EBADF);
+    }
     let was = match kind(fd) {
         // Another thread may have closed it meanwhile.
         Kind::Rsocket(_) | Kind::Forking(_) if is_own() => {
@@ -19,9 +22,8 @@ unsafe extern "C" fn close(fd: c_int) -> c_int {
         }
         _ => Kind::File,
     };
-    crate::epoll::forget_set(fd);
     // SAFETY: closing has no preconditions.
-    let result = unsafe { real::close(fd) };
+    let result = epoll::closing(fd, fd, || unsafe { real::close(fd) });
     match was {
         Kind::Rsocket(_) => release(was),
         Kind::File | Kind::Forking(_) => result,
@@ -31,31 +33,41 @@ unsafe extern "C" fn close(fd: c_int) -> c_int {
 /// `close_range(2)`
 #[unsafe(no_mangle)]
 unsafe extern "C" fn close_range(first: u32, last: u32, flags: c_int) -> c_int {
+    // SAFETY: the call takes any numbers.
+    let call = || unsafe { real::close_range(first, last, flags) };
     // With a flag for later, it closes nothing now.
-    if flags as u32 & libc::CLOSE_RANGE_CLOEXEC == 0 && is_own() {
-        for fd in first..=last.min(c_int::MAX as u32) {
-            let fd = fd as c_int;
-            match kind(fd) {
-                Kind::File if fd >= crate::table::MAX as c_int => break,
-                Kind::File => {}
-                _ => {
-                    release(set(fd, Kind::File).unwrap_or(Kind::File));
-                }
-            }
+    if flags as u32 & libc::CLOSE_RANGE_CLOEXEC != 0 || !is_own() {
+        return call();
+    }
+    let [low, high] = [first, last].map(|fd| fd.min(MAX as u32) as c_int);
+    for fd in low..=high {
+        if kind(fd) != Kind::File {
+            release(set(fd, Kind::File).unwrap_or(Kind::File));
         }
     }
-    // SAFETY: the call takes any numbers.
-    unsafe { real::close_range(first, last, flags) }
+    epoll::closing(low, high, call)
 }
 
-/// Makes `new`, which was made from a descriptor, one of the same rsocket.
+/// `closefrom(3)`
+#[unsafe(no_mangle)]
+unsafe extern "C" fn closefrom(first: c_int) {
+    // SAFETY: the calls take any numbers.
+    unsafe {
+        if close_range(first.max(0) as u32, u32::MAX, 0) < 0 {
+            // A kernel without that call.
+            real::closefrom(first);
+        }
+    }
+}
+
+/// Makes `new`, which was made from a descriptor, one of the same rsocket. What had the number before was
+/// closed.
 fn share(fd: c_int, new: c_int) -> c_int {
     let now = match rsocket(fd) {
         Some(n) if new >= 0 => Kind::Rsocket(n),
         _ => Kind::File,
     };
     if new >= 0 && (now != Kind::File || kind(new) != Kind::File) && is_own() {
-        // What had the number was closed by the call.
         release(set(new, now).unwrap_or(Kind::File));
     }
     new
@@ -74,8 +86,11 @@ unsafe extern "C" fn dup(fd: c_int) -> c_int {
 unsafe extern "C" fn dup2(fd: c_int, new: c_int) -> c_int {
     for_data(fd);
     // SAFETY: the call takes any numbers.
-    let result = unsafe { real::dup2(fd, new) };
-    if fd == new { result } else { share(fd, result) }
+    let call = || unsafe { real::dup2(fd, new) };
+    if fd == new {
+        return call();
+    }
+    share(fd, epoll::closing(new, new, call))
 }
 
 /// `dup3(2)`
@@ -83,7 +98,8 @@ unsafe extern "C" fn dup2(fd: c_int, new: c_int) -> c_int {
 unsafe extern "C" fn dup3(fd: c_int, new: c_int, flags: c_int) -> c_int {
     for_data(fd);
     // SAFETY: the call takes any numbers.
-    share(fd, unsafe { real::dup3(fd, new, flags) })
+    let call = || unsafe { real::dup3(fd, new, flags) };
+    share(fd, epoll::closing(new, new, call))
 }
 
 /// `fcntl(2)`: the argument is where a variadic call has it on the targets of this workspace.

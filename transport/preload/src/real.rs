@@ -76,6 +76,7 @@ super::functions! {
         set: c_int, events: *mut epoll_event, room: c_int, timeout: c_int, mask: *const sigset_t,
     ) -> c_int;
     fn close(fd: c_int) -> c_int;
+    fn closefrom(first: c_int) -> ();
     fn close_range(first: u32, last: u32, flags: c_int) -> c_int;
     fn dup(fd: c_int) -> c_int;
     fn dup2(fd: c_int, new: c_int) -> c_int;

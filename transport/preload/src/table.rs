@@ -61,7 +61,8 @@ extern "C" fn own() {
     PROCESS.store(unsafe { libc::getpid() }, Ordering::Relaxed);
 }
 
-fn place<T>(table: &'static [T; MAX], fd: c_int) -> Option<&'static T> {
+/// The place of a descriptor in a table; `None` beyond it.
+pub(crate) fn place<T>(table: &'static [T; MAX], fd: c_int) -> Option<&'static T> {
     table.get(usize::try_from(fd).ok()?)
 }
 

@@ -1,13 +1,19 @@
-//! `epoll` with rsockets.
+//! Sets of `epoll` with rsockets, in programs that fork, copy and close descriptors and handle signals.
 
 #![allow(unsafe_code, reason = "calls of the C library are made")]
 
+use std::env;
 use std::ffi::c_int;
+use std::fs;
 use std::io::{self, Read, Write};
 use std::mem::zeroed;
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 mod preloaded;
 
@@ -108,4 +114,242 @@ fn epoll() {
     assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, level, 7), 0);
     drop(server);
     assert_eq!(wait(epoll, 20), []);
+}
+
+/// A set with a socket that is readable.
+fn readable_set(socket: c_int, data: u64) -> c_int {
+    // SAFETY: the call may be made at any time.
+    let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+    assert_eq!(
+        control(epoll, libc::EPOLL_CTL_ADD, socket, libc::EPOLLIN, data),
+        0
+    );
+    assert_eq!(wait(epoll, 5000), [(libc::EPOLLIN as u32, data)]);
+    epoll
+}
+
+/// Descriptors of this process that are an `eventfd`.
+fn eventfds() -> Vec<c_int> {
+    let all = fs::read_dir("/proc/self/fd").unwrap().map(Result::unwrap);
+    let is_eventfd = |path: PathBuf| {
+        fs::read_link(path).is_ok_and(|to| to.to_string_lossy().contains("[eventfd]"))
+    };
+    let ours = all.filter(|entry| is_eventfd(entry.path()));
+    ours.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap())
+        .collect()
+}
+
+/// The descriptor that a set has of its own, and what it was made by.
+fn with_bell<T>(make: impl FnOnce() -> T) -> (T, c_int) {
+    let before = eventfds();
+    let made = make();
+    let new: Vec<c_int> = eventfds()
+        .into_iter()
+        .filter(|fd| !before.contains(fd))
+        .collect();
+    assert_eq!(new.len(), 1, "{new:?}");
+    (made, new[0])
+}
+
+#[test]
+fn sets_whose_numbers_others_get() {
+    if !is_preloaded("sets_whose_numbers_others_get", &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    client.write_all(b"x").unwrap();
+    let fd = server.as_raw_fd();
+    let before = eventfds();
+    // SAFETY: the descriptors are the test's.
+    unsafe {
+        let first = readable_set(fd, 7);
+        let other = libc::epoll_create1(0);
+        assert_eq!(libc::dup2(other, first), first);
+        assert_eq!(wait(first, 20), [], "it is another set");
+        assert_eq!(eventfds(), before);
+
+        let second = readable_set(fd, 8);
+        assert_eq!(libc::dup3(other, second, libc::O_CLOEXEC), second);
+        assert_eq!(wait(second, 20), [], "it is another set");
+
+        let third = readable_set(fd, 9);
+        assert_eq!(libc::close_range(third as u32, third as u32, 0), 0);
+        assert_eq!(libc::epoll_create1(0), third);
+        assert_eq!(wait(third, 20), [], "it is another set");
+        assert_eq!(eventfds(), before);
+
+        // One that is not closed stays.
+        let fourth = readable_set(fd, 10);
+        let flags = libc::CLOSE_RANGE_CLOEXEC as c_int;
+        assert_eq!(libc::close_range(fourth as u32, fourth as u32, flags), 0);
+        assert_eq!(libc::dup2(-1, fourth), -1);
+        assert_eq!(libc::dup2(fourth, fourth), fourth);
+        assert_eq!(wait(fourth, 5000), [(libc::EPOLLIN as u32, 10)]);
+    }
+}
+
+#[test]
+fn descriptors_that_sets_have_of_their_own() {
+    if !is_preloaded("descriptors_that_sets_have_of_their_own", &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    client.write_all(b"x").unwrap();
+    let fd = server.as_raw_fd();
+    let path = env::temp_dir().join(format!("riser-preload-bell-{}", std::process::id()));
+    let file = fs::File::create(&path).unwrap();
+    let length = || fs::metadata(&path).unwrap().len();
+    let is_open = |fd: c_int| {
+        // SAFETY: the call takes any number.
+        unsafe { libc::fcntl(fd, libc::F_GETFD) != -1 }
+    };
+    // A waiter is woken, so the set has what it needs for that.
+    let is_whole = |epoll: c_int| {
+        assert_eq!(control(epoll, libc::EPOLL_CTL_DEL, fd, 0, 0), 0);
+        let waiter = thread::spawn(move || wait(epoll, 10_000));
+        thread::sleep(Duration::from_millis(50));
+        let start = Instant::now();
+        assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 3), 0);
+        assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 3)]);
+        assert!(start.elapsed() < Duration::from_secs(5));
+    };
+    // SAFETY: the descriptors are the test's, or those that a program closes that closes all.
+    unsafe {
+        // A program that closes all descriptors closes one that it does not know of.
+        let (epoll, bell) = with_bell(|| readable_set(fd, 7));
+        assert_eq!(libc::close(bell), -1);
+        is_whole(epoll);
+        assert_eq!(libc::close_range(bell as u32, bell as u32, 0), 0);
+        let taken = libc::dup(file.as_raw_fd());
+        is_whole(epoll);
+        assert_eq!(length(), 0, "nothing is written to another file");
+        assert_eq!(libc::close(epoll), 0);
+        assert!(is_open(taken));
+
+        // A program chooses the number of that for a file.
+        let (epoll, bell) = with_bell(|| readable_set(fd, 7));
+        assert_eq!(libc::dup2(file.as_raw_fd(), bell), bell);
+        is_whole(epoll);
+        assert_eq!(length(), 0, "nothing is written to another file");
+        assert_eq!(libc::close(epoll), 0);
+        assert!(is_open(bell), "nor is it closed");
+        libc::close(bell);
+
+        // Both are closed at once, and their numbers are given to files. No other is between them.
+        while libc::dup(0) < 200 {}
+        let (epoll, bell) = with_bell(|| readable_set(fd, 7));
+        let (low, high) = (epoll.min(bell), epoll.max(bell));
+        assert_eq!(high, low + 1);
+        assert_eq!(libc::close_range(low as u32, high as u32, 0), 0);
+        let files = [0; 2].map(|_| libc::dup(file.as_raw_fd()));
+        assert_eq!(files, [low, high]);
+        readable_set(fd, 8);
+        assert!(files.iter().all(|fd| is_open(*fd)));
+        assert_eq!(length(), 0);
+        assert_eq!(files.map(|fd| libc::close(fd)), [0, 0]);
+    }
+    let _ = fs::remove_file(&path);
+}
+
+/// Keeps the lists of sets busy with a socket that is not readable, until it is to stop.
+fn use_sets(socket: c_int, is_over: &AtomicBool) {
+    while !is_over.load(Ordering::Relaxed) {
+        // SAFETY: there is room for a byte.
+        unsafe { libc::recv(socket, [0_u8].as_mut_ptr().cast(), 1, libc::MSG_DONTWAIT) };
+    }
+}
+
+/// Sets that all have a socket, so that a call with it takes long in their lists.
+fn many_sets(socket: c_int) -> Vec<c_int> {
+    let make = |_| {
+        // SAFETY: the call may be made at any time.
+        let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+        assert_eq!(
+            control(epoll, libc::EPOLL_CTL_ADD, socket, libc::EPOLLIN, 1),
+            0
+        );
+        epoll
+    };
+    (0..100).map(make).collect()
+}
+
+#[test]
+fn children_of_threaded_programs() {
+    if !is_preloaded("children_of_threaded_programs", &[]) {
+        return;
+    }
+    let (_listener, _client, server) = pair();
+    let fd = server.as_raw_fd();
+    let sets = many_sets(fd);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| use_sets(fd, &is_over));
+        for n in 0..100 {
+            // SAFETY: the child makes calls only that may be made there.
+            unsafe {
+                let child = libc::fork();
+                if child == 0 {
+                    // A file, and in every second child a set.
+                    libc::close(0);
+                    if n % 2 == 0 {
+                        libc::close(sets[0]);
+                    }
+                    libc::_exit(0);
+                }
+                let until = Instant::now() + Duration::from_secs(10);
+                while libc::waitpid(child, ptr::null_mut(), libc::WNOHANG) == 0 {
+                    if Instant::now() > until {
+                        libc::kill(child, libc::SIGKILL);
+                        is_over.store(true, Ordering::Relaxed);
+                        panic!("child {n} hangs");
+                    }
+                    thread::sleep(Duration::from_micros(200));
+                }
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn handlers_of_signals() {
+    extern "C" fn close_a_file(_: c_int) {
+        // SAFETY: the calls may be made in a handler, and the copy is the handler's.
+        unsafe { libc::close(libc::dup(0)) };
+    }
+    if !is_preloaded("handlers_of_signals", &[]) {
+        return;
+    }
+    let (_listener, _client, server) = pair();
+    let fd = server.as_raw_fd();
+    let _sets = many_sets(fd);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        // SAFETY: the handler makes calls only that may be made there.
+        unsafe {
+            let handler = close_a_file as extern "C" fn(c_int);
+            libc::signal(libc::SIGUSR1, handler as libc::sighandler_t);
+        }
+        let (send, receive) = mpsc::channel();
+        let user = scope.spawn({
+            let is_over = &is_over;
+            move || {
+                // SAFETY: the call cannot fail.
+                send.send(unsafe { libc::pthread_self() }).unwrap();
+                use_sets(fd, is_over);
+            }
+        });
+        let thread = receive.recv().unwrap();
+        for _ in 0..500 {
+            // SAFETY: the thread runs until it is to stop.
+            unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
+            thread::sleep(Duration::from_micros(500));
+        }
+        is_over.store(true, Ordering::Relaxed);
+        let until = Instant::now() + Duration::from_secs(10);
+        while !user.is_finished() {
+            assert!(Instant::now() < until, "the thread hangs in its handler");
+            thread::sleep(Duration::from_millis(1));
+        }
+    });
 }

@@ -4,30 +4,39 @@
 //! sockets connect by TCP first. The process of the server that first uses an accepted socket listens
 //! for an rsocket at the same port, and says so by four zero bytes; the client then connects. This is how
 //! rdma-core does it, with which it works together. An end that meets none of that stays with TCP.
+//!
+//! Any host can connect to that port meanwhile, and ask in the name of another. So the server takes the
+//! rsocket that is first to be connected, for which its client has had an answer, of those from the host
+//! of the TCP connection.
 
 use std::ffi::{c_int, c_void};
-use std::fs::OpenOptions;
 use std::mem::zeroed;
-use std::net::Ipv6Addr;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::net::{IpAddr, Ipv6Addr};
 use std::ptr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libc::{pollfd, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use crate::release::release;
 use crate::table::{Kind, Stage, begin_settling, kind, placeholder, set};
-use crate::{config, rdma, real};
+use crate::turn::Turn;
+use crate::{config, connect, errno, rdma, real};
 
 /// What a server says when it listens.
 const READY: [u8; 4] = [0; 4];
 
-/// Longest wait for a client that was asked to connect, in milliseconds.
-const PATIENCE_MS: c_int = 10_000;
-
-/// Time between two looks at what another thread does.
+/// Time between two looks at what another thread or process does.
 const LOOK: Duration = Duration::from_millis(1);
+
+/// Time for a server to close an rsocket that comes from another address than its client's, in
+/// milliseconds.
+const REFUSAL_MS: c_int = 200;
+
+/// Requests that wait at the port: those of strangers are among them.
+const BACKLOG: c_int = 16;
+
+/// Most rsockets of the client's host that are not connected yet.
+const MAX_CANDIDATES: usize = 8;
 
 /// Makes an rsocket of a TCP socket that waits for its use; answers it, or `None` where the socket stays.
 pub(crate) fn settle(fd: c_int) -> Option<c_int> {
@@ -38,7 +47,7 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
             // Another thread of the program uses it as well.
             Kind::Forking(Stage::Settling) => std::thread::sleep(LOOK),
             Kind::Forking(stage) if !begin_settling(fd, stage) => {}
-            Kind::Forking(Stage::Active) => break connect(fd),
+            Kind::Forking(Stage::Active) => break join(fd),
             Kind::Forking(Stage::Passive) => break accept(fd),
         }
     };
@@ -79,25 +88,69 @@ fn address(
     }
 }
 
+/// The address in a socket address, an IPv4 address as such, and the port.
+fn parts(addr: &sockaddr_storage) -> (IpAddr, u16) {
+    let at = ptr::from_ref(addr);
+    // SAFETY: the storage has an address of its family.
+    unsafe {
+        if c_int::from(addr.ss_family) == libc::AF_INET6 {
+            let v6 = &*at.cast::<sockaddr_in6>();
+            let ip: IpAddr = v6.sin6_addr.s6_addr.into();
+            (ip.to_canonical(), u16::from_be(v6.sin6_port))
+        } else {
+            let v4 = &*at.cast::<sockaddr_in>();
+            let ip = u32::from_be(v4.sin_addr.s_addr).to_be_bytes();
+            (ip.into(), u16::from_be(v4.sin_port))
+        }
+    }
+}
+
 /// The client: waits until the server is ready, and connects.
-fn connect(fd: c_int) -> Option<c_int> {
+fn join(fd: c_int) -> Option<c_int> {
     let mut said = [1_u8; READY.len()];
-    // SAFETY: the places are alive, and have the sizes that are given.
+    let into: *mut c_void = said.as_mut_ptr().cast();
+    // SAFETY: the place is alive, and has the size that is given.
     unsafe {
         let flags = real::fcntl(fd, libc::F_GETFL, 0);
         real::fcntl(fd, libc::F_SETFL, (flags & !libc::O_NONBLOCK).into());
-        let into: *mut c_void = said.as_mut_ptr().cast();
-        let n = real::recv(fd, into, said.len(), libc::MSG_PEEK | libc::MSG_WAITALL);
+        let n = loop {
+            let n = real::recv(fd, into, said.len(), libc::MSG_PEEK | libc::MSG_WAITALL);
+            // Whoever goes on without the answer would take it for data.
+            if n >= 0 || errno() != libc::EINTR {
+                break n;
+            }
+        };
         real::fcntl(fd, libc::F_SETFL, flags.into());
         if n != said.len() as isize || said != READY {
             return None;
         }
-        let (peer, length) = address(fd, real::getpeername)?;
+        let rsocket = connected(fd);
+        if rsocket.is_none() {
+            // The server goes on by TCP as well. What it has said so far is no data.
+            real::recv(fd, into, said.len(), libc::MSG_DONTWAIT);
+        }
+        rsocket
+    }
+}
+
+/// An rsocket that is connected to where a TCP socket is.
+fn connected(tcp: c_int) -> Option<c_int> {
+    let (peer, length) = address(tcp, real::getpeername)?;
+    let (mut local, local_length) = address(tcp, real::getsockname)?;
+    // SAFETY: the addresses are alive, and have the lengths that are given.
+    unsafe {
         let rsocket = rdma::rsocket(peer.ss_family.into(), libc::SOCK_STREAM, 0);
         if rsocket < 0 {
             return None;
         }
-        if rdma::rconnect(rsocket, (&raw const peer).cast(), length) < 0 {
+        // The server expects it from the address that it knows. Without a device there, it comes from
+        // another one.
+        clear_port(&mut local);
+        let is_bound = rdma::rbind(rsocket, (&raw const local).cast(), local_length) == 0;
+        let is_expected = is_bound || is_default(parts(&local).0, parts(&peer).0);
+        let is_connected = rdma::rconnect(rsocket, (&raw const peer).cast(), length) == 0
+            || errno() == libc::EINTR && is_connected(rsocket);
+        if !is_connected || !is_expected && is_closed(rsocket) {
             rdma::rclose(rsocket);
             return None;
         }
@@ -105,37 +158,303 @@ fn connect(fd: c_int) -> Option<c_int> {
     }
 }
 
-/// The server: listens at the port of the TCP socket, says so, and accepts.
-fn accept(fd: c_int) -> Option<c_int> {
-    let (addr, length) = address(fd, real::getsockname)?;
-    // One process at a time has the port. The kernel releases the lock of one that is killed.
-    let lock = format!("/dev/shm/riser-rsocket-fork.{}", own_uid());
-    let lock = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(lock)
-        .ok()?;
-    // SAFETY: the places are alive, and have the sizes that are given.
+/// Whether a server closes an rsocket that it does not take for its client's, which it does at once.
+fn is_closed(rsocket: c_int) -> bool {
+    let mut entry = pollfd {
+        fd: rsocket,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let mut byte = [0_u8];
+    // SAFETY: the places are alive.
     unsafe {
-        if libc::flock(lock.as_raw_fd(), libc::LOCK_EX) < 0 {
-            return None;
+        rdma::rpoll(&raw mut entry, 1, REFUSAL_MS) == 1 && {
+            let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+            rdma::rrecv(rsocket, byte.as_mut_ptr().cast(), 1, flags) <= 0
         }
-        let listener = rdma::rsocket(addr.ss_family.into(), libc::SOCK_STREAM, 0);
-        if listener < 0 {
-            return None;
-        }
-        let accepted = accept_at(listener, fd, any(addr), length);
-        rdma::rclose(listener);
-        accepted
     }
 }
 
-fn own_uid() -> u32 {
-    // SAFETY: the call cannot fail.
-    unsafe { libc::geteuid() }
+/// The outcome of connecting after a signal.
+fn is_connected(rsocket: c_int) -> bool {
+    loop {
+        match connect::outcome(rsocket, -1) {
+            Some(Err(libc::EINTR)) | None => {}
+            Some(outcome) => return outcome.is_ok(),
+        }
+    }
+}
+
+/// The server: listens at the port of the TCP socket, says so, and accepts.
+fn accept(fd: c_int) -> Option<c_int> {
+    let (addr, length) = address(fd, real::getsockname)?;
+    let (peer, _) = address(fd, real::getpeername)?;
+    let ((own, port), (peer, _)) = (parts(&addr), parts(&peer));
+    // A client waits for this end to be ready, unless it knows nothing of rsockets.
+    if said(fd) != Said::Nothing {
+        return None;
+    }
+    // Before the turn, in which others wait: the first rsocket at an address opens the device.
+    let opener = bound(&addr, length);
+    let turn = Turn::take(port, peer);
+    if said(fd) != Said::Nothing {
+        close(opener);
+        return None;
+    }
+    // SAFETY: the call takes any numbers.
+    let listener = unsafe { rdma::rsocket(addr.ss_family.into(), libc::SOCK_STREAM, 0) };
+    if listener < 0 {
+        close(opener);
+        return None;
+    }
+    let mut reception = Reception {
+        listener,
+        tcp: fd,
+        peer,
+        own,
+        candidates: Vec::new(),
+        is_gone: false,
+    };
+    let deadline = Instant::now() + turn.patience();
+    // SAFETY: the address has that length.
+    let is_ready = unsafe { reception.begin(any(addr), length, deadline) };
+    let accepted = is_ready.then(|| reception.run(deadline)).flatten();
+    close(listener);
+    if accepted.is_some() || is_ready && Instant::now() >= deadline {
+        turn.note(accepted.is_some());
+    }
+    drop(turn);
+    // Closing one that is connected after all may take a while.
+    reception.candidates.into_iter().for_each(close);
+    close(opener);
+    accepted
+}
+
+/// An rsocket at any port of an address; -1 where there is no device.
+fn bound(addr: &sockaddr_storage, length: socklen_t) -> c_int {
+    let mut addr = *addr;
+    clear_port(&mut addr);
+    // SAFETY: the address is alive and has that length.
+    unsafe {
+        let n = rdma::rsocket(addr.ss_family.into(), libc::SOCK_STREAM, 0);
+        if n >= 0 && rdma::rbind(n, (&raw const addr).cast(), length) < 0 {
+            rdma::rclose(n);
+            return -1;
+        }
+        n
+    }
+}
+
+/// Closes an rsocket, if there is one.
+fn close(n: c_int) {
+    if n >= 0 {
+        // SAFETY: the rsocket is this module's.
+        unsafe { rdma::rclose(n) };
+    }
+}
+
+/// What a client says by TCP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Said {
+    /// Nothing so far.
+    Nothing,
+    /// Data: it has no rsocket, and will have none.
+    Data,
+    /// That it is gone, or has an rsocket.
+    End,
+}
+
+fn said(tcp: c_int) -> Said {
+    let mut byte = [0_u8];
+    // SAFETY: there is room for a byte.
+    let n = unsafe {
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        real::recv(tcp, byte.as_mut_ptr().cast(), 1, flags)
+    };
+    match n {
+        1.. => Said::Data,
+        0 => Said::End,
+        _ if matches!(errno(), libc::EAGAIN | libc::EINTR) => Said::Nothing,
+        _ => Said::End,
+    }
+}
+
+/// A server that waits for the rsocket of its client.
+struct Reception {
+    listener: c_int,
+    tcp: c_int,
+    /// The client's address.
+    peer: IpAddr,
+    /// The address that the client has connected to.
+    own: IpAddr,
+    /// Rsockets of the client's host that are not connected yet.
+    candidates: Vec<c_int>,
+    /// Nothing more comes by TCP.
+    is_gone: bool,
+}
+
+impl Reception {
+    /// Listens, and asks the client to connect. Answers whether that was done.
+    ///
+    /// # Safety
+    /// The address has that length.
+    unsafe fn begin(&self, addr: sockaddr_storage, length: socklen_t, deadline: Instant) -> bool {
+        let reuse: c_int = 1;
+        let value = ptr::from_ref(&reuse).cast();
+        // SAFETY: the places are alive, and have the sizes that are given.
+        unsafe {
+            let size = size_of_val(&reuse) as socklen_t;
+            rdma::rsetsockopt(
+                self.listener,
+                libc::SOL_SOCKET,
+                libc::SO_REUSEADDR,
+                value,
+                size,
+            );
+            // A process that is out of turn may have the port for a moment.
+            while rdma::rbind(self.listener, (&raw const addr).cast(), length) < 0 {
+                if errno() != libc::EADDRINUSE || Instant::now() >= deadline {
+                    return false;
+                }
+                std::thread::sleep(LOOK);
+            }
+            rdma::rlisten(self.listener, BACKLOG) == 0
+                && rdma::rfcntl(self.listener, libc::F_SETFL, libc::O_NONBLOCK) == 0
+                && real::send(
+                    self.tcp,
+                    READY.as_ptr().cast(),
+                    READY.len(),
+                    libc::MSG_NOSIGNAL,
+                ) == READY.len() as isize
+        }
+    }
+
+    /// Waits for the client's rsocket.
+    fn run(&mut self, deadline: Instant) -> Option<c_int> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            let mut entries = self.entries();
+            let ms = left.as_millis() as c_int + 1;
+            // SAFETY: the entries are alive.
+            let n = unsafe { rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, ms) };
+            if n < 0 && errno() != libc::EINTR {
+                return None;
+            }
+            if n <= 0 {
+                continue;
+            }
+            // Before the look at TCP, which a client ends as soon as it is connected.
+            if let Some(connected) = self.take_connected(&entries) {
+                return Some(connected);
+            }
+            self.take_request();
+            match said(self.tcp) {
+                Said::Nothing => {}
+                Said::Data => return None,
+                Said::End => self.is_gone = true,
+            }
+            // One that has connected has had an answer, so its rsocket is among the candidates.
+            if self.is_gone && self.candidates.is_empty() {
+                return None;
+            }
+        }
+    }
+
+    /// What to poll. The candidates come first.
+    fn entries(&self) -> Vec<pollfd> {
+        let entry = |fd, events| pollfd {
+            fd,
+            events,
+            revents: 0,
+        };
+        let candidates = self.candidates.iter();
+        let mut entries: Vec<pollfd> = candidates.map(|n| entry(*n, libc::POLLOUT)).collect();
+        entries.push(entry(self.listener, libc::POLLIN));
+        if !self.is_gone {
+            entries.push(entry(self.tcp, libc::POLLIN));
+        }
+        entries
+    }
+
+    /// A candidate that is connected. Those that have failed are none any longer.
+    fn take_connected(&mut self, entries: &[pollfd]) -> Option<c_int> {
+        for (at, n) in self.candidates.clone().into_iter().enumerate().rev() {
+            let revents = entries[at].revents;
+            if revents & libc::POLLERR != 0 {
+                self.candidates.remove(at);
+                close(n);
+            } else if revents & libc::POLLOUT != 0 {
+                return Some(self.candidates.remove(at));
+            }
+        }
+        None
+    }
+
+    /// Accepts a request, if there is one. A stranger's is closed.
+    fn take_request(&mut self) {
+        // SAFETY: the calls take any numbers; no address is asked for.
+        unsafe {
+            let n = rdma::raccept(self.listener, ptr::null_mut(), ptr::null_mut());
+            if n < 0 {
+                return;
+            }
+            let from = address(n, rdma::rgetpeername).map(|(from, _)| parts(&from).0);
+            if !from.is_some_and(|from| self.is_clients(from)) {
+                rdma::rclose(n);
+                return;
+            }
+            if self.candidates.len() == MAX_CANDIDATES {
+                // Those that were asked for in the name of the host stay as they are.
+                rdma::rclose(self.candidates.remove(0));
+            }
+            self.candidates.push(n);
+        }
+    }
+
+    /// Whether an address is the client's host's: the address of its TCP connection, or any of this host's
+    /// for a client that is here.
+    fn is_clients(&self, from: IpAddr) -> bool {
+        from == self.peer || is_default(self.peer, self.own) && is_own(from)
+    }
+}
+
+/// Whether an address is the one that a client gets from the kernel which does not ask for one, and connects
+/// to an address of its own host. Its device may have another one.
+fn is_default(client: IpAddr, server: IpAddr) -> bool {
+    let loopbacks = [[127, 0, 0, 1].into(), Ipv6Addr::LOCALHOST.into()];
+    client == server || loopbacks.contains(&client)
+}
+
+/// Whether an address is one of this host's.
+fn is_own(ip: IpAddr) -> bool {
+    let mut list = ptr::null_mut();
+    // SAFETY: the list is alive until it is freed, and each address has the size of its family.
+    unsafe {
+        if ip.is_loopback() || libc::getifaddrs(&raw mut list) != 0 {
+            return ip.is_loopback();
+        }
+        let mut found = false;
+        let mut at: *const libc::ifaddrs = list;
+        while let Some(entry) = at.as_ref() {
+            found |= match entry.ifa_addr.as_ref().map(|a| a.sa_family.into()) {
+                Some(libc::AF_INET) => {
+                    let v4 = &*entry.ifa_addr.cast::<sockaddr_in>();
+                    ip == IpAddr::from(u32::from_be(v4.sin_addr.s_addr).to_be_bytes())
+                }
+                Some(libc::AF_INET6) => {
+                    let v6 = &*entry.ifa_addr.cast::<sockaddr_in6>();
+                    ip == IpAddr::from(v6.sin6_addr.s6_addr)
+                }
+                _ => false,
+            };
+            at = entry.ifa_next;
+        }
+        libc::freeifaddrs(list);
+        found
+    }
 }
 
 /// The same port of any address.
@@ -155,35 +474,10 @@ fn any(mut addr: sockaddr_storage) -> sockaddr_storage {
     addr
 }
 
-/// Listens with an rsocket for the peer of a TCP socket.
-///
-/// # Safety
-/// The address has that length.
-unsafe fn accept_at(
-    listener: c_int,
-    tcp: c_int,
-    addr: sockaddr_storage,
-    length: socklen_t,
-) -> Option<c_int> {
-    let reuse: c_int = 1;
-    let value = ptr::from_ref(&reuse).cast();
-    let mut entry = pollfd {
-        fd: listener,
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    // SAFETY: the places are alive, and have the sizes that are given.
-    unsafe {
-        let size = size_of_val(&reuse) as socklen_t;
-        rdma::rsetsockopt(listener, libc::SOL_SOCKET, libc::SO_REUSEADDR, value, size);
-        if rdma::rbind(listener, (&raw const addr).cast(), length) < 0
-            || rdma::rlisten(listener, 1) < 0
-            || real::write(tcp, READY.as_ptr().cast(), READY.len()) != READY.len() as isize
-            || rdma::rpoll(&raw mut entry, 1, PATIENCE_MS) != 1
-        {
-            return None;
-        }
-        let accepted = rdma::raccept(listener, ptr::null_mut(), ptr::null_mut());
-        (accepted >= 0).then_some(accepted)
-    }
+/// Takes the port out of an address.
+fn clear_port(addr: &mut sockaddr_storage) {
+    // The port is at the same place in both families.
+    let at: *mut sockaddr_in = ptr::from_mut(addr).cast();
+    // SAFETY: the storage has room for an address of each family.
+    unsafe { (*at).sin_port = 0 };
 }

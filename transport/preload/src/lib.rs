@@ -18,6 +18,7 @@
 //! | `wait` | `poll` and `select` |
 //! | `epoll` | `epoll` |
 //! | `fork` | servers that fork for each connection |
+//! | `turn` | whose turn it is to listen, of the processes of such servers |
 //!
 //! # Descriptors
 //! A program gets a descriptor of `/dev/null` for an rsocket, which keeps the number in use, survives
@@ -44,6 +45,7 @@ mod real;
 mod release;
 mod sockets;
 mod table;
+mod turn;
 mod wait;
 
 use std::ffi::c_int;

@@ -2,14 +2,86 @@
 
 #![allow(unsafe_code, reason = "calls of the C library are made")]
 
+use std::env;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::process::Child;
 use std::ptr;
 use std::thread;
+use std::time::{Duration, Instant};
 
 mod preloaded;
 
 use preloaded::*;
+
+/// Has sockets connect by TCP first.
+const FORK_SAFE: (&str, &str) = ("RDMAV_FORK_SAFE", "1");
+
+/// The host that plain TCP connections come from.
+const CLIENT: Ipv4Addr = Ipv4Addr::new(127, 0, 45, 7);
+
+/// Reads a word, and says how it came.
+fn answer(mut stream: TcpStream) {
+    let mut text = [0; 5];
+    if stream.read_exact(&mut text).is_ok() {
+        assert_eq!(&text, b"hello");
+        let is_tcp = has_tcp(stream.peer_addr().unwrap().port());
+        let _ = stream.write_all(if is_tcp { b"by TCP" } else { b"by RDMA" });
+    }
+}
+
+/// Accepts connections without end, each of which has a process of its own.
+fn serve(listener: &TcpListener) {
+    // SAFETY: the children end without the harness; no other thread uses the library here.
+    unsafe {
+        libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+        loop {
+            let (stream, _) = listener.accept().unwrap();
+            if libc::fork() == 0 {
+                libc::alarm(60);
+                answer(stream);
+                libc::_exit(0);
+            }
+        }
+    }
+}
+
+/// Says a word to a server, and answers what it answers.
+fn ask(mut stream: TcpStream) -> String {
+    let mut text = String::new();
+    // A server that closes the connection may do so before all has come.
+    if stream.write_all(b"hello").is_ok() {
+        let _ = stream.read_to_string(&mut text);
+    }
+    text
+}
+
+/// Waits for the first bytes of a server that is ready for an rsocket.
+fn await_ready(stream: &mut TcpStream) {
+    let mut ready = [1; 4];
+    stream
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .unwrap();
+    stream.read_exact(&mut ready).unwrap();
+    assert_eq!(ready, [0; 4]);
+}
+
+/// Ends a server.
+fn end(mut server: Child) {
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
+/// Waits for a server that listens by TCP.
+fn await_server(port: u16) {
+    let until = Instant::now() + Duration::from_secs(20);
+    // Without a connection, which would be a client.
+    while !has_tcp(port) {
+        assert!(Instant::now() < until, "the server does not listen");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
 
 #[test]
 fn servers_that_fork() {
@@ -58,4 +130,144 @@ fn servers_that_fork() {
     }
     // SAFETY: the child is this process's.
     assert_eq!(unsafe { libc::waitpid(server, ptr::null_mut(), 0) }, server);
+}
+
+#[test]
+fn clients_that_stay_silent() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            return serve(&TcpListener::bind((ADDR, port)).unwrap());
+        }
+        wait_for_word();
+        assert_eq!(ask(TcpStream::connect((ADDR, port)).unwrap()), "by RDMA");
+        return;
+    }
+    const TEST: &str = "clients_that_stay_silent";
+    let links = Links::new(TEST);
+    let ports = [(); 2].map(|()| free_port().to_string());
+    let servers = ports
+        .each_ref()
+        .map(|port| links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", port), ("SERVER", "1")]));
+    let mut clients = ports
+        .each_ref()
+        .map(|port| links.start(TEST, "127.0.45.2", &[FORK_SAFE, ("PORT", port)]));
+    let numbers = ports.each_ref().map(|port| port.parse::<u16>().unwrap());
+    numbers.into_iter().for_each(await_server);
+    // They connect to the first server by TCP, and do not go on.
+    let mut silent = [(); 5].map(|()| connect_from(CLIENT, numbers[0]).unwrap());
+    await_ready(&mut silent[0]);
+    let start = Instant::now();
+    // Those of the other port first.
+    clients.reverse();
+    for mut client in clients {
+        go_on(&mut client);
+        finish(client);
+    }
+    // Ten seconds for each that is silent, if a client waited for all of them.
+    assert!(
+        start.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        start.elapsed()
+    );
+    drop(silent);
+    servers.into_iter().for_each(end);
+}
+
+#[test]
+fn strangers_in_the_place_of_a_client() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            return serve(&TcpListener::bind((ADDR, port)).unwrap());
+        }
+        wait_for_word();
+        // The rsocket alone, without TCP before it.
+        let said = TcpStream::connect((ADDR, port))
+            .map(ask)
+            .unwrap_or_default();
+        assert_eq!(said, env::var("ANSWER").unwrap());
+        return;
+    }
+    const TEST: &str = "strangers_in_the_place_of_a_client";
+    let links = Links::new(TEST);
+    let number = free_port();
+    let port = &*number.to_string();
+    let server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", port), ("SERVER", "1")]);
+    let mut stranger = links.start(TEST, "127.0.45.2", &[("PORT", port), ("ANSWER", "")]);
+    let client_addr = CLIENT.to_string();
+    let mut client = links.start(TEST, &client_addr, &[("PORT", port), ("ANSWER", "by RDMA")]);
+    await_server(number);
+    let mut tcp = connect_from(CLIENT, number).unwrap();
+    await_ready(&mut tcp);
+    go_on(&mut stranger);
+    finish(stranger);
+    go_on(&mut client);
+    finish(client);
+    drop(tcp);
+    end(server);
+}
+
+#[test]
+fn clients_without_rsockets() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let listener = TcpListener::bind((ADDR, port)).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        assert!(is_readable(stream.as_raw_fd(), 20_000));
+        return answer(stream);
+    }
+    const TEST: &str = "clients_without_rsockets";
+    let links = Links::new(TEST);
+    let port = free_port();
+    let server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", &port.to_string())]);
+    assert_eq!(ask(connect_to_server(CLIENT, port)), "by TCP");
+    finish(server);
+}
+
+#[test]
+fn servers_that_cannot_be_reached_by_rdma() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        assert_eq!(ask(TcpStream::connect((ADDR, port)).unwrap()), "welcome");
+        return;
+    }
+    const TEST: &str = "servers_that_cannot_be_reached_by_rdma";
+    let links = Links::new(TEST);
+    let listener = TcpListener::bind((ADDR, 0)).unwrap();
+    let addr: SocketAddr = listener.local_addr().unwrap();
+    let port = addr.port().to_string();
+    // The device refuses: nothing listens at its port.
+    let client = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", &port)]);
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.write_all(&[0; 4]).unwrap();
+    let mut text = [0; 5];
+    stream.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"hello");
+    stream.write_all(b"welcome").unwrap();
+    drop(stream);
+    finish(client);
+}
+
+#[test]
+fn clients_whose_device_has_another_address() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            return serve(&TcpListener::bind((ADDR, port)).unwrap());
+        }
+        assert_eq!(
+            ask(connect_to_server(CLIENT, port)),
+            env::var("ANSWER").unwrap()
+        );
+        return;
+    }
+    const TEST: &str = "clients_whose_device_has_another_address";
+    let links = Links::new(TEST);
+    let port = &*free_port().to_string();
+    let server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", port), ("SERVER", "1")]);
+    for (addr, answer) in [("127.0.45.2", "by TCP"), (&CLIENT.to_string(), "by RDMA")] {
+        finish(links.start(TEST, addr, &[FORK_SAFE, ("PORT", port), ("ANSWER", answer)]));
+    }
+    end(server);
 }

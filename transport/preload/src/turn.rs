@@ -1,0 +1,177 @@
+//! Whose turn it is to listen at a port.
+//!
+//! The rsockets of clients say nothing of the TCP connections that they belong to, but their hosts. So one
+//! process of a server listens at its port at a time, and its client has a moment to connect.
+//!
+//! - **Hosts take turns.** A process waits for its turn among those with clients at the same host, and only
+//!   then among those of its port. So a host that opens many connections is before others once, not
+//!   many times.
+//! - **Patience runs out.** A host that has let the time pass gets half as much at its next turn, unless a
+//!   client of its connects, or a minute passes.
+//!
+//! Both are kept in a file of the user, as locks and words at places that ports and hosts have there. Ports
+//! of different servers have nothing in common. The kernel releases the locks of a process that is
+//! killed.
+
+use std::ffi::{c_int, c_long};
+use std::fs::{File, OpenOptions};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::net::IpAddr;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::{errno, real};
+
+/// Longest wait for a client that was asked to connect.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Times that it is halved: what is left is enough for a client that is there.
+const MAX_HALVINGS: u64 = 3;
+
+/// Time after which a host has all of it again.
+const MEMORY: Duration = Duration::from_secs(60);
+
+/// Places for the hosts of a port's clients. Hosts may share one.
+const HOSTS: u64 = 64;
+
+/// Bytes of a place: the seconds of the time when a host let its time pass, and the halvings in the lowest
+/// byte.
+const PLACE: u64 = 8;
+
+/// A turn, which ends when it is dropped.
+pub(crate) struct Turn {
+    /// `None` where there is no file: processes then are in each other's way, and no worse.
+    file: Option<File>,
+    host: u64,
+    halvings: u64,
+}
+
+impl Turn {
+    /// Waits for the turn of a process whose client is at `host`.
+    pub(crate) fn take(port: u16, host: IpAddr) -> Self {
+        let mut hasher = DefaultHasher::new();
+        host.hash(&mut hasher);
+        let port = u64::from(port);
+        // Behind the places of ports.
+        let host = (1 << 16) + port * HOSTS + hasher.finish() % HOSTS;
+        let [port, host] = [port, host].map(|place| place * PLACE);
+        let file = open().filter(|file| lock(file, host) && lock(file, port));
+        let mut word = [0; PLACE as usize];
+        let is_read = file
+            .as_ref()
+            .is_some_and(|file| file.read_exact_at(&mut word, host).is_ok());
+        let word = u64::from_ne_bytes(word);
+        let is_recent = is_read && now().abs_diff(word >> 8) < MEMORY.as_secs();
+        Self {
+            file,
+            host,
+            halvings: if is_recent { word & 0xff } else { 0 },
+        }
+    }
+
+    /// Time that the client has.
+    pub(crate) fn patience(&self) -> Duration {
+        PATIENCE / (1 << self.halvings.min(MAX_HALVINGS))
+    }
+
+    /// Notes whether the client has connected or let its time pass.
+    pub(crate) fn note(&self, is_connected: bool) {
+        let halvings = match is_connected {
+            true if self.halvings == 0 => return,
+            true => 0,
+            false => (self.halvings + 1).min(MAX_HALVINGS),
+        };
+        if let Some(file) = &self.file {
+            // Where it fails, the next one has to wait longer.
+            let _ = file.write_all_at(&(now() << 8 | halvings).to_ne_bytes(), self.host);
+        }
+    }
+}
+
+/// Seconds of the time of day.
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |time| time.as_secs())
+}
+
+/// The file, where it is this user's and has no other name.
+fn open() -> Option<File> {
+    // SAFETY: the call cannot fail.
+    let user = unsafe { libc::geteuid() };
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(format!("/dev/shm/riser-rsocket-turns.{user}"))
+        .ok()?;
+    let is_ours = file
+        .metadata()
+        .is_ok_and(|file| file.is_file() && file.uid() == user && file.nlink() == 1);
+    is_ours.then_some(file)
+}
+
+/// Locks a byte of a file for this descriptor of it.
+fn lock(file: &File, at: u64) -> bool {
+    let region = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: at as libc::off_t,
+        l_len: 1,
+        l_pid: 0,
+    };
+    let argument = (&raw const region).addr() as c_long;
+    loop {
+        // SAFETY: the region is alive.
+        let result: c_int = unsafe { real::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, argument) };
+        // A signal is no reason to be out of turn.
+        if result == 0 || errno() != libc::EINTR {
+            return result == 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn patience_runs_out_and_comes_back() {
+        // A port that no server has.
+        let take = || Turn::take(0, [192, 0, 2, 1].into());
+        take().note(true);
+        assert_eq!(take().patience(), Duration::from_secs(2));
+        take().note(false);
+        assert_eq!(take().patience(), Duration::from_secs(1));
+        for _ in 0..20 {
+            take().note(false);
+        }
+        assert_eq!(take().patience(), Duration::from_millis(250));
+        let other = Turn::take(1, [192, 0, 2, 1].into());
+        assert_eq!(other.patience(), Duration::from_secs(2));
+        take().note(true);
+        assert_eq!(take().patience(), Duration::from_secs(2));
+    }
+
+    #[test]
+    fn one_host_has_a_turn_at_a_time() {
+        let turn = Turn::take(2, [192, 0, 2, 1].into());
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let next = scope.spawn(|| {
+                let _turn = Turn::take(2, [192, 0, 2, 1].into());
+                is_over.load(Ordering::Relaxed)
+            });
+            // Another port's is free.
+            Turn::take(3, [192, 0, 2, 1].into());
+            is_over.store(true, Ordering::Relaxed);
+            drop(turn);
+            assert!(next.join().unwrap(), "after the turn before");
+        });
+    }
+}

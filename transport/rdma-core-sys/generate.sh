@@ -10,8 +10,8 @@ types="$types"'|srq_init_attr|context|ah_attr|(access|send|device_cap|wc)_flags|
 types="$types"'|verbs_context|ibv_(cq|qp|values)_ex|ibv_(cq|qp|srq)_init_attr_ex|ibv_device_attr_ex|ibv_query_device_ex_input'
 types="$types"'|ibv_(rate|fork_status|event_type|port_state|rx_hash_fields|values_mask|gid_entry|xrcd_init_attr|qp_open_attr|alloc_dm_attr|modify_cq_attr|poll_cq_attr|td_init_attr|ece)'
 types="$types"'|ibv_(parent_domain_init_attr|wq_attr|wq_init_attr|rwq_ind_table_init_attr|qp_rate_limit_attr|sge|data_buf)'
-types="$types"'|ibv_(counters|counter_attach_attr|counters_init_attr|flow|flow_attr|create_cq_wc_flags|wc_opcode|wc_status)'
-types="$types"'|ibv_(cq_init_attr_mask|qp_create_send_ops_flags|qp_init_attr_mask|srq_init_attr_mask|rereg_mr_flags)'
+types="$types"'|ib_uverbs_advise_mr_flag|ibv_(counters|counter_attach_attr|counters_init_attr|flow|flow_attr|create_cq_wc_flags|wc_opcode|wc_status)'
+types="$types"'|ibv_(cq_init_attr_mask|cq_attr_mask|xrcd_init_attr_mask|qp_create_flags|qp_create_send_ops_flags|qp_init_attr_mask|srq_init_attr_mask|rereg_mr_flags)'
 types="$types"'|rdma_(addrinfo|event_channel|cm_join_mc_attr_ex|cm_event_type|cm_join_mc_attr_mask|cm_mc_join_flags)'
 types="$types"'|_compat_ibv_port_attr|rdma_(cm_id|cm_event|conn_param|port_space)|sockaddr_(in6?|ib|storage)|ibv_path_data'
 

@@ -205,6 +205,8 @@ pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH: ib_uverbs_advise_mr_advice = 0;
 pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE: ib_uverbs_advise_mr_advice = 1;
 pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT: ib_uverbs_advise_mr_advice = 2;
 pub type ib_uverbs_advise_mr_advice = libc::c_uint;
+pub const IB_UVERBS_ADVISE_MR_FLAG_FLUSH: ib_uverbs_advise_mr_flag = 1;
+pub type ib_uverbs_advise_mr_flag = libc::c_uint;
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub union ibv_gid {
@@ -1196,6 +1198,10 @@ impl Default for ibv_td {
         }
     }
 }
+pub const IBV_XRCD_INIT_ATTR_FD: ibv_xrcd_init_attr_mask = 1;
+pub const IBV_XRCD_INIT_ATTR_OFLAGS: ibv_xrcd_init_attr_mask = 2;
+pub const IBV_XRCD_INIT_ATTR_RESERVED: ibv_xrcd_init_attr_mask = 4;
+pub type ibv_xrcd_init_attr_mask = libc::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone)]
 pub struct ibv_xrcd_init_attr {
@@ -1743,6 +1749,12 @@ pub const IBV_QP_INIT_ATTR_IND_TABLE: ibv_qp_init_attr_mask = 16;
 pub const IBV_QP_INIT_ATTR_RX_HASH: ibv_qp_init_attr_mask = 32;
 pub const IBV_QP_INIT_ATTR_SEND_OPS_FLAGS: ibv_qp_init_attr_mask = 64;
 pub type ibv_qp_init_attr_mask = libc::c_uint;
+pub const IBV_QP_CREATE_BLOCK_SELF_MCAST_LB: ibv_qp_create_flags = 2;
+pub const IBV_QP_CREATE_SCATTER_FCS: ibv_qp_create_flags = 256;
+pub const IBV_QP_CREATE_CVLAN_STRIPPING: ibv_qp_create_flags = 512;
+pub const IBV_QP_CREATE_SOURCE_QPN: ibv_qp_create_flags = 1024;
+pub const IBV_QP_CREATE_PCI_WRITE_END_PADDING: ibv_qp_create_flags = 2048;
+pub type ibv_qp_create_flags = libc::c_uint;
 pub const IBV_QP_EX_WITH_RDMA_WRITE: ibv_qp_create_send_ops_flags = 1;
 pub const IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM: ibv_qp_create_send_ops_flags = 2;
 pub const IBV_QP_EX_WITH_SEND: ibv_qp_create_send_ops_flags = 4;
@@ -3047,6 +3059,9 @@ impl Default for ibv_cq_ex {
         }
     }
 }
+pub const IBV_CQ_ATTR_MODERATE: ibv_cq_attr_mask = 1;
+pub const IBV_CQ_ATTR_RESERVED: ibv_cq_attr_mask = 2;
+pub type ibv_cq_attr_mask = libc::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone)]
 pub struct ibv_moderate_cq {

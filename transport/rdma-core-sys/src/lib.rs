@@ -170,7 +170,9 @@ functions! {
         rdma_bind_addr @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut sockaddr) -> c_int;
         rdma_resolve_addr @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut sockaddr, *mut sockaddr, c_int) -> c_int;
         rdma_resolve_route @ "RDMACM_1.0": fn(*mut rdma_cm_id, c_int) -> c_int;
-        rdma_create_qp @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut ibv_pd, *mut ibv_qp_init_attr) -> c_int;
+        rdma_create_ep @ "RDMACM_1.0": fn(*mut *mut rdma_cm_id, *mut rdma_addrinfo, *mut ibv_pd, *mut ibv_qp_init_attr) -> c_int;
+        rdma_migrate_id @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut rdma_event_channel) -> c_int;
+        rdma_create_qp_ex @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut ibv_qp_init_attr_ex) -> c_int;
         rdma_destroy_qp @ "RDMACM_1.0": fn(*mut rdma_cm_id);
         rdma_listen @ "RDMACM_1.0": fn(*mut rdma_cm_id, c_int) -> c_int;
         rdma_connect @ "RDMACM_1.0": fn(*mut rdma_cm_id, *mut rdma_conn_param) -> c_int;
@@ -181,6 +183,8 @@ functions! {
         rdma_get_cm_event @ "RDMACM_1.0": fn(*mut rdma_event_channel, *mut *mut rdma_cm_event) -> c_int;
         rdma_ack_cm_event @ "RDMACM_1.0": fn(*mut rdma_cm_event) -> c_int;
         rdma_set_option @ "RDMACM_1.0": fn(*mut rdma_cm_id, c_int, c_int, *mut c_void, usize) -> c_int;
+        rdma_set_local_ece @ "RDMACM_1.3": fn(*mut rdma_cm_id, *mut ibv_ece) -> c_int;
+        rdma_get_remote_ece @ "RDMACM_1.3": fn(*mut rdma_cm_id, *mut ibv_ece) -> c_int;
         rdma_reject_ece @ "RDMACM_1.3": fn(*mut rdma_cm_id, *const c_void, u8) -> c_int;
         rdma_establish @ "RDMACM_1.2": fn(*mut rdma_cm_id) -> c_int;
         rdma_init_qp_attr @ "RDMACM_1.2": fn(*mut rdma_cm_id, *mut ibv_qp_attr, *mut c_int) -> c_int;

@@ -3,7 +3,12 @@
 //! librdmacm takes a queue pair made by [`RdmaCm::create_cm_qp`] through its states. An identifier
 //! that is destroyed while its queue pair lives waits for that, since the library frees both
 //! together; its events are dropped meanwhile.
+//!
+//! The library knows the type of an identifier's queue pairs by its port space. Only `rdma_create_ep`
+//! takes another one, in the space that has any (`RDMA_PS_IB`), and it binds or resolves as well. So
+//! such an identifier exists in the library from the time that it is bound.
 
+use std::mem::discriminant;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::time::Duration;
@@ -48,6 +53,7 @@ impl RdmaCoreDevice {
     fn enter(&mut self, ptr: *mut rdma_cm_id, qp_type: QpType) -> Result<CmId, CmError> {
         let entry = Id {
             ptr,
+            early: Vec::new(),
             qp_type,
             qp: None,
             state: IdState::Idle,
@@ -55,12 +61,122 @@ impl RdmaCoreDevice {
             zombie: false,
         };
         let id = self.ids.insert(entry).map_err(|_| CmError::TooManyIds)?;
-        self.by_id.insert(ptr as usize, id);
+        if !ptr.is_null() {
+            self.by_id.insert(ptr as usize, id);
+        }
         Ok(id)
     }
 
+    /// Makes the library's identifier of one whose type its port space does not say, bound to an
+    /// address.
+    fn make_bound(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
+        if addr.ip() != self.addr {
+            return Err(CmError::AddressNotAvailable);
+        }
+        let entry = self.id(id, "bind")?;
+        let kind = convert::qp_type(entry.qp_type);
+        let kind = kind.ok_or(VerbsError::WrongQpType("connection identifier"))?;
+        let early = entry.early.clone();
+        let mut at = SockAddr::new(addr);
+        let mut info = rdma_addrinfo {
+            ai_flags: RAI_PASSIVE as i32,
+            ai_qp_type: kind as i32,
+            ai_port_space: RDMA_PS_IB as i32,
+            ai_src_len: at.length(),
+            ai_src_addr: at.as_mut_ptr(),
+            ..Default::default()
+        };
+        let (cm, mut ptr) = (self.core.cm, ptr::null_mut());
+        let none = ptr::null_mut();
+        // SAFETY: the address outlives the call; the identifier is written.
+        checked_cm(unsafe {
+            (cm.rdma_create_ep)(&raw mut ptr, &raw mut info, none, ptr::null_mut())
+        })?;
+        if ptr.is_null() {
+            return Err(VerbsError::Os(libc::EIO).into());
+        }
+        // SAFETY: the identifier was just made, and the channel is open. Its calls have waited for
+        // their outcome; from now on they report it.
+        let mut made = checked_cm(unsafe { (cm.rdma_migrate_id)(ptr, self.channel) });
+        for option in early {
+            made = made.and_then(|()| self.set_on(ptr, option));
+        }
+        made.inspect_err(|_| {
+            // SAFETY: nothing else has the identifier.
+            unsafe { (cm.rdma_destroy_id)(ptr) };
+        })?;
+        let entry = self.ids.get_mut(id)?;
+        entry.ptr = ptr;
+        entry.early = Vec::new();
+        self.by_id.insert(ptr as usize, id);
+        self.set_state(id, IdState::Bound);
+        Ok(())
+    }
+
+    /// Sets an option that the library has.
+    fn set_on(&self, ptr: *mut rdma_cm_id, option: CmOption) -> Result<(), CmError> {
+        let level = RDMA_OPTION_ID as i32;
+        let set = |name: u32, value: *mut libc::c_void, len: usize| {
+            // SAFETY: the identifier is alive; the value, of the length that the option has,
+            // outlives the call.
+            let set =
+                unsafe { (self.core.cm.rdma_set_option)(ptr, level, name as i32, value, len) };
+            checked_cm(set)
+        };
+        match option {
+            CmOption::TypeOfService(mut value) => {
+                set(RDMA_OPTION_ID_TOS, (&raw mut value).cast(), 1)
+            }
+            CmOption::AckTimeout(mut value) => {
+                set(RDMA_OPTION_ID_ACK_TIMEOUT, (&raw mut value).cast(), 1)
+            }
+            CmOption::ReuseAddress(value) => {
+                let mut value = i32::from(value);
+                set(RDMA_OPTION_ID_REUSEADDR, (&raw mut value).cast(), 4)
+            }
+            CmOption::AddressFamilyOnly(value) => {
+                let mut value = i32::from(value);
+                set(RDMA_OPTION_ID_AFONLY, (&raw mut value).cast(), 4)
+            }
+            CmOption::BareRequests(false) => Ok(()),
+            CmOption::BareRequests(true) => Err(VerbsError::Unsupported("AF_IB address").into()),
+            CmOption::PathMtu(_) => Err(VerbsError::Unsupported("path of a request").into()),
+            // The kernel refuses them by itself, or loads those of adapters.
+            CmOption::AlternatePaths(_) => Err(VerbsError::Unsupported("alternate paths").into()),
+        }
+    }
+
+    /// Gives the library the vendor options of a queue pair whose owner takes it through its states;
+    /// for its own it asks the queue pair.
+    fn give_ece(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<(), CmError> {
+        let entry = self.id(id, call)?;
+        // The library takes no others, and has none at first.
+        if entry.qp.is_some() || entry.qp_type == QpType::Ud || param.ece.vendor_id == 0 {
+            return Ok(());
+        }
+        let mut ece = convert::ece(param.ece);
+        // SAFETY: the identifier is alive.
+        checked_cm(unsafe { (self.core.cm.rdma_set_local_ece)(entry.ptr, &raw mut ece) })
+    }
+
+    /// Vendor options that came with the last message of the peer's; none where the library has a
+    /// queue pair, which has got them then.
+    fn peer_ece(&self, ptr: *mut rdma_cm_id) -> Ece {
+        let mut ece = ibv_ece::default();
+        // SAFETY: the identifier is alive.
+        match unsafe { (self.core.cm.rdma_get_remote_ece)(ptr, &raw mut ece) } {
+            0 => Ece {
+                vendor_id: ece.vendor_id,
+                options: ece.options,
+            },
+            _ => Ece::default(),
+        }
+    }
+
     fn free_id(&mut self, id: CmId) {
-        if let Ok(entry) = self.ids.remove(id) {
+        if let Ok(entry) = self.ids.remove(id)
+            && !entry.ptr.is_null()
+        {
             self.by_id.remove(&(entry.ptr as usize));
             // SAFETY: the identifier has just left the table, with no queue pair and no event left.
             unsafe { (self.core.cm.rdma_destroy_id)(entry.ptr) };
@@ -96,6 +212,7 @@ impl RdmaCoreDevice {
             let ours = self.on_event(theirs);
             let is_request = theirs.event == RDMA_CM_EVENT_CONNECT_REQUEST;
             let refused = (is_request && ours.is_none()).then_some(theirs.id);
+            let refused = refused.filter(|request| !request.is_null());
             // SAFETY: nothing of the event is used after this.
             unsafe { (self.core.cm.rdma_ack_cm_event)(event) };
             self.cm_events.extend(ours);
@@ -130,7 +247,8 @@ impl RdmaCoreDevice {
         let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
             let listener = *self.by_id.get(&(event.listen_id as usize))?;
             let qp_type = self.ids.get(listener).ok()?.qp_type;
-            self.enter(event.id, qp_type).ok()?
+            let is_there = !event.id.is_null();
+            is_there.then(|| self.enter(event.id, qp_type).ok())??
         } else {
             *self.by_id.get(&(event.id as usize))?
         };
@@ -146,6 +264,13 @@ impl RdmaCoreDevice {
             return None;
         }
         self.follow(id, event);
+        let with_ece = |param| match is_ud {
+            true => param,
+            false => ConnParam {
+                ece: self.peer_ece(event.id),
+                ..param
+            },
+        };
         let kind = match event.event {
             RDMA_CM_EVENT_ADDR_RESOLVED => CmEventKind::AddrResolved,
             RDMA_CM_EVENT_ADDR_ERROR => CmEventKind::AddrError(event_error(event.status)),
@@ -154,9 +279,11 @@ impl RdmaCoreDevice {
             RDMA_CM_EVENT_CONNECT_REQUEST => CmEventKind::ConnectRequest {
                 listener: *self.by_id.get(&(event.listen_id as usize))?,
                 peer: self.peer_addr(id)?,
-                param: param(),
+                param: with_ece(param()),
             },
-            RDMA_CM_EVENT_CONNECT_RESPONSE => CmEventKind::ConnectResponse { param: param() },
+            RDMA_CM_EVENT_CONNECT_RESPONSE => CmEventKind::ConnectResponse {
+                param: with_ece(param()),
+            },
             RDMA_CM_EVENT_CONNECT_ERROR => CmEventKind::ConnectError(event_error(event.status)),
             // The status of a SIDR_REP, of which the library makes this event.
             RDMA_CM_EVENT_UNREACHABLE if is_ud && event.status > 0 => CmEventKind::Rejected {
@@ -236,9 +363,12 @@ impl RdmaCoreDevice {
 
 impl RdmaCm for RdmaCoreDevice {
     fn create_id_for(&mut self, port_space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
-        // The library knows the type by the port space.
         if qp_type != port_space.qp_type() {
-            return Err(VerbsError::WrongQpType("connection identifier").into());
+            let is_any = port_space == PortSpace::IbIp;
+            return match convert::qp_type(qp_type) {
+                Some(_) if is_any => self.enter(ptr::null_mut(), qp_type),
+                _ => Err(VerbsError::WrongQpType("connection identifier").into()),
+            };
         }
         let space = match port_space {
             PortSpace::Tcp => RDMA_PS_TCP,
@@ -260,40 +390,34 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
         let entry = self.id(id, "set_option")?;
+        let has_timeout = matches!(entry.qp_type, QpType::Rc | QpType::XrcIni);
         if let CmOption::AckTimeout(exponent) = option
-            && (entry.qp_type != QpType::Rc || exponent > 31)
+            && (!has_timeout || exponent > 31)
         {
             return Err(VerbsError::InvalidParameter("ACK timeout").into());
         }
-        let ptr = entry.ptr;
-        let level = RDMA_OPTION_ID as i32;
-        let set = |name: u32, value: *mut libc::c_void, len: usize| {
-            // SAFETY: the identifier is alive; the value, of the length that the option has,
-            // outlives the call.
-            let set =
-                unsafe { (self.core.cm.rdma_set_option)(ptr, level, name as i32, value, len) };
-            checked_cm(set)
-        };
+        if !entry.ptr.is_null() {
+            return self.set_on(entry.ptr, option);
+        }
         match option {
-            CmOption::TypeOfService(mut value) => {
-                set(RDMA_OPTION_ID_TOS, (&raw mut value).cast(), 1)
+            CmOption::TypeOfService(_) | CmOption::AckTimeout(_) => {
+                let early = &mut self.ids.get_mut(id)?.early;
+                early.retain(|other| discriminant(other) != discriminant(&option));
+                early.push(option);
+                Ok(())
             }
-            CmOption::AckTimeout(mut value) => {
-                set(RDMA_OPTION_ID_ACK_TIMEOUT, (&raw mut value).cast(), 1)
+            // As without them.
+            CmOption::ReuseAddress(false)
+            | CmOption::AddressFamilyOnly(_)
+            | CmOption::BareRequests(false) => Ok(()),
+            CmOption::ReuseAddress(true) => {
+                let what = "shared ports of identifiers of this type";
+                Err(VerbsError::Unsupported(what).into())
             }
-            CmOption::BareRequests(false) => Ok(()),
-            CmOption::BareRequests(true) => Err(VerbsError::Unsupported("AF_IB address").into()),
-            CmOption::PathMtu(_) => Err(VerbsError::Unsupported("path of a request").into()),
-            CmOption::ReuseAddress(value) => {
-                let mut value = i32::from(value);
-                set(RDMA_OPTION_ID_REUSEADDR, (&raw mut value).cast(), 4)
+            // Refused for every identifier.
+            CmOption::BareRequests(true) | CmOption::PathMtu(_) | CmOption::AlternatePaths(_) => {
+                self.set_on(ptr::null_mut(), option)
             }
-            CmOption::AddressFamilyOnly(value) => {
-                let mut value = i32::from(value);
-                set(RDMA_OPTION_ID_AFONLY, (&raw mut value).cast(), 4)
-            }
-            // The kernel refuses them by itself, or loads those of adapters.
-            CmOption::AlternatePaths(_) => Err(VerbsError::Unsupported("alternate paths").into()),
         }
     }
 
@@ -309,7 +433,11 @@ impl RdmaCm for RdmaCoreDevice {
         if ip != self.addr {
             return Err(CmError::AddressNotAvailable);
         }
-        let mut at = SockAddr::new(SocketAddr::new(ip, addr.port()));
+        let own = SocketAddr::new(ip, addr.port());
+        if ptr.is_null() {
+            return self.make_bound(id, own);
+        }
+        let mut at = SockAddr::new(own);
         // SAFETY: the identifier is alive, the address is one.
         checked_cm(unsafe { (self.core.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })?;
         self.set_state(id, IdState::Bound);
@@ -324,14 +452,19 @@ impl RdmaCm for RdmaCoreDevice {
         timeout: Duration,
     ) -> Result<(), CmError> {
         let may = [IdState::Idle, IdState::Bound];
-        let ptr = self.id_in(id, "address resolution", &may)?;
+        let mut ptr = self.id_in(id, "address resolution", &may)?;
         if dst.ip().is_unspecified() {
             // The kernel would take it for its own address.
             let kind = CmEventKind::AddrError(CmError::Unreachable);
             self.cm_events.push_back(CmEvent { id, kind });
             return Ok(());
         }
-        let mut from = SockAddr::new(src.unwrap_or(SocketAddr::new(self.addr, 0)));
+        let src = src.unwrap_or(SocketAddr::new(self.addr, 0));
+        if ptr.is_null() {
+            self.make_bound(id, src)?;
+            ptr = self.id_ptr(id, "address resolution")?;
+        }
+        let mut from = SockAddr::new(src);
         let mut to = SockAddr::new(dst);
         // SAFETY: the identifier is alive, the addresses are such.
         checked_cm(unsafe {
@@ -361,9 +494,8 @@ impl RdmaCm for RdmaCoreDevice {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
         let mut theirs = self.qp_init(init)?;
-        let pd = self.pds.get(init.pd)?.ptr;
-        // SAFETY: identifier, domain and queues are alive and of one context, the device's own.
-        checked_cm(unsafe { (self.core.cm.rdma_create_qp)(ptr, pd, &raw mut theirs) })?;
+        // SAFETY: identifier, domains and queues are alive and of one context, the device's own.
+        checked_cm(unsafe { (self.core.cm.rdma_create_qp_ex)(ptr, &raw mut theirs) })?;
         // SAFETY: the call has just set the identifier's queue pair.
         let qp = self.adopt_qp(unsafe { (*ptr).qp }, init, Some(id))?;
         self.ids.get_mut(id)?.qp = Some(qp);
@@ -395,6 +527,7 @@ impl RdmaCm for RdmaCoreDevice {
             QpType::Ud => 0,
             _ => self.qpn(id, param, "connect")?,
         };
+        self.give_ece(id, param, "connect")?;
         let mut theirs = convert::conn_param(param, qpn);
         // SAFETY: the identifier is alive; the private data outlives the call.
         checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })?;
@@ -413,7 +546,9 @@ impl RdmaCm for RdmaCoreDevice {
         if param.qkey.is_some_and(|qkey| qkey != DATAGRAM_QKEY) {
             return Err(VerbsError::InvalidParameter("Q_Key").into());
         }
-        let mut theirs = convert::conn_param(param, self.qpn(id, param, "accept")?);
+        let qpn = self.qpn(id, param, "accept")?;
+        self.give_ece(id, param, "accept")?;
+        let mut theirs = convert::conn_param(param, qpn);
         // The library bounds the queue pair by the offer, but not what it advertises to the peer.
         theirs.initiator_depth = theirs.initiator_depth.min(self.id(id, "accept")?.offered);
         // SAFETY: the identifier is alive; the private data outlives the call.
@@ -528,6 +663,9 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
         let ptr = self.id_ptr(id, "leave_multicast")?;
+        if ptr.is_null() {
+            return Err(CmError::AddressNotAvailable);
+        }
         let mut addr = SockAddr::new(SocketAddr::new(group, 0));
         // SAFETY: the identifier is alive, the address is one.
         checked_cm(unsafe { (self.core.cm.rdma_leave_multicast)(ptr, addr.as_mut_ptr()) })
@@ -562,13 +700,13 @@ impl RdmaCm for RdmaCoreDevice {
     }
 
     fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
-        let ptr = self.id_ptr(id, "query").ok()?;
+        let ptr = self.id_ptr(id, "query").ok().filter(|ptr| !ptr.is_null())?;
         // SAFETY: the identifier is alive; its route holds an address of some family or zeros.
         socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_1.src_storage })
     }
 
     fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
-        let ptr = self.id_ptr(id, "query").ok()?;
+        let ptr = self.id_ptr(id, "query").ok().filter(|ptr| !ptr.is_null())?;
         // SAFETY: as above.
         socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_2.dst_storage })
     }

@@ -7,7 +7,7 @@ use riser_rdma_core_sys::bindings::*;
 
 use crate::verbs::{
     Access, AhAttr, AltPath, CmError, ConnParam, Ece, Gid, Mtu, PathMigState, PostReason, QKey,
-    QpAttr, QpState, SendFlags, SendWr, VerbsError, WcOpcode, WcStatus,
+    QpAttr, QpState, QpType, SendFlags, SendWr, VerbsError, WcOpcode, WcStatus,
 };
 
 /// The error of the last failed call of this thread.
@@ -22,6 +22,20 @@ pub(super) fn checked(errno: i32) -> Result<(), VerbsError> {
         libc::EBUSY => Err(VerbsError::ResourceBusy("an object of the device")),
         other => Err(VerbsError::Os(other)),
     }
+}
+
+/// The error of a call that makes an object of a kind that not every device has.
+pub(super) fn refused(errno: i32, what: &'static str) -> VerbsError {
+    match errno.abs() {
+        libc::EOPNOTSUPP | libc::ENOSYS => VerbsError::Unsupported(what),
+        other => VerbsError::Os(other),
+    }
+}
+
+/// As [`refused`], by the thread's `errno`.
+pub(super) fn last_refusal(what: &'static str) -> VerbsError {
+    let errno = std::io::Error::last_os_error().raw_os_error();
+    refused(errno.unwrap_or(0), what)
 }
 
 /// A call of the RDMA CM: 0, or -1 with the reason in the thread's `errno`.
@@ -105,6 +119,18 @@ pub fn send_flags_of(flags: u32) -> SendFlags {
 
 pub(super) fn mtu(theirs: ibv_mtu) -> Option<Mtu> {
     u8::try_from(theirs).ok().and_then(Mtu::from_code)
+}
+
+/// Number of a type of queue pairs; `None` for one that user space does not make.
+pub(super) fn qp_type(ours: QpType) -> Option<ibv_qp_type> {
+    Some(match ours {
+        QpType::Rc => IBV_QPT_RC,
+        QpType::Uc => IBV_QPT_UC,
+        QpType::Ud => IBV_QPT_UD,
+        QpType::XrcIni => IBV_QPT_XRC_SEND,
+        QpType::XrcTgt => IBV_QPT_XRC_RECV,
+        QpType::Gsi | QpType::Smi | QpType::RawPacket => return None,
+    })
 }
 
 /// Queue pair states are numbered alike; the table keeps that from being an assumption.
@@ -381,8 +407,11 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
     })
 }
 
-/// Attributes from the answer of `ibv_query_qp`.
-pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
+/// Attributes from the answer of `ibv_query_qp`, which has a value even for those that queue pairs of
+/// the type do not have.
+pub(super) fn qp_attr_of(theirs: &ibv_qp_attr, qp_type: QpType) -> QpAttr {
+    let asks = matches!(qp_type, QpType::Rc | QpType::XrcIni);
+    let answers = matches!(qp_type, QpType::Rc | QpType::XrcTgt);
     QpAttr {
         state: Some(state_of(theirs.qp_state)),
         pkey_index: Some(theirs.pkey_index),
@@ -394,12 +423,12 @@ pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
         dest_qp: Some(theirs.dest_qp_num),
         rq_psn: Some(theirs.rq_psn),
         sq_psn: Some(theirs.sq_psn),
-        max_dest_rd_atomic: Some(theirs.max_dest_rd_atomic),
-        max_rd_atomic: Some(theirs.max_rd_atomic),
-        min_rnr_timer: Some(theirs.min_rnr_timer),
-        timeout: Some(theirs.timeout),
-        retry_cnt: Some(theirs.retry_cnt),
-        rnr_retry: Some(theirs.rnr_retry),
+        max_dest_rd_atomic: answers.then_some(theirs.max_dest_rd_atomic),
+        max_rd_atomic: asks.then_some(theirs.max_rd_atomic),
+        min_rnr_timer: answers.then_some(theirs.min_rnr_timer),
+        timeout: (asks || answers).then_some(theirs.timeout),
+        retry_cnt: asks.then_some(theirs.retry_cnt),
+        rnr_retry: asks.then_some(theirs.rnr_retry),
         alt_path: alt_path_of(theirs).filter(|path| path.ah.dgid != Gid::default()),
         path_mig_state: mig_state_of(theirs.path_mig_state),
         en_sqd_async_notify: None,
@@ -441,6 +470,15 @@ fn alt_path_of(theirs: &ibv_qp_attr) -> Option<AltPath> {
     })
 }
 
+/// Vendor options as rdma-core has them.
+pub(super) fn ece(ours: Ece) -> ibv_ece {
+    ibv_ece {
+        vendor_id: ours.vendor_id,
+        options: ours.options,
+        comp_mask: 0,
+    }
+}
+
 /// An address as the socket API writes it.
 #[repr(C)]
 pub union SockAddr {
@@ -478,6 +516,18 @@ impl SockAddr {
                 },
             },
         }
+    }
+
+    /// Length of the address in bytes.
+    #[must_use]
+    pub fn length(&self) -> u32 {
+        // SAFETY: the family comes first in each of them.
+        let is_v4 = i32::from(unsafe { self.any.sa_family }) == libc::AF_INET;
+        let length = match is_v4 {
+            true => size_of::<sockaddr_in>(),
+            false => size_of::<sockaddr_in6>(),
+        };
+        length as u32
     }
 
     /// Pointer for a call.

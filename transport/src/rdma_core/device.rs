@@ -1,19 +1,17 @@
 //! The verbs that make, query and destroy objects; posting and polling are in `work`.
 
 use std::ffi::CStr;
-use std::os::fd::BorrowedFd;
 use std::ptr;
-use std::time::Instant;
+use std::time::Duration;
 
 use riser_memory::MemSlice;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
-use super::convert::{self, checked, last_os_error};
+use super::convert::{self, checked, last_os_error, last_refusal, refused};
 use super::objects::{
-    Ah, Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, UserWindow, Window, pack, unpack,
+    Ah, Cq, Pd, RdmaCoreDevice, Region, Srq, Times, UserWindow, Window, Xrcd, pack,
 };
-use super::shared::{Object, Occurrence};
 use crate::umem;
 use crate::verbs::*;
 
@@ -21,14 +19,42 @@ use crate::verbs::*;
 /// libraries (`riser-drop-in`) report this vendor as well, but another part.
 const RXE: (u32, u32) = (0x00ff_ffff, 0);
 
+/// What is read of completions with times.
+const TIMED: u64 = (IBV_WC_EX_WITH_BYTE_LEN
+    | IBV_WC_EX_WITH_IMM
+    | IBV_WC_EX_WITH_QP_NUM
+    | IBV_WC_EX_WITH_SRC_QP
+    | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
+    | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK) as u64;
+
+/// Bit of the general capabilities of on-demand paging.
+const ODP_SUPPORT: u64 = 1;
+
 /// Most entries of the scatter list of one request that we ask a device for.
 const MAX_SGE: i32 = 32;
 
+/// What peers may change, the device has to be able to change (IBTA 11.2.8.2).
+fn check_rights(access: Access) -> Result<(), VerbsError> {
+    let remote_change = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+    if access.intersects(remote_change) && !access.contains(Access::LOCAL_WRITE) {
+        let what = "remote write without local write";
+        return Err(VerbsError::InvalidAccess(what));
+    }
+    Ok(())
+}
+
 impl RdmaCoreDevice {
-    pub(super) fn query_device(&self) -> Result<DeviceAttr, VerbsError> {
+    pub(super) fn query_device(&mut self) -> Result<DeviceAttr, VerbsError> {
         let mut d = ibv_device_attr::default();
         // SAFETY: the context is open.
         checked(unsafe { (self.core.verbs.ibv_query_device)(self.context, &raw mut d) })?;
+        // Without this call the device has none of what it asks for.
+        let mut more = ibv_device_attr_ex::default();
+        // SAFETY: the context is open.
+        if unsafe { ops::ibv_query_device_ex(self.context, &raw mut more) } != 0 {
+            more = ibv_device_attr_ex::default();
+        }
+        self.clock_khz = more.hca_core_clock;
         // SAFETY: an open context has a device, whose name ends in NUL.
         let name = unsafe {
             CStr::from_ptr((self.core.verbs.ibv_get_device_name)(
@@ -46,8 +72,7 @@ impl RdmaCoreDevice {
             max_mr: count(d.max_mr),
             max_mr_size: d.max_mr_size,
             max_mw: count(d.max_mw),
-            // Whether the device could is told by another call.
-            on_demand: false,
+            on_demand: more.odp_caps.general_caps & ODP_SUPPORT != 0,
             // A window takes one segment; see the module's docs for what stands in for fast
             // registration.
             max_fast_reg_segments: u32::from(d.max_mw > 0),
@@ -68,14 +93,14 @@ impl RdmaCoreDevice {
             max_ah: count(d.max_ah),
             max_mcast_grp: count(d.max_mcast_grp),
             max_mcast_qp_attach: count(d.max_mcast_qp_attach),
-            min_rate_kbps: 0,
-            max_rate_kbps: 0,
+            min_rate_kbps: more.packet_pacing_caps.qp_rate_limit_min,
+            max_rate_kbps: more.packet_pacing_caps.qp_rate_limit_max,
             ports: d.phys_port_cnt,
             path_migration: d.device_cap_flags & IBV_DEVICE_AUTO_PATH_MIG != 0,
         })
     }
 
-    fn pd_ptr(&self, pd: PdId) -> Result<*mut ibv_pd, VerbsError> {
+    pub(super) fn pd_ptr(&self, pd: PdId) -> Result<*mut ibv_pd, VerbsError> {
         Ok(self.pds.get(pd)?.ptr)
     }
 
@@ -89,259 +114,6 @@ impl RdmaCoreDevice {
         if let Ok(pd) = self.pds.get_mut(pd) {
             pd.users -= 1;
         }
-    }
-
-    /// The attributes for making a queue pair.
-    pub(super) fn qp_init(&self, init: &QpInitAttr) -> Result<ibv_qp_init_attr, VerbsError> {
-        // A kernel without it would hand them back all the same.
-        if init.block_self_mcast {
-            return Err(VerbsError::InvalidParameter("block_self_mcast"));
-        }
-        let qp_type = match init.qp_type {
-            QpType::Rc => IBV_QPT_RC,
-            QpType::Uc => IBV_QPT_UC,
-            QpType::Ud => IBV_QPT_UD,
-            QpType::Smi => return Err(VerbsError::Unsupported("queue pair 0")),
-            QpType::RawPacket => return Err(VerbsError::Unsupported("raw packets")),
-            QpType::XrcIni | QpType::XrcTgt => return Err(VerbsError::Unsupported("XRC domains")),
-            QpType::Gsi => return Err(VerbsError::WrongQpType("the kernel keeps queue pair 1")),
-        };
-        let (cap, attr) = (&init.cap, &self.attr);
-        for (wanted, most, what) in [
-            (cap.max_send_wr, attr.max_qp_wr, "send queue depth"),
-            (cap.max_recv_wr, attr.max_qp_wr, "receive queue depth"),
-            (cap.max_send_sge, attr.max_sge, "send scatter list"),
-            (cap.max_recv_sge, attr.max_sge, "receive scatter list"),
-            (cap.max_inline, attr.max_inline, "inline data"),
-        ] {
-            if wanted > most {
-                return Err(VerbsError::InvalidParameter(what));
-            }
-        }
-        // Refused here and not after the library has made a queue pair that would have to be
-        // destroyed.
-        self.qps.check_room()?;
-        Ok(ibv_qp_init_attr {
-            qp_context: ptr::null_mut(),
-            send_cq: self.cqs.get(init.send_cq)?.ptr,
-            recv_cq: self.cqs.get(init.recv_cq)?.ptr,
-            srq: init
-                .srq
-                .map_or(Ok(ptr::null_mut()), |s| self.srqs.get(s).map(|s| s.ptr))?,
-            cap: ibv_qp_cap {
-                max_send_wr: init.cap.max_send_wr,
-                max_recv_wr: if init.srq.is_some() {
-                    0
-                } else {
-                    init.cap.max_recv_wr
-                },
-                max_send_sge: init.cap.max_send_sge.max(1),
-                max_recv_sge: init.cap.max_recv_sge.max(1),
-                max_inline_data: init.cap.max_inline,
-            },
-            qp_type,
-            sq_sig_all: i32::from(init.sq_sig_all),
-        })
-    }
-
-    /// Enters a queue pair that the library made, and counts what it uses. That there is room, and
-    /// what it uses, was checked by [`Self::qp_init`].
-    pub(super) fn adopt_qp(
-        &mut self,
-        ptr: *mut ibv_qp,
-        init: &QpInitAttr,
-        owner: Option<CmId>,
-    ) -> Result<QpId, VerbsError> {
-        // SAFETY: the queue pair was just made.
-        let qpn = unsafe { (*ptr).qp_num };
-        let id = self.qps.insert(Qp {
-            ptr,
-            qpn,
-            init: *init,
-            owner,
-            sent: Default::default(),
-            received: Default::default(),
-        })?;
-        self.qpns.insert(qpn, id);
-        self.use_pd(init.pd);
-        for cq in [init.send_cq, init.recv_cq] {
-            self.cqs.get_mut(cq)?.users += 1;
-        }
-        if let Some(srq) = init.srq {
-            self.srqs.get_mut(srq)?.users += 1;
-        }
-        Ok(id)
-    }
-
-    fn forget_qp(&mut self, id: QpId) {
-        let Ok(qp) = self.qps.remove(id) else { return };
-        self.qpns.remove(&qp.qpn);
-        // A completion that comes for one of these after all names no slot.
-        for slot in qp.sent.into_iter().chain(qp.received) {
-            let _ = self.slots.remove(slot);
-        }
-        self.release_pd(qp.init.pd);
-        for cq in [qp.init.send_cq, qp.init.recv_cq] {
-            if let Ok(cq) = self.cqs.get_mut(cq) {
-                cq.users -= 1;
-            }
-        }
-        if let Some(Ok(srq)) = qp.init.srq.map(|s| self.srqs.get_mut(s)) {
-            srq.users -= 1;
-        }
-    }
-
-    /// Hands on to all seats at the context what its asynchronous event descriptor has.
-    fn read_async_events(&mut self) {
-        loop {
-            let mut event = ibv_async_event::default();
-            // SAFETY: the context is open and its descriptor does not block.
-            if unsafe { (self.core.verbs.ibv_get_async_event)(self.context, &raw mut event) } != 0 {
-                return;
-            }
-            // Acknowledged at once: until then the library keeps the object of the event alive,
-            // and its destruction waits.
-            // SAFETY: the event was just taken, and is acknowledged only then.
-            unsafe {
-                self.seat.report(Occurrence::of(&event));
-                (self.core.verbs.ibv_ack_async_event)(&raw mut event);
-            }
-        }
-    }
-
-    /// Takes in what this device, or another of this process, has read of asynchronous events.
-    fn reap_async_events(&mut self) -> usize {
-        let mut occurrences = std::mem::take(&mut self.occurrences);
-        self.seat.take_all(&mut occurrences);
-        let count = occurrences.len();
-        for occurrence in occurrences.drain(..) {
-            if let Some(ours) = self.async_event(occurrence)
-                // Each kind once, so that a device that repeats itself cannot make the queue
-                // grow.
-                && !self.async_events.contains(&ours)
-            {
-                self.async_events.push_back(ours);
-            }
-        }
-        self.occurrences = occurrences;
-        count
-    }
-
-    /// Our form of what happened, if it happened to us.
-    fn async_event(&mut self, occurrence: Occurrence) -> Option<AsyncEvent> {
-        // An event may be about an object that was destroyed since, or about another device of this
-        // process at the same context: handle and address must both fit.
-        let event = occurrence.event;
-        match occurrence.to {
-            Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
-                // Remembered, so that polls report the loss: the library itself goes on to answer
-                // them.
-                let id = CqId(unpack(context));
-                let cq = self.cqs.get_mut(id).ok()?;
-                (cq.ptr as usize == at).then(|| cq.overrun = true)?;
-                Some(AsyncEvent::CqError(id))
-            }
-            Object::Queue { at, context } => {
-                let id = SrqId(unpack(context));
-                let srq = self.srqs.get(id).ok()?;
-                let is_limit = event == IBV_EVENT_SRQ_LIMIT_REACHED && srq.ptr as usize == at;
-                is_limit.then_some(AsyncEvent::SrqLimitReached(id))
-            }
-            Object::Qp(number) => {
-                let qp = *self.qpns.get(&number)?;
-                Some(match event {
-                    IBV_EVENT_QP_FATAL => AsyncEvent::QpFatal(qp),
-                    IBV_EVENT_QP_REQ_ERR => AsyncEvent::QpReqError(qp),
-                    IBV_EVENT_QP_ACCESS_ERR => AsyncEvent::QpAccessError(qp),
-                    IBV_EVENT_COMM_EST => AsyncEvent::CommEstablished(qp),
-                    IBV_EVENT_SQ_DRAINED => AsyncEvent::SqDrained(qp),
-                    IBV_EVENT_PATH_MIG => AsyncEvent::PathMig(qp),
-                    IBV_EVENT_PATH_MIG_ERR => AsyncEvent::PathMigError(qp),
-                    IBV_EVENT_QP_LAST_WQE_REACHED => AsyncEvent::QpLastWqeReached(qp),
-                    _ => return None,
-                })
-            }
-            Object::Port(port) => Some(match event {
-                IBV_EVENT_PORT_ACTIVE => AsyncEvent::PortActive(port),
-                IBV_EVENT_PORT_ERR => AsyncEvent::PortError(port),
-                IBV_EVENT_GID_CHANGE => AsyncEvent::GidChange(port),
-                _ => return None,
-            }),
-            Object::Device if event == IBV_EVENT_DEVICE_FATAL => {
-                self.gone = true;
-                Some(AsyncEvent::DeviceFatal)
-            }
-            Object::Device => None,
-        }
-    }
-}
-
-impl RdmaCoreDevice {
-    /// Returns whether there are completion events, connection events, asynchronous events: one
-    /// system call where reading each would be three.
-    pub(super) fn readable(&self) -> [bool; 3] {
-        // SAFETY: all three objects are open as long as the device is.
-        let fds = unsafe {
-            [
-                (*self.comp).fd,
-                (*self.channel).fd,
-                (*self.context).async_fd,
-            ]
-        };
-        let mut polled = fds.map(|fd| libc::pollfd {
-            fd,
-            events: libc::POLLIN,
-            revents: 0,
-        });
-        // SAFETY: three structures, which the call fills; it does not wait.
-        let n = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
-        polled.map(|p| n > 0 && p.revents != 0)
-    }
-}
-
-impl Provider for RdmaCoreDevice {
-    fn progress(&mut self, now: Instant) -> usize {
-        let mut count = self.poll_watched();
-        if self.notices.must_look(now, count > 0) {
-            let [completions, connections, events] = self.readable();
-            if events {
-                self.read_async_events();
-            }
-            if completions {
-                count += self.reap_cq_events();
-            }
-            if connections {
-                count += self.reap_cm_events();
-            }
-        }
-        // Events that another device has read come by the seat, which needs no system call to
-        // look at.
-        count + self.reap_async_events()
-    }
-
-    fn deadline(&self) -> Option<Instant> {
-        // Everything else wakes its owner by a descriptor.
-        let is_waiting =
-            !self.cm_events.is_empty() || !self.async_events.is_empty() || self.notices.has_fired();
-        is_waiting.then(Instant::now)
-    }
-
-    fn event_fds(&self) -> EventFds<'_> {
-        // SAFETY: all four objects are open as long as the device is.
-        let fds = unsafe {
-            [
-                (*self.comp).fd,
-                (*self.channel).fd,
-                (*self.context).async_fd,
-                self.seat.wake_fd(),
-            ]
-            .map(|fd| BorrowedFd::borrow_raw(fd))
-        };
-        EventFds::from(fds)
-    }
-
-    fn arm_fds(&mut self) -> bool {
-        self.arm_watched()
     }
 }
 
@@ -428,12 +200,7 @@ impl Verbs for RdmaCoreDevice {
         addr: u64,
         access: Access,
     ) -> Result<Mr, VerbsError> {
-        let remote_change = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-        if access.intersects(remote_change) && !access.contains(Access::LOCAL_WRITE) {
-            return Err(VerbsError::InvalidAccess(
-                "remote write without local write",
-            ));
-        }
+        check_rights(access)?;
         if addr.checked_add(range.len() as u64).is_none()
             || (addr != 0 && access.contains(Access::ZERO_BASED))
         {
@@ -502,6 +269,7 @@ impl Verbs for RdmaCoreDevice {
             change.pd.unwrap_or(old_pd),
             change.access.unwrap_or(*old_access),
         );
+        check_rights(access)?;
         let (memory, addr) = match change.translation {
             // The library takes the address of the memory for that of the region.
             Some((range, iova)) if iova != range.addr() => {
@@ -522,6 +290,9 @@ impl Verbs for RdmaCoreDevice {
             .iter()
             .filter(|(is_set, _)| *is_set)
             .fold(0, |all, (_, flag)| all | flag);
+        if flags == 0 {
+            return Err(VerbsError::InvalidParameter("change"));
+        }
         let rights = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
         let domain = self.pd_ptr(pd)?;
         // SAFETY: region and domain are alive, and the memory is mapped as long as the table has
@@ -555,18 +326,74 @@ impl Verbs for RdmaCoreDevice {
         Ok(mr)
     }
 
-    fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError> {
-        // The library binds these by a call that is not a work request.
-        if mw_type == MwType::Type1 {
-            return Err(VerbsError::Unsupported("memory windows of type 1"));
-        }
-        self.mws.check_room()?;
+    fn alloc_null_mr(&mut self, pd: PdId) -> Result<Mr, VerbsError> {
+        let domain = self.pd_ptr(pd)?;
+        self.regions.check_room()?;
         // SAFETY: the domain is alive.
-        let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, IBV_MW_TYPE_2) };
+        let ptr = unsafe { ops::ibv_alloc_null_mr(domain) };
         if ptr.is_null() {
-            return Err(last_os_error());
+            return Err(last_refusal("null regions"));
         }
-        let id = self.mws.insert(UserWindow { pd, ptr })?;
+        // SAFETY: the region was just made.
+        let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
+        let mut mr = Mr {
+            id: MrId(Handle::new(0, 0)),
+            lkey: LKey(lkey),
+            rkey: RKey(rkey),
+            addr: 0,
+            length: u64::MAX,
+        };
+        mr.id = self.regions.insert(Region::Null { pd, ptr, mr })?;
+        if let Ok(Region::Null { mr: entry, .. }) = self.regions.get_mut(mr.id) {
+            *entry = mr;
+        }
+        self.use_pd(pd);
+        Ok(mr)
+    }
+
+    fn advise_mr(&mut self, pd: PdId, advice: MrAdvice, sges: &[Sge]) -> Result<(), VerbsError> {
+        let domain = self.pd_ptr(pd)?;
+        if sges.is_empty() {
+            return Ok(());
+        }
+        let count = u32::try_from(sges.len());
+        let count = count.map_err(|_| VerbsError::InvalidParameter("scatter list"))?;
+        let advice = match advice {
+            MrAdvice::Prefetch => IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH,
+            MrAdvice::PrefetchWrite => IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE,
+        };
+        let theirs = sges.iter().map(|sge| ibv_sge {
+            addr: sge.addr,
+            length: sge.length,
+            lkey: sge.lkey.0,
+        });
+        let mut theirs: Vec<_> = theirs.collect();
+        let (flags, list) = (IB_UVERBS_ADVISE_MR_FLAG_FLUSH, theirs.as_mut_ptr());
+        // SAFETY: the domain is alive, and the list has as many entries.
+        let r = unsafe { ops::ibv_advise_mr(domain, advice, flags, list, count) };
+        // The errors of ibv_advise_mr(3).
+        match r.abs() {
+            0 => Ok(()),
+            libc::ENOENT => Err(VerbsError::InvalidHandle("memory region")),
+            libc::EPERM => Err(VerbsError::InvalidAccess("prefetching")),
+            libc::EFAULT => Err(VerbsError::InvalidParameter("range of a region")),
+            libc::EINVAL => Err(VerbsError::InvalidParameter("advice")),
+            other => Err(refused(other, "prefetching")),
+        }
+    }
+
+    fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError> {
+        self.mws.check_room()?;
+        let (theirs, what) = match mw_type {
+            MwType::Type1 => (IBV_MW_TYPE_1, "memory windows of type 1"),
+            MwType::Type2 => (IBV_MW_TYPE_2, "memory windows of type 2"),
+        };
+        // SAFETY: the domain is alive.
+        let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, theirs) };
+        if ptr.is_null() {
+            return Err(last_refusal(what));
+        }
+        let id = self.mws.insert(UserWindow { pd, ptr, mw_type })?;
         self.use_pd(pd);
         Ok(Mw {
             id,
@@ -593,6 +420,12 @@ impl Verbs for RdmaCoreDevice {
                 access: *access,
                 valid: true,
             },
+            Region::Null { pd, mr, .. } => MrAttr {
+                pd: *pd,
+                mr: *mr,
+                access: Access::LOCAL_WRITE,
+                valid: true,
+            },
             Region::Window(w) => MrAttr {
                 pd: w.pd,
                 mr: w.mr,
@@ -608,7 +441,7 @@ impl Verbs for RdmaCoreDevice {
             Region::Plain { windows: 1.., .. } => {
                 return Err(VerbsError::ResourceBusy("memory region"));
             }
-            Region::Plain { pd, ptr, .. } => {
+            Region::Plain { pd, ptr, .. } | Region::Null { pd, ptr, .. } => {
                 // SAFETY: the region leaves the table below; nothing else has the pointer.
                 checked(unsafe { (self.core.verbs.ibv_dereg_mr)(*ptr) })?;
                 *pd
@@ -677,7 +510,7 @@ impl Verbs for RdmaCoreDevice {
             Region::Plain { pd: p, memory, .. } => {
                 *p == pd && memory.addr() <= start && end <= memory.addr() + memory.len() as u64
             }
-            Region::Window(_) => false,
+            Region::Null { .. } | Region::Window(_) => false,
         };
         let base = self
             .regions
@@ -712,28 +545,33 @@ impl Verbs for RdmaCoreDevice {
         if vector >= vectors.max(1) {
             return Err(VerbsError::InvalidParameter("completion vector"));
         }
-        if init.is_timed {
-            return Err(VerbsError::InvalidParameter("times of completions"));
-        }
         if entries == 0 || entries > self.attr.max_cqe {
             return Err(VerbsError::InvalidParameter("number of entries"));
         }
         // The library gets our handle with the queue, so the handle exists first.
-        let id = self.cqs.insert(Cq::new(init.vector))?;
-        let context = pack(id.0) as usize as *mut _;
-        // SAFETY: context and channel are open; our handle travels as a number.
-        let ptr = unsafe {
-            (self.core.verbs.ibv_create_cq)(
-                self.context,
-                entries as i32,
-                context,
-                self.comp,
-                vector,
-            )
+        let id = self.cqs.insert(Cq::new(init.vector, init.is_timed))?;
+        let cq_context = pack(id.0) as usize as *mut _;
+        let ptr = if init.is_timed {
+            let mut extended = ibv_cq_init_attr_ex {
+                cqe: entries,
+                cq_context,
+                channel: self.comp,
+                comp_vector: init.vector,
+                wc_flags: TIMED,
+                ..Default::default()
+            };
+            // SAFETY: context and channel are open; our handle travels as a number.
+            unsafe { ops::ibv_create_cq_ex(self.context, &raw mut extended) }.cast()
+        } else {
+            let create = self.core.verbs.ibv_create_cq;
+            let entries = i32::try_from(entries).unwrap_or(i32::MAX);
+            // SAFETY: as above.
+            unsafe { create(self.context, entries, cq_context, self.comp, vector) }
         };
         if ptr.is_null() {
+            let error = last_refusal("times of completions");
             self.cqs.remove(id)?;
-            return Err(last_os_error());
+            return Err(error);
         }
         self.cqs.get_mut(id)?.ptr = ptr;
         Ok(id)
@@ -745,18 +583,39 @@ impl Verbs for RdmaCoreDevice {
             // SAFETY: the queue is alive.
             entries: unsafe { (*entry.ptr).cqe }.try_into().unwrap_or(0),
             vector: entry.vector,
-            is_timed: false,
-            moderation: Moderation::default(),
+            is_timed: entry.times.is_some(),
+            moderation: entry.moderation,
         })
     }
 
     fn modify_cq(&mut self, cq: CqId, moderation: Moderation) -> Result<(), VerbsError> {
-        self.cqs.get(cq)?;
-        // The library has its call inline, by a table that this one does not use.
-        match moderation.period.is_zero() {
-            true => Ok(()),
-            false => Err(VerbsError::InvalidParameter("moderation")),
+        // The library has 16 bits for it. A shorter wait is within what is asked for.
+        let period = moderation.period.as_nanos().div_ceil(1000);
+        let period = u16::try_from(period).unwrap_or(u16::MAX);
+        let mut attr = ibv_modify_cq_attr {
+            attr_mask: IBV_CQ_ATTR_MODERATE,
+            moderate: ibv_moderate_cq {
+                cq_count: moderation.count,
+                cq_period: period,
+            },
+        };
+        let entry = self.cqs.get_mut(cq)?;
+        // SAFETY: the queue is alive.
+        match unsafe { ops::ibv_modify_cq(entry.ptr, &raw mut attr) }.abs() {
+            0 => {}
+            // There is nothing to take back.
+            libc::EOPNOTSUPP if period == 0 => {}
+            libc::EOPNOTSUPP => return Err(VerbsError::InvalidParameter("moderation")),
+            other => return Err(VerbsError::Os(other)),
         }
+        entry.moderation = Moderation {
+            count: moderation.count,
+            period: Duration::from_micros(period.into()),
+        };
+        if period != 0 {
+            self.stop_watching(cq);
+        }
+        Ok(())
     }
 
     fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError> {
@@ -789,17 +648,25 @@ impl Verbs for RdmaCoreDevice {
         max: usize,
         out: &mut Vec<Completion>,
     ) -> Result<usize, VerbsError> {
-        self.poll(cq, max, out)
+        self.poll(cq, max, |_, completion, _| out.push(completion))
     }
 
     fn poll_cq_timed(
         &mut self,
         cq: CqId,
-        _max: usize,
-        _out: &mut Vec<TimedCompletion>,
+        max: usize,
+        out: &mut Vec<TimedCompletion>,
     ) -> Result<usize, VerbsError> {
-        self.cqs.get(cq)?;
-        Err(VerbsError::InvalidParameter("queue without times"))
+        if self.cqs.get(cq)?.times.is_none() {
+            return Err(VerbsError::InvalidParameter("queue without times"));
+        }
+        self.poll(cq, max, |device, completion, times| {
+            out.push(TimedCompletion {
+                completion,
+                device_time: device.nanoseconds(times),
+                wall_time: Duration::from_nanos(times.wall),
+            });
+        })
     }
 
     fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
@@ -819,6 +686,7 @@ impl Verbs for RdmaCoreDevice {
         let id = self.srqs.insert(Srq {
             ptr: ptr::null_mut(),
             pd,
+            xrc: None,
             users: 0,
             posted: Vec::new(),
         })?;
@@ -839,14 +707,7 @@ impl Verbs for RdmaCoreDevice {
         }
         self.srqs.get_mut(id)?.ptr = ptr;
         self.use_pd(pd);
-        if attr.limit > 0
-            && let Err(e) = self.modify_srq(id, None, Some(attr.limit))
-        {
-            // What the caller has no handle of must not stay.
-            let _ = self.destroy_srq(id);
-            return Err(e);
-        }
-        Ok(id)
+        self.set_first_limit(id, attr.limit)
     }
 
     fn modify_srq(
@@ -891,6 +752,14 @@ impl Verbs for RdmaCoreDevice {
             let _ = self.slots.remove(slot);
         }
         self.release_pd(gone.pd);
+        if let Some((xrcd, cq)) = gone.xrc {
+            if let Ok(xrcd) = self.xrcds.get_mut(xrcd) {
+                xrcd.users -= 1;
+            }
+            if let Ok(cq) = self.cqs.get_mut(cq) {
+                cq.users -= 1;
+            }
+        }
         Ok(())
     }
 
@@ -898,13 +767,102 @@ impl Verbs for RdmaCoreDevice {
         self.post_shared(srq, wrs)
     }
 
+    fn open_xrcd(&mut self) -> Result<XrcdId, VerbsError> {
+        self.xrcds.check_room()?;
+        // Of this process alone: no file stands for it.
+        let mut attr = ibv_xrcd_init_attr {
+            comp_mask: IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
+            fd: -1,
+            oflags: libc::O_CREAT,
+        };
+        // SAFETY: the context is open.
+        let ptr = unsafe { ops::ibv_open_xrcd(self.context, &raw mut attr) };
+        if ptr.is_null() {
+            return Err(last_refusal("XRC domains"));
+        }
+        self.xrcds.insert(Xrcd { ptr, users: 0 })
+    }
+
+    fn close_xrcd(&mut self, xrcd: XrcdId) -> Result<(), VerbsError> {
+        let entry = self.xrcds.get(xrcd)?;
+        if entry.users > 0 {
+            return Err(VerbsError::ResourceBusy("XRC domain"));
+        }
+        // SAFETY: nothing uses it, and it leaves the table.
+        checked(unsafe { ops::ibv_close_xrcd(entry.ptr) })?;
+        self.xrcds.remove(xrcd).map(drop)
+    }
+
+    fn create_xrc_srq(
+        &mut self,
+        pd: PdId,
+        xrcd: XrcdId,
+        cq: CqId,
+        attr: SrqAttr,
+    ) -> Result<SrqId, VerbsError> {
+        let mut init = ibv_srq_init_attr_ex {
+            attr: ibv_srq_attr {
+                max_wr: attr.max_wr,
+                max_sge: attr.max_sge,
+                // As for others, it is set below.
+                srq_limit: 0,
+            },
+            comp_mask: IBV_SRQ_INIT_ATTR_TYPE
+                | IBV_SRQ_INIT_ATTR_PD
+                | IBV_SRQ_INIT_ATTR_XRCD
+                | IBV_SRQ_INIT_ATTR_CQ,
+            srq_type: IBV_SRQT_XRC,
+            pd: self.pd_ptr(pd)?,
+            xrcd: self.xrcds.get(xrcd)?.ptr,
+            cq: self.cqs.get(cq)?.ptr,
+            ..Default::default()
+        };
+        let id = self.srqs.insert(Srq {
+            ptr: ptr::null_mut(),
+            pd,
+            xrc: Some((xrcd, cq)),
+            users: 0,
+            posted: Vec::new(),
+        })?;
+        init.srq_context = pack(id.0) as usize as *mut _;
+        // SAFETY: domains and completion queue are alive, and of this context.
+        let ptr = unsafe { ops::ibv_create_srq_ex(self.context, &raw mut init) };
+        if ptr.is_null() {
+            let error = last_refusal("XRC domains");
+            self.srqs.remove(id)?;
+            return Err(error);
+        }
+        self.srqs.get_mut(id)?.ptr = ptr;
+        self.use_pd(pd);
+        self.xrcds.get_mut(xrcd)?.users += 1;
+        self.cqs.get_mut(cq)?.users += 1;
+        self.set_first_limit(id, attr.limit)
+    }
+
+    fn srq_num(&self, srq: SrqId) -> Result<u32, VerbsError> {
+        let entry = self.srqs.get(srq)?;
+        if entry.xrc.is_none() {
+            return Err(VerbsError::InvalidParameter("shared receive queue"));
+        }
+        let mut number = 0;
+        // SAFETY: the queue is alive.
+        checked(unsafe { ops::ibv_get_srq_num(entry.ptr, &raw mut number) })?;
+        Ok(number)
+    }
+
     fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
         let mut theirs = self.qp_init(init)?;
-        let pd = self.pd_ptr(init.pd)?;
-        // SAFETY: domain and queues are alive.
-        let ptr = unsafe { (self.core.verbs.ibv_create_qp)(pd, &raw mut theirs) };
+        let (verbs, attr) = (&self.core.verbs, &raw mut theirs);
+        // SAFETY: domains and queues are alive, and of this context. What has a protection domain and
+        // nothing more takes the older call, as in ibv_create_qp_ex(3).
+        let ptr = unsafe {
+            match theirs.comp_mask {
+                IBV_QP_INIT_ATTR_PD => (verbs.ibv_create_qp)(theirs.pd, attr.cast()),
+                _ => ops::ibv_create_qp_ex(self.context, attr),
+            }
+        };
         if ptr.is_null() {
-            Err(last_os_error())
+            Err(last_refusal("queue pairs of this kind"))
         } else {
             self.adopt_qp(ptr, init, None)
         }
@@ -929,12 +887,20 @@ impl Verbs for RdmaCoreDevice {
                 return Err(VerbsError::InvalidParameter(name));
             }
         }
+        if attr.alt_path.is_some_and(|path| path.ah.sgid_index > 0xff) {
+            return Err(VerbsError::InvalidParameter("sgid_index"));
+        }
         let (mut theirs, mask) = convert::qp_attr(attr);
         if attr.ah.is_some() {
             self.choose_gid(&mut theirs.ah_attr);
         }
+        let modify = self.core.verbs.ibv_modify_qp;
         // SAFETY: the queue pair is alive.
-        checked(unsafe { (self.core.verbs.ibv_modify_qp)(entry.ptr, &raw mut theirs, mask as i32) })
+        checked(unsafe { modify(entry.ptr, &raw mut theirs, mask as i32) })?;
+        if attr.state == Some(QpState::Reset) {
+            self.qps.get_mut(qp)?.rate = RateLimit::default();
+        }
+        Ok(())
     }
 
     fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError> {
@@ -955,12 +921,36 @@ impl Verbs for RdmaCoreDevice {
         let pkey = self.query_pkey(attr.port_num, attr.pkey_index).ok();
         Ok(QpAttr {
             pkey,
-            ..convert::qp_attr_of(&attr)
+            ..convert::qp_attr_of(&attr, self.qps.get(qp)?.init.qp_type)
         })
+    }
+
+    fn modify_qp_rate_limit(&mut self, qp: QpId, limit: RateLimit) -> Result<(), VerbsError> {
+        let entry = self.qps.get_mut(qp)?;
+        let mut attr = ibv_qp_rate_limit_attr {
+            rate_limit: limit.rate_kbps,
+            max_burst_sz: limit.max_burst,
+            ..Default::default()
+        };
+        // SAFETY: the queue pair is alive.
+        match unsafe { ops::ibv_modify_qp_rate_limit(entry.ptr, &raw mut attr) }.abs() {
+            0 => entry.rate = limit,
+            libc::EINVAL => return Err(VerbsError::InvalidParameter("rate limit")),
+            other => return Err(refused(other, "rate limits")),
+        }
+        Ok(())
+    }
+
+    /// The library has no call for it: what was set last.
+    fn query_qp_rate_limit(&self, qp: QpId) -> Result<RateLimit, VerbsError> {
+        Ok(self.qps.get(qp)?.rate)
     }
 
     fn destroy_qp(&mut self, qp: QpId) -> Result<(), VerbsError> {
         let entry = self.qps.get(qp)?;
+        self.leave_groups(entry);
+        let entry = self.qps.get_mut(qp)?;
+        entry.groups.clear();
         match entry.owner {
             Some(owner) => self.destroy_owned_qp(owner),
             // SAFETY: the queue pair leaves the table below.
@@ -974,14 +964,26 @@ impl Verbs for RdmaCoreDevice {
         let ptr = self.check_mcast(qp, mgid)?;
         let gid = ibv_gid { raw: mgid.0 };
         // SAFETY: the queue pair is alive, and the library copies the GID.
-        checked(unsafe { (self.core.verbs.ibv_attach_mcast)(ptr, &raw const gid, mlid) })
+        checked(unsafe { (self.core.verbs.ibv_attach_mcast)(ptr, &raw const gid, mlid) })?;
+        let groups = &mut self.qps.get_mut(qp)?.groups;
+        if !groups.contains(&(mgid, mlid)) {
+            groups.push((mgid, mlid));
+        }
+        Ok(())
     }
 
     fn detach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError> {
         let ptr = self.check_mcast(qp, mgid)?;
         let gid = ibv_gid { raw: mgid.0 };
         // SAFETY: as above.
-        checked(unsafe { (self.core.verbs.ibv_detach_mcast)(ptr, &raw const gid, mlid) })
+        let r = unsafe { (self.core.verbs.ibv_detach_mcast)(ptr, &raw const gid, mlid) };
+        match r.abs() {
+            libc::EINVAL => return Err(VerbsError::InvalidParameter("multicast group")),
+            _ => checked(r)?,
+        }
+        let groups = &mut self.qps.get_mut(qp)?.groups;
+        groups.retain(|group| *group != (mgid, mlid));
+        Ok(())
     }
 
     fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
@@ -1049,6 +1051,27 @@ impl RdmaCoreDevice {
             return Err(last_os_error());
         }
         Ok(ptr)
+    }
+
+    /// Arms the limit event of a shared receive queue that was just made. The library ignores it at the
+    /// creation.
+    fn set_first_limit(&mut self, srq: SrqId, limit: u32) -> Result<SrqId, VerbsError> {
+        if limit > 0
+            && let Err(e) = self.modify_srq(srq, None, Some(limit))
+        {
+            // What the caller has no handle of must not stay.
+            let _ = self.destroy_srq(srq);
+            return Err(e);
+        }
+        Ok(srq)
+    }
+
+    /// Time by the device's clock; in its ticks where it does not say how long they are.
+    fn nanoseconds(&self, times: Times) -> u64 {
+        match self.clock_khz {
+            0 => times.ticks,
+            khz => (u128::from(times.ticks) * 1_000_000 / u128::from(khz)) as u64,
+        }
     }
 
     /// One window less lies in a region.

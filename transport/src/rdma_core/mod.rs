@@ -3,7 +3,11 @@
 //! One [`RdmaCoreDevice`] is the RDMA device that a local address belongs to. It offers what the
 //! hardware interface has, under the same traits as the software NIC:
 //!
-//! - Memory, completion queues, queue pairs, shared receive queues, address handles: one to one.
+//! - Memory, completion queues, queue pairs, shared receive queues, XRC domains, address handles: one to
+//!   one. What a device lacks it refuses itself, with [`VerbsError::Unsupported`].
+//! - A memory window of type 1 is bound by a call of its own, which gives it its next key: another one
+//!   is refused ([`SendOp::BindMw`](crate::verbs::SendOp::BindMw)).
+//! - Any region may get windows in the library; that the user has not allowed them is checked here.
 //! - Fast registration: user space has no `REG_MR`, so a fast-registration region is a **memory
 //!   window of type 2**. It takes one segment, which must lie within a region registered with
 //!   [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr); [`SendOp::RegMr`](crate::verbs::SendOp::RegMr)
@@ -11,10 +15,12 @@
 //! - [`Notify::Count`](crate::verbs::Notify::Count) fires at the next completion; the hardware
 //!   counts no further.
 //! - A queue with a notification is polled while its user is awake, and armed in the device only
-//!   before a sleep (`notify`).
+//!   before a sleep (`notify`), or where its events are to wait for further completions.
 //! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue
 //!   pair here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has
-//!   no InfiniBand service ids on RoCE.
+//!   no InfiniBand service ids on RoCE. Identifiers of other queue pairs than a port space usually has
+//!   are of [`PortSpace::IbIp`](crate::verbs::PortSpace::IbIp), and share no ports.
+//! - Alternate paths are attributes of queue pairs; the kernel's connection manager has none on RoCE.
 //! - A listener's backlog bounds the requests that the kernel has not reported yet, not those that
 //!   wait for an answer.
 //! - The GID of our side is the one of the address that the device was opened at, for any
@@ -41,6 +47,8 @@
 //! | --- | --- |
 //! | `objects` | what the handles stand for, and the order in which it is torn down |
 //! | `device` | the verbs that make and destroy objects |
+//! | `qp` | queue pairs from their attributes to their table, and back |
+//! | `provider` | how a loop drives the device: rounds, descriptors, asynchronous events |
 //! | `work` | post and poll |
 //! | `notices` | which queues are to notify, and how far each has come |
 //! | `notify` | when to arm a completion queue, and to look at descriptors |
@@ -67,6 +75,8 @@ mod fake;
 mod notices;
 mod notify;
 mod objects;
+mod provider;
+mod qp;
 mod shared;
 mod work;
 

@@ -13,18 +13,26 @@
 //!  └─────────────────┘
 //! ```
 //!
+//! A queue whose events are to wait for further completions is armed at once: only the device can
+//! count and wait.
+//!
 //! # Bounds
 //! [`WATCHED`] queues are watched: beyond that the one that has been without a completion for
 //! longest is armed, so that many idle connections do not slow down each round of a busy one. A
 //! device is looked at in each round without work, and under load once in a while ([`Notices`]).
 
+use std::collections::VecDeque;
+
+use riser_rdma_core_sys::bindings::{
+    IBV_WC_SUCCESS, IBV_WC_WITH_IMM, IBV_WC_WITH_INV, ibv_cq_ex, ibv_wc,
+};
 use riser_rdma_core_sys::ops;
 
 use super::convert::checked;
 use super::notices::Arming;
 #[cfg(doc)]
 use super::notices::Notices;
-use super::objects::{BATCH, Cq, RdmaCoreDevice, unpack};
+use super::objects::{BATCH, Cq, RdmaCoreDevice, Times, unpack};
 use crate::verbs::{CqId, Notify, VerbsError};
 
 /// Queues that are polled in each round at most. A poll of an empty queue reads one word of memory.
@@ -41,16 +49,60 @@ impl Cq {
     /// [`VerbsError::CqOverrun`], for a negative answer: the queue cannot be read any more.
     pub(super) fn pull(&self, most: usize) -> Result<usize, VerbsError> {
         let mut batch = self.batch.borrow_mut();
-        let most = most.min(batch.len()) as i32;
-        // SAFETY: the queue is alive; the batch has room for as many as are asked for.
-        let n = unsafe { ops::ibv_poll_cq(self.ptr, most, batch.as_mut_ptr()) };
+        let most = most.min(batch.len());
+        let n = match &self.times {
+            // SAFETY: the queue is alive; the batch has room for as many as are asked for.
+            None => unsafe { ops::ibv_poll_cq(self.ptr, most as i32, batch.as_mut_ptr()) },
+            Some(times) => self.pull_timed(&mut batch[..most], &mut times.borrow_mut()),
+        };
         let n = usize::try_from(n).map_err(|_| VerbsError::CqOverrun)?;
+        if n > most {
+            // No library does; what it has written where is not known then.
+            return Err(VerbsError::CqOverrun);
+        }
         if n > 0 {
             let found = batch[..n].iter_mut().map(std::mem::take);
             self.peeked.borrow_mut().extend(found);
             self.has_new.set(true);
         }
         Ok(n)
+    }
+
+    /// Takes completions one by one, each with its times; answers how many, or a negative number.
+    fn pull_timed(&self, batch: &mut [ibv_wc], times: &mut VecDeque<Times>) -> i32 {
+        let cq = self.ptr.cast::<ibv_cq_ex>();
+        let mut count = 0;
+        for place in batch {
+            // SAFETY: a queue with times is an extended one, and is alive; a batch is under way from
+            // the first completion on.
+            let found = unsafe {
+                match count {
+                    0 => ops::ibv_start_poll(cq),
+                    _ => ops::ibv_next_poll(cq),
+                }
+            };
+            match found {
+                0 => {}
+                // What has come before the failure is read first: the next call fails again.
+                _ if count > 0 => break,
+                libc::ENOENT => return 0,
+                _ => return -1,
+            }
+            // SAFETY: the batch stands at a completion.
+            unsafe {
+                *place = current(cq);
+                times.push_back(Times {
+                    ticks: ops::ibv_wc_read_completion_ts(cq),
+                    wall: ops::ibv_wc_read_completion_wallclock_ns(cq),
+                });
+            }
+            count += 1;
+        }
+        if count > 0 {
+            // SAFETY: a batch has begun, and ends here.
+            unsafe { ops::ibv_end_poll(cq) };
+        }
+        count
     }
 
     /// Whether the user is to poll the queue: a completion has come since it asked for a
@@ -67,6 +119,35 @@ impl Cq {
             Ok(_) => self.has_new.get() && !self.peeked.borrow().is_empty(),
             Err(_) => true,
         }
+    }
+}
+
+/// The completion at which a batch stands. Of a failed request only number, status and queue pair are
+/// valid (ibv_poll_cq(3)).
+///
+/// # Safety
+/// The queue is alive and its batch stands at a completion.
+unsafe fn current(cq: *mut ibv_cq_ex) -> ibv_wc {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut wc = ibv_wc {
+            wr_id: (*cq).wr_id,
+            status: (*cq).status,
+            qp_num: ops::ibv_wc_read_qp_num(cq),
+            ..ibv_wc::default()
+        };
+        if wc.status != IBV_WC_SUCCESS {
+            wc.vendor_err = ops::ibv_wc_read_vendor_err(cq);
+            return wc;
+        }
+        wc.opcode = ops::ibv_wc_read_opcode(cq);
+        wc.wc_flags = ops::ibv_wc_read_wc_flags(cq);
+        wc.byte_len = ops::ibv_wc_read_byte_len(cq);
+        wc.src_qp = ops::ibv_wc_read_src_qp(cq);
+        if wc.wc_flags & (IBV_WC_WITH_IMM | IBV_WC_WITH_INV) != 0 {
+            wc.__bindgen_anon_1.imm_data = ops::ibv_wc_read_imm_data(cq);
+        }
+        wc
     }
 }
 
@@ -101,6 +182,12 @@ impl RdmaCoreDevice {
         if matches!(entry.arming, Arming::Watched | Arming::Armed) {
             return Ok(());
         }
+        if !entry.moderation.period.is_zero() {
+            // Only the device knows how long its event is to wait.
+            entry.has_new.set(false);
+            self.arm(cq);
+            return Ok(());
+        }
         entry.arming = Arming::Watched;
         let watched = &mut self.notices.watched;
         watched.push_back(cq);
@@ -110,6 +197,14 @@ impl RdmaCoreDevice {
             self.arm(oldest);
         }
         Ok(())
+    }
+
+    /// Arms a queue that was watched, since its events are to wait from now on.
+    pub(super) fn stop_watching(&mut self, cq: CqId) {
+        if self.cqs.get(cq).is_ok_and(|q| q.arming == Arming::Watched) {
+            self.notices.watched.retain(|id| *id != cq);
+            self.arm(cq);
+        }
     }
 
     /// Polls the queues that are watched; answers how many have fired.

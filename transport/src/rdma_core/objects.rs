@@ -7,8 +7,8 @@ use std::ptr;
 use std::time::Instant;
 
 use riser_memory::MemSlice;
-use riser_rdma_core_sys::RdmaCore;
 use riser_rdma_core_sys::bindings::*;
+use riser_rdma_core_sys::{RdmaCore, ops};
 
 use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
 use super::notices::{Arming, Notices};
@@ -16,8 +16,9 @@ use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
 use crate::verbs::{
-    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu,
-    MwId, PdId, QpId, QpType, SrqId, VerbsError, WcOpcode, WrId,
+    Access, AhAttr, AhId, AsyncEvent, CmEvent, CmId, CmOption, CqId, DeviceAttr, Gid, Handle,
+    Moderation, Mr, MrId, Mtu, MwId, MwType, PdId, QpId, QpType, RateLimit, SrqId, VerbsError,
+    WcOpcode, WrId, XrcdId,
 };
 
 /// Completions taken from the library in one call.
@@ -78,6 +79,12 @@ pub(super) struct Pd {
     pub(super) users: u32,
 }
 
+pub(super) struct Xrcd {
+    pub(super) ptr: *mut ibv_xrcd,
+    /// Queue pairs and shared receive queues.
+    pub(super) users: u32,
+}
+
 pub(super) struct Ah {
     pub(super) ptr: *mut ibv_ah,
     pub(super) attr: AhAttr,
@@ -93,6 +100,8 @@ pub(super) enum Region {
         memory: MemSlice,
         windows: u32,
     },
+    /// A null region, which has no memory.
+    Null { pd: PdId, ptr: *mut ibv_mr, mr: Mr },
     /// A memory window of type 2 in the place of a fast-registration region.
     Window(Window),
 }
@@ -111,18 +120,29 @@ pub(super) struct Window {
 pub(super) struct UserWindow {
     pub(super) pd: PdId,
     pub(super) ptr: *mut ibv_mw,
+    pub(super) mw_type: MwType,
 }
 
 impl Region {
     pub(super) fn pd(&self) -> PdId {
         match self {
-            Self::Plain { pd, .. } => *pd,
+            Self::Plain { pd, .. } | Self::Null { pd, .. } => *pd,
             Self::Window(w) => w.pd,
         }
     }
 }
 
+/// When a completion came into its queue.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Times {
+    /// Time by the device's clock, in its ticks.
+    pub(super) ticks: u64,
+    /// Nanoseconds since the Unix epoch.
+    pub(super) wall: u64,
+}
+
 pub(super) struct Cq {
+    /// The queue; an extended one where its completions have times.
     pub(super) ptr: *mut ibv_cq,
     pub(super) users: u32,
     pub(super) vector: u32,
@@ -133,6 +153,9 @@ pub(super) struct Cq {
     pub(super) batch: RefCell<Box<[ibv_wc]>>,
     /// Completions taken out of the library before the user polls for them.
     pub(super) peeked: RefCell<VecDeque<ibv_wc>>,
+    /// The time of each of these, in a queue that has times.
+    pub(super) times: Option<RefCell<VecDeque<Times>>>,
+    pub(super) moderation: Moderation,
     /// One of them has come since the user asked for a notification.
     pub(super) has_new: Cell<bool>,
     pub(super) arming: Arming,
@@ -142,9 +165,11 @@ pub(super) struct Cq {
 
 impl Cq {
     /// A queue that the library is still to make.
-    pub(super) fn new(vector: u32) -> Self {
+    pub(super) fn new(vector: u32, is_timed: bool) -> Self {
         Self {
             ptr: ptr::null_mut(),
+            times: is_timed.then(RefCell::default),
+            moderation: Moderation::default(),
             vector,
             users: 0,
             overrun: false,
@@ -155,11 +180,21 @@ impl Cq {
             unacknowledged: 0,
         }
     }
+
+    /// The oldest completion that was taken out of the library.
+    pub(super) fn next(&mut self) -> Option<(ibv_wc, Times)> {
+        let wc = self.peeked.get_mut().pop_front()?;
+        let times = self.times.as_mut();
+        let times = times.and_then(|times| times.get_mut().pop_front());
+        Some((wc, times.unwrap_or_default()))
+    }
 }
 
 pub(super) struct Srq {
     pub(super) ptr: *mut ibv_srq,
     pub(super) pd: PdId,
+    /// Domain and completion queue of one of an XRC domain.
+    pub(super) xrc: Option<(XrcdId, CqId)>,
     pub(super) users: u32,
     pub(super) posted: Vec<SlotId>,
 }
@@ -168,6 +203,9 @@ pub(super) struct Qp {
     pub(super) ptr: *mut ibv_qp,
     pub(super) qpn: u32,
     pub(super) init: crate::verbs::QpInitAttr,
+    pub(super) rate: RateLimit,
+    /// Multicast groups, with their LIDs. The kernel does not destroy a queue pair that has some.
+    pub(super) groups: Vec<(Gid, u16)>,
     /// The identifier whose queue pair it is; librdmacm frees it then.
     pub(super) owner: Option<CmId>,
     pub(super) sent: VecDeque<SlotId>,
@@ -175,7 +213,10 @@ pub(super) struct Qp {
 }
 
 pub(super) struct Id {
+    /// Null before one whose type its port space does not say is bound.
     pub(super) ptr: *mut rdma_cm_id,
+    /// Options that were set before that.
+    pub(super) early: Vec<CmOption>,
     /// Type of its queue pairs.
     pub(super) qp_type: QpType,
     pub(super) qp: Option<QpId>,
@@ -230,8 +271,11 @@ pub struct RdmaCoreDevice {
     pub(super) attr: DeviceAttr,
     pub(super) addr: IpAddr,
     pub(super) port: u8,
+    /// Frequency of the device's clock, in kHz.
+    pub(super) clock_khz: u64,
     pub(super) gone: bool,
     pub(super) pds: Table<PdId, Pd>,
+    pub(super) xrcds: Table<XrcdId, Xrcd>,
     pub(super) regions: Table<MrId, Region>,
     pub(super) mws: Table<MwId, UserWindow>,
     /// Keys of windows, for the rare look-ups by key.
@@ -361,8 +405,10 @@ impl RdmaCoreDevice {
             attr: DeviceAttr::default(),
             addr,
             port,
+            clock_khz: 0,
             gone: false,
             pds: Table::new("protection domains", MANY),
+            xrcds: Table::new("XRC domains", MANY),
             regions: Table::new("memory regions", MANY),
             mws: Table::new("memory windows", MANY),
             rkeys: HashMap::new(),
@@ -441,6 +487,17 @@ impl RdmaCoreDevice {
     }
 }
 
+impl RdmaCoreDevice {
+    /// Detaches a queue pair from its groups before it goes. What fails here lets that fail.
+    pub(super) fn leave_groups(&self, qp: &Qp) {
+        for (mgid, mlid) in &qp.groups {
+            let gid = ibv_gid { raw: mgid.0 };
+            // SAFETY: the queue pair is alive, and the library copies the GID.
+            unsafe { (self.core.verbs.ibv_detach_mcast)(qp.ptr, &raw const gid, *mlid) };
+        }
+    }
+}
+
 impl Drop for RdmaCoreDevice {
     /// Tears everything down, users before what they use. A device that was taken away is released:
     /// the kernel waits for that.
@@ -452,31 +509,35 @@ impl Drop for RdmaCoreDevice {
             // Queue pairs before their identifiers, queues and domain; librdmacm frees those that
             // it made.
             for (_, qp) in self.qps.iter() {
+                self.leave_groups(qp);
                 match qp.owner.and_then(|id| self.ids.get(id).ok()) {
                     Some(id) => (cm.rdma_destroy_qp)(id.ptr),
                     None => drop((verbs.ibv_destroy_qp)(qp.ptr)),
                 }
             }
-            for (_, id) in self.ids.iter() {
+            for (_, id) in self.ids.iter().filter(|(_, id)| !id.ptr.is_null()) {
                 (cm.rdma_destroy_id)(id.ptr);
             }
             for (_, srq) in self.srqs.iter() {
                 (verbs.ibv_destroy_srq)(srq.ptr);
+            }
+            for (_, xrcd) in self.xrcds.iter() {
+                ops::ibv_close_xrcd(xrcd.ptr);
             }
             for (_, ah) in self.ahs.iter() {
                 (verbs.ibv_destroy_ah)(ah.ptr);
             }
             // Windows before the regions that they are bound to.
             for (_, mw) in self.mws.iter() {
-                riser_rdma_core_sys::ops::ibv_dealloc_mw(mw.ptr);
+                ops::ibv_dealloc_mw(mw.ptr);
             }
             for (_, region) in self.regions.iter() {
                 if let Region::Window(w) = region {
-                    riser_rdma_core_sys::ops::ibv_dealloc_mw(w.ptr);
+                    ops::ibv_dealloc_mw(w.ptr);
                 }
             }
             for (_, region) in self.regions.iter() {
-                if let Region::Plain { ptr, .. } = region {
+                if let Region::Plain { ptr, .. } | Region::Null { ptr, .. } = region {
                     (verbs.ibv_dereg_mr)(*ptr);
                 }
             }

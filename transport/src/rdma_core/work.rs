@@ -10,7 +10,9 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
 use super::convert;
-use super::objects::{RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, pack, unpack};
+use super::objects::{
+    RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, Times, pack, unpack,
+};
 use crate::verbs::*;
 
 /// Names no queue pair: generations begin at 1.
@@ -38,6 +40,85 @@ fn atomic(remote: RemoteAddr, compare_add: u64, swap: u64) -> ibv_send_wr__bindg
 
 impl RdmaCoreDevice {
     pub(super) fn post_requests(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
+        let mut done = 0;
+        loop {
+            let rest = &wrs[done..];
+            let at = rest.iter().position(|wr| self.is_call(&wr.op));
+            let list = self.post_list(qp, &rest[..at.unwrap_or(rest.len())]);
+            list.map_err(|e| PostError {
+                index: done + e.index,
+                ..e
+            })?;
+            let Some(at) = at else {
+                return Ok(());
+            };
+            let bound = self.bind_type_1(qp, &rest[at]);
+            let index = done + at;
+            bound.map_err(|reason| PostError { index, reason })?;
+            done = index + 1;
+        }
+    }
+
+    /// Whether the library has a call for a request, instead of a work request.
+    fn is_call(&self, op: &SendOp) -> bool {
+        let SendOp::BindMw(bind) = op else {
+            return false;
+        };
+        let window = self.mws.get(bind.mw);
+        window.is_ok_and(|window| window.mw_type == MwType::Type1)
+    }
+
+    /// Binds a window of type 1, for which the library has a call that is not a work request. It
+    /// chooses the next key itself.
+    fn bind_type_1(&mut self, qp: QpId, wr: &SendWr<'_>) -> Result<(), PostReason> {
+        let entry = self.qps.get(qp).map_err(|_| PostReason::InvalidHandle)?;
+        if !entry.init.qp_type.has_operation(&wr.op) {
+            return Err(PostReason::InvalidOpcode);
+        }
+        let (SendOp::BindMw(bind), [], None) = (wr.op, wr.sges, wr.inline) else {
+            return Err(PostReason::InvalidRequest("a binding with data"));
+        };
+        let queue = entry.ptr;
+        let window = self
+            .mws
+            .get(bind.mw)
+            .map_err(|_| PostReason::InvalidKey)?
+            .ptr;
+        // SAFETY: the window is alive, and this thread alone uses it.
+        if unsafe { RKey((*window).rkey).next() } != bind.key {
+            return Err(PostReason::InvalidKey);
+        }
+        let mut theirs = ibv_mw_bind {
+            send_flags: convert::send_flags(wr),
+            bind_info: match bind.length {
+                // Takes the range away, for which no region is needed.
+                0 => ibv_mw_bind_info::default(),
+                _ => self.user_bind(&bind)?.bind_info,
+            },
+            wr_id: 0,
+        };
+        let slot = Slot {
+            wr_id: wr.wr_id,
+            opcode: WcOpcode::BindMw,
+            queue: SlotQueue::Send(qp),
+        };
+        let slot = self.slots.insert(slot).map_err(|_| PostReason::QueueFull)?;
+        theirs.wr_id = pack(slot.0);
+        // SAFETY: queue pair, window and region are alive.
+        let r = unsafe { ops::ibv_bind_mw(queue, window, &raw mut theirs) };
+        if r != 0 {
+            let _ = self.slots.remove(slot);
+            let reason = convert::post_reason(r);
+            return Err(self.post_error(qp, PostError { index: 0, reason }).reason);
+        }
+        if let Ok(entry) = self.qps.get_mut(qp) {
+            entry.sent.push_back(slot);
+        }
+        Ok(())
+    }
+
+    /// Posts requests that the library takes in one list.
+    fn post_list(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
         let entry = self.qps.get(qp).map_err(|_| PostError {
             index: 0,
             reason: PostReason::InvalidHandle,
@@ -57,12 +138,11 @@ impl RdmaCoreDevice {
             let first = scratch.sends.as_mut_ptr();
             // SAFETY: the queue pair is alive; the chain and its scatter lists live in `scratch`.
             let r = unsafe { ops::ibv_post_send(ptr, first, &raw mut bad) };
-            // SAFETY: on failure the library points `bad` into the chain that it was given.
-            let at = (!bad.is_null()).then(|| unsafe { bad.offset_from(first) });
             if r != 0 {
                 // A provider whose doorbell fails may name no request: the whole chain is in the
                 // queue then, and a later doorbell may carry it out.
-                let error = posted_before(at, scratch.sends.len(), r);
+                let all = scratch.sends.len();
+                let error = posted_before(place_in(&scratch.sends, bad), all, r);
                 result = Err(self.post_error(qp, error));
             }
         }
@@ -196,6 +276,12 @@ impl RdmaCoreDevice {
         if matches!(init.qp_type, QpType::Ud | QpType::Gsi) {
             return self.datagram(wr, out);
         }
+        if init.qp_type == QpType::XrcIni {
+            let number = wr.remote_srqn.filter(|number| *number <= 0x00ff_ffff);
+            out.qp_type.xrc.remote_srqn = number.ok_or(PostReason::InvalidRequest(
+                "number of a shared receive queue",
+            ))?;
+        }
         // Immediate data are in network byte order, keys to invalidate in host order
         // (ibv_post_send(3)).
         match wr.op {
@@ -287,9 +373,13 @@ impl RdmaCoreDevice {
     ) -> Result<ibv_send_wr__bindgen_ty_4__bindgen_ty_1, PostReason> {
         let invalid = |_| PostReason::InvalidKey;
         let mw = self.mws.get(bind.mw).map_err(invalid)?.ptr;
-        let Region::Plain { ptr, .. } = self.regions.get(bind.mr).map_err(invalid)? else {
+        let Region::Plain { ptr, access, .. } = self.regions.get(bind.mr).map_err(invalid)? else {
             return Err(PostReason::InvalidKey);
         };
+        // The library would bind it: every region has the right there.
+        if !access.contains(Access::MW_BIND) {
+            return Err(PostReason::InvalidKey);
+        }
         let zero_based = match bind.access.contains(Access::ZERO_BASED) {
             true => IBV_ACCESS_ZERO_BASED,
             false => 0,
@@ -371,7 +461,8 @@ impl RdmaCoreDevice {
             .qps
             .get(qp)
             .map_err(|_| invalid(PostReason::InvalidHandle))?;
-        if entry.init.srq.is_some() {
+        let is_xrc = matches!(entry.init.qp_type, QpType::XrcIni | QpType::XrcTgt);
+        if is_xrc || entry.init.srq.is_some() {
             return Err(invalid(PostReason::InvalidOpcode));
         }
         let ptr = entry.ptr;
@@ -460,10 +551,8 @@ impl RdmaCoreDevice {
         } else {
             post(first, &raw mut bad)
         };
-        // SAFETY: on failure the library points `bad` into the chain that it was given.
-        let at = (!bad.is_null()).then(|| unsafe { bad.offset_from(first) });
         let error = if r != 0 {
-            Some(posted_before(at, 0, r))
+            Some(posted_before(place_in(&scratch.recvs, bad), 0, r))
         } else if scratch.slots.len() < wrs.len() {
             Some(PostError {
                 index: scratch.slots.len(),
@@ -484,25 +573,28 @@ impl RdmaCoreDevice {
         &mut self,
         cq: CqId,
         max: usize,
-        out: &mut Vec<Completion>,
+        mut take: impl FnMut(&Self, Completion, Times),
     ) -> Result<usize, VerbsError> {
-        let before = out.len();
-        while out.len() - before < max {
+        let mut count = 0;
+        while count < max {
             let entry = self.cqs.get_mut(cq)?;
             if entry.overrun {
                 return Err(VerbsError::CqOverrun);
             }
             // What a peek took out of the library is older than what is still in it.
-            let Some(wc) = entry.peeked.get_mut().pop_front() else {
-                if entry.pull(max - (out.len() - before))? == 0 {
+            let Some((wc, times)) = entry.next() else {
+                if entry.pull(max - count)? == 0 {
                     break;
                 }
                 continue;
             };
             self.notices.note_completions();
-            out.extend(self.completion(&wc));
+            if let Some(completion) = self.completion(&wc) {
+                take(self, completion, times);
+                count += 1;
+            }
         }
-        Ok(out.len() - before)
+        Ok(count)
     }
 
     pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
@@ -603,12 +695,17 @@ impl RdmaCoreDevice {
     }
 }
 
+/// Index of the request of a chain that the library names as the first that it did not take; `None`
+/// where it names none of them.
+fn place_in<T>(chain: &[T], bad: *const T) -> Option<usize> {
+    chain.iter().position(|wr| ptr::eq(wr, bad))
+}
+
 /// The error of a chain that the library took up to the request `at`; up to `unnamed` where it
 /// names none.
-fn posted_before(at: Option<isize>, unnamed: usize, errno: i32) -> PostError {
-    let index = at.map_or(unnamed, |at| usize::try_from(at).unwrap_or(0));
+fn posted_before(at: Option<usize>, unnamed: usize, errno: i32) -> PostError {
     PostError {
-        index,
+        index: at.unwrap_or(unnamed),
         reason: convert::post_reason(errno),
     }
 }

@@ -230,7 +230,7 @@ pub trait Verbs {
     ///
     /// # Errors
     /// Those of [`Verbs::create_cq`]; [`VerbsError::InvalidParameter`] for a vector that the device
-    /// does not have, and for times where it has no clock.
+    /// does not have, and [`VerbsError::Unsupported`] for times where it has no clock.
     fn create_cq_with(&mut self, init: &CqInitAttr) -> Result<CqId, VerbsError>;
 
     /// Attributes of a completion queue at present (IBTA 11.2.8.2).

@@ -73,14 +73,16 @@ impl Queue {
     }
 }
 
-/// An XRC domain of B's; `None` where the device has none.
+/// An XRC domain of B's; `None` where one of the devices has none.
 fn domain<W: World>(w: &mut W) -> Option<XrcdId> {
-    let opened = w.provider(End::B).open_xrcd();
-    if w.is_rdma_core(End::B) || w.is_rdma_core(End::A) {
-        assert!(matches!(opened, Err(VerbsError::Unsupported(_))) || !w.is_rdma_core(End::B));
-        return None;
+    for end in [End::A, End::B] {
+        if w.is_rxe(end) {
+            let refused = w.provider(end).open_xrcd();
+            assert!(matches!(refused, Err(VerbsError::Unsupported(_))));
+            return None;
+        }
     }
-    Some(opened.unwrap())
+    Some(w.provider(End::B).open_xrcd().unwrap())
 }
 
 /// A connection from A to a domain of B's: A's side, and the queue pair at B.
@@ -384,9 +386,7 @@ pub(crate) fn objects_of_xrc_domains<W: World>(mut w: W) {
 pub(crate) fn an_extended_connection_is_made_by_the_connection_manager<W: World>(mut w: W) {
     let w = &mut w;
     let Some(xrcd) = domain(w) else { return };
-    let Some(_listener) = listen_for(w, QpType::XrcTgt) else {
-        return;
-    };
+    let _listener = listen_for(w, QpType::XrcTgt);
     let queue = Queue::new(w, xrcd);
     let id = resolve_for(w, QpType::XrcIni);
     let wants = Wants::default();

@@ -411,7 +411,7 @@ pub(crate) fn multicast<W: World>(mut w: W) {
     let w = &mut w;
     // A kernel's groups need a network that carries them; shared memory has none.
     let has_groups = w.provider(End::A).device_attr().max_mcast_grp > 0;
-    if !has_groups || w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
+    if !has_groups || w.is_rxe(End::A) || w.is_rxe(End::B) {
         return;
     }
     let group = match w.addr(End::A) {

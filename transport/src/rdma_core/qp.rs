@@ -1,0 +1,139 @@
+//! Queue pairs from their attributes to their table, and back.
+
+use riser_rdma_core_sys::bindings::*;
+
+use super::convert;
+use super::objects::{Qp, RdmaCoreDevice};
+use crate::verbs::*;
+
+impl RdmaCoreDevice {
+    /// The attributes for making a queue pair. Their first members are those of an
+    /// `ibv_qp_init_attr`.
+    pub(super) fn qp_init(&self, init: &QpInitAttr) -> Result<ibv_qp_init_attr_ex, VerbsError> {
+        let qp_type = match init.qp_type {
+            QpType::Smi => return Err(VerbsError::Unsupported("queue pair 0")),
+            QpType::RawPacket => return Err(VerbsError::Unsupported("raw packets")),
+            other => convert::qp_type(other),
+        };
+        let qp_type = qp_type.ok_or(VerbsError::WrongQpType("the kernel keeps queue pair 1"))?;
+        let (cap, attr) = (&init.cap, &self.attr);
+        for (wanted, most, what) in [
+            (cap.max_send_wr, attr.max_qp_wr, "send queue depth"),
+            (cap.max_recv_wr, attr.max_qp_wr, "receive queue depth"),
+            (cap.max_send_sge, attr.max_sge, "send scatter list"),
+            (cap.max_recv_sge, attr.max_sge, "receive scatter list"),
+            (cap.max_inline, attr.max_inline, "inline data"),
+        ] {
+            if wanted > most {
+                return Err(VerbsError::InvalidParameter(what));
+            }
+        }
+        let is_target = init.qp_type == QpType::XrcTgt;
+        if !is_target && init.xrcd.is_some() {
+            return Err(VerbsError::InvalidParameter("XRC domain"));
+        }
+        // Refused here and not after the library has made a queue pair that would have to be
+        // destroyed.
+        self.qps.check_room()?;
+        let mut theirs = ibv_qp_init_attr_ex {
+            qp_type,
+            sq_sig_all: i32::from(init.sq_sig_all),
+            ..Default::default()
+        };
+        if is_target {
+            let xrcd = init.xrcd.ok_or(VerbsError::InvalidHandle("XRC domain"))?;
+            theirs.comp_mask = IBV_QP_INIT_ATTR_XRCD;
+            theirs.xrcd = self.xrcds.get(xrcd)?.ptr;
+            return Ok(theirs);
+        }
+        theirs.comp_mask = IBV_QP_INIT_ATTR_PD;
+        theirs.pd = self.pd_ptr(init.pd)?;
+        theirs.send_cq = self.cqs.get(init.send_cq)?.ptr;
+        theirs.recv_cq = self.cqs.get(init.recv_cq)?.ptr;
+        if let Some(srq) = init.srq {
+            let srq = self.srqs.get(srq)?;
+            if srq.xrc.is_some() || init.qp_type == QpType::XrcIni {
+                return Err(VerbsError::InvalidParameter("shared receive queue"));
+            }
+            theirs.srq = srq.ptr;
+        }
+        let has_receives = init.srq.is_none() && init.qp_type != QpType::XrcIni;
+        theirs.cap = ibv_qp_cap {
+            max_send_wr: init.cap.max_send_wr,
+            max_recv_wr: if has_receives {
+                init.cap.max_recv_wr
+            } else {
+                0
+            },
+            max_send_sge: init.cap.max_send_sge.max(1),
+            max_recv_sge: init.cap.max_recv_sge.max(1),
+            max_inline_data: init.cap.max_inline,
+        };
+        if init.block_self_mcast {
+            theirs.comp_mask |= IBV_QP_INIT_ATTR_CREATE_FLAGS;
+            theirs.create_flags = IBV_QP_CREATE_BLOCK_SELF_MCAST_LB;
+        }
+        Ok(theirs)
+    }
+
+    /// Enters a queue pair that the library made, and counts what it uses. That there is room, and
+    /// what it uses, was checked by [`Self::qp_init`].
+    pub(super) fn adopt_qp(
+        &mut self,
+        ptr: *mut ibv_qp,
+        init: &QpInitAttr,
+        owner: Option<CmId>,
+    ) -> Result<QpId, VerbsError> {
+        if ptr.is_null() {
+            return Err(VerbsError::Os(libc::EIO));
+        }
+        // SAFETY: the queue pair was just made.
+        let qpn = unsafe { (*ptr).qp_num };
+        let id = self.qps.insert(Qp {
+            ptr,
+            qpn,
+            init: *init,
+            rate: RateLimit::default(),
+            groups: Vec::new(),
+            owner,
+            sent: Default::default(),
+            received: Default::default(),
+        })?;
+        self.qpns.insert(qpn, id);
+        self.use_parts(init, 1);
+        Ok(id)
+    }
+
+    /// Counts a queue pair as a user of what it was made of, or no longer. What a kind does not have
+    /// names nothing.
+    fn use_parts(&mut self, init: &QpInitAttr, change: i32) {
+        let count = |users: &mut u32| *users = users.saturating_add_signed(change);
+        if let Some(Ok(xrcd)) = init.xrcd.map(|id| self.xrcds.get_mut(id)) {
+            count(&mut xrcd.users);
+        }
+        if init.qp_type == QpType::XrcTgt {
+            return;
+        }
+        if let Ok(pd) = self.pds.get_mut(init.pd) {
+            count(&mut pd.users);
+        }
+        for cq in [init.send_cq, init.recv_cq] {
+            if let Ok(cq) = self.cqs.get_mut(cq) {
+                count(&mut cq.users);
+            }
+        }
+        if let Some(Ok(srq)) = init.srq.map(|id| self.srqs.get_mut(id)) {
+            count(&mut srq.users);
+        }
+    }
+
+    pub(super) fn forget_qp(&mut self, id: QpId) {
+        let Ok(qp) = self.qps.remove(id) else { return };
+        self.qpns.remove(&qp.qpn);
+        // A completion that comes for one of these after all names no slot.
+        for slot in qp.sent.into_iter().chain(qp.received) {
+            let _ = self.slots.remove(slot);
+        }
+        self.use_parts(&qp.init, -1);
+    }
+}

@@ -4,8 +4,11 @@
 //! first connects, the second listens:
 //!
 //! ```text
-//! RISER_SUITE="rdma_core:10.99.0.1 roce:10.99.0.2@peer" devices [WORD…]
+//! RISER_SUITE="rdma_core:10.99.0.1 roce:10.99.0.2,10.99.1.2@peer" devices [WORD…]
 //! ```
+//!
+//! A device of ours has further addresses behind its first; one of the host's has those of its GID
+//! table.
 //!
 //! Words choose the tests whose names contain one of them. Without words the suite runs; the tests
 //! of the module `stress` run when they are named. They read more of the environment:
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         .collect();
     let mut tests: Vec<Test> = crate::suite_names! { suite_table, () };
     tests.extend(crate::hand_made_names! { suite_table, () });
+    tests.extend(crate::two_address_names! { suite_table, () });
     let stress = stress::TESTS.iter().copied();
     let is_named = |t: &Test| words.iter().any(|w| t.0.contains(w.as_str()));
     let chosen: Vec<Test> = if words.is_empty() {

@@ -153,6 +153,40 @@ mod on_sockets {
     crate::hand_made_suite!(Real::new());
 }
 
+mod on_several_addresses {
+    use std::cell::RefCell;
+
+    use crate::software::{Real, addresses};
+
+    fn devices() -> Real {
+        let others = addresses();
+        let others = RefCell::new([others.0, others.1].into_iter());
+        Real::with(|c| c.other_addrs = others.borrow_mut().next().into_iter().collect())
+    }
+
+    crate::two_address_names! { suite_tests, (devices()) }
+}
+
+mod on_several_addresses_of_a_wire {
+    use std::net::IpAddr;
+
+    use riser_transport::loopback::{Fabric, FabricConfig, Pair};
+
+    use crate::software::Virtual;
+
+    fn devices() -> Virtual {
+        let fabric = Fabric::new(FabricConfig::default());
+        let device = |n: u8| {
+            let addr = |path: u8| IpAddr::from([127, 0, path, n]);
+            fabric.endpoint_with(&[addr(0), addr(1)])
+        };
+        let (a, b) = (device(1), device(2));
+        Virtual(Pair { a, b, fabric })
+    }
+
+    crate::two_address_names! { suite_tests, (devices()) }
+}
+
 mod in_shared_memory {
     use crate::software::Shared;
 

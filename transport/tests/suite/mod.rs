@@ -4,6 +4,7 @@ pub(crate) mod cm;
 pub(crate) mod datagrams;
 pub(crate) mod extended;
 pub(crate) mod memory;
+pub(crate) mod migration;
 pub(crate) mod objects;
 pub(crate) mod ops;
 pub(crate) mod transfers;
@@ -70,6 +71,19 @@ macro_rules! hand_made_names {
                 extended_reads_writes_and_atomics extended_requests_for_a_wrong_queue
                 extended_connections_share_a_queue objects_of_xrc_domains
                 an_extended_connection_is_made_by_the_connection_manager;
+        }
+    };
+}
+
+/// As [`suite_names`], for the part of the suite that needs devices with two addresses each. On others
+/// there is nothing to do.
+#[macro_export]
+macro_rules! two_address_names {
+    ($then:ident, $given:tt) => {
+        $crate::$then! { $given
+            migration: a_connection_migrates_by_command_and_by_packet
+                a_connection_migrates_under_load an_armed_connection_is_rearmed_and_disarmed
+                the_connection_manager_loads_a_path;
         }
     };
 }

@@ -63,7 +63,11 @@ impl Named {
             Some((addr, namespace)) => (addr, Some(namespace.to_owned())),
             None => (at, None),
         };
-        let addr: IpAddr = addr.parse().expect("an address");
+        let addrs = addr
+            .split(',')
+            .map(|addr| addr.parse().expect("an address"));
+        let addrs: Vec<IpAddr> = addrs.collect();
+        let addr = addrs[0];
         let kind = kind.to_owned();
         // A thread that enters a namespace stays there, so one is made for the purpose.
         let opening = thread::spawn(move || {
@@ -73,7 +77,7 @@ impl Named {
                 move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
                     .expect("entering a network namespace");
             }
-            open(&kind, addr)
+            open(&kind, &addrs)
         });
         Self {
             provider: Some(opening.join().expect("a device")),
@@ -83,9 +87,16 @@ impl Named {
     }
 }
 
-fn open(kind: &str, addr: IpAddr) -> Box<dyn Provider + Send> {
+fn open(kind: &str, addrs: &[IpAddr]) -> Box<dyn Provider + Send> {
+    let addr = addrs[0];
     match kind {
-        "roce" => Box::new(Roce::open(&RoceConfig::new(addr)).expect("a RoCE device")),
+        "roce" => {
+            let config = RoceConfig {
+                other_addrs: addrs[1..].to_vec(),
+                ..RoceConfig::new(addr)
+            };
+            Box::new(Roce::open(&config).expect("a RoCE device"))
+        }
         "rdma_core" => Box::new(RdmaCoreDevice::open(addr).expect("an RDMA device")),
         _ => panic!("no provider {kind}"),
     }

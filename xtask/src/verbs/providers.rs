@@ -44,22 +44,31 @@ pub(super) fn program(folder: Option<&Path>) -> Result<PathBuf, Failure> {
     }
 }
 
+/// Two addresses of a device, between which connections migrate.
+fn addresses(device: usize) -> String {
+    let others = PAIRS[0].len();
+    format!("{},{}", address(device), address(device + others))
+}
+
 /// Runs the suite on the pair at `index` of [`paths`]; returns each test, and why it failed.
 ///
 /// # Errors
 /// The program did not run all tests.
 pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, Failure> {
     let pair = PAIRS[index];
-    let names: Vec<_> = (0..).zip(pair).collect();
-    let spec = names
-        .iter()
-        .map(|(n, kind)| format!("{kind}:{}", address(*n)));
+    let devices: Vec<_> = (0..).zip(pair).collect();
+    let spec = devices.iter();
+    let spec = spec.map(|(n, kind)| format!("{kind}:{}", addresses(*n)));
     let spec = spec.collect::<Vec<_>>().join(" ");
+    let program = rig.adopt(program)?;
     // The library has the devices of the one provider, and the test opens those of the other.
-    let ours = names.iter().filter(|(_, kind)| *kind == "rdma_core");
-    let ours = ours.map(|(n, _)| address(*n)).collect::<Vec<_>>().join(",");
-    let program = rig.adopt(program)?.display().to_string();
-    let mut command = rig.command(&ours, &[], &[&program]);
+    let mut run = sh::cmd(rig.riser(), ["run"]);
+    for (n, _) in devices.iter().filter(|(_, kind)| *kind == "rdma_core") {
+        run.arg("--device")
+            .arg(format!("riser{n}={}", addresses(*n)));
+    }
+    run.arg("--").arg(program);
+    let mut command = rig.without_rights(&run, None);
     command.env("RISER_SUITE", &spec);
     let mut process = rig.start(command, &paths()[index])?;
     let ended = process.end(Instant::now() + PATIENCE);

@@ -44,7 +44,8 @@ impl Nic {
     pub fn load_alternate_path(&mut self, id: CmId, path: &AltPath) -> Result<(), CmError> {
         const CALL: &str = "load_alternate_path";
         let entry = self.cm_id(id, CALL)?;
-        if entry.qp_type != QpType::Rc {
+        // Each connection migrates (IBTA 17.2.8); datagrams have none.
+        if entry.qp_type == QpType::Ud {
             return Err(VerbsError::WrongQpType("alternate path").into());
         }
         match (entry.state, entry.qp, entry.ib) {

@@ -91,8 +91,13 @@ impl Id {
             return Some(to_rts);
         }
         let (said, (_, sends)) = (self.said.as_deref()?, self.depths(limits)?);
+        // What a peer offers in its request counts only where such paths are allowed.
+        let is_allowed = self.state != IdState::Requested || self.options.alternate_paths;
+        let alternate = self.alternate.filter(|_| is_allowed);
         let to_rts = QpAttr {
             sq_psn: Some(said.sq_psn.value()),
+            alt_path: alternate,
+            path_mig_state: alternate.map(|_| PathMigState::Rearm),
             ..to_rts
         };
         // Nothing comes back to an unreliable connection, and what an extended one's receiving end
@@ -105,16 +110,11 @@ impl Id {
         // too long, and a dead one for a busy one. Its owner may know better.
         let proposed = said.path.ack_timeout.exponent();
         let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
-        // What a peer offers in its request counts only where such paths are allowed.
-        let is_allowed = self.state != IdState::Requested || self.options.alternate_paths;
-        let alternate = self.alternate.filter(|_| is_allowed);
         Some(QpAttr {
             max_rd_atomic: asks.then_some(sends),
             timeout: Some(self.options.ack_timeout.unwrap_or(proposed)),
             retry_cnt: asks.then_some(said.retry_count.value() as u8),
             rnr_retry: asks.then_some(said.rnr_retry_count.value() as u8),
-            alt_path: alternate,
-            path_mig_state: alternate.map(|_| PathMigState::Rearm),
             ..to_rts
         })
     }

@@ -20,9 +20,6 @@ use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
 use crate::turn::Turn;
 
-/// The only bit of `enum ibv_cq_attr_mask`.
-const MODERATE: u32 = 1;
-
 /// Service levels of datagrams with a route header of RoCEv2: a bit for UDP, and the kind of header.
 const IPV4_OVER_UDP: u8 = 0b1010;
 const IPV6_OVER_UDP: u8 = 0b1001;
@@ -238,7 +235,7 @@ pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify
     number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
-        if attr.attr_mask != MODERATE {
+        if attr.attr_mask != IBV_CQ_ATTR_MODERATE {
             return Err(Errno::INVALID);
         }
         let moderation = Moderation {

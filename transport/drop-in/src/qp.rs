@@ -24,10 +24,6 @@ use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 use crate::queue::Unacknowledged;
 
-/// Flag of `enum ibv_qp_create_flags`: what the queue pair sends to a multicast group does not come
-/// back to it.
-const BLOCK_SELF_MCAST: u32 = 1 << 1;
-
 /// Bits of `enum ibv_qp_open_attr_mask`.
 const OPEN_NUM: u32 = 1;
 const OPEN_XRCD: u32 = 2;
@@ -129,12 +125,12 @@ pub(crate) fn extra_attr(attr: &ibv_qp_init_attr_ex) -> Result<ExtraAttr, Errno>
     } else {
         0
     };
-    if attr.comp_mask & !KNOWN != 0 || flags & !BLOCK_SELF_MCAST != 0 {
+    if attr.comp_mask & !KNOWN != 0 || flags & !IBV_QP_CREATE_BLOCK_SELF_MCAST_LB != 0 {
         return Err(Errno::UNSUPPORTED);
     }
     Ok(ExtraAttr {
         send_ops: has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).then_some(attr.send_ops_flags),
-        block_self_mcast: flags & BLOCK_SELF_MCAST != 0,
+        block_self_mcast: flags & IBV_QP_CREATE_BLOCK_SELF_MCAST_LB != 0,
     })
 }
 

@@ -127,8 +127,6 @@ pub(crate) unsafe extern "C" fn advise_mr(
     list: *mut ibv_sge,
     count: u32,
 ) -> c_int {
-    /// Wish to be done before the call returns, which is so anyway.
-    const FLUSH: u32 = 1;
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let advice = match advice {
@@ -138,7 +136,8 @@ pub(crate) unsafe extern "C" fn advise_mr(
             IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE => MrAdvice::PrefetchWrite,
             _ => return Err(Errno::UNSUPPORTED),
         };
-        if flags & !FLUSH != 0 || count == 0 || list.is_null() {
+        // To be done before the call returns is no more than what happens anyway.
+        if flags & !IB_UVERBS_ADVISE_MR_FLAG_FLUSH != 0 || count == 0 || list.is_null() {
             return Err(Errno::INVALID);
         }
         // SAFETY: the program's list.

@@ -1081,3 +1081,53 @@ impl RdmaCoreDevice {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a library has only with the newer table of functions, or a driver only at times.
+    #[test]
+    fn a_device_without_a_call_refuses_it_by_name() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, qp) = device.fake_queues();
+        let pd = device.alloc_pd().unwrap();
+        let sge = Sge {
+            addr: 0,
+            length: 1,
+            lkey: LKey(1),
+        };
+        let timed = CqInitAttr {
+            is_timed: true,
+            ..CqInitAttr::new(4)
+        };
+        let mut quiet = QpInitAttr::new(pd, cq, QpType::Ud, QpCap::new(1, 1));
+        quiet.block_self_mcast = true;
+        let refusals = [
+            device.open_xrcd().map(drop),
+            device.alloc_null_mr(pd).map(drop),
+            device.advise_mr(pd, MrAdvice::Prefetch, &[sge]),
+            device.alloc_mw(pd, MwType::Type1).map(drop),
+            device.alloc_mw(pd, MwType::Type2).map(drop),
+            device.create_cq_with(&timed).map(drop),
+            device.create_qp(&quiet).map(drop),
+            device.modify_qp_rate_limit(qp, RateLimit::default()),
+        ];
+        for refusal in refusals {
+            assert!(
+                matches!(refusal, Err(VerbsError::Unsupported(_))),
+                "{refusal:?}"
+            );
+        }
+        let moderation = Moderation {
+            count: 1,
+            period: Duration::from_micros(1),
+        };
+        let refusal = device.modify_cq(cq, moderation);
+        assert!(matches!(refusal, Err(VerbsError::InvalidParameter(_))));
+        device.modify_cq(cq, Moderation::default()).unwrap();
+        // Nothing of them is left.
+        device.dealloc_pd(pd).unwrap();
+        assert!(device.srqs.len() + device.xrcds.len() + device.regions.len() == 0);
+    }
+}

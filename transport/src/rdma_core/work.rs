@@ -811,6 +811,25 @@ mod tests {
     }
 
     #[test]
+    fn a_poll_that_answers_more_than_there_is_room_for_ends_the_queue() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, _) = device.fake_queues();
+        library(|library| library.is_overlong = true);
+        let polled = device.poll_cq(cq, 4, &mut Vec::new());
+        assert_eq!(polled, Err(VerbsError::CqOverrun));
+        assert_eq!(device.peek_cq(cq, 4), Ok(0));
+    }
+
+    #[test]
+    fn a_request_that_is_none_of_the_chain_is_not_named() {
+        let chain = [7; 3];
+        let at = |place: *const i32| place_in(&chain, place);
+        assert_eq!(at(&raw const chain[2]), Some(2));
+        assert_eq!(at(chain.as_ptr().wrapping_add(9)), None);
+        assert_eq!(at(ptr::null()), None);
+    }
+
+    #[test]
     fn a_chain_without_a_named_request_may_all_be_posted() {
         let index = |at| posted_before(at, 3, libc::EINVAL).index;
         assert_eq!((index(None), index(Some(1)), index(Some(0))), (3, 1, 0));

@@ -87,7 +87,7 @@ use std::path::Path;
 
 pub use objects::RdmaCoreDevice;
 use riser_rdma_core_sys::bindings::{ibv_gid, ibv_port_attr};
-use riser_rdma_core_sys::{LoadError, RdmaCore};
+use riser_rdma_core_sys::{LoadError, RdmaCore, Verbs as Functions};
 use thiserror::Error;
 
 use crate::verbs::{CmError, Gid, VerbsError};
@@ -132,27 +132,40 @@ pub struct DeviceSummary {
 /// Returns whether an RDMA device has the local address at this moment: a cheap question, for
 /// waiting until a device that was unplugged is back.
 ///
-/// It reads the kernel's GID tables and opens nothing. A host without rdma-core or without RDMA has
-/// no device.
+/// A host without rdma-core or without RDMA has no device. As [`GidTables::read`].
 #[must_use]
 pub fn has_device(addr: IpAddr) -> bool {
     GidTables::read().has(addr)
 }
 
-/// The kernel's GID tables, for those who ask about several addresses: a table has hundreds of
-/// entries, each a file.
+/// The GID tables of all RDMA devices, for those who ask about several addresses: a table has
+/// hundreds of entries.
 #[derive(Clone, Debug, Default)]
 pub struct GidTables(HashSet<String>);
 
 impl GidTables {
-    /// Reads those of all RDMA devices.
+    /// Reads them. Those of the kernel's devices are files, and none of these devices is opened, since
+    /// one that is open may not go. Other devices of libibverbs, which software has made in its place,
+    /// are asked by its functions.
     #[must_use]
     pub fn read() -> Self {
+        let kernels = Path::new(KERNEL_DEVICES);
+        let mut gids = Self::read_files(kernels);
+        if let Ok(core) = RdmaCore::load() {
+            let others = list(&core.verbs, |name| !kernels.join(name).exists());
+            let addrs = others.into_iter().flat_map(|device| device.addrs);
+            gids.0.extend(addrs.map(|addr| gid_text(Gid::from(addr))));
+        }
+        gids
+    }
+
+    /// Reads those of the kernel's devices, which have a folder each in this one.
+    fn read_files(devices: &Path) -> Self {
         let entries = |path: &Path| {
             let dir = std::fs::read_dir(path).into_iter().flatten();
             dir.filter_map(Result::ok).map(|e| e.path())
         };
-        let gids = entries(Path::new("/sys/class/infiniband"))
+        let gids = entries(devices)
             .flat_map(|device| entries(&device.join("ports")))
             .flat_map(|port| entries(&port.join("gids")))
             .filter_map(|gid| std::fs::read_to_string(gid).ok());
@@ -166,6 +179,9 @@ impl GidTables {
         !addr.is_unspecified() && self.0.contains(&gid_text(Gid::from(addr)))
     }
 }
+
+/// Folder of the kernel's RDMA devices, by their names.
+const KERNEL_DEVICES: &str = "/sys/class/infiniband";
 
 /// A GID as the kernel writes it: eight groups of four digits.
 fn gid_text(gid: Gid) -> String {
@@ -182,13 +198,16 @@ fn gid_text(gid: Gid) -> String {
 /// # Errors
 /// [`LoadError`] where rdma-core is not installed.
 pub fn devices() -> Result<Vec<DeviceSummary>, LoadError> {
-    let core = RdmaCore::load()?;
-    let verbs = core.verbs;
+    Ok(list(&RdmaCore::load()?.verbs, |_| true))
+}
+
+/// Those of the devices whose names are wanted, each of which is opened for a moment.
+fn list(verbs: &Functions, is_wanted: impl Fn(&str) -> bool) -> Vec<DeviceSummary> {
     let mut count = 0;
     // SAFETY: the function fills the count and answers a list of that length, or null.
     let list = unsafe { (verbs.ibv_get_device_list)(&raw mut count) };
     if list.is_null() {
-        return Ok(Vec::new());
+        return Vec::new();
     }
     let mut found = Vec::new();
     for i in 0..usize::try_from(count).unwrap_or(0) {
@@ -202,6 +221,9 @@ pub fn devices() -> Result<Vec<DeviceSummary>, LoadError> {
                 u64::from_be((verbs.ibv_get_device_guid)(device)),
             )
         };
+        if !is_wanted(&name) {
+            continue;
+        }
         // SAFETY: the device comes from the list, which is freed only below.
         let context = unsafe { (verbs.ibv_open_device)(device) };
         let (mut active, mut addrs) = (false, Vec::new());
@@ -234,7 +256,7 @@ pub fn devices() -> Result<Vec<DeviceSummary>, LoadError> {
     }
     // SAFETY: the list came from `ibv_get_device_list`.
     unsafe { (verbs.ibv_free_device_list)(list) };
-    Ok(found)
+    found
 }
 
 #[cfg(test)]

@@ -586,6 +586,15 @@ impl Test {
 
 /// `riserd` and `riser`, whose provider `rdma_core` loads libibverbs and librdmacm: here ours.
 fn disks() -> Vec<Case> {
+    const AT_ANY_ADDRESS: &str = "\
+backends: { disk: { kind: ram, size: 64MiB } }
+targets:
+  - name: iqn.2026-01.com.example:disks
+    portals: [{ protocol: iser, listen: 0.0.0.0 }]
+    luns: { 0: disk }
+    access: open
+transport: { provider: rdma_core }
+";
     const CONFIG: &str = "\
 backends: { disk: { kind: ram, size: 64MiB } }
 targets:
@@ -597,6 +606,7 @@ targets:
     access: open
 transport: { provider: rdma_core }
 ";
+    const ISER: &str = "iser://{server}/iqn.2026-01.com.example:disks/0";
     let server = "{programs}/riserd run --config {dir}/riserd.yaml";
     let case = |name: &str, url: &str| {
         let client = format!(
@@ -621,7 +631,12 @@ transport: { provider: rdma_core }
             "srp",
             "srp://{server}/0?id_ext=0200c0ffee000001&ioc_guid=0200c0ffee000001",
         ),
-        case("iser", "iser://{server}/iqn.2026-01.com.example:disks/0"),
+        case("iser", ISER),
+        // The portal is at the addresses of the library's devices, of which the kernel knows nothing.
+        Case {
+            config: Some(AT_ANY_ADDRESS),
+            ..case("iser at any address", ISER).on_network()
+        },
     ]
 }
 

@@ -14,6 +14,7 @@ use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
 
+use crate::cm::returns;
 use crate::engine::{ENGINES, Engine, Engines, State};
 use crate::lock::unpoisoned;
 use crate::queue::{DESCRIPTORS, descriptor};
@@ -26,6 +27,8 @@ struct Held {
     list: MutexGuard<'static, Engines>,
     /// Of the queues of events.
     queues: MutexGuard<'static, BTreeSet<c_int>>,
+    /// Of the identifiers at all devices. A thread opens devices that are back for them.
+    at_all: returns::Held,
 }
 
 // SAFETY: the thread that forks releases the locks: it goes on in both processes.
@@ -59,6 +62,7 @@ fn add_handlers() {
 }
 
 extern "C" fn prepare() {
+    let at_all = returns::hold();
     let list = unpoisoned(ENGINES.lock());
     let engines: Vec<_> = list.iter().map(|(_, engine)| Arc::clone(engine)).collect();
     let states = engines.iter().map(|engine| {
@@ -71,6 +75,7 @@ extern "C" fn prepare() {
         engines,
         list,
         queues: unpoisoned(DESCRIPTORS.lock()),
+        at_all,
     };
     *unpoisoned(HELD.lock()) = Some(held);
 }
@@ -98,6 +103,7 @@ extern "C" fn begin_child() {
         }
         // SAFETY: opened above.
         unsafe { libc::close(null) };
+        returns::begin_child(&mut held.at_all);
         for fd in held.queues.iter() {
             replace(*fd);
         }

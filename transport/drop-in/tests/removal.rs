@@ -76,23 +76,124 @@ fn wait_until_active(context: *mut ibv_context) {
     });
 }
 
-/// An identifier that is bound to the device's address, and its channel.
-fn bound() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
+/// An address of the Internet.
+fn internet(addr: [u8; 4], port: u16) -> libc::sockaddr_in {
+    // SAFETY: all-zero bytes are valid.
+    let mut socket: libc::sockaddr_in = unsafe { zeroed() };
+    socket.sin_family = libc::AF_INET as _;
+    socket.sin_port = port.to_be();
+    socket.sin_addr.s_addr = u32::from_ne_bytes(addr);
+    socket
+}
+
+/// An identifier with a channel of its own.
+fn identifier() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
     let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
     let mut id: *mut rdma_cm_id = ptr::null_mut();
     let created = call!(rdma_create_id(channel => *mut rdma_event_channel,
         &raw mut id => *mut *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
         RDMA_PS_TCP => rdma_port_space) -> c_int);
     assert_eq!(created, 0);
-    // SAFETY: all-zero bytes are valid.
-    let mut addr: libc::sockaddr_in = unsafe { zeroed() };
-    addr.sin_family = libc::AF_INET as _;
-    addr.sin_port = 7471u16.to_be();
-    addr.sin_addr.s_addr = u32::from_ne_bytes(ADDRESS);
+    (channel, id)
+}
+
+/// An identifier that is bound to an address, and its channel.
+fn bound_to(addr: [u8; 4], port: u16) -> (*mut rdma_event_channel, *mut rdma_cm_id) {
+    let (channel, id) = identifier();
+    let addr = internet(addr, port);
     let addr = (&raw const addr).cast();
     let result = call!(rdma_bind_addr(id => *mut rdma_cm_id, addr => *const c_void) -> c_int);
     assert_eq!(result, 0, "{}", errno());
     (channel, id)
+}
+
+/// The same with the device's address.
+fn bound() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
+    bound_to(ADDRESS, 7471)
+}
+
+fn listen(id: *mut rdma_cm_id) -> c_int {
+    call!(rdma_listen(id => *mut rdma_cm_id, 1 => c_int) -> c_int)
+}
+
+fn destroy(channel: *mut rdma_event_channel, id: *mut rdma_cm_id) {
+    assert_eq!(call!(rdma_destroy_id(id => *mut rdma_cm_id) -> c_int), 0);
+    call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+}
+
+/// The next event of the connection manager within a while, with its identifier and its listener.
+fn cm_event(
+    channel: *mut rdma_event_channel,
+    wait: Duration,
+) -> Option<(rdma_cm_event_type, *mut rdma_cm_id, *mut rdma_cm_id)> {
+    // SAFETY: the channel is alive, and the event is the program's until it is acknowledged.
+    unsafe {
+        let mut fd = libc::pollfd {
+            fd: (*channel).fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        if libc::poll(&raw mut fd, 1, wait.as_millis() as c_int) == 0 {
+            return None;
+        }
+        let mut event: *mut rdma_cm_event = ptr::null_mut();
+        let taken = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
+            &raw mut event => *mut *mut rdma_cm_event) -> c_int);
+        assert_eq!(taken, 0);
+        let shown = ((*event).event, (*event).id, (*event).listen_id);
+        call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
+        Some(shown)
+    }
+}
+
+/// A listener at all devices.
+struct Listener {
+    channel: *mut rdma_event_channel,
+    id: *mut rdma_cm_id,
+    port: u16,
+}
+
+impl Listener {
+    fn new(port: u16) -> Self {
+        let (channel, id) = bound_to([0; 4], port);
+        assert_eq!(listen(id), 0, "{}", errno());
+        Self { channel, id, port }
+    }
+
+    /// Whether a request of the device's own comes to it.
+    fn is_reached(&self) -> bool {
+        let (channel, id) = identifier();
+        let addr = internet(ADDRESS, self.port);
+        let next = || cm_event(channel, Duration::from_secs(20)).unwrap().0;
+        let resolved = call!(rdma_resolve_addr(id => *mut rdma_cm_id, ptr::null() => *const c_void,
+            (&raw const addr).cast() => *const c_void, 1000 => c_int) -> c_int);
+        assert_eq!(resolved, 0, "{}", errno());
+        assert_eq!(next(), RDMA_CM_EVENT_ADDR_RESOLVED);
+        call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+        assert_eq!(next(), RDMA_CM_EVENT_ROUTE_RESOLVED);
+        // SAFETY: all-zero bytes are valid.
+        let mut param: rdma_conn_param = unsafe { zeroed() };
+        param.qp_num = 77;
+        let asked = call!(rdma_connect(id => *mut rdma_cm_id,
+            &raw mut param => *mut rdma_conn_param) -> c_int);
+        assert_eq!(asked, 0, "{}", errno());
+        let event = cm_event(self.channel, Duration::from_secs(1));
+        if let Some((kind, request, listener)) = event {
+            assert_eq!(kind, RDMA_CM_EVENT_CONNECT_REQUEST);
+            assert_eq!(listener, self.id);
+            let destroyed = call!(rdma_destroy_id(request => *mut rdma_cm_id) -> c_int);
+            assert_eq!(destroyed, 0);
+        }
+        destroy(channel, id);
+        event.is_some()
+    }
+
+    /// Waits until requests come to it, as its only events.
+    fn wait(&self) {
+        let what = "a listener on the device";
+        eventually(what, Duration::from_secs(20), || self.is_reached());
+        assert_eq!(cm_event(self.channel, Duration::ZERO), None);
+    }
 }
 
 /// A program that knows no connection manager closes a removed device and opens it again.
@@ -134,6 +235,8 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     let mr = device.register(&mut memory);
     post_recv(qp, 7, Some(sge(mr, 0, 64)));
     let (channel, id) = bound();
+    let before = Listener::new(7472);
+    before.wait();
 
     wait_until_active(context);
     ip("link set v0 down");
@@ -166,18 +269,13 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
         IBV_QP_STATE as c_int => c_int) -> c_int);
     assert_eq!(modified, libc::EIO);
 
-    let mut event: *mut rdma_cm_event = ptr::null_mut();
-    let taken = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
-        &raw mut event => *mut *mut rdma_cm_event) -> c_int);
-    assert_eq!(taken, 0);
-    // SAFETY: the event is the program's until it is acknowledged.
-    let shown = unsafe { ((*event).event, (*event).id) };
-    assert_eq!(shown, (RDMA_CM_EVENT_DEVICE_REMOVAL, id));
-    call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
-    assert_eq!(
-        call!(rdma_listen(id => *mut rdma_cm_id, 1 => c_int) -> c_int),
-        -1
-    );
+    let removal = cm_event(channel, Duration::from_secs(20));
+    let expected = (RDMA_CM_EVENT_DEVICE_REMOVAL, id, ptr::null_mut());
+    assert_eq!(removal, Some(expected));
+    assert_eq!(listen(id), -1);
+    // One at all devices is there for those to come.
+    assert_eq!(cm_event(before.channel, Duration::ZERO), None);
+    let meanwhile = Listener::new(7473);
 
     // Nothing has the address, until it is back. Objects of the old device may outlive that.
     let mut count = 0;
@@ -197,14 +295,12 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
         "the old one stays removed"
     );
 
-    assert_eq!(call!(rdma_destroy_id(id => *mut rdma_cm_id) -> c_int), 0);
-    assert_eq!(
-        call!(rdma_listen(other => *mut rdma_cm_id, 1 => c_int) -> c_int),
-        0
-    );
-    assert_eq!(call!(rdma_destroy_id(other => *mut rdma_cm_id) -> c_int), 0);
-    for channel in [channel, other_channel] {
-        call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    destroy(channel, id);
+    assert_eq!(listen(other), 0);
+    destroy(other_channel, other);
+    for listener in [before, meanwhile] {
+        listener.wait();
+        destroy(listener.channel, listener.id);
     }
     assert_eq!(call!(ibv_destroy_qp(qp => *mut ibv_qp) -> c_int), 0);
     assert_eq!(call!(ibv_destroy_cq(cq => *mut ibv_cq) -> c_int), 0);

@@ -15,9 +15,10 @@ use riser_transport::verbs::{
 
 use super::af_ib::{Address, Service};
 use super::{
-    Id, Path, acknowledge_kept, device_at, device_towards, id_of, port_space_of, rdma_get_cm_event,
+    Id, Link, Path, acknowledge_kept, device_at, device_towards, id_of, is_away, port_space_of,
+    rdma_get_cm_event, returns,
 };
-use crate::devices::devices;
+use crate::devices::{Device, devices};
 use crate::errno::{Errno, minus};
 use crate::object::Ref;
 
@@ -105,7 +106,6 @@ pub(super) fn bind(id: Ref<Id>, addr: Address) -> Result<(), Errno> {
         (state.space, state.services) = (created, None);
     } else {
         // The program sees the address that it gave, with the port that was taken.
-        id.lock().any = is_any.then_some(addr.ip());
         id.show_route();
         if id.links().is_empty() {
             id.show_addresses(Some(addr), None);
@@ -125,38 +125,70 @@ fn stands_for_all(addr: IpAddr, mut devices: impl Iterator<Item = IpAddr>) -> bo
     addr.is_unspecified() || (addr.is_loopback() && !devices.any(|device| device.is_loopback()))
 }
 
-/// Binds to all devices of the address's family, at one port. The unspecified address of IPv6 stands
-/// for IPv4 as well, unless the program has it stay to its family, and a loopback address for the
-/// devices of either family. There may be no such device, and then nothing comes: programs bind to
-/// both families without a look at the devices.
+/// Binds to all devices of the address's family, at one port. There may be no such device, and then
+/// nothing comes: programs bind to both families without a look at the devices. One that was removed
+/// is bound to when it is back.
 fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
-    let only = id
-        .lock()
-        .options
-        .iter()
-        .rev()
-        .find_map(|option| match option {
-            CmOption::AddressFamilyOnly(only) => Some(*only),
-            _ => None,
-        });
-    let is_any_family = addr.ip().is_loopback() || (addr.is_ipv6() && only != Some(true));
+    let mut at_all = returns::hold();
+    // A device may be removed at any time.
+    id.lock().any = Some(addr);
     let mut port = addr.port();
-    for device in devices() {
-        if device.config.addr.is_ipv4() != addr.is_ipv4() && !is_any_family {
-            continue;
+    let all = devices().iter();
+    for device in all.filter(|device| is_for(id, device, addr.ip())) {
+        match bind_at(id, device, SocketAddr::new(addr.ip(), port)) {
+            // The first device chooses for all where the program leaves it open.
+            Ok((_, taken)) => port = taken,
+            Err(_) if is_away(device) => returns::await_return(device),
+            Err(errno) => {
+                id.lock().any = None;
+                return Err(errno);
+            }
         }
-        let (context, device_id) = id.link_to(device)?;
+    }
+    id.lock().any = Some(SocketAddr::new(addr.ip(), port));
+    at_all.push(id);
+    Ok(())
+}
+
+/// Whether an identifier that is bound to all devices is on this one. The unspecified address of IPv6
+/// stands for IPv4 as well, unless the program has it stay to its family, and a loopback address for
+/// the devices of either family.
+pub(super) fn is_for(id: Ref<Id>, device: &Device, addr: IpAddr) -> bool {
+    let state = id.lock();
+    let only = state.options.iter().rev().find_map(|option| match option {
+        CmOption::AddressFamilyOnly(only) => Some(*only),
+        _ => None,
+    });
+    let is_any_family = addr.is_loopback() || (addr.is_ipv6() && only != Some(true));
+    is_any_family || device.config.addr.is_ipv4() == addr.is_ipv4()
+}
+
+/// Binds an identifier that is bound to all devices to one; answers what it is there, and its port.
+pub(super) fn bind_at(
+    id: Ref<Id>,
+    device: &'static Device,
+    addr: SocketAddr,
+) -> Result<(Link, u16), Errno> {
+    let link = id.link_to(device)?;
+    let bind = |(context, device_id): Link| {
         let space = id.lock().space;
         let mut locked = context.lock();
-        // The first device chooses for all where the program leaves it open.
-        port = locked.take_port(device_id, space, port)?;
+        let port = locked.take_port(device_id, space, addr.port())?;
         let ip = match addr.ip() {
             ip if ip.is_unspecified() => ip,
             _ => device.config.addr,
         };
         locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
+        Ok(port)
+    };
+    match bind(link) {
+        Ok(port) => Ok((link, port)),
+        Err(errno) => {
+            id.lock().links.retain(|other| *other != link);
+            id.give_back(link);
+            Err(errno)
+        }
     }
-    Ok(())
 }
 
 /// `rdma_resolve_addr(3)`.
@@ -182,6 +214,8 @@ pub(super) fn resolve_addr(
     dst: Address,
     timeout_ms: c_int,
 ) -> Result<(), Errno> {
+    // What is bound to all devices becomes one's.
+    let _at_all = returns::hold_for(id);
     let (src, dst) = use_services(id, src, dst)?;
     let src = src.filter(|a| !is_any(a.ip()) || a.port() != 0);
     let links = id.links();
@@ -308,13 +342,20 @@ pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int)
         let given = u32::try_from(backlog).ok().filter(|n| *n > 0);
         // Linux has no more either (`net.rdma_ucm.max_backlog`).
         let backlog = given.map_or(BACKLOG, |n| n.min(BACKLOG));
-        for (context, device_id) in id.links() {
-            let mut locked = context.lock();
-            locked.listen(device_id, backlog + BEYOND_BACKLOG)?;
-            locked.transmit();
-        }
+        let _at_all = returns::hold_for(id);
+        let mut links = id.links().into_iter();
+        links.try_for_each(|link| listen_on(link, backlog))?;
+        id.lock().backlog = Some(backlog);
         Ok(())
     }))
+}
+
+/// Listens on a device.
+pub(super) fn listen_on((context, device_id): Link, backlog: u32) -> Result<(), Errno> {
+    let mut locked = context.lock();
+    locked.listen(device_id, backlog + BEYOND_BACKLOG)?;
+    locked.transmit();
+    Ok(())
 }
 
 /// Parameters that a program gives, or those that are usual.

@@ -13,7 +13,7 @@ use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _,
 
 use super::af_ib::Service;
 use super::groups::on_join;
-use super::{EventChannel, Id, create_id, id_of};
+use super::{EventChannel, Id, create_id, device_at, id_of, returns};
 use crate::context::Context;
 use crate::engine::State;
 use crate::errno::{Errno, minus};
@@ -105,26 +105,29 @@ pub(super) fn forget(state: &State, id: CmId, ours: Ref<Id>) {
     }
 }
 
-/// The device of an identifier was removed. One that listens on several devices goes on with the
-/// others, without an event.
+/// The device of an identifier was removed. One that is on all devices goes on with the others,
+/// without an event, and with this one when it is back.
 fn on_removal(state: &State, id: CmId, ours: Ref<Id>) {
     forget(state, id, ours);
-    let is_of_others = {
-        let addr = state.nic.socket_addr().ip();
+    let addr = state.nic.socket_addr().ip();
+    let is_on_all = {
         let mut ours = ours.lock();
-        let is_one_of_several = ours.links.len() > 1;
-        if is_one_of_several {
-            ours.links
-                .retain(|(context, _)| context.device.config.addr != addr);
+        let is_on_all = ours.any.is_some();
+        if is_on_all {
+            // It may be back already.
+            let is_gone =
+                |context: Ref<Context>| context.device.config.addr == addr && context.is_removed();
+            ours.links.retain(|(context, _)| !is_gone(*context));
         }
-        is_one_of_several
+        is_on_all
     };
-    if !is_of_others {
-        push(Event {
+    match device_at(addr) {
+        Some(device) if is_on_all => returns::await_return(device),
+        _ => push(Event {
             id: ours,
             listener: None,
             kind: CmEventKind::DeviceRemoval,
-        });
+        }),
     }
 }
 

@@ -9,10 +9,12 @@
 //! | `endpoint` | `rdma_getaddrinfo` and what is built on it |
 //! | `groups` | multicast groups |
 //! | `qp` | queue pairs and receive queues of identifiers |
+//! | `returns` | identifiers at all devices, when one comes back |
 //!
 //! # Locks
 //! An identifier's state has a lock of its own. It is taken while the device's lock is held, since
-//! events are reported under that one; so no call holds it when it locks the device.
+//! events are reported under that one; so no call holds it when it locks the device. The lock of
+//! `returns` comes before both.
 
 mod af_ib;
 mod calls;
@@ -20,6 +22,7 @@ mod endpoint;
 mod events;
 mod groups;
 mod qp;
+pub(crate) mod returns;
 
 use std::ffi::{c_int, c_void};
 use std::mem::{self, zeroed};
@@ -84,6 +87,9 @@ struct Path {
     traffic_class: u8,
 }
 
+/// An identifier of a device, and the context that it is of.
+type Link = (Ref<Context>, CmId);
+
 /// What an identifier's lock protects.
 struct IdState {
     channel: Ref<EventChannel>,
@@ -94,11 +100,13 @@ struct IdState {
     space: PortSpace,
     /// Its identifiers of the devices: none before it has an address, and several where it listens
     /// on all devices.
-    links: Vec<(Ref<Context>, CmId)>,
+    links: Vec<Link>,
     /// The address that it is bound to, where that stands for all devices. It may have no link then,
     /// where no device has an address of that family. As in Linux, the program sees none of them, even
     /// if there is one.
-    any: Option<IpAddr>,
+    any: Option<SocketAddr>,
+    /// Requests that may wait for it, once it listens.
+    backlog: Option<u32>,
     /// Its addresses are of InfiniBand: service ids of the own one and of the peer's.
     services: Option<(Service, Service)>,
     /// Queue pair, for each request of a listening end point.
@@ -139,7 +147,7 @@ impl Id {
     }
 
     /// Its identifiers of the devices.
-    fn links(&self) -> Vec<(Ref<Context>, CmId)> {
+    fn links(&self) -> Vec<Link> {
         self.lock().links.clone()
     }
 
@@ -153,7 +161,7 @@ impl Id {
     ///
     /// # Errors
     /// `EINVAL` before it has one.
-    fn link(&self) -> Result<(Ref<Context>, CmId), Errno> {
+    fn link(&self) -> Result<Link, Errno> {
         self.lock().links.first().copied().ok_or(Errno::INVALID)
     }
 }
@@ -195,15 +203,22 @@ impl Shared {
     }
 }
 
+/// The place of a device's shared context.
+fn place_of(
+    device: &'static Device,
+) -> Result<MutexGuard<'static, Option<&'static Shared>>, Errno> {
+    static SHARED: OnceLock<Vec<Mutex<Option<&'static Shared>>>> = OnceLock::new();
+    let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
+    let place = all.get(device.index).ok_or(Errno::INVALID)?;
+    Ok(unpoisoned(place.lock()))
+}
+
 /// The shared context of a device.
 ///
 /// # Errors
 /// Those of opening the device.
 pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
-    static SHARED: OnceLock<Vec<Mutex<Option<&'static Shared>>>> = OnceLock::new();
-    let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
-    let place = all.get(device.index).ok_or(Errno::INVALID)?;
-    let mut place = unpoisoned(place.lock());
+    let mut place = place_of(device)?;
     // That of the process that this one was forked from is of no use here, nor is that of a device
     // that was removed.
     let is_useful = |context: Ref<Context>| !context.is_inherited() && !context.is_removed();
@@ -217,6 +232,12 @@ pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> 
     let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd, xrcd }));
     *place = Some(shared);
     Ok(shared)
+}
+
+/// Whether a device that this process has used was removed, and is not back.
+fn is_away(device: &'static Device) -> bool {
+    let known = place_of(device).ok().and_then(|place| *place);
+    known.is_some_and(|shared| shared.context.is_removed())
 }
 
 /// The device that has an address.
@@ -389,6 +410,7 @@ fn create_id(
                 space: ours,
                 links: Vec::new(),
                 any: None,
+                backlog: None,
                 services: None,
                 listen_qp: None,
                 connect_data: Vec::new(),
@@ -407,7 +429,7 @@ fn create_id(
 
 impl Ref<Id> {
     /// Gives the identifier one of the device's.
-    fn link_to(self, device: &'static Device) -> Result<(Ref<Context>, CmId), Errno> {
+    fn link_to(self, device: &'static Device) -> Result<Link, Errno> {
         let shared = shared(device)?;
         let (space, options) = {
             let state = self.lock();
@@ -441,7 +463,7 @@ impl Ref<Id> {
     }
 
     /// Destroys an identifier of a device.
-    fn give_back(self, (context, id): (Ref<Context>, CmId)) {
+    fn give_back(self, (context, id): Link) {
         let mut locked = context.lock();
         forget(&locked, id, self);
         locked.give_back_port(id);
@@ -452,7 +474,7 @@ impl Ref<Id> {
     }
 
     /// Takes back all that `link_to` has done but one.
-    fn unlink_but(self, kept: (Ref<Context>, CmId)) {
+    fn unlink_but(self, kept: Link) {
         let rest = {
             let mut state = self.lock();
             let links = mem::take(&mut state.links);
@@ -499,7 +521,11 @@ impl Ref<Id> {
 
     /// Shows the program the addresses of an identifier, the own one as it was bound; answers the
     /// address that it is bound to, where that stands for all devices.
-    fn show_addresses(self, local: Option<SocketAddr>, peer: Option<SocketAddr>) -> Option<IpAddr> {
+    fn show_addresses(
+        self,
+        local: Option<SocketAddr>,
+        peer: Option<SocketAddr>,
+    ) -> Option<SocketAddr> {
         let (any, services, space) = {
             let state = self.lock();
             (state.any, state.services, state.space)
@@ -508,7 +534,8 @@ impl Ref<Id> {
         unsafe {
             let addr = &raw mut (*self.c()).route.addr;
             if let Some(local) = local {
-                let shown = SocketAddr::new(any.unwrap_or(local.ip()), local.port());
+                let ip = any.map_or(local.ip(), |any| any.ip());
+                let shown = SocketAddr::new(ip, local.port());
                 let service = services.map(|_| Service::of(space, local.port()));
                 let place = (&raw mut (*addr).__bindgen_anon_1).cast();
                 af_ib::write(place, shown, service);
@@ -526,6 +553,7 @@ impl Ref<Id> {
 pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     minus(unsafe { id_of(id) }.and_then(|id| {
+        returns::forget(id);
         id.unlink();
         let (channel, queue, is_synchronous) = {
             let state = id.lock();

@@ -1,0 +1,153 @@
+//! Identifiers at all devices, and devices that come back.
+//!
+//! An identifier that is bound to an address which stands for all devices is on a device again, and
+//! listens there, when that was removed and has come back, as in Linux (`cma_add_one()`). No call of
+//! the program has to do with that. So a thread waits for the address of such a device, as long as
+//! there is such an identifier.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, UdpSocket};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use riser_transport::netif::AddressWatch;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::warn;
+
+use super::calls::{bind_at, is_for, listen_on};
+use super::{Id, shared};
+use crate::devices::Device;
+use crate::errno::Errno;
+use crate::lock::unpoisoned;
+use crate::object::Ref;
+
+/// Time between two looks for an address, of which the kernel gives notice as well. Where the device
+/// cannot be opened though its address is there, it doubles each time.
+const PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(64);
+
+/// The identifiers that are bound to all devices. The lock comes before all others, and is held while
+/// they get or lose identifiers of devices.
+static AT_ALL: Mutex<Vec<Ref<Id>>> = Mutex::new(Vec::new());
+
+/// Indices of the devices that a thread waits for. It is locked by those that hold the lock above, or
+/// a device's.
+static AWAITED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+
+/// The identifiers, which change their devices only by who holds this.
+pub(crate) type Held = MutexGuard<'static, Vec<Ref<Id>>>;
+
+/// Takes the lock.
+pub(crate) fn hold() -> Held {
+    unpoisoned(AT_ALL.lock())
+}
+
+/// Takes the lock for a call about an identifier, if that is bound to all devices.
+pub(super) fn hold_for(id: Ref<Id>) -> Option<Held> {
+    let is_at_all = id.lock().any.is_some();
+    is_at_all.then(hold)
+}
+
+/// Forgets the identifiers of the process that this one was forked from, and what it waits for: its
+/// threads are not here.
+pub(crate) fn begin_child(held: &mut Held) {
+    held.clear();
+    unpoisoned(AWAITED.lock()).clear();
+}
+
+/// Forgets an identifier that is destroyed.
+pub(super) fn forget(id: Ref<Id>) {
+    hold().retain(|other| *other != id);
+}
+
+/// Waits for a device that was removed, for the sake of the identifiers at all devices. The device may
+/// be locked.
+pub(super) fn await_return(device: &'static Device) {
+    if !unpoisoned(AWAITED.lock()).insert(device.index) {
+        return;
+    }
+    let name = format!("return-{}", device.config.name);
+    if let Err(error) = crate::thread::spawn(name, move || wait(device)) {
+        unpoisoned(AWAITED.lock()).remove(&device.index);
+        let name = &device.config.name;
+        warn!(%error, "nothing will listen on {name} when it is back");
+    }
+}
+
+/// The thread.
+fn wait(device: &'static Device) {
+    let addr = device.config.addr;
+    let mut watch = AddressWatch::open(addr).ok();
+    let mut pause = PAUSE;
+    loop {
+        let is_there = is_there(addr);
+        {
+            let ids = hold();
+            // Before the device is opened, as it may be removed again at once.
+            unpoisoned(AWAITED.lock()).remove(&device.index);
+            if ids.is_empty() || is_there && put_on(&ids, device) {
+                return;
+            }
+            if !unpoisoned(AWAITED.lock()).insert(device.index) {
+                // Another thread has begun to wait.
+                return;
+            }
+        }
+        if is_there {
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
+        let time = Timespec {
+            tv_sec: pause.as_secs().cast_signed(),
+            tv_nsec: 0,
+        };
+        let fds = watch.as_ref().map(|watch| {
+            let fd = watch.fd();
+            PollFd::from_borrowed_fd(fd, PollFlags::IN)
+        });
+        let mut fds: Vec<_> = fds.into_iter().collect();
+        let _ = poll(&mut fds, Some(&time));
+        if let Some(watch) = &mut watch {
+            watch.follow();
+        }
+    }
+}
+
+/// Whether this host has an address.
+fn is_there(addr: IpAddr) -> bool {
+    UdpSocket::bind((addr, 0)).is_ok()
+}
+
+/// Puts identifiers on a device; false where it cannot be opened.
+fn put_on(ids: &[Ref<Id>], device: &'static Device) -> bool {
+    if shared(device).is_err() {
+        return false;
+    }
+    for id in ids {
+        if let Err(errno) = put_one_on(*id, device) {
+            let name = &device.config.name;
+            warn!(
+                "a listener is not on {name}, which is back: error {}",
+                errno.0
+            );
+        }
+    }
+    true
+}
+
+fn put_one_on(id: Ref<Id>, device: &'static Device) -> Result<(), Errno> {
+    let (any, backlog) = {
+        let state = id.lock();
+        (state.any, state.backlog)
+    };
+    let links = id.links();
+    let mut links = links.iter().map(|(context, _)| context);
+    let is_on = links.any(|context| context.device.index == device.index && !context.is_removed());
+    let Some(addr) = any.filter(|addr| !is_on && is_for(id, device, addr.ip())) else {
+        return Ok(());
+    };
+    let (link, _) = bind_at(id, device, addr)?;
+    match backlog {
+        Some(backlog) => listen_on(link, backlog),
+        None => Ok(()),
+    }
+}

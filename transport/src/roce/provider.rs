@@ -20,7 +20,8 @@ use super::steer::{Requests, steer};
 use crate::cm::MAX_WORKER_BITS;
 use crate::netif::{AddressState, AddressWatch, interface_mtu};
 use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, VerbsError};
-use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
+use crate::wire::mad::MadClass;
+use crate::wire::{IcrcFlow, Mad, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
 const HEADERS_V4: u32 = 28;
@@ -407,6 +408,27 @@ impl Roce {
         } else if mtu > before_bytes {
             info!(%addr, mtu, before = before_bytes, "the interface carries more than before");
         }
+    }
+
+    /// As [`Nic::register_agent`].
+    ///
+    /// # Errors
+    /// Those of [`Nic::register_agent`].
+    pub fn register_agent(&mut self, class: MadClass) -> Result<(), VerbsError> {
+        self.nic.register_agent(class)
+    }
+
+    /// As [`Nic::send_mad`].
+    ///
+    /// # Errors
+    /// Those of [`Nic::send_mad`].
+    pub fn send_mad(&mut self, to: IpAddr, mad: &Mad) -> Result<(), VerbsError> {
+        self.nic.send_mad(to, mad)
+    }
+
+    /// As [`Nic::poll_mad`].
+    pub fn poll_mad(&mut self) -> Option<(IpAddr, Mad)> {
+        self.nic.poll_mad()
     }
 
     /// Its address and the port of RoCEv2.

@@ -68,10 +68,22 @@ pub enum MadMethod {
     Send = 0x03,
     /// Trap(): notice of an event.
     Trap = 0x05,
+    /// Report(): a notice for one that has asked for such ones.
+    Report = 0x06,
     /// TrapRepress(): an end to the repetition of a trap.
     TrapRepress = 0x07,
+    /// SubnAdmGetTable(): read all records that match (IBTA 15.2.2).
+    GetTable = 0x12,
+    /// SubnAdmDelete(): remove a record.
+    Delete = 0x15,
     /// Response to [`Self::Get`] and [`Self::Set`].
     GetResp = 0x81,
+    /// Response to [`Self::Report`].
+    ReportResp = 0x86,
+    /// Response to [`Self::GetTable`].
+    GetTableResp = 0x92,
+    /// Response to [`Self::Delete`].
+    DeleteResp = 0x95,
 }
 
 /// Bit of the methods that are responses, which have no response themselves.
@@ -91,6 +103,38 @@ pub enum MadStatus {
     UnsupportedAttribute = 0x000c,
     /// A field of the attribute, or the modifier, has a value that is not valid.
     InvalidField = 0x001c,
+}
+
+/// ClassPortInfo (IBTA 13.4.8.1), which every class has, of one without redirection and traps.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct ClassPortInfo {
+    base_version: u8,
+    class_version: u8,
+    capabilities: U16,
+    /// The low 5 bits are the response time, the others further capabilities.
+    response_time: U32,
+    /// Where requests are redirected to, and where traps go.
+    rest: [u8; 64],
+}
+
+const _: () = assert!(size_of::<ClassPortInfo>() == 72);
+
+impl ClassPortInfo {
+    /// A version of a class with these capabilities that answers within 4.096 µs ×
+    /// 2^`response_time`.
+    #[must_use]
+    pub fn new(class_version: u8, capabilities: u16, response_time: u8) -> Self {
+        Self {
+            base_version: BASE_VERSION,
+            class_version,
+            capabilities: U16::new(capabilities),
+            response_time: U32::new(u32::from(response_time & 0x1f)),
+            rest: [0; 64],
+        }
+    }
 }
 
 /// A transaction id: a response repeats its request's.
@@ -167,10 +211,14 @@ impl MadHeader {
         self
     }
 
-    /// Header of the response: the same, with the method's response bit and a status.
+    /// Header of the response: the same, with the method's response and a status. Set() is answered
+    /// like Get() (IBTA 13.4.5).
     #[must_use]
     pub fn response(self, status: MadStatus) -> Self {
-        let method = self.method | RESPONSE;
+        let method = match self.method {
+            set if set == MadMethod::Set as u8 => MadMethod::GetResp as u8,
+            method => method | RESPONSE,
+        };
         Self { method, ..self }.with_status(status as u16)
     }
 
@@ -265,5 +313,13 @@ mod tests {
             MadHeader::parse(&mad),
             Err(MadError::BaseVersion { version: 2 })
         );
+    }
+
+    #[test]
+    fn a_class_says_what_it_can_and_how_fast() {
+        let info = ClassPortInfo::new(2, 0x0300, 18);
+        let mut expected = [0; 72];
+        expected[..8].copy_from_slice(&[1, 2, 0x03, 0x00, 0, 0, 0, 18]);
+        assert_eq!(info.as_bytes(), expected);
     }
 }

@@ -35,37 +35,6 @@ pub const EXTENDED_WIDTH: u16 = 1 << 9;
 /// QP1Dropped is counted.
 pub const COUNTS_QP1_DROPPED: u16 = 1 << 15;
 
-/// ClassPortInfo (IBTA 13.4.8.1), for a class without redirection and traps.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
-)]
-#[repr(C)]
-pub struct ClassPortInfo {
-    base_version: u8,
-    class_version: u8,
-    capabilities: U16,
-    /// The low 5 bits are the response time, the others further capabilities.
-    response_time: U32,
-    /// Where requests are redirected to, and where traps go.
-    rest: [u8; 64],
-}
-
-const _: () = assert!(size_of::<ClassPortInfo>() == 72);
-
-impl ClassPortInfo {
-    /// A class with these capabilities that answers within 4.096 µs × 2^`response_time`.
-    #[must_use]
-    pub fn new(capabilities: u16, response_time: u8) -> Self {
-        Self {
-            base_version: super::mad::BASE_VERSION,
-            class_version: CLASS_VERSION,
-            capabilities: U16::new(capabilities),
-            response_time: U32::new(u32::from(response_time & 0x1f)),
-            rest: [0; 64],
-        }
-    }
-}
-
 /// Counters of PortCounters that are selected: bits of CounterSelect, and above them those of
 /// CounterSelect2 (IBTA table 224).
 pub mod select {
@@ -240,13 +209,5 @@ mod tests {
             assert_eq!(bytes[8 * n..8 * n + 8], [0, 0, 0, 0, 0, 0, 0, n as u8]);
         }
         assert_eq!(bytes[64..], [1, 2, 3, 4, 5, 6, 7, 8]);
-    }
-
-    #[test]
-    fn a_class_says_what_it_can_and_how_fast() {
-        let info = ClassPortInfo::new(ALL_PORT_SELECT | EXTENDED_WIDTH, 18);
-        let mut expected = [0; 72];
-        expected[..8].copy_from_slice(&[1, 1, 0x03, 0x00, 0, 0, 0, 18]);
-        assert_eq!(info.as_bytes(), expected);
     }
 }

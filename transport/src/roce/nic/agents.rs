@@ -5,11 +5,15 @@
 //! | subnet management (IBTA 14.2) | its own program: RoCE has no queue pair 0 (annex A16) |
 //! | performance management (IBTA 16.1) | its own program, and every host by queue pair 1 |
 //!
+//! A program answers other classes itself, and gets the answers to what it has asked: it registers
+//! them ([`Nic::register_agent`]), and takes and sends datagrams of queue pair 1 without having one.
+//!
 //! The counters of a port can be reset, as the class demands, by each host that can ask for them.
 //! So they count from a base of their own, and what the device's owner reads
 //! ([`Nic::counters`]) is not touched.
 //!
-//! Bounds: [`MAX_ANSWERS`] wait to be sent; questions beyond are lost like any datagram.
+//! Bounds: [`MAX_ANSWERS`] wait to be sent; questions beyond are lost like any datagram. So are those
+//! that a program does not take ([`MAX_RECEIVED`]).
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -20,11 +24,17 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::objects::{PORT, check_port};
 use super::{Nic, NicCounters, Wire};
 use crate::verbs::{Gid, PKey, PortState, VerbsError};
-use crate::wire::mad::{BASE_VERSION, Mad, MadClass, MadHeader, MadMethod, MadStatus, RESPONSE};
+use crate::wire::mad::{
+    BASE_VERSION, ClassPortInfo, Mad, MadClass, MadHeader, MadMethod, MadStatus, RESPONSE,
+};
 use crate::wire::{perf, smp};
 
 /// Answers to other hosts that wait to be sent.
 const MAX_ANSWERS: usize = 16;
+
+/// Datagrams of registered classes that wait for the program, and for being sent.
+const MAX_RECEIVED: usize = 256;
+const MAX_SENT: usize = 256;
 
 /// Answers come within 4.096 µs × 2^18, about a second: the owner of the device may be busy.
 const RESPONSE_TIME: u8 = 18;
@@ -84,15 +94,26 @@ pub(super) struct Agents {
     base: Counters,
     /// Answers to be sent, with the hosts that asked.
     answers: VecDeque<(IpAddr, Mad)>,
+    /// Datagrams of the program, with the hosts that get them.
+    sent: VecDeque<(IpAddr, Mad)>,
+    /// Classes that the program has registered, by the bits of their numbers.
+    registered: [u128; 2],
+    /// What has come of these, with the hosts that sent it.
+    received: VecDeque<(IpAddr, Mad)>,
 }
 
 impl Agents {
+    /// Whether datagrams wait to be sent.
     pub(super) fn has_answers(&self) -> bool {
-        !self.answers.is_empty()
+        !self.answers.is_empty() || !self.sent.is_empty()
     }
 
     pub(super) fn poll_answer(&mut self) -> Option<(IpAddr, Mad)> {
-        self.answers.pop_front()
+        self.answers.pop_front().or_else(|| self.sent.pop_front())
+    }
+
+    fn is_registered(&self, class: u8) -> bool {
+        self.registered[usize::from(class >> 7)] >> (class & 0x7f) & 1 == 1
     }
 }
 
@@ -132,10 +153,53 @@ impl Nic {
         Ok(self.process_mad(mad, true))
     }
 
+    /// Has datagrams of a management class come to [`Self::poll_mad`] instead of a queue pair 1.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] for classes that the device handles itself.
+    pub fn register_agent(&mut self, class: MadClass) -> Result<(), VerbsError> {
+        match class {
+            MadClass::SubnetAdm | MadClass::DeviceMgmt => {
+                let class = class as u8;
+                self.agents.registered[usize::from(class >> 7)] |= 1 << (class & 0x7f);
+                Ok(())
+            }
+            MadClass::SubnLid
+            | MadClass::SubnDirected
+            | MadClass::Performance
+            | MadClass::ComMgt => Err(VerbsError::InvalidParameter("management class")),
+        }
+    }
+
+    /// Sends a datagram from queue pair 1 to that of a host, soon. It may be lost.
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`] while too many wait.
+    pub fn send_mad(&mut self, to: IpAddr, mad: &Mad) -> Result<(), VerbsError> {
+        if self.agents.sent.len() == MAX_SENT {
+            return Err(VerbsError::InsufficientResources("management datagrams"));
+        }
+        self.agents.sent.push_back((to, *mad));
+        Ok(())
+    }
+
+    /// The next datagram of a registered class, and the host whose queue pair 1 has sent it.
+    pub fn poll_mad(&mut self) -> Option<(IpAddr, Mad)> {
+        self.agents.received.pop_front()
+    }
+
     /// Takes in a MAD of another host, from queue pair 1 to queue pair 1; returns whether it was for
     /// an agent.
     pub(super) fn handle_agent_mad(&mut self, from: IpAddr, mad: &Mad) -> bool {
         let header = MadHeader::of(mad);
+        if self.agents.is_registered(header.class()) {
+            if self.agents.received.len() == MAX_RECEIVED {
+                self.counters.rx_dropped_mads += 1;
+            } else {
+                self.agents.received.push_back((from, *mad));
+            }
+            return true;
+        }
         let is_request = header.method() & RESPONSE == 0;
         if header.class() != MadClass::Performance as u8 || !is_request {
             return false;
@@ -280,7 +344,7 @@ impl Nic {
         match (header.attribute(), is_set) {
             (CLASS_PORT_INFO, false) => {
                 let can = perf::ALL_PORT_SELECT | perf::EXTENDED_WIDTH | perf::COUNTS_QP1_DROPPED;
-                let info = perf::ClassPortInfo::new(can, RESPONSE_TIME);
+                let info = ClassPortInfo::new(perf::CLASS_VERSION, can, RESPONSE_TIME);
                 put(mad, perf::DATA, len, info.as_bytes());
                 MadStatus::Success
             }

@@ -13,6 +13,7 @@ use crate::verbs::{
     Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
     RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
 };
+use crate::wire::mad::MadClass;
 use crate::wire::{
     Aeth, AethSyndrome, AtomicEth, Bth, Credit, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn,
     Opcode, OpcodeInfo, PayloadRule, Psn, Qpn, Reth, emit_headers,
@@ -1479,4 +1480,43 @@ fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
     }
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 16);
     assert_eq!(nic.counters().rx_dropped_mads, 4 + 84);
+}
+
+#[test]
+fn a_program_answers_the_classes_that_it_has_registered() {
+    let mut nic = nic();
+    for class in [MadClass::ComMgt, MadClass::Performance, MadClass::SubnLid] {
+        assert!(nic.register_agent(class).is_err(), "{class:?}");
+    }
+    let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let question = mad_of(0x03, 0x01, 0x0035, 0, &[]);
+    let packet = sealed(&nic, peer(), &bth, &ext, &question);
+    receive(&mut nic, peer(), &packet);
+    assert_eq!(nic.counters().rx_dropped_mads, 1);
+    nic.register_agent(MadClass::SubnetAdm).unwrap();
+    // However many come before one is taken.
+    for _ in 0..300 {
+        receive(&mut nic, peer(), &packet);
+    }
+    assert_eq!(nic.counters().rx_dropped_mads, 1 + 44);
+    let taken: Vec<_> = std::iter::from_fn(|| nic.poll_mad()).collect();
+    assert_eq!(taken, vec![(peer().ip(), question); 256]);
+    // An answer leaves from queue pair 1 to queue pair 1.
+    let answer = mad_of(0x03, 0x81, 0x0035, 0, &[]);
+    nic.send_mad(peer().ip(), &answer).unwrap();
+    let mut batch = TxBatch::new(1);
+    let now = nic.now();
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
+    let sent = batch.copy_packets(&batch.groups()[0]);
+    assert_eq!(sent[0][12..20], [0x80, 1, 0, 0, 0, 0, 0, 1]);
+    assert_eq!(sent[0][20..276], answer);
+    batch.clear();
+    for _ in 0..256 {
+        nic.send_mad(peer().ip(), &answer).unwrap();
+    }
+    assert!(nic.send_mad(peer().ip(), &answer).is_err());
 }

@@ -105,7 +105,7 @@ impl Nic {
     }
 
     /// The next MAD to send, and its way.
-    fn poll_mad(&mut self) -> Option<(CmRoute, Mad)> {
+    fn poll_outgoing(&mut self) -> Option<(CmRoute, Mad)> {
         if self.cm.may_send {
             let of_cm = self.cm.cm.poll_transmit();
             self.cm.may_send = of_cm.is_some();
@@ -125,7 +125,7 @@ impl Nic {
     /// Appends MADs of the CM and of the agents to a batch, until it has `budget` bytes.
     pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
         while self.has_mads() && self.collected(batch).1 < budget {
-            let Some((route, mad)) = self.poll_mad() else {
+            let Some((route, mad)) = self.poll_outgoing() else {
                 break;
             };
             let dst = SocketAddr::new(route.peer, ROCE_PORT);

@@ -42,6 +42,17 @@ impl RdmaNetlink {
         Ok(Self { fd, port })
     }
 
+    /// Takes over a socket that a service manager has opened and bound. It may also be of another
+    /// protocol, by which programs talk to each other as if they were the kernel.
+    ///
+    /// # Errors
+    /// Those of `getsockname(2)` and `fcntl(2)`.
+    pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&fd, true)?;
+        let port = getsockname::<NetlinkAddr>(fd.as_raw_fd())?.pid();
+        Ok(Self { fd, port })
+    }
+
     /// Port of the socket, which messages to the kernel name as their sender.
     #[must_use]
     pub fn port(&self) -> u32 {
@@ -59,8 +70,16 @@ impl RdmaNetlink {
     /// # Errors
     /// Those of `sendto(2)`.
     pub fn send(&self, message: &[u8]) -> io::Result<()> {
-        let kernel = NetlinkAddr::new(0, 0);
-        sendto(self.fd.as_raw_fd(), message, &kernel, MsgFlags::empty())?;
+        self.send_to(0, message)
+    }
+
+    /// Sends a message to the socket of a port, of which 0 is the kernel's.
+    ///
+    /// # Errors
+    /// Those of `sendto(2)`.
+    pub fn send_to(&self, port: u32, message: &[u8]) -> io::Result<()> {
+        let to = NetlinkAddr::new(port, 0);
+        sendto(self.fd.as_raw_fd(), message, &to, MsgFlags::empty())?;
         Ok(())
     }
 
@@ -72,12 +91,26 @@ impl RdmaNetlink {
     /// is longer than the buffer.
     pub fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<Option<&'a [u8]>> {
         loop {
+            match self.receive_from(buffer)? {
+                Some((len, 0)) => return Ok(Some(&buffer[..len])),
+                Some(_) => {}
+                None => return Ok(None),
+            }
+        }
+    }
+
+    /// Receives a datagram; answers its length and the port that has sent it.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_from(&self, buffer: &mut [u8]) -> io::Result<Option<(usize, u32)>> {
+        loop {
             match recvfrom::<NetlinkAddr>(self.fd.as_raw_fd(), buffer) {
                 // A datagram that fills the buffer may have been longer.
                 Ok((len, _)) if len >= buffer.len() => {
                     return Err(io::Error::from_raw_os_error(libc::EMSGSIZE));
                 }
-                Ok((len, Some(from))) if from.pid() == 0 => return Ok(Some(&buffer[..len])),
+                Ok((len, Some(from))) => return Ok(Some((len, from.pid()))),
                 Ok(_) | Err(nix::errno::Errno::EINTR) => {}
                 Err(nix::errno::Errno::EAGAIN) => return Ok(None),
                 Err(errno) => return Err(errno.into()),

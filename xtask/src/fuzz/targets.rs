@@ -83,6 +83,9 @@ const RC: (&str, &str) = ("riser-transport", "transport/src/rc/tests");
 const UC: (&str, &str) = ("riser-transport", "transport/src/uc");
 const CM: (&str, &str) = ("riser-transport", "transport/src/cm/tests");
 const IWPM: (&str, &str) = ("riser-fabric", "fabric/src/iwpm");
+const ADMINISTRATION: (&str, &str) = ("riser-fabric", "fabric/src/sa/administrator");
+const LOCAL_SERVICE: (&str, &str) = ("riser-fabric", "fabric/src/ls");
+const ACM: (&str, &str) = ("riser-fabric", "fabric/src");
 const SRP: (&str, &str) = ("riser-target", "target/src/srp");
 const ISCSI: (&str, &str) = ("riser-target", "target/src/iscsi");
 const ISER: (&str, &str) = ("riser-target", "target/src/iser");
@@ -116,6 +119,30 @@ pub(super) const TARGETS: &[Target] = &[
         "iwpm::tests::",
         "port_mapper",
         "port mapper: netlink messages, datagrams, time",
+    ),
+    unit(
+        ADMINISTRATION,
+        "sa::administrator::tests::",
+        "subnet_administrator",
+        "MADs of subnet administration to an administrator",
+    ),
+    unit(
+        ADMINISTRATION,
+        "sa::administrator::tests::",
+        "subnet_administration_client",
+        "MADs of subnet administration to a client",
+    ),
+    unit(
+        LOCAL_SERVICE,
+        "ls::tests::",
+        "local_service",
+        "the kernel's questions for paths over netlink",
+    ),
+    unit(
+        ACM,
+        "acm::tests::",
+        "acm_message",
+        "messages of programs to ibacm's socket",
     ),
     test(
         "fuzz_srp",

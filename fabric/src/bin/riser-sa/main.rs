@@ -1,0 +1,301 @@
+//! `riser-sa`: subnet administration at an address of RoCE, and path resolution for its host.
+//!
+//! It takes the place of `ibacm` and, on a fabric of RoCE, that of a subnet administrator:
+//!
+//! - hosts ask queue pair 1 at its address ([`riser_fabric::sa::administrator`]);
+//! - the kernel asks over netlink ([`riser_fabric::ls`]);
+//! - programs of the host ask over a Unix socket ([`riser_fabric::acm`]).
+//!
+//! One thread waits for all of it. A service manager may give it the sockets for netlink and for
+//! programs, as it does with `ibacm` (`ibacm.socket`).
+
+mod programs;
+
+use std::collections::BTreeMap;
+use std::io::{self, IsTerminal as _};
+use std::net::IpAddr;
+use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use listenfd::ListenFd;
+use riser_fabric::acm::Counters;
+use riser_fabric::ls::{self, Body, Message, TIMEOUTS};
+use riser_fabric::netlink::{LS_GROUP, RdmaNetlink};
+use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
+use riser_fabric::sa::resolver::Resolver;
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::{Provider as _, Verbs as _};
+use riser_transport::wire::mad::MadClass;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, sockopt};
+use tracing::{debug, error, info, warn};
+use tracing_subscriber::EnvFilter;
+
+use programs::Programs;
+
+/// Longest message of the kernel that is read.
+const MESSAGE: usize = 4096;
+
+/// Messages of one sender in a row.
+const IN_A_ROW: usize = 64;
+
+/// Subnet administration at an address of RoCE, and path resolution for its host
+///
+/// Hosts ask it for paths, services, multicast groups and notices at queue pair 1 of its address.
+/// The kernel asks it over netlink, and programs, such as ib_acme and those with librdmacm, over a
+/// Unix socket, as they ask ibacm.
+#[derive(Parser)]
+#[command(name = "riser-sa", version)]
+struct Cli {
+    /// Address of this host at which it answers
+    #[arg(long, value_name = "ADDRESS")]
+    addr: IpAddr,
+    /// Answer programs at this Unix socket
+    ///
+    /// ibacm's is /run/ibacm-unix.sock.
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Take names of hosts from this file, which has lines of an address and its names
+    #[arg(long, value_name = "FILE", default_value = "/etc/hosts")]
+    hosts: PathBuf,
+    /// Do not answer the kernel
+    #[arg(long)]
+    no_netlink: bool,
+    /// Time in milliseconds that the kernel waits for an answer, from 200 to 200000
+    #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u32).range(
+        *TIMEOUTS.start() as i64..=*TIMEOUTS.end() as i64
+    ))]
+    kernel_timeout: Option<u32>,
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> ExitCode {
+    let filter = EnvFilter::try_from_env("RISER_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .init();
+    match Daemon::open(Cli::parse()).and_then(Daemon::run) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            error!("{failure}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+struct Daemon {
+    device: Roce,
+    administrator: Administrator,
+    resolver: Resolver,
+    counters: Counters,
+    kernel: Option<RdmaNetlink>,
+    programs: Option<Programs>,
+}
+
+impl Daemon {
+    fn open(cli: Cli) -> Result<Self, Failure> {
+        let (mut kernel, mut listener) = inherited()?;
+        if kernel.is_none() && !cli.no_netlink {
+            kernel = Some(open_netlink()?);
+        }
+        if let (None, Some(path)) = (&listener, &cli.socket) {
+            listener = Some(listen(path).map_err(|e| format!("{}: {e}", path.display()))?);
+        }
+        let mut device = Roce::open(&RoceConfig::new(cli.addr))
+            .map_err(|error| format!("the device at {}: {error}", cli.addr))?;
+        device.register_agent(MadClass::SubnetAdm)?;
+        let mtu = device.query_port(1)?.active_mtu;
+        let daemon = Self {
+            device,
+            administrator: Administrator::new(AdministratorConfig::new(cli.addr, mtu)),
+            resolver: Resolver::new(vec![cli.addr], read_names(&cli.hosts)),
+            counters: Counters::default(),
+            kernel,
+            programs: listener.map(Programs::new).transpose()?,
+        };
+        if let (Some(kernel), Some(milliseconds)) = (&daemon.kernel, cli.kernel_timeout) {
+            let message = Message {
+                sequence: 0,
+                port: kernel.port(),
+                body: Body::SetTimeout(Duration::from_millis(milliseconds.into())),
+            };
+            let sent = kernel.send(&message.emit());
+            sent.map_err(|error| format!("the kernel takes no time for answers: {error}"))?;
+        }
+        info!(
+            addr = %cli.addr,
+            kernel = daemon.kernel.is_some(),
+            programs = daemon.programs.is_some(),
+            "answers"
+        );
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        Ok(daemon)
+    }
+
+    fn run(mut self) -> Result<(), Failure> {
+        loop {
+            let now = Instant::now();
+            let worked = self.turn(now);
+            let timeout = if worked || self.device.arm_fds() {
+                Some(Duration::ZERO)
+            } else {
+                let deadlines = [self.device.deadline(), self.administrator.poll_timeout()];
+                let next = deadlines.into_iter().flatten().min();
+                next.map(|at| at.saturating_duration_since(now))
+            };
+            self.sleep(timeout)?;
+        }
+    }
+
+    /// A turn of everything; returns whether there may be more to do at once.
+    fn turn(&mut self, now: Instant) -> bool {
+        let mut worked = self.device.progress(now) > 0;
+        for _ in 0..IN_A_ROW {
+            let Some((from, mad)) = self.device.poll_mad() else {
+                break;
+            };
+            worked = true;
+            self.administrator.handle_mad(now, from.into(), &mad);
+        }
+        if self
+            .administrator
+            .poll_timeout()
+            .is_some_and(|at| at <= now)
+        {
+            self.administrator.handle_timeout(now);
+        }
+        while let Some((to, mad)) = self.administrator.poll_transmit(now) {
+            worked = true;
+            if let Err(error) = self.device.send_mad(to.ip(), &mad) {
+                // Its machine repeats what matters.
+                debug!(%error, to = %to.ip(), "an answer is lost");
+                break;
+            }
+        }
+        self.answer_kernel();
+        if let Some(programs) = &mut self.programs {
+            programs.turn(&self.resolver, &self.administrator, &self.counters);
+        }
+        worked
+    }
+
+    fn answer_kernel(&self) {
+        let Some(kernel) = &self.kernel else {
+            return;
+        };
+        let mut buffer = [0; MESSAGE];
+        for _ in 0..IN_A_ROW {
+            let (len, from) = match kernel.receive_from(&mut buffer) {
+                Ok(Some(received)) => received,
+                Ok(None) => return,
+                Err(error) => {
+                    // ENOBUFS: messages were lost, and the kernel goes on without their answers.
+                    warn!(%error, "messages of the kernel are lost");
+                    return;
+                }
+            };
+            let (bytes, port) = (&buffer[..len], kernel.port());
+            let Some(answer) = ls::answer(bytes, port, &self.resolver, &self.administrator) else {
+                continue;
+            };
+            debug!(from, "the kernel asks");
+            if let Err(error) = kernel.send_to(from, &answer) {
+                warn!(%error, "the kernel takes no answer");
+            }
+        }
+    }
+
+    fn sleep(&self, timeout: Option<Duration>) -> io::Result<()> {
+        let device = self.device.event_fds().into_iter();
+        let kernel = self.kernel.iter().map(RdmaNetlink::fd);
+        let programs = self.programs.iter().flat_map(Programs::fds);
+        let fds = device.chain(kernel).chain(programs);
+        let mut fds: Vec<PollFd<'_>> = fds
+            .map(|fd: BorrowedFd<'_>| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        let timeout = timeout.map(|time| Timespec {
+            tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: time.subsec_nanos().into(),
+        });
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Sockets that the service manager has opened: for netlink, and for programs.
+fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
+    let mut given = ListenFd::from_env();
+    let (mut kernel, mut listener) = (None, None);
+    for at in 0..given.len() {
+        let Some(fd) = given.take_raw_fd(at)? else {
+            continue;
+        };
+        // SAFETY: the service manager has opened it for this process, which takes it once.
+        #[expect(unsafe_code, reason = "a descriptor is inherited by its number")]
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        match sockopt::socket_domain(&fd)? {
+            AddressFamily::NETLINK if kernel.is_none() => kernel = Some(RdmaNetlink::adopt(fd)?),
+            AddressFamily::UNIX if listener.is_none() => listener = Some(fd.into()),
+            other => return Err(format!("socket {at} of the service manager: {other:?}").into()),
+        }
+    }
+    Ok((kernel, listener))
+}
+
+/// A socket that gets the kernel's questions.
+fn open_netlink() -> Result<RdmaNetlink, Failure> {
+    let opened = RdmaNetlink::open(LS_GROUP);
+    opened.map_err(|error| match error.raw_os_error() {
+        Some(libc::EPROTONOSUPPORT) => "this kernel has no netlink for RDMA (NETLINK_RDMA): load \
+            its module ib_core, or start with --no-netlink"
+            .into(),
+        Some(libc::EPERM) => "the kernel's group for local services takes CAP_NET_ADMIN: start as \
+            root, or with --no-netlink"
+            .into(),
+        _ => format!("netlink for RDMA: {error}").into(),
+    })
+}
+
+/// Listens at a path. A socket that an earlier process has left there goes.
+fn listen(path: &PathBuf) -> io::Result<UnixListener> {
+    use std::os::unix::fs::FileTypeExt as _;
+    use std::os::unix::net::UnixStream;
+
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
+    if is_socket {
+        if UnixStream::connect(path).is_ok() {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        std::fs::remove_file(path)?;
+    }
+    UnixListener::bind(path)
+}
+
+/// Names of hosts, each with its first address; none where the file cannot be read.
+fn read_names(file: &PathBuf) -> BTreeMap<String, IpAddr> {
+    let text = std::fs::read_to_string(file).unwrap_or_else(|error| {
+        info!(%error, "no names from {}", file.display());
+        String::new()
+    });
+    let mut names = BTreeMap::new();
+    for line in text.lines() {
+        let line = line.split('#').next().unwrap_or_default();
+        let mut words = line.split_whitespace();
+        let Some(addr) = words.next().and_then(|word| word.parse().ok()) else {
+            continue;
+        };
+        for name in words {
+            names.entry(name.to_owned()).or_insert(addr);
+        }
+    }
+    names
+}

@@ -1,0 +1,121 @@
+//! Programs of the host that ask over the Unix socket.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use riser_fabric::acm::{Counters, MAX_MESSAGE, Service};
+use riser_fabric::sa::administrator::Administrator;
+use riser_fabric::sa::resolver::Resolver;
+use tracing::debug;
+
+/// Programs at once; the one that came first gives way to the next one.
+const MAX_PROGRAMS: usize = 64;
+
+/// Bytes of a message's header, of which two have its length.
+const HEADER: usize = 16;
+const OPERATION: usize = 1;
+const LENGTH: usize = 6;
+
+/// The listener and the connections.
+pub(super) struct Programs {
+    listener: UnixListener,
+    connected: Vec<Program>,
+}
+
+struct Program {
+    stream: UnixStream,
+    /// What has arrived of its next message.
+    bytes: Vec<u8>,
+}
+
+impl Programs {
+    pub(super) fn new(listener: UnixListener) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            listener,
+            connected: Vec::new(),
+        })
+    }
+
+    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let streams = self.connected.iter().map(|program| program.stream.as_fd());
+        std::iter::once(self.listener.as_fd()).chain(streams)
+    }
+
+    /// Takes connections, and answers what has come.
+    pub(super) fn turn(
+        &mut self,
+        resolver: &Resolver,
+        administrator: &Administrator,
+        counters: &Counters,
+    ) {
+        while let Ok((stream, _)) = self.listener.accept() {
+            if stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            if self.connected.len() == MAX_PROGRAMS {
+                self.connected.remove(0);
+            }
+            self.connected.push(Program {
+                stream,
+                bytes: Vec::new(),
+            });
+        }
+        let service = Service {
+            resolver,
+            administrator,
+            counters,
+        };
+        self.connected
+            .retain_mut(|program| match program.turn(&service) {
+                Ok(()) => true,
+                Err(error) => {
+                    debug!(%error, "a program is gone");
+                    false
+                }
+            });
+    }
+}
+
+impl Program {
+    /// Answers the message that has come, if it is whole.
+    ///
+    /// # Errors
+    /// Those of the connection, which then ends.
+    fn turn(&mut self, service: &Service<'_>) -> io::Result<()> {
+        let mut buffer = [0; MAX_MESSAGE];
+        let room = MAX_MESSAGE - self.bytes.len();
+        match self.stream.read(&mut buffer[..room]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(len) => self.bytes.extend(&buffer[..len]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        let Some(header) = self.bytes.get(..HEADER) else {
+            return Ok(());
+        };
+        let length = [header[LENGTH], header[LENGTH + 1]];
+        // Of the operation RESOLVE in the host's byte order, else in that of the network.
+        let length = match header[OPERATION] & 0xf {
+            1 => u16::from_ne_bytes(length),
+            _ => u16::from_be_bytes(length),
+        };
+        let length = usize::from(length);
+        if !(HEADER..=MAX_MESSAGE).contains(&length) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        // A program waits for its answer before it asks again.
+        if self.bytes.len() > length {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        if self.bytes.len() < length {
+            return Ok(());
+        }
+        let answer = service.answer(&self.bytes);
+        self.bytes.clear();
+        let answer = answer.ok_or(io::ErrorKind::InvalidData)?;
+        // A program that takes no answer has asked in vain.
+        self.stream.write_all(&answer)
+    }
+}

@@ -1,0 +1,410 @@
+//! Multicast groups and their members.
+//!
+//! On RoCE a group is an IP address, and hosts join it by IGMP or MLD as well. Here is what these do
+//! not carry: its queue key, its partition, its MTU, and who sends and receives.
+
+use riser_transport::verbs::{Gid, Mtu};
+use zerocopy::big_endian::U16;
+
+use super::super::wire::inform::Trap;
+use super::super::wire::mcmember::{McMemberMask, McMemberRecord, join_state};
+use super::super::wire::{Limit, SaMethod, SaStatus, Selector};
+use super::paths::{HOP_LIMIT, LIFE_TIME, RATE};
+use super::{Records, Refusal};
+
+/// First LID of a multicast group (IBTA 4.1.3).
+const FIRST_MLID: u16 = 0xc000;
+
+/// Memberships that keep a group alive.
+const FULL: u8 = join_state::FULL_MEMBER | join_state::SEND_ONLY_FULL_MEMBER;
+
+#[derive(Clone, Copy)]
+struct Member {
+    gid: Gid,
+    join_state: u8,
+}
+
+struct Group {
+    /// What all members share: GID of the port and JoinState are zero.
+    record: McMemberRecord,
+    members: Vec<Member>,
+}
+
+impl Group {
+    fn answer(&self, gid: Gid, join_state: u8) -> McMemberRecord {
+        let record = McMemberRecord {
+            port_gid: gid.0,
+            ..self.record
+        };
+        record.with_state(self.record.scope(), join_state)
+    }
+}
+
+/// The groups of the fabric.
+pub(super) struct Groups {
+    most: usize,
+    /// Most memberships, and those of one host.
+    limits: (usize, usize),
+    all: Vec<Group>,
+    /// Number of the next group that asks for a GID.
+    next: u16,
+}
+
+/// A group that has come or gone.
+pub(super) type Event = Option<(Trap, Gid)>;
+
+impl Groups {
+    pub(super) fn new(most: usize, limits: (usize, usize)) -> Self {
+        Self {
+            most,
+            limits,
+            all: Vec::new(),
+            next: 1,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    pub(super) fn members(&self) -> usize {
+        self.all.iter().map(|group| group.members.len()).sum()
+    }
+
+    fn memberships(&self, gid: Gid) -> usize {
+        let members = self.all.iter().flat_map(|group| &group.members);
+        members.filter(|member| member.gid == gid).count()
+    }
+
+    pub(super) fn has(&self, gid: Gid) -> bool {
+        self.memberships(gid) != 0
+    }
+
+    /// What all members of a group share.
+    pub(super) fn find(&self, mgid: Gid) -> Option<&McMemberRecord> {
+        let group = self.all.iter().find(|group| group.record.mgid() == mgid)?;
+        Some(&group.record)
+    }
+
+    pub(super) fn handle(
+        &mut self,
+        from: Gid,
+        method: SaMethod,
+        mask: u64,
+        wanted: &McMemberRecord,
+        mtu: Mtu,
+    ) -> Result<(Records, Event), Refusal> {
+        let mask = McMemberMask::from_bits_retain(mask);
+        match method {
+            SaMethod::Get | SaMethod::GetTable => Ok((self.look(from, mask, wanted), None)),
+            SaMethod::Set => {
+                let wanted = own(from, mask, wanted)?;
+                let (record, event) = self.join(from, mask, &wanted, mtu)?;
+                Ok((Records::of([record]), event))
+            }
+            SaMethod::Delete => {
+                let wanted = own(from, mask, wanted)?;
+                let (record, event) = self.leave(from, &wanted)?;
+                Ok((Records::of([record]), event))
+            }
+        }
+    }
+
+    /// Groups, and of the members only the one that asks, if it asks for itself.
+    fn look(&self, from: Gid, mask: McMemberMask, wanted: &McMemberRecord) -> Records {
+        let groups = self
+            .all
+            .iter()
+            .filter(|group| fits(&group.record, mask, wanted));
+        let own = mask.contains(McMemberMask::PORT_GID);
+        let records = groups.filter_map(|group| {
+            let members = &group.members;
+            let record = if own {
+                let is_it = |m: &&Member| m.gid == from && m.gid == wanted.port_gid();
+                let member = members.iter().find(is_it)?;
+                group.answer(from, member.join_state)
+            } else {
+                let states = members
+                    .iter()
+                    .fold(0, |all, member| all | member.join_state);
+                group.answer(Gid([0; 16]), states)
+            };
+            let state = wanted.join_state();
+            let has_state =
+                !mask.contains(McMemberMask::JOIN_STATE) || record.join_state() & state == state;
+            has_state.then_some(record)
+        });
+        Records::of(records)
+    }
+
+    fn join(
+        &mut self,
+        from: Gid,
+        mask: McMemberMask,
+        wanted: &McMemberRecord,
+        mtu: Mtu,
+    ) -> Result<(McMemberRecord, Event), Refusal> {
+        let is_named = mask.contains(McMemberMask::MGID) && wanted.mgid != [0; 16];
+        let known = self
+            .all
+            .iter()
+            .position(|g| is_named && g.record.mgid == wanted.mgid);
+        let member = |group: &Group| group.members.iter().position(|m| m.gid == from);
+        if is_named && wanted.mgid().ip().is_ipv4() != from.ip().is_ipv4() {
+            return Err(SaStatus::ReqInvalid.into());
+        }
+        let is_member = known.is_some_and(|at| member(&self.all[at]).is_some());
+        let (all, each) = self.limits;
+        if !is_member && (self.members() >= all || self.memberships(from) >= each) {
+            return Err(SaStatus::NoResources.into());
+        }
+        let (at, event) = match known {
+            Some(at) if !fits(&self.all[at].record, mask, wanted) => {
+                return Err(SaStatus::ReqInvalid.into());
+            }
+            Some(at) => (at, None),
+            None => {
+                let mgid = is_named.then(|| wanted.mgid());
+                self.create(from, mgid, mask, wanted, mtu)?;
+                let at = self.all.len() - 1;
+                (at, Some((Trap::GroupCreated, self.all[at].record.mgid())))
+            }
+        };
+        let group = &mut self.all[at];
+        let state = wanted.join_state();
+        let at = member(group).unwrap_or_else(|| {
+            group.members.push(Member {
+                gid: from,
+                join_state: 0,
+            });
+            group.members.len() - 1
+        });
+        group.members[at].join_state |= state;
+        Ok((group.answer(from, group.members[at].join_state), event))
+    }
+
+    fn create(
+        &mut self,
+        from: Gid,
+        mgid: Option<Gid>,
+        mask: McMemberMask,
+        wanted: &McMemberRecord,
+        mtu: Mtu,
+    ) -> Result<(), Refusal> {
+        if wanted.join_state() & FULL == 0 || !mask.intersects(McMemberMask::CREATE) {
+            return Err(SaStatus::ReqInvalid.into());
+        }
+        if !mask.contains(McMemberMask::CREATE) {
+            return Err(SaStatus::InsufficientComponents.into());
+        }
+        if self.all.len() >= self.most {
+            return Err(SaStatus::NoResources.into());
+        }
+        let mgid = mgid.unwrap_or_else(|| self.free_gid(from));
+        let ours = [
+            (
+                McMemberMask::MTU,
+                McMemberMask::MTU_SELECTOR,
+                wanted.mtu,
+                mtu.code(),
+            ),
+            (
+                McMemberMask::RATE,
+                McMemberMask::RATE_SELECTOR,
+                wanted.rate,
+                RATE,
+            ),
+        ];
+        let mut limits = ours.map(|(bit, selector, wanted, most)| match mask.contains(bit) {
+            true => choose(mask.contains(selector), wanted, most),
+            false => Some(most),
+        });
+        // A rate means nothing to a socket, so any will do.
+        limits[0] = limits[0].filter(|code| *code <= mtu.code());
+        let pkey = wanted.pkey.get() & 0x7fff;
+        let (Some(mtu), Some(rate), 0x7fff, true) =
+            (limits[0].take(), limits[1].take(), pkey, is_group(mgid))
+        else {
+            return Err(SaStatus::ReqInvalid.into());
+        };
+        let exactly = |code| Limit::new(Selector::Exactly, code);
+        let life_time = match mask.contains(McMemberMask::PACKET_LIFE_TIME) {
+            true => wanted.packet_life_time.code(),
+            false => LIFE_TIME,
+        };
+        let hops = match mask.contains(McMemberMask::HOP_LIMIT) {
+            true => wanted.hop_limit(),
+            false => HOP_LIMIT,
+        };
+        let scope = match mgid.ip() {
+            std::net::IpAddr::V6(_) => mgid.0[1] & 0xf,
+            std::net::IpAddr::V4(_) => wanted.scope(),
+        };
+        let record = McMemberRecord {
+            mgid: mgid.0,
+            port_gid: [0; 16],
+            mlid: U16::new(self.free_mlid()),
+            mtu: exactly(mtu),
+            rate: exactly(rate),
+            packet_life_time: exactly(life_time),
+            proxy_join: 0,
+            reserved: [0; 2],
+            ..*wanted
+        };
+        let record = record.with_route(wanted.sl(), wanted.flow_label(), hops);
+        self.all.push(Group {
+            record: record.with_state(scope, 0),
+            members: Vec::new(),
+        });
+        Ok(())
+    }
+
+    /// A GID that no group has, of the family of a host's addresses: of site-local scope, or of IPv4
+    /// addresses for an organization (RFC 2365).
+    fn free_gid(&mut self, host: Gid) -> Gid {
+        loop {
+            let [high, low] = self.next.to_be_bytes();
+            self.next = self.next.wrapping_add(1).max(1);
+            let addr = match host.ip() {
+                std::net::IpAddr::V4(_) => std::net::IpAddr::from([239, 192, high, low]),
+                std::net::IpAddr::V6(_) => {
+                    let number = u16::from_be_bytes([high, low]);
+                    std::net::IpAddr::from([0xff15, 0xa01c, 0, 0, 0, 0, 0, number])
+                }
+            };
+            if self.find(addr.into()).is_none() {
+                return addr.into();
+            }
+        }
+    }
+
+    /// A LID that no group has. There are fewer groups than LIDs.
+    fn free_mlid(&self) -> u16 {
+        let is_taken = |lid: u16| self.all.iter().any(|group| group.record.mlid.get() == lid);
+        (FIRST_MLID..0xfffe)
+            .find(|lid| !is_taken(*lid))
+            .unwrap_or(FIRST_MLID)
+    }
+
+    fn leave(
+        &mut self,
+        from: Gid,
+        wanted: &McMemberRecord,
+    ) -> Result<(McMemberRecord, Event), Refusal> {
+        let at = self
+            .all
+            .iter()
+            .position(|group| group.record.mgid == wanted.mgid);
+        let at = at.ok_or(SaStatus::ReqInvalid)?;
+        let group = &mut self.all[at];
+        let member = group.members.iter().position(|member| member.gid == from);
+        let member = member.ok_or(SaStatus::ReqInvalid)?;
+        let state = &mut group.members[member].join_state;
+        if *state & wanted.join_state() != wanted.join_state() {
+            return Err(SaStatus::ReqInvalid.into());
+        }
+        *state &= !wanted.join_state();
+        let left = *state;
+        if left == 0 {
+            group.members.swap_remove(member);
+        }
+        let answer = group.answer(from, left);
+        // It ends with the last of its full members (IBTA 15.2.5.17.4).
+        if group
+            .members
+            .iter()
+            .any(|member| member.join_state & FULL != 0)
+        {
+            return Ok((answer, None));
+        }
+        let mgid = self.all.swap_remove(at).record.mgid();
+        Ok((answer, Some((Trap::GroupDeleted, mgid))))
+    }
+}
+
+/// The code that a group takes: what was asked for, as far as there is that much.
+fn choose(has_selector: bool, wanted: Limit, most: u8) -> Option<u8> {
+    let code = match wanted.selector() {
+        Selector::Exactly => wanted.code(),
+        _ if !has_selector => wanted.code(),
+        Selector::Less => wanted.code().saturating_sub(1).min(most),
+        Selector::Greater | Selector::Best => most,
+    };
+    let is_given = code != 0 && wanted.admits(has_selector, code);
+    is_given.then_some(code)
+}
+
+fn is_group(mgid: Gid) -> bool {
+    mgid.ip().is_multicast()
+}
+
+/// Whether a group has what a request names.
+fn fits(group: &McMemberRecord, mask: McMemberMask, wanted: &McMemberRecord) -> bool {
+    let fields = [
+        (McMemberMask::MGID, wanted.mgid == group.mgid),
+        (McMemberMask::QKEY, wanted.qkey == group.qkey),
+        (McMemberMask::MLID, wanted.mlid == group.mlid),
+        (
+            McMemberMask::TRAFFIC_CLASS,
+            wanted.traffic_class == group.traffic_class,
+        ),
+        (
+            McMemberMask::PKEY,
+            (wanted.pkey.get() ^ group.pkey.get()) & 0x7fff == 0,
+        ),
+        (McMemberMask::SL, wanted.sl() == group.sl()),
+        (
+            McMemberMask::FLOW_LABEL,
+            wanted.flow_label() == group.flow_label(),
+        ),
+        (
+            McMemberMask::HOP_LIMIT,
+            wanted.hop_limit() == group.hop_limit(),
+        ),
+        (McMemberMask::SCOPE, wanted.scope() == group.scope()),
+    ];
+    let limits = [
+        (
+            McMemberMask::MTU,
+            McMemberMask::MTU_SELECTOR,
+            wanted.mtu,
+            group.mtu,
+        ),
+        (
+            McMemberMask::RATE,
+            McMemberMask::RATE_SELECTOR,
+            wanted.rate,
+            group.rate,
+        ),
+        (
+            McMemberMask::PACKET_LIFE_TIME,
+            McMemberMask::PACKET_LIFE_TIME_SELECTOR,
+            wanted.packet_life_time,
+            group.packet_life_time,
+        ),
+    ];
+    fields
+        .iter()
+        .all(|(bit, same)| *same || !mask.contains(*bit))
+        && limits.iter().all(|(bit, selector, wanted, has)| {
+            !mask.contains(*bit) || wanted.admits(mask.contains(*selector), has.code())
+        })
+}
+
+/// A membership that a host may change: its own.
+fn own(from: Gid, mask: McMemberMask, given: &McMemberRecord) -> Result<McMemberRecord, Refusal> {
+    if !mask.contains(McMemberMask::JOIN_STATE) {
+        return Err(SaStatus::InsufficientComponents.into());
+    }
+    if given.join_state() == 0 {
+        return Err(SaStatus::ReqInvalid.into());
+    }
+    let mut record = *given;
+    if !mask.contains(McMemberMask::PORT_GID) {
+        record.port_gid = from.0;
+    }
+    if record.port_gid() != from {
+        return Err(SaStatus::InvalidGid.into());
+    }
+    Ok(record)
+}

@@ -1,0 +1,185 @@
+//! Subscriptions, and the reports that they bring.
+//!
+//! A subscriber has one report under way; the next one goes when that is answered. One that does not
+//! answer, however often it is asked, has its subscriptions ended: so this list empties itself.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use riser_transport::verbs::Gid;
+use riser_transport::wire::mad::MadMethod;
+use riser_transport::wire::{Mad, Qpn, TransactionId};
+use zerocopy::IntoBytes as _;
+
+use super::super::wire::inform::{InformInfo, Notice, Trap};
+use super::super::wire::{Record, SaHeader, SaStatus};
+use super::{Records, Refusal};
+
+/// Notices that wait for a subscriber, at most; later ones are lost.
+const MAX_NOTICES: usize = 16;
+
+/// Time after which a report is repeated, and how often it is.
+const TIMEOUT: Duration = Duration::from_secs(1);
+const RETRIES: u8 = 3;
+
+/// Upper half of the transaction identifiers of reports.
+const PREFIX: u64 = 0x5341 << 32;
+
+struct Report {
+    transaction: TransactionId,
+    notice: Notice,
+    attempts: u8,
+    deadline: Instant,
+    /// It waits to be sent.
+    is_due: bool,
+}
+
+struct Subscription {
+    gid: Gid,
+    info: InformInfo,
+    waiting: VecDeque<Notice>,
+    report: Option<Report>,
+}
+
+/// The subscriptions of all hosts.
+pub(super) struct Notices {
+    /// GID of the administrator.
+    own: Gid,
+    /// Most subscriptions, and those of one host.
+    limits: (usize, usize),
+    all: Vec<Subscription>,
+    next: u32,
+}
+
+impl Notices {
+    pub(super) fn new(own: Gid, limits: (usize, usize)) -> Self {
+        Self {
+            own,
+            limits,
+            all: Vec::new(),
+            next: 1,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    pub(super) fn has(&self, gid: Gid) -> bool {
+        self.all.iter().any(|subscription| subscription.gid == gid)
+    }
+
+    /// Takes a subscription, or its end.
+    pub(super) fn handle(&mut self, from: Gid, info: &InformInfo) -> Result<Records, Refusal> {
+        // Reports go to queue pair 1 and no other; without a number it is meant.
+        if info.subscribe > 1 || info.qpn() > Qpn::GSI.value() || info.is_generic == 0 {
+            return Err(SaStatus::ReqInvalid.into());
+        }
+        let known = |s: &Subscription| s.gid == from && s.info.is_same(info);
+        let known = self.all.iter().position(known);
+        match (known, info.subscribe) {
+            (Some(at), 0) => {
+                self.all.swap_remove(at);
+            }
+            (None, 0) => return Err(SaStatus::ReqInvalid.into()),
+            (Some(_), _) => {}
+            (None, _) => {
+                let (all, each) = self.limits;
+                let his = self.all.iter().filter(|s| s.gid == from).count();
+                if self.all.len() >= all || his >= each {
+                    return Err(SaStatus::NoResources.into());
+                }
+                self.all.push(Subscription {
+                    gid: from,
+                    info: *info,
+                    waiting: VecDeque::new(),
+                    report: None,
+                });
+            }
+        }
+        Ok(Records::of([*info]))
+    }
+
+    /// Reports an event to those that have subscribed to it.
+    pub(super) fn raise(&mut self, now: Instant, trap: Trap, about: Gid) {
+        let notice = Notice::new(trap, about, self.own);
+        for subscription in &mut self.all {
+            // A host knows what it has done itself.
+            if subscription.info.admits(&notice)
+                && subscription.gid != about
+                && subscription.waiting.len() < MAX_NOTICES
+            {
+                subscription.waiting.push_back(notice);
+            }
+        }
+        self.begin(now);
+    }
+
+    /// Begins the next report of each subscriber that has none under way.
+    fn begin(&mut self, now: Instant) {
+        for subscription in &mut self.all {
+            if subscription.report.is_some() {
+                continue;
+            }
+            let Some(notice) = subscription.waiting.pop_front() else {
+                continue;
+            };
+            let transaction = TransactionId(PREFIX | u64::from(self.next));
+            self.next = self.next.wrapping_add(1);
+            subscription.report = Some(Report {
+                transaction,
+                notice,
+                attempts: 0,
+                deadline: now + TIMEOUT,
+                is_due: true,
+            });
+        }
+    }
+
+    /// Takes an answer to a report.
+    pub(super) fn handle_answer(&mut self, now: Instant, from: Gid, transaction: TransactionId) {
+        for subscription in self.all.iter_mut().filter(|s| s.gid == from) {
+            let report = &mut subscription.report;
+            if report
+                .as_ref()
+                .is_some_and(|r| r.transaction == transaction)
+            {
+                *report = None;
+            }
+        }
+        self.begin(now);
+    }
+
+    pub(super) fn poll_transmit(&mut self, now: Instant) -> Option<(Gid, Mad)> {
+        self.all.iter_mut().find_map(|subscription| {
+            let report = subscription
+                .report
+                .as_mut()
+                .filter(|report| report.is_due)?;
+            report.is_due = false;
+            report.deadline = now + TIMEOUT;
+            let header = SaHeader::new(MadMethod::Report, Notice::ATTRIBUTE, report.transaction, 0);
+            Some((subscription.gid, header.emit(report.notice.as_bytes())))
+        })
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let reports = self.all.iter().filter_map(|s| s.report.as_ref());
+        reports.map(|report| report.deadline).min()
+    }
+
+    pub(super) fn handle_timeout(&mut self, now: Instant) {
+        self.all.retain_mut(|subscription| {
+            let Some(report) = &mut subscription.report else {
+                return true;
+            };
+            if report.deadline > now {
+                return true;
+            }
+            report.attempts += 1;
+            report.is_due = true;
+            report.deadline = now + TIMEOUT;
+            report.attempts <= RETRIES
+        });
+    }
+}

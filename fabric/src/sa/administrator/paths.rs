@@ -1,0 +1,135 @@
+//! Paths between addresses. RoCE needs no route from an administrator: the host's own network finds
+//! it. So a path is computed from the two GIDs.
+
+use riser_transport::verbs::{Gid, Mtu, PKey};
+use zerocopy::big_endian::{U16, U32};
+
+use super::super::wire::path::{PathMask, PathRecord, REVERSIBLE};
+use super::super::wire::{Limit, Selector};
+use super::groups::Groups;
+
+/// Static rate of 2.5 Gbit/s, the least that can be said: a socket has no speed.
+pub(super) const RATE: u8 = 2;
+
+/// Packet life time: 4.096 µs × 2^18, about a second.
+pub(super) const LIFE_TIME: u8 = 18;
+
+/// Hop limit of paths. Above 1 it also says that packets have a GRH, which all have on RoCE.
+pub(super) const HOP_LIMIT: u8 = 64;
+
+/// The path from a port to another one, or to a group; `None` where there is none: between addresses
+/// of two families, and to what is no address of a host.
+pub(super) fn compute(mtu: Mtu, groups: &Groups, sgid: Gid, dgid: Gid) -> Option<PathRecord> {
+    let (source, destination) = (sgid.ip(), dgid.ip());
+    let is_host = |ip: std::net::IpAddr| {
+        let is_broadcast = matches!(ip, std::net::IpAddr::V4(v4) if v4.is_broadcast());
+        !ip.is_unspecified() && !ip.is_multicast() && !is_broadcast
+    };
+    if !is_host(source) || source.is_ipv4() != destination.is_ipv4() {
+        return None;
+    }
+    let exactly = |code| Limit::new(Selector::Exactly, code);
+    let path = PathRecord {
+        dgid: dgid.0,
+        sgid: sgid.0,
+        flow_label_and_hop_limit: U32::new(u32::from(HOP_LIMIT)),
+        reversible_and_count: REVERSIBLE,
+        pkey: U16::new(PKey::DEFAULT.0),
+        mtu: exactly(mtu.code()),
+        rate: exactly(RATE),
+        packet_life_time: exactly(LIFE_TIME),
+        ..PathRecord::default()
+    };
+    if is_host(destination) {
+        return Some(path);
+    }
+    let group = groups.find(dgid)?;
+    Some(PathRecord {
+        dlid: group.mlid,
+        flow_label_and_hop_limit: U32::new(group.flow_label() << 8 | u32::from(group.hop_limit())),
+        traffic_class: group.traffic_class,
+        // Nothing can be sent from a group.
+        reversible_and_count: 0,
+        pkey: group.pkey,
+        qos_class_and_sl: U16::new(u16::from(group.sl())),
+        mtu: group.mtu,
+        rate: group.rate,
+        packet_life_time: group.packet_life_time,
+        ..path
+    })
+}
+
+/// The path with what a request may choose on RoCE: its service, flow label, traffic class and
+/// priority; `None` where it does not have what is asked for.
+pub(super) fn fit(mut path: PathRecord, mask: PathMask, wanted: &PathRecord) -> Option<PathRecord> {
+    let is_group = path.dgid().ip().is_multicast();
+    let limits = [
+        (PathMask::MTU, PathMask::MTU_SELECTOR, wanted.mtu, path.mtu),
+        (
+            PathMask::RATE,
+            PathMask::RATE_SELECTOR,
+            wanted.rate,
+            path.rate,
+        ),
+        (
+            PathMask::PACKET_LIFE_TIME,
+            PathMask::PACKET_LIFE_TIME_SELECTOR,
+            wanted.packet_life_time,
+            path.packet_life_time,
+        ),
+    ];
+    let admitted = limits.iter().all(|(bit, selector, wanted, has)| {
+        !mask.contains(*bit) || wanted.admits(mask.contains(*selector), has.code())
+    });
+    let fields = [
+        (PathMask::DLID, wanted.dlid == path.dlid),
+        (PathMask::SLID, wanted.slid == path.slid),
+        // A partition has full and limited members.
+        (
+            PathMask::PKEY,
+            (wanted.pkey.get() ^ path.pkey.get()) & 0x7fff == 0,
+        ),
+        (
+            PathMask::REVERSIBLE,
+            !wanted.is_reversible() || path.is_reversible(),
+        ),
+        // Bit 31: packets of another transport.
+        (
+            PathMask::RAW_TRAFFIC,
+            wanted.flow_label_and_hop_limit.get() >> 31 == 0,
+        ),
+        (PathMask::PREFERENCE, wanted.preference == path.preference),
+    ];
+    if !admitted
+        || fields
+            .iter()
+            .any(|(bit, same)| mask.contains(*bit) && !same)
+    {
+        return None;
+    }
+    if mask.contains(PathMask::SERVICE_ID) {
+        path.service_id = wanted.service_id;
+    }
+    if mask.contains(PathMask::PKEY) {
+        path.pkey = wanted.pkey;
+    }
+    if is_group {
+        return Some(path);
+    }
+    if mask.contains(PathMask::TRAFFIC_CLASS) {
+        path.traffic_class = wanted.traffic_class;
+    }
+    if mask.contains(PathMask::FLOW_LABEL) {
+        let word = wanted.flow_label() << 8 | u32::from(path.hop_limit());
+        path.flow_label_and_hop_limit = U32::new(word);
+    }
+    let (mut class, mut sl) = (path.qos_class(), path.sl());
+    if mask.contains(PathMask::QOS_CLASS) {
+        class = wanted.qos_class();
+    }
+    if mask.contains(PathMask::SL) {
+        sl = wanted.sl();
+    }
+    path.qos_class_and_sl = U16::new(class << 4 | u16::from(sl));
+    Some(path)
+}

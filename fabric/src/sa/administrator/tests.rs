@@ -1,0 +1,675 @@
+use super::super::client::{Answer, ClientConfig, QueryId, Request, SaClient, SaError, SaEvent};
+use super::super::wire::attribute;
+use super::super::wire::inform::Notice;
+use super::super::wire::mcmember::{McMemberMask, join_state};
+use super::super::wire::service::ServiceMask;
+use super::*;
+use riser_transport::wire::TransactionId;
+
+fn gid(last: u8) -> Gid {
+    IpAddr::from([10, 0, 0, last]).into()
+}
+
+/// An administrator at 10.0.0.1, clients at the addresses after it, and the network between them.
+struct Fabric {
+    now: Instant,
+    administrator: Administrator,
+    clients: Vec<(Gid, SaClient)>,
+    /// One in as many datagrams is lost, by chance; 0 for none.
+    loss: usize,
+    chance: fastrand::Rng,
+    sent: usize,
+    /// Notices that came while answers were waited for, with the clients that got them.
+    kept: Vec<(usize, SaEvent)>,
+}
+
+impl Fabric {
+    fn new(clients: u8) -> Self {
+        Self::with(clients, Limits::default())
+    }
+
+    fn with(clients: u8, limits: Limits) -> Self {
+        let config = AdministratorConfig {
+            limits,
+            ..AdministratorConfig::new([10, 0, 0, 1].into(), Mtu::Mtu4096)
+        };
+        let client = |n| SaClient::new(ClientConfig::new(gid(1)), 100 * u32::from(n));
+        Self {
+            now: Instant::now(),
+            administrator: Administrator::new(config),
+            clients: (2..2 + clients).map(|n| (gid(n), client(n))).collect(),
+            loss: 0,
+            chance: fastrand::Rng::with_seed(1),
+            sent: 0,
+            kept: Vec::new(),
+        }
+    }
+
+    fn is_lost(&mut self) -> bool {
+        self.sent += 1;
+        self.loss != 0 && self.chance.usize(..self.loss) == 0
+    }
+
+    /// Delivers everything that is on its way.
+    fn deliver(&mut self) {
+        loop {
+            let mut moved = false;
+            for at in 0..self.clients.len() {
+                while let Some(mad) = self.clients[at].1.poll_transmit() {
+                    moved = true;
+                    if !self.is_lost() {
+                        let from = self.clients[at].0;
+                        self.administrator.handle_mad(self.now, from, &mad);
+                    }
+                }
+            }
+            while let Some((to, mad)) = self.administrator.poll_transmit(self.now) {
+                moved = true;
+                let lost = self.is_lost();
+                let client = self.clients.iter_mut().find(|(gid, _)| *gid == to);
+                if let Some((_, client)) = client.filter(|_| !lost) {
+                    client.handle_mad(self.now, gid(1), &mad);
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+
+    /// Lets time pass, with all timers in between.
+    fn pass(&mut self, time: Duration) {
+        let end = self.now + time;
+        loop {
+            self.deliver();
+            let clients = self
+                .clients
+                .iter()
+                .filter_map(|(_, client)| client.poll_timeout());
+            let next = clients.chain(self.administrator.poll_timeout()).min();
+            let Some(next) = next.filter(|next| *next <= end) else {
+                break;
+            };
+            self.now = self.now.max(next);
+            let now = self.now;
+            for (_, client) in &mut self.clients {
+                client.handle_timeout(now);
+            }
+            self.administrator.handle_timeout(now);
+        }
+        self.now = end;
+    }
+
+    fn ask(&mut self, client: usize, request: Request) -> Result<Answer, SaError> {
+        let id = self.clients[client].1.query(self.now, request).unwrap();
+        self.deliver();
+        self.result(client, id)
+    }
+
+    fn result(&mut self, client: usize, id: QueryId) -> Result<Answer, SaError> {
+        while let Some(event) = self.clients[client].1.poll_event() {
+            match event {
+                SaEvent::Answered { id: ended, result } if ended == id => return result,
+                SaEvent::Answered { .. } => {}
+                SaEvent::Notice(_) => self.kept.push((client, event)),
+            }
+        }
+        panic!("no answer");
+    }
+
+    fn notices(&mut self, client: usize) -> Vec<(Trap, Gid)> {
+        let kept = self.kept.drain(..).filter(|(of, _)| *of == client);
+        let events = std::iter::from_fn(|| self.clients[client].1.poll_event());
+        kept.map(|(_, event)| event)
+            .chain(events)
+            .filter_map(|event| match event {
+                SaEvent::Notice(notice) => notice.event(),
+                SaEvent::Answered { .. } => None,
+            })
+            .collect()
+    }
+}
+
+fn status(result: Result<Answer, SaError>) -> u16 {
+    match result {
+        Err(SaError::Status(status)) => status,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn paths_are_computed_from_the_gids() {
+    let mut fabric = Fabric::new(1);
+    let request = Request::path(gid(2), gid(9), Some(0x7fff), Some(0x1234));
+    let path: PathRecord = fabric.ask(0, request).unwrap().record().unwrap();
+    assert_eq!((path.sgid(), path.dgid()), (gid(2), gid(9)));
+    assert_eq!((path.pkey.get(), path.service_id.get()), (0x7fff, 0x1234));
+    assert_eq!((path.hop_limit(), path.mtu.0), (64, 0x85));
+    assert!(path.is_reversible());
+    // Another partition, and what is no port.
+    let v6 = Gid::from(IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 1]));
+    let group = Gid::from(IpAddr::from([239, 1, 1, 1]));
+    for (dgid, pkey) in [(gid(9), Some(0x8001)), (v6, None), (group, None)] {
+        let request = Request::path(gid(2), dgid, pkey, None);
+        assert_eq!(status(fabric.ask(0, request)), 0x0300, "{dgid}");
+    }
+}
+
+#[test]
+fn limits_of_a_path_are_compared_as_their_selectors_say() {
+    let fabric = Fabric::new(0);
+    let find = |selector, code| {
+        let mask = PathMask::MTU | PathMask::MTU_SELECTOR;
+        let wanted = PathRecord {
+            mtu: super::super::wire::Limit::new(selector, code),
+            sgid: gid(2).0,
+            dgid: gid(3).0,
+            ..PathRecord::default()
+        };
+        fabric.administrator.find_path(mask, &wanted).is_some()
+    };
+    use super::super::wire::Selector::{Best, Exactly, Greater, Less};
+    assert!(find(Greater, 4) && find(Exactly, 5) && find(Less, 6) && find(Best, 1));
+    assert!(!find(Greater, 5) && !find(Exactly, 4) && !find(Less, 5));
+}
+
+#[test]
+fn a_table_of_paths_leads_to_every_host_that_is_known() {
+    let mut fabric = Fabric::new(40);
+    for client in 0..40 {
+        let request = Request::path(gid(2), gid(3), None, None);
+        let from = gid(2 + client);
+        let mut request = Some(request);
+        let id = fabric.clients[usize::from(client)]
+            .1
+            .query(fabric.now, request.take().unwrap());
+        assert!(id.is_ok(), "{from}");
+    }
+    fabric.deliver();
+    let wanted = PathRecord::default();
+    let answer = fabric
+        .ask(0, Request::new(SaMethod::GetTable, 0, &wanted))
+        .unwrap();
+    let mut dgids: Vec<Gid> = answer
+        .records::<PathRecord>()
+        .map(|path| path.dgid())
+        .collect();
+    dgids.sort_by_key(|gid| gid.0);
+    assert_eq!(dgids, (1..42).map(gid).collect::<Vec<_>>());
+    assert_eq!(fabric.administrator.usage().transfers, 0);
+    // As many as are wanted, and nodes and ports likewise.
+    let wanted = PathRecord {
+        reversible_and_count: 3,
+        ..wanted
+    };
+    let mask = PathMask::NUMB_PATH.bits();
+    let answer = fabric
+        .ask(0, Request::new(SaMethod::GetTable, mask, &wanted))
+        .unwrap();
+    assert_eq!(answer.records::<PathRecord>().count(), 3);
+    let node = node_record(gid(7));
+    let answer = fabric
+        .ask(0, Request::new(SaMethod::GetTable, 0, &node))
+        .unwrap();
+    assert_eq!(answer.records::<NodeRecord>().count(), 41);
+    let mask = NodeMask::PORT_GUID.bits();
+    let answer = fabric
+        .ask(0, Request::new(SaMethod::Get, mask, &node))
+        .unwrap();
+    assert_eq!(answer.record(), Some(node));
+    let port = port_info_record(gid(7), Mtu::Mtu4096);
+    let answer = fabric
+        .ask(0, Request::new(SaMethod::GetTable, 0, &port))
+        .unwrap();
+    assert_eq!(answer.records::<PortInfoRecord>().count(), 41);
+}
+
+#[test]
+fn tables_arrive_over_a_network_that_loses_datagrams() {
+    for loss in [3, 4, 5, 7] {
+        let mut fabric = Fabric::new(60);
+        for (_, client) in &mut fabric.clients {
+            let request = Request::path(gid(2), gid(3), None, None);
+            client.query(fabric.now, request).unwrap();
+        }
+        fabric.deliver();
+        fabric.loss = loss;
+        let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
+        let id = fabric.clients[0].1.query(fabric.now, request).unwrap();
+        fabric.pass(Duration::from_secs(60));
+        let answer = fabric.result(0, id).unwrap();
+        assert_eq!(
+            answer.records::<PathRecord>().count(),
+            61,
+            "one in {loss} lost"
+        );
+        assert_eq!(fabric.administrator.usage().transfers, 0);
+    }
+}
+
+#[test]
+fn services_are_set_found_and_deleted() {
+    let mut fabric = Fabric::new(2);
+    let record = ServiceRecord::new(0x1000, gid(2)).with_name("riser");
+    let set = fabric.ask(0, Request::set_service(&record)).unwrap();
+    assert_eq!(set.record(), Some(record));
+    let mask = ServiceMask::NAME;
+    let wanted = ServiceRecord::new(0, gid(9)).with_name("riser");
+    let find = |method| Request::service(method, mask, &wanted);
+    let found = fabric.ask(1, find(SaMethod::GetTable)).unwrap();
+    assert_eq!(found.records().collect::<Vec<ServiceRecord>>(), [record]);
+    assert_eq!(
+        fabric.ask(1, find(SaMethod::Get)).unwrap().record(),
+        Some(record)
+    );
+    // Only its host may delete it, or set one for its GID.
+    let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &record);
+    assert_eq!(status(fabric.ask(1, delete.clone())), 0x0500);
+    assert_eq!(status(fabric.ask(1, Request::set_service(&record))), 0x0500);
+    fabric.ask(0, delete.clone()).unwrap();
+    assert_eq!(status(fabric.ask(0, delete)), 0x0300);
+    assert_eq!(status(fabric.ask(1, find(SaMethod::Get))), 0x0300);
+}
+
+#[test]
+fn a_key_keeps_a_service_and_a_lease_ends_it() {
+    let mut fabric = Fabric::new(2);
+    let mut record = ServiceRecord::new(0x1000, gid(2));
+    record.key = [7; 16];
+    record.lease = U32::new(60);
+    fabric.ask(0, Request::set_service(&record)).unwrap();
+    let mut other = record;
+    other.key = [8; 16];
+    assert_eq!(status(fabric.ask(0, Request::set_service(&other))), 0x0700);
+    fabric.pass(Duration::from_secs(20));
+    let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &record);
+    let found: ServiceRecord = fabric.ask(1, find.clone()).unwrap().record().unwrap();
+    assert_eq!((found.lease.get(), found.key), (40, [0; 16]));
+    // It is renewed by another Set.
+    fabric.ask(0, Request::set_service(&record)).unwrap();
+    fabric.pass(Duration::from_secs(59));
+    assert_eq!(fabric.administrator.usage().services, 1);
+    fabric.pass(Duration::from_secs(2));
+    assert_eq!(status(fabric.ask(1, find)), 0x0300);
+}
+
+fn group_request(mgid: Gid, port: Gid) -> (McMemberMask, McMemberRecord) {
+    let mut record = McMemberRecord::new(mgid, port, join_state::FULL_MEMBER);
+    record.qkey = U32::new(0x8001_0000);
+    record.pkey = U16::new(0xffff);
+    (McMemberMask::CREATE | McMemberMask::MGID, record)
+}
+
+#[test]
+fn groups_live_as_long_as_they_have_a_full_member() {
+    let mut fabric = Fabric::new(3);
+    fabric
+        .ask(2, Request::inform(&InformInfo::new(None, true)))
+        .unwrap();
+    let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
+    let (mask, record) = group_request(mgid, gid(2));
+    // To join is not to make one.
+    let join = McMemberRecord::new(mgid, gid(3), join_state::SEND_ONLY_NON_MEMBER);
+    let just_join = Request::join(McMemberMask::MGID, &join);
+    assert_eq!(status(fabric.ask(1, just_join.clone())), 0x0200);
+    let made: McMemberRecord = fabric
+        .ask(0, Request::join(mask, &record))
+        .unwrap()
+        .record()
+        .unwrap();
+    assert_eq!((made.mgid(), made.port_gid()), (mgid, gid(2)));
+    assert_eq!(
+        (made.mlid.get(), made.mtu.0, made.join_state()),
+        (0xc000, 0x85, 1)
+    );
+    let joined: McMemberRecord = fabric.ask(1, just_join).unwrap().record().unwrap();
+    assert_eq!((joined.qkey.get(), joined.join_state()), (0x8001_0000, 4));
+    // Another queue key.
+    let mut other = record;
+    other.qkey = U32::new(5);
+    other.port_gid = gid(3).0;
+    assert_eq!(status(fabric.ask(1, Request::join(mask, &other))), 0x0200);
+    // All see the group, and none its members.
+    let look = Request::new(SaMethod::GetTable, 0, &McMemberRecord::default());
+    let all: Vec<McMemberRecord> = fabric.ask(2, look).unwrap().records().collect();
+    assert_eq!(
+        (all.len(), all[0].port_gid(), all[0].join_state()),
+        (1, Gid([0; 16]), 5)
+    );
+    // A path to it has its LID.
+    let request = Request::new(
+        SaMethod::Get,
+        PathMask::DGID.bits(),
+        &PathRecord {
+            dgid: mgid.0,
+            ..PathRecord::default()
+        },
+    );
+    let path: PathRecord = fabric.ask(2, request).unwrap().record().unwrap();
+    assert_eq!(path.dlid.get(), 0xc000);
+    // None leaves for another one.
+    let leave = McMemberRecord::new(mgid, gid(2), join_state::FULL_MEMBER);
+    assert_eq!(status(fabric.ask(1, Request::leave(&leave))), 0x0500);
+    fabric.ask(0, Request::leave(&leave)).unwrap();
+    assert_eq!(status(fabric.ask(0, Request::leave(&leave))), 0x0200);
+    assert_eq!(fabric.administrator.usage().members, 0);
+    fabric.pass(Duration::from_secs(1));
+    let notices = fabric.notices(2);
+    let groups: Vec<_> = notices.iter().filter(|(_, about)| *about == mgid).collect();
+    assert_eq!(
+        groups,
+        [&(Trap::GroupCreated, mgid), &(Trap::GroupDeleted, mgid)]
+    );
+    assert!(notices.contains(&(Trap::GidInService, gid(2))));
+}
+
+#[test]
+fn a_group_without_a_gid_gets_one_of_the_hosts_family() {
+    let mut fabric = Fabric::new(1);
+    let (mask, record) = group_request(Gid([0; 16]), gid(2));
+    let mut mgids = Vec::new();
+    for _ in 0..2 {
+        let made: McMemberRecord = fabric
+            .ask(0, Request::join(mask, &record))
+            .unwrap()
+            .record()
+            .unwrap();
+        assert!(made.mgid().ip().is_ipv4() && made.mgid().ip().is_multicast());
+        mgids.push(made.mgid());
+    }
+    assert_ne!(mgids[0], mgids[1]);
+    // One of the other family, and one of no group.
+    for mgid in [Gid([0xff; 16]), gid(5)] {
+        let (mask, record) = group_request(mgid, gid(2));
+        assert_eq!(status(fabric.ask(0, Request::join(mask, &record))), 0x0200);
+    }
+    // Without what a group needs.
+    let (mask, record) = group_request(Gid::from(IpAddr::from([239, 5, 5, 5])), gid(2));
+    let request = Request::join(mask - McMemberMask::QKEY, &record);
+    assert_eq!(status(fabric.ask(0, request)), 0x0600);
+}
+
+#[test]
+fn a_subscriber_that_is_gone_loses_its_subscription() {
+    let mut fabric = Fabric::new(2);
+    let subscribe = |is| Request::inform(&InformInfo::new(Some(Trap::GidInService), is));
+    assert_eq!(status(fabric.ask(0, subscribe(false))), 0x0200);
+    fabric.ask(0, subscribe(true)).unwrap();
+    fabric.ask(0, subscribe(true)).unwrap();
+    assert_eq!(fabric.administrator.usage().subscriptions, 1);
+    fabric.ask(0, subscribe(false)).unwrap();
+    assert_eq!(fabric.administrator.usage().subscriptions, 0);
+    fabric.ask(0, subscribe(true)).unwrap();
+    let gone = fabric.clients.remove(0);
+    fabric
+        .ask(0, Request::path(gid(3), gid(2), None, None))
+        .unwrap();
+    assert_eq!(fabric.administrator.usage().subscriptions, 1);
+    fabric.pass(Duration::from_secs(10));
+    assert_eq!(fabric.administrator.usage().subscriptions, 0);
+    drop(gone);
+}
+
+#[test]
+fn a_report_that_is_repeated_is_handed_on_once() {
+    let mut client = SaClient::new(ClientConfig::new(gid(1)), 1);
+    let notice = Notice::new(Trap::GidInService, gid(5), gid(1));
+    let header = |transaction| {
+        SaHeader::new(
+            MadMethod::Report,
+            attribute::NOTICE,
+            TransactionId(transaction),
+            0,
+        )
+    };
+    let now = Instant::now();
+    for transaction in [1, 1, 2] {
+        client.handle_mad(
+            now,
+            gid(1),
+            &header(transaction).emit(zerocopy::IntoBytes::as_bytes(&notice)),
+        );
+    }
+    // Of another port.
+    client.handle_mad(now, gid(6), &header(3).emit(&[]));
+    let answers: Vec<Mad> = std::iter::from_fn(|| client.poll_transmit()).collect();
+    assert_eq!(
+        answers.iter().map(|mad| mad[3]).collect::<Vec<_>>(),
+        [0x86; 3]
+    );
+    assert_eq!(std::iter::from_fn(|| client.poll_event()).count(), 2);
+}
+
+#[test]
+fn queries_end_by_cancellation_and_by_time() {
+    let mut fabric = Fabric::new(1);
+    fabric.loss = 1;
+    let request = Request::path(gid(2), gid(3), None, None);
+    let client = &mut fabric.clients[0].1;
+    let first = client.query(fabric.now, request.clone()).unwrap();
+    let second = client.query(fabric.now, request.clone()).unwrap();
+    client.cancel(first);
+    client.cancel(first);
+    assert_eq!(fabric.result(0, first), Err(SaError::Canceled));
+    fabric.pass(Duration::from_secs(7));
+    assert_eq!(fabric.clients[0].1.poll_event(), None);
+    fabric.pass(Duration::from_secs(2));
+    assert_eq!(fabric.result(0, second), Err(SaError::TimedOut));
+    assert!(fabric.clients[0].1.is_idle());
+    // One request for the one that was canceled, and four for the other one.
+    assert_eq!(fabric.sent, 5);
+    // The answer to a query that was canceled is for no other.
+    fabric.loss = 0;
+    let client = &mut fabric.clients[0].1;
+    let id = client.query(fabric.now, request.clone()).unwrap();
+    client.cancel(id);
+    fabric.deliver();
+    assert_eq!(fabric.result(0, id), Err(SaError::Canceled));
+    for _ in 0..super::super::client::MAX_QUERIES {
+        fabric.clients[0]
+            .1
+            .query(fabric.now, request.clone())
+            .unwrap();
+    }
+    assert_eq!(
+        fabric.clients[0].1.query(fabric.now, request),
+        Err(SaError::Busy)
+    );
+}
+
+#[test]
+fn each_host_and_all_together_have_their_limits() {
+    let limits = Limits {
+        hosts: 4,
+        services: (3, 2),
+        groups: 2,
+        members: (2, 2),
+        subscriptions: (2, 1),
+        transfers: (2, 1),
+    };
+    let mut fabric = Fabric::with(6, limits);
+    let service =
+        |id, client: usize| Request::set_service(&ServiceRecord::new(id, gid(2 + client as u8)));
+    for (id, client, expected) in [
+        (1, 0, 0),
+        (2, 0, 0),
+        (3, 0, 0x0100),
+        (4, 1, 0),
+        (5, 1, 0x0100),
+    ] {
+        let result = fabric.ask(client, service(id, client));
+        let got = result.err().map_or(0, |e| status(Err(e)));
+        assert_eq!(got, expected, "service {id}");
+    }
+    // Records that are there can be renewed.
+    fabric.ask(0, service(1, 0)).unwrap();
+    let subscribe = |trap| Request::inform(&InformInfo::new(Some(trap), true));
+    fabric.ask(2, subscribe(Trap::GroupCreated)).unwrap();
+    assert_eq!(status(fabric.ask(2, subscribe(Trap::GroupDeleted))), 0x0100);
+    fabric.ask(3, subscribe(Trap::GroupCreated)).unwrap();
+    // All places have hosts that keep something: others get answers that nothing is kept for.
+    assert_eq!(status(fabric.ask(4, service(9, 4))), 0x0100);
+    fabric
+        .ask(4, Request::path(gid(6), gid(2), None, None))
+        .unwrap();
+    let usage = fabric.administrator.usage();
+    assert_eq!(
+        (usage.hosts, usage.services, usage.subscriptions),
+        (4, 3, 2)
+    );
+}
+
+#[test]
+fn a_host_that_keeps_nothing_is_forgotten() {
+    let mut fabric = Fabric::new(2);
+    let request = Request::path(gid(2), gid(3), None, None);
+    fabric.ask(0, request.clone()).unwrap();
+    fabric
+        .ask(1, Request::inform(&InformInfo::new(None, true)))
+        .unwrap();
+    fabric.pass(FORGETTING + Duration::from_secs(1));
+    assert_eq!(fabric.administrator.usage().hosts, 1);
+    assert_eq!(fabric.notices(1), [(Trap::GidOutOfService, gid(2))]);
+}
+
+#[test]
+fn a_forged_request_brings_few_datagrams() {
+    let mut fabric = Fabric::new(0);
+    for last in 0..200 {
+        let header = SaHeader::new(
+            MadMethod::GetTable,
+            attribute::PATH_RECORD,
+            TransactionId(last),
+            0,
+        );
+        let from = gid(2 + last as u8);
+        fabric
+            .administrator
+            .handle_mad(fabric.now, from, &header.emit(&[]));
+    }
+    fabric.pass(Duration::from_secs(60));
+    // The first segment and three repetitions, or a refusal.
+    assert!(fabric.sent <= 200 * 4, "{}", fabric.sent);
+    assert_eq!(fabric.administrator.usage().transfers, 0);
+}
+
+#[test]
+fn what_is_not_supported_is_refused_as_the_class_demands() {
+    let mut administrator = Fabric::new(0).administrator;
+    let now = Instant::now();
+    let mut ask = |change: &dyn Fn(&mut Mad)| {
+        let header = SaHeader::new(MadMethod::Get, attribute::PATH_RECORD, TransactionId(9), 0);
+        let mut mad = header.emit(&[]);
+        change(&mut mad);
+        administrator.handle_mad(now, gid(2), &mad);
+        let answer = administrator.poll_transmit(now);
+        answer.map(|(_, mad)| u16::from_be_bytes([mad[4], mad[5]]))
+    };
+    // A Get without a destination; another version, method and attribute.
+    assert_eq!(ask(&|_| {}), Some(0x0600));
+    assert_eq!(ask(&|mad| mad[2] = 1), Some(0x0004));
+    assert_eq!(ask(&|mad| mad[3] = 0x13), Some(0x0008));
+    assert_eq!(ask(&|mad| mad[17] = 0x36), Some(0x000c));
+    // ClassPortInfo.
+    assert_eq!(ask(&|mad| mad[16..18].copy_from_slice(&[0, 1])), Some(0));
+    // What asks for no answer, and other classes.
+    assert_eq!(ask(&|mad| mad[3] = 5), None);
+    assert_eq!(ask(&|mad| mad[3] = 0x81), None);
+    assert_eq!(ask(&|mad| mad[1] = 4), None);
+}
+
+/// Hosts send anything; what is kept and sent stays within its limits.
+#[test]
+fn subnet_administrator() {
+    bolero::check!(name = "subnet_administrator").for_each(|input: &[u8]| {
+        let mut fabric = Fabric::new(0);
+        let most = Limits::default();
+        for (at, chunk) in input.chunks(96).enumerate() {
+            let mut mad = [0; 256];
+            // A header that is almost right, so that the rest is reached.
+            mad[..4].copy_from_slice(&[1, 3, 2, 1]);
+            let [choice, rest @ ..] = chunk else {
+                continue;
+            };
+            let attributes = [0x35, 0x31, 0x38, 0x03, 0x11, 0x12, 0x01];
+            mad[17] = attributes[usize::from(choice & 7) % attributes.len()];
+            mad[3] = [1, 2, 0x12, 0x15][usize::from(choice >> 3 & 3)];
+            let len = rest.len().min(200);
+            if choice & 0x80 == 0 {
+                mad[48..48 + len].copy_from_slice(&rest[..len]);
+            } else {
+                mad[..len].copy_from_slice(&rest[..len]);
+            }
+            let from = gid(choice >> 5);
+            fabric.administrator.handle_mad(fabric.now, from, &mad);
+            while let Some((_, mad)) = fabric.administrator.poll_transmit(fabric.now) {
+                assert_eq!((mad[0], mad[1]), (1, 3));
+            }
+            if at % 8 == 7 {
+                fabric.now += Duration::from_millis(u64::from(*choice) * 16);
+                fabric.administrator.handle_timeout(fabric.now);
+            }
+            let usage = fabric.administrator.usage();
+            assert!(usage.hosts <= most.hosts && usage.services <= most.services.0);
+            assert!(usage.members <= most.members.0 && usage.groups <= most.groups);
+            assert!(usage.transfers <= most.transfers.0);
+            // A group without members is gone.
+            assert!(usage.members >= usage.groups);
+        }
+    });
+}
+
+/// An administrator sends anything; a client's queries end once each.
+#[test]
+fn subnet_administration_client() {
+    bolero::check!(name = "subnet_administration_client").for_each(|input: &[u8]| {
+        let mut client = SaClient::new(ClientConfig::new(gid(1)), 0);
+        let mut now = Instant::now();
+        let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
+        let get = Request::path(gid(2), gid(3), None, None);
+        let mut asked = 0;
+        let mut ended = 0;
+        for chunk in input.chunks(64) {
+            if client
+                .query(now, [&request, &get][asked % 2].clone())
+                .is_ok()
+            {
+                asked += 1;
+            }
+            let mut mad = [0; 256];
+            mad[..4].copy_from_slice(&[1, 3, 2, 0x92]);
+            mad[15] = chunk[0];
+            mad[17] = 0x35;
+            mad[24..28].copy_from_slice(&[1, 1, 0, 0]);
+            let len = chunk.len() - 1;
+            if chunk[0] & 1 == 0 {
+                mad[26..26 + len].copy_from_slice(&chunk[1..]);
+            } else {
+                mad[..len].copy_from_slice(&chunk[1..]);
+            }
+            client.handle_mad(now, gid(1), &mad);
+            while client.poll_transmit().is_some() {}
+            now += Duration::from_millis(u64::from(chunk[0]) * 4);
+            client.handle_timeout(now);
+            while let Some(event) = client.poll_event() {
+                if let SaEvent::Answered { result, .. } = event {
+                    ended += 1;
+                    if let Ok(answer) = result {
+                        assert!(answer.records::<PathRecord>().count() <= 1024);
+                    }
+                }
+            }
+        }
+        for _ in 0..8 {
+            now += Duration::from_secs(2);
+            client.handle_timeout(now);
+        }
+        while client.poll_transmit().is_some() {}
+        let events = std::iter::from_fn(|| client.poll_event());
+        ended += events
+            .filter(|e| matches!(e, SaEvent::Answered { .. }))
+            .count();
+        assert_eq!(ended, asked);
+        assert!(client.is_idle());
+    });
+}

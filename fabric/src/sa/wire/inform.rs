@@ -1,0 +1,246 @@
+//! InformInfo and Notice (IBTA 13.4.8.2, 13.4.8.3): subscriptions to events, and the events.
+
+use riser_transport::verbs::Gid;
+use zerocopy::big_endian::{U16, U32};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{Record, attribute};
+
+/// Events that an administrator itself reports (IBTA 14.2.5.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u16)]
+pub enum Trap {
+    /// A GID is in service.
+    GidInService = 64,
+    /// A GID is out of service.
+    GidOutOfService = 65,
+    /// A multicast group was made.
+    GroupCreated = 66,
+    /// A multicast group was deleted.
+    GroupDeleted = 67,
+}
+
+/// Number that stands for all types, traps, kinds of nodes or LIDs.
+pub const ALL: u16 = 0xffff;
+
+/// Kind of node that a subnet manager is.
+pub const CLASS_MANAGER: u32 = 4;
+
+/// Kinds of nodes that stand for all of them: 24 bits.
+const ALL_NODES: u32 = 0x00ff_ffff;
+
+/// Type of a notice for people to read.
+const INFORMATIONAL: u8 = 4;
+
+/// Subscription to notices, or its end.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(C)]
+pub struct InformInfo {
+    /// GID of the port that notices are about; 0 for those of the range of LIDs.
+    pub gid: [u8; 16],
+    /// First LID of a range; [`ALL`] for all.
+    pub lid_range_begin: U16,
+    /// Last LID of a range.
+    pub lid_range_end: U16,
+    /// Zero on the wire.
+    pub reserved: U16,
+    /// 1 for notices that all vendors have.
+    pub is_generic: u8,
+    /// 1 to subscribe, 0 to end a subscription.
+    pub subscribe: u8,
+    /// Type of notices, or [`ALL`].
+    pub notice_type: U16,
+    /// Number of the trap, or [`ALL`].
+    pub trap_number: U16,
+    /// Queue pair that gets the reports, and in the low 5 bits the time that the subscriber takes to
+    /// answer one: 4.096 µs × 2^n.
+    pub qpn_and_response_time: U32,
+    /// Zero on the wire.
+    pub reserved2: u8,
+    /// Kind of node that has the event, 24 bits.
+    pub node_type: [u8; 3],
+}
+
+const _: () = assert!(size_of::<InformInfo>() == 36);
+
+/// An event.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct Notice {
+    /// IsGeneric in the top bit, and the type.
+    pub generic_and_type: u8,
+    /// Kind of node that has the event, 24 bits.
+    pub node_type: [u8; 3],
+    /// Number of the trap.
+    pub trap_number: U16,
+    /// LID of the node.
+    pub issuer_lid: U16,
+    /// NoticeToggle in the top bit, and the number of notices that wait.
+    pub toggle_and_count: U16,
+    /// What the event is about. For the administrator's own ones a GID is behind six bytes.
+    pub details: [u8; 54],
+    /// GID of the node.
+    pub issuer_gid: [u8; 16],
+}
+
+const _: () = assert!(size_of::<Notice>() == 80);
+
+impl Record for InformInfo {
+    const ATTRIBUTE: u16 = attribute::INFORM_INFO;
+}
+
+impl Record for Notice {
+    const ATTRIBUTE: u16 = attribute::NOTICE;
+}
+
+impl InformInfo {
+    /// A subscription of queue pair 1 to an event of any port, or its end.
+    #[must_use]
+    pub fn new(trap: Option<Trap>, is_subscription: bool) -> Self {
+        Self {
+            lid_range_begin: U16::new(ALL),
+            is_generic: 1,
+            subscribe: u8::from(is_subscription),
+            notice_type: U16::new(ALL),
+            trap_number: U16::new(trap.map_or(ALL, |trap| trap as u16)),
+            qpn_and_response_time: U32::new(1 << 8 | 18),
+            node_type: [0xff; 3],
+            ..Self::default()
+        }
+    }
+
+    /// Queue pair that gets the reports.
+    #[must_use]
+    pub fn qpn(&self) -> u32 {
+        self.qpn_and_response_time.get() >> 8
+    }
+
+    /// Returns whether a notice is wanted.
+    #[must_use]
+    pub fn admits(&self, notice: &Notice) -> bool {
+        let is_any = |wanted: U16, value: u16| wanted.get() == ALL || wanted.get() == value;
+        let node = |bytes: [u8; 3]| u32::from_be_bytes([0, bytes[0], bytes[1], bytes[2]]);
+        let wanted = node(self.node_type);
+        let is_about = self.gid == [0; 16] || self.gid == notice.issuer_gid;
+        is_about
+            && self.is_generic != 0
+            && is_any(self.notice_type, u16::from(notice.generic_and_type & 0x7f))
+            && is_any(self.trap_number, notice.trap_number.get())
+            && (wanted == ALL_NODES || wanted == node(notice.node_type))
+    }
+
+    /// Returns whether it is about the same notices.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        let without = |info: &Self| Self {
+            subscribe: 0,
+            qpn_and_response_time: U32::ZERO,
+            ..*info
+        };
+        without(self) == without(other)
+    }
+}
+
+impl Notice {
+    /// An event of the administrator, which has a GID itself, about a port or a group.
+    #[must_use]
+    pub fn new(trap: Trap, about: Gid, issuer: Gid) -> Self {
+        let mut details = [0; 54];
+        details[6..22].copy_from_slice(&about.0);
+        let [_, node_type @ ..] = CLASS_MANAGER.to_be_bytes();
+        Self {
+            generic_and_type: 0x80 | INFORMATIONAL,
+            node_type,
+            trap_number: U16::new(trap as u16),
+            issuer_lid: U16::ZERO,
+            toggle_and_count: U16::ZERO,
+            details,
+            issuer_gid: issuer.0,
+        }
+    }
+
+    /// The administrator's own event that this is, and the port or group that it is about.
+    #[must_use]
+    pub fn event(&self) -> Option<(Trap, Gid)> {
+        let all = [
+            Trap::GidInService,
+            Trap::GidOutOfService,
+            Trap::GroupCreated,
+            Trap::GroupDeleted,
+        ];
+        let number = self.trap_number.get();
+        let trap = all.into_iter().find(|trap| *trap as u16 == number)?;
+        let is_generic = self.generic_and_type & 0x80 != 0;
+        let gid = self.details[6..22].try_into().ok()?;
+        is_generic.then_some((trap, Gid(gid)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_subscription_is_where_opensm_has_it() {
+        // ib_inform_info_t of opensm's <iba/ib_types.h>.
+        let info = InformInfo {
+            gid: std::array::from_fn(|i| 0x10 + i as u8),
+            lid_range_end: U16::new(0x2122),
+            node_type: [0, 0, 4],
+            ..InformInfo::new(Some(Trap::GroupCreated), true)
+        };
+        let mut expected: Vec<u8> = (0x10..0x20).collect();
+        expected.extend([0xff, 0xff, 0x21, 0x22, 0, 0, 1, 1, 0xff, 0xff, 0, 66]);
+        expected.extend([0, 0, 1, 18, 0, 0, 0, 4]);
+        assert_eq!(info.as_bytes(), expected);
+        assert_eq!(info.qpn(), 1);
+    }
+
+    #[test]
+    fn a_notice_is_where_opensm_has_it() {
+        // ib_mad_notice_attr_t, with ntc_64_67.
+        let about = Gid(std::array::from_fn(|i| 0x50 + i as u8));
+        let issuer = Gid(std::array::from_fn(|i| 0x70 + i as u8));
+        let notice = Notice::new(Trap::GidInService, about, issuer);
+        let mut expected = vec![0x84, 0, 0, 4, 0, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        expected.extend(0x50..0x60);
+        expected.resize(64, 0);
+        expected.extend(0x70..0x80);
+        assert_eq!(notice.as_bytes(), expected);
+        assert_eq!(notice.event(), Some((Trap::GidInService, about)));
+    }
+
+    #[test]
+    fn a_subscription_admits_what_it_names() {
+        let issuer = Gid([7; 16]);
+        let notice = Notice::new(Trap::GroupDeleted, Gid([0xff; 16]), issuer);
+        assert!(InformInfo::new(None, true).admits(&notice));
+        assert!(InformInfo::new(Some(Trap::GroupDeleted), true).admits(&notice));
+        assert!(!InformInfo::new(Some(Trap::GroupCreated), true).admits(&notice));
+        let of_other = InformInfo {
+            gid: [8; 16],
+            ..InformInfo::new(None, true)
+        };
+        assert!(!of_other.admits(&notice));
+        let of_switches = InformInfo {
+            node_type: [0, 0, 2],
+            ..InformInfo::new(None, true)
+        };
+        assert!(!of_switches.admits(&notice));
+        assert!(InformInfo::new(None, true).is_same(&InformInfo::new(None, false)));
+    }
+}

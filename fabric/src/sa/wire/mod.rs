@@ -1,0 +1,369 @@
+//! MADs of subnet administration (IBTA 15.2), and their records.
+//!
+//! A MAD is 256 bytes: the common header (24 bytes), the RMPP header (12), the SM_Key, the length of
+//! a record and the component mask (20), and 200 bytes of data. An answer with more data has several
+//! MADs ([`super::rmpp`]). A bit of the component mask names a field of the record that the request
+//! gives; all fields of a record that are not named match anything.
+//!
+//! | module | what it names |
+//! | --- | --- |
+//! | [`path`] | PathRecord |
+//! | [`service`] | ServiceRecord |
+//! | [`mcmember`] | MCMemberRecord |
+//! | [`inform`] | InformInfo and Notice |
+//! | [`node`] | NodeRecord, PortInfoRecord and ClassPortInfo |
+
+pub mod inform;
+pub mod mcmember;
+pub mod node;
+pub mod path;
+pub mod service;
+
+use riser_transport::wire::mad::{MadClass, MadError, MadMethod};
+use riser_transport::wire::{MAD_LEN, Mad, MadHeader, TransactionId};
+use zerocopy::big_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Version of the class.
+pub const CLASS_VERSION: u8 = 2;
+
+/// Offset of the RMPP header, in bytes.
+pub const RMPP: usize = 24;
+
+/// Offset of the data, in bytes.
+pub const DATA: usize = 56;
+
+/// Bytes of data in one MAD.
+pub const DATA_LEN: usize = MAD_LEN - DATA;
+
+/// Bytes of a MAD between RMPP header and data: the RMPP counts them with the data.
+pub const SA_HEADER_LEN: usize = 20;
+
+/// Identifiers of attributes (IBTA table 155).
+pub mod attribute {
+    /// ClassPortInfo: versions and capabilities of the class.
+    pub const CLASS_PORT_INFO: u16 = 0x0001;
+    /// Notice: an event.
+    pub const NOTICE: u16 = 0x0002;
+    /// InformInfo: a subscription to notices.
+    pub const INFORM_INFO: u16 = 0x0003;
+    /// NodeRecord: a node and its name.
+    pub const NODE_RECORD: u16 = 0x0011;
+    /// PortInfoRecord: a port.
+    pub const PORT_INFO_RECORD: u16 = 0x0012;
+    /// ServiceRecord: a service and where it is.
+    pub const SERVICE_RECORD: u16 = 0x0031;
+    /// PathRecord: a way from one port to another.
+    pub const PATH_RECORD: u16 = 0x0035;
+    /// MCMemberRecord: a multicast group and its members.
+    pub const MC_MEMBER_RECORD: u16 = 0x0038;
+}
+
+/// RMPP header (IBTA 13.6.2.1).
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(C)]
+pub struct RmppHeader {
+    /// Version: 1, or 0 in MADs without RMPP.
+    pub version: u8,
+    /// Type of the packet ([`rmpp_type`]).
+    pub rmpp_type: u8,
+    /// RRespTime in the high 5 bits, 31 for none given, and [`rmpp_flags`].
+    pub time_and_flags: u8,
+    /// Why a transfer was stopped.
+    pub status: u8,
+    /// Number of the segment, from 1; in an ACK that of the last one that came in order.
+    pub segment: U32,
+    /// Bytes after this header in the last segment, and in all of them in the first one; in an ACK
+    /// the last segment that may be sent.
+    pub length_or_window: U32,
+}
+
+/// Types of RMPP packets (IBTA table 29).
+pub mod rmpp_type {
+    /// DATA: a segment.
+    pub const DATA: u8 = 1;
+    /// ACK: segments have arrived.
+    pub const ACK: u8 = 2;
+    /// STOP: the receiver ends the transfer.
+    pub const STOP: u8 = 3;
+    /// ABORT: either side ends the transfer.
+    pub const ABORT: u8 = 4;
+}
+
+/// Flags of RMPP packets (IBTA 13.6.2.1).
+pub mod rmpp_flags {
+    /// The MAD belongs to a transfer.
+    pub const ACTIVE: u8 = 1;
+    /// First segment.
+    pub const FIRST: u8 = 2;
+    /// Last segment.
+    pub const LAST: u8 = 4;
+}
+
+/// Version of the RMPP.
+pub const RMPP_VERSION: u8 = 1;
+
+/// RRespTime that gives no time.
+pub const NO_RESPONSE_TIME: u8 = 31 << 3;
+
+impl RmppHeader {
+    /// Returns whether the MAD belongs to a transfer.
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        self.has(rmpp_flags::ACTIVE)
+    }
+
+    /// Returns whether a flag is set.
+    #[must_use]
+    pub fn has(&self, flag: u8) -> bool {
+        self.time_and_flags & flag != 0
+    }
+}
+
+/// Everything before the data of a MAD of subnet administration (IBTA 15.2.1.1).
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct SaHeader {
+    /// Common header.
+    pub mad: MadHeader,
+    /// RMPP header.
+    pub rmpp: RmppHeader,
+    /// Key of the subnet manager, by which it trusts a request; 0 for none.
+    pub sm_key: U64,
+    /// Length of a record of an answer, padding included, in words of eight bytes.
+    pub attribute_offset: U16,
+    /// Zero on the wire.
+    pub reserved: U16,
+    /// Fields that the request gives.
+    pub component_mask: U64,
+}
+
+const _: () = assert!(size_of::<SaHeader>() == DATA);
+
+/// Status of an answer that only this class has (IBTA table 154), in the upper byte of the common
+/// status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum SaStatus {
+    /// ERR_NO_RESOURCES: the administrator has no room.
+    NoResources = 0x0100,
+    /// ERR_REQ_INVALID: the request makes no sense.
+    ReqInvalid = 0x0200,
+    /// ERR_NO_RECORDS: no record matches.
+    NoRecords = 0x0300,
+    /// ERR_TOO_MANY_RECORDS: more than one record matches a Get.
+    TooManyRecords = 0x0400,
+    /// ERR_REQ_INVALID_GID: the request is not the port's that it names.
+    InvalidGid = 0x0500,
+    /// ERR_REQ_INSUFFICIENT_COMPONENTS: a field that the request must give is missing.
+    InsufficientComponents = 0x0600,
+    /// ERR_REQ_DENIED: the requester has no right to that.
+    Denied = 0x0700,
+}
+
+/// Methods of subnet administration that have an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum SaMethod {
+    /// SubnAdmGet(): the one record that matches.
+    Get = MadMethod::Get as u8,
+    /// SubnAdmSet(): makes or changes a record.
+    Set = MadMethod::Set as u8,
+    /// SubnAdmGetTable(): all records that match.
+    GetTable = MadMethod::GetTable as u8,
+    /// SubnAdmDelete(): removes a record.
+    Delete = MadMethod::Delete as u8,
+}
+
+impl SaMethod {
+    /// The common method.
+    #[must_use]
+    pub fn mad_method(self) -> MadMethod {
+        match self {
+            Self::Get => MadMethod::Get,
+            Self::Set => MadMethod::Set,
+            Self::GetTable => MadMethod::GetTable,
+            Self::Delete => MadMethod::Delete,
+        }
+    }
+
+    /// The method of a number; `None` for others.
+    #[must_use]
+    pub fn of(method: u8) -> Option<Self> {
+        let all = [Self::Get, Self::Set, Self::GetTable, Self::Delete];
+        all.into_iter().find(|known| *known as u8 == method)
+    }
+}
+
+impl SaHeader {
+    /// A request, or another MAD without RMPP.
+    #[must_use]
+    pub fn new(
+        method: MadMethod,
+        attribute: u16,
+        transaction: TransactionId,
+        component_mask: u64,
+    ) -> Self {
+        Self {
+            mad: MadHeader::new(
+                MadClass::SubnetAdm,
+                CLASS_VERSION,
+                method,
+                transaction,
+                attribute,
+            ),
+            rmpp: RmppHeader::default(),
+            sm_key: U64::ZERO,
+            attribute_offset: U16::ZERO,
+            reserved: U16::ZERO,
+            component_mask: U64::new(component_mask),
+        }
+    }
+
+    /// Splits a MAD into header and data.
+    ///
+    /// # Errors
+    /// Those of [`MadHeader::parse`].
+    pub fn parse(mad: &[u8]) -> Result<(Self, &[u8; DATA_LEN]), MadError> {
+        MadHeader::parse(mad)?;
+        let error = MadError::Length { len: mad.len() };
+        let (header, data) = Self::read_from_prefix(mad).map_err(|_| error)?;
+        Ok((header, data.try_into().map_err(|_| error)?))
+    }
+
+    /// The MAD with data, of which 200 bytes are taken.
+    #[must_use]
+    pub fn emit(&self, data: &[u8]) -> Mad {
+        let mut mad = [0; MAD_LEN];
+        mad[..DATA].copy_from_slice(self.as_bytes());
+        let len = data.len().min(DATA_LEN);
+        mad[DATA..DATA + len].copy_from_slice(&data[..len]);
+        mad
+    }
+}
+
+/// A record of subnet administration.
+pub trait Record: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned + Copy {
+    /// Identifier of the attribute.
+    const ATTRIBUTE: u16;
+
+    /// Length in words of eight bytes, padding included.
+    const WORDS: u16 = size_of::<Self>().div_ceil(8) as u16;
+
+    /// The record at the beginning of data; `None` where it is cut off.
+    #[must_use]
+    fn read(data: &[u8]) -> Option<Self> {
+        Self::read_from_prefix(data).ok().map(|(record, _)| record)
+    }
+
+    /// The records of an answer, each `words` words of eight bytes after the one before. Records that
+    /// are cut off, and all where a record would be longer than that, are left out.
+    fn read_all(data: &[u8], words: u16) -> impl Iterator<Item = Self> {
+        let stride = usize::from(words) * 8;
+        let stride = if stride < size_of::<Self>() {
+            usize::MAX
+        } else {
+            stride
+        };
+        let all = data
+            .chunks(stride)
+            .take_while(move |_| stride != usize::MAX);
+        all.filter_map(Self::read)
+    }
+
+    /// Appends the record to data, with its padding.
+    fn append(&self, data: &mut Vec<u8>) {
+        let end = data.len() + usize::from(Self::WORDS) * 8;
+        data.extend(self.as_bytes());
+        data.resize(end, 0);
+    }
+}
+
+/// A comparison that fields for limits have in their top two bits (IBTA 15.2.5.16).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Selector {
+    /// More than the value.
+    Greater = 0,
+    /// Less than the value.
+    Less = 1,
+    /// The value itself.
+    Exactly = 2,
+    /// The best that there is: the largest MTU or rate, the smallest life time.
+    Best = 3,
+}
+
+/// A limit: a code of 6 bits, with its selector.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(transparent)]
+pub struct Limit(pub u8);
+
+impl Limit {
+    /// A code with its selector.
+    #[must_use]
+    pub fn new(selector: Selector, code: u8) -> Self {
+        Self((selector as u8) << 6 | code & 0x3f)
+    }
+
+    /// The code.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        self.0 & 0x3f
+    }
+
+    /// The comparison.
+    #[must_use]
+    pub fn selector(self) -> Selector {
+        match self.0 >> 6 {
+            0 => Selector::Greater,
+            1 => Selector::Less,
+            2 => Selector::Exactly,
+            _ => Selector::Best,
+        }
+    }
+
+    /// Returns whether something that has `code` is what was asked for. A field without a selector
+    /// asks for exactly its value.
+    #[must_use]
+    pub fn admits(self, has_selector: bool, code: u8) -> bool {
+        match self.selector() {
+            _ if !has_selector => code == self.code(),
+            Selector::Greater => code > self.code(),
+            Selector::Less => code < self.code(),
+            Selector::Exactly => code == self.code(),
+            Selector::Best => true,
+        }
+    }
+}
+
+/// Service level, flow label and hop limit of a MCMemberRecord, or their like: a word of 4, 20 and 8
+/// bits.
+pub(crate) fn word(high: u8, middle: u32, low: u8) -> U32 {
+    U32::new(u32::from(high) << 28 | (middle & 0x000f_ffff) << 8 | u32::from(low))
+}

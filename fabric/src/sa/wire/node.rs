@@ -1,0 +1,128 @@
+//! NodeRecord, PortInfoRecord (IBTA 15.2.5.2, 15.2.5.3) and ClassPortInfo (13.4.8.1).
+
+use bitflags::bitflags;
+use riser_transport::wire::mad::ClassPortInfo;
+use riser_transport::wire::smp::{NodeInfo, PortInfo};
+use zerocopy::big_endian::U16;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{Record, attribute};
+
+/// A node, by one of its ports.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct NodeRecord {
+    /// LID of the port; 0 on RoCE.
+    pub lid: U16,
+    /// Zero on the wire.
+    pub reserved: U16,
+    /// GUIDs, kind and number of ports.
+    pub info: NodeInfo,
+    /// Name for people, and zeros after it.
+    pub description: [u8; 64],
+}
+
+const _: () = assert!(size_of::<NodeRecord>() == 108);
+
+/// A port.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct PortInfoRecord {
+    /// LID of the port; 0 on RoCE.
+    pub lid: U16,
+    /// Number of the port.
+    pub port: u8,
+    /// Options of the question.
+    pub options: u8,
+    /// State and limits.
+    pub info: PortInfo,
+}
+
+const _: () = assert!(size_of::<PortInfoRecord>() == 68);
+
+bitflags! {
+    /// Components of a NodeRecord.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct NodeMask: u64 {
+        /// LID.
+        const LID = 1 << 0;
+        /// NodeType.
+        const NODE_TYPE = 1 << 4;
+        /// SystemImageGUID.
+        const SYSTEM_IMAGE_GUID = 1 << 6;
+        /// NodeGUID.
+        const NODE_GUID = 1 << 7;
+        /// PortGUID.
+        const PORT_GUID = 1 << 8;
+        /// NodeDescription.
+        const DESCRIPTION = 1 << 14;
+        /// Bits of other fields.
+        const _ = !0;
+    }
+
+    /// Components of a PortInfoRecord.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct PortInfoMask: u64 {
+        /// EndportLID.
+        const LID = 1 << 0;
+        /// PortNum.
+        const PORT = 1 << 1;
+        /// Bits of other fields.
+        const _ = !0;
+    }
+}
+
+impl Record for NodeRecord {
+    const ATTRIBUTE: u16 = attribute::NODE_RECORD;
+}
+
+impl Record for PortInfoRecord {
+    const ATTRIBUTE: u16 = attribute::PORT_INFO_RECORD;
+}
+
+impl Record for ClassPortInfo {
+    const ATTRIBUTE: u16 = attribute::CLASS_PORT_INFO;
+}
+
+impl NodeRecord {
+    /// Returns whether the components of a request match.
+    #[must_use]
+    pub fn matches(&self, mask: NodeMask, wanted: &Self) -> bool {
+        let (ours, theirs) = (&self.info, &wanted.info);
+        let fields = [
+            (NodeMask::LID, self.lid == wanted.lid),
+            (NodeMask::NODE_TYPE, ours.node_type == theirs.node_type),
+            (
+                NodeMask::SYSTEM_IMAGE_GUID,
+                ours.system_image_guid == theirs.system_image_guid,
+            ),
+            (NodeMask::NODE_GUID, ours.node_guid == theirs.node_guid),
+            (NodeMask::PORT_GUID, ours.port_guid == theirs.port_guid),
+            (
+                NodeMask::DESCRIPTION,
+                self.description == wanted.description,
+            ),
+        ];
+        fields
+            .iter()
+            .all(|(bit, same)| *same || !mask.contains(*bit))
+    }
+}
+
+impl PortInfoRecord {
+    /// Returns whether the components of a request match.
+    #[must_use]
+    pub fn matches(&self, mask: PortInfoMask, wanted: &Self) -> bool {
+        let fields = [
+            (PortInfoMask::LID, self.lid == wanted.lid),
+            (PortInfoMask::PORT, self.port == wanted.port),
+        ];
+        fields
+            .iter()
+            .all(|(bit, same)| *same || !mask.contains(*bit))
+    }
+}

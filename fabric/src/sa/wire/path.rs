@@ -1,0 +1,242 @@
+//! PathRecord (IBTA 15.2.5.16).
+
+use bitflags::bitflags;
+use riser_transport::verbs::{AhAttr, Gid};
+use zerocopy::big_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{Limit, Record, attribute};
+
+/// A way from one port to another.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(C)]
+pub struct PathRecord {
+    /// Service that the path is for; 0 for any.
+    pub service_id: U64,
+    /// GID of the destination.
+    pub dgid: [u8; 16],
+    /// GID of the source.
+    pub sgid: [u8; 16],
+    /// LID of the destination; 0 on RoCE.
+    pub dlid: U16,
+    /// LID of the source.
+    pub slid: U16,
+    /// RawTraffic, 20 bits of flow label and 8 bits of hop limit. Without a hop limit above 1 a path
+    /// has no GRH on InfiniBand.
+    pub flow_label_and_hop_limit: U32,
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Reversible in the top bit; the number of paths that are wanted in the other ones.
+    pub reversible_and_count: u8,
+    /// Partition.
+    pub pkey: U16,
+    /// QoS class of 12 bits, and the service level.
+    pub qos_class_and_sl: U16,
+    /// Path MTU: codes from 1 (256 bytes) to 5 (4096).
+    pub mtu: Limit,
+    /// Static rate: codes such as 2 (2.5 Gbit/s).
+    pub rate: Limit,
+    /// Packet life time: 4.096 µs × 2^n.
+    pub packet_life_time: Limit,
+    /// Preference among paths of one answer, 0 first.
+    pub preference: u8,
+    /// Zero on the wire.
+    pub reserved: [u8; 6],
+}
+
+const _: () = assert!(size_of::<PathRecord>() == 64);
+
+/// Reversible: the answer may come the same way.
+pub const REVERSIBLE: u8 = 0x80;
+
+bitflags! {
+    /// Components of a PathRecord.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct PathMask: u64 {
+        /// ServiceID: both halves, which older versions of the class have as reserved fields.
+        const SERVICE_ID = 0b11;
+        /// DGID.
+        const DGID = 1 << 2;
+        /// SGID.
+        const SGID = 1 << 3;
+        /// DLID.
+        const DLID = 1 << 4;
+        /// SLID.
+        const SLID = 1 << 5;
+        /// RawTraffic.
+        const RAW_TRAFFIC = 1 << 6;
+        /// FlowLabel.
+        const FLOW_LABEL = 1 << 8;
+        /// HopLimit.
+        const HOP_LIMIT = 1 << 9;
+        /// TClass.
+        const TRAFFIC_CLASS = 1 << 10;
+        /// Reversible.
+        const REVERSIBLE = 1 << 11;
+        /// NumbPath.
+        const NUMB_PATH = 1 << 12;
+        /// P_Key.
+        const PKEY = 1 << 13;
+        /// QoSClass.
+        const QOS_CLASS = 1 << 14;
+        /// SL.
+        const SL = 1 << 15;
+        /// MtuSelector.
+        const MTU_SELECTOR = 1 << 16;
+        /// Mtu.
+        const MTU = 1 << 17;
+        /// RateSelector.
+        const RATE_SELECTOR = 1 << 18;
+        /// Rate.
+        const RATE = 1 << 19;
+        /// PacketLifeTimeSelector.
+        const PACKET_LIFE_TIME_SELECTOR = 1 << 20;
+        /// PacketLifeTime.
+        const PACKET_LIFE_TIME = 1 << 21;
+        /// Preference.
+        const PREFERENCE = 1 << 22;
+        /// Bits of later versions.
+        const _ = !0;
+    }
+}
+
+impl Record for PathRecord {
+    const ATTRIBUTE: u16 = attribute::PATH_RECORD;
+}
+
+impl PathRecord {
+    /// GID of the destination.
+    #[must_use]
+    pub fn dgid(&self) -> Gid {
+        Gid(self.dgid)
+    }
+
+    /// GID of the source.
+    #[must_use]
+    pub fn sgid(&self) -> Gid {
+        Gid(self.sgid)
+    }
+
+    /// Hop limit.
+    #[must_use]
+    pub fn hop_limit(&self) -> u8 {
+        self.flow_label_and_hop_limit.get() as u8
+    }
+
+    /// Flow label, 20 bits.
+    #[must_use]
+    pub fn flow_label(&self) -> u32 {
+        self.flow_label_and_hop_limit.get() >> 8 & 0x000f_ffff
+    }
+
+    /// Service level, 4 bits.
+    #[must_use]
+    pub fn sl(&self) -> u8 {
+        (self.qos_class_and_sl.get() & 0xf) as u8
+    }
+
+    /// QoS class, 12 bits.
+    #[must_use]
+    pub fn qos_class(&self) -> u16 {
+        self.qos_class_and_sl.get() >> 4
+    }
+
+    /// Number of paths that are wanted, 7 bits.
+    #[must_use]
+    pub fn count(&self) -> u8 {
+        self.reversible_and_count & !REVERSIBLE
+    }
+
+    /// The address vector of the path, which leaves from an entry of the GID table
+    /// (`ib_init_ah_attr_from_path`).
+    #[must_use]
+    pub fn ah_attr(&self, sgid_index: u16) -> AhAttr {
+        AhAttr {
+            sgid_index,
+            hop_limit: self.hop_limit(),
+            traffic_class: self.traffic_class,
+            flow_label: self.flow_label(),
+            ..AhAttr::new(self.dgid())
+        }
+    }
+
+    /// Returns whether the answer may come the same way.
+    #[must_use]
+    pub fn is_reversible(&self) -> bool {
+        self.reversible_and_count & REVERSIBLE != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_record_is_where_rdma_core_has_it() {
+        // struct ibv_path_record of <infiniband/sa.h>, filled by name.
+        let record = PathRecord {
+            service_id: U64::new(0x0102_0304_0506_0708),
+            dgid: std::array::from_fn(|i| 0x10 + i as u8),
+            sgid: std::array::from_fn(|i| 0x30 + i as u8),
+            dlid: U16::new(0x5152),
+            slid: U16::new(0x5354),
+            flow_label_and_hop_limit: U32::new(0x0abc_de40),
+            traffic_class: 0x55,
+            reversible_and_count: 0x81,
+            pkey: U16::new(0x8001),
+            qos_class_and_sl: U16::new(0x1233),
+            mtu: Limit(0x85),
+            rate: Limit(0x82),
+            packet_life_time: Limit(0x92),
+            preference: 7,
+            reserved: [0; 6],
+        };
+        let mut expected = vec![1, 2, 3, 4, 5, 6, 7, 8];
+        expected.extend(0x10..0x20);
+        expected.extend(0x30..0x40);
+        expected.extend([0x51, 0x52, 0x53, 0x54, 0x0a, 0xbc, 0xde, 0x40, 0x55, 0x81]);
+        expected.extend([
+            0x80, 0x01, 0x12, 0x33, 0x85, 0x82, 0x92, 7, 0, 0, 0, 0, 0, 0,
+        ]);
+        assert_eq!(record.as_bytes(), expected);
+        assert_eq!(PathRecord::read(&expected), Some(record));
+        assert_eq!(PathRecord::read(&expected[..63]), None);
+        assert_eq!(record.flow_label(), 0xabcde);
+        assert_eq!(
+            (record.hop_limit(), record.sl(), record.qos_class()),
+            (64, 3, 0x123)
+        );
+        assert_eq!((record.is_reversible(), record.count()), (true, 1));
+    }
+
+    #[test]
+    fn a_path_is_an_address_vector() {
+        let record = PathRecord {
+            dgid: [7; 16],
+            flow_label_and_hop_limit: U32::new(0x0abc_de40),
+            traffic_class: 0x55,
+            ..PathRecord::default()
+        };
+        let expected = AhAttr {
+            dgid: Gid([7; 16]),
+            sgid_index: 3,
+            hop_limit: 64,
+            traffic_class: 0x55,
+            flow_label: 0xabcde,
+            port: 1,
+        };
+        assert_eq!(record.ah_attr(3), expected);
+    }
+}

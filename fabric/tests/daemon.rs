@@ -1,0 +1,310 @@
+//! The program `riser-sa`: hosts, the kernel and programs ask it.
+
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use riser_fabric::ls::{Body, Message, PathUse, Refused, Resolve};
+use riser_fabric::netlink::LS_GROUP;
+use riser_fabric::sa::client::{Answer, ClientConfig, Request, SaClient, SaError, SaEvent};
+use riser_fabric::sa::wire::SaMethod;
+use riser_fabric::sa::wire::inform::{InformInfo, Trap};
+use riser_fabric::sa::wire::node::{NodeMask, NodeRecord};
+use riser_fabric::sa::wire::path::PathRecord;
+use riser_fabric::sa::wire::service::{ServiceMask, ServiceRecord};
+use riser_testkit::programs::{missing, skip};
+use riser_testkit::{eventually, eventually_some};
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::{Gid, Provider as _};
+use riser_transport::wire::mad::MadClass;
+use rustix::io::Errno;
+use rustix::net::netlink::{SocketAddrNetlink, USERSOCK};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, sendto, socket_with,
+};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn addr(last: u8) -> IpAddr {
+    [127, 0, 67, last].into()
+}
+
+/// The program, in a folder of its own.
+struct Daemon {
+    process: Child,
+    dir: PathBuf,
+}
+
+impl Daemon {
+    /// Starts it at an address, with a socket for netlink where it is to have one.
+    fn start(last: u8, netlink: Option<OwnedFd>) -> Self {
+        let dir = std::env::temp_dir().join(format!("riser-sa-{}-{last}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("hosts"), "127.0.67.99 far # a host\n").unwrap();
+        // As a service manager gives sockets: from the third descriptor on.
+        let script = match &netlink {
+            Some(_) => "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0 </dev/null",
+            None => "exec \"$0\" --no-netlink \"$@\"",
+        };
+        let process = Command::new("sh")
+            .args(["-c", script, env!("CARGO_BIN_EXE_riser-sa")])
+            .args(["--addr", &addr(last).to_string()])
+            .arg("--socket")
+            .arg(dir.join("socket"))
+            .arg("--hosts")
+            .arg(dir.join("hosts"))
+            .stdin(netlink.map_or_else(Stdio::null, Stdio::from))
+            .stderr(File::create(dir.join("log")).unwrap())
+            .spawn()
+            .unwrap();
+        let daemon = Self { process, dir };
+        eventually("riser-sa answers", PATIENCE, || {
+            let log = std::fs::read_to_string(daemon.dir.join("log")).unwrap_or_default();
+            log.contains("answers")
+        });
+        daemon
+    }
+
+    fn socket(&self) -> String {
+        self.dir.join("socket").display().to_string()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        if !std::thread::panicking() {
+            let _ = std::fs::remove_dir_all(&self.dir);
+        }
+    }
+}
+
+/// A host that asks the administrator.
+struct Host {
+    device: Roce,
+    client: SaClient,
+    /// Notices that have come.
+    notices: Vec<(Trap, Gid)>,
+}
+
+impl Host {
+    fn open(last: u8, administrator: u8) -> Self {
+        let mut device = Roce::open(&RoceConfig::new(addr(last))).unwrap();
+        device.register_agent(MadClass::SubnetAdm).unwrap();
+        let config = ClientConfig {
+            timeout: Duration::from_millis(500),
+            ..ClientConfig::new(addr(administrator).into())
+        };
+        Self {
+            device,
+            client: SaClient::new(config, u32::from(last) << 16),
+            notices: Vec::new(),
+        }
+    }
+
+    fn turn(&mut self) -> Option<SaEvent> {
+        let now = Instant::now();
+        self.device.progress(now);
+        while let Some((from, mad)) = self.device.poll_mad() {
+            self.client.handle_mad(now, from.into(), &mad);
+        }
+        self.client.handle_timeout(now);
+        while let Some(mad) = self.client.poll_transmit() {
+            let administrator = self.client.config().administrator;
+            self.device.send_mad(administrator.ip(), &mad).unwrap();
+        }
+        self.device.progress(now);
+        self.client.poll_event()
+    }
+
+    fn ask(&mut self, request: Request) -> Result<Answer, SaError> {
+        let asked = self.client.query(Instant::now(), request).unwrap();
+        eventually_some("an answer comes", PATIENCE, || match self.turn() {
+            Some(SaEvent::Answered { id, result }) if id == asked => Some(result),
+            Some(SaEvent::Notice(notice)) => {
+                self.notices.extend(notice.event());
+                None
+            }
+            _ => None,
+        })
+    }
+}
+
+#[test]
+fn hosts_ask_over_queue_pair_1() {
+    let _daemon = Daemon::start(1, None);
+    let mut host = Host::open(2, 1);
+    let mut other = Host::open(3, 1);
+    let [sgid, dgid] = [2, 3].map(|last| Gid::from(addr(last)));
+    let path = host.ask(Request::path(sgid, dgid, None, None)).unwrap();
+    let path: PathRecord = path.record().unwrap();
+    assert_eq!((path.sgid(), path.dgid(), path.mtu.code()), (sgid, dgid, 5));
+    // A service of one is found by the other.
+    let subscription = Request::inform(&InformInfo::new(Some(Trap::GidInService), true));
+    host.ask(subscription).unwrap();
+    let record = ServiceRecord::new(0x1234, dgid).with_name("riser.storage");
+    other.ask(Request::set_service(&record)).unwrap();
+    let find = Request::service(SaMethod::Get, ServiceMask::NAME, &record);
+    assert_eq!(host.ask(find.clone()).unwrap().record(), Some(record));
+    // The other came into service after the subscription.
+    let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &record);
+    other.ask(delete).unwrap();
+    assert_eq!(host.ask(find), Err(SaError::Status(0x0300)));
+    // A table has several segments.
+    let wanted = zerocopy::FromZeros::new_zeroed();
+    let nodes = Request::new::<NodeRecord>(SaMethod::GetTable, NodeMask::empty().bits(), &wanted);
+    let nodes = host.ask(nodes).unwrap();
+    assert_eq!(nodes.records::<NodeRecord>().count(), 3);
+    assert_eq!(host.notices, [(Trap::GidInService, dgid)]);
+}
+
+#[test]
+fn a_client_of_an_administrator_that_is_not_there_gives_up() {
+    let mut host = Host::open(4, 5);
+    let request = Request::path(addr(4).into(), addr(6).into(), None, None);
+    assert_eq!(host.ask(request), Err(SaError::TimedOut));
+}
+
+/// A netlink socket in the group of local services, of a protocol that every kernel has and by which
+/// programs talk to each other. It stands for that of RDMA, which is there with the kernel's InfiniBand
+/// stack only.
+fn netlink() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(
+        AddressFamily::NETLINK,
+        SocketType::RAW,
+        flags,
+        Some(USERSOCK),
+    );
+    let socket = socket.unwrap();
+    bind(&socket, &SocketAddrNetlink::new(0, LS_GROUP)).unwrap();
+    socket
+}
+
+/// Sends a question to the group, as the kernel does; the answer to it.
+fn ask_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
+    let message = Message {
+        sequence,
+        port: 0,
+        body,
+    };
+    let group = SocketAddrNetlink::new(0, LS_GROUP);
+    // It goes to the group, and to the kernel, which takes nothing of this protocol.
+    let sent = sendto(kernel, &message.emit(), SendFlags::empty(), &group);
+    assert!(matches!(sent, Ok(_) | Err(Errno::CONNREFUSED)), "{sent:?}");
+    let mut buffer = [0; 4096];
+    eventually_some("an answer comes", PATIENCE, || {
+        let (len, _) = recv(kernel, &mut buffer[..], RecvFlags::DONTWAIT).ok()?;
+        let message = Message::parse(&buffer[..len]).unwrap();
+        let is_answer = matches!(message.body, Body::Resolved(_) | Body::IpResolved(_));
+        (is_answer && message.sequence == sequence).then_some(message.body)
+    })
+}
+
+#[test]
+fn the_kernel_asks_over_netlink() {
+    let kernel = netlink();
+    let _daemon = Daemon::start(7, Some(netlink()));
+    let resolve = Resolve {
+        device: "rxe0".to_owned(),
+        port: 1,
+        path_use: PathUse::All,
+        service_id: Some(0x0106_1234),
+        dgid: Some(addr(8).into()),
+        sgid: Some(addr(7).into()),
+        traffic_class: Some(0),
+        pkey: Some(0xffff),
+        qos_class: Some(0),
+    };
+    let Body::Resolved(Ok(paths)) = ask_group(&kernel, 1, Body::Resolve(resolve.clone())) else {
+        panic!("no path");
+    };
+    assert_eq!(paths.len(), 1);
+    assert_eq!(paths[0].record.dgid(), addr(8).into());
+    assert_eq!(paths[0].record.service_id.get(), 0x0106_1234);
+    let strange = Resolve {
+        sgid: Some(addr(9).into()),
+        ..resolve
+    };
+    let refused = ask_group(&kernel, 2, Body::Resolve(strange));
+    assert_eq!(refused, Body::Resolved(Err(Refused)));
+    let question = Body::IpResolve {
+        interface: 1,
+        addr: addr(8),
+    };
+    let gid = ask_group(&kernel, 3, question);
+    assert_eq!(gid, Body::IpResolved(Ok(addr(8).into())));
+}
+
+#[test]
+fn a_kernel_without_rdma_is_named() {
+    let rdma = rustix::net::netlink::RDMA;
+    let flags = SocketFlags::CLOEXEC;
+    if socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(rdma)).is_ok() {
+        skip("a kernel without RDMA", "this kernel has it");
+        return;
+    }
+    let program = Command::new(env!("CARGO_BIN_EXE_riser-sa"))
+        .args(["--addr", &addr(10).to_string()])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&program.stderr);
+    assert!(!program.status.success());
+    assert!(
+        said.contains("ib_core") && said.contains("--no-netlink"),
+        "{said}"
+    );
+}
+
+/// Debian's `ib_acme`, which asks `ibacm` elsewhere.
+#[test]
+fn ib_acme_asks_over_the_socket() {
+    if let Some(tool) = missing(&["ib_acme"]) {
+        skip(
+            "ib_acme",
+            &format!("{tool} is not installed (package ibacm)"),
+        );
+        return;
+    }
+    let daemon = Daemon::start(11, None);
+    let acme = |args: &[&str]| {
+        let done = Command::new("ib_acme")
+            .args(args)
+            .args(["-S", &daemon.socket()])
+            .output()
+            .unwrap();
+        String::from_utf8_lossy(&done.stdout).into_owned()
+    };
+    let (own, other) = (addr(11).to_string(), addr(12).to_string());
+    // By address, with a source and without, and verified by the administrator.
+    let said = acme(&["-f", "i", "-s", &own, "-d", &other, "-v"]);
+    for line in [
+        "dgid: ::ffff:127.0.67.12",
+        "sgid: ::ffff:127.0.67.11",
+        "hop limit: 64",
+        "mtu: 5",
+        "SA verification: success",
+    ] {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+    let said = acme(&["-f", "i", "-d", &other, "-v", "-c"]);
+    assert!(said.contains(&format!("Source: {own}")), "{said}");
+    assert!(said.contains("SA verification: success"), "{said}");
+    // By GID and by name.
+    let gids = ["::ffff:127.0.67.11", "::ffff:127.0.67.12"];
+    let said = acme(&["-f", "g", "-s", gids[0], "-d", gids[1], "-v"]);
+    assert!(said.contains("SA verification: success"), "{said}");
+    let said = acme(&["-f", "n", "-d", "far", "-v"]);
+    assert!(said.contains("dgid: ::ffff:127.0.67.99"), "{said}");
+    let said = acme(&["-f", "i", "-d", "224.0.0.1"]);
+    assert!(said.contains("ib_acm_resolve_ip failed"), "{said}");
+    // Endpoints and counters.
+    let said = acme(&["-e"]);
+    assert!(said.contains(",riser-sa,127.0.67.11"), "{said}");
+    let said = acme(&["-P"]);
+    assert!(said.contains("Resolve Count"), "{said}");
+}

@@ -14,7 +14,7 @@ use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
 use tracing::info;
 
 use crate::command::Command;
-use crate::devices::Device;
+use crate::devices::{Device, LinkLayer, lid, link_layer};
 use crate::engine::{Engine, Locked, Reports};
 use crate::errno::{Errno, minus, number};
 use crate::object::{Kind, Ref, kind};
@@ -36,7 +36,8 @@ const CLOCK_KHZ: u64 = 1_000_000;
 /// Bytes of device memory that a process may have.
 pub(crate) const DEVICE_MEMORY: usize = 1 << 20;
 
-/// Link layer of a port, and a flag of one whose packets need a global route.
+/// Link layers of a port, and a flag of one whose packets need a global route.
+const LINK_LAYER_INFINIBAND: u8 = 1;
 const LINK_LAYER_ETHERNET: u8 = 2;
 const GRH_REQUIRED: u8 = 1;
 
@@ -391,13 +392,18 @@ fn port_attr(context: &Context, port: u8) -> Result<ibv_port_attr, Errno> {
         port_cap_flags: 1 << 16,
         max_msg_sz: ours.max_msg_size,
         pkey_tbl_len: ours.pkey_table_len,
+        lid: lid(),
+        sm_lid: lid(),
         max_vl_num: 1,
         // One lane of 2.5 Gbit/s, the least that can be said: a socket has no speed.
         active_width: 1,
         active_speed: 1,
         // Link up, or polling.
         phys_state: if is_active { 5 } else { 2 },
-        link_layer: LINK_LAYER_ETHERNET,
+        link_layer: match link_layer() {
+            LinkLayer::Ethernet => LINK_LAYER_ETHERNET,
+            LinkLayer::InfiniBand => LINK_LAYER_INFINIBAND,
+        },
         flags: GRH_REQUIRED,
         ..Default::default()
     })

@@ -2,7 +2,9 @@
 //!
 //! The environment says which there are: `RISER_DEVICES` has `NAME=ADDRESS`, separated by commas. A part
 //! without a name is one more address of the device before it, which has a GID for each.
-//! `riser run` sets it. Without it there is one, `riser0` at 127.0.0.1.
+//! `riser run` sets it. Without it there is one, `riser0` at 127.0.0.1. `RISER_SA` is the address of the
+//! fabric's subnet administrator, and `RISER_LINK_LAYER=infiniband` has ports say that they are
+//! InfiniBand's, with a LID, for programs that ask for paths and take no other port, such as `ibacm`.
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::io::IsTerminal as _;
@@ -62,7 +64,12 @@ pub(crate) fn devices() -> &'static [Device] {
         let (listed, faults) = (value("RISER_DEVICES"), value("RISER_INJECT"));
         // A wire that is better than was asked for would make a test succeed that should not: no
         // devices then, either.
-        let configs = read(listed.as_deref(), faults.as_deref()).unwrap_or_else(|reason| {
+        let (sa, layer) = (value("RISER_SA"), value("RISER_LINK_LAYER"));
+        let configs = read_management(sa.as_deref(), layer.as_deref()).and_then(|management| {
+            MANAGEMENT.get_or_init(|| management);
+            read(listed.as_deref(), faults.as_deref())
+        });
+        let configs = configs.unwrap_or_else(|reason| {
             error!("there are no devices: {reason}");
             Vec::new()
         });
@@ -81,6 +88,53 @@ pub(crate) fn devices() -> &'static [Device] {
             })
             .collect()
     })
+}
+
+/// Kind of network that ports report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LinkLayer {
+    Ethernet,
+    InfiniBand,
+}
+
+/// Management as the environment has it: the address of the administrator, and the link layer.
+static MANAGEMENT: OnceLock<(Option<IpAddr>, LinkLayer)> = OnceLock::new();
+
+/// Address of the fabric's subnet administrator, if it has one.
+pub(crate) fn administrator() -> Option<IpAddr> {
+    MANAGEMENT.get().and_then(|(addr, _)| *addr)
+}
+
+/// Link layer that ports report.
+pub(crate) fn link_layer() -> LinkLayer {
+    MANAGEMENT
+        .get()
+        .map_or(LinkLayer::Ethernet, |(_, layer)| *layer)
+}
+
+/// LID of ports, and of the administrator: RoCE has none, and programs that want InfiniBand's ports
+/// want them to have one.
+pub(crate) fn lid() -> u16 {
+    match link_layer() {
+        LinkLayer::Ethernet => 0,
+        LinkLayer::InfiniBand => 1,
+    }
+}
+
+fn read_management(
+    administrator: Option<&OsStr>,
+    layer: Option<&OsStr>,
+) -> Result<(Option<IpAddr>, LinkLayer), String> {
+    let addr = administrator.map(|addr| {
+        let parsed = addr.to_str().and_then(|addr| addr.parse().ok());
+        parsed.ok_or_else(|| format!("RISER_SA: {addr:?} is not an address"))
+    });
+    let layer = match layer.map(OsStr::as_encoded_bytes) {
+        None | Some(b"ethernet") => LinkLayer::Ethernet,
+        Some(b"infiniband") => LinkLayer::InfiniBand,
+        Some(_) => return Err(format!("RISER_LINK_LAYER: {layer:?} is not a link layer")),
+    };
+    Ok((addr.transpose()?, layer))
 }
 
 fn start_log() {

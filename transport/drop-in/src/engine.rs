@@ -40,10 +40,13 @@ use riser_transport::verbs::{
     TimedCompletion, Verbs, VerbsError, XrcdId,
 };
 use riser_transport::wire::ROCE_PORT;
+use riser_transport::wire::mad::MadClass;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tracing::{error, warn};
 
+use crate::administration::Administration;
 use crate::command::Family;
+use crate::devices::administrator;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
 use crate::share::{self, Share};
@@ -142,6 +145,8 @@ pub(crate) struct State {
     pub(crate) contexts: HashMap<u64, Box<dyn Reports>>,
     /// What takes the events of the connection manager, once it is used.
     pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
+    /// What programs with libibumad ask of administrators, once one has done so.
+    pub(crate) administration: Option<Administration>,
     share: Share,
     /// Ports of identifiers, and the number of identifiers of each.
     ports: HashMap<CmId, share::Port>,
@@ -222,6 +227,7 @@ impl Engine {
                 srqs: HashMap::new(),
                 contexts: HashMap::new(),
                 on_cm_event: None,
+                administration: None,
                 share,
                 ports: HashMap::new(),
                 port_users: HashMap::new(),
@@ -524,7 +530,9 @@ impl Locked<'_> {
             return Some(TICK);
         }
         state.is_asleep = true;
-        let deadlines = [state.nic.deadline(), state.share.deadline()];
+        let asked = state.administration.as_ref();
+        let asked = asked.and_then(Administration::deadline);
+        let deadlines = [state.nic.deadline(), state.share.deadline(), asked];
         let deadline = deadlines.into_iter().flatten().min()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
@@ -673,6 +681,27 @@ impl State {
         rounds
     }
 
+    /// Has something done by what asks administrators.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::query_port`].
+    pub(crate) fn administrate(
+        &mut self,
+        act: impl FnOnce(&mut Administration, &mut Roce),
+    ) -> Result<(), VerbsError> {
+        if self.administration.is_none() {
+            let port = self.nic.query_port(1)?;
+            self.nic.register_agent(MadClass::SubnetAdm)?;
+            let (addr, slot) = (self.nic.socket_addr().ip(), self.share.slot());
+            let made = Administration::new(addr, port.active_mtu, slot, administrator());
+            self.administration = Some(made);
+        }
+        if let Some(administration) = &mut self.administration {
+            act(administration, &mut self.nic);
+        }
+        Ok(())
+    }
+
     /// Takes a port of the RDMA CM for an identifier, a free one where it is 0; answers which. An
     /// identifier that has one keeps it.
     ///
@@ -801,6 +830,9 @@ impl State {
                 self.end();
             }
             self.report_async(event);
+        }
+        if let Some(administration) = &mut self.administration {
+            administration.progress(&mut self.nic);
         }
         if let Some(on_cm_event) = self.on_cm_event {
             while let Some(event) = self.nic.poll_cm_event() {

@@ -29,6 +29,7 @@
 //! | `cm` | librdmacm |
 //! | `rsocket` | its sockets |
 //! | `umad` | libibumad |
+//! | `administration` | what it asks subnet administration |
 //! | `names` | names of values, rates |
 //! | `lock` | locks after a panic |
 //! | `kernel` | structures of the kernel's interface |
@@ -61,6 +62,7 @@
 #![allow(unsafe_code, reason = "this crate is a C interface")]
 
 mod address;
+mod administration;
 mod async_events;
 mod builder;
 mod cm;

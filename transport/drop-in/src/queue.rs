@@ -87,6 +87,11 @@ impl<T> EventQueue<T> {
         }
     }
 
+    /// Looks at the oldest event, which stays.
+    pub(crate) fn first<R>(&self, look: impl FnOnce(&T) -> R) -> Option<R> {
+        self.lock().events.front().map(look)
+    }
+
     /// Takes back the events for which `is_gone` says so, oldest first.
     pub(crate) fn retract(&self, mut is_gone: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut waiting = self.lock();

@@ -40,6 +40,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::administration::slot_of_answer;
 use crate::lock::unpoisoned;
 
 use riser_transport::roce::ForwardedPacket;
@@ -382,6 +383,12 @@ impl Share {
                 self.forward(slot, &packet);
             }
             return None;
+        }
+        let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
+        if let Some(slot) = mad.and_then(slot_of_answer) {
+            // The process that has asked may have ended.
+            let is_ours = slot == 0 || slot == self.slot || !self.forward(slot, &packet);
+            return is_ours.then_some(packet);
         }
         let (service, place) = match request_in(&packet) {
             Some(CmMessage::Req(request)) => {

@@ -3,7 +3,8 @@
 //! A program asks its own device, which answers by itself
 //! ([`Verbs::local_mad`](riser_transport::verbs::Verbs::local_mad)): `ibstat`, `perfquery` and
 //! `smpquery -D` without a destination. RoCE has neither LIDs nor a subnet manager, so a datagram to
-//! another port gets no answer, as on a subnet without that port.
+//! another port gets no answer, as on a subnet without that port. Those of subnet administration go to
+//! an administrator ([`crate::administration`]): `saquery`, `ibacm`.
 //!
 //! A port that is open is a queue of answers; its descriptor stands for the kernel's.
 
@@ -12,6 +13,7 @@ use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::net::IpAddr;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{Gid, PortState, Verbs as _};
@@ -19,7 +21,7 @@ use riser_transport::wire::MAD_LEN;
 use riser_transport::wire::mad::MadClass;
 use tracing::info;
 
-use crate::devices::{Device, devices};
+use crate::devices::{Device, LinkLayer, devices, lid, link_layer};
 use crate::engine::Engine;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
@@ -116,9 +118,53 @@ pub(crate) struct DeviceNode {
 }
 
 /// What a program is to receive: an answer, or its own datagram with the reason why there is none.
-struct Answer {
+pub(crate) struct Answer {
     head: UserMad,
-    bytes: [u8; MAD_LEN],
+    /// A MAD, or the header of one and the data of a transfer of several.
+    bytes: Vec<u8>,
+}
+
+impl Answer {
+    pub(crate) fn new(head: UserMad, bytes: Vec<u8>) -> Self {
+        Self { head, bytes }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn into_parts(self) -> (c_int, Vec<u8>) {
+        (self.head.status.cast_signed(), self.bytes)
+    }
+}
+
+impl UserMad {
+    #[cfg(test)]
+    pub(crate) fn with_timeout(timeout_ms: u32, retries: u32) -> Self {
+        // SAFETY: it has numbers only.
+        let zero: Self = unsafe { std::mem::zeroed() };
+        Self {
+            timeout_ms,
+            retries,
+            ..zero
+        }
+    }
+
+    /// Time to wait for an answer; 0 for none that is waited for.
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms.into())
+    }
+
+    /// Number of repetitions.
+    pub(crate) fn retries(&self) -> u32 {
+        self.retries
+    }
+
+    pub(crate) fn set_status(&mut self, status: c_int) {
+        self.status = status.unsigned_abs();
+    }
+
+    /// Sets the length to that of the head and the bytes after it.
+    pub(crate) fn set_length(&mut self, bytes: usize) {
+        self.length = (size_of::<Self>() + bytes) as u32;
+    }
 }
 
 /// An open port.
@@ -280,9 +326,9 @@ fn describe_port(device: &Device) -> Result<Port, Errno> {
     Ok(Port {
         ca_name: text(&device.config.name),
         portnum: PORT,
-        base_lid: 0,
+        base_lid: lid().into(),
         lmc: 0,
-        sm_lid: 0,
+        sm_lid: lid().into(),
         sm_sl: 0,
         // Active and linked, or down and polling.
         state: if is_active { 4 } else { 1 },
@@ -293,7 +339,10 @@ fn describe_port(device: &Device) -> Result<Port, Errno> {
         port_guid,
         pkeys_size: 1,
         pkeys,
-        link_layer: text("Ethernet"),
+        link_layer: text(match link_layer() {
+            LinkLayer::Ethernet => "Ethernet",
+            LinkLayer::InfiniBand => "InfiniBand",
+        }),
     })
 }
 
@@ -399,7 +448,12 @@ pub(crate) unsafe extern "C" fn umad_open_port(name: *const c_char, number: c_in
 /// `umad_close_port(3)`.
 pub(crate) extern "C" fn umad_close_port(fd: c_int) -> c_int {
     let closed = ports().remove(&fd).ok_or(Errno::INVALID);
-    negative(closed.map(|_| 0))
+    negative(closed.map(|port| {
+        if let Some(administration) = &mut port.engine.lock().administration {
+            administration.forget(&port.answers);
+        }
+        0
+    }))
 }
 
 /// `umad_get_fd(3)`.
@@ -477,8 +531,9 @@ fn is_local(addr: &MadAddr, own: IpAddr, class: u8) -> bool {
     const PERMISSIVE: u16 = 0xffff;
     let by_gid = addr.grh_present != 0 && addr.gid == Gid::from(own).0;
     let is_directed = class == MadClass::SubnDirected as u8;
-    let lid = u16::from_be(addr.lid);
-    let by_lid = addr.grh_present == 0 && (lid == 0 || is_directed && lid == PERMISSIVE);
+    let to = u16::from_be(addr.lid);
+    let is_own = to == 0 || to == lid() || is_directed && to == PERMISSIVE;
+    let by_lid = addr.grh_present == 0 && is_own;
     (by_gid || by_lid) && u32::from_be(addr.qpn) <= 1
 }
 
@@ -508,6 +563,18 @@ pub(crate) unsafe extern "C" fn umad_send(
             (mad.read(), mad.add(1).cast::<[u8; MAD_LEN]>().read())
         };
         let class = bytes[1];
+        if class == MadClass::SubnetAdm as u8 {
+            let answers = Arc::clone(&port.answers);
+            port.waiting += usize::from(timeout_ms != 0);
+            let host = (head.addr.grh_present != 0 && head.addr.gid != [0; 16])
+                .then(|| Gid(head.addr.gid).ip());
+            let mut engine = port.engine.lock();
+            engine.administrate(|administration, nic| {
+                administration.send(nic, (head, bytes), host, answers);
+            })?;
+            engine.transmit();
+            return Ok(0);
+        }
         let answer = match is_local(&head.addr, port.addr, class) {
             true => port.engine.lock().nic.local_mad(1, &bytes)?,
             false => None,
@@ -517,12 +584,10 @@ pub(crate) unsafe extern "C" fn umad_send(
             return Ok(0);
         }
         head.status = answer.map_or(libc::ETIMEDOUT.unsigned_abs(), |_| 0);
-        head.length = (size_of::<UserMad>() + MAD_LEN) as u32;
+        head.set_length(MAD_LEN);
         port.waiting += 1;
-        port.answers.push(Answer {
-            head,
-            bytes: answer.unwrap_or(bytes),
-        });
+        let bytes = answer.unwrap_or(bytes).to_vec();
+        port.answers.push(Answer { head, bytes });
         Ok(0)
     }))
 }
@@ -563,13 +628,28 @@ pub(crate) unsafe extern "C" fn umad_recv(
     let taken = (|| {
         let queue = queue_of(fd)?;
         // SAFETY: the program says how much room it has.
-        if unsafe { *length } < MAD_LEN as c_int {
-            // SAFETY: as above.
-            unsafe { *length = MAD_LEN as c_int };
-            return Err(Errno(libc::ENOSPC));
+        let room = usize::try_from(unsafe { *length }).unwrap_or(0);
+        let too_long = |head: Option<UserMad>, needed: usize| {
+            // SAFETY: there is room for the head and the length.
+            unsafe {
+                if let Some(head) = head {
+                    mad.write(head);
+                }
+                *length = needed as c_int;
+            }
+            Err(Errno(libc::ENOSPC))
+        };
+        if room < MAD_LEN {
+            return too_long(None, MAD_LEN);
         }
         if timeout_ms != 0 {
             wait(fd, timeout_ms)?;
+        }
+        // It stays until the program has room for it.
+        if let Some((head, len)) = queue.first(|answer| (answer.head, answer.bytes.len()))
+            && len > room
+        {
+            return too_long(Some(head), len);
         }
         queue.take(|_| {})
     })();
@@ -580,8 +660,9 @@ pub(crate) unsafe extern "C" fn umad_recv(
         // SAFETY: there is room for the head and as many bytes as were just checked.
         unsafe {
             mad.write(head);
-            mad.add(1).cast::<[u8; MAD_LEN]>().write(bytes);
-            *length = MAD_LEN as c_int;
+            let place = mad.add(1).cast::<u8>();
+            place.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+            *length = bytes.len() as c_int;
         }
         head.agent_id.cast_signed()
     }))

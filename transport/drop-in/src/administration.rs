@@ -1,0 +1,301 @@
+//! Subnet administration for programs with libibumad.
+//!
+//! On RoCE an administrator has no LID, so `RISER_SA` says at which address it is, such as that of a
+//! `riser-sa`: what programs send to it goes there by queue pair 1. Without the variable each process
+//! has one of its own, which knows of no other host: it answers paths, as far as these are computed.
+//! A program may also name a host by its GID.
+//!
+//! The kernel has an agent's number in the upper half of a transaction identifier. So does this, with
+//! the process's part of the address in its low bits, by which answers find it
+//! ([`slot_of_answer`]).
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
+use riser_fabric::sa::rmpp::{Received, Receiver};
+use riser_fabric::sa::wire::{DATA, SaHeader};
+use riser_transport::roce::Roce;
+use riser_transport::verbs::{Gid, Mtu};
+use riser_transport::wire::Mad;
+use riser_transport::wire::mad::{MadClass, MadHeader, RESPONSE};
+
+use crate::queue::EventQueue;
+use crate::share::BITS;
+use crate::umad::{Answer, UserMad};
+
+/// Offset of the transaction identifier in a MAD.
+const TRANSACTION: usize = 8;
+
+/// A question of a program that waits for its answer.
+struct Question {
+    head: UserMad,
+    mad: Mad,
+    to: IpAddr,
+    /// Where the answer goes.
+    answers: Arc<EventQueue<Answer>>,
+    deadline: Instant,
+    retries: u32,
+    /// The answer, as far as its segments have arrived, and the first of them.
+    partly: Option<(Box<Mad>, Receiver)>,
+}
+
+/// What a process has to do with administrators.
+pub(crate) struct Administration {
+    /// GID of the device.
+    own: Gid,
+    /// Its part of the address.
+    slot: u32,
+    /// Number of the last question.
+    last: u32,
+    /// One of its own, where no other is named.
+    local: Option<Administrator>,
+    /// Address of the one that is meant by no GID.
+    addr: IpAddr,
+    questions: Vec<Question>,
+}
+
+/// The slot of the process that an answer is for.
+pub(crate) fn slot_of_answer(mad: &[u8]) -> Option<u8> {
+    let mad: &Mad = mad.try_into().ok()?;
+    let header = MadHeader::of(mad);
+    let is_answer = header.class() == MadClass::SubnetAdm as u8 && header.method() & RESPONSE != 0;
+    is_answer.then(|| (header.transaction().0 >> 32) as u8 & ((1 << BITS) - 1))
+}
+
+impl Administration {
+    pub(crate) fn new(own: IpAddr, mtu: Mtu, slot: u32, named: Option<IpAddr>) -> Self {
+        let local = || Administrator::new(AdministratorConfig::new(own, mtu));
+        Self {
+            own: own.into(),
+            slot,
+            last: 0,
+            local: named.is_none().then(local),
+            addr: named.unwrap_or(own),
+            questions: Vec::new(),
+        }
+    }
+
+    /// Takes a datagram of a program, with its head; `host` is that of its GID, if it has one.
+    pub(crate) fn send(
+        &mut self,
+        nic: &mut Roce,
+        (mut head, mut mad): (UserMad, Mad),
+        host: Option<IpAddr>,
+        answers: Arc<EventQueue<Answer>>,
+    ) {
+        let now = Instant::now();
+        self.last = self.last.wrapping_add(1);
+        let prefix = self.last << BITS | self.slot;
+        mad[TRANSACTION..TRANSACTION + 4].copy_from_slice(&prefix.to_be_bytes());
+        let to = host.unwrap_or(self.addr);
+        let timeout = head.timeout();
+        if !timeout.is_zero() {
+            head.set_length(mad.len());
+            self.questions.push(Question {
+                head,
+                mad,
+                to,
+                answers,
+                deadline: now + timeout,
+                retries: head.retries(),
+                partly: None,
+            });
+        }
+        self.transmit(nic, to, &mad);
+        self.progress(nic);
+    }
+
+    fn transmit(&mut self, nic: &mut Roce, to: IpAddr, mad: &Mad) {
+        match &mut self.local {
+            Some(local) if to == self.addr => local.handle_mad(Instant::now(), self.own, mad),
+            // One that is lost is sent once more, like any other.
+            _ => drop(nic.send_mad(to, mad)),
+        }
+    }
+
+    /// Takes what has come, and does what is due.
+    pub(crate) fn progress(&mut self, nic: &mut Roce) {
+        while let Some((from, mad)) = nic.poll_mad() {
+            self.handle_mad(nic, from, &mad);
+        }
+        let now = Instant::now();
+        if let Some(local) = &mut self.local {
+            local.handle_timeout(now);
+        }
+        while let Some((to, mad)) = self
+            .local
+            .as_mut()
+            .and_then(|local| local.poll_transmit(now))
+        {
+            debug_assert_eq!(to, self.own);
+            self.handle_mad(nic, self.addr, &mad);
+        }
+        let mut at = 0;
+        while at < self.questions.len() {
+            let question = &mut self.questions[at];
+            if question.deadline > now {
+                at += 1;
+            } else if question.retries == 0 {
+                let Question {
+                    mut head,
+                    mad,
+                    answers,
+                    ..
+                } = self.questions.swap_remove(at);
+                head.set_status(libc::ETIMEDOUT);
+                answers.push(Answer::new(head, mad.to_vec()));
+            } else {
+                question.retries -= 1;
+                question.deadline = now + question.head.timeout();
+                question.partly = None;
+                let (to, mad) = (question.to, question.mad);
+                self.transmit(nic, to, &mad);
+                at += 1;
+            }
+        }
+    }
+
+    fn handle_mad(&mut self, nic: &mut Roce, from: IpAddr, mad: &Mad) {
+        let Ok((header, data)) = SaHeader::parse(mad) else {
+            return;
+        };
+        let transaction = header.mad.transaction();
+        let is_it = |question: &Question| {
+            let asked = MadHeader::of(&question.mad);
+            question.to == from
+                && asked.transaction() == transaction
+                && asked.attribute() == header.mad.attribute()
+        };
+        if header.mad.method() & RESPONSE == 0 {
+            return;
+        }
+        let Some(at) = self.questions.iter().position(is_it) else {
+            return;
+        };
+        if !header.rmpp.is_active() {
+            self.answer(at, mad.to_vec());
+            return;
+        }
+        let question = &mut self.questions[at];
+        question.deadline = Instant::now() + question.head.timeout();
+        let first = || (Box::new(*mad), Receiver::default());
+        let (_, receiver) = question.partly.get_or_insert_with(first);
+        let (reply, is_done) = match receiver.handle(&header, data) {
+            Received::Going(reply) => (reply, false),
+            Received::Done(reply) => (Some(reply), true),
+            Received::Failed(reply) => {
+                // It begins again when its time is over.
+                question.partly = None;
+                (Some(reply), false)
+            }
+        };
+        if is_done && let Some((first, receiver)) = question.partly.take() {
+            // As the kernel gives it: the first header, and the data of all.
+            let mut bytes = first[..DATA].to_vec();
+            bytes.extend(receiver.into_data());
+            self.answer(at, bytes);
+        }
+        if let Some(reply) = reply {
+            self.transmit(nic, from, &reply);
+        }
+    }
+
+    fn answer(&mut self, at: usize, bytes: Vec<u8>) {
+        let Question {
+            mut head, answers, ..
+        } = self.questions.swap_remove(at);
+        head.set_status(0);
+        head.set_length(bytes.len());
+        answers.push(Answer::new(head, bytes));
+    }
+
+    /// Forgets the questions of a port that is closed.
+    pub(crate) fn forget(&mut self, answers: &Arc<EventQueue<Answer>>) {
+        self.questions
+            .retain(|question| !Arc::ptr_eq(&question.answers, answers));
+    }
+
+    /// Time at which [`Self::progress`] has something to do.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        let questions = self.questions.iter().map(|question| question.deadline);
+        let local = self.local.as_ref().and_then(Administrator::poll_timeout);
+        questions.chain(local).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use riser_fabric::sa::client::Request;
+    use riser_fabric::sa::wire::path::PathRecord;
+    use riser_fabric::sa::wire::{DATA_LEN, Record as _, SaMethod};
+    use riser_transport::roce::RoceConfig;
+    use riser_transport::verbs::Provider as _;
+    use riser_transport::wire::TransactionId;
+
+    use super::*;
+
+    /// A device, what asks for it, and where answers go.
+    fn open(last: u8, named: Option<IpAddr>) -> (Roce, Administration, Arc<EventQueue<Answer>>) {
+        let addr = IpAddr::from([127, 98, 0, last]);
+        let mut nic = Roce::open(&RoceConfig::new(addr)).unwrap();
+        nic.register_agent(MadClass::SubnetAdm).unwrap();
+        let administration = Administration::new(addr, Mtu::Mtu4096, 9, named);
+        (nic, administration, Arc::new(EventQueue::new().unwrap()))
+    }
+
+    fn mad(method: SaMethod) -> Mad {
+        let record = PathRecord {
+            dgid: Gid::from(IpAddr::from([127, 98, 0, 77])).0,
+            ..PathRecord::default()
+        };
+        // Only a Get has a destination.
+        let mask = if method == SaMethod::Get { 4 } else { 0 };
+        Request::new(method, mask, &record).emit(TransactionId(0x1234_5678))
+    }
+
+    #[test]
+    fn a_process_without_an_administrator_answers_itself() {
+        let (mut nic, mut administration, answers) = open(40, None);
+        let head = UserMad::with_timeout(1000, 0);
+        let request = (head, mad(SaMethod::Get));
+        administration.send(&mut nic, request, None, Arc::clone(&answers));
+        let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
+        assert_eq!((status, bytes.len()), (0, DATA + DATA_LEN));
+        // The lower half of the transaction is the program's, the low bits of the other its process's.
+        assert_eq!(bytes[12..16], [0x12, 0x34, 0x56, 0x78]);
+        assert_eq!(slot_of_answer(&bytes), Some(9));
+        let path = PathRecord::read(&bytes[DATA..]).unwrap();
+        assert_eq!(path.dgid().ip(), IpAddr::from([127, 98, 0, 77]));
+        // Of a table the header is followed by the records of all MADs.
+        let request = (head, mad(SaMethod::GetTable));
+        administration.send(&mut nic, request, None, Arc::clone(&answers));
+        let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
+        assert_eq!((status, bytes.len()), (0, DATA + 64));
+        assert!(administration.questions.is_empty());
+    }
+
+    #[test]
+    fn a_question_without_an_answer_comes_back() {
+        let (mut nic, mut administration, answers) = open(41, Some([127, 98, 0, 42].into()));
+        let request = (UserMad::with_timeout(10, 2), mad(SaMethod::Get));
+        administration.send(&mut nic, request, None, Arc::clone(&answers));
+        let sent = Instant::now();
+        while answers.first(|_| ()).is_none() {
+            thread::sleep(Duration::from_millis(2));
+            nic.progress(Instant::now());
+            administration.progress(&mut nic);
+        }
+        assert!(sent.elapsed() >= Duration::from_millis(30));
+        let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
+        assert_eq!((status, bytes.len()), (libc::ETIMEDOUT, DATA + DATA_LEN));
+        // Of a port that is closed none comes back.
+        administration.send(&mut nic, request, None, Arc::clone(&answers));
+        administration.forget(&answers);
+        assert_eq!(administration.deadline(), None);
+    }
+}

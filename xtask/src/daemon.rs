@@ -26,11 +26,12 @@ pub(crate) const TARGET: &str = "targets:
 ";
 
 /// Packages of the programs, and of the libraries that `riser run` starts others with.
-const PACKAGES: [&str; 5] = [
+const PACKAGES: [&str; 6] = [
     "riser-target",
     "riser-initiator",
     "riser-configfs-emu",
     "riser-drop-in",
+    "riser-fabric",
     "riser-preload",
 ];
 

@@ -232,7 +232,45 @@ fn management() -> Vec<Case> {
         "smpquery -D switchinfo 0",
         &[],
     );
-    RUNS.iter().map(case).chain([switch.refused()]).collect()
+    let cases = RUNS.iter().map(case).chain([switch.refused()]);
+    cases.chain(administration()).collect()
+}
+
+/// Programs that ask subnet administration: that of their own process, and that of `riser-sa`.
+fn administration() -> Vec<Case> {
+    const SERVER: &str = "{programs}/riser-sa --no-netlink --addr {server}";
+    let ask = |name: &str, command: &str, says: &[&'static str]| {
+        let client = format!("env RISER_LINK_LAYER=infiniband RISER_SA={{server}} {command}");
+        Case {
+            end: End::Asked,
+            ..Case::pair("management", name, [SERVER, &client], says)
+        }
+    };
+    vec![
+        Case {
+            variable: Some(("RISER_LINK_LAYER", "infiniband")),
+            ..Case::alone(
+                "management",
+                "saquery NR",
+                "saquery NR",
+                &["NodeRecord dump"],
+            )
+        },
+        ask("riser-sa, saquery NR", "saquery NR", &["NodeRecord dump"]),
+        ask("riser-sa, saquery PR", "saquery PR", &["PathRecord dump"]),
+        ask(
+            "riser-sa, saquery PIR",
+            "saquery PIR",
+            &["PortInfoRecord dump"],
+        ),
+        ask("riser-sa, saquery -c", "saquery -c", &["SA ClassPortInfo"]),
+        Case::alone(
+            "management",
+            "ibacm",
+            "python3 {dir}/ibacm.py {dir} ::1 fd00::9",
+            &["the kernel has its path", "SA verification: success"],
+        ),
+    ]
 }
 
 fn pingpong() -> Vec<Case> {
@@ -457,6 +495,12 @@ fn sockets() -> Vec<Case> {
         },
     ]
 }
+
+/// The program with a subnet administrator.
+pub(super) const ADMINISTRATOR: &str = "riser-sa";
+
+/// File in `{dir}` that runs ibacm, and asks it.
+pub(super) const IBACM: &str = "ibacm.py";
 
 /// File in `{dir}` with a server and a client that send bytes back.
 pub(super) const ECHO: &str = "echo.py";

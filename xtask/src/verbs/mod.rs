@@ -49,6 +49,7 @@ const PROGRAMS: &[Need] = &[
     need("redis-server", "redis-server", "a program with epoll"),
     need("redis-benchmark", "redis-tools", "its client"),
     need("perfquery", "infiniband-diags", "programs for management"),
+    need("ibacm", "ibacm", "its place is riser-sa's"),
     need("tgtd", "tgt", "tgt's iSER target"),
     need("tgtadm", "tgt", "tgt's iSER target"),
     need("iscsi-inq", "libiscsi-bin", "libiscsi's iSER client"),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::cases::{Case, ECHO, End, Place, Ready};
+use super::cases::{ADMINISTRATOR, Case, ECHO, End, IBACM, Place, Ready};
 use super::namespace::{ADDRESSES, Namespace};
 use crate::{Failure, sh};
 
@@ -232,6 +232,13 @@ impl Rig {
             fs::write(dir.join("riserd.yaml"), config)?;
             self.adopt(&self.programs.join("riserd"))?;
         }
+        if case
+            .server
+            .as_ref()
+            .is_some_and(|server| server.contains(ADMINISTRATOR))
+        {
+            self.adopt(&self.programs.join(ADMINISTRATOR))?;
+        }
         if let Some(source) = case.source {
             compile(source, &dir.join("program"))?;
         }
@@ -241,6 +248,7 @@ impl Rig {
             fs::write(dir.join("first"), bytes)?;
         }
         fs::write(dir.join(ECHO), include_str!("echo.py"))?;
+        fs::write(dir.join(IBACM), include_str!("ibacm.py"))?;
         let words = |command: &str, client: usize| {
             let command = command
                 .replace("{server}", &address(0))

@@ -31,6 +31,7 @@ const DOCUMENTS: &[&str] = &[
     "CHANGELOG.md",
     "SECURITY.md",
     "docs/verbs.md",
+    "docs/seeds.md",
 ];
 
 /// Returns the repository's root folder.

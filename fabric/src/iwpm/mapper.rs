@@ -69,9 +69,6 @@ pub trait Host {
     /// Keeps a port reserved until it is dropped.
     type Reservation;
 
-    /// Whether an interface of the host has the address.
-    fn is_local(&self, ip: IpAddr) -> bool;
-
     /// Reserves a TCP port at all addresses of the IP version of `ip`: this one, or any.
     ///
     /// # Errors
@@ -296,18 +293,19 @@ impl<H: Host> Mapper<H> {
     }
 
     /// The kernel reports errors of our messages. One for the first message means that it does not
-    /// know the operation.
+    /// know the operation, as before version 4.
     fn on_error(&mut self, errno: i32, request: Header) {
         if errno == 0 {
             return;
         }
         let kind = request.kind;
         if kind.client == IWCM && kind.operation == operation::HELLO {
-            tracing::info!(
-                errno,
-                "the kernel knows version 3 of the messages, or no iWARP"
-            );
+            tracing::info!(errno, "the kernel knows version 3 of the messages at most");
             self.on_abi(ABI_MIN);
+        } else if kind.client == IWCM && kind.operation == operation::MAPINFO {
+            // Nor does it know that one: its connection manager is not loaded, and may be later.
+            tracing::info!(errno, "the kernel has no iWARP so far");
+            self.abi = ABI;
         } else {
             tracing::debug!(errno, ?kind, "the kernel refuses a message");
         }
@@ -413,7 +411,7 @@ impl<H: Host> Mapper<H> {
     }
 
     fn register(&mut self, client: u8) -> &mut u32 {
-        debug_assert!(client < MAX_CLIENTS, "a header has no more bits for it");
+        debug_assert!(client < MAX_CLIENTS, "a header has bits for as many");
         self.clients.entry(client).or_insert(0)
     }
 
@@ -457,7 +455,6 @@ impl<H: Host> Mapper<H> {
         local: SocketAddr,
         flags: u32,
     ) -> Result<SocketAddr, ErrorCode> {
-        self.check_local(local)?;
         if flags & NO_PORT_MAP != 0 {
             return self.insert(owner, local, local, None);
         }
@@ -476,12 +473,6 @@ impl<H: Host> Mapper<H> {
             tracing::warn!(%ip, port, "no TCP port is reserved: {error}");
             ErrorCode::CreateMapping
         })
-    }
-
-    fn check_local(&self, local: SocketAddr) -> Result<(), ErrorCode> {
-        let ip = local.ip();
-        let is_ours = ip.is_unspecified() || self.host.is_local(ip);
-        is_ours.then_some(()).ok_or(ErrorCode::CreateMapping)
     }
 
     fn insert(
@@ -626,7 +617,6 @@ impl<H: Host> Mapper<H> {
         }
         match self.mappings.conflict(local) {
             None => {
-                self.check_local(local)?;
                 let reservation = match flags & NO_PORT_MAP {
                     0 => Some(self.reserve(local.ip(), Some(mapped.port()))?.1),
                     _ => None,

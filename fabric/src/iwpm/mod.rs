@@ -9,12 +9,14 @@
 //! - [`message`]: the netlink messages between the kernel and the daemon, and [`attribute`]: their
 //!   attributes;
 //! - [`wire`]: the datagrams between two daemons;
-//! - [`Mapper`]: the machine between them, without I/O.
+//! - [`Mapper`]: the machine between them, without I/O;
+//! - [`Daemon`]: the machine with its sockets, which the program `riser-iwpmd` runs.
 //!
 //! A device that uses the host's TCP stack, as `siw` does, has its addresses registered without
 //! another port. Its clients still ask, since the other host may have a device that maps.
 
 pub mod attribute;
+mod daemon;
 mod mapper;
 mod mappings;
 pub mod message;
@@ -22,6 +24,7 @@ pub mod wire;
 
 use std::net::SocketAddr;
 
+pub use daemon::{Daemon, ReservedPort, StartError, ThisHost};
 pub use mapper::{
     ANSWERED_LIFETIME, ASSOCIATION_LIFETIME, Answer, Host, MAX_ASSOCIATIONS, MAX_PEER_ASSOCIATIONS,
     MAX_QUERIES, Mapper, Output, QUERY_INTERVAL, QUERY_TRIES, Refusal,
@@ -50,7 +53,7 @@ pub enum ErrorCode {
     /// A message lacks an attribute, or has one of a wrong length or value.
     #[error("invalid message")]
     InvalidMessage = 10,
-    /// The address is not one of this host's, no port is free, or there are too many mappings.
+    /// No port is free, or there are too many mappings.
     #[error("no mapping could be made")]
     CreateMapping,
     /// The address is in use by another mapping.

@@ -1,0 +1,165 @@
+//! `riser-iwpmd`: the iWARP port mapper of a host.
+
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::{Args, Parser, Subcommand};
+use riser_fabric::iwpm::{Daemon, PORT};
+use sd_notify::NotifyState;
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use tracing_subscriber::EnvFilter;
+
+/// Runs the iWARP port mapper of this host: for the kernel's RDMA devices that speak iWARP it
+/// reserves TCP ports, and asks the port mappers of other hosts, which is rdma-core's iwpmd or
+/// another riser-iwpmd, at UDP port 3935. SIGUSR1 writes the mappings to the log.
+#[derive(Debug, Parser)]
+#[command(name = "riser-iwpmd", version)]
+#[command(args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(flatten)]
+    serve: Serve,
+    #[command(subcommand)]
+    verb: Option<Verb>,
+}
+
+#[derive(Debug, Args)]
+struct Serve {
+    /// Do without the kernel: answer other hosts for the addresses of --map only. It takes no right,
+    /// and no RDMA in the kernel.
+    #[arg(long)]
+    no_kernel: bool,
+    /// A local address with a TCP port, such as 192.0.2.1:3260, and the port where other hosts find
+    /// its listener; without one, a port is reserved. Each is printed with the address it is mapped
+    /// to.
+    #[arg(long, value_name = "ADDRESS[=PORT]")]
+    map: Vec<Map>,
+    /// The IP address for datagrams of other hosts, one of each IP version at most; by default all.
+    #[arg(long, value_name = "IP")]
+    listen: Vec<IpAddr>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Ask the port mapper of a remote address what that is mapped to, and print it. The exit code
+    /// is 1 if it has no mapping of it, or does not answer.
+    Query {
+        /// The local address of the connection, with its TCP port.
+        local: SocketAddr,
+        /// The remote address, with its TCP port.
+        remote: SocketAddr,
+    },
+}
+
+/// A mapping of the command line.
+#[derive(Clone, Copy, Debug)]
+struct Map {
+    local: SocketAddr,
+    port: Option<u16>,
+}
+
+impl FromStr for Map {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (local, port) = match text.split_once('=') {
+            Some((local, port)) => (local, Some(port)),
+            None => (text, None),
+        };
+        let local = local.parse();
+        let local = local.map_err(|_error| "an address is IP:PORT or [IP]:PORT".to_owned())?;
+        let port = port.map(str::parse).transpose();
+        let port = port.map_err(|_error| "a port is a number below 65536".to_owned())?;
+        Ok(Self { local, port })
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> ExitCode {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .init();
+    let cli = Cli::parse();
+    let done = match cli.verb {
+        None => serve(&cli.serve),
+        Some(Verb::Query { local, remote }) => query(local, remote),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The addresses for datagrams.
+fn addresses(listen: &[IpAddr]) -> Result<Vec<SocketAddr>, Failure> {
+    let all = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
+    let ips = if listen.is_empty() { &all } else { listen };
+    let of_v4 = ips.iter().filter(|ip| ip.is_ipv4()).count();
+    if of_v4 > 1 || ips.len() - of_v4 > 1 {
+        return Err("--listen takes one address of each IP version at most".into());
+    }
+    Ok(ips.iter().map(|ip| SocketAddr::new(*ip, PORT)).collect())
+}
+
+fn serve(options: &Serve) -> Result<(), Failure> {
+    let mut daemon = Daemon::open(!options.no_kernel, &addresses(&options.listen)?)?;
+    for map in &options.map {
+        let mapped = daemon.add(map.local, map.port);
+        let mapped = mapped.map_err(|error| format!("{}: {error}", map.local))?;
+        writeln!(io::stdout(), "{} {mapped}", map.local)?;
+    }
+    let (wake, wakes) = UnixStream::pair()?;
+    wake.set_nonblocking(true)?;
+    let is_over = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT, SIGUSR1] {
+        // Before the byte that wakes the loop.
+        if signal != SIGUSR1 {
+            signal_hook::flag::register(signal, Arc::clone(&is_over))?;
+        }
+        signal_hook::low_level::pipe::register(signal, wakes.try_clone()?)?;
+    }
+    sd_notify::notify(&[NotifyState::Ready])?;
+    tracing::info!(with_kernel = !options.no_kernel, "the port mapper runs");
+    while !is_over.load(Ordering::Relaxed) {
+        // Queries are the kernel's here, whose answers go to it.
+        daemon.turn(Some(wake.as_fd()))?;
+        if (&wake).read(&mut [0; 64]).is_ok() {
+            tracing::info!("mappings:{}", listed(&daemon));
+        }
+    }
+    Ok(())
+}
+
+/// The mappings, one on each line.
+fn listed(daemon: &Daemon) -> String {
+    let mut text = String::new();
+    for mapping in daemon.mappings() {
+        let _ = write!(text, "\n{} {}", mapping.local, mapping.mapped);
+    }
+    text
+}
+
+fn query(local: SocketAddr, remote: SocketAddr) -> Result<(), Failure> {
+    // The port of port mappers may be the running one's.
+    let mut daemon = Daemon::open(false, &[SocketAddr::new(local.ip(), 0)])?;
+    daemon.query(local, remote)?;
+    loop {
+        if let Some(answer) = daemon.turn(None)? {
+            writeln!(io::stdout(), "{}", answer.mapped?)?;
+            return Ok(());
+        }
+    }
+}

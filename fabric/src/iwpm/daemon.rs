@@ -1,0 +1,246 @@
+//! The port mapper with its sockets.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::mapper::Answer;
+use super::{ErrorCode, Host, Mapper, Mapping, Output};
+use crate::netlink::{IWPM_GROUP, RdmaNetlink};
+
+/// Room for one datagram of the kernel, which sends several mappings in one (`NLMSG_GOODSIZE`).
+const NETLINK_DATAGRAM: usize = 32 << 10;
+
+/// Room for one datagram of a peer. One that is longer is cut, which no message is.
+const WIRE_DATAGRAM: usize = 128;
+
+/// Most datagrams that are taken of one socket before the others have their turn.
+const TURN: usize = 64;
+
+/// Reason why a port mapper does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The kernel has no `NETLINK_RDMA`.
+    #[error("this kernel has no RDMA (NETLINK_RDMA: {0}); load ib_core, or do without the kernel")]
+    NoRdma(io::Error),
+    /// The netlink socket cannot be made for another reason.
+    #[error("no netlink socket of the kernel's RDMA: {0}")]
+    Netlink(io::Error),
+    /// An address cannot be used.
+    #[error("no datagrams at {0}: {1}")]
+    Listen(SocketAddr, io::Error),
+}
+
+/// TCP ports and random numbers of this host.
+#[derive(Debug)]
+pub struct ThisHost(());
+
+/// A TCP socket that is bound and never listens, so that no other program has its port.
+#[derive(Debug)]
+pub struct ReservedPort(#[expect(dead_code, reason = "it is held open")] OwnedFd);
+
+impl Host for ThisHost {
+    type Reservation = ReservedPort;
+
+    fn reserve(&mut self, ip: IpAddr, port: Option<u16>) -> io::Result<(u16, ReservedPort)> {
+        let socket = Socket::new(domain(ip), Type::STREAM, Some(Protocol::TCP))?;
+        if ip.is_ipv6() {
+            socket.set_only_v6(true)?;
+        }
+        // At all addresses, since a mapping of all addresses may be asked for at any.
+        socket.bind(&any(ip, port.unwrap_or(0)).into())?;
+        let bound = socket.local_addr()?.as_socket();
+        let bound = bound.ok_or(io::ErrorKind::Unsupported)?;
+        Ok((bound.port(), ReservedPort(socket.into())))
+    }
+
+    fn random(&mut self) -> u64 {
+        // Without a random source no program of the host would run.
+        getrandom::u64().expect("the kernel has random numbers")
+    }
+}
+
+/// A port mapper with its sockets: one of netlink, unless it runs without the kernel, and those of
+/// the datagrams.
+#[derive(Debug)]
+pub struct Daemon {
+    mapper: Mapper<ThisHost>,
+    netlink: Option<RdmaNetlink>,
+    wire: Vec<UdpSocket>,
+}
+
+impl Daemon {
+    /// Opens the sockets: the kernel's if `with_kernel`, and those of the peers at these addresses,
+    /// one of each IP version at most. The kernel is greeted in the first [`Self::turn`].
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn open(with_kernel: bool, listen: &[SocketAddr]) -> Result<Self, StartError> {
+        // First the port, which another port mapper may have: the kernel follows the one that
+        // greeted it last.
+        let sockets = listen.iter().map(|addr| {
+            let socket = listen_at(*addr);
+            socket.map_err(|error| StartError::Listen(*addr, error))
+        });
+        let wire = sockets.collect::<Result<_, _>>()?;
+        let open = || RdmaNetlink::open(IWPM_GROUP);
+        let netlink = with_kernel.then(open).transpose();
+        let netlink = netlink.map_err(|error| match error.raw_os_error() {
+            Some(libc::EPROTONOSUPPORT) => StartError::NoRdma(error),
+            _ => StartError::Netlink(error),
+        })?;
+        let port = netlink.as_ref().map(RdmaNetlink::port);
+        Ok(Self {
+            mapper: Mapper::new(ThisHost(()), port),
+            netlink,
+            wire,
+        })
+    }
+
+    /// Adds a mapping of the program's own; see [`Mapper::add`].
+    ///
+    /// # Errors
+    /// Those of [`Mapper::add`].
+    pub fn add(&mut self, local: SocketAddr, port: Option<u16>) -> Result<SocketAddr, ErrorCode> {
+        self.mapper.add(local, port)
+    }
+
+    /// Begins a query; see [`Mapper::query`]. [`Self::turn`] gives the answer.
+    ///
+    /// # Errors
+    /// Those of [`Mapper::query`].
+    pub fn query(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<(), ErrorCode> {
+        self.mapper.query(Instant::now(), local, remote)
+    }
+
+    /// The mappings, in no order.
+    pub fn mappings(&self) -> impl Iterator<Item = &Mapping<ReservedPort>> {
+        self.mapper.mappings()
+    }
+
+    /// Sends what there is to send, waits until a socket, or `wake`, is readable or something is
+    /// due, and takes what has come. Returns the answer to a query of the program's own.
+    ///
+    /// # Errors
+    /// Those of `poll(2)`.
+    pub fn turn(&mut self, wake: Option<BorrowedFd<'_>>) -> io::Result<Option<Answer>> {
+        while let Some(output) = self.mapper.poll_output() {
+            if let Some(answer) = self.put(output) {
+                return Ok(Some(answer));
+            }
+        }
+        self.wait(wake)?;
+        self.take_netlink();
+        self.take_wire();
+        self.mapper.handle_timeout(Instant::now());
+        Ok(None)
+    }
+
+    fn put(&self, output: Output) -> Option<Answer> {
+        match output {
+            Output::Answer(answer) => return Some(answer),
+            Output::Netlink(message) => {
+                let sent = self.netlink.as_ref().map(|socket| socket.send(&message));
+                if let Some(Err(error)) = sent {
+                    tracing::warn!("to the kernel: {error}");
+                }
+            }
+            Output::Wire { to, datagram } => {
+                let is_of = |socket: &&UdpSocket| {
+                    let addr = socket.local_addr();
+                    addr.is_ok_and(|addr| addr.is_ipv4() == to.is_ipv4())
+                };
+                // One that is lost is sent again.
+                let sent = self
+                    .wire
+                    .iter()
+                    .find(is_of)
+                    .map(|s| s.send_to(&datagram, to));
+                match sent {
+                    Some(Ok(_)) => {}
+                    Some(Err(error)) => tracing::debug!(%to, "not sent: {error}"),
+                    None => tracing::debug!(%to, "not sent: no socket of its IP version"),
+                }
+            }
+        }
+        None
+    }
+
+    fn wait(&self, wake: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let netlink = self.netlink.iter().map(RdmaNetlink::fd);
+        let wire = self.wire.iter().map(AsFd::as_fd);
+        let fds = netlink.chain(wire).chain(wake);
+        let mut fds: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        let timeout = self.mapper.deadline().map_or(PollTimeout::NONE, |due| {
+            // Rounded up, so that it is due when the wait is over.
+            let wait = due.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+            PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX)
+        });
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn take_netlink(&mut self) {
+        let Some(socket) = &self.netlink else {
+            return;
+        };
+        let mut buffer = vec![0; NETLINK_DATAGRAM];
+        for _ in 0..TURN {
+            match socket.receive(&mut buffer) {
+                Ok(Some(datagram)) => self.mapper.handle_netlink(Instant::now(), datagram),
+                Ok(None) => break,
+                // The kernel's client waits for its answer in vain, and does without.
+                Err(error) => tracing::warn!("from the kernel: {error}"),
+            }
+        }
+    }
+
+    fn take_wire(&mut self) {
+        let mut buffer = [0; WIRE_DATAGRAM];
+        for socket in &self.wire {
+            for _ in 0..TURN {
+                match socket.recv_from(&mut buffer) {
+                    Ok((len, from)) => {
+                        self.mapper
+                            .handle_wire(Instant::now(), from, &buffer[..len]);
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    // What ICMP reports of an earlier datagram.
+                    Err(error) => tracing::debug!("from a peer: {error}"),
+                }
+            }
+        }
+    }
+}
+
+fn domain(ip: IpAddr) -> Domain {
+    if ip.is_ipv4() {
+        Domain::IPV4
+    } else {
+        Domain::IPV6
+    }
+}
+
+/// All addresses of the IP version of `ip`.
+fn any(ip: IpAddr, port: u16) -> SocketAddr {
+    match ip {
+        IpAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, port).into(),
+        IpAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, port).into(),
+    }
+}
+
+fn listen_at(addr: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = Socket::new(domain(addr.ip()), Type::DGRAM, Some(Protocol::UDP))?;
+    if addr.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    socket.set_nonblocking(true)?;
+    socket.bind(&addr.into())?;
+    Ok(socket.into())
+}

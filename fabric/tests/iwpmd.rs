@@ -1,0 +1,472 @@
+//! `riser-iwpmd` beside rdma-core's `iwpmd`, at the two ends of a link, and both before a kernel
+//! that the test plays, in the place of netlink.
+//!
+//! Each end is a network namespace, which takes root.
+
+use std::fs;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use riser_fabric::iwpm::message::{Connection, Request, Response};
+use riser_fabric::iwpm::{ABI, LIBRARY, NO_PORT_MAP};
+use riser_fabric::netlink::message::{Header, Kind, Message, Messages, Writer};
+use riser_testkit::skip::skip;
+use socket2::{Domain, SockAddr, Socket, Type};
+
+const OURS: &str = env!("CARGO_BIN_EXE_riser-iwpmd");
+const THEIRS: &str = "/usr/sbin/iwpmd";
+
+/// Client of the kernel's connection manager.
+const IWCM: u8 = 2;
+
+/// Longest wait for an answer of a daemon's on this machine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn addr(text: &str) -> SocketAddr {
+    text.parse().unwrap()
+}
+
+fn ip(words: &str) -> bool {
+    let status = Command::new("ip").args(words.split(' ')).status();
+    status.is_ok_and(|status| status.success())
+}
+
+/// Two hosts with a link: 10.98.0.1 and fd98::1, 10.98.0.2 and fd98::2.
+struct Link {
+    names: [String; 2],
+    folder: PathBuf,
+    shim: PathBuf,
+}
+
+impl Link {
+    /// None, and a line for people, where that is not possible.
+    fn new(test: &str) -> Option<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        if !Path::new(THEIRS).exists() {
+            skip(test, "iwpmd (Debian package rdma-core) is missing");
+            return None;
+        }
+        let name = format!("iwpm-{}-{number}", std::process::id());
+        let names = ["a", "b"].map(|end| format!("{name}{end}"));
+        if !names.iter().all(|name| ip(&format!("netns add {name}"))) {
+            skip(test, "it takes root and network namespaces");
+            return None;
+        }
+        let folder = std::env::temp_dir().join(&name);
+        fs::create_dir_all(&folder).unwrap();
+        let shim = folder.join("netlink.so");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/iwpmd/netlink.c");
+        let built = Command::new("cc")
+            .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"])
+            .args([&shim, &source])
+            .status();
+        assert!(built.unwrap().success(), "cc builds the stand-in");
+        let link = Self {
+            names,
+            folder,
+            shim,
+        };
+        let [a, b] = &link.names;
+        assert!(ip(&format!(
+            "-n {a} link add v type veth peer name v netns {b}"
+        )));
+        for (name, last) in [(a, 1), (b, 2)] {
+            assert!(ip(&format!("-n {name} addr add 10.98.0.{last}/24 dev v")));
+            assert!(ip(&format!(
+                "-n {name} addr add fd98::{last}/64 dev v nodad"
+            )));
+            assert!(ip(&format!("-n {name} link set v up")));
+        }
+        Some(link)
+    }
+
+    /// A program at an end.
+    fn command(&self, end: usize, program: &str) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.names[end], program]);
+        command
+    }
+
+    fn query(&self, end: usize, local: &str, remote: &str) -> Output {
+        let mut query = self.command(end, OURS);
+        query.args(["query", local, remote]).output().unwrap()
+    }
+
+    /// A port mapper at an end, and its kernel, after they have met.
+    fn daemon(&self, end: usize, program: &str) -> Daemon {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = self.folder.join(format!("kernel-{number}"));
+        let listener = Socket::new(Domain::UNIX, Type::SEQPACKET, None).unwrap();
+        listener.bind(&SockAddr::unix(&path).unwrap()).unwrap();
+        listener.listen(1).unwrap();
+        listener.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut command = self.command(end, program);
+        if program == THEIRS {
+            command.arg("--systemd");
+        }
+        command.env("LD_PRELOAD", &self.shim);
+        command.env("RISER_TEST_NETLINK", &path);
+        let process = Process(command.spawn().unwrap());
+        let (netlink, _) = listener.accept().unwrap();
+        netlink.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut daemon = Daemon {
+            _process: process,
+            netlink,
+            sequence: 0,
+        };
+        assert_eq!(daemon.receive(), Response::Hello { abi: ABI });
+        daemon
+    }
+
+    /// The same with a client that has registered.
+    fn registered(&self, end: usize, program: &str) -> Daemon {
+        let mut daemon = self.daemon(end, program);
+        let asked = daemon.ask(&Request::Hello { abi: ABI });
+        assert_eq!(asked, mapinfo_request());
+        let (sequence, registered) = (daemon.sequence + 1, daemon.ask(&reg_pid()));
+        assert_eq!(registered, reg_pid_response(sequence));
+        daemon
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        for name in &self.names {
+            ip(&format!("netns del {name}"));
+        }
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// A process that ends with the value.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A port mapper with the kernel's end of its netlink socket.
+struct Daemon {
+    _process: Process,
+    netlink: Socket,
+    sequence: u32,
+}
+
+impl Daemon {
+    fn send(&mut self, request: &Request) {
+        self.sequence += 1;
+        let message = request.write(IWCM, self.sequence);
+        self.netlink.send(&message).unwrap();
+    }
+
+    fn receive(&mut self) -> Response {
+        let mut buffer = vec![0; 8192];
+        let len = (&self.netlink).read(&mut buffer).expect("an answer");
+        match Messages::new(&buffer[..len]).next() {
+            Some(Ok(Message::Client { header, payload })) => {
+                assert_eq!((header.kind.client, header.flags), (IWCM, 1));
+                assert_ne!(header.port, 0);
+                let mut response = Response::read(header.kind.operation, payload).unwrap();
+                if let Response::QueryMapping { connection, .. }
+                | Response::RemoteInfo { connection } = &mut response
+                {
+                    // iwpmd leaves in the other fields what its memory had.
+                    let plain = |addr: SocketAddr| SocketAddr::new(addr.ip(), addr.port());
+                    connection.remote = plain(connection.remote);
+                    connection.mapped_remote = plain(connection.mapped_remote);
+                }
+                response
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn ask(&mut self, request: &Request) -> Response {
+        self.send(request);
+        self.receive()
+    }
+
+    /// The address that a new mapping gives this one.
+    fn add(&mut self, local: &str, flags: u32) -> SocketAddr {
+        let request = add_mapping(local, flags);
+        match self.ask(&request) {
+            Response::AddMapping {
+                sequence,
+                local: is,
+                mapped,
+                error: 0,
+            } if sequence == self.sequence && is == addr(local) => mapped,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn query(&mut self, local: &str, remote: &str) -> (Connection, u16) {
+        let request = Request::QueryMapping {
+            echo: 0,
+            local: addr(local),
+            remote: addr(remote),
+            flags: Some(0),
+        };
+        match self.ask(&request) {
+            Response::QueryMapping {
+                sequence,
+                connection,
+                error,
+            } if sequence == self.sequence => (connection, error),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn add_mapping(local: &str, flags: u32) -> Request {
+    Request::AddMapping {
+        echo: 0,
+        local: addr(local),
+        flags: Some(flags),
+    }
+}
+
+fn reg_pid() -> Request {
+    Request::RegPid {
+        echo: 0,
+        interface: "v".to_owned(),
+        device: "siw0".to_owned(),
+        library: LIBRARY.to_owned(),
+    }
+}
+
+fn reg_pid_response(sequence: u32) -> Response {
+    Response::RegPid {
+        sequence,
+        device: "siw0".to_owned(),
+        library: LIBRARY.to_owned(),
+        version: ABI,
+        error: 0,
+    }
+}
+
+fn mapinfo_request() -> Response {
+    Response::MapInfo {
+        library: LIBRARY.to_owned(),
+        version: ABI,
+    }
+}
+
+/// Connections from each of two port mappers with kernels to the other, and from neither to what is
+/// not mapped.
+fn connect_both_ways(test: &str, programs: [&str; 2]) {
+    let Some(link) = Link::new(test) else {
+        return;
+    };
+    let mut daemons = [0, 1].map(|end| link.registered(end, programs[end]));
+    for (from, to, from_ip, to_ip) in [
+        (0, 1, "10.98.0.1", "10.98.0.2"),
+        (1, 0, "10.98.0.2", "10.98.0.1"),
+        (0, 1, "[fd98::1]", "[fd98::2]"),
+        (1, 0, "[fd98::2]", "[fd98::1]"),
+    ] {
+        let (local, remote) = (format!("{from_ip}:40000"), format!("{to_ip}:3260"));
+        let mapped = daemons[to].add(&remote, 0);
+        assert_eq!(mapped.ip(), addr(&remote).ip());
+        let (connection, error) = daemons[from].query(&local, &remote);
+        let expected = Connection {
+            local: addr(&local),
+            remote: addr(&remote),
+            mapped_local: connection.mapped_local,
+            mapped_remote: mapped,
+        };
+        assert_eq!((connection, error), (expected, 0));
+        assert_ne!(connection.mapped_local.port(), 40_000);
+        let seen = Connection {
+            local: addr(&remote),
+            remote: addr(&local),
+            mapped_local: mapped,
+            mapped_remote: connection.mapped_local,
+        };
+        assert_eq!(
+            daemons[to].receive(),
+            Response::RemoteInfo { connection: seen }
+        );
+
+        let (local, remote) = (format!("{from_ip}:40001"), format!("{to_ip}:3261"));
+        let (connection, error) = daemons[from].query(&local, &remote);
+        assert_eq!((connection.mapped_remote, error), (addr(&remote), 16));
+    }
+}
+
+#[test]
+fn ours_and_rdma_cores_map_connections_in_both_directions() {
+    connect_both_ways("iwpmd", [OURS, THEIRS]);
+}
+
+#[test]
+fn two_of_ours_map_connections_in_both_directions() {
+    connect_both_ways("two riser-iwpmd", [OURS, OURS]);
+}
+
+#[test]
+fn a_listener_at_all_addresses_is_found_at_each() {
+    let Some(link) = Link::new("iwpmd at all addresses") else {
+        return;
+    };
+    let [mut a, mut b] = [(0, OURS), (1, THEIRS)].map(|(end, name)| link.registered(end, name));
+    // Of one that uses the host's TCP stack, as siw does.
+    b.add("10.98.0.2:3262", NO_PORT_MAP);
+    let (connection, error) = a.query("10.98.0.1:40000", "10.98.0.2:3262");
+    assert_eq!((connection.mapped_remote, error), (connection.remote, 0));
+    b.receive();
+    // iwpmd is asked, and answers for the address that was asked for.
+    let mapped = a.add("0.0.0.0:3260", 0);
+    let (connection, error) = b.query("10.98.0.2:40000", "10.98.0.1:3260");
+    let expected = SocketAddr::new(connection.remote.ip(), mapped.port());
+    assert_eq!((connection.mapped_remote, error), (expected, 0));
+    let Response::RemoteInfo { connection } = a.receive() else {
+        panic!()
+    };
+    assert_eq!(connection.mapped_local, mapped);
+}
+
+#[test]
+fn without_a_kernel_ours_asks_and_answers_rdma_cores() {
+    let Some(link) = Link::new("iwpmd without a kernel") else {
+        return;
+    };
+    let mut theirs = link.registered(1, THEIRS);
+    let mapped = theirs.add("10.98.0.2:3260", 0);
+    let found = link.query(0, "10.98.0.1:40000", "10.98.0.2:3260");
+    assert!(found.status.success(), "{found:?}");
+    assert_eq!(
+        String::from_utf8_lossy(&found.stdout),
+        format!("{mapped}\n")
+    );
+    assert!(matches!(theirs.receive(), Response::RemoteInfo { .. }));
+    let rejected = link.query(0, "10.98.0.1:40000", "10.98.0.2:3261");
+    assert_eq!(rejected.status.code(), Some(1));
+    let why = String::from_utf8_lossy(&rejected.stderr).into_owned();
+    assert!(why.contains("no mapping"), "{why}");
+
+    let mut ours = link.command(0, OURS);
+    ours.args(["--no-kernel", "--map", "10.98.0.1:3260=4711"]);
+    ours.args(["--map", "[fd98::1]:3260"])
+        .stdout(Stdio::piped());
+    let mut ours = Process(ours.spawn().unwrap());
+    // Both lines are there before it answers.
+    let mut printed = ours.0.stdout.take().unwrap();
+    let mut lines = Vec::new();
+    while lines.iter().filter(|byte| **byte == b'\n').count() < 2 {
+        let mut byte = [0];
+        printed.read_exact(&mut byte).unwrap();
+        lines.extend(byte);
+    }
+    let lines = String::from_utf8(lines).unwrap();
+    let (first, second) = lines.trim_end().split_once('\n').unwrap();
+    assert_eq!(first, "10.98.0.1:3260 10.98.0.1:4711");
+    let mapped = addr(second.strip_prefix("[fd98::1]:3260 ").unwrap());
+    let (connection, error) = theirs.query("10.98.0.2:40000", "10.98.0.1:3260");
+    assert_eq!(
+        (connection.mapped_remote, error),
+        (addr("10.98.0.1:4711"), 0)
+    );
+    let (connection, error) = theirs.query("[fd98::2]:40000", "[fd98::1]:3260");
+    assert_eq!((connection.mapped_remote, error), (mapped, 0));
+}
+
+/// Message without an attribute that it needs.
+fn null(operation: u16) -> Vec<u8> {
+    let header = Header {
+        kind: Kind {
+            client: IWCM,
+            operation,
+        },
+        flags: 1,
+        sequence: 900,
+        port: 0,
+    };
+    Writer::new(header).attribute(1, &[0; 4]).finish()
+}
+
+/// Asks a daemon at the first end for what a kernel asks, and gives the answers, with ports of its
+/// choice as zero.
+fn interview(link: &Link, program: &str) -> Vec<Response> {
+    let mut daemon = link.daemon(0, program);
+    let mut answers = Vec::new();
+    answers.push(daemon.ask(&Request::Hello { abi: ABI }));
+    answers.push(daemon.ask(&reg_pid()));
+    let mapped = daemon.add("10.98.0.1:3260", 0);
+    let mapinfo = |local: &str, mapped: SocketAddr, flags| Request::MapInfo {
+        local: addr(local),
+        mapped,
+        flags: Some(flags),
+    };
+    // The same again; one that uses the host's TCP stack; another
+    // version; a mapping of an earlier daemon, whose port is in use; one that is known, and one
+    // that is new.
+    for request in [
+        add_mapping("10.98.0.1:3260", 0),
+        add_mapping("10.98.0.1:3261", NO_PORT_MAP),
+        Request::Hello { abi: ABI + 1 },
+        mapinfo("10.98.0.1:3263", mapped, 0),
+    ] {
+        answers.push(daemon.ask(&request));
+    }
+    daemon.send(&mapinfo("10.98.0.1:3260", mapped, 0));
+    daemon.send(&mapinfo(
+        "10.98.0.1:3264",
+        addr("10.98.0.1:3264"),
+        NO_PORT_MAP,
+    ));
+    answers.push(daemon.ask(&Request::MapInfoNum { echo: 0, sent: 3 }));
+    for operation in [1, 2, 3, 6] {
+        daemon.netlink.send(&null(operation)).unwrap();
+        answers.push(daemon.receive());
+    }
+    // Removed, and added again.
+    daemon.send(&Request::RemoveMapping {
+        echo: 0,
+        local: addr("10.98.0.1:3261"),
+    });
+    answers.push(daemon.ask(&add_mapping("10.98.0.1:3261", NO_PORT_MAP)));
+    answers
+}
+
+#[test]
+fn the_kernel_has_the_same_answers_of_both() {
+    let Some(link) = Link::new("answers of iwpmd") else {
+        return;
+    };
+    let ours = interview(&link, OURS);
+    assert_eq!(ours, interview(&link, THEIRS));
+    let codes = ours.iter().filter_map(|answer| match answer {
+        Response::HandleErr { code, .. } => Some(*code),
+        _ => None,
+    });
+    assert_eq!(codes.collect::<Vec<_>>(), [12, 17, 11, 10, 10, 10, 10]);
+}
+
+#[test]
+fn a_kernel_without_rdma_is_a_clear_error() {
+    let socket = nix::sys::socket::socket(
+        nix::sys::socket::AddressFamily::Netlink,
+        nix::sys::socket::SockType::Raw,
+        nix::sys::socket::SockFlag::SOCK_CLOEXEC,
+        nix::sys::socket::SockProtocol::NetlinkRDMA,
+    );
+    if socket.is_ok() {
+        skip("a kernel without RDMA", "this kernel has it");
+        return;
+    }
+    let output = Command::new(OURS).args(["--listen", "127.0.0.9"]).output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(why.contains("no RDMA"), "{why}");
+}

@@ -15,19 +15,24 @@
 //! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
 //! their own. A restarted manager leaves members the LIDs that they have.
 
+mod config;
+mod plan;
+
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use zerocopy::{FromBytes, FromZeros, IntoBytes};
+use zerocopy::{FromBytes, IntoBytes};
 
+pub use config::{ManagerConfig, VeswConfig};
+
+use super::QpAddress;
 use super::port::{MAX_IFACE_MACS, MAX_PATHS};
 use super::wire::attr::{
-    EndPoint, IfaceMacsHeader, MAX_MAC_ENTRIES, MacTableEntry, MacTableHeader, PCPS, Path,
-    PathsHeader, VeswPortInfo, digest, entries, id, state,
+    EndPoint, IfaceMacsHeader, MAX_MAC_ENTRIES, MacTableEntry, MacTableHeader, Path, VeswPortInfo,
+    digest, entries, id, state,
 };
-use super::wire::mad::{ClassPortInfo, HEADER, MAX, VemaHeader, method, status};
+use super::wire::mad::{HEADER, MAX, VemaHeader, method, status};
 use super::wire::{Lid, Mac};
-use super::{MANAGEMENT_QKEY, QpAddress};
 
 /// Most members.
 pub const MAX_MEMBERS: usize = MAX_PATHS;
@@ -39,89 +44,6 @@ const REFUSED: Duration = Duration::from_secs(2);
 const SETTLE: Duration = Duration::from_millis(50);
 /// Bit of the transactions that go to the whole group.
 const DISCOVERY: u64 = 1 << 63;
-
-/// A virtual Ethernet switch, as it is to be.
-#[derive(Clone, Copy, Debug)]
-pub struct VeswConfig {
-    /// Number of the switch, 12 bits, not 0.
-    pub vesw_id: u16,
-    /// Partition.
-    pub pkey: u16,
-    /// MTU in bytes, [`MIN_ETH_MTU`](super::MIN_ETH_MTU) to [`MAX_ETH_MTU`](super::MAX_ETH_MTU).
-    pub eth_mtu: u16,
-    /// MTU of VLAN priorities; 0 is the same.
-    pub eth_mtu_pcp: [u16; PCPS],
-    /// Service class by VLAN priority; that of priority 0 is also for frames without a tag.
-    pub pcp_to_sc: [u8; PCPS],
-    /// Virtual lane by VLAN priority; that of priority 0 is also for frames without a tag.
-    pub pcp_to_vl: [u8; PCPS],
-}
-
-impl VeswConfig {
-    /// A switch in the default partition, with a class and a lane for each priority.
-    #[must_use]
-    pub fn new(vesw_id: u16, eth_mtu: u16) -> Self {
-        Self {
-            vesw_id,
-            pkey: 0xffff,
-            eth_mtu,
-            eth_mtu_pcp: [0; PCPS],
-            pcp_to_sc: [0, 1, 2, 3, 4, 5, 6, 7],
-            pcp_to_vl: [0, 1, 2, 3, 4, 5, 6, 7],
-        }
-    }
-
-    /// LID of all its ports.
-    #[must_use]
-    pub fn group(&self) -> Lid {
-        Lid(Lid::MULTICAST.0 | u32::from(self.vesw_id))
-    }
-
-    /// Configuration of the port with a LID.
-    fn port(&self, lid: Lid) -> VeswPortInfo {
-        let mut info = VeswPortInfo::new_zeroed();
-        let vesw = &mut info.vesw;
-        vesw.vesw_id = self.vesw_id.into();
-        vesw.pkey = self.pkey.into();
-        vesw.u_mcast_dlid = self.group().0.into();
-        // Frames to addresses that nothing knows go to all, as a switch floods them.
-        vesw.def_port_mask = 1.into();
-        vesw.u_ucast_dlid[0] = self.group().0.into();
-        vesw.eth_mtu = self.eth_mtu.into();
-        vesw.eth_mtu_pcp = self.eth_mtu_pcp.map(Into::into);
-        let port = &mut info.vport;
-        port.port_num = lid.0.into();
-        port.encap_slid = lid.0.into();
-        port.base_mac_addr = Mac::of_lid(lid);
-        port.config_state = state::FORWARDING;
-        port.pcp_to_sc_uc = self.pcp_to_sc;
-        port.pcp_to_vl_uc = self.pcp_to_vl;
-        port.pcp_to_sc_mc = self.pcp_to_sc;
-        port.pcp_to_vl_mc = self.pcp_to_vl;
-        port.non_vlan_sc_uc = self.pcp_to_sc[0];
-        port.non_vlan_vl_uc = self.pcp_to_vl[0];
-        port.non_vlan_sc_mc = self.pcp_to_sc[0];
-        port.non_vlan_vl_mc = self.pcp_to_vl[0];
-        info
-    }
-}
-
-/// What a manager is created with.
-#[derive(Clone, Debug)]
-pub struct ManagerConfig {
-    /// Where traps and answers come to.
-    pub address: QpAddress,
-    /// Longest datagram, in bytes: the path MTU, at least [`MIN_PATH_MTU`](super::MIN_PATH_MTU).
-    pub max_mad: usize,
-    /// The switches; each member gets a port of each, in this order.
-    pub vesws: Vec<VeswConfig>,
-    /// Time between two searches for members, and between two looks at a port.
-    pub interval: Duration,
-    /// Time of silence after which a member is forgotten.
-    pub dead_after: Duration,
-    /// First transaction, by chance, so that answers cannot be guessed.
-    pub first_tid: u64,
-}
 
 /// Where a datagram of the manager goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,34 +141,6 @@ pub struct EthernetManager {
     /// Something has changed that the tables follow from; they are made at the time.
     is_changed: bool,
     settled: Option<Instant>,
-}
-
-/// A request that is to be sent.
-struct Request {
-    method: u8,
-    attr: u16,
-    vport: u8,
-    data: Vec<u8>,
-    sent_entries: (usize, u32),
-}
-
-impl Request {
-    fn get(attr: u16, vport: u8, data: &[u8]) -> Self {
-        Self {
-            method: method::GET,
-            ..Self::set(attr, vport, data)
-        }
-    }
-
-    fn set(attr: u16, vport: u8, data: &[u8]) -> Self {
-        Self {
-            method: method::SET,
-            attr,
-            vport,
-            data: data.to_vec(),
-            sent_entries: (0, 0),
-        }
-    }
 }
 
 impl EthernetManager {
@@ -361,129 +255,6 @@ impl EthernetManager {
         let members = self.members.iter().map(of_member);
         let settled = self.settled.filter(|_| self.is_changed);
         members.chain(self.search).chain(settled).min()
-    }
-
-    /// The request that brings a member nearer to what it should be.
-    fn plan(&self, index: usize, now: Instant) -> Option<Request> {
-        let member = &self.members[index];
-        if !member.is_claimed {
-            let address = self.config.address;
-            let info = ClassPortInfo {
-                trap_gid: address.gid.0,
-                // Any LID: where traps go is the GID and the queue pair.
-                trap_lid: 1.into(),
-                trap_hl_qp: address.qpn.into(),
-                trap_qkey: MANAGEMENT_QKEY.into(),
-                ..FromZeros::new_zeroed()
-            };
-            return Some(Request::set(id::CLASS_PORT_INFO, 0, info.as_bytes()));
-        }
-        (0..member.ports.len()).find_map(|vport| self.plan_port(member, vport, now))
-    }
-
-    fn plan_port(&self, member: &Member, vport: usize, now: Instant) -> Option<Request> {
-        let (port, number) = (&member.ports[vport], vport as u8);
-        let tables = &self.tables[vport];
-        if port.end.is_none() {
-            return Some(Request::get(id::END_POINT, number, &[]));
-        }
-        let is_due = port
-            .polled
-            .is_none_or(|polled| polled + self.config.interval <= now);
-        let info = port.info.as_ref().filter(|_| !is_due);
-        let Some(info) = info else {
-            return Some(Request::get(id::VESWPORT_INFO, number, &[]));
-        };
-        if !self.is_configured(member, vport) {
-            let wanted = self.config.vesws[vport].port(member.lid?);
-            return Some(Request::set(id::VESWPORT_INFO, number, wanted.as_bytes()));
-        }
-        if port.paths != Some(tables.paths_digest) {
-            return Some(self.plan_paths(port, number, tables));
-        }
-        if port.macs_of != Some(info.vport.uc_macs_gen_count.get()) {
-            let header = IfaceMacsHeader {
-                start_idx: (port.reading.len() as u16).into(),
-                ..FromZeros::new_zeroed()
-            };
-            return Some(Request::get(
-                id::IFACE_UCAST_MACS,
-                number,
-                header.as_bytes(),
-            ));
-        }
-        if info.vport.mac_tbl_digest.get() != tables.digest {
-            return Some(self.plan_table(port, number, tables));
-        }
-        None
-    }
-
-    /// Returns whether a port has the configuration that it should have.
-    fn is_configured(&self, member: &Member, vport: usize) -> bool {
-        let (Some(info), Some(lid)) = (member.ports[vport].info, member.lid) else {
-            return false;
-        };
-        let mut wanted = self.config.vesws[vport].port(lid);
-        let (wanted_port, port) = (&mut wanted.vport, &info.vport);
-        wanted_port.eth_link_status = port.eth_link_status;
-        wanted_port.oper_state = port.oper_state;
-        wanted_port.max_mac_tbl_ent = port.max_mac_tbl_ent;
-        wanted_port.max_smac_ent = port.max_smac_ent;
-        wanted_port.mac_tbl_digest = port.mac_tbl_digest;
-        wanted_port.uc_macs_gen_count = port.uc_macs_gen_count;
-        wanted_port.mc_macs_gen_count = port.mc_macs_gen_count;
-        wanted == info
-    }
-
-    /// Where the sending of a table goes on: at its beginning, if it is another one now.
-    fn next_entry(port: &PortRecord, digest: u32) -> usize {
-        port.sending
-            .filter(|(of, _)| *of == digest)
-            .map_or(0, |(_, next)| next)
-    }
-
-    fn plan_paths(&self, port: &PortRecord, vport: u8, tables: &Tables) -> Request {
-        let first = Self::next_entry(port, tables.paths_digest).min(tables.paths.len());
-        let most = (self.room() - size_of::<PathsHeader>()) / size_of::<Path>();
-        let part = &tables.paths[first..tables.paths.len().min(first + most)];
-        let header = PathsHeader {
-            offset: (first as u16).into(),
-            num_entries: (part.len() as u16).into(),
-            total: (tables.paths.len() as u16).into(),
-            reserved: 0.into(),
-        };
-        let data = [header.as_bytes(), part.as_bytes()].concat();
-        Request {
-            sent_entries: (part.len(), tables.paths_digest),
-            ..Request::set(id::PATHS, vport, &data)
-        }
-    }
-
-    fn plan_table(&self, port: &PortRecord, vport: u8, tables: &Tables) -> Request {
-        let first = Self::next_entry(port, tables.digest);
-        let most = (self.room() - size_of::<MacTableHeader>()) / size_of::<MacTableEntry>();
-        let end = Self::table_end(port, tables);
-        let last = end.min(first + most);
-        let entry = |n| tables.entries.get(n).copied().unwrap_or_default();
-        let part: Vec<_> = (first..last).map(entry).collect();
-        // The digest comes with the last part, so that a port with a part of the table says so.
-        let digest = if last == end { tables.digest } else { 0 };
-        let header = MacTableHeader {
-            offset: (first as u16).into(),
-            num_entries: (part.len() as u16).into(),
-            mac_tbl_digest: digest.into(),
-        };
-        let data = [header.as_bytes(), part.as_bytes()].concat();
-        Request {
-            sent_entries: (part.len(), tables.digest),
-            ..Request::set(id::VESWPORT_MAC_ENTRIES, vport, &data)
-        }
-    }
-
-    /// Number of entries that are sent, with empty ones in the place of those that the port may have.
-    fn table_end(port: &PortRecord, tables: &Tables) -> usize {
-        let filled = port.filled.unwrap_or(MAX_MAC_ENTRIES.into());
-        tables.entries.len().max(filled)
     }
 
     /// Takes a datagram: an answer, or a trap.

@@ -1,10 +1,14 @@
 //! A virtual port: where frames of an interface become packets, and packets become frames.
 
+mod encapsulated;
+
 use std::collections::BTreeSet;
 use std::time::Instant;
 
 use riser_transport::verbs::Gid;
 use rustc_hash::FxHashMap;
+
+pub use encapsulated::{Destination, Encapsulated};
 
 use super::frame::{self, Frame, Protocol};
 use super::mac_table::{Learned, MacTable};
@@ -13,9 +17,9 @@ use super::stats::{RxDrop, Stats, TxDrop};
 use super::trap::TrapLimit;
 use super::wire::attr::{DEF_PORTS, Path, VeswInfo, VeswPortInfo, link, rc, state};
 use super::wire::mad::{NoticeAttr, TrapOpcode, VeswPortTrap};
-use super::wire::packet::{FRAGMENT_HEADER, Fragment, HEADER, Header};
+use super::wire::packet::Header;
 use super::wire::{Lid, Mac};
-use super::{MAX_ETH_MTU, MIN_ETH_MTU, QpAddress};
+use super::{MAX_ETH_MTU, MIN_ETH_MTU, MIN_PATH_MTU, QpAddress};
 
 /// Entries of the table that distributes flows to default ports (`OPA_VNIC_FLOW_TBL_SIZE`).
 const FLOW_TBL: usize = 32;
@@ -33,66 +37,6 @@ pub struct InterfaceConfig {
     pub mtu: Option<u16>,
     /// Frames pass: the interface has a carrier.
     pub carrier: bool,
-}
-
-/// Where a packet goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Destination {
-    /// To one port.
-    Port(QpAddress),
-    /// To all ports, by the group of the fabric.
-    Group,
-}
-
-/// A frame on its way out.
-#[derive(Clone, Copy, Debug)]
-pub struct Encapsulated {
-    /// Headers of the packet, or of all its fragments.
-    pub header: Header,
-    /// Where it goes.
-    pub to: Destination,
-    /// Virtual lane.
-    pub vl: u8,
-    /// Longest packet that all its receivers take, in bytes.
-    pub mtu: usize,
-    ident: u32,
-}
-
-impl Encapsulated {
-    /// Number of packets that a frame of `frame_len` bytes takes.
-    #[must_use]
-    pub fn packets(&self, frame_len: usize) -> usize {
-        if frame_len + HEADER <= self.mtu {
-            return 1;
-        }
-        frame_len.div_ceil(self.mtu - FRAGMENT_HEADER)
-    }
-
-    /// Writes packet `index` of those that the frame takes to `out`; returns its length.
-    ///
-    /// # Panics
-    /// If `out` is shorter than [`Encapsulated::mtu`], or the frame has no such packet.
-    pub fn emit(&self, frame: &[u8], index: usize, out: &mut [u8]) -> usize {
-        let (header, part) = if self.packets(frame.len()) == 1 {
-            (self.header, frame)
-        } else {
-            let room = self.mtu - FRAGMENT_HEADER;
-            let offset = index * room;
-            let fragment = Fragment {
-                ident: self.ident,
-                offset: offset as u16,
-                frame_len: frame.len() as u16,
-            };
-            let header = Header {
-                fragment: Some(fragment),
-                ..self.header
-            };
-            (header, &frame[offset..frame.len().min(offset + room)])
-        };
-        let at = header.emit(part.len(), out);
-        out[at..at + part.len()].copy_from_slice(part);
-        at + part.len()
-    }
 }
 
 /// Longest frame of a VLAN priority, in bytes.
@@ -251,7 +195,7 @@ impl VirtualPort {
         let (offset, total) = (usize::from(offset), usize::from(total));
         let is_path = |path: &Path| {
             let (lid, mtu) = (Lid(path.dlid.get()), usize::from(path.mtu.get()));
-            lid != Lid::NONE && !lid.is_multicast() && mtu > FRAGMENT_HEADER
+            lid != Lid::NONE && !lid.is_multicast() && mtu >= MIN_PATH_MTU
         };
         let fits = offset <= self.paths.len() && offset + paths.len() <= total;
         if !fits || total > MAX_PATHS || !paths.iter().all(is_path) {

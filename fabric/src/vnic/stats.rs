@@ -204,6 +204,8 @@ impl Stats {
 
 #[cfg(test)]
 mod tests {
+    use zerocopy::big_endian::U64;
+
     use super::*;
 
     #[test]
@@ -233,7 +235,7 @@ mod tests {
         info.vesw.vesw_id = 7.into();
         info.vport.port_num = 9.into();
         let summary = stats.summary(3, &info);
-        let sizes = summary.tx.sizes.map(|n| n.get());
+        let sizes = summary.tx.sizes.map(U64::get);
         assert_eq!(sizes, [1, 2, 2, 2, 2, 2, 2]);
         assert_eq!(summary.tx_packets.get(), 13);
         assert_eq!((summary.vp_instance.get(), summary.vesw_id.get()), (3, 7));

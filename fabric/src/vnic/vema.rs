@@ -658,7 +658,7 @@ mod tests {
     }
 
     #[test]
-    fn fuzz_vnic_mads() {
+    fn vnic_mads() {
         bolero::check!().for_each(|bytes: &[u8]| {
             let now = Instant::now();
             let agent = &mut vema();

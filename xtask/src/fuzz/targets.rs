@@ -86,6 +86,9 @@ const IWPM: (&str, &str) = ("riser-fabric", "fabric/src/iwpm");
 const ADMINISTRATION: (&str, &str) = ("riser-fabric", "fabric/src/sa/administrator");
 const LOCAL_SERVICE: (&str, &str) = ("riser-fabric", "fabric/src/ls");
 const ACM: (&str, &str) = ("riser-fabric", "fabric/src");
+const VNIC: (&str, &str) = ("riser-fabric", "fabric/src/vnic");
+const VNIC_PORT: (&str, &str) = ("riser-fabric", "fabric/src/vnic/port");
+const VNIC_MANAGER: (&str, &str) = ("riser-fabric", "fabric/src/vnic/manager");
 const SRP: (&str, &str) = ("riser-target", "target/src/srp");
 const ISCSI: (&str, &str) = ("riser-target", "target/src/iscsi");
 const ISER: (&str, &str) = ("riser-target", "target/src/iser");
@@ -143,6 +146,24 @@ pub(super) const TARGETS: &[Target] = &[
         "acm::tests::",
         "acm_message",
         "messages of programs to ibacm's socket",
+    ),
+    unit(
+        VNIC_PORT,
+        "vnic::port::tests::",
+        "vnic_packets",
+        "port of a virtual Ethernet: packets and frames",
+    ),
+    unit(
+        VNIC,
+        "vnic::vema::tests::",
+        "vnic_mads",
+        "agent of a virtual Ethernet: MADs",
+    ),
+    unit(
+        VNIC_MANAGER,
+        "vnic::manager::tests::",
+        "vnic_manager",
+        "manager of a virtual Ethernet: answers",
     ),
     test(
         "fuzz_srp",

@@ -58,7 +58,7 @@ impl Net {
 
     fn is_lost(&mut self) -> bool {
         self.sent += 1;
-        self.loss != 0 && self.sent % self.loss == 0
+        self.loss != 0 && self.sent.is_multiple_of(self.loss)
     }
 
     /// Everything that happens in a time.
@@ -349,7 +349,7 @@ fn answers_of_others_change_nothing() {
 }
 
 #[test]
-fn fuzz_vnic_manager() {
+fn vnic_manager() {
     bolero::check!().for_each(|bytes: &[u8]| {
         let mut net = Net::new(&[100]);
         net.join(2, 20);

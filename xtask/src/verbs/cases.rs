@@ -267,9 +267,18 @@ fn administration() -> Vec<Case> {
         Case::alone(
             "management",
             "ibacm",
-            "python3 {dir}/ibacm.py {dir} ::1 fd00::9",
+            "python3 {dir}/ibacm.py alone {dir} ::1 fd00::9",
             &["the kernel has its path", "SA verification: success"],
         ),
+        Case {
+            place: Place::Network,
+            ..Case::alone(
+                "management",
+                "ibacm, ibacm, riser-sa",
+                "python3 {dir}/ibacm.py pair {dir} fd17::1 fd17::2 fd17::3 {programs}/riser-sa",
+                &["both have found each other"],
+            )
+        },
     ]
 }
 

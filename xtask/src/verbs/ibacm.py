@@ -1,37 +1,93 @@
-"""ibacm on our libraries: programs and a stand-in for the kernel ask it for a path.
+"""ibacm on our libraries: programs, and a stand-in for the kernel, ask it for paths.
 
 ibacm gets its sockets as a service manager gives them. The one for the kernel is of NETLINK_USERSOCK, by
 which programs talk to each other: NETLINK_RDMA is there with the kernel's InfiniBand stack only, whose
-software devices never ask. What the kernel would send is in `question`.
+software devices never ask. `question` is what the kernel would send.
 
-usage: ibacm.py FOLDER ADDRESS DESTINATION [ADMINISTRATOR]
+usage: ibacm.py alone FOLDER ADDRESS DESTINATION
+       ibacm.py pair FOLDER ADDRESS ADDRESS ADMINISTRATOR RISER-SA
+
+`alone` has an ibacm whose library has a subnet administrator of its own. In a `pair` two of them find each
+other by multicast, and their paths by riser-sa.
 """
 
 import ipaddress
 import os
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
 
-folder, address, destination = sys.argv[1:4]
 NETLINK_USERSOCK = 2
 GROUP = 1 << (3 - 1)
 F_ERR = 0x0100
 RESOLVE = 4 << 10
+PATIENCE = 15
 
-os.environ["RISER_DEVICES"] = f"riser0={address}"
-os.environ["RISER_LINK_LAYER"] = "infiniband"
-if len(sys.argv) > 4:
-    os.environ["RISER_SA"] = sys.argv[4]
+# A service manager's sockets begin at descriptor 3, which is no other one's.
+while os.open("/dev/null", os.O_RDONLY) < 4:
+    pass
 
 
 def netlink():
     opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_USERSOCK)
     opened.bind((0, GROUP))
     return opened
+
+
+class Ibacm:
+    """An ibacm at an address, as long as the block lasts."""
+
+    def __init__(self, folder, address, administrator=None):
+        os.mkdir(folder)
+        self.folder, self.address, self.path = folder, address, f"{folder}/socket"
+        options = {
+            "log_file": f"{folder}/ibacm.log",
+            "log_level": 2,
+            "lock_file": f"{folder}/ibacm.pid",
+            "addr_prot": "acm",
+            "route_prot": "sa",
+            "support_ips_in_addr_cfg": 1,
+            # No more than an interface of 1500 bytes carries.
+            "min_mtu": 1024,
+        }
+        with open(f"{folder}/opts", "w") as file:
+            file.writelines(f"{name} {value}\n" for name, value in options.items())
+        with open(f"{folder}/addr", "w") as file:
+            file.write(f"{address} riser0 1 default\n")
+        listener, kernel = socket.socket(socket.AF_UNIX), netlink()
+        listener.bind(self.path)
+        listener.listen()
+        os.dup2(listener.fileno(), 3)
+        os.dup2(kernel.fileno(), 4)
+        changes = {"RISER_DEVICES": f"riser0={address}", "RISER_LINK_LAYER": "infiniband"}
+        if administrator:
+            changes["RISER_SA"] = administrator
+        script = "LISTEN_PID=$$ LISTEN_FDS=2 exec ibacm --systemd -O $0/opts -A $0/addr"
+        command = ["sh", "-c", script, folder]
+        self.process = subprocess.Popen(command, pass_fds=(3, 4), env={**os.environ, **changes})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+        with open(f"{self.folder}/ibacm.log") as log:
+            print(log.read(), file=sys.stderr)
+
+    def ask(self, kind, destination):
+        """Has ib_acme ask for a path and verify it, once ibacm has joined its group."""
+        until = time.monotonic() + PATIENCE
+        command = ["ib_acme", "-S", self.path, "-f", kind, "-s", self.address, "-d", destination, "-v"]
+        while True:
+            said = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+            if "SA verification: success" in said:
+                print(said)
+                return
+            assert time.monotonic() < until, said
+            time.sleep(0.05)
 
 
 def attribute(kind, value):
@@ -47,7 +103,7 @@ def question(sequence, source, destination):
     return struct.pack("=IHHII", 16 + len(body), RESOLVE, 1, sequence, 0) + body
 
 
-def ask(kernel, sequence, source, destination):
+def ask_group(kernel, sequence, source, destination):
     """The path record of the answer; none where it is refused."""
     try:
         kernel.sendto(question(sequence, source, destination), (0, GROUP))
@@ -69,55 +125,33 @@ def ask(kernel, sequence, source, destination):
 
 
 def gid(text):
-    text = ipaddress.ip_address(text)
-    return text.packed if text.version == 6 else b"\0" * 10 + b"\xff\xff" + text.packed
+    address = ipaddress.ip_address(text)
+    return address.packed if address.version == 6 else bytes(10) + b"\xff\xff" + address.packed
 
 
-with open(f"{folder}/opts", "w") as opts:
-    opts.write(
-        f"log_file {folder}/ibacm.log\nlog_level 2\nlock_file {folder}/ibacm.pid\n"
-        "route_prot sa\naddr_prot acm\nloopback_prot local\nsupport_ips_in_addr_cfg 1\n"
-        "min_mtu 1024\n"
-    )
-with open(f"{folder}/addr", "w") as addr:
-    addr.write(f"{address} riser0 1 default\n")
-
-path = f"{folder}/socket"
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(path)
-listener.listen()
-kernel = netlink()
-kernel.settimeout(10)
-
-# A service manager's sockets begin at descriptor 3. The shell's process becomes ibacm's.
-script = "LISTEN_PID=$$ LISTEN_FDS=2 exec ibacm --systemd -O $0/opts -A $0/addr"
-of_ibacm = netlink()
-given = [os.dup2(listener.fileno(), 100), os.dup2(of_ibacm.fileno(), 101)]
+def alone(folder, address, destination):
+    kernel = netlink()
+    kernel.settimeout(PATIENCE)
+    with Ibacm(f"{folder}/ibacm", address) as ibacm:
+        ibacm.ask("g", destination)
+        found = ask_group(kernel, 1, gid(address), gid(destination))
+        assert found and found[8:40] == gid(destination) + gid(address), found
+        print("the kernel has its path")
+        assert ask_group(kernel, 2, gid("fd00::1234"), gid(destination)) is None
+        print("a source of another host is refused")
 
 
-def place():
-    os.dup2(given[0], 3)
-    os.dup2(given[1], 4)
+def pair(folder, first, second, administrator, program):
+    daemon = subprocess.Popen([program, "--no-netlink", "--addr", administrator])
+    try:
+        with Ibacm(f"{folder}/first", first, administrator) as one:
+            with Ibacm(f"{folder}/second", second, administrator) as other:
+                one.ask("i", second)
+                other.ask("i", first)
+                print("both have found each other")
+    finally:
+        daemon.terminate()
+        daemon.wait()
 
 
-ibacm = subprocess.Popen(["sh", "-c", script, folder], pass_fds=(3, 4), preexec_fn=place)
-try:
-    found, until = None, time.monotonic() + 15
-    while found is None and time.monotonic() < until:
-        # It refuses until it has joined its group.
-        found = ask(kernel, 1, gid(address), gid(destination))
-        time.sleep(0.05)
-    assert found, "no path"
-    assert found[8:24] == gid(destination) and found[24:40] == gid(address), found.hex()
-    print("the kernel has its path")
-    assert ask(kernel, 2, gid("fd00::1234"), gid(destination)) is None
-    print("a source of another host is refused")
-    acme = ["ib_acme", "-S", path, "-f", "g", "-s", address, "-d", destination, "-v"]
-    said = subprocess.run(acme, stdout=subprocess.PIPE, text=True).stdout
-    print(said)
-    assert "SA verification: success" in said
-finally:
-    ibacm.send_signal(signal.SIGTERM)
-    ibacm.wait()
-    with open(f"{folder}/ibacm.log") as log:
-        print(log.read(), file=sys.stderr)
+{"alone": alone, "pair": pair}[sys.argv[1]](*sys.argv[2:])

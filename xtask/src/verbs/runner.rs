@@ -232,11 +232,8 @@ impl Rig {
             fs::write(dir.join("riserd.yaml"), config)?;
             self.adopt(&self.programs.join("riserd"))?;
         }
-        if case
-            .server
-            .as_ref()
-            .is_some_and(|server| server.contains(ADMINISTRATOR))
-        {
+        let mut commands = case.server.iter().chain(&case.client);
+        if commands.any(|command| command.contains(ADMINISTRATOR)) {
             self.adopt(&self.programs.join(ADMINISTRATOR))?;
         }
         if let Some(source) = case.source {

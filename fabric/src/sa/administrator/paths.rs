@@ -82,8 +82,15 @@ pub(super) fn fit(mut path: PathRecord, mask: PathMask, wanted: &PathRecord) -> 
         !mask.contains(*bit) || wanted.admits(mask.contains(*selector), has.code())
     });
     let fields = [
-        (PathMask::DLID, wanted.dlid == path.dlid),
-        (PathMask::SLID, wanted.slid == path.slid),
+        // Programs that want InfiniBand's ports may give LIDs, which mean nothing beside GIDs.
+        (
+            PathMask::DLID,
+            mask.contains(PathMask::DGID) || wanted.dlid == path.dlid,
+        ),
+        (
+            PathMask::SLID,
+            mask.contains(PathMask::SGID) || wanted.slid == path.slid,
+        ),
         // A partition has full and limited members.
         (
             PathMask::PKEY,

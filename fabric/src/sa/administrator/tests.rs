@@ -146,6 +146,14 @@ fn paths_are_computed_from_the_gids() {
     assert_eq!((path.pkey.get(), path.service_id.get()), (0x7fff, 0x1234));
     assert_eq!((path.hop_limit(), path.mtu.0), (64, 0x85));
     assert!(path.is_reversible());
+    // A LID is nothing beside a GID, and leads nowhere without one.
+    let wanted = PathRecord {
+        slid: U16::new(1),
+        ..path
+    };
+    let gids = PathMask::SGID | PathMask::DGID;
+    let find = |mask| fabric.administrator.find_path(mask, &wanted).is_some();
+    assert!(find(gids | PathMask::SLID) && !find(PathMask::DGID | PathMask::SLID));
     // Another partition, and what is no port.
     let v6 = Gid::from(IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 1]));
     let group = Gid::from(IpAddr::from([239, 1, 1, 1]));

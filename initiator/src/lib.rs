@@ -9,6 +9,7 @@
 //!   the same, and has what it acknowledged. [`url`]: addresses.
 //! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`], [`ublk`]: the exports.
 //! - [`disks`]: disks that are no logical units: NBD exports, files, block devices.
+//! - [`vnic`]: a member of a virtual Ethernet.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
 pub mod bench;
@@ -32,3 +33,4 @@ pub mod srp;
 pub mod ublk;
 pub mod unit;
 pub mod url;
+pub mod vnic;

@@ -14,6 +14,7 @@ use super::address::Address;
 use super::run_args::RunArgs;
 use super::target::VerbParser;
 use super::units;
+use super::vnic_args::VnicArgs;
 use super::wire_args::WireArgs;
 use crate::bench::Job;
 use crate::bench::job::Units;
@@ -237,6 +238,9 @@ pub enum Verb {
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),
+    /// Be a member of a virtual Ethernet over the software NIC: an interface of this host whose frames
+    /// travel over the storage network, until a signal
+    Vnic(VnicArgs),
     /// Run an RDMA program, unmodified, on the software NIC: without an adapter, a driver or root
     Run(RunArgs),
     /// Ask or change the target daemon of this host: runs `riserd` with these arguments

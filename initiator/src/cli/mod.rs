@@ -44,6 +44,8 @@ mod sweep;
 mod target;
 mod udev;
 mod units;
+mod vnic;
+pub mod vnic_args;
 mod wire;
 pub mod wire_args;
 
@@ -100,6 +102,7 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Write(args) => copy::write(&args, global),
         Verb::Bench(args) => bench::run(&args, global),
         Verb::Rping(args) => rping::run(&args, global),
+        Verb::Vnic(args) => vnic::run(&args, global),
         Verb::Run(args) => run::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
         Verb::Target { args } => target::run(&args),

@@ -1,0 +1,89 @@
+//! Options of `riser vnic`.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use riser_fabric::vnic::MAX_ETH_MTU;
+use riser_fabric::vnic::wire::Mac;
+
+use super::units;
+
+/// Smallest MTU that the interface may have here: IPv6 needs it.
+const MIN_MTU: i64 = 1280;
+
+/// Arguments of the verb.
+#[derive(Clone, Debug, clap::Args)]
+pub struct VnicArgs {
+    /// Local address of the software NIC
+    #[arg(long, value_name = "IP")]
+    pub addr: IpAddr,
+    /// Name of the interface
+    #[arg(long, value_name = "NAME", default_value = "vnic0")]
+    pub name: String,
+    /// Multicast group of the Ethernet; members with another one are not met [default: 239.255.86.78,
+    /// or ff15::564e for an IPv6 address]
+    #[arg(long, value_name = "IP")]
+    pub group: Option<IpAddr>,
+    /// MAC address of the interface [default: what the manager gives]
+    #[arg(long, value_name = "MAC", value_parser = mac)]
+    pub mac: Option<Mac>,
+    /// Take orders from the manager at this address only [default: from the first one that comes]
+    #[arg(long, value_name = "IP")]
+    pub manager: Option<IpAddr>,
+    /// Be the manager of the Ethernet as well, of which there is one
+    #[arg(long)]
+    pub manage: bool,
+    /// Number of the virtual switch
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "manage",
+          value_parser = clap::value_parser!(u16).range(1..=0xfff))]
+    pub switch: u16,
+    /// MTU of all members' interfaces, in bytes: 1280 to 9216
+    #[arg(long, value_name = "BYTES", default_value_t = 1500, requires = "manage",
+          value_parser = clap::value_parser!(u16).range(MIN_MTU..=MAX_ETH_MTU as i64))]
+    pub mtu: u16,
+    /// Time between two searches for members
+    #[arg(long, value_name = "DURATION", default_value = "1s", requires = "manage",
+          value_parser = units::duration)]
+    pub interval: Duration,
+    /// Time of silence after which a member is forgotten; longer than the interval
+    #[arg(long, value_name = "DURATION", default_value = "5s", requires = "manage",
+          value_parser = units::duration)]
+    pub dead_after: Duration,
+}
+
+/// Reads a MAC address of one host.
+fn mac(text: &str) -> Result<Mac, String> {
+    let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
+    let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
+    let mac = Mac(bytes.ok_or("a MAC address is six hexadecimal bytes with colons")?);
+    match mac.is_multicast() || mac.is_zero() {
+        true => Err("this is not the address of one host".into()),
+        false => Ok(mac),
+    }
+}
+
+fn byte(text: &str) -> Option<u8> {
+    let is_hex = (1..=2).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
+    u8::from_str_radix(text, 16).ok().filter(|_| is_hex)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_hosts_are_read() {
+        assert_eq!(mac("02:0:00:aB:c:1"), Ok(Mac([2, 0, 0, 0xab, 0xc, 1])));
+        for wrong in [
+            "",
+            "02:00:00:00:00",
+            "02:00:00:00:00:00:00",
+            "01:00:00:00:00:01",
+            "00:00:00:00:00:00",
+            "02:00:00:00:00:+1",
+            "02:00:00:00:00:100",
+        ] {
+            assert!(mac(wrong).is_err(), "{wrong}");
+        }
+    }
+}

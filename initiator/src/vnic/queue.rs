@@ -1,0 +1,208 @@
+//! A datagram queue pair with its memory: slots to receive into and to send from.
+
+use riser_fabric::vnic::QpAddress;
+use riser_memory::Memory;
+use riser_transport::verbs::{
+    Access, AhId, Completion, CqId, GRH_LEN, Gid, Mr, PdId, QKey, QpAttr, QpCap, QpId, QpInitAttr,
+    QpState, QpType, RecvWr, RouteHeader, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId,
+};
+
+/// Queue pair number of datagrams to a group (IBTA 3.5.3).
+pub(super) const MULTICAST_QPN: u32 = 0xff_ffff;
+
+/// A datagram queue pair.
+pub(super) struct Queue {
+    qp: QpId,
+    mr: Mr,
+    memory: Memory,
+    /// Number on the wire.
+    pub(super) qpn: u32,
+    qkey: QKey,
+    mtu: usize,
+    receives: usize,
+    free: Vec<usize>,
+    /// Receives that were taken and are to be posted again.
+    taken: Vec<usize>,
+}
+
+/// What a queue is created with.
+pub(super) struct QueueConfig {
+    /// Its value in the upper half of the ids of its requests.
+    pub(super) number: u32,
+    pub(super) qkey: u32,
+    /// Longest datagram, in bytes.
+    pub(super) mtu: usize,
+    pub(super) receives: usize,
+    pub(super) sends: usize,
+}
+
+/// Bit of the id of a request that is a receive.
+const RECEIVE: u64 = 1 << 31;
+
+/// A completion of one of the queues.
+pub(super) enum Event {
+    /// A datagram has come, to this slot.
+    Received { slot: usize, len: usize, qpn: u32 },
+    /// A slot is free again, or a receive has failed.
+    Nothing,
+}
+
+impl Queue {
+    pub(super) fn open(
+        nic: &mut dyn Verbs,
+        pd: PdId,
+        cq: CqId,
+        config: &QueueConfig,
+        group: Gid,
+    ) -> Result<Self, VerbsError> {
+        let os = |e: std::io::Error| VerbsError::Os(e.raw_os_error().unwrap_or(0));
+        let slot = GRH_LEN + config.mtu;
+        let memory = Memory::new(slot * (config.receives + config.sends)).map_err(os)?;
+        let mr = nic.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)?;
+        let cap = QpCap::new(config.sends as u32, config.receives as u32);
+        let qp = nic.create_qp(&QpInitAttr {
+            block_self_mcast: true,
+            sq_sig_all: true,
+            ..QpInitAttr::new(pd, cq, QpType::Ud, cap)
+        })?;
+        let to = |state| QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        let steps = [
+            QpAttr {
+                pkey_index: Some(0),
+                port: Some(1),
+                qkey: Some(QKey(config.qkey)),
+                ..to(QpState::Init)
+            },
+            to(QpState::Rtr),
+            QpAttr {
+                sq_psn: Some(0),
+                ..to(QpState::Rts)
+            },
+        ];
+        steps.iter().try_for_each(|attr| nic.modify_qp(qp, attr))?;
+        nic.attach_mcast(qp, group, 0)?;
+        let number = u64::from(config.number) << 32;
+        let mut queue = Self {
+            qp,
+            mr,
+            memory,
+            qpn: nic.qp_num(qp)?,
+            qkey: QKey(config.qkey),
+            mtu: config.mtu,
+            receives: config.receives,
+            free: (0..config.sends).collect(),
+            taken: (0..config.receives).collect(),
+        };
+        queue.post_receives(nic, number)?;
+        Ok(queue)
+    }
+
+    fn sge(&self, slot: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.mr.addr + (slot * (GRH_LEN + self.mtu)) as u64,
+            length: len as u32,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    /// Posts the receives that were taken once more.
+    fn post_receives(&mut self, nic: &mut dyn Verbs, number: u64) -> Result<(), VerbsError> {
+        while let Some(slot) = self.taken.pop() {
+            let sges = [self.sge(slot, GRH_LEN + self.mtu)];
+            let wr = RecvWr {
+                wr_id: WrId(number | RECEIVE | slot as u64),
+                sges: &sges,
+            };
+            let posted = nic.post_recv(self.qp, &[wr]);
+            posted.map_err(|_| VerbsError::InvalidState("the queue takes no receive"))?;
+        }
+        Ok(())
+    }
+
+    /// Takes in a completion of this queue.
+    pub(super) fn take(&mut self, completion: &Completion) -> Event {
+        let id = completion.wr_id.0 as u32;
+        let slot = (u64::from(id) & !RECEIVE) as usize;
+        if u64::from(id) & RECEIVE == 0 {
+            self.free.push(slot);
+            return Event::Nothing;
+        }
+        self.taken.push(slot);
+        let len = (completion.byte_len as usize).saturating_sub(GRH_LEN);
+        match completion.status.is_ok() && len <= self.mtu {
+            true => Event::Received {
+                slot,
+                len,
+                qpn: completion.src_qp,
+            },
+            false => Event::Nothing,
+        }
+    }
+
+    /// Copies a datagram out of its slot, and returns where it has come from. The slot is then free
+    /// for the next one, once [`Queue::post_again`] was called.
+    pub(super) fn read(
+        &self,
+        slot: usize,
+        len: usize,
+        qpn: u32,
+        out: &mut Vec<u8>,
+    ) -> Option<QpAddress> {
+        let at = slot * (GRH_LEN + self.mtu);
+        let mut grh = [0; GRH_LEN];
+        self.memory.read(at, &mut grh);
+        let source = RouteHeader::parse(&grh).ok()?.source;
+        out.resize(len, 0);
+        self.memory.read(at + GRH_LEN, out);
+        Some(QpAddress {
+            gid: Gid::from(source),
+            qpn,
+        })
+    }
+
+    /// Posts what [`Queue::take`] has taken.
+    pub(super) fn post_again(
+        &mut self,
+        nic: &mut dyn Verbs,
+        number: u32,
+    ) -> Result<(), VerbsError> {
+        self.post_receives(nic, u64::from(number) << 32)
+    }
+
+    /// Number of datagrams that can be sent now.
+    pub(super) fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Sends a datagram, or loses it where there is no room.
+    pub(super) fn send(
+        &mut self,
+        nic: &mut dyn Verbs,
+        number: u32,
+        (ah, qpn): (AhId, u32),
+        datagram: &[u8],
+    ) {
+        let Some(slot) = self.free.pop() else {
+            return;
+        };
+        let place = self.receives + slot;
+        self.memory.write(place * (GRH_LEN + self.mtu), datagram);
+        let sges = [self.sge(place, datagram.len())];
+        let wr_id = u64::from(number) << 32 | slot as u64;
+        let wr = SendWr {
+            ud: Some(UdDest {
+                ah,
+                qpn,
+                qkey: self.qkey,
+            }),
+            ..SendWr::new(wr_id, SendOp::Send, &sges)
+        };
+        if let Err(error) = nic.post_send(self.qp, &[wr]) {
+            tracing::debug!(?error, "a datagram is not sent");
+            self.free.push(slot);
+        }
+    }
+}

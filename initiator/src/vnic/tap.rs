@@ -1,0 +1,248 @@
+//! A TAP device: an interface whose frames this process sends and receives (`tun(4)` of Linux).
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+use riser_fabric::vnic::wire::Mac;
+use rustix::fs::OFlags;
+use rustix::ioctl::Opcode;
+use rustix::net::{AddressFamily, SocketType, socket};
+
+const TUNSETIFF: Opcode = rustix::ioctl::opcode::write::<i32>(b'T', 202);
+const TUNSETCARRIER: Opcode = rustix::ioctl::opcode::write::<i32>(b'T', 226);
+const SIOCGIFFLAGS: Opcode = 0x8913;
+const SIOCSIFFLAGS: Opcode = 0x8914;
+const SIOCSIFMTU: Opcode = 0x8922;
+const SIOCSIFHWADDR: Opcode = 0x8924;
+const SIOCGIFHWADDR: Opcode = 0x8927;
+
+const IFF_TAP: u16 = 0x0002;
+const IFF_NO_PI: u16 = 0x1000;
+/// No other process may have the device at the same time.
+const IFF_TUN_EXCL: u16 = 0x8000;
+const IFF_UP: u16 = 1;
+const ARPHRD_ETHER: u16 = 1;
+
+/// Longest name of an interface, in bytes (`IFNAMSIZ`, without the zero).
+pub const MAX_NAME: usize = 15;
+/// Where the union of `struct ifreq` begins.
+const UNION: usize = 16;
+
+/// `struct ifreq` of 64-bit Linux: a name, and a union.
+type Ifreq = [u8; 40];
+
+/// A TAP device. It disappears with the value.
+#[derive(Debug)]
+pub struct Tap {
+    file: File,
+    /// Takes requests about the interface.
+    socket: OwnedFd,
+    name: String,
+}
+
+/// What an interface is like at present.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InterfaceState {
+    /// The interface is set up.
+    pub is_up: bool,
+    /// MAC address.
+    pub mac: Mac,
+}
+
+#[allow(unsafe_code, reason = "ioctl(2) has no safe wrapper")]
+fn request<const OPCODE: Opcode>(fd: BorrowedFd<'_>, ifreq: &mut Ifreq) -> io::Result<()> {
+    // SAFETY: the requests of this file that are made here take a pointer to a `struct ifreq`, which
+    // has this size, and read or write no more.
+    let request = unsafe { rustix::ioctl::Updater::<OPCODE, Ifreq>::new(ifreq) };
+    // SAFETY: as above; the descriptor is borrowed for the call.
+    unsafe { rustix::ioctl::ioctl(fd, request)? };
+    Ok(())
+}
+
+impl Tap {
+    /// Makes an interface of this name, without a carrier and not set up.
+    ///
+    /// # Errors
+    /// Those of the system: `PermissionDenied` without CAP_NET_ADMIN, `NotFound` without the device
+    /// file, `ResourceBusy` where the name is in use; `InvalidInput` for a name that no interface
+    /// can have.
+    pub fn create(name: &str) -> io::Result<Self> {
+        let is_name = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b'%';
+        let fits = (1..=MAX_NAME).contains(&name.len()) && name != "." && name != "..";
+        if !fits || !name.bytes().all(is_name) {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
+        let mut options = File::options();
+        let file = options.read(true).write(true).custom_flags(flags);
+        let file = file.open("/dev/net/tun")?;
+        let socket = socket(AddressFamily::INET, SocketType::DGRAM, None)?;
+        let tap = Self {
+            file,
+            socket,
+            name: name.to_owned(),
+        };
+        let mut ifreq = tap.ifreq();
+        let flags = IFF_TAP | IFF_NO_PI | IFF_TUN_EXCL;
+        ifreq[UNION..UNION + 2].copy_from_slice(&flags.to_ne_bytes());
+        request::<TUNSETIFF>(tap.file.as_fd(), &mut ifreq)?;
+        tap.set_carrier(false)?;
+        Ok(tap)
+    }
+
+    /// Name of the interface.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn ifreq(&self) -> Ifreq {
+        let mut ifreq = [0; size_of::<Ifreq>()];
+        ifreq[..self.name.len()].copy_from_slice(self.name.as_bytes());
+        ifreq
+    }
+
+    /// Gives the interface a carrier, or takes it.
+    ///
+    /// # Errors
+    /// Those of the system.
+    #[allow(unsafe_code, reason = "ioctl(2) has no safe wrapper")]
+    pub fn set_carrier(&self, on: bool) -> io::Result<()> {
+        // SAFETY: the request takes a pointer to an int, which it only reads.
+        let request = unsafe { rustix::ioctl::Setter::<TUNSETCARRIER, i32>::new(i32::from(on)) };
+        // SAFETY: as above; the descriptor is borrowed for the call.
+        unsafe { rustix::ioctl::ioctl(self.file.as_fd(), request)? };
+        Ok(())
+    }
+
+    /// Sets the MTU, in bytes.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn set_mtu(&self, mtu: u16) -> io::Result<()> {
+        let mut ifreq = self.ifreq();
+        ifreq[UNION..UNION + 4].copy_from_slice(&i32::from(mtu).to_ne_bytes());
+        request::<SIOCSIFMTU>(self.socket.as_fd(), &mut ifreq)
+    }
+
+    /// Sets the MAC address.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn set_mac(&self, mac: Mac) -> io::Result<()> {
+        let mut ifreq = self.ifreq();
+        ifreq[UNION..UNION + 2].copy_from_slice(&ARPHRD_ETHER.to_ne_bytes());
+        ifreq[UNION + 2..UNION + 8].copy_from_slice(&mac.0);
+        request::<SIOCSIFHWADDR>(self.socket.as_fd(), &mut ifreq)
+    }
+
+    /// Sets the interface up, as `ip link set up` does.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn set_up(&self) -> io::Result<()> {
+        let mut ifreq = self.ifreq();
+        request::<SIOCGIFFLAGS>(self.socket.as_fd(), &mut ifreq)?;
+        let flags = u16::from_ne_bytes([ifreq[UNION], ifreq[UNION + 1]]) | IFF_UP;
+        ifreq[UNION..UNION + 2].copy_from_slice(&flags.to_ne_bytes());
+        request::<SIOCSIFFLAGS>(self.socket.as_fd(), &mut ifreq)
+    }
+
+    /// The state of the interface, which its user may have changed.
+    ///
+    /// # Errors
+    /// Those of the system: `NoSuchDevice` where the interface was deleted.
+    pub fn state(&self) -> io::Result<InterfaceState> {
+        let mut ifreq = self.ifreq();
+        request::<SIOCGIFFLAGS>(self.socket.as_fd(), &mut ifreq)?;
+        let flags = u16::from_ne_bytes([ifreq[UNION], ifreq[UNION + 1]]);
+        let mut ifreq = self.ifreq();
+        request::<SIOCGIFHWADDR>(self.socket.as_fd(), &mut ifreq)?;
+        let mut mac = [0; 6];
+        mac.copy_from_slice(&ifreq[UNION + 2..UNION + 8]);
+        Ok(InterfaceState {
+            is_up: flags & IFF_UP != 0,
+            mac: Mac(mac),
+        })
+    }
+
+    /// Groups that the interface takes frames of.
+    ///
+    /// # Errors
+    /// Those of reading `/proc/net/dev_mcast`.
+    pub fn multicast_macs(&self) -> io::Result<Vec<Mac>> {
+        // Of the thread, whose network namespace may be another one than the process's first.
+        let text = std::fs::read_to_string("/proc/thread-self/net/dev_mcast")?;
+        Ok(multicast_macs(&text, &self.name))
+    }
+
+    /// Takes the next frame that the host sends; none where there is none.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn read(&self, frame: &mut [u8]) -> io::Result<Option<usize>> {
+        match (&self.file).read(frame) {
+            Ok(len) => Ok(Some(len)),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            // A signal, or an interface that is not set up: there are no frames.
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Gives the host a frame. One that it does not take is lost, as on a wire.
+    pub fn write(&self, frame: &[u8]) {
+        if let Err(error) = (&self.file).write(frame) {
+            tracing::debug!(%error, "the host takes no frame");
+        }
+    }
+}
+
+impl AsFd for Tap {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Groups of an interface, as `/proc/net/dev_mcast` lists them: index, name, users, global users,
+/// address.
+fn multicast_macs(text: &str, name: &str) -> Vec<Mac> {
+    let line = |line: &str| {
+        let mut words = line.split_whitespace();
+        let is_of = words.nth(1) == Some(name);
+        let hex = words.nth(2).filter(|hex| is_of && hex.len() == 12)?;
+        let number = u64::from_str_radix(hex, 16).ok()?;
+        let [_, _, mac @ ..] = number.to_be_bytes();
+        Some(Mac(mac))
+    };
+    text.lines().filter_map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_are_read_from_the_kernels_list() {
+        let text = "\
+2    eth0            1     0     333300000001
+7    vnic0           1     0     01005e000001
+7    vnic0           2     0     3333ff000102
+8    vnic01          1     0     01005e0000fb
+9    vnic0           1     0     xyz
+";
+        let macs = [Mac([1, 0, 0x5e, 0, 0, 1]), Mac([0x33, 0x33, 0xff, 0, 1, 2])];
+        assert_eq!(multicast_macs(text, "vnic0"), macs);
+        assert_eq!(multicast_macs(text, "vnic"), []);
+    }
+
+    #[test]
+    fn names_that_no_interface_can_have_are_refused() {
+        for name in ["", "sixteen-letters-", "a b", "a/b", "vnic%d", ".", ".."] {
+            let refused = Tap::create(name).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::InvalidInput, "{name}");
+        }
+    }
+}

@@ -183,7 +183,7 @@ const STEPS: &[Step] = &[
         }
     })
     .needing(verbs::NEEDS),
-    step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
+    step("interop with the kernel", interop_step).needing(&[interop::NEEDS, interop::NEEDS_HERE]),
     step("package", |_| package_step())
         .requiring(package::NEEDS)
         .requiring_crate(package::SUBCOMMAND)

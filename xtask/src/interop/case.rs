@@ -20,6 +20,8 @@ pub(crate) struct Case {
     pub(crate) short: bool,
     /// The case measures, so no other guest may run beside it.
     pub(crate) alone: bool,
+    /// The case runs on this machine, without a guest.
+    pub(crate) here: bool,
     /// Smallest number of packets in its captures; none if it has no capture, or an empty one.
     pub(crate) packets: Option<u64>,
     /// Number of rounds of a case that goes round, in `limit`.
@@ -57,6 +59,7 @@ impl Case {
             limit: Duration::from_secs(needed("limit")?.parse()?),
             short: field("short") == Some("yes"),
             alone: field("alone") == Some("yes"),
+            here: field("here") == Some("yes"),
             packets: match field("packets") {
                 Some("none") => None,
                 Some(least) => Some(least.parse()?),
@@ -136,7 +139,9 @@ mod tests {
             ("srp", "it works")
         );
         assert_eq!(case.limit, Duration::from_secs(60));
-        assert!(case.alone && !case.short);
+        assert!(case.alone && !case.short && !case.here);
+        let here = Case::parse("x", format!("#: here: yes\n{text}")).unwrap();
+        assert!(here.here);
         assert!(case.is_named_by(&[]) && case.is_named_by(&["srp".to_owned()]));
         assert!(!case.is_named_by(&["rping".to_owned()]));
         assert_eq!(case.packets, Some(PACKETS));

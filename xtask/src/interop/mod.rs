@@ -5,10 +5,11 @@
 //! how many packets its captures have at least. Cases of a group may share a boot, so each starts
 //! from and returns to a clean state, with the functions of `tests/vm/lib.sh`. Of each the output
 //! and the daemon's log are kept, and a capture of its packets if it has one, which is judged
-//! ([`judge`]).
+//! ([`judge`]). Some cases need no guest ([`here`]).
 
 pub(crate) mod case;
 pub(crate) mod guest;
+mod here;
 pub(crate) mod initramfs;
 pub(crate) mod judge;
 pub(crate) mod kernel;
@@ -20,6 +21,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+pub(crate) use here::NEEDS as NEEDS_HERE;
 use runner::{Programs, Rig, Row};
 
 use crate::packages::{Need, ensure, need};
@@ -200,21 +202,29 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         }
         return Ok(Ended::Ran(Counts::default(), None));
     }
+    let (here, guests): (Vec<_>, Vec<_>) = cases.into_iter().partition(|case| case.here);
     // A missing rig is reported with the names of the cases, so that they are counted as skipped,
     // and not as none.
-    if let Some(n) = ensure(NEEDS).first() {
-        let why = format!("{} (Debian package {}) is missing", n.program, n.package);
-        return Ok(Ended::Unavailable(names(options)?, why));
-    }
-    let kernel = match kernel::ensure() {
-        Ok(kernel) => kernel,
-        Err(e) => {
-            let why = format!("no kernel for the guest: {e}");
+    for (cases, needs) in [(&here, here::NEEDS), (&guests, NEEDS)] {
+        if !cases.is_empty()
+            && let Some(n) = ensure(needs).first()
+        {
+            let why = format!("{} (Debian package {}) is missing", n.program, n.package);
             return Ok(Ended::Unavailable(names(options)?, why));
         }
+    }
+    let kernel = match guests.is_empty() {
+        true => None,
+        false => match kernel::ensure() {
+            Ok(kernel) => Some(kernel),
+            Err(e) => {
+                let why = format!("no kernel for the guest: {e}");
+                return Ok(Ended::Unavailable(names(options)?, why));
+            }
+        },
     };
     // Tests take minutes to build, so only cases that run them pay for them.
-    let is_used = |word: &str| cases.iter().any(|c| c.text.contains(word));
+    let is_used = |word: &str| guests.iter().any(|c| c.text.contains(word));
     for (test, word) in [("devices", "on_devices"), ("crash", "killed_under_load")] {
         if is_used(word) {
             link_test(test, options.programs.as_deref())?;
@@ -232,14 +242,17 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         tests: root().join(TESTS),
     };
     let logs = root().join(&options.logs);
-    let rig = Rig {
-        kernel: &kernel,
-        programs: &programs,
-        logs: &logs,
-    };
     let started = Instant::now();
     let jobs = options.jobs().max(1);
-    let rows = rig.run(&cases, jobs);
+    let mut rows = here::run(&here, &programs, &logs);
+    if let Some(kernel) = &kernel {
+        let rig = Rig {
+            kernel,
+            programs: &programs,
+            logs: &logs,
+        };
+        rows.extend(rig.run(&guests, jobs));
+    }
     let table = table(&rows);
     let counts = counts(&rows);
     println!(

@@ -176,14 +176,8 @@ impl Rig<'_> {
         fs::copy(folder.join("console.log"), saved.join("console.log"))?;
         let ran = ran?;
         fs::write(saved.join("output.log"), &ran.output)?;
-        if ran.status != 0 {
-            let lines: Vec<_> = ran.output.lines().collect();
-            let tail = lines[lines.len().saturating_sub(30)..].join("\n");
-            return Err(format!("exit status {}\n{tail}", ran.status).into());
-        }
+        let mut figures = result_of(ran.status, &ran.output)?;
         let judged = judge(&saved, Expected::of(case))?;
-        let figures = ran.output.lines().filter_map(|l| l.strip_prefix(FIGURE));
-        let mut figures: Vec<_> = figures.map(str::to_owned).collect();
         if judged.iser > 0 {
             figures.push(format!(
                 "{} packets judged, {} iSER messages among them",
@@ -194,8 +188,19 @@ impl Rig<'_> {
     }
 }
 
+/// Figures in the output of a script, or why it has failed.
+pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failure> {
+    if status != 0 {
+        let lines: Vec<_> = output.lines().collect();
+        let tail = lines[lines.len().saturating_sub(30)..].join("\n");
+        return Err(format!("exit status {status}\n{tail}").into());
+    }
+    let figures = output.lines().filter_map(|l| l.strip_prefix(FIGURE));
+    Ok(figures.map(str::to_owned).collect())
+}
+
 /// Prints how a case went.
-fn report(row: &Row<'_>) {
+pub(crate) fn report(row: &Row<'_>) {
     let how = if row.result.is_ok() {
         "ok    "
     } else {

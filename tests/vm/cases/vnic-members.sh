@@ -1,0 +1,131 @@
+#: group: vnic
+#: about: members that join late, die, restart and leave, a manager that restarts, hosts behind a member
+#: limit: 180
+#: short: yes
+#: here: yes
+#: packets: none
+hosts 1500 a b c d
+member a 10.98.0.1 --manage --interval 500ms --dead-after 2s
+member b 10.98.0.2
+joined a 1
+joined b 2
+soon a 2
+
+# A late one. What it knows has come within a look or two.
+sleep 2
+member c 10.98.0.3
+joined c 3
+soon c 1
+soon c 2
+soon b 3
+
+# One that dies, which others do not notice.
+ip netns exec b ping -q -i 0.1 192.168.50.1 >"$KEEP/steady" &
+steady=$!
+kill -KILL "${MEMBER[c]}"
+wait "${MEMBER[c]}" || true
+wait_for 10 grep -q 'a member is gone' "$KEEP/a.log"
+refused on a ping -q -c 1 -W 1 192.168.50.3
+# It comes back, and is another host's neighbour with the address that it had.
+member c 10.98.0.3
+joined c 3
+soon a 3
+
+# Restarted at once, it is the same member.
+before=$(on c cat /sys/class/net/vnic0/address)
+kill -KILL "${MEMBER[c]}"
+wait "${MEMBER[c]}" || true
+member c 10.98.0.3
+joined c 3
+wait_for 10 grep -q 'a member has restarted' "$KEEP/a.log"
+soon a 3
+[ "$(on c cat /sys/class/net/vnic0/address)" = "$before" ] || fail "the address has changed"
+
+# Another address of the user's is distributed. Hosts keep the old one for a while, as on any Ethernet.
+on b ip link set vnic0 address 06:11:22:33:44:55
+on a ip neighbour flush dev vnic0
+soon a 2
+on a ip neighbour show 192.168.50.2 | grep -q 06:11:22:33:44:55 || fail "the old address"
+
+# A host behind a member, whose address nothing but its frames tells.
+ip netns add behind
+on b ip link add out type veth peer name eth0 netns behind
+on b ip link add bridge type bridge
+on b ip link set out master bridge up
+on b ip link set vnic0 master bridge
+on b ip link set bridge up
+on behind ip address add 192.168.50.99/24 dev eth0
+on behind ip link set eth0 up
+wait_for 10 on a ping -q -c 1 -W 1 192.168.50.99
+reaches c 192.168.50.99
+on b ip link set vnic0 nomaster
+on b ip link set vnic0 up
+soon a 2
+
+# Members that know each other go on without the manager, and keep their addresses with another one.
+kill -INT $steady
+wait $steady || true
+grep -q ' 0% packet loss' "$KEEP/steady" || {
+    tail -3 "$KEEP/steady"
+    lost=$(grep -o '[0-9.]*% packet loss' "$KEEP/steady" | cut -d% -f1)
+    # Changing the address of an interface and its bridge takes a moment.
+    python3 -c "assert float('$lost') < 40"
+}
+addresses() {
+    local host
+    for host in b c; do
+        on $host cat /sys/class/net/vnic0/address
+    done
+}
+before=$(addresses)
+kill -KILL "${MEMBER[a]}"
+wait "${MEMBER[a]}" || true
+reaches b 192.168.50.3
+member a 10.98.0.1 --manage --interval 500ms --dead-after 2s
+joined a 1
+soon a 2
+soon a 3
+[ "$(addresses)" = "$before" ] || fail "the addresses have changed"
+
+# Another manager gets nothing, and a member that takes orders from one only has no carrier.
+member d 10.98.0.4 --manage --switch 9
+wait_for 10 grep -q 'refuses a request' "$KEEP/d.log"
+reaches b 192.168.50.3
+leave d
+member d 10.98.0.4 --manager 10.98.0.77
+sleep 2
+on d grep -q 1 /sys/class/net/vnic0/carrier 2>/dev/null && fail "orders of another manager"
+leave d
+
+# An interface that is set down takes nothing; one whose network is gone has no carrier.
+on b ip link set vnic0 down
+refused on a ping -q -c 1 -W 1 192.168.50.2
+on b ip link set vnic0 up
+wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
+on b ip link set eth0 down
+wait_for 5 on b grep -q 0 /sys/class/net/vnic0/carrier
+on b ip link set eth0 up
+wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
+
+# What cannot work says why.
+explained() { # words, host, option…
+    local words=$1 host=$2
+    shift 2
+    refused on "$host" "$RISER_BIN/riser" vnic "$@"
+    grep -q "$words" /tmp/refused || {
+        cat /tmp/refused
+        fail "nothing says: $words"
+    }
+}
+explained 'one address serves one program' b --addr 10.98.0.2 --name other
+explained 'resource busy' d --addr 10.98.0.4 --name eth0
+explained 'which addresses this host has' d --addr 10.98.0.99
+on d ip link add small mtu 700 type bridge
+on d ip address add 10.97.0.4/24 dev small
+on d ip link set small up
+explained 'packets of 512 bytes' d --addr 10.97.0.4
+leave c
+on b ip link del vnic0
+wait "${MEMBER[b]}" && fail "a member without an interface goes on"
+grep -q 'vnic0 was deleted' "$KEEP/b.log"
+leave a

@@ -1,0 +1,110 @@
+# Functions for the cases that run on this machine, in namespaces of their own (xtask/src/interop/here.rs).
+# What they start ends with them.
+set -euo pipefail
+
+ip link set lo up
+# The names of network namespaces are files; these are the case's own.
+mkdir -p /run/netns
+mount -t tmpfs none /run/netns
+
+# Prints why and ends the case as failed.
+fail() {
+    echo "FAILED: $*" >&2
+    exit 1
+}
+
+# Waits until a command succeeds, for this many seconds.
+wait_for() {
+    local seconds=$1
+    shift
+    local end=$((SECONDS + seconds))
+    until "$@" >/dev/null 2>&1; do
+        [ $SECONDS -lt $end ] || fail "waited $seconds s for: $*"
+        sleep 0.1
+    done
+}
+
+# A command that must fail.
+refused() {
+    if "$@" >/tmp/refused 2>&1; then
+        cat /tmp/refused
+        fail "this succeeded: $*"
+    fi
+}
+
+# Runs a command on a host: on NAME COMMAND…
+on() {
+    local host=$1
+    shift
+    ip netns exec "$host" "$@"
+}
+
+# Hosts on one switch: hosts MTU NAME…, with the addresses 10.98.0.1 and fd98::1, 10.98.0.2, … on eth0.
+hosts() {
+    local mtu=$1 n=0 host
+    shift
+    # Without a router nothing asks for members of groups, so the switch must not learn of them.
+    ip link add switch type bridge mcast_snooping 0
+    ip link set switch mtu "$mtu" up
+    for host; do
+        n=$((n + 1))
+        ip netns add "$host"
+        ip link add "to-$host" mtu "$mtu" type veth peer name eth0 netns "$host" mtu "$mtu"
+        ip link set "to-$host" master switch up
+        on "$host" ip link set lo up
+        on "$host" ip link set eth0 up
+        on "$host" ip address add "10.98.0.$n/24" dev eth0
+        on "$host" ip address add "fd98::$n/64" dev eth0 nodad
+    done
+}
+
+# Makes a host a member of the virtual Ethernet: member NAME ADDRESS OPTION…
+# Its process is ${MEMBER[NAME]}, its log in the folder of logs.
+declare -A MEMBER
+member() {
+    local host=$1 addr=$2
+    shift 2
+    ip netns exec "$host" "$RISER_BIN/riser" -v vnic --addr "$addr" "$@" \
+        >>"$KEEP/$host.out" 2>>"$KEEP/$host.log" &
+    MEMBER[$host]=$!
+}
+
+# The interface of a host has a carrier, and with an address it can be used: joined NAME NUMBER
+joined() {
+    local host=$1 n=$2
+    wait_for 15 on "$host" grep -q 1 /sys/class/net/vnic0/carrier
+    on "$host" ip address add "192.168.50.$n/24" dev vnic0
+    on "$host" ip address add "fd50::$n/64" dev vnic0 nodad
+}
+
+# One host reaches another over the virtual Ethernet: reaches NAME ADDRESS OPTION…
+reaches() {
+    local host=$1 address=$2
+    shift 2
+    on "$host" ping -q -c 3 -i 0.2 -W 2 "$@" "$address"
+}
+
+# Both addresses of a host are reached soon: soon NAME NUMBER
+soon() {
+    wait_for 15 on "$1" ping -q -c 1 -W 1 "192.168.50.$2"
+    wait_for 15 on "$1" ping -q -c 1 -W 1 "fd50::$2"
+}
+
+# Captures the packets of RoCE at a host: capture NAME
+capture() {
+    tcpdump -Z root -i "to-$1" -s 1500 -c 100000 -U -w "$KEEP/$1.pcap" udp port 4791 2>/dev/null &
+    CAPTURE=$!
+    wait_for 10 test -s "$KEEP/$1.pcap"
+}
+
+# Ends the capture.
+captured() {
+    kill "$CAPTURE"
+    wait "$CAPTURE" || true
+}
+
+# Ends a member properly: leave NAME
+leave() {
+    kill -TERM "${MEMBER[$1]}"
+    wait "${MEMBER[$1]}" || fail "the member $1 ended with $?"
+}

@@ -368,8 +368,6 @@ pub enum QpType {
     /// No user yet.
     Uc,
     /// Unreliable datagram.
-    ///
-    /// No user yet.
     Ud,
     /// The sending end of an extended reliable connection: each request names one of the peer's
     /// shared receive queues (IBTA annex A14). It has a send queue only.

@@ -472,8 +472,6 @@ pub trait Verbs {
     /// one mapped into IPv6, and `mlid` means nothing. To be attached twice is the same as once.
     /// The device joins the group on the network, for its first queue pair there.
     ///
-    /// No user yet.
-    ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`], [`VerbsError::WrongQpType`], [`VerbsError::InvalidParameter`]
     /// for an address that is no group or of another family than the device's,

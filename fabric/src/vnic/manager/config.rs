@@ -15,7 +15,8 @@ pub struct VeswConfig {
     pub vesw_id: u16,
     /// Partition.
     pub pkey: u16,
-    /// MTU in bytes, [`MIN_ETH_MTU`](crate::vnic::MIN_ETH_MTU) to [`MAX_ETH_MTU`](crate::vnic::MAX_ETH_MTU).
+    /// MTU in bytes, [`MIN_ETH_MTU`](crate::vnic::MIN_ETH_MTU) to
+    /// [`MAX_ETH_MTU`](crate::vnic::MAX_ETH_MTU).
     pub eth_mtu: u16,
     /// MTU of VLAN priorities; 0 is the same.
     pub eth_mtu_pcp: [u16; PCPS],

@@ -30,7 +30,7 @@ struct Net {
     now: Instant,
     manager: EthernetManager,
     hosts: Vec<(QpAddress, Vema)>,
-    /// Each so-manieth datagram is lost; 0 loses none.
+    /// One of this number of datagrams is lost; 0 loses none.
     loss: usize,
     sent: usize,
 }

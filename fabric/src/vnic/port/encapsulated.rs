@@ -19,7 +19,7 @@ pub struct Encapsulated {
     pub header: Header,
     /// Where it goes.
     pub to: Destination,
-    /// Virtual lane.
+    /// Virtual lane: Omni-Path's hardware has a queue for each, the software NIC one for all.
     pub vl: u8,
     /// Longest packet that all its receivers take, in bytes.
     pub mtu: usize,

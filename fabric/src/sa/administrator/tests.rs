@@ -165,6 +165,8 @@ fn paths_are_computed_from_the_gids() {
 
 #[test]
 fn limits_of_a_path_are_compared_as_their_selectors_say() {
+    use super::super::wire::Selector::{Best, Exactly, Greater, Less};
+
     let fabric = Fabric::new(0);
     let find = |selector, code| {
         let mask = PathMask::MTU | PathMask::MTU_SELECTOR;
@@ -176,7 +178,6 @@ fn limits_of_a_path_are_compared_as_their_selectors_say() {
         };
         fabric.administrator.find_path(mask, &wanted).is_some()
     };
-    use super::super::wire::Selector::{Best, Exactly, Greater, Less};
     assert!(find(Greater, 4) && find(Exactly, 5) && find(Less, 6) && find(Best, 1));
     assert!(!find(Greater, 5) && !find(Exactly, 4) && !find(Less, 5));
 }

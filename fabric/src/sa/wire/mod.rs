@@ -367,3 +367,69 @@ impl Limit {
 pub(crate) fn word(high: u8, middle: u32, low: u8) -> U32 {
     U32::new(u32::from(high) << 28 | (middle & 0x000f_ffff) << 8 | u32::from(low))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_as_ibacm_sends_it() {
+        // struct ib_sa_mad of ibacm's acm_mad.h: SubnAdmGet(PathRecord) by DGID and SGID.
+        let transaction = TransactionId(0x4100_0000_02);
+        let header = SaHeader::new(MadMethod::Get, 0x35, transaction, 0x0c);
+        let mad = header.emit(&[0x5a; 300]);
+        let mut expected = vec![1, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0x41, 0, 0, 0, 2, 0, 0x35];
+        expected.resize(55, 0);
+        expected.push(0x0c);
+        expected.resize(256, 0x5a);
+        assert_eq!(mad[..], expected);
+        let (parsed, data) = SaHeader::parse(&mad).unwrap();
+        assert_eq!((parsed, *data), (header, [0x5a; 200]));
+        assert!(!parsed.rmpp.is_active());
+        assert!(SaHeader::parse(&mad[..255]).is_err());
+    }
+
+    #[test]
+    fn fields_before_the_data_are_where_opensm_has_them() {
+        // ib_sa_mad_t of opensm's <iba/ib_types.h>.
+        let header = SaHeader {
+            rmpp: RmppHeader {
+                version: 1,
+                rmpp_type: rmpp_type::DATA,
+                time_and_flags: NO_RESPONSE_TIME | rmpp_flags::ACTIVE | rmpp_flags::FIRST,
+                status: 2,
+                segment: U32::new(0x0304_0506),
+                length_or_window: U32::new(0x0708_090a),
+            },
+            sm_key: U64::new(0x1112_1314_1516_1718),
+            attribute_offset: U16::new(0x2122),
+            component_mask: U64::new(0x3132_3334_3536_3738),
+            ..SaHeader::new(MadMethod::GetTableResp, 0x11, TransactionId(0), 0)
+        };
+        let expected = [
+            1, 1, 0xfb, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,
+            0x21, 0x22, 0, 0, 0x31, 0x32, 0x33, 0x34, 0x35, 0x36, 0x37, 0x38,
+        ];
+        assert_eq!(header.as_bytes()[RMPP..], expected);
+        assert_eq!(header.mad.method(), 0x92);
+    }
+
+    #[test]
+    fn limits_are_compared_as_their_selectors_say() {
+        // The selector is in the top two bits.
+        assert_eq!(Limit::new(Selector::Exactly, 5).0, 0x85);
+        assert_eq!(Limit(0xc3).selector(), Selector::Best);
+        for (limit, admitted) in [
+            (Limit(0x03), [false, false, true]),
+            (Limit(0x43), [true, false, false]),
+            (Limit(0x83), [false, true, false]),
+            (Limit(0xc3), [true, true, true]),
+        ] {
+            let got = [2, 3, 4].map(|code| limit.admits(true, code));
+            assert_eq!(got, admitted, "{limit:?}");
+            // Without the component of the selector the value itself is meant.
+            let got = [2, 3, 4].map(|code| limit.admits(false, code));
+            assert_eq!(got, [false, true, false], "{limit:?}");
+        }
+    }
+}

@@ -126,3 +126,52 @@ impl PortInfoRecord {
             .all(|(bit, same)| *same || !mask.contains(*bit))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros as _;
+
+    use super::*;
+
+    #[test]
+    fn records_are_where_opensm_has_them() {
+        // ib_node_record_t and ib_portinfo_record_t of opensm's <iba/ib_types.h>.
+        let mut node = NodeRecord::new_zeroed();
+        node.lid = U16::new(0x0102);
+        node.info.node_type = 1;
+        node.description[0] = b'r';
+        let mut expected = [0; 112];
+        expected[..2].copy_from_slice(&[1, 2]);
+        expected[4 + 2] = 1;
+        expected[44] = b'r';
+        let mut data = Vec::new();
+        node.append(&mut data);
+        assert_eq!(data, expected);
+        let mut port = PortInfoRecord::new_zeroed();
+        port.lid = U16::new(0x0304);
+        port.port = 5;
+        port.info.local_port = 6;
+        let mut expected = [0; 72];
+        expected[..3].copy_from_slice(&[3, 4, 5]);
+        expected[4 + 28] = 6;
+        let mut data = Vec::new();
+        port.append(&mut data);
+        assert_eq!(data, expected);
+    }
+
+    #[test]
+    fn components_are_compared() {
+        let node = NodeRecord::new_zeroed();
+        let mut wanted = node;
+        wanted.info.node_type = 2;
+        wanted.description[0] = 1;
+        assert!(node.matches(NodeMask::LID | NodeMask::NODE_GUID, &wanted));
+        assert!(!node.matches(NodeMask::from_bits_retain(1 << 4), &wanted));
+        assert!(!node.matches(NodeMask::from_bits_retain(1 << 14), &wanted));
+        let port = PortInfoRecord::new_zeroed();
+        let mut wanted = port;
+        wanted.port = 1;
+        assert!(port.matches(PortInfoMask::LID, &wanted));
+        assert!(!port.matches(PortInfoMask::from_bits_retain(1 << 1), &wanted));
+    }
+}

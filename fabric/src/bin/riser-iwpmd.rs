@@ -136,7 +136,8 @@ fn serve(options: &Serve) -> Result<(), Failure> {
     while !is_over.load(Ordering::Relaxed) {
         // Queries are the kernel's here, whose answers go to it.
         daemon.turn(Some(wake.as_fd()))?;
-        if (&wake).read(&mut [0; 64]).is_ok() {
+        let was_woken = (&wake).read(&mut [0; 64]).is_ok();
+        if was_woken && !is_over.load(Ordering::Relaxed) {
             tracing::info!("mappings:{}", listed(&daemon));
         }
     }

@@ -85,6 +85,7 @@ pub(crate) const NEEDS: &[Need] = &[
         "libstrongswan-standard-plugins",
         "the keys of IPsec in the guest",
     ),
+    need("iwpmd", "rdma-core", "a port mapper in the guest"),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];

@@ -64,6 +64,8 @@ SERVER=$!
 wait_for 10 riser run --addr 127.0.0.2 -- ib_write_bw -n 100 127.0.0.1
 wait "$SERVER"
 riser run --sockets -- true
+riser-sa --help | grep -q "Subnet" || fail "no subnet administrator"
+riser-iwpmd --help | grep -q "port mapper" || fail "no port mapper"
 
 echo "--- configured"
 printf 'a secret of the test' >/etc/riser/credentials/host

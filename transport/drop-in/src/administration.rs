@@ -7,7 +7,7 @@
 //!
 //! The kernel has an agent's number in the upper half of a transaction identifier. So does this, with
 //! the process's part of the address in its low bits, by which answers find it
-//! ([`slot_of_answer`]).
+//! ([`crate::share::slot_of_answer`]).
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use riser_fabric::sa::wire::{DATA, SaHeader};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{Gid, Mtu};
 use riser_transport::wire::Mad;
-use riser_transport::wire::mad::{MadClass, MadHeader, RESPONSE};
+use riser_transport::wire::mad::{MadHeader, RESPONSE};
 
+use crate::mad::{Answer, UserMad};
 use crate::queue::EventQueue;
 use crate::share::BITS;
-use crate::umad::{Answer, UserMad};
 
 /// Offset of the transaction identifier in a MAD.
 const TRANSACTION: usize = 8;
@@ -54,14 +54,6 @@ pub(crate) struct Administration {
     /// Address of the one that is meant by no GID.
     addr: IpAddr,
     questions: Vec<Question>,
-}
-
-/// The slot of the process that an answer is for.
-pub(crate) fn slot_of_answer(mad: &[u8]) -> Option<u8> {
-    let mad: &Mad = mad.try_into().ok()?;
-    let header = MadHeader::of(mad);
-    let is_answer = header.class() == MadClass::SubnetAdm as u8 && header.method() & RESPONSE != 0;
-    is_answer.then(|| (header.transaction().0 >> 32) as u8 & ((1 << BITS) - 1))
 }
 
 impl Administration {
@@ -236,8 +228,10 @@ mod tests {
     use riser_transport::roce::RoceConfig;
     use riser_transport::verbs::Provider as _;
     use riser_transport::wire::TransactionId;
+    use riser_transport::wire::mad::MadClass;
 
     use super::*;
+    use crate::share::slot_of_answer;
 
     /// A device, what asks for it, and where answers go.
     fn open(last: u8, named: Option<IpAddr>) -> (Roce, Administration, Arc<EventQueue<Answer>>) {

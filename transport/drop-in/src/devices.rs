@@ -65,9 +65,14 @@ pub(crate) fn devices() -> &'static [Device] {
         // A wire that is better than was asked for would make a test succeed that should not: no
         // devices then, either.
         let (sa, layer) = (value("RISER_SA"), value("RISER_LINK_LAYER"));
-        let configs = read_management(sa.as_deref(), layer.as_deref()).and_then(|management| {
-            MANAGEMENT.get_or_init(|| management);
-            read(listed.as_deref(), faults.as_deref())
+        let configs = read_link_layer(layer.as_deref()).and_then(|layer| {
+            LINK_LAYER.get_or_init(|| layer);
+            let administrator = read_administrator(sa.as_deref())?;
+            let mut configs = read(listed.as_deref(), faults.as_deref())?;
+            for config in &mut configs {
+                config.administrator = administrator;
+            }
+            Ok(configs)
         });
         let configs = configs.unwrap_or_else(|reason| {
             error!("there are no devices: {reason}");
@@ -97,19 +102,11 @@ pub(crate) enum LinkLayer {
     InfiniBand,
 }
 
-/// Management as the environment has it: the address of the administrator, and the link layer.
-static MANAGEMENT: OnceLock<(Option<IpAddr>, LinkLayer)> = OnceLock::new();
-
-/// Address of the fabric's subnet administrator, if it has one.
-pub(crate) fn administrator() -> Option<IpAddr> {
-    MANAGEMENT.get().and_then(|(addr, _)| *addr)
-}
+static LINK_LAYER: OnceLock<LinkLayer> = OnceLock::new();
 
 /// Link layer that ports report.
 pub(crate) fn link_layer() -> LinkLayer {
-    MANAGEMENT
-        .get()
-        .map_or(LinkLayer::Ethernet, |(_, layer)| *layer)
+    *LINK_LAYER.get().unwrap_or(&LinkLayer::Ethernet)
 }
 
 /// LID of ports, and of the administrator: RoCE has none, and programs that want InfiniBand's ports
@@ -121,20 +118,21 @@ pub(crate) fn lid() -> u16 {
     }
 }
 
-fn read_management(
-    administrator: Option<&OsStr>,
-    layer: Option<&OsStr>,
-) -> Result<(Option<IpAddr>, LinkLayer), String> {
-    let addr = administrator.map(|addr| {
-        let parsed = addr.to_str().and_then(|addr| addr.parse().ok());
-        parsed.ok_or_else(|| format!("RISER_SA: {addr:?} is not an address"))
-    });
-    let layer = match layer.map(OsStr::as_encoded_bytes) {
-        None | Some(b"ethernet") => LinkLayer::Ethernet,
-        Some(b"infiniband") => LinkLayer::InfiniBand,
-        Some(_) => return Err(format!("RISER_LINK_LAYER: {layer:?} is not a link layer")),
+fn read_link_layer(layer: Option<&OsStr>) -> Result<LinkLayer, String> {
+    match layer.map(OsStr::as_encoded_bytes) {
+        None | Some(b"ethernet") => Ok(LinkLayer::Ethernet),
+        Some(b"infiniband") => Ok(LinkLayer::InfiniBand),
+        Some(_) => Err(format!("RISER_LINK_LAYER: {layer:?} is not a link layer")),
+    }
+}
+
+fn read_administrator(addr: Option<&OsStr>) -> Result<Option<IpAddr>, String> {
+    let Some(addr) = addr else {
+        return Ok(None);
     };
-    Ok((addr.transpose()?, layer))
+    let parsed = addr.to_str().and_then(|addr| addr.parse().ok());
+    let wrong = || format!("RISER_SA: {addr:?} is not an address");
+    parsed.map(Some).ok_or_else(wrong)
 }
 
 fn start_log() {
@@ -205,6 +203,7 @@ fn parse(text: &str) -> Result<Vec<Config>, String> {
             name: name.to_owned(),
             addr,
             other_addrs: Vec::new(),
+            administrator: None,
             faults: RoceFaults::default(),
             capture: None,
         });

@@ -46,7 +46,6 @@ use tracing::{error, warn};
 
 use crate::administration::Administration;
 use crate::command::Family;
-use crate::devices::administrator;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
 use crate::share::{self, Share};
@@ -76,6 +75,8 @@ pub(crate) struct Config {
     pub(crate) addr: IpAddr,
     /// Its further addresses, for paths of connections.
     pub(crate) other_addrs: Vec<IpAddr>,
+    /// Address of the fabric's subnet administrator, if it has one.
+    pub(crate) administrator: Option<IpAddr>,
     pub(crate) faults: RoceFaults,
     /// File to capture packets to, without the process id that follows.
     pub(crate) capture: Option<PathBuf>,
@@ -147,6 +148,7 @@ pub(crate) struct State {
     pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
     /// What programs with libibumad ask of administrators, once one has done so.
     pub(crate) administration: Option<Administration>,
+    administrator: Option<IpAddr>,
     share: Share,
     /// Ports of identifiers, and the number of identifiers of each.
     ports: HashMap<CmId, share::Port>,
@@ -228,6 +230,7 @@ impl Engine {
                 contexts: HashMap::new(),
                 on_cm_event: None,
                 administration: None,
+                administrator: config.administrator,
                 share,
                 ports: HashMap::new(),
                 port_users: HashMap::new(),
@@ -693,7 +696,7 @@ impl State {
             let port = self.nic.query_port(1)?;
             self.nic.register_agent(MadClass::SubnetAdm)?;
             let (addr, slot) = (self.nic.socket_addr().ip(), self.share.slot());
-            let made = Administration::new(addr, port.active_mtu, slot, administrator());
+            let made = Administration::new(addr, port.active_mtu, slot, self.administrator);
             self.administration = Some(made);
         }
         if let Some(administration) = &mut self.administration {

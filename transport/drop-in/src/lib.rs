@@ -29,6 +29,7 @@
 //! | `cm` | librdmacm |
 //! | `rsocket` | its sockets |
 //! | `umad` | libibumad |
+//! | `mad` | its datagrams |
 //! | `administration` | what it asks subnet administration |
 //! | `names` | names of values, rates |
 //! | `lock` | locks after a panic |
@@ -79,6 +80,7 @@ mod exports;
 mod fork;
 mod kernel;
 mod lock;
+mod mad;
 mod memory;
 mod names;
 mod neighbor;

@@ -40,16 +40,16 @@ use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::administration::slot_of_answer;
 use crate::lock::unpoisoned;
 
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
 use riser_transport::roce::steer::Requests;
-use riser_transport::wire::ROCE_PORT;
 use riser_transport::wire::cm_msg::{CmMessage, CommId, is_request};
 use riser_transport::wire::cma::RdmaPortSpace;
+use riser_transport::wire::mad::{MadClass, RESPONSE};
+use riser_transport::wire::{Mad, MadHeader, ROCE_PORT};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::Errno as Os;
@@ -129,6 +129,14 @@ const TABLE: usize = PORTS + REQUESTS + VERSION;
 
 /// A port of the RDMA CM.
 pub(crate) type Port = (RdmaPortSpace, u16);
+
+/// The slot of the process that an answer is for.
+pub(crate) fn slot_of_answer(mad: &[u8]) -> Option<u8> {
+    let mad: &Mad = mad.try_into().ok()?;
+    let header = MadHeader::of(mad);
+    let is_answer = header.class() == MadClass::SubnetAdm as u8 && header.method() & RESPONSE != 0;
+    is_answer.then(|| (header.transaction().0 >> 32) as u8 & ((1 << BITS) - 1))
+}
 
 /// A process's part of an address.
 pub(crate) struct Share {

@@ -13,7 +13,6 @@ use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::net::IpAddr;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::{Gid, PortState, Verbs as _};
@@ -25,6 +24,7 @@ use crate::devices::{Device, LinkLayer, devices, lid, link_layer};
 use crate::engine::Engine;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
+use crate::mad::{Answer, MadAddr, UserMad};
 use crate::queue::EventQueue;
 
 /// The only port of a device.
@@ -41,40 +41,6 @@ const MAX_ANSWERS: usize = 128;
 
 /// Rate of a port as the kernel reports 2.5 Gbit/s, the least that can be said.
 const RATE: c_uint = 2;
-
-/// Address of a datagram's other end (`ib_mad_addr_t`), in network byte order but for
-/// `pkey_index`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct MadAddr {
-    qpn: u32,
-    qkey: u32,
-    lid: u16,
-    sl: u8,
-    path_bits: u8,
-    grh_present: u8,
-    gid_index: u8,
-    hop_limit: u8,
-    traffic_class: u8,
-    gid: [u8; 16],
-    flow_label: u32,
-    pkey_index: u16,
-    reserved: [u8; 6],
-}
-
-/// A datagram with its address (`ib_user_mad_t`); its bytes follow.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct UserMad {
-    agent_id: u32,
-    status: u32,
-    timeout_ms: u32,
-    retries: u32,
-    length: u32,
-    addr: MadAddr,
-}
-
-const _: () = assert!(size_of::<UserMad>() == 64);
 
 /// A port (`umad_port_t`).
 #[repr(C)]
@@ -115,56 +81,6 @@ pub(crate) struct Ca {
 pub(crate) struct DeviceNode {
     next: *mut DeviceNode,
     ca_name: *const c_char,
-}
-
-/// What a program is to receive: an answer, or its own datagram with the reason why there is none.
-pub(crate) struct Answer {
-    head: UserMad,
-    /// A MAD, or the header of one and the data of a transfer of several.
-    bytes: Vec<u8>,
-}
-
-impl Answer {
-    pub(crate) fn new(head: UserMad, bytes: Vec<u8>) -> Self {
-        Self { head, bytes }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn into_parts(self) -> (c_int, Vec<u8>) {
-        (self.head.status.cast_signed(), self.bytes)
-    }
-}
-
-impl UserMad {
-    #[cfg(test)]
-    pub(crate) fn with_timeout(timeout_ms: u32, retries: u32) -> Self {
-        // SAFETY: it has numbers only.
-        let zero: Self = unsafe { std::mem::zeroed() };
-        Self {
-            timeout_ms,
-            retries,
-            ..zero
-        }
-    }
-
-    /// Time to wait for an answer; 0 for none that is waited for.
-    pub(crate) fn timeout(&self) -> Duration {
-        Duration::from_millis(self.timeout_ms.into())
-    }
-
-    /// Number of repetitions.
-    pub(crate) fn retries(&self) -> u32 {
-        self.retries
-    }
-
-    pub(crate) fn set_status(&mut self, status: c_int) {
-        self.status = status.unsigned_abs();
-    }
-
-    /// Sets the length to that of the head and the bytes after it.
-    pub(crate) fn set_length(&mut self, bytes: usize) {
-        self.length = (size_of::<Self>() + bytes) as u32;
-    }
 }
 
 /// An open port.

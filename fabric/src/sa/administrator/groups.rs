@@ -9,8 +9,7 @@ use zerocopy::big_endian::U16;
 use super::super::wire::inform::Trap;
 use super::super::wire::mcmember::{McMemberMask, McMemberRecord, join_state};
 use super::super::wire::{Limit, SaMethod, SaStatus, Selector};
-use super::paths::{HOP_LIMIT, LIFE_TIME, RATE};
-use super::{Records, Refusal};
+use super::{HOP_LIMIT, LIFE_TIME, RATE, Records, Refusal};
 
 /// First LID of a multicast group (IBTA 4.1.3).
 const FIRST_MLID: u16 = 0xc000;

@@ -51,6 +51,15 @@ const UD_MULTICAST: u16 = 1 << 9;
 /// Answers come within 4.096 µs × 2^18, about a second.
 const RESPONSE_TIME: u8 = 18;
 
+/// Static rate of 2.5 Gbit/s, the least that can be said: a socket has no speed.
+const RATE: u8 = 2;
+
+/// Packet life time: 4.096 µs × 2^18, about a second.
+const LIFE_TIME: u8 = 18;
+
+/// Hop limit of paths. Above 1 it also says that packets have a GRH, which all have on RoCE.
+const HOP_LIMIT: u8 = 64;
+
 /// Most that is kept.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {

@@ -7,15 +7,7 @@ use zerocopy::big_endian::{U16, U32};
 use super::super::wire::path::{PathMask, PathRecord, REVERSIBLE};
 use super::super::wire::{Limit, Selector};
 use super::groups::Groups;
-
-/// Static rate of 2.5 Gbit/s, the least that can be said: a socket has no speed.
-pub(super) const RATE: u8 = 2;
-
-/// Packet life time: 4.096 µs × 2^18, about a second.
-pub(super) const LIFE_TIME: u8 = 18;
-
-/// Hop limit of paths. Above 1 it also says that packets have a GRH, which all have on RoCE.
-pub(super) const HOP_LIMIT: u8 = 64;
+use super::{HOP_LIMIT, LIFE_TIME, RATE};
 
 /// The path from a port to another one, or to a group; `None` where there is none: between addresses
 /// of two families, and to what is no address of a host.

@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn a_request_is_as_ibacm_sends_it() {
         // struct ib_sa_mad of ibacm's acm_mad.h: SubnAdmGet(PathRecord) by DGID and SGID.
-        let transaction = TransactionId(0x4100_0000_02);
+        let transaction = TransactionId(0x0041_0000_0002);
         let header = SaHeader::new(MadMethod::Get, 0x35, transaction, 0x0c);
         let mad = header.emit(&[0x5a; 300]);
         let mut expected = vec![1, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0x41, 0, 0, 0, 2, 0, 0x35];

@@ -24,11 +24,11 @@ round() { # MTU of the virtual Ethernet, addresses of both
     on a ping -q -c 2 -i 0.2 -M do -s $((mtu - 48)) -I vnic0 ff02::1
     on b iperf3 -s -1 -D
     sleep 0.5
-    on a iperf3 -c 192.168.50.2 -t 2 -J >"$KEEP/tcp-$4.json"
+    on a iperf3 -c 192.168.50.2 -t 2 -J >"$KEEP/tcp-${4//[ ,]/-}.json"
     python3 -c 'import json, sys
 rate = json.load(open(sys.argv[1]))["end"]["sum_received"]["bits_per_second"] / 1e6
 print(f"figure: {sys.argv[2]}: TCP {rate:.0f} Mbit/s")
-assert rate > 10, rate' "$KEEP/tcp-$4.json" "$4"
+assert rate > 10, rate' "$KEEP/tcp-${4//[ ,]/-}.json" "$4"
     leave b
     leave a
 }

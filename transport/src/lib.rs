@@ -5,6 +5,7 @@
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
 //! - [`mr`]: the memory-key table of our own devices.
 //! - [`rc`]: the reliable-connection transport, as pure machines.
+//! - [`rdmap`]: connections of iWARP.
 //! - [`uc`]: the unreliable-connection transport, as a pure machine.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
@@ -26,6 +27,7 @@ pub mod mr_pool;
 pub mod netif;
 pub mod rc;
 pub mod rdma_core;
+pub mod rdmap;
 pub mod roce;
 pub mod shm;
 mod table;

@@ -1,0 +1,3 @@
+//! RDMAP over DDP over MPA: the wire format of iWARP.
+
+pub mod wire;

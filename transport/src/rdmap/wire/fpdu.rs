@@ -1,0 +1,396 @@
+//! Framing of the stream: FPDUs with their lengths, padding, CRCs and markers.
+//!
+//! ```text
+//! | ULPDU length (2) | ULPDU | padding to a multiple of 4 | CRC32C (4) |
+//! ```
+//!
+//! With markers, four bytes stand at every multiple of 512 bytes of the stream, beginning with its
+//! first FPDU: two zeros, and the distance back to the length of the FPDU that they are in, or 0 where
+//! one begins behind them. CRCs cover markers, and padding is computed without them. Both directions
+//! count for themselves.
+
+use crc_fast::CrcAlgorithm;
+use thiserror::Error;
+
+use super::at;
+
+/// Distance of markers, in bytes.
+pub const MARKER_INTERVAL: usize = 512;
+
+const MARKER_LEN: usize = 4;
+const LENGTH_LEN: usize = 2;
+const CRC_LEN: usize = 4;
+
+/// Longest FPDU with all its markers, in bytes.
+pub const MAX_FPDU: usize = {
+    let plain = LENGTH_LEN + u16::MAX as usize + 3 + CRC_LEN;
+    plain + (plain / (MARKER_INTERVAL - MARKER_LEN) + 2) * MARKER_LEN
+};
+
+/// Reason why the stream cannot be read on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum FramingError {
+    /// The CRC is wrong.
+    #[error("wrong CRC")]
+    Crc,
+    /// A marker does not point to the FPDU that it is in.
+    #[error("a marker that does not fit the length of the FPDU")]
+    Marker,
+}
+
+/// Options that hold for one direction of a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Framing {
+    /// There are markers.
+    pub markers: bool,
+    /// CRCs are right, and checked. Otherwise they are zero.
+    pub crc: bool,
+}
+
+fn crc_of(bytes: &[u8]) -> [u8; CRC_LEN] {
+    #[expect(clippy::cast_possible_truncation, reason = "a CRC of 32 bits")]
+    let crc = crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
+    // In the order in which iSCSI sends it.
+    crc.to_le_bytes()
+}
+
+/// Bytes of an FPDU without markers and CRC.
+const fn body_len(ulpdu: usize) -> usize {
+    (LENGTH_LEN + ulpdu).next_multiple_of(4)
+}
+
+/// Makes FPDUs.
+#[derive(Clone, Debug)]
+pub struct Framer {
+    framing: Framing,
+    /// Bytes since the last marker.
+    position: usize,
+    /// Reused for FPDUs with markers.
+    plain: Vec<u8>,
+}
+
+impl Framer {
+    /// At the beginning of a stream.
+    #[must_use]
+    pub fn new(framing: Framing) -> Self {
+        Self {
+            framing,
+            position: 0,
+            plain: Vec::new(),
+        }
+    }
+
+    /// Begins an FPDU at the end of `out`, to which its ULPDU is then appended; answers where it
+    /// begins, for [`Framer::end`].
+    pub fn begin(out: &mut Vec<u8>) -> usize {
+        let start = out.len();
+        out.extend_from_slice(&[0; LENGTH_LEN]);
+        start
+    }
+
+    /// Ends the FPDU that begins at `start`, and is the last one in `out`.
+    ///
+    /// # Panics
+    /// With a ULPDU of more than 65,535 bytes.
+    pub fn end(&mut self, out: &mut Vec<u8>, start: usize) {
+        let len = out.len() - start - LENGTH_LEN;
+        let len = u16::try_from(len).expect("no longer than MULPDU");
+        out[start..start + LENGTH_LEN].copy_from_slice(&len.to_be_bytes());
+        out.resize(start + body_len(len.into()), 0);
+        if self.framing.markers {
+            self.insert_markers(out, start);
+        }
+        let crc = match self.framing.crc {
+            true => crc_of(&out[start..]),
+            false => [0; CRC_LEN],
+        };
+        out.extend_from_slice(&crc);
+        self.position = (self.position + CRC_LEN) % MARKER_INTERVAL;
+    }
+
+    fn insert_markers(&mut self, out: &mut Vec<u8>, start: usize) {
+        let mut plain = std::mem::take(&mut self.plain);
+        plain.clear();
+        plain.extend_from_slice(&out[start..]);
+        out.truncate(start);
+        // Where the length stands: behind a marker, if there is one before it.
+        let begin = start + if self.position == 0 { MARKER_LEN } else { 0 };
+        let mut rest = &plain[..];
+        loop {
+            // Behind the last byte as well, where a marker stands before the CRC.
+            if self.position == 0 {
+                let back = out.len().saturating_sub(begin);
+                let back = u16::try_from(back).expect("no FPDU is longer");
+                out.extend_from_slice(&[0, 0]);
+                out.extend_from_slice(&back.to_be_bytes());
+                self.position = MARKER_LEN;
+            }
+            if rest.is_empty() {
+                break;
+            }
+            let take = rest.len().min(MARKER_INTERVAL - self.position);
+            out.extend_from_slice(&rest[..take]);
+            rest = &rest[take..];
+            self.position = (self.position + take) % MARKER_INTERVAL;
+        }
+        self.plain = plain;
+    }
+}
+
+/// Takes FPDUs out of a stream, however it is cut. Bound: one FPDU, as far as it has arrived.
+#[derive(Debug)]
+pub struct Deframer {
+    framing: Framing,
+    /// Bytes since the last marker, at the beginning of the FPDU.
+    position: usize,
+    /// The part of an FPDU that has arrived.
+    part: Vec<u8>,
+    /// The last FPDU without its markers.
+    plain: Vec<u8>,
+}
+
+impl Deframer {
+    /// At the beginning of a stream.
+    #[must_use]
+    pub fn new(framing: Framing) -> Self {
+        Self {
+            framing,
+            position: 0,
+            part: Vec::new(),
+            plain: Vec::new(),
+        }
+    }
+
+    /// Bytes from the beginning of an FPDU to the end of the one whose first bytes are given; `None`
+    /// while these do not have its length.
+    fn fpdu_len(&self, bytes: &[u8]) -> Option<usize> {
+        let skip = self.first_marker();
+        let len = bytes.get(skip..skip + LENGTH_LEN)?;
+        let plain = body_len(u16::from_be_bytes(at(len, 0)).into()) + CRC_LEN;
+        if !self.framing.markers {
+            return Some(plain);
+        }
+        // Markers make the FPDU longer, and so there may be another one.
+        let (mut markers, mut end) = (0, 0);
+        loop {
+            let next = self.position + plain + markers * MARKER_LEN;
+            if next == end {
+                return Some(next - self.position);
+            }
+            end = next;
+            let before = self.position.div_ceil(MARKER_INTERVAL);
+            markers = end.div_ceil(MARKER_INTERVAL) - before;
+        }
+    }
+
+    /// Bytes of a marker before the length of the FPDU.
+    fn first_marker(&self) -> usize {
+        match self.framing.markers && self.position == 0 {
+            true => MARKER_LEN,
+            false => 0,
+        }
+    }
+
+    /// The next ULPDU, of what has arrived before and of `input`, whose beginning is then taken;
+    /// `None` when all of it is taken and no FPDU is complete.
+    ///
+    /// # Errors
+    /// [`FramingError`]; the stream cannot be read any further.
+    pub fn poll<'a, 'b: 'a>(
+        &'a mut self,
+        input: &mut &'b [u8],
+    ) -> Result<Option<&'a [u8]>, FramingError> {
+        if self.part.is_empty() {
+            // As a rule an FPDU is there as a whole.
+            if let Some(len) = self.fpdu_len(input)
+                && let Some(fpdu) = input.get(..len)
+            {
+                *input = &input[len..];
+                return self.unpack(fpdu).map(Some);
+            }
+        }
+        loop {
+            let known = self.fpdu_len(&self.part);
+            // As far as the length first, with the marker that may be before it.
+            let want = known.unwrap_or(self.first_marker() + LENGTH_LEN);
+            let take = (want - self.part.len()).min(input.len());
+            self.part.extend_from_slice(&input[..take]);
+            *input = &input[take..];
+            if self.part.len() < want {
+                return Ok(None);
+            }
+            if known.is_some() {
+                break;
+            }
+        }
+        // The buffer is taken out while it is read, and its memory is used again.
+        let part = std::mem::take(&mut self.part);
+        let unpacked = self.unpack(&part).map(<[u8]>::len);
+        if let Ok(len) = unpacked
+            && !self.framing.markers
+        {
+            self.plain.clear();
+            self.plain.extend_from_slice(&part[..LENGTH_LEN + len]);
+        }
+        self.part = part;
+        self.part.clear();
+        Ok(Some(&self.plain[LENGTH_LEN..LENGTH_LEN + unpacked?]))
+    }
+
+    /// Checks an FPDU and answers its ULPDU.
+    fn unpack<'a>(&'a mut self, fpdu: &'a [u8]) -> Result<&'a [u8], FramingError> {
+        let (covered, crc) = fpdu.split_at(fpdu.len() - CRC_LEN);
+        if self.framing.crc && crc_of(covered) != crc {
+            return Err(FramingError::Crc);
+        }
+        let begin = self.first_marker();
+        let len = usize::from(u16::from_be_bytes(at(covered, begin)));
+        let at_start = self.position;
+        self.position = (self.position + fpdu.len()) % MARKER_INTERVAL;
+        if !self.framing.markers {
+            return Ok(&covered[LENGTH_LEN..LENGTH_LEN + len]);
+        }
+        self.plain.clear();
+        let (mut offset, mut position) = (0, at_start);
+        while offset < covered.len() {
+            if position == 0 {
+                let back = usize::from(u16::from_be_bytes(at(covered, offset + 2)));
+                if back != offset.saturating_sub(begin) {
+                    return Err(FramingError::Marker);
+                }
+                (offset, position) = (offset + MARKER_LEN, MARKER_LEN);
+                continue;
+            }
+            let take = (covered.len() - offset).min(MARKER_INTERVAL - position);
+            self.plain
+                .extend_from_slice(&covered[offset..offset + take]);
+            offset += take;
+            position = (position + take) % MARKER_INTERVAL;
+        }
+        Ok(&self.plain[LENGTH_LEN..LENGTH_LEN + len])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Framing = Framing {
+        markers: false,
+        crc: true,
+    };
+    const MARKED: Framing = Framing {
+        markers: true,
+        crc: true,
+    };
+
+    fn framed(framer: &mut Framer, ulpdu: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        let start = Framer::begin(&mut out);
+        out.extend_from_slice(ulpdu);
+        framer.end(&mut out, start);
+        out
+    }
+
+    #[test]
+    fn an_fpdu_byte_by_byte() {
+        // The test value of RFC 3720 B.4: 32 bytes of zeros have the CRC aa 36 91 8a. This FPDU is
+        // 32 bytes of which the first two are its length.
+        assert_eq!(crc_of(&[0; 32]), *b"\xaa\x36\x91\x8a");
+        let out = framed(&mut Framer::new(PLAIN), b"abcde");
+        assert_eq!(out[..8], *b"\0\x05abcde\0");
+        assert_eq!(out[8..], crc_of(b"\0\x05abcde\0"));
+        let no_crc = Framing {
+            crc: false,
+            ..PLAIN
+        };
+        let out = framed(&mut Framer::new(no_crc), b"ab");
+        assert_eq!(out, b"\0\x02ab\0\0\0\0");
+    }
+
+    #[test]
+    fn markers_stand_at_every_512th_byte() {
+        let mut framer = Framer::new(MARKED);
+        let mut stream = framed(&mut framer, &[1; 498]);
+        // A marker, 500 bytes, a CRC: the next marker is before the next FPDU.
+        assert_eq!(stream[..6], *b"\0\0\0\0\x01\xf2");
+        assert_eq!(stream.len(), 508);
+        stream.extend(framed(&mut framer, &[2; 2]));
+        // Here it would be behind the padding and before the CRC.
+        assert_eq!(stream[508..516], *b"\0\x02\x02\x02\0\0\0\x04");
+        assert_eq!(stream.len(), 520);
+        assert_eq!(stream[516..], crc_of(&stream[508..516]));
+        stream.extend(framed(&mut framer, &[3; 1100]));
+        for at in [1024, 1536] {
+            let back = (at - 520) as u16;
+            assert_eq!(stream[at..at + 2], [0, 0]);
+            assert_eq!(stream[at + 2..at + 4], back.to_be_bytes());
+        }
+        let mut deframer = Deframer::new(MARKED);
+        let mut input = &stream[..];
+        for want in [&[1; 498][..], &[2; 2], &[3; 1100]] {
+            assert_eq!(deframer.poll(&mut input), Ok(Some(want)));
+        }
+        assert_eq!(deframer.poll(&mut input), Ok(None));
+    }
+
+    /// Streams of random FPDUs, cut anywhere, are read as they were written.
+    #[test]
+    fn streams_may_be_cut_anywhere() {
+        let mut random = fastrand::Rng::with_seed(5);
+        for round in 0..400 {
+            let framing = Framing {
+                markers: round % 2 == 0,
+                crc: round % 3 > 0,
+            };
+            let mut framer = Framer::new(framing);
+            let mut stream = Vec::new();
+            let ulpdus: Vec<Vec<u8>> = (0..random.usize(1..12))
+                .map(|_| {
+                    let most = [4, 40, 520, 3000, 65_536][random.usize(..5)];
+                    let len = random.usize(..most);
+                    std::iter::repeat_with(|| random.u8(..)).take(len).collect()
+                })
+                .collect();
+            for ulpdu in &ulpdus {
+                stream.extend(framed(&mut framer, ulpdu));
+            }
+            let mut deframer = Deframer::new(framing);
+            let (mut rest, mut got) = (&stream[..], Vec::new());
+            while !rest.is_empty() {
+                let most = [2, 9, 600, 200_000][random.usize(..4)];
+                let take = random.usize(1..=most).min(rest.len());
+                let mut input = &rest[..take];
+                rest = &rest[take..];
+                while let Some(ulpdu) = deframer.poll(&mut input).unwrap() {
+                    got.push(ulpdu.to_vec());
+                }
+                assert!(input.is_empty() && deframer.part.len() < MAX_FPDU);
+            }
+            assert!(got == ulpdus, "round {round}");
+            assert!(deframer.part.is_empty());
+        }
+    }
+
+    #[test]
+    fn spoilt_bytes_are_found() {
+        let mut framer = Framer::new(MARKED);
+        let stream = framed(&mut framer, &[7; 1500]);
+        for at in 0..stream.len() {
+            let mut spoilt = stream.clone();
+            spoilt[at] ^= 0x10;
+            let mut deframer = Deframer::new(MARKED);
+            // A wrong length may ask for more than there is, but never gives another ULPDU.
+            let polled = deframer.poll(&mut &spoilt[..]);
+            assert!(matches!(polled, Err(_) | Ok(None)), "{at}");
+        }
+        let unchecked = Framing {
+            crc: false,
+            ..MARKED
+        };
+        let mut spoilt = stream;
+        spoilt[515] ^= 1;
+        let polled = Deframer::new(unchecked).poll(&mut &spoilt[..]).map(|_| ());
+        assert_eq!(polled, Err(FramingError::Marker));
+    }
+}

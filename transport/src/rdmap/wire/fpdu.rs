@@ -21,7 +21,11 @@ const MARKER_LEN: usize = 4;
 const LENGTH_LEN: usize = 2;
 const CRC_LEN: usize = 4;
 
-/// Longest FPDU with all its markers, in bytes.
+/// Longest ULPDU that is sent, in bytes: markers can point back as far as its FPDU begins (RFC 5044
+/// 4.1).
+pub const MAX_ULPDU: usize = 64_768;
+
+/// Longest FPDU that may arrive, with all its markers, in bytes.
 pub const MAX_FPDU: usize = {
     let plain = LENGTH_LEN + u16::MAX as usize + 3 + CRC_LEN;
     plain + (plain / (MARKER_INTERVAL - MARKER_LEN) + 2) * MARKER_LEN
@@ -91,10 +95,12 @@ impl Framer {
     /// Ends the FPDU that begins at `start`, and is the last one in `out`.
     ///
     /// # Panics
-    /// With a ULPDU of more than 65,535 bytes.
+    /// With a ULPDU of more than [`MAX_ULPDU`] bytes.
     pub fn end(&mut self, out: &mut Vec<u8>, start: usize) {
         let len = out.len() - start - LENGTH_LEN;
-        let len = u16::try_from(len).expect("no longer than MULPDU");
+        assert!(len <= MAX_ULPDU, "no longer than MULPDU");
+        #[expect(clippy::cast_possible_truncation, reason = "just checked")]
+        let len = len as u16;
         out[start..start + LENGTH_LEN].copy_from_slice(&len.to_be_bytes());
         out.resize(start + body_len(len.into()), 0);
         if self.framing.markers {
@@ -347,7 +353,7 @@ mod tests {
             let mut stream = Vec::new();
             let ulpdus: Vec<Vec<u8>> = (0..random.usize(1..12))
                 .map(|_| {
-                    let most = [4, 40, 520, 3000, 65_536][random.usize(..5)];
+                    let most = [4, 40, 520, 3000, MAX_ULPDU + 1][random.usize(..5)];
                     let len = random.usize(..most);
                     std::iter::repeat_with(|| random.u8(..)).take(len).collect()
                 })

@@ -1,7 +1,7 @@
 //! The Terminate message: which layer found what wrong, and with which segment.
 
 use super::at;
-use super::ddp::{Header, Opcode, READ_REQUEST_LEN, TAGGED_LEN, UNTAGGED_LEN};
+use super::ddp::{Header, Opcode, Place, READ_REQUEST_LEN, TAGGED_LEN, UNTAGGED_LEN};
 
 /// The segment has its length in the message.
 const HAS_LENGTH: u8 = 0x80;
@@ -139,11 +139,15 @@ impl Terminate {
         }
     }
 
-    /// Operation of the segment that was wrong, if the message has its header.
+    /// Number of the READ or atomic that was wrong, if it was one.
     #[must_use]
-    pub fn opcode(&self) -> Option<Opcode> {
+    pub fn request(&self) -> Option<u32> {
         let (_, headers) = self.segment.as_ref()?;
-        Header::parse(headers).ok().map(|(header, _)| header.opcode)
+        let (header, _) = Header::parse(headers).ok()?;
+        match (header.opcode, header.place) {
+            (Opcode::ReadRequest | Opcode::AtomicRequest, Place::Untagged { msn, .. }) => Some(msn),
+            _ => None,
+        }
     }
 
     /// Parses the payload of the message; `None` where it is too short. Headers that are announced
@@ -194,7 +198,7 @@ mod tests {
         let bytes = b"\x11\0\xc0\0\0\x72\xc1\x40\0\0\0\x05\0\0\0\0\0\0\0\x06";
         assert_eq!(out, bytes);
         assert_eq!(Terminate::parse(bytes), Some(terminate.clone()));
-        assert_eq!(terminate.opcode(), Some(Opcode::Write));
+        assert_eq!(terminate.request(), None);
         // A READ that may not be, with its own header.
         let mut ulpdu = b"\x41\x41\0\0\0\0\0\0\0\x01\0\0\0\x02\0\0\0\0".to_vec();
         ulpdu.extend(1..29);
@@ -204,10 +208,7 @@ mod tests {
         assert_eq!(out[..6], *b"\x01\x02\xe0\0\0\x2e");
         assert_eq!(out[6..], ulpdu);
         let parsed = Terminate::parse(&out).unwrap();
-        assert_eq!(
-            (parsed.opcode(), parsed),
-            (Some(Opcode::ReadRequest), terminate)
-        );
+        assert_eq!((parsed.request(), parsed), (Some(2), terminate));
     }
 
     #[test]

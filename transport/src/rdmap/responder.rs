@@ -1,0 +1,472 @@
+//! Messages of the peer: data for receives and memory, and answers to READs and atomics.
+
+use std::collections::VecDeque;
+
+use riser_memory::fault;
+
+use super::wire::ddp::{
+    AtomicRequest, AtomicResponse, Header, IMMEDIATE_LEN, Opcode, Place, Queue, ReadRequest,
+};
+use super::wire::terminate::{Reason, Terminate};
+use super::{RdmapConfig, Tx};
+use crate::mr::{KeyError, MrTable};
+use crate::rc::{Env, MAX_MESSAGE, RcEvent, RecvWqe};
+use crate::verbs::{Access, AsyncEvent, Completion, RKey, WcOpcode, WcStatus};
+
+/// A READ or an atomic of the peer that is to be answered.
+#[derive(Clone, Copy, Debug)]
+enum Answer {
+    Read {
+        request: ReadRequest,
+        msn: u32,
+        sent: u32,
+    },
+    Atomic(AtomicResponse),
+}
+
+/// The responding half of a queue pair.
+#[derive(Debug)]
+pub(super) struct Responder {
+    /// The receive of the message that is arriving.
+    recv: RecvWqe,
+    /// Its operation, while one is.
+    receiving: Option<Opcode>,
+    /// Bytes of it that have come.
+    offset: u32,
+    /// Bytes of the last WRITE, for the immediate data behind it, and whether it has ended.
+    written: (u32, bool),
+    /// READs and atomics to be answered, the oldest first. Bound: `ird`.
+    answers: VecDeque<Answer>,
+    /// The answer to a READ has begun and not ended.
+    is_sending: bool,
+    ird: u16,
+    access: Access,
+    /// Numbers of the next messages of the peer.
+    send_msn: u32,
+    read_msn: u32,
+    /// Number of our next answer to an atomic.
+    answer_msn: u32,
+}
+
+/// The reason that the layer of tagged buffers has for a key that does not give access.
+fn tagged_reason(e: KeyError, to: u64, len: u32) -> Reason {
+    match e {
+        KeyError::Key | KeyError::Kind => Reason::DdpInvalidStag,
+        KeyError::Domain => Reason::DdpNotAssociated,
+        KeyError::Right => Reason::RdmapAccess,
+        KeyError::Range if to.checked_add(len.into()).is_none() => Reason::DdpWrap,
+        KeyError::Range => Reason::DdpBounds,
+    }
+}
+
+/// The same for requests, whose keys RDMAP looks at.
+fn rdmap_reason(e: KeyError, to: u64, len: u32) -> Reason {
+    match e {
+        KeyError::Key | KeyError::Kind => Reason::RdmapInvalidStag,
+        KeyError::Domain => Reason::RdmapNotAssociated,
+        KeyError::Right => Reason::RdmapAccess,
+        KeyError::Range if to.checked_add(len.into()).is_none() => Reason::RdmapWrap,
+        KeyError::Range => Reason::RdmapBounds,
+    }
+}
+
+/// The message about a request that cannot be answered any more.
+fn about_request(reason: Reason, request: &ReadRequest, msn: u32) -> Terminate {
+    let header = Header {
+        opcode: Opcode::ReadRequest,
+        last: true,
+        place: Place::Untagged {
+            invalidate: 0,
+            qn: Queue::ReadRequest as u32,
+            msn,
+            mo: 0,
+        },
+    };
+    let mut ulpdu = Vec::new();
+    header.emit(&mut ulpdu);
+    request.emit(&mut ulpdu);
+    Terminate::about(reason, &ulpdu)
+}
+
+/// Whether the owner learns of it as a violated key or right.
+pub(super) fn is_access_error(reason: Reason) -> bool {
+    let (layer, etype, _) = reason.codes();
+    layer < 2 && etype == 1
+}
+
+impl Responder {
+    pub(super) fn new(max_recv_sge: u32) -> Self {
+        Self {
+            recv: RecvWqe::new(max_recv_sge),
+            receiving: None,
+            offset: 0,
+            written: (0, true),
+            answers: VecDeque::new(),
+            is_sending: false,
+            ird: 0,
+            access: Access::empty(),
+            send_msn: 1,
+            read_msn: 1,
+            answer_msn: 1,
+        }
+    }
+
+    /// Begins a connection on which the peer has `ird` READs and atomics at once.
+    pub(super) fn start(&mut self, ird: u16, access: Access) {
+        self.receiving = None;
+        self.written = (0, true);
+        self.answers.clear();
+        self.is_sending = false;
+        (self.ird, self.access) = (ird, access);
+        (self.send_msn, self.read_msn, self.answer_msn) = (1, 1, 1);
+    }
+
+    pub(super) fn set_access(&mut self, access: Access) {
+        self.access = access;
+    }
+
+    /// Whether the answer to a READ has begun, whose end has to follow before any other message.
+    pub(super) fn is_sending(&self) -> bool {
+        self.is_sending
+    }
+
+    /// Whether something is to be answered.
+    pub(super) fn has_answers(&self) -> bool {
+        !self.answers.is_empty()
+    }
+
+    /// Completes receives as flushed: the one that a message had taken, and those of a queue of its own.
+    pub(super) fn flush(&mut self, cfg: &RdmapConfig, env: &mut Env<'_>) {
+        if self.receiving.take().is_some() {
+            self.recv_failed(cfg, env, WcStatus::WrFlushErr);
+        }
+        self.answers.clear();
+        self.is_sending = false;
+        // A shared queue serves other queue pairs, which still need what is in it.
+        if !cfg.has_srq {
+            while let Some(wr_id) = env.rq.pop_id() {
+                let status = WcStatus::WrFlushErr;
+                let flushed = Completion::new(wr_id, status, WcOpcode::Recv, cfg.qp, cfg.qp_num);
+                env.out.push(RcEvent::Recv(flushed));
+            }
+        }
+    }
+
+    fn recv_failed(&mut self, cfg: &RdmapConfig, env: &mut Env<'_>, status: WcStatus) {
+        self.receiving = None;
+        let wr_id = self.recv.wr_id;
+        let failed = Completion::new(wr_id, status, WcOpcode::Recv, cfg.qp, cfg.qp_num);
+        env.out.push(RcEvent::Recv(failed));
+    }
+
+    /// Takes a segment for a receive.
+    ///
+    /// # Errors
+    /// The reason for which the connection ends.
+    pub(super) fn handle_send(
+        &mut self,
+        cfg: &RdmapConfig,
+        env: &mut Env<'_>,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Reason> {
+        let Place::Untagged {
+            invalidate,
+            msn,
+            mo,
+            ..
+        } = header.place
+        else {
+            return Err(Reason::UnexpectedOpcode);
+        };
+        if msn != self.send_msn {
+            return Err(Reason::InvalidMsn);
+        }
+        match self.receiving {
+            // All segments of a message have one operation.
+            Some(opcode) if opcode != header.opcode => return Err(Reason::UnexpectedOpcode),
+            Some(_) => {}
+            None => {
+                if !env.rq.pop(&mut self.recv) {
+                    return Err(Reason::NoBuffer);
+                }
+                self.receiving = Some(header.opcode);
+                self.offset = 0;
+            }
+        }
+        if mo != self.offset {
+            return Err(Reason::InvalidMo);
+        }
+        let end = u64::from(self.offset) + payload.len() as u64;
+        if end > self.recv.length.into() {
+            self.recv_failed(cfg, env, WcStatus::LocLenErr);
+            return Err(Reason::TooLong);
+        }
+        let offset = self.offset as usize;
+        if self.recv.scatter(cfg.pd, env.mrs, offset, payload).is_err() {
+            self.recv_failed(cfg, env, WcStatus::LocProtErr);
+            return Err(Reason::DdpCatastrophic);
+        }
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "the receive's length at most"
+        )]
+        {
+            self.offset = end as u32;
+        }
+        if !header.last {
+            return Ok(());
+        }
+        let invalidated = match header.opcode {
+            Opcode::SendInvalidate | Opcode::SendSolicitedInvalidate => Some(RKey(invalidate)),
+            _ => None,
+        };
+        if let Some(key) = invalidated
+            && env.mrs.invalidate(cfg.pd, cfg.qp, key).is_err()
+        {
+            self.recv_failed(cfg, env, WcStatus::LocAccessErr);
+            return Err(Reason::CannotInvalidate);
+        }
+        self.send_msn = self.send_msn.wrapping_add(1);
+        self.receiving = None;
+        env.out.push(RcEvent::Recv(Completion {
+            byte_len: self.offset,
+            invalidated,
+            solicited: header.opcode.is_solicited(),
+            ..self.completion(cfg, WcOpcode::Recv)
+        }));
+        Ok(())
+    }
+
+    fn completion(&self, cfg: &RdmapConfig, opcode: WcOpcode) -> Completion {
+        let (wr_id, status) = (self.recv.wr_id, WcStatus::Success);
+        Completion::new(wr_id, status, opcode, cfg.qp, cfg.qp_num)
+    }
+
+    /// Takes immediate data, which belong to the WRITE before them.
+    ///
+    /// # Errors
+    /// The reason for which the connection ends.
+    pub(super) fn handle_immediate(
+        &mut self,
+        cfg: &RdmapConfig,
+        env: &mut Env<'_>,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Reason> {
+        let data: [u8; IMMEDIATE_LEN] = payload.try_into().map_err(|_| Reason::Framing)?;
+        let Place::Untagged { msn, mo, .. } = header.place else {
+            return Err(Reason::UnexpectedOpcode);
+        };
+        if self.receiving.is_some() || !header.last {
+            return Err(Reason::UnexpectedOpcode);
+        }
+        if msn != self.send_msn {
+            return Err(Reason::InvalidMsn);
+        }
+        if mo != 0 {
+            return Err(Reason::InvalidMo);
+        }
+        if !env.rq.pop(&mut self.recv) {
+            return Err(Reason::NoBuffer);
+        }
+        self.send_msn = self.send_msn.wrapping_add(1);
+        // Those of verbs have four bytes, which are the lower ones.
+        #[expect(clippy::cast_possible_truncation, reason = "as it says")]
+        let imm = u64::from_be_bytes(data) as u32;
+        env.out.push(RcEvent::Recv(Completion {
+            byte_len: self.written.0,
+            imm: Some(imm),
+            solicited: header.opcode.is_solicited(),
+            ..self.completion(cfg, WcOpcode::RecvWriteImm)
+        }));
+        Ok(())
+    }
+
+    /// Takes a segment of a WRITE.
+    ///
+    /// # Errors
+    /// The reason for which the connection ends.
+    pub(super) fn handle_write(
+        &mut self,
+        cfg: &RdmapConfig,
+        env: &mut Env<'_>,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Reason> {
+        let Place::Tagged { stag, to } = header.place else {
+            return Err(Reason::UnexpectedOpcode);
+        };
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "an FPDU has less than 64 KiB"
+        )]
+        let len = payload.len() as u32;
+        let before = if self.written.1 { 0 } else { self.written.0 };
+        self.written = (before.saturating_add(len), header.last);
+        // Without bytes neither right nor key is needed, as on InfiniBand.
+        if len == 0 {
+            return Ok(());
+        }
+        let right = Access::REMOTE_WRITE;
+        if !self.access.contains(right) {
+            return Err(Reason::RdmapAccess);
+        }
+        let span = env
+            .mrs
+            .resolve_remote(cfg.pd, cfg.qp, RKey(stag), to, len, right)
+            .map_err(|e| tagged_reason(e, to, len))?;
+        span.write(0, payload);
+        Ok(())
+    }
+
+    /// Checks the place of a request in its queue, which is a message of one segment.
+    fn check_request(&self, header: &Header) -> Result<(), Reason> {
+        let Place::Untagged { msn, mo, .. } = header.place else {
+            return Err(Reason::UnexpectedOpcode);
+        };
+        if msn != self.read_msn {
+            return Err(Reason::InvalidMsn);
+        }
+        if mo != 0 {
+            return Err(Reason::InvalidMo);
+        }
+        if !header.last {
+            return Err(Reason::TooLong);
+        }
+        // The peer knows how many it may have.
+        if self.answers.len() >= usize::from(self.ird) {
+            return Err(Reason::NoBuffer);
+        }
+        Ok(())
+    }
+
+    /// Takes the request of a READ.
+    ///
+    /// # Errors
+    /// The reason for which the connection ends.
+    pub(super) fn handle_read(
+        &mut self,
+        cfg: &RdmapConfig,
+        mrs: &MrTable,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Reason> {
+        self.check_request(header)?;
+        let request = ReadRequest::parse(payload).ok_or(Reason::Framing)?;
+        let (to, len, right) = (request.source_to, request.size, Access::REMOTE_READ);
+        if len > MAX_MESSAGE {
+            return Err(Reason::RdmapBounds);
+        }
+        if len > 0 {
+            if !self.access.contains(right) {
+                return Err(Reason::RdmapAccess);
+            }
+            // Every segment of the answer looks again; a READ that cannot be answered at all is
+            // refused by its own header.
+            let key = RKey(request.source_stag);
+            mrs.resolve_remote_head(cfg.pd, cfg.qp, key, to, len, 0, right)
+                .map_err(|e| rdmap_reason(e, to, len))?;
+        }
+        let (msn, sent) = (self.read_msn, 0);
+        self.answers.push_back(Answer::Read { request, msn, sent });
+        self.read_msn = msn.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Carries out an atomic.
+    ///
+    /// # Errors
+    /// The reason for which the connection ends.
+    pub(super) fn handle_atomic(
+        &mut self,
+        cfg: &RdmapConfig,
+        mrs: &MrTable,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Reason> {
+        self.check_request(header)?;
+        let request = AtomicRequest::parse(payload).ok_or(Reason::UnexpectedOpcode)?;
+        let (to, right) = (request.to, Access::REMOTE_ATOMIC);
+        if !self.access.contains(right) {
+            return Err(Reason::RdmapAccess);
+        }
+        if !to.is_multiple_of(8) {
+            return Err(Reason::RdmapBounds);
+        }
+        let span = mrs
+            .resolve_remote(cfg.pd, cfg.qp, RKey(request.stag), to, 8, right)
+            .map_err(|e| rdmap_reason(e, to, 8))?;
+        let mut bytes = [0; 8];
+        let faults = fault::count();
+        span.read(0, &mut bytes);
+        // In the byte order of this host, whose memory it is.
+        let original = u64::from_ne_bytes(bytes);
+        span.write(0, &request.atomic.apply(original).to_ne_bytes());
+        if fault::count() != faults {
+            return Err(Reason::RdmapBounds);
+        }
+        self.read_msn = self.read_msn.wrapping_add(1);
+        self.answers.push_back(Answer::Atomic(AtomicResponse {
+            id: request.id,
+            original,
+        }));
+        Ok(())
+    }
+
+    /// Makes the next segment of an answer.
+    ///
+    /// # Errors
+    /// The message with which the connection ends: about the request that cannot be answered.
+    pub(super) fn poll(&mut self, tx: &mut Tx<'_>) -> Result<bool, Terminate> {
+        let (request, msn, sent) = match self.answers.front_mut() {
+            None => return Ok(false),
+            Some(Answer::Atomic(response)) => {
+                let (response, msn) = (*response, self.answer_msn);
+                let queue = Queue::AtomicResponse;
+                tx.message(Opcode::AtomicResponse, queue, msn, |out| response.emit(out));
+                self.answer_msn = msn.wrapping_add(1);
+                self.answers.pop_front();
+                return Ok(true);
+            }
+            Some(Answer::Read { request, msn, sent }) => (*request, *msn, sent),
+        };
+        let offset = *sent;
+        let place = Place::Tagged {
+            stag: request.sink_stag,
+            to: request.sink_to.wrapping_add(offset.into()),
+        };
+        let room = tx.mulpdu - Header::len(place);
+        let left = request.size - offset;
+        #[expect(clippy::cast_possible_truncation, reason = "what is left at most")]
+        let len = (left as usize).min(room) as u32;
+        let header = Header {
+            opcode: Opcode::ReadResponse,
+            last: len == left,
+            place,
+        };
+        let (cfg, key) = (tx.cfg, RKey(request.source_stag));
+        let to = request.source_to.wrapping_add(offset.into());
+        tx.segment(&header, |mrs, out| {
+            // The owner may have taken the region back since the request came.
+            let span = mrs.resolve_remote(cfg.pd, cfg.qp, key, to, len, Access::REMOTE_READ)?;
+            span.append_to(0, len as usize, out);
+            Ok(())
+        })
+        .map_err(|e| about_request(rdmap_reason(e, to, len), &request, msn))?;
+        *sent += len;
+        self.is_sending = !header.last;
+        if header.last {
+            self.answers.pop_front();
+        }
+        Ok(true)
+    }
+}
+
+/// The event by which the owner learns that the peer did something wrong.
+pub(super) fn event_of(cfg: &RdmapConfig, reason: Reason) -> AsyncEvent {
+    match is_access_error(reason) {
+        true => AsyncEvent::QpAccessError(cfg.qp),
+        false => AsyncEvent::QpReqError(cfg.qp),
+    }
+}

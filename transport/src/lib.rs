@@ -9,6 +9,7 @@
 //! - [`uc`]: the unreliable-connection transport, as a pure machine.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
+//! - [`iwarp`]: a device whose connections are those of iWARP, over TCP.
 //! - [`shm`]: the same device between processes of one host, in shared memory.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`mr_pool`]: recycles fast-registered regions.
@@ -21,6 +22,7 @@
 pub mod cm;
 pub mod cq_pool;
 pub mod host;
+pub mod iwarp;
 pub mod loopback;
 pub mod mr;
 pub mod mr_pool;

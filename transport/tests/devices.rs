@@ -1,5 +1,7 @@
 //! The provider suite on devices that this machine may or may not have, and what only those show.
 //!
+//! With a device of the provider `iwarp` the suite is the part of it that iWARP offers.
+//!
 //! `RISER_SUITE` names two devices, `PROVIDER:ADDRESS` or `PROVIDER:ADDRESS@NAMESPACE` each; the
 //! first connects, the second listens:
 //!
@@ -63,9 +65,15 @@ fn main() -> ExitCode {
         .skip(1)
         .filter(|a| !a.starts_with('-'))
         .collect();
-    let mut tests: Vec<Test> = crate::suite_names! { suite_table, () };
-    tests.extend(crate::hand_made_names! { suite_table, () });
-    tests.extend(crate::two_address_names! { suite_table, () });
+    let mut tests: Vec<Test> = if spec.contains("iwarp:") {
+        crate::stream_names! { suite_table, () }
+    } else {
+        crate::suite_names! { suite_table, () }
+    };
+    if !spec.contains("iwarp:") {
+        tests.extend(crate::hand_made_names! { suite_table, () });
+        tests.extend(crate::two_address_names! { suite_table, () });
+    }
     let stress = stress::TESTS.iter().copied();
     let is_named = |t: &Test| words.iter().any(|w| t.0.contains(w.as_str()));
     let chosen: Vec<Test> = if words.is_empty() {

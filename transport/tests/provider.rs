@@ -2,6 +2,7 @@
 
 mod link;
 mod marks;
+mod over_tcp;
 mod shared;
 mod software;
 mod suite;
@@ -191,6 +192,31 @@ mod in_shared_memory {
     use crate::software::Shared;
 
     crate::provider_suite!(Shared::new());
+}
+
+mod on_streams {
+    use crate::software::Streams;
+
+    use crate::suite::{cm, ops, transfers};
+
+    crate::stream_suite!(Streams::new());
+
+    #[test]
+    fn with_markers_and_revision_1() {
+        let old = || {
+            Streams::with(|config| {
+                config.markers = true;
+                config.crc = false;
+                config.revision = 1;
+            })
+        };
+        ops::sends_of_every_kind(old());
+        ops::writes_and_reads(old());
+        ops::mixed_traffic(old());
+        cm::a_refusal_brings_its_reason(old());
+        cm::connections_come_and_go(old());
+        transfers::a_command_registers_transfers_and_invalidates(old());
+    }
 }
 
 mod with_itself {

@@ -18,7 +18,7 @@ use riser_rdma_core_sys::{
     JOIN_MC_ADDRESS, JOIN_MC_FLAGS, JOIN_MC_FULL_MEMBER, JOIN_MC_SEND_ONLY, rdma_cm_join_mc_attr_ex,
 };
 
-use super::convert::{self, SockAddr, checked_cm, event_error, socket_addr};
+use super::convert::{self, SockAddr, checked_cm, event_error, reject_reason, socket_addr};
 use super::objects::{Id, IdState, RdmaCoreDevice};
 use crate::verbs::*;
 
@@ -292,7 +292,7 @@ impl RdmaCoreDevice {
             },
             RDMA_CM_EVENT_UNREACHABLE => CmEventKind::Unreachable,
             RDMA_CM_EVENT_REJECTED => CmEventKind::Rejected {
-                reason: u16::try_from(event.status).unwrap_or(u16::MAX),
+                reason: reject_reason(event.status),
                 private_data: param().private_data,
             },
             RDMA_CM_EVENT_ESTABLISHED => CmEventKind::Established { param: param() },

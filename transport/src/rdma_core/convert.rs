@@ -52,6 +52,16 @@ pub(super) fn checked_cm(result: i32) -> Result<(), CmError> {
     })
 }
 
+/// Reason of a refusal as the IB CM numbers it. Of a device for iWARP the status is an error of its
+/// connection: refused by TCP (8: no listener), or reset after a reply that refuses (28: by the consumer).
+pub(super) fn reject_reason(status: i32) -> u16 {
+    match -status {
+        libc::ECONNREFUSED => 8,
+        libc::ECONNRESET => 28,
+        _ => u16::try_from(status).unwrap_or(u16::MAX),
+    }
+}
+
 /// The error that the status of a CM event stands for.
 pub(super) fn event_error(status: i32) -> CmError {
     match status.abs() {

@@ -531,7 +531,7 @@ impl Requester {
     }
 
     /// The peer has ended the connection because of a READ or an atomic, by its number: that one has
-    /// failed. Answers whether there is such a one.
+    /// failed. Answers whether there is any.
     pub(super) fn refuse(
         &mut self,
         cfg: &RdmapConfig,
@@ -540,8 +540,10 @@ impl Requester {
         status: WcStatus,
     ) -> bool {
         let mut all = self.outstanding.iter();
-        let refused = all.find(|it| it.number == number).and_then(|it| it.at);
-        let Some(at) = refused else {
+        let named = all.find(|it| it.number == number);
+        // Linux's `siw` names another number, and answers one after the other.
+        let refused = named.or(self.outstanding.front());
+        let Some(at) = refused.and_then(|it| it.at) else {
             return false;
         };
         // The answers to those before it will not come any more.

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use riser_transport::iwarp::{Iwarp, IwarpConfig};
 use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::shm::{Shm, ShmConfig};
@@ -321,5 +322,64 @@ impl World for Shared {
 
     fn now(&self) -> Instant {
         Instant::now()
+    }
+}
+
+/// Over TCP: two devices for iWARP.
+pub(crate) struct Streams {
+    pub(crate) a: Iwarp,
+    pub(crate) b: Iwarp,
+}
+
+impl Streams {
+    pub(crate) fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    /// Devices whose configuration `change` has changed.
+    pub(crate) fn with(change: impl Fn(&mut IwarpConfig)) -> Self {
+        let (a, b) = addresses();
+        let open = |addr| {
+            let mut config = IwarpConfig::new(addr);
+            change(&mut config);
+            Iwarp::open(config).expect("a device at a loopback address")
+        };
+        Self {
+            a: open(a),
+            b: open(b),
+        }
+    }
+}
+
+impl World for Streams {
+    type P = Iwarp;
+
+    fn provider(&mut self, end: End) -> &mut Iwarp {
+        match end {
+            End::A => &mut self.a,
+            End::B => &mut self.b,
+        }
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.a.addr(),
+            End::B => self.b.addr(),
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        if self.a.progress(now) + self.b.progress(now) == 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::from_secs(10)
     }
 }

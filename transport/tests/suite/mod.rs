@@ -7,6 +7,7 @@ pub(crate) mod memory;
 pub(crate) mod migration;
 pub(crate) mod objects;
 pub(crate) mod ops;
+pub(crate) mod streams;
 pub(crate) mod transfers;
 pub(crate) mod unreliable;
 pub(crate) mod world;
@@ -85,6 +86,47 @@ macro_rules! two_address_names {
                 a_connection_migrates_under_load an_armed_connection_is_rearmed_and_disarmed
                 the_connection_manager_loads_a_path;
         }
+    };
+}
+
+/// As [`suite_names`], for devices for iWARP: reliable connections that the connection manager makes.
+#[macro_export]
+macro_rules! stream_names {
+    ($then:ident, $given:tt) => {
+        $crate::$then! { $given
+            objects: a_device_reports_what_it_is what_is_in_use_is_busy limits_hold;
+            ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
+                a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
+                keys_rights_and_ranges a_bad_local_key_completes a_message_longer_than_its_receive
+                flushes_in_order a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
+                notifications_come_when_armed events_wait_for_further_completions
+                completions_with_their_times the_send_queue_drains mixed_traffic many_connections
+                long_messages empty_messages;
+            cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason no_peer_listens
+                a_disconnect_reaches_both_sides both_disconnect_at_once
+                destroying_an_identifier_ends_its_connection calls_out_of_turn_are_refused
+                ports_are_shared_as_their_owners_say wildcards_stand_for_the_address
+                a_listener_without_an_address_gets_a_port options_are_set_in_time
+                a_full_backlog_makes_requests_wait
+                destroying_a_listener_refuses_what_waits connections_come_and_go
+                only_a_connection_has_a_timewait data_before_the_confirmation_establishes;
+            memory: regions_of_foreign_memory_at_other_addresses a_region_is_registered_anew
+                null_regions_and_prefetching windows_of_type_1 windows_of_type_2
+                a_bind_against_the_rules_completes;
+            transfers: a_command_registers_transfers_and_invalidates
+                a_region_put_back_alive_is_replaced;
+            streams: what_iwarp_does_not_have_is_refused a_send_without_a_receive_ends_the_connection
+                what_is_written_with_a_wrong_key_ends_the_connection
+                an_error_here_ends_the_connection_there;
+        }
+    };
+}
+
+/// As [`provider_suite`], for devices for iWARP.
+#[macro_export]
+macro_rules! stream_suite {
+    ($world:expr) => {
+        $crate::stream_names! { suite_tests, ($world) }
     };
 }
 

@@ -7,7 +7,7 @@ use riser_transport::verbs::{
 
 use riser_transport::verbs::Verbs as _;
 
-use crate::suite::world::{End, World, connected, pattern};
+use crate::suite::world::{End, World, connected, ended, pattern};
 
 /// Requests that move 70 kB from 100 bytes into the local data: the offset in the remote region,
 /// and the local pieces. The local data are 33,333 bytes from 0, then those from 50,000 on.
@@ -154,6 +154,7 @@ pub(crate) fn a_region_put_back_alive_is_replaced<W: World>(mut w: W) {
     };
     b.send(w, 1, SendOp::Read(from), 0, 8);
     assert_eq!(b.completion(w).status, WcStatus::RemAccessErr);
+    ended(w);
     // A local invalidation does as well as a remote one.
     let (a, _b) =
         crate::suite::world::connect_on(w, 5001, &Default::default(), &Default::default());

@@ -40,6 +40,23 @@ pub(crate) trait World {
         self.is_rdma_core(end) && self.provider(end).device_attr().name.starts_with("rxe")
     }
 
+    /// Whether a device is one for iWARP, which has no SENDs with immediate data and completes SENDs
+    /// and WRITEs before the peer has seen them.
+    fn is_iwarp(&mut self, end: End) -> bool {
+        let attr = self.provider(end).device_attr();
+        attr.provider == "iwarp" || attr.name.starts_with("siw")
+    }
+
+    /// Whether a device is Linux's for iWARP, by rdma-core.
+    fn is_siw(&mut self, end: End) -> bool {
+        self.is_rdma_core(end) && self.is_iwarp(end)
+    }
+
+    /// Whether both ends know immediate data and atomics: not Linux's device for iWARP.
+    fn has_immediate_data(&mut self) -> bool {
+        ![End::A, End::B].into_iter().any(|end| self.is_siw(end))
+    }
+
     /// The next event of the RDMA CM at a device.
     fn poll_cm_event(&mut self, end: End) -> Option<CmEvent> {
         self.provider(end).poll_cm_event()
@@ -220,6 +237,19 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
 /// The next event of the RDMA CM.
 pub(crate) fn cm_event<W: World>(w: &mut W, end: End) -> CmEvent {
     w.until("an event of the RDMA CM", |w| w.poll_cm_event(end))
+}
+
+/// Takes the events of a connection that an error has ended, as errors do with iWARP.
+pub(crate) fn ended<W: World>(w: &mut W) {
+    if w.is_iwarp(End::A) {
+        for end in [End::A, End::B] {
+            assert_eq!(cm_event(w, end).kind, CmEventKind::Disconnected);
+            // Kernels have no second event for iWARP.
+            if !w.is_rdma_core(end) {
+                assert_eq!(cm_event(w, end).kind, CmEventKind::TimewaitExit);
+            }
+        }
+    }
 }
 
 /// A listener at a device.

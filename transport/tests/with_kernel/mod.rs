@@ -8,6 +8,7 @@ use std::os::fd::AsFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use riser_transport::iwarp::{Iwarp, IwarpConfig};
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
@@ -17,6 +18,9 @@ use crate::suite::world::{End, World};
 
 /// A device, and how it was named.
 struct Named {
+    /// A device for iWARP opens its sockets as it needs them, so its calls are made in its network
+    /// namespace.
+    namespace: Option<File>,
     provider: Option<Box<dyn Provider + Send>>,
     addr: IpAddr,
     name: String,
@@ -26,6 +30,8 @@ struct Named {
 pub(crate) struct Devices {
     a: Named,
     b: Named,
+    /// The network namespace of the tests.
+    home: Option<File>,
 }
 
 impl Devices {
@@ -33,7 +39,7 @@ impl Devices {
         let mut names = spec.split_whitespace();
         let mut next = || Named::open(names.next().expect("RISER_SUITE names two devices"));
         let (a, b) = (next(), next());
-        Self { a, b }
+        Self { a, b, home: None }
     }
 
     fn named(&mut self, end: End) -> &mut Named {
@@ -41,6 +47,26 @@ impl Devices {
             End::A => &mut self.a,
             End::B => &mut self.b,
         }
+    }
+
+    /// Enters the network namespace of a device, if either is in one of its own.
+    fn enter(&mut self, end: End) {
+        if [&self.a, &self.b]
+            .iter()
+            .all(|named| named.namespace.is_none())
+        {
+            return;
+        }
+        let home = self
+            .home
+            .get_or_insert_with(|| File::open("/proc/thread-self/ns/net").expect("a namespace"));
+        let own = match end {
+            End::A => self.a.namespace.as_ref(),
+            End::B => self.b.namespace.as_ref(),
+        };
+        let to = own.unwrap_or(home);
+        move_into_link_name_space(to.as_fd(), Some(LinkNameSpaceType::Network))
+            .expect("entering a network namespace");
     }
 
     /// Closes a device, as the end of its process would.
@@ -56,6 +82,16 @@ impl Devices {
     }
 }
 
+/// The next test begins in the network namespace of the tests.
+impl Drop for Devices {
+    fn drop(&mut self) {
+        if let Some(home) = &self.home {
+            move_into_link_name_space(home.as_fd(), Some(LinkNameSpaceType::Network))
+                .expect("entering a network namespace");
+        }
+    }
+}
+
 impl Named {
     fn open(name: &str) -> Self {
         let (kind, at) = name.split_once(':').expect("PROVIDER:ADDRESS");
@@ -68,6 +104,9 @@ impl Named {
             .map(|addr| addr.parse().expect("an address"));
         let addrs: Vec<IpAddr> = addrs.collect();
         let addr = addrs[0];
+        let file = |path: &str| File::open(path).expect("a network namespace");
+        let home = namespace.as_ref().filter(|_| kind == "iwarp");
+        let home = home.map(|namespace| file(&format!("/run/netns/{namespace}")));
         let kind = kind.to_owned();
         // A thread that enters a namespace stays there, so one is made for the purpose.
         let opening = thread::spawn(move || {
@@ -80,6 +119,7 @@ impl Named {
             open(&kind, &addrs)
         });
         Self {
+            namespace: home,
             provider: Some(opening.join().expect("a device")),
             addr,
             name: name.to_owned(),
@@ -97,6 +137,7 @@ fn open(kind: &str, addrs: &[IpAddr]) -> Box<dyn Provider + Send> {
             };
             Box::new(Roce::open(&config).expect("a RoCE device"))
         }
+        "iwarp" => Box::new(Iwarp::open(IwarpConfig::new(addr)).expect("an iWARP device")),
         "rdma_core" => Box::new(RdmaCoreDevice::open(addr).expect("an RDMA device")),
         _ => panic!("no provider {kind}"),
     }
@@ -106,6 +147,7 @@ impl World for Devices {
     type P = dyn Provider + Send;
 
     fn provider(&mut self, end: End) -> &mut Self::P {
+        self.enter(end);
         let device = self.named(end).provider.as_mut();
         device.expect("an open device").as_mut()
     }

@@ -81,6 +81,7 @@ const fn unit(
 
 const RC: (&str, &str) = ("riser-transport", "transport/src/rc/tests");
 const UC: (&str, &str) = ("riser-transport", "transport/src/uc");
+const RDMAP: (&str, &str) = ("riser-transport", "transport/src/rdmap");
 const CM: (&str, &str) = ("riser-transport", "transport/src/cm/tests");
 const IWPM: (&str, &str) = ("riser-fabric", "fabric/src/iwpm");
 const ADMINISTRATION: (&str, &str) = ("riser-fabric", "fabric/src/sa/administrator");
@@ -111,6 +112,12 @@ pub(super) const TARGETS: &[Target] = &[
         "RC queue pair: packets, requests, time",
     ),
     unit(UC, "uc::tests::", "uc_queue_pair", "UC queue pair: packets"),
+    unit(
+        RDMAP,
+        "rdmap::tests::",
+        "rdmap_stream",
+        "iWARP: a stream, requests and replies of MPA",
+    ),
     unit(
         CM,
         "cm::tests::hostile::",

@@ -10,6 +10,11 @@ const HAS_DDP: u8 = 0x40;
 /// The segment has its RDMAP header in the message: that of an RDMA READ request.
 const HAS_RDMAP: u8 = 0x20;
 
+/// Bits behind the flags.
+const RESERVED: u8 = 0x1f;
+/// The flags in the order of a little-endian host.
+const SWAPPED: u8 = 0x07;
+
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $layer:literal $etype:literal $code:literal;)*) => {
         /// Reason why a connection ends (RFC 5040 4.8, RFC 5041 8.2, RFC 5044 8, RFC 6581 10).
@@ -154,7 +159,13 @@ impl Terminate {
     /// and missing are left out.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
-        let control: [u8; 4] = bytes.get(..4).map(|bytes| at(bytes, 0))?;
+        let mut control: [u8; 4] = bytes.get(..4).map(|bytes| at(bytes, 0))?;
+        // Linux's `siw` (6.12) has layer and type, and the flags, in the order of a little-endian
+        // host. What it takes for flags are bits that are reserved.
+        if control[2] & !RESERVED == 0 && control[2] & SWAPPED != 0 {
+            control[0] = control[0].rotate_left(4);
+            control[2] = control[2].reverse_bits();
+        }
         let reason = Reason::of(control[0] >> 4, control[0] & 0xf, control[1]);
         let has = |flag: u8| control[2] & flag != 0;
         let segment = bytes
@@ -216,6 +227,14 @@ mod tests {
         assert_eq!(Terminate::parse(b"\x20\x02\0"), None);
         let plain = Terminate::parse(b"\x20\x02\0\0").unwrap();
         assert_eq!(plain, Terminate::new(Reason::Crc));
+        // What `siw` sends about an RDMA READ with a wrong key.
+        let mut siw = b"\x10\0\x07\0\0\x2e\x41\x41\0\0\0\0\0\0\0\x01\0\0\0\x08\0\0\0\0".to_vec();
+        siw.resize(6 + 46, 0);
+        let parsed = Terminate::parse(&siw).unwrap();
+        assert_eq!(
+            (parsed.reason, parsed.request()),
+            (Reason::RdmapInvalidStag, Some(8))
+        );
         let strange = Terminate::parse(b"\xf5\xaa\xe0\0\0\x05\xff").unwrap();
         assert_eq!(strange, Terminate::new(Reason::Other(15, 5, 0xaa)));
         assert_eq!(strange.reason.codes(), (15, 5, 0xaa));

@@ -149,6 +149,7 @@ fn put(mad: &mut Mad, data: usize, len: usize, attribute: &[u8]) {
 impl Nic {
     /// See [`Verbs::local_mad`](crate::verbs::Verbs::local_mad).
     pub fn local_mad(&mut self, port: u8, mad: &Mad) -> Result<Option<Mad>, VerbsError> {
+        self.config.check_packets("local management datagrams")?;
         check_port(port)?;
         Ok(self.process_mad(mad, true))
     }

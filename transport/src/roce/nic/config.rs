@@ -9,8 +9,9 @@ use fnv::FnvHasher;
 
 use super::rate::{MAX_RATE, MIN_RATE};
 use crate::rc::RcCounters;
+use crate::rdmap::RdmapCounters;
 use crate::uc::UcCounters;
-use crate::verbs::{DeviceAttr, Mtu};
+use crate::verbs::{DeviceAttr, Mtu, VerbsError};
 
 /// Limits of a device's tables and queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,6 +91,9 @@ pub enum Wire {
     /// Memory of this host. Packets need no ICRC. A peer is named by the link that it is reached
     /// over; its messages do not have that name, since each end has its own for a link.
     Links,
+    /// A stream of bytes for each queue pair, which is a reliable connection of iWARP. There are no
+    /// packets, and no other queue pairs.
+    Streams,
 }
 
 /// Configuration of a device.
@@ -154,6 +158,17 @@ impl NicConfig {
         self.wire == Wire::Network
     }
 
+    /// Whether the device has the services of packets: all but reliable connections.
+    ///
+    /// # Errors
+    /// [`VerbsError::Unsupported`] by this name.
+    pub(super) fn check_packets(&self, what: &'static str) -> Result<(), VerbsError> {
+        match self.wire {
+            Wire::Network | Wire::Links => Ok(()),
+            Wire::Streams => Err(VerbsError::Unsupported(what)),
+        }
+    }
+
     pub(super) fn device_attr(&self) -> DeviceAttr {
         let l = &self.limits;
         DeviceAttr {
@@ -182,11 +197,23 @@ impl NicConfig {
             max_srq_wr: l.max_srq_wr,
             max_qp_rd_atom: l.max_qp_rd_atom,
             max_qp_init_rd_atom: l.max_qp_init_rd_atom,
-            max_ah: l.max_ah,
+            max_ah: if self.wire == Wire::Streams {
+                0
+            } else {
+                l.max_ah
+            },
             max_mcast_grp: if self.has_icrc() { l.max_mcast_grp } else { 0 },
             max_mcast_qp_attach: l.max_mcast_qp_attach,
-            min_rate_kbps: MIN_RATE,
-            max_rate_kbps: MAX_RATE,
+            min_rate_kbps: if self.wire == Wire::Streams {
+                0
+            } else {
+                MIN_RATE
+            },
+            max_rate_kbps: if self.wire == Wire::Streams {
+                0
+            } else {
+                MAX_RATE
+            },
             ports: 1,
             path_migration: self.wire == Wire::Network,
         }
@@ -264,6 +291,8 @@ pub struct QpCounters {
     pub rc: RcCounters,
     /// Counters of an unreliable connection; zero on other queue pairs.
     pub uc: UcCounters,
+    /// Counters of a connection over a stream; zero on other queue pairs.
+    pub rdmap: RdmapCounters,
     /// Packets for it that came from a wrong address.
     pub wrong_source: u64,
     /// Datagrams that were lost at the queue pair.

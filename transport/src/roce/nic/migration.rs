@@ -106,7 +106,7 @@ impl Qp {
             Machine::Uc(uc) => {
                 !matches!(uc.state(), QpState::Reset | QpState::Init | QpState::Error)
             }
-            Machine::Ud(_) => false,
+            Machine::Ud(_) | Machine::Stream(_) => false,
         };
         let is_guessed = |alternate: &Alternate| alternate.guesses >= MAX_GUESSES;
         let is_known = is_known
@@ -126,7 +126,8 @@ impl Qp {
             Machine::Rc(_) => Service::Rc,
             Machine::Xrc(_) => Service::Xrc,
             Machine::Uc(_) => Service::Uc,
-            Machine::Ud(_) => Service::Ud,
+            // It has no packets, and no path to migrate to.
+            Machine::Ud(_) | Machine::Stream(_) => Service::Ud,
         }
     }
 

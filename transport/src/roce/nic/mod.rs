@@ -24,6 +24,7 @@
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
 //! | `rate` | rate limits of queue pairs |
+//! | `stream` | connections over streams, whose owner moves the bytes |
 //! | [`rdma_cm`] | the RDMA CM's calls and its messages |
 //!
 //! # Invariants
@@ -59,6 +60,7 @@ mod qpn;
 mod rate;
 pub mod rdma_cm;
 mod rx;
+mod stream;
 #[cfg(test)]
 mod tests;
 mod tx;
@@ -76,6 +78,7 @@ use riser_memory::fault;
 use crate::cm::CmConfig;
 use crate::mr::MrTable;
 use crate::rc::{RcCounters, RcEvent, RcQp, RecvQueue, TxPacket};
+use crate::rdmap::RdmapQp;
 use crate::roce::batch::TxBatch;
 use crate::roce::cq::Cq;
 use crate::roce::srq::Srq;
@@ -133,6 +136,8 @@ enum Machine {
     Xrc(Box<RcQp>),
     Uc(Box<UcQp>),
     Ud(Box<UdQp>),
+    /// A connection over a stream.
+    Stream(Box<RdmapQp>),
 }
 
 /// Path of a connected queue pair's packets.
@@ -205,6 +210,7 @@ impl Qp {
             Machine::Rc(rc) | Machine::Xrc(rc) => rc.state(),
             Machine::Uc(uc) => uc.state(),
             Machine::Ud(ud) => ud.state(),
+            Machine::Stream(stream) => stream.state(),
         }
     }
 }

@@ -433,6 +433,7 @@ impl Nic {
     }
 
     pub fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
+        self.config.check_packets("address handles")?;
         self.check_ah(&attr)?;
         self.pds.get(pd)?;
         let id = self.ahs.insert(Ah { pd, attr })?;

@@ -5,8 +5,9 @@ use std::net::IpAddr;
 use chacha20::rand_core::Rng as _;
 
 use super::objects::PORT;
-use super::{Machine, Nic, Peer, Qp, QpCounters};
+use super::{Machine, Nic, Peer, Qp, QpCounters, Wire};
 use crate::rc::{DrainedChange, Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
+use crate::rdmap::{RdmapConfig, RdmapQp};
 use crate::roce::batch::{ECN_MASK, Way};
 use crate::roce::cq::Cq;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
@@ -156,12 +157,18 @@ impl Nic {
         match (init.qp_type, init.xrcd) {
             (QpType::Smi, _) => return Err(VerbsError::Unsupported("queue pair 0")),
             (QpType::RawPacket, _) => return Err(VerbsError::Unsupported("raw packets")),
+            (QpType::XrcTgt, _) if self.config.wire == Wire::Streams => {
+                return Err(VerbsError::Unsupported("queue pairs of this type"));
+            }
             (QpType::XrcTgt, Some(xrcd)) => return self.xrcds.get(xrcd).map(drop),
             (QpType::XrcTgt, None) => {
                 return Err(VerbsError::InvalidParameter("XRC target without a domain"));
             }
             (_, Some(_)) => return Err(VerbsError::WrongQpType("XRC domain")),
             _ => {}
+        }
+        if init.qp_type != QpType::Rc {
+            self.config.check_packets("queue pairs of this type")?;
         }
         self.pds.get(init.pd)?;
         self.cqs.get(init.send_cq)?;
@@ -170,6 +177,16 @@ impl Nic {
     }
 
     fn machine(&mut self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
+        if self.config.wire == Wire::Streams {
+            return Machine::Stream(Box::new(RdmapQp::new(RdmapConfig {
+                qp: id,
+                qp_num: qpn,
+                pd: init.pd,
+                cap,
+                sq_sig_all: init.sq_sig_all,
+                has_srq: init.srq.is_some(),
+            })));
+        }
         let service = match init.qp_type {
             QpType::Rc => Some(Service::Rc),
             QpType::XrcIni | QpType::XrcTgt => Some(Service::Xrc),
@@ -259,6 +276,7 @@ impl Nic {
             Machine::Rc(rc) | Machine::Xrc(rc) => counters.rc = *rc.counters(),
             Machine::Uc(uc) => counters.uc = *uc.counters(),
             Machine::Ud(ud) => counters.dropped_datagrams = ud.dropped,
+            Machine::Stream(stream) => counters.rdmap = *stream.counters(),
         }
         Ok(counters)
     }
@@ -282,6 +300,11 @@ impl Nic {
         // fails has done nothing.
         let from = qp.state();
         let to = plan_modify(qp.qp_type, from, attr)?;
+        // A stream comes with its connection.
+        if to == QpState::Rtr {
+            self.config
+                .check_packets("connections without the connection manager")?;
+        }
         self.check_values(attr)?;
         if from == QpState::Sqd && to == QpState::Sqd {
             check_sqd(attr, qp.machine.is_draining())?;
@@ -485,6 +508,12 @@ impl Nic {
                     env.rq.clear();
                 }
             }
+            Machine::Stream(stream) => {
+                move_stream(stream, from, to, attr, &mut env);
+                if to == QpState::Reset && !has_srq {
+                    env.rq.clear();
+                }
+            }
             Machine::Ud(ud) => {
                 if let Some(qkey) = attr.qkey {
                     ud.set_qkey(qkey);
@@ -511,6 +540,7 @@ impl Nic {
             Machine::Rc(rc) | Machine::Xrc(rc) => rc.to_error(&mut env),
             Machine::Uc(uc) => uc.to_error(&mut env),
             Machine::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
+            Machine::Stream(stream) => stream.to_error(&mut env),
         }
         self.settle(id);
     }
@@ -525,6 +555,10 @@ impl Nic {
         self.mrs.unbind_all(id);
         if let Machine::Rc(rc) | Machine::Xrc(rc) = &qp.machine {
             super::config::add_rc(&mut self.past, rc.counters());
+        }
+        if matches!(qp.machine, Machine::Stream(_)) {
+            // By this its owner learns that the stream is to be closed.
+            self.ready.push_back(id);
         }
         if self.gsi == Some(id) {
             self.gsi = None;
@@ -560,6 +594,7 @@ impl Nic {
             Machine::Rc(rc) => rc.post_send(wrs, &mut env),
             Machine::Xrc(rc) => post_xrc(rc, qp.qp_type, wrs, &mut env),
             Machine::Uc(uc) => uc.post_send(wrs, &mut env),
+            Machine::Stream(stream) => stream.post_send(wrs, &mut env),
             Machine::Ud(ud) => {
                 let ahs = &self.ahs;
                 let pd = qp.pd;
@@ -589,6 +624,7 @@ impl Nic {
             Ok(Machine::Rc(rc) | Machine::Xrc(rc)) => rc.unpost_send(count),
             Ok(Machine::Uc(uc)) => uc.unpost_send(count),
             Ok(Machine::Ud(ud)) => ud.unpost_send(count),
+            Ok(Machine::Stream(stream)) => stream.unpost_send(count),
             Err(_) => {}
         }
     }
@@ -605,6 +641,7 @@ impl Nic {
             // Receives are posted to the shared queues.
             Machine::Xrc(_) => Err(refuse(PostReason::InvalidOpcode)),
             Machine::Uc(uc) => uc.post_recv(wrs, &mut env),
+            Machine::Stream(stream) => stream.post_recv(wrs, &mut env),
             Machine::Ud(_) if state == QpState::Reset => {
                 Err(refuse(PostReason::InvalidState(state)))
             }
@@ -672,6 +709,7 @@ impl Machine {
         match self {
             Self::Rc(rc) | Self::Xrc(rc) => rc.is_draining(),
             Self::Uc(uc) => uc.is_draining(),
+            Self::Stream(stream) => stream.is_draining(),
             // A datagram that has begun has also ended.
             Self::Ud(_) => false,
         }
@@ -682,7 +720,8 @@ impl Machine {
         match self {
             Self::Rc(rc) | Self::Xrc(rc) => rc.set_max_inflight(bytes),
             Self::Uc(uc) => uc.set_max_burst(bytes),
-            Self::Ud(_) => {}
+            // A stream is paced by its transport.
+            Self::Ud(_) | Self::Stream(_) => {}
         }
     }
 }
@@ -743,6 +782,23 @@ fn move_uc(
     }
     if matches!(to, QpState::Rts | QpState::Sqd) && attr.access.is_some() {
         uc.set_access(access);
+    }
+}
+
+/// Moves a connection over a stream, as [`move_rc`].
+fn move_stream(stream: &mut RdmapQp, from: QpState, to: QpState, attr: &QpAttr, env: &mut Env<'_>) {
+    match (from, to) {
+        (_, QpState::Reset) => stream.to_reset(),
+        (_, QpState::Error) => stream.to_error(env),
+        (_, QpState::Init) => stream.to_init(),
+        (QpState::Rts, QpState::Sqd) => stream.to_sqd(env),
+        (QpState::Sqd, QpState::Rts) => stream.resume(),
+        _ => {}
+    }
+    if let Some(access) = attr.access
+        && matches!(to, QpState::Rts | QpState::Sqd)
+    {
+        stream.set_access(access & Access::REMOTE);
     }
 }
 

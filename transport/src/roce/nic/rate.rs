@@ -101,6 +101,7 @@ impl Qp {
 impl Nic {
     pub fn modify_qp_rate_limit(&mut self, id: QpId, limit: RateLimit) -> Result<(), VerbsError> {
         let now = self.now;
+        self.config.check_packets("rate limits")?;
         let qp = self.qps.get_mut(id)?;
         if qp.qp_type == QpType::Gsi {
             return Err(VerbsError::WrongQpType("rate limit"));

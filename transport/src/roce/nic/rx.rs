@@ -357,8 +357,8 @@ impl Nic {
                     is_first: qp.awaits_first_packet && rc.has_received(),
                 }
             }
-            // Its packets have a service of their own.
-            Machine::Xrc(_) => return None,
+            // Packets of these have a service of their own, or there are none.
+            Machine::Xrc(_) | Machine::Stream(_) => return None,
             Machine::Uc(uc) => {
                 uc.handle_packet(packet, &mut env);
                 Taken {
@@ -399,6 +399,7 @@ impl Nic {
             (Machine::Uc(_), peer) => (Service::Uc, peer.as_ref().is_some_and(is_peer)),
             (Machine::Xrc(_), peer) => (Service::Xrc, peer.as_ref().is_some_and(is_peer)),
             (Machine::Ud(_), _) => (Service::Ud, true),
+            (Machine::Stream(_), _) => return false,
         };
         is_peer && packet.op.service == service
     }

@@ -33,7 +33,7 @@ impl Qp {
         let machine = match &self.machine {
             Machine::Rc(rc) | Machine::Xrc(rc) => rc.poll_timeout(),
             Machine::Uc(uc) => uc.poll_timeout(),
-            Machine::Ud(_) => None,
+            Machine::Ud(_) | Machine::Stream(_) => None,
         };
         let release = self.limiter.as_deref().and_then(Limiter::release);
         [machine, release].into_iter().flatten().min()
@@ -383,7 +383,7 @@ impl Nic {
                 match &mut qp.machine {
                     Machine::Rc(_) | Machine::Xrc(_) => self.fire_rc_timer(id),
                     Machine::Uc(uc) => uc.handle_timeout(now),
-                    Machine::Ud(_) => {}
+                    Machine::Ud(_) | Machine::Stream(_) => {}
                 }
                 fired += 1;
                 self.settle(id);

@@ -21,6 +21,7 @@ use crate::wire::Packet;
 )]
 impl Nic {
     pub fn open_xrcd(&mut self) -> Result<XrcdId, VerbsError> {
+        self.config.check_packets("XRC domains")?;
         self.xrcds.insert(Xrcd::default())
     }
 

@@ -61,7 +61,7 @@ use std::time::Duration;
 
 pub use self::calls::port_space;
 use self::options::Options;
-use self::state::IdState;
+pub(crate) use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;
 use crate::verbs::{AltPath, CmEvent, CmId, ConnParam, PortSpace, QpId, QpType};

@@ -25,7 +25,7 @@ use riser_state::State;
 ///                       └───────────────────┴──▶ Closed ◀─────┘
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum IdState {
+pub(crate) enum IdState {
     /// Created, and not used yet.
     Idle,
     /// Has a local address.

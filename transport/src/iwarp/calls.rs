@@ -1,0 +1,468 @@
+//! The calls of the RDMA CM.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use riser_state::become_state;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::Iwarp;
+use super::conn::{Conn, ConnState};
+use super::id::Id;
+use crate::rdmap::setup;
+use crate::rdmap::wire::start::StartFrame;
+use crate::roce::nic::rdma_cm::IdState;
+use crate::verbs::{
+    Access, AltPath, CmError, CmEvent, CmEventKind, CmId, CmOption, ConnParam, PortSpace, QpAttr,
+    QpId, QpInitAttr, QpState, QpType, RdmaCm, VerbsError,
+};
+use crate::wire::is_link_local;
+
+/// Attributes of a queue pair that a connection may use. What a peer may do with a region, the region
+/// says; the connection forbids nothing.
+fn to_init() -> QpAttr {
+    QpAttr {
+        state: Some(QpState::Init),
+        pkey_index: Some(0),
+        port: Some(1),
+        access: Some(Access::REMOTE),
+        ..QpAttr::default()
+    }
+}
+
+/// A TCP socket of a family.
+fn new_socket(ip: IpAddr) -> io::Result<Socket> {
+    let domain = match ip {
+        IpAddr::V4(_) => Domain::IPV4,
+        IpAddr::V6(_) => Domain::IPV6,
+    };
+    let socket = Socket::new(domain, Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
+    // Connections of before, in TIME_WAIT, do not keep a port.
+    socket.set_reuse_address(true)?;
+    Ok(socket)
+}
+
+/// The error of a socket call.
+fn refused(e: &io::Error) -> CmError {
+    match e.kind() {
+        io::ErrorKind::AddrInUse => CmError::AddressInUse,
+        io::ErrorKind::AddrNotAvailable => CmError::AddressNotAvailable,
+        _ => VerbsError::Os(e.raw_os_error().unwrap_or(libc::EIO)).into(),
+    }
+}
+
+fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
+    match data.len() {
+        len if len > max => Err(CmError::PrivateDataTooLong { len, max }),
+        _ => Ok(()),
+    }
+}
+
+impl Iwarp {
+    fn id_mut(&mut self, id: CmId, call: &'static str) -> Result<&mut Id, CmError> {
+        self.ids
+            .get_mut(id)
+            .map_err(|_| CmError::InvalidState(call))
+    }
+
+    /// Gives an identifier its socket, local address and port.
+    fn bind(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
+        let own = self.config.addr;
+        let ip = addr.ip().to_canonical();
+        let entry = self.id_mut(id, "bind_addr")?;
+        // As with the software NIC: the unspecified address stands for the device's.
+        let takes = ip.is_ipv4() == own.is_ipv4() || ip.is_ipv6() && !entry.is_family_only(ip);
+        if ip != own && !(ip.is_unspecified() && takes) {
+            return Err(CmError::AddressNotAvailable);
+        }
+        if addr.port() != 0 {
+            let shares = entry.reuse;
+            self.check_port(id, addr.port(), ip, shares)?;
+        }
+        let socket = new_socket(own).map_err(|e| refused(&e))?;
+        if self.config.shares_ports {
+            socket.set_reuse_port(true).map_err(|e| refused(&e))?;
+        }
+        let at = SocketAddr::new(own, addr.port());
+        socket.bind(&at.into()).map_err(|e| refused(&e))?;
+        let local = socket.local_addr().ok().and_then(|at| at.as_socket());
+        let entry = self.id_mut(id, "bind_addr")?;
+        entry.bound = Some(ip);
+        entry.local = Some(local.unwrap_or(at));
+        entry.socket = Some(socket);
+        Ok(())
+    }
+
+    /// Checks that an identifier may own a port beside those of the device that do. The kernel checks
+    /// those of others.
+    fn check_port(&self, id: CmId, port: u16, ip: IpAddr, shares: bool) -> Result<(), CmError> {
+        for (owner, entry) in self.ids.iter() {
+            let is_there = entry.local.is_some_and(|at| at.port() == port);
+            let Some(theirs) = entry.bound.filter(|_| is_there && owner != id) else {
+                continue;
+            };
+            if shares && entry.reuse {
+                continue;
+            }
+            if ip.is_unspecified() || theirs.is_unspecified() {
+                return Err(CmError::AddressNotAvailable);
+            }
+            return Err(CmError::AddressInUse);
+        }
+        Ok(())
+    }
+
+    /// Destroys all identifiers, for a process that ends.
+    pub fn destroy_ids(&mut self) {
+        let all: Vec<CmId> = self.ids.iter().map(|(id, _)| id).collect();
+        for id in all {
+            // A request that nothing has seen goes with its listener.
+            let _ = self.destroy_id(id);
+        }
+    }
+}
+
+impl RdmaCm for Iwarp {
+    fn create_id_for(&mut self, space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
+        if qp_type != QpType::Rc {
+            return Err(VerbsError::Unsupported("connections of this type").into());
+        }
+        if !matches!(space, PortSpace::Tcp | PortSpace::IbIp) {
+            return Err(VerbsError::Unsupported("port space").into());
+        }
+        self.ids.insert(Id::new()).map_err(|_| CmError::TooManyIds)
+    }
+
+    fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
+        self.id_mut(id, "set_option")?.set(option)
+    }
+
+    fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
+        if self.id_mut(id, "bind_addr")?.state != IdState::Idle {
+            return Err(CmError::InvalidState("bind_addr"));
+        }
+        self.bind(id, addr)?;
+        become_state(&mut self.id_mut(id, "bind_addr")?.state, IdState::Bound);
+        Ok(())
+    }
+
+    fn resolve_addr(
+        &mut self,
+        id: CmId,
+        src: Option<SocketAddr>,
+        dst: SocketAddr,
+        _timeout: Duration,
+    ) -> Result<(), CmError> {
+        let own = self.config.addr;
+        let entry = self.id_mut(id, "resolve_addr")?;
+        if !matches!(entry.state, IdState::Idle | IdState::Bound) {
+            return Err(CmError::InvalidState("resolve_addr"));
+        }
+        let is_bound = entry.local.is_some();
+        let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
+        let ip = dst.ip();
+        let names_no_host =
+            ip.is_ipv4() != own.is_ipv4() || ip.is_unspecified() || ip.is_multicast();
+        // Errors come as an event, as librdmacm reports what it finds on the way.
+        let outcome = match (is_link_local(ip), names_no_host, is_bound) {
+            (true, ..) => Err(CmError::LinkLocal),
+            (_, true, _) => Err(CmError::Unreachable),
+            (.., true) => Ok(()),
+            (.., false) => self.bind(id, src.unwrap_or(SocketAddr::new(own, 0))),
+        };
+        let kind = match outcome {
+            Ok(()) => {
+                let entry = self.id_mut(id, "resolve_addr")?;
+                entry.peer = Some(dst);
+                become_state(&mut entry.state, IdState::AddrResolved);
+                CmEventKind::AddrResolved
+            }
+            Err(e) => CmEventKind::AddrError(e),
+        };
+        self.report(id, kind);
+        Ok(())
+    }
+
+    fn resolve_route(&mut self, id: CmId, _timeout: Duration) -> Result<(), CmError> {
+        let entry = self.id_mut(id, "resolve_route")?;
+        if entry.state != IdState::AddrResolved {
+            return Err(CmError::InvalidState("resolve_route"));
+        }
+        become_state(&mut entry.state, IdState::RouteResolved);
+        self.report(id, CmEventKind::RouteResolved);
+        Ok(())
+    }
+
+    fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
+        let qp = self.id_mut(id, "create_cm_qp")?.qp;
+        let has_qp = qp.is_some_and(|qp| self.nic.qp_num(qp).is_ok());
+        let entry = self.id_mut(id, "create_cm_qp")?;
+        let has_device = matches!(
+            entry.state,
+            IdState::Bound | IdState::AddrResolved | IdState::RouteResolved | IdState::Requested
+        );
+        if !has_device || has_qp {
+            return Err(CmError::InvalidState("create_cm_qp"));
+        }
+        if init.qp_type != QpType::Rc {
+            return Err(VerbsError::WrongQpType("connection identifier").into());
+        }
+        let qp = self.nic.create_qp(init)?;
+        if let Err(e) = self.nic.modify_qp(qp, &to_init()) {
+            // It was created by the line above, so it can be destroyed.
+            let _ = self.nic.destroy_qp(qp);
+            return Err(e.into());
+        }
+        self.id_mut(id, "create_cm_qp")?.qp = Some(qp);
+        Ok(qp)
+    }
+
+    fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
+        self.tick();
+        match self.id_mut(id, "listen")?.state {
+            IdState::Bound => {}
+            IdState::Idle => {
+                let any: IpAddr = match self.config.addr {
+                    IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+                    IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+                };
+                self.bind_addr(id, SocketAddr::new(any, 0))?;
+            }
+            _ => return Err(CmError::InvalidState("listen")),
+        }
+        let entry = self.id_mut(id, "listen")?;
+        let (port, ip) = (entry.local.map_or(0, |at| at.port()), entry.bound);
+        if let Some(ip) = ip {
+            self.check_port(id, port, ip, false)?;
+        }
+        let entry = self.id_mut(id, "listen")?;
+        let socket = entry
+            .socket
+            .as_ref()
+            .ok_or(CmError::InvalidState("listen"))?;
+        // More wait in the kernel than their owner takes at once: they are not refused.
+        socket.listen(1024).map_err(|e| refused(&e))?;
+        entry.backlog = backlog.max(1) as usize;
+        entry.reuse = false;
+        become_state(&mut entry.state, IdState::Listening);
+        self.attend_listener(id).map_err(|e| refused(&e))
+    }
+
+    fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        self.tick();
+        let entry = self.id_mut(id, "connect")?;
+        let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
+            return Err(CmError::InvalidState("connect"));
+        };
+        if entry.state != IdState::RouteResolved {
+            return Err(CmError::InvalidState("connect"));
+        }
+        let qp = entry
+            .qp
+            .ok_or(CmError::InvalidState("a connection without a queue pair"))?;
+        let wishes = self.wishes(param.responder_resources, param.initiator_depth);
+        let request = setup::request(&wishes, Vec::new());
+        let room = StartFrame::room(request.enhanced.is_some());
+        check_len(&param.private_data, room)?;
+        let request = setup::request(&wishes, param.private_data.clone());
+        let entry = self.id_mut(id, "connect")?;
+        let socket = entry
+            .socket
+            .take()
+            .ok_or(CmError::InvalidState("connect"))?;
+        let started = entry
+            .configure(&socket, peer)
+            .and_then(|()| socket.set_tcp_nodelay(true))
+            .and_then(|()| match socket.connect(&peer.into()) {
+                Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok(()),
+                other => other,
+            });
+        entry.param = Some(param.clone());
+        become_state(&mut entry.state, IdState::Connecting);
+        let mut conn = Conn::new(socket, ConnState::Connecting, local, peer);
+        (conn.id, conn.qp, conn.request) = (Some(id), Some(qp), Some(request));
+        let token = self.add_conn(conn);
+        self.id_mut(id, "connect")?.conn = Some(token);
+        self.by_qp.insert(qp, token);
+        if let Err(e) = started {
+            self.lose_conn(token, Some(&e));
+        }
+        Ok(())
+    }
+
+    fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError> {
+        let entry = self.ids.get(id);
+        let entry = entry.map_err(|_| CmError::InvalidState("init_qp_attr"))?;
+        match state {
+            QpState::Init if entry.local.is_some() => Ok(to_init()),
+            QpState::Init => Err(CmError::InvalidState("init_qp_attr")),
+            QpState::Rtr | QpState::Rts => {
+                Err(VerbsError::Unsupported("connections without the connection manager").into())
+            }
+            _ => Err(VerbsError::InvalidParameter("queue pair state").into()),
+        }
+    }
+
+    fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        self.tick();
+        let entry = self.id_mut(id, "accept")?;
+        let (IdState::Requested, Some(token)) = (entry.state, entry.conn) else {
+            return Err(CmError::InvalidState("accept"));
+        };
+        let qp = entry
+            .qp
+            .ok_or(CmError::InvalidState("a connection without a queue pair"))?;
+        let wishes = self.wishes(param.responder_resources, param.initiator_depth);
+        let conn = self.conns.get(&token);
+        let request = conn
+            .and_then(|conn| conn.request.clone())
+            .ok_or(CmError::InvalidState("accept"))?;
+        let room = StartFrame::room(request.enhanced.is_some());
+        check_len(&param.private_data, room)?;
+        let (reply, agreed) = setup::reply(&request, &wishes, param.private_data.clone())
+            // Requests of other revisions are refused when they come.
+            .map_err(|_| CmError::InvalidState("accept"))?;
+        let establishes = reply.enhanced.is_some_and(|said| said.peer_to_peer);
+        self.answer_request(id, token, qp, &reply, agreed, establishes)
+    }
+
+    fn establish(&mut self, id: CmId) -> Result<(), CmError> {
+        // Queue pairs follow their connection here, so no answer waits for their owner.
+        self.id_mut(id, "establish")?;
+        Err(CmError::InvalidState("establish"))
+    }
+
+    fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        self.tick();
+        let entry = self.id_mut(id, "reject")?;
+        let (IdState::Requested, Some(token)) = (entry.state, entry.conn) else {
+            return Err(CmError::InvalidState("reject"));
+        };
+        let request = self
+            .conns
+            .get(&token)
+            .and_then(|conn| conn.request.as_ref());
+        let is_enhanced = request.is_some_and(|request| request.enhanced.is_some());
+        check_len(private_data, StartFrame::room(is_enhanced))?;
+        self.refuse_request(token, private_data);
+        let entry = self.id_mut(id, "reject")?;
+        become_state(&mut entry.state, IdState::Closed);
+        entry.conn = None;
+        Ok(())
+    }
+
+    fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        // There are neither vendor options nor reasons of refusals.
+        self.reject(id, private_data)
+    }
+
+    fn mra(&mut self, id: CmId) -> Result<(), CmError> {
+        match self.id_mut(id, "mra")?.state {
+            // A peer waits as long as its TCP connection is there.
+            IdState::Requested => Ok(()),
+            _ => Err(CmError::InvalidState("mra")),
+        }
+    }
+
+    fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
+        match self.id_mut(id, "notify_established")?.state {
+            IdState::Accepting => {
+                self.on_established(id, ConnParam::default());
+                Ok(())
+            }
+            _ => Err(CmError::InvalidState("notify_established")),
+        }
+    }
+
+    fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
+        self.tick();
+        let entry = self.id_mut(id, "disconnect")?;
+        match (entry.state, entry.conn) {
+            (IdState::Established, Some(token)) => {
+                become_state(&mut entry.state, IdState::Disconnecting);
+                self.close_conn(token);
+                Ok(())
+            }
+            (IdState::Connecting | IdState::Accepting, Some(token)) => {
+                become_state(&mut entry.state, IdState::Closed);
+                entry.conn = None;
+                self.drop_conn(token);
+                self.report(id, CmEventKind::Disconnected);
+                Ok(())
+            }
+            (IdState::Disconnecting | IdState::Closed, _) => Ok(()),
+            _ => Err(CmError::InvalidState("disconnect")),
+        }
+    }
+
+    fn load_alternate_path(&mut self, id: CmId, _path: &AltPath) -> Result<(), CmError> {
+        self.id_mut(id, "load_alternate_path")?;
+        Err(VerbsError::Unsupported("alternate paths").into())
+    }
+
+    fn join_multicast(
+        &mut self,
+        id: CmId,
+        _group: IpAddr,
+        _send_only: bool,
+    ) -> Result<(), CmError> {
+        self.id_mut(id, "join_multicast")?;
+        Err(VerbsError::Unsupported("multicast groups").into())
+    }
+
+    fn leave_multicast(&mut self, id: CmId, _group: IpAddr) -> Result<(), CmError> {
+        self.id_mut(id, "leave_multicast")?;
+        Err(CmError::AddressNotAvailable)
+    }
+
+    fn destroy_id(&mut self, id: CmId) -> Result<(), CmError> {
+        self.tick();
+        let entry = self.ids.remove(id);
+        let entry = entry.map_err(|_| CmError::InvalidState("destroy_id"))?;
+        if let Some(token) = entry.conn {
+            match entry.state {
+                IdState::Requested => self.refuse_request(token, &[]),
+                IdState::Established => self.close_conn(token),
+                // It ends by itself, for none.
+                IdState::Disconnecting => {}
+                _ => self.drop_conn(token),
+            }
+            if let Some(conn) = self.conns.get_mut(&token) {
+                conn.id = None;
+            }
+        }
+        if let Some(listener) = entry.listener {
+            self.request_answered(listener);
+        }
+        self.forget_listener(id, entry.listening);
+        // Requests that the user has not seen go with their listener.
+        let mut unseen = Vec::new();
+        self.events.retain(|e| {
+            if let CmEventKind::ConnectRequest { listener, .. } = &e.kind
+                && *listener == id
+            {
+                unseen.push(e.id);
+                return false;
+            }
+            e.id != id
+        });
+        for request in unseen {
+            // Each is alive: only this event names it.
+            let _ = self.destroy_id(request);
+        }
+        Ok(())
+    }
+
+    fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
+        self.ids.get(id).ok()?.local
+    }
+
+    fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
+        self.ids.get(id).ok()?.peer
+    }
+
+    fn poll_cm_event(&mut self) -> Option<CmEvent> {
+        self.events.pop_front()
+    }
+}

@@ -1,0 +1,487 @@
+//! Requests and replies, and the end of connections.
+
+use std::io;
+use std::net::SocketAddr;
+
+use riser_state::become_state;
+use socket2::Socket;
+use tracing::debug;
+
+use super::conn::{Conn, ConnState, Token};
+use super::id::Id;
+use super::{CLOSING_TIME, Iwarp, MAX_STRANGERS, SETUP_TIME};
+use crate::rdmap::StreamParams;
+use crate::rdmap::qp::MIN_MULPDU;
+use crate::rdmap::setup::{self, Agreed};
+use crate::rdmap::wire::start::{ANY_DEPTH, Enhanced, StartFrame, StartKind};
+use crate::roce::nic::rdma_cm::IdState;
+use crate::verbs::{Access, CmError, CmEvent, CmEventKind, CmId, ConnParam, QpId, VerbsError};
+
+/// Reason of a refusal by the peer's user, as the IB CM numbers it.
+const BY_CONSUMER: u16 = 28;
+/// Reason of a refusal where no user listens.
+const NO_LISTENER: u16 = 8;
+
+/// Longest ULPDU that fits a segment of TCP, with its length, CRC and markers (RFC 5044 4.2).
+fn mulpdu(socket: &Socket) -> usize {
+    let mss = socket.tcp_mss().unwrap_or(536) as usize;
+    let markers = 4 * mss.div_ceil(512);
+    (mss - mss % 4).saturating_sub(6 + markers).max(MIN_MULPDU)
+}
+
+/// A number of READs, as parameters have it.
+fn depth(number: u16) -> u8 {
+    number.min(u8::MAX.into()) as u8
+}
+
+/// Parameters of a peer's frame, from our point of view.
+fn param_of(said: Option<Enhanced>, private_data: Vec<u8>) -> ConnParam {
+    let default = ConnParam::default();
+    let known = |number: u16| (number != ANY_DEPTH).then(|| depth(number));
+    let said = said.as_ref();
+    ConnParam {
+        private_data,
+        responder_resources: said
+            .and_then(|said| known(said.ord))
+            .unwrap_or(default.responder_resources),
+        initiator_depth: said
+            .and_then(|said| known(said.ird))
+            .unwrap_or(default.initiator_depth),
+        ..default
+    }
+}
+
+impl Iwarp {
+    pub(super) fn report(&mut self, id: CmId, kind: CmEventKind) {
+        self.events.push_back(CmEvent { id, kind });
+    }
+
+    /// Takes in a connection to a listener, which is to send its request.
+    pub(super) fn add_stranger(&mut self, listener: CmId, socket: Socket, peer: SocketAddr) {
+        let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+        let limit = self.config.limits.max_qps_per_peer as usize;
+        let has = self.conns.values().filter(|c| c.peer.ip() == peer.ip());
+        if has.count() >= limit {
+            debug!(%peer, "too many connections");
+            return;
+        }
+        let options = socket
+            .set_nonblocking(true)
+            .and_then(|()| socket.set_tcp_nodelay(true));
+        let local = socket.local_addr().ok().and_then(|at| at.as_socket());
+        let (Ok(()), Some(local)) = (options, local) else {
+            return;
+        };
+        while self.strangers.len() >= MAX_STRANGERS
+            && let Some(oldest) = self.strangers.pop_front()
+        {
+            self.drop_conn(oldest);
+        }
+        let mut conn = Conn::new(socket, ConnState::AwaitsRequest, local, peer);
+        conn.listener = Some(listener);
+        let token = self.add_conn(conn);
+        self.strangers.push_back(token);
+        self.set_due(token, Some(self.nic.now() + SETUP_TIME));
+    }
+
+    /// TCP is connected, or not.
+    pub(super) fn on_connected(&mut self, token: Token) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        match conn.socket.take_error() {
+            Ok(None) => {}
+            Ok(Some(e)) | Err(e) => return self.lose_conn(token, Some(&e)),
+        }
+        become_state(&mut conn.state, ConnState::AwaitsReply);
+        if let Some(request) = &conn.request {
+            request.emit(&mut conn.outbox);
+        }
+        self.set_due(token, Some(self.nic.now() + SETUP_TIME));
+        self.flush(token);
+    }
+
+    /// Takes in bytes of a request or reply.
+    pub(super) fn take_start(&mut self, token: Token, bytes: &[u8]) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        let kind = match conn.state {
+            ConnState::AwaitsReply => StartKind::Reply,
+            ConnState::AwaitsRequest => StartKind::Request,
+            // Who waits for an answer has nothing to send.
+            _ => return self.lose_conn(token, None),
+        };
+        if kind == StartKind::Request && conn.request.is_some() {
+            return self.lose_conn(token, None);
+        }
+        conn.inbox.extend_from_slice(bytes);
+        match StartFrame::parse(kind, &conn.inbox) {
+            Ok(None) => {}
+            Ok(Some((frame, len))) => {
+                let rest = conn.inbox.split_off(len);
+                conn.inbox = Vec::new();
+                match kind {
+                    StartKind::Reply => self.on_reply(token, &frame, &rest),
+                    // An initiator waits for the reply (RFC 5044 7.1.2).
+                    StartKind::Request if rest.is_empty() => self.on_request(token, frame),
+                    StartKind::Request => self.lose_conn(token, None),
+                }
+            }
+            Err(error) => {
+                debug!(peer = %conn.peer, %error, "no MPA connection");
+                self.lose_conn(token, None);
+            }
+        }
+    }
+
+    fn on_request(&mut self, token: Token, request: StartFrame) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        let (local, peer) = (conn.local, conn.peer);
+        let listener = conn.listener.filter(|id| self.ids.get(*id).is_ok());
+        let is_full = |entry: &Id| entry.requests >= entry.backlog;
+        if listener.is_some_and(|id| self.ids.get(id).is_ok_and(is_full)) {
+            // It waits for the answer to another one, as long as a stranger may.
+            conn.request = Some(request);
+            return;
+        }
+        self.strangers.retain(|it| *it != token);
+        let is_known = matches!(request.revision, 1 | 2);
+        let param = param_of(request.enhanced, request.private_data.clone());
+        become_state(&mut conn.state, ConnState::Requested);
+        conn.request = Some(request);
+        let entry = Id {
+            state: IdState::Requested,
+            local: Some(local),
+            peer: Some(peer),
+            conn: Some(token),
+            listener,
+            ..Id::new()
+        };
+        let new = match listener {
+            Some(listener) if is_known => self.ids.insert(entry).ok().map(|id| (listener, id)),
+            _ => None,
+        };
+        let Some((listener, id)) = new else {
+            return self.refuse_request(token, &[]);
+        };
+        if let Some(conn) = self.conns.get_mut(&token) {
+            conn.id = Some(id);
+        }
+        self.set_due(token, None);
+        if let Ok(entry) = self.ids.get_mut(listener) {
+            entry.requests += 1;
+        }
+        self.rest_or_attend(listener);
+        self.report(
+            id,
+            CmEventKind::ConnectRequest {
+                listener,
+                peer,
+                param,
+            },
+        );
+    }
+
+    /// A request of a listener's was answered, or has gone.
+    pub(super) fn request_answered(&mut self, listener: CmId) {
+        let Ok(entry) = self.ids.get_mut(listener) else {
+            return;
+        };
+        entry.requests -= 1;
+        self.rest_or_attend(listener);
+        let waits = |token: &&Token| {
+            let conn = self.conns.get(token);
+            conn.is_some_and(|conn| conn.listener == Some(listener) && conn.request.is_some())
+        };
+        let next = self.strangers.iter().find(waits).copied();
+        if let Some(token) = next
+            && let Some(conn) = self.conns.get_mut(&token)
+            && let Some(request) = conn.request.take()
+        {
+            self.on_request(token, request);
+        }
+    }
+
+    /// The identifier of a request has its answer.
+    fn leave_listener(&mut self, id: CmId) {
+        let entry = self.ids.get_mut(id).ok();
+        if let Some(listener) = entry.and_then(|entry| entry.listener.take()) {
+            self.request_answered(listener);
+        }
+    }
+
+    /// Sends the reply that refuses a request; the connection has no identifier any more.
+    pub(super) fn refuse_request(&mut self, token: Token, private_data: &[u8]) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        if let Some(request) = conn.request.take() {
+            setup::refusal(&request, private_data.to_vec()).emit(&mut conn.outbox);
+        }
+        let id = conn.id.take();
+        become_state(&mut conn.state, ConnState::Closing);
+        self.set_due(token, Some(self.nic.now() + CLOSING_TIME));
+        if let Some(id) = id {
+            self.leave_listener(id);
+        }
+        self.flush(token);
+    }
+
+    /// Sends the reply that takes a request, with which the stream begins.
+    pub(super) fn answer_request(
+        &mut self,
+        id: CmId,
+        token: Token,
+        qp: QpId,
+        reply: &StartFrame,
+        agreed: Agreed,
+        by_first: bool,
+    ) -> Result<(), CmError> {
+        let conn = self.conns.get_mut(&token);
+        let conn = conn.ok_or(CmError::InvalidState("accept"))?;
+        let params = StreamParams {
+            agreed,
+            mulpdu: mulpdu(&conn.socket),
+            access: Access::empty(),
+        };
+        self.nic.start_stream(qp, &params)?;
+        conn.request = None;
+        conn.qp = Some(qp);
+        conn.awaits_first = by_first;
+        reply.emit(&mut conn.outbox);
+        become_state(&mut conn.state, ConnState::Open);
+        self.by_qp.insert(qp, token);
+        self.set_due(token, by_first.then_some(self.nic.now() + SETUP_TIME));
+        let entry = self.ids.get_mut(id);
+        become_state(&mut entry.map_err(CmError::from)?.state, IdState::Accepting);
+        self.leave_listener(id);
+        // Otherwise the initiator says nothing by itself, and the connection is there with the reply.
+        if !by_first {
+            self.on_established(id, ConnParam::default());
+        }
+        self.flush(token);
+        Ok(())
+    }
+
+    fn on_reply(&mut self, token: Token, reply: &StartFrame, rest: &[u8]) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        let (Some(id), Some(qp), Some(request)) = (conn.id, conn.qp, conn.request.take()) else {
+            return self.drop_conn(token);
+        };
+        if reply.rejected {
+            let kind = CmEventKind::Rejected {
+                reason: BY_CONSUMER,
+                private_data: reply.private_data.clone(),
+            };
+            return self.end_conn(token, kind);
+        }
+        let judged = setup::judge(&request, reply);
+        let mut agreed = judged.unwrap_or_default();
+        if request.enhanced.is_none() {
+            // Each end has its own limits, which revision 1 does not compare.
+            let asked = self.ids.get(id).ok().and_then(|entry| entry.param.as_ref());
+            let depths = asked.map(|asked| (asked.responder_resources, asked.initiator_depth));
+            let (resources, depth) = depths.unwrap_or_default();
+            let wishes = self.wishes(resources, depth);
+            (agreed.ird, agreed.ord) = (wishes.ird, wishes.ord);
+        }
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        let params = StreamParams {
+            agreed,
+            mulpdu: mulpdu(&conn.socket),
+            access: Access::empty(),
+        };
+        become_state(&mut conn.state, ConnState::Open);
+        self.set_due(token, None);
+        if let Err(e) = self.nic.start_stream(qp, &params) {
+            return self.end_conn(token, CmEventKind::ConnectError(e.into()));
+        }
+        if let Err(disagreement) = judged {
+            debug!(%disagreement, "a reply that does not fit");
+            self.nic.refuse_stream(qp, disagreement);
+            // The message about it leaves, and then the connection ends.
+            let error = VerbsError::Os(libc::EPROTO);
+            self.leave_id(token, CmEventKind::ConnectError(error.into()));
+            return;
+        }
+        // From our point of view: what the peer wants is what we hold.
+        let mut param = param_of(reply.enhanced, reply.private_data.clone());
+        if reply.enhanced.is_none() {
+            (param.responder_resources, param.initiator_depth) =
+                (depth(agreed.ird), depth(agreed.ord));
+        }
+        self.on_established(id, param);
+        if !rest.is_empty() {
+            self.take_stream(token, rest);
+        }
+    }
+
+    pub(super) fn on_established(&mut self, id: CmId, param: ConnParam) {
+        if let Ok(entry) = self.ids.get_mut(id)
+            && matches!(entry.state, IdState::Connecting | IdState::Accepting)
+        {
+            become_state(&mut entry.state, IdState::Established);
+            entry.was_established = true;
+            self.report(id, CmEventKind::Established { param });
+        }
+    }
+
+    /// Takes in bytes of a stream.
+    pub(super) fn take_stream(&mut self, token: Token, bytes: &[u8]) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        let (Some(qp), id) = (conn.qp, conn.id) else {
+            return;
+        };
+        let is_first = std::mem::take(&mut conn.awaits_first);
+        self.nic.handle_stream(self.nic.now(), qp, bytes);
+        if is_first {
+            let counters = self.nic.qp_counters(qp).map(|counters| counters.rdmap);
+            let has_heard = counters.is_ok_and(|counters| counters.rx_segments > 0);
+            match (has_heard, id) {
+                (true, Some(id)) => {
+                    self.set_due(token, None);
+                    self.on_established(id, ConnParam::default());
+                }
+                (true, None) => {}
+                // A part of it.
+                (false, _) => {
+                    if let Some(conn) = self.conns.get_mut(&token) {
+                        conn.awaits_first = true;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends a connection of ours: what was made is sent, and the peer is to close.
+    pub(super) fn close_conn(&mut self, token: Token) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        if conn.state != ConnState::Open {
+            return;
+        }
+        become_state(&mut conn.state, ConnState::Closing);
+        if let Some(qp) = conn.qp {
+            self.nic.lose_stream(self.nic.now(), qp);
+        }
+        self.set_due(token, Some(self.nic.now() + CLOSING_TIME));
+        self.flush(token);
+    }
+
+    /// A connection has ended, by the peer or by an error: reports it.
+    pub(super) fn lose_conn(&mut self, token: Token, error: Option<&io::Error>) {
+        let Some(conn) = self.conns.get(&token) else {
+            return;
+        };
+        let refused = |reason| CmEventKind::Rejected {
+            reason,
+            private_data: Vec::new(),
+        };
+        let kind = match (conn.state, error.map(io::Error::kind)) {
+            (ConnState::Connecting, Some(io::ErrorKind::ConnectionRefused)) => refused(NO_LISTENER),
+            (
+                ConnState::Connecting | ConnState::AwaitsReply,
+                Some(
+                    io::ErrorKind::TimedOut
+                    | io::ErrorKind::HostUnreachable
+                    | io::ErrorKind::NetworkUnreachable,
+                ),
+            ) => CmEventKind::Unreachable,
+            (ConnState::Connecting, Some(_)) => {
+                let errno = error.and_then(io::Error::raw_os_error);
+                let error = VerbsError::Os(errno.unwrap_or(libc::EIO));
+                CmEventKind::ConnectError(error.into())
+            }
+            (ConnState::Open, _) => {
+                let id = conn.id.and_then(|id| self.ids.get(id).ok());
+                match id.is_some_and(|entry| entry.was_established) {
+                    true => CmEventKind::Disconnected,
+                    false => refused(BY_CONSUMER),
+                }
+            }
+            (ConnState::Closing, _) => CmEventKind::Disconnected,
+            _ => refused(BY_CONSUMER),
+        };
+        self.end_conn(token, kind);
+    }
+
+    /// Removes a connection, and notifies its user.
+    fn end_conn(&mut self, token: Token, kind: CmEventKind) {
+        // The queue pair first: what it still completes is flushed.
+        self.leave_id(token, kind);
+        self.drop_conn(token);
+    }
+
+    /// Ends what the user has of a connection.
+    fn leave_id(&mut self, token: Token, kind: CmEventKind) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        let (id, qp) = (conn.id.take(), conn.qp);
+        // A stream that has begun with a reply which does not fit still has to say so.
+        let says_more =
+            conn.state == ConnState::Open && matches!(kind, CmEventKind::ConnectError(_));
+        if let Some(qp) = qp.filter(|_| !says_more) {
+            self.nic.lose_stream(self.nic.now(), qp);
+        }
+        let Some(id) = id else {
+            return;
+        };
+        self.leave_listener(id);
+        let Ok(entry) = self.ids.get_mut(id) else {
+            return;
+        };
+        entry.conn = None;
+        if entry.state != IdState::Closed {
+            become_state(&mut entry.state, IdState::Closed);
+            let was_established = entry.was_established;
+            self.report(id, kind);
+            // The queue pair has no connection any more, and its number is free.
+            if was_established {
+                self.report(id, CmEventKind::TimewaitExit);
+            }
+        }
+    }
+
+    /// Removes a connection without a word to its user. Its queue pair ends.
+    pub(super) fn drop_conn(&mut self, token: Token) {
+        let Some(conn) = self.conns.remove(&token) else {
+            return;
+        };
+        if let Some(due) = conn.due {
+            self.timers.remove(&(due, token));
+        }
+        self.strangers.retain(|it| *it != token);
+        if let Some(qp) = conn.qp
+            && self.by_qp.remove(&qp).is_some()
+        {
+            self.nic.lose_stream(self.nic.now(), qp);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_from_the_receivers_point_of_view() {
+        let said = Enhanced {
+            ird: 3,
+            ord: ANY_DEPTH,
+            ..Enhanced::default()
+        };
+        let param = param_of(Some(said), vec![1]);
+        assert_eq!((param.initiator_depth, param.responder_resources), (3, 16));
+    }
+}

@@ -88,6 +88,26 @@ two_hosts() {
     fi
 }
 
+# Two hosts as `two_hosts` makes them, with Linux's device for iWARP, siw0, in the place of rdma_rxe.
+iwarp_hosts() {
+    local mtu=${1:-1500}
+    modprobe -a veth siw rdma_ucm ib_uverbs
+    ip netns add peer
+    PEER=(ip netns exec peer)
+    ip link add v0 type veth peer name v1
+    ip link set v1 netns peer
+    on_peer ip link set lo up
+    ip link set v0 mtu "$mtu" up
+    on_peer ip link set v1 mtu "$mtu" up
+    ip addr add 10.99.0.1/24 dev v0
+    on_peer ip addr add 10.99.0.2/24 dev v1
+    ip addr add fd99::1/64 dev v0 nodad
+    on_peer ip addr add fd99::2/64 dev v1 nodad
+    CAPTURED="-s 400 -c 100000 tcp" capture
+    rdma link add siw0 type siw netdev v0
+    wait_for 20 grep -q ACTIVE /sys/class/infiniband/siw0/ports/1/state
+}
+
 # v0 and v1 on a switch in a namespace of its own.
 switch() {
     local n
@@ -133,6 +153,7 @@ gid_is_there() {
 one_host() {
     end_capture
     rdma link delete rxe0 2>/dev/null || true
+    rdma link delete siw0 2>/dev/null || true
     if [ -n "${CORE:-}" ]; then
         rdma link delete rxe1 2>/dev/null || true
         ip rule add pref 0 lookup local

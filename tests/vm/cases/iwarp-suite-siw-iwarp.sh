@@ -1,0 +1,6 @@
+#: group: iwarp
+#: about: operations of the provider suite, siw connecting to iwarp
+#: limit: 300
+iwarp_hosts
+trap one_host EXIT
+on_devices rdma_core:10.99.0.1 iwarp:10.99.0.2@peer sends_of_every writes_and_reads

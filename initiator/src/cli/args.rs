@@ -163,6 +163,8 @@ pub enum ProviderChoice {
     RdmaCore,
     /// Memory shared with the target, on this host only: no packets
     Shm,
+    /// iWARP: RDMA over TCP, for iSER only
+    Iwarp,
     /// Shared memory if all portals are of this host and offer it (`rping` takes it by its name only),
     /// otherwise the RDMA device that has the local address if there is one, otherwise the software NIC;
     /// decided once, at the start

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use riser_scsi::iscsi::login::LoginError as IscsiLogin;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::LoginRejReason;
+use riser_transport::iwarp::{Iwarp, IwarpConfig};
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::CmError;
@@ -257,7 +258,34 @@ pub(super) fn start_engine(
     {
         return Ok(started);
     }
+    if link.provider == ProviderChoice::Iwarp {
+        return start_on_iwarp(url, link, &builder);
+    }
     start_on_network(url, link, &builder)
+}
+
+/// Starts an engine on a device for iWARP.
+fn start_on_iwarp(
+    url: &TargetUrl,
+    link: &ConnectOptions,
+    builder: &ClientBuilder,
+) -> Result<Client, CliError> {
+    let usage = |what: &str| Err(CliError::new(Exit::Usage, what));
+    if matches!(url, TargetUrl::Srp(_)) {
+        return usage("SRP is not spoken over iWARP: use an address that begins with iser://");
+    }
+    if link.inject.is_some() {
+        return usage("--inject makes the software NIC's wire bad, and iWARP uses TCP");
+    }
+    let addr = match link.addr.or(url.src()) {
+        Some(addr) => addr,
+        None => route_source(resolve(url)?)?,
+    };
+    let open = move || Iwarp::open(IwarpConfig::new(addr));
+    builder.clone().build(open).map_err(|error| {
+        let what = format!("no iWARP device at {addr}");
+        CliError::new(Exit::Failure, what).because(error)
+    })
 }
 
 /// Starts an engine on an RDMA device or the software NIC.

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use riser_transport::iwarp::{Iwarp, IwarpConfig};
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::shm::{Shm, ShmConfig};
@@ -71,6 +72,11 @@ fn open(verb: &Rping) -> Result<Box<dyn Provider>, CliError> {
             Rping::Server { .. } => ShmConfig::listening(args.addr),
         };
         let device = config.and_then(Shm::open);
+        let device = device.map_err(|e| CliError::new(Exit::Failure, what()).because(e))?;
+        return Ok(Box::new(device));
+    }
+    if args.provider == ProviderChoice::Iwarp {
+        let device = Iwarp::open(IwarpConfig::new(args.addr));
         let device = device.map_err(|e| CliError::new(Exit::Failure, what()).because(e))?;
         return Ok(Box::new(device));
     }

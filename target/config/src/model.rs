@@ -679,6 +679,8 @@ pub enum Provider {
     Auto,
     /// Memory shared with initiators on this host, and with no others.
     Shm,
+    /// iWARP: RDMA over TCP, for iSER only.
+    Iwarp,
 }
 
 /// Provider and settings of RDMA devices.

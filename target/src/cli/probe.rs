@@ -167,7 +167,7 @@ impl Probe {
 fn bind_nic(config: &Config, address: IpAddr) -> io::Result<()> {
     let port = match config.transport.provider {
         Provider::Roce => riser_transport::wire::packet::ROCE_PORT,
-        Provider::RdmaCore | Provider::Auto => 0,
+        Provider::RdmaCore | Provider::Auto | Provider::Iwarp => 0,
         Provider::Shm => {
             ShmListener::bind(address)?;
             0

@@ -8,6 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_transport::iwarp::{Iwarp, IwarpConfig};
 use riser_transport::loopback::Endpoint;
 use riser_transport::rdma_core::{GidTables, RdmaCoreDevice};
 use riser_transport::roce::fault::FaultConfig;
@@ -206,7 +207,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     let gids = LazyCell::new(GidTables::read);
     let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
         _ if wanted.simulated.is_some() => false,
-        Provider::Roce | Provider::Shm => false,
+        Provider::Roce | Provider::Shm | Provider::Iwarp => false,
         Provider::RdmaCore => true,
         Provider::Auto => gids.has(*addr),
     };
@@ -301,6 +302,9 @@ fn open_ours(
     if wanted.simulated.is_none() && wanted.config.transport.provider == Provider::Shm {
         return open_shm(addr, DeviceKind::Portal, slot, acquired);
     }
+    if wanted.simulated.is_none() && wanted.config.transport.provider == Provider::Iwarp {
+        return open_iwarp(addr, slot, acquired).map_err(|e| failed(e, HeldBy::default()));
+    }
     let socket = SocketAddr::new(addr, ROCE_PORT);
     if wanted.simulated.is_none() {
         // The sockets below share the port with each other, and would share it with another
@@ -340,6 +344,20 @@ fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io:
         ..RoceConfig::new(addr)
     })?;
     Ok(Opened::Roce(Box::new(device)))
+}
+
+/// A device for each worker. Their listeners share ports, among which the kernel divides connections.
+fn open_iwarp(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> io::Result<()> {
+    let workers = acquired.parts.len();
+    for part in &mut acquired.parts {
+        let device = Iwarp::open(IwarpConfig {
+            shares_ports: workers > 1,
+            ..IwarpConfig::new(addr)
+        })?;
+        part.devices.push((slot, Opened::Iwarp(Box::new(device))));
+    }
+    acquired.slots.fill(slot, workers as u16);
+    Ok(())
 }
 
 /// A device for each worker. They have one listener, and each the links that it accepts.

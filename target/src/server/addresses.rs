@@ -112,7 +112,7 @@ impl Expansion {
         let gids = LazyCell::new(GidTables::read);
         let has_device = |ip: IpAddr| match config.transport.provider {
             Provider::RdmaCore => gids.has(ip),
-            Provider::Roce | Provider::Auto | Provider::Shm => true,
+            Provider::Roce | Provider::Auto | Provider::Shm | Provider::Iwarp => true,
         };
         Self::new(&config.targets, addresses, &has_device, before)
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{Completion, Handle, Ring, RingError, SubmitError, Token};
 use riser_transport::cm::CmCounters;
+use riser_transport::iwarp::Iwarp;
 use riser_transport::loopback::Endpoint;
 use riser_transport::rc::RcCounters;
 use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
@@ -160,6 +161,20 @@ impl Device for Shm {
     }
 }
 
+impl Device for Iwarp {
+    fn has_services(&self) -> bool {
+        false
+    }
+
+    fn nic(&self) -> Option<NicInfo> {
+        Some(NicInfo {
+            nic: *self.counters(),
+            usage: self.usage(),
+            ..NicInfo::default()
+        })
+    }
+}
+
 impl Device for RdmaCoreDevice {
     fn has_services(&self) -> bool {
         false
@@ -196,6 +211,8 @@ pub enum Opened {
         /// Whether it is the device of its address, or beside that.
         kind: DeviceKind,
     },
+    /// A device for iWARP.
+    Iwarp(Box<Iwarp>),
     /// A device of a simulation.
     Simulated(Box<Endpoint>),
 }
@@ -206,6 +223,7 @@ impl std::fmt::Debug for Opened {
             Self::Roce(_) => "Roce",
             Self::RdmaCore(_) => "RdmaCore",
             Self::Shm { .. } => "Shm",
+            Self::Iwarp(_) => "Iwarp",
             Self::Simulated(_) => "Simulated",
         })
     }
@@ -215,7 +233,9 @@ impl Opened {
     fn kind(&self) -> DeviceKind {
         match self {
             Self::Shm { kind, .. } => *kind,
-            Self::Roce(_) | Self::RdmaCore(_) | Self::Simulated(_) => DeviceKind::Portal,
+            Self::Roce(_) | Self::RdmaCore(_) | Self::Iwarp(_) | Self::Simulated(_) => {
+                DeviceKind::Portal
+            }
         }
     }
 
@@ -225,6 +245,7 @@ impl Opened {
             Self::Roce(device) => device,
             Self::RdmaCore(device) => device,
             Self::Shm { device, .. } => device,
+            Self::Iwarp(device) => device,
             Self::Simulated(device) => device,
         }
     }

@@ -211,10 +211,10 @@ impl<P: Provider> Device<P> {
 }
 
 /// Returns whether a provider sends packets of one length in a row together. In shared memory there
-/// is nothing to group, and a device of the host's sends each by itself; both would only have a key
+/// is nothing to group, TCP does it by itself, and a device of the host's sends each by itself; both would only have a key
 /// and a READ more for each write.
 fn groups_packets(provider: &str) -> bool {
-    !matches!(provider, "shm" | "rdma_core")
+    !matches!(provider, "shm" | "rdma_core" | "iwarp")
 }
 
 /// A session's objects on a device.

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use crate::mistake::{Checked, Mistake};
 use crate::model::{
-    Limits, LinkFaults, Location, Log, Metrics, Provider, Transport, WINDOW, Workers,
+    Limits, LinkFaults, Location, Log, Metrics, Protocol, Provider, Target, Transport, WINDOW,
+    Workers,
 };
 use crate::raw;
 use crate::value::Percent;
-use crate::yaml::Located;
+use crate::yaml::{At, Located};
 
 pub(super) fn workers(raw: raw::Workers) -> Checked<Workers> {
     let count = match &raw.count {
@@ -111,18 +112,23 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
             }
         },
     };
-    if let Some(provider) = raw.provider.as_ref().filter(|p| p.value == Provider::Shm) {
+    let is_own_wire = |p: &&Located<Provider>| matches!(p.value, Provider::Shm | Provider::Iwarp);
+    if let Some(provider) = raw.provider.as_ref().filter(is_own_wire) {
+        let is_iwarp = provider.value == Provider::Iwarp;
         // Each of these would be without effect.
         let useless = [
             ("mtu", mtu.is_some()),
             ("on_link", raw.on_link == Some(true)),
             ("faults", raw.faults.is_some()),
-            ("shm", raw.shm == Some(true)),
+            ("shm", raw.shm == Some(true) && !is_iwarp),
         ];
         if let Some((key, _)) = useless.into_iter().find(|(_, is_set)| *is_set) {
             let message = match key {
                 "shm" => {
                     "shm shares memory without `shm: true`, which is for the other providers".into()
+                }
+                key if is_iwarp => {
+                    format!("iwarp uses TCP, and `{key}` is about the packets of RoCE")
                 }
                 key => format!("shm uses no network, which `{key}` is about"),
             };
@@ -145,6 +151,36 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         shm: raw.shm.unwrap_or(false),
         faults,
     })
+}
+
+/// Checks the portals of RDMA where these are TCP ports as well.
+pub(super) fn iwarp(provider: Option<(At, Provider)>, targets: &[Target]) -> Checked<()> {
+    let Some((at, Provider::Iwarp)) = provider else {
+        return Ok(());
+    };
+    let mistake = |message: String| Mistake::new(at, "transport.provider", message);
+    let portals = || {
+        let all = targets.iter();
+        all.flat_map(|target| target.portals.iter().map(move |portal| (target, portal)))
+    };
+    if let Some((target, _)) = portals().find(|(_, p)| p.protocol == Protocol::Srp) {
+        let message = format!(
+            "target `{}` has an SRP portal, and SRP is not spoken over iWARP",
+            target.name
+        );
+        return Err(mistake(message).hint("use iSER: `protocol: iser`"));
+    }
+    let of = |protocol| portals().filter(move |(_, portal)| portal.protocol == protocol);
+    for (target, iser) in of(Protocol::Iser) {
+        if of(Protocol::Iscsi).any(|(_, iscsi)| iscsi.listen.meets(&iser.listen)) {
+            let message = format!(
+                "{} of target `{}` is a TCP port, which an iSCSI portal has already",
+                iser.listen, target.name
+            );
+            return Err(mistake(message).hint("give one of them another port"));
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn log(raw: raw::Log) -> Checked<Log> {

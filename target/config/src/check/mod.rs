@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 use self::backends::backends;
 use self::chap::chap;
-use self::daemon::{limits, location, log, metrics, transport, workers};
+use self::daemon::{iwarp, limits, location, log, metrics, transport, workers};
 use self::targets::target;
 use super::mistake::{Checked, Mistake};
 use super::model::{Access, Backend, Config, Target};
@@ -59,6 +59,10 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         // Another number of cores does not change it.
         notes.extend(workers.note(count));
     }
+    let provider = root.transport.provider.as_ref();
+    let provider = provider.map(|provider| (provider.at, provider.value));
+    let transport = transport(root.transport)?;
+    iwarp(provider, &targets)?;
     Ok(Config {
         identity: root.identity.map(|i| i.value.trim().to_owned()),
         strict: root.strict,
@@ -66,7 +70,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         targets,
         workers,
         limits,
-        transport: transport(root.transport)?,
+        transport,
         log: log(root.log)?,
         discovery_chap: chap("discovery_chap", root.discovery_chap)?,
         admin: location(root.admin.socket, "admin.socket")?,

@@ -479,6 +479,15 @@ fn mistakes_are_named_with_their_place() {
             "6:24: transport.provider: shm uses no network, which `mtu` is about",
         ),
         (
+            rest("transport: { provider: iwarp, mtu: 1024 }\n"),
+            "6:24: transport.provider: iwarp uses TCP, and `mtu` is about the packets of RoCE",
+        ),
+        (
+            rest("transport: { provider: iwarp }\n"),
+            "6:24: transport.provider: target `t` has an SRP portal, and SRP is not spoken over iWARP \
+             (use iSER: `protocol: iser`)",
+        ),
+        (
             rest("transport: { provider: shm, on_link: true }\n"),
             "6:24: transport.provider: shm uses no network, which `on_link` is about",
         ),

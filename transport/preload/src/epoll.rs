@@ -60,6 +60,14 @@ impl Interest {
 struct Set {
     interests: Vec<Interest>,
     bell: Bell,
+    /// The process that has made it.
+    process: c_int,
+}
+
+/// This process.
+fn process() -> c_int {
+    // SAFETY: the call cannot fail.
+    unsafe { libc::getpid() }
 }
 
 /// The sets, by their descriptors.
@@ -134,29 +142,47 @@ fn bell_data() -> u64 {
 struct Bell(c_int);
 
 impl Bell {
-    /// Hangs a bell into a set. The kernel says why a descriptor is none.
+    /// A bell in a set. The kernel says why a descriptor is none.
     ///
     /// # Errors
     /// Those of `eventfd(2)` and `epoll_ctl(2)`.
     fn new(set: c_int) -> Result<Self, c_int> {
-        // SAFETY: the event is alive.
+        // SAFETY: the calls take any numbers.
         unsafe {
             let fd = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
-            let mut event = epoll_event {
-                events: libc::EPOLLIN as u32,
-                u64: bell_data(),
-            };
-            if fd < 0 || real::epoll_ctl(set, libc::EPOLL_CTL_ADD, fd, &raw mut event) < 0 {
-                let errno = crate::errno();
-                real::close(fd);
-                return Err(errno);
+            if fd < 0 {
+                return Err(crate::errno());
             }
             if !note(fd, BELL) {
                 real::close(fd);
                 return Err(libc::EMFILE);
             }
-            Ok(Self(fd))
+            let bell = Self(fd);
+            bell.hang(set)?;
+            Ok(bell)
         }
+    }
+
+    /// Puts it into a set.
+    ///
+    /// # Errors
+    /// Those of `epoll_ctl(2)`.
+    fn hang(&self, set: c_int) -> Result<(), c_int> {
+        let mut event = epoll_event {
+            events: libc::EPOLLIN as u32,
+            u64: bell_data(),
+        };
+        // SAFETY: the event is alive.
+        match unsafe { real::epoll_ctl(set, libc::EPOLL_CTL_ADD, self.0, &raw mut event) } {
+            0 => Ok(()),
+            _ => Err(crate::errno()),
+        }
+    }
+
+    /// Takes it out of a set: closing it does not where a child has it as well.
+    fn take_down(&self, set: c_int) {
+        // SAFETY: no event is needed.
+        unsafe { real::epoll_ctl(set, libc::EPOLL_CTL_DEL, self.0, std::ptr::null_mut()) };
     }
 
     /// One whose descriptor is closed: it makes no sound.
@@ -193,7 +219,14 @@ impl Set {
         Ok(Self {
             interests: Vec::new(),
             bell,
+            process: process(),
         })
+    }
+
+    /// Whether its bell is among descriptors that are closed, and this process's to replace. In the
+    /// kernel a child has the same set as its parent, whose bell stays there.
+    fn loses_bell(&self, first: c_int, last: c_int) -> bool {
+        (first..=last).contains(&self.bell.0) && self.process == process()
     }
 
     fn ring(&self) {
@@ -258,8 +291,14 @@ pub(crate) fn closing(first: c_int, last: c_int, call: impl FnOnce() -> c_int) -
     // The lock is held during the call: no other thread rings a bell whose number another file has
     // by now, or takes the closed set for a new one.
     let mut sets = sets();
+    for (fd, set) in sets.iter().filter(|(_, set)| set.loses_bell(first, last)) {
+        set.bell.take_down(*fd);
+    }
     let result = call();
     if result < 0 {
+        for (fd, set) in sets.iter().filter(|(_, set)| set.loses_bell(first, last)) {
+            let _ = set.bell.hang(*fd);
+        }
         return result;
     }
     for fd in first..=last {
@@ -271,7 +310,10 @@ pub(crate) fn closing(first: c_int, last: c_int, call: impl FnOnce() -> c_int) -
         }
     }
     sets.retain(|fd, _| !(first..=last).contains(fd));
-    for (fd, set) in sets.iter_mut().filter(|(_, set)| set.bell.is_lost()) {
+    for (fd, set) in sets.iter_mut() {
+        if !set.bell.is_lost() || set.process != process() {
+            continue;
+        }
         if let Ok(bell) = Bell::new(*fd) {
             set.bell = bell;
         }

@@ -251,6 +251,45 @@ fn descriptors_that_sets_have_of_their_own() {
     let _ = fs::remove_file(&path);
 }
 
+#[test]
+fn children_that_close_all_descriptors() {
+    if !is_preloaded("children_that_close_all_descriptors", &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    // SAFETY: the call may be made at any time.
+    let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+    let fd = server.as_raw_fd();
+    let add = || control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 7);
+    let (added, bell) = with_bell(add);
+    assert_eq!((added, wait(epoll, 20)), (0, vec![]));
+    let [mut down, mut up] = [[0; 2]; 2];
+    // SAFETY: there is room for both ends. The child makes calls only that may be made there.
+    let child = unsafe {
+        assert_eq!(libc::pipe(down.as_mut_ptr()), 0);
+        assert_eq!(libc::pipe(up.as_mut_ptr()), 0);
+        let child = libc::fork();
+        if child == 0 {
+            let mut byte = [0_u8];
+            libc::close_range(bell as u32, bell as u32, 0);
+            libc::write(up[1], byte.as_ptr().cast(), 1);
+            libc::read(down[0], byte.as_mut_ptr().cast(), 1);
+            libc::_exit(0);
+        }
+        child
+    };
+    // The set of the kernel is the parent's as well, and has no event because of that.
+    assert!(is_readable(up[0], 20_000));
+    assert!(!is_readable(epoll, 20));
+    client.write_all(b"x").unwrap();
+    assert_eq!(wait(epoll, 5000), [(libc::EPOLLIN as u32, 7)]);
+    // SAFETY: the child is this process's, and there is a byte for it.
+    unsafe {
+        libc::write(down[1], [0_u8].as_ptr().cast(), 1);
+        assert_eq!(libc::waitpid(child, ptr::null_mut(), 0), child);
+    }
+}
+
 /// Keeps the lists of sets busy with a socket that is not readable, until it is to stop.
 fn use_sets(socket: c_int, is_over: &AtomicBool) {
     while !is_over.load(Ordering::Relaxed) {

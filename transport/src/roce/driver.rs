@@ -553,8 +553,8 @@ impl Driver {
                     Some(libc::EAGAIN | libc::ENOBUFS) => {
                         let since = *self.ports[at].full_since.get_or_insert(now);
                         if at != 0 && now >= since + OTHER_PATIENCE {
-                            self.counters.strangers_dropped += 1;
-                            return Offered::Taken(1);
+                            self.counters.strangers_dropped += groups.len() as u64;
+                            return Offered::Taken(groups.len());
                         }
                         self.counters.blocked += 1;
                         self.full = Some(at);

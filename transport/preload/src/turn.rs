@@ -12,11 +12,14 @@
 //! Both are kept in a file of the user, as locks and words at places that ports and hosts have there. Ports
 //! of different servers have nothing in common. The kernel releases the locks of a process that is
 //! killed.
+//!
+//! A host with IPv6 has all addresses of its network (64 bits), so these take turns as one.
 
 use std::ffi::{c_int, c_long};
 use std::fs::{File, OpenOptions};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::net::IpAddr;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -50,11 +53,9 @@ pub(crate) struct Turn {
 impl Turn {
     /// Waits for the turn of a process whose client is at `host`.
     pub(crate) fn take(port: u16, host: IpAddr) -> Self {
-        let mut hasher = DefaultHasher::new();
-        host.hash(&mut hasher);
         let port = u64::from(port);
         // Behind the places of ports.
-        let host = (1 << 16) + port * HOSTS + hasher.finish() % HOSTS;
+        let host = (1 << 16) + port * HOSTS + place(host);
         let [port, host] = [port, host].map(|place| place * PLACE);
         let file = open().filter(|file| lock(file, host) && lock(file, port));
         let mut word = [0; PLACE as usize];
@@ -89,6 +90,26 @@ impl Turn {
     }
 }
 
+impl Drop for Turn {
+    fn drop(&mut self) {
+        // A child that another thread has forked meanwhile has the file as well: closing it here would
+        // leave the child the locks.
+        if let Some(file) = &self.file {
+            set_lock(file, libc::F_UNLCK, 0..0);
+        }
+    }
+}
+
+/// The place of a host among those of a port. Any address of an IPv6 network may be one host's.
+fn place(host: IpAddr) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    match host {
+        IpAddr::V4(ip) => ip.hash(&mut hasher),
+        IpAddr::V6(ip) => ip.segments()[..4].hash(&mut hasher),
+    }
+    hasher.finish() % HOSTS
+}
+
 /// Seconds of the time of day.
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -114,13 +135,18 @@ fn open() -> Option<File> {
     is_ours.then_some(file)
 }
 
-/// Locks a byte of a file for this descriptor of it.
+/// Locks a byte of a file for this descriptor of it, and its copies.
 fn lock(file: &File, at: u64) -> bool {
+    set_lock(file, libc::F_WRLCK, at..at + 1)
+}
+
+/// Changes the lock of bytes of a file, `0..0` for all, when that is possible; false for an error.
+fn set_lock(file: &File, kind: c_int, bytes: Range<u64>) -> bool {
     let region = libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
+        l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: at as libc::off_t,
-        l_len: 1,
+        l_start: bytes.start as libc::off_t,
+        l_len: (bytes.end - bytes.start) as libc::off_t,
         l_pid: 0,
     };
     let argument = (&raw const region).addr() as c_long;
@@ -136,7 +162,9 @@ fn lock(file: &File, at: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
 
     use super::*;
 
@@ -173,5 +201,28 @@ mod tests {
             drop(turn);
             assert!(next.join().unwrap(), "after the turn before");
         });
+    }
+
+    #[test]
+    fn a_turn_is_over_though_a_child_has_its_file() {
+        let turn = Turn::take(4, [192, 0, 2, 1].into());
+        // As `fork` copies it.
+        let _copy = turn.file.as_ref().unwrap().try_clone().unwrap();
+        drop(turn);
+        let (send, receive) = mpsc::channel();
+        std::thread::spawn(move || {
+            let _turn = Turn::take(4, [192, 0, 2, 1].into());
+            send.send(()).unwrap();
+        });
+        let next = receive.recv_timeout(Duration::from_secs(5));
+        assert!(next.is_ok(), "the next one waits for the child's end");
+    }
+
+    #[test]
+    fn addresses_of_a_network_are_one_host() {
+        let at = |n: u16| place([0x2001, 0xdb8, 0, 1, n, 0, 0, n].into());
+        assert!((0..100).all(|n| at(n) == at(0)));
+        let others = (0..100).map(|n| place([0x2001, 0xdb8, 0, n, 0, 0, 0, 1].into()));
+        assert!(others.collect::<BTreeSet<_>>().len() > 1);
     }
 }

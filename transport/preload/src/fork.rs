@@ -3,7 +3,8 @@
 //! An RDMA connection belongs to the process that has made it. So with `RDMAV_FORK_SAFE=1` at both ends
 //! sockets connect by TCP first. The process of the server that first uses an accepted socket listens
 //! for an rsocket at the same port, and says so by four zero bytes; the client then connects. This is how
-//! rdma-core does it, with which it works together. An end that meets none of that stays with TCP.
+//! rdma-core does it, with which it works together. A server that hears data first, and a client that hears
+//! other bytes, stay with TCP.
 //!
 //! Any host can connect to that port meanwhile, and ask in the name of another. So the server takes the
 //! rsocket that is first to be connected, for which its client has had an answer, of those from the host
@@ -17,13 +18,13 @@ use std::time::{Duration, Instant};
 
 use libc::{pollfd, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
-use crate::release::release;
-use crate::table::{Kind, Stage, begin_settling, kind, placeholder, set};
+use crate::table::{Kind, Stage, begin_settling, end_settling, kind, placeholder};
 use crate::turn::Turn;
 use crate::{config, connect, errno, rdma, real};
 
 /// What a server says when it listens.
-const READY: [u8; 4] = [0; 4];
+const READY: [u8; READY_LEN] = [0; READY_LEN];
+const READY_LEN: usize = 4;
 
 /// Time between two looks at what another thread or process does.
 const LOOK: Duration = Duration::from_millis(1);
@@ -38,23 +39,60 @@ const BACKLOG: c_int = 16;
 /// Most rsockets of the client's host that are not connected yet.
 const MAX_CANDIDATES: usize = 8;
 
+/// The number of no rsocket: calls answer `EBADF`.
+const CLOSED: c_int = c_int::MAX;
+
 /// Makes an rsocket of a TCP socket that waits for its use; answers it, or `None` where the socket stays.
 pub(crate) fn settle(fd: c_int) -> Option<c_int> {
-    let made = loop {
+    let stage = loop {
         match kind(fd) {
             Kind::Rsocket(n) => return Some(n),
             Kind::File | Kind::Forking(Stage::New | Stage::Listening) => return None,
             // Another thread of the program uses it as well.
             Kind::Forking(Stage::Settling) => std::thread::sleep(LOOK),
-            Kind::Forking(stage) if !begin_settling(fd, stage) => {}
-            Kind::Forking(Stage::Active) => break join(fd),
-            Kind::Forking(Stage::Passive) => break accept(fd),
+            Kind::Forking(stage) if begin_settling(fd, stage) => break stage,
+            Kind::Forking(_) => {}
         }
     };
-    let Some(n) = made else {
-        set(fd, Kind::File);
-        return None;
+    // Another thread may close the socket meanwhile, and its number may be another file's.
+    // SAFETY: the call takes any number.
+    let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    let tcp = if copy < 0 { fd } else { copy };
+    let made = match stage {
+        Stage::Active => join(tcp),
+        _ => accept(tcp),
     };
+    let settled = match made {
+        _ if kind(fd) != Kind::Forking(Stage::Settling) || !is_same(fd, tcp) => {
+            made.into_iter().for_each(close);
+            Some(CLOSED)
+        }
+        None => (!end_settling(fd, Kind::File)).then_some(CLOSED),
+        Some(n) => Some(replace(fd, n)),
+    };
+    if copy >= 0 {
+        // SAFETY: the copy is this call's.
+        unsafe { real::close(copy) };
+    }
+    settled
+}
+
+/// Whether two descriptors are the same socket.
+fn is_same(fd: c_int, copy: c_int) -> bool {
+    let file = |fd| {
+        // SAFETY: all-zero bytes are valid, and the place is alive.
+        unsafe {
+            let mut stat: libc::stat = zeroed();
+            let is_open = real::fstat(fd, &raw mut stat) == 0;
+            is_open.then_some((stat.st_dev, stat.st_ino))
+        }
+    };
+    let found = file(fd);
+    found.is_some() && found == file(copy)
+}
+
+/// Puts an rsocket in the place of a TCP socket, which ends; answers its number.
+fn replace(fd: c_int, n: c_int) -> c_int {
     config::apply(n);
     // SAFETY: the calls take any numbers.
     unsafe {
@@ -66,12 +104,12 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
         real::dup3(place, fd, if at_exec { libc::O_CLOEXEC } else { 0 });
         real::close(place);
     }
-    if set(fd, Kind::Rsocket(n)).is_none() {
-        // Beyond the table: it has no socket any more.
-        release(Kind::Rsocket(n));
-        return None;
+    if !end_settling(fd, Kind::Rsocket(n)) {
+        // Closed, or beyond the table: it has no socket any more.
+        close(n);
+        return CLOSED;
     }
-    Some(n)
+    n
 }
 
 /// An address of a socket, by one of the calls that answer one.
@@ -113,11 +151,17 @@ fn join(fd: c_int) -> Option<c_int> {
     unsafe {
         let flags = real::fcntl(fd, libc::F_GETFL, 0);
         real::fcntl(fd, libc::F_SETFL, (flags & !libc::O_NONBLOCK).into());
+        let mut all = 0;
         let n = loop {
-            let n = real::recv(fd, into, said.len(), libc::MSG_PEEK | libc::MSG_WAITALL);
-            // Whoever goes on without the answer would take it for data.
-            if n >= 0 || errno() != libc::EINTR {
-                break n;
+            let n = real::recv(fd, into, said.len(), libc::MSG_PEEK | all);
+            match usize::try_from(n) {
+                // Whoever goes on without the answer would take it for data.
+                Err(_) if errno() == libc::EINTR => {}
+                // The rest comes. A server that says something else may wait for an answer to it.
+                Ok(n @ 1..READY_LEN) if all == 0 && said[..n] == READY[..n] => {
+                    all = libc::MSG_WAITALL;
+                }
+                _ => break n,
             }
         };
         real::fcntl(fd, libc::F_SETFL, flags.into());

@@ -129,6 +129,26 @@ pub(crate) fn begin_settling(fd: c_int, stage: Stage) -> bool {
     })
 }
 
+/// Ends what [`begin_settling`] has begun. Answers whether the descriptor is still that of the socket, and
+/// is of this kind now.
+pub(crate) fn end_settling(fd: c_int, kind: Kind) -> bool {
+    let from = encode(Kind::Forking(Stage::Settling));
+    let is_changed = place(&KINDS, fd).is_some_and(|word| {
+        // No other thread gives up its part before it can see it.
+        if let Kind::Rsocket(n) = kind
+            && let Some(users) = place(&USERS, n)
+        {
+            users.fetch_add(1, Ordering::AcqRel);
+        }
+        word.compare_exchange(from, encode(kind), Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
+    });
+    if !is_changed {
+        give_up(kind);
+    }
+    is_changed
+}
+
 /// Gives up a descriptor's part in what it was. Answers the rsocket that has no other descriptor.
 pub(crate) fn give_up(kind: Kind) -> Option<c_int> {
     let Kind::Rsocket(n) = kind else { return None };

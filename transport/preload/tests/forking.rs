@@ -3,9 +3,10 @@
 #![allow(unsafe_code, reason = "calls of the C library are made")]
 
 use std::env;
-use std::io::{Read, Write};
+use std::fs;
+use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd};
 use std::process::Child;
 use std::ptr;
 use std::thread;
@@ -270,4 +271,70 @@ fn clients_whose_device_has_another_address() {
         finish(links.start(TEST, addr, &[FORK_SAFE, ("PORT", port), ("ANSWER", answer)]));
     }
     end(server);
+}
+
+#[test]
+fn servers_that_say_little_by_tcp() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let mut stream = TcpStream::connect((ADDR, port)).unwrap();
+        let mut text = [0; 3];
+        stream.read_exact(&mut text).unwrap();
+        assert_eq!(&text, b"OK\n");
+        assert_eq!(ask(stream), "welcome");
+        return;
+    }
+    const TEST: &str = "servers_that_say_little_by_tcp";
+    let links = Links::new(TEST);
+    let listener = TcpListener::bind((ADDR, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let client = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", &port)]);
+    let (mut stream, _) = listener.accept().unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_secs(10)))
+        .unwrap();
+    stream.write_all(b"OK\n").unwrap();
+    let mut text = [0; 5];
+    let read = stream.read_exact(&mut text);
+    stream.write_all(b"welcome").unwrap();
+    drop(stream);
+    finish(client);
+    read.unwrap();
+    assert_eq!(&text, b"hello");
+}
+
+#[test]
+fn sockets_that_are_closed_while_they_wait() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let listener = TcpListener::bind((ADDR, port)).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        let path = env::temp_dir().join(format!("riser-preload-closed-{}", std::process::id()));
+        fs::write(&path, "secret").unwrap();
+        let file = fs::File::open(&path).unwrap();
+        let fd = stream.into_raw_fd();
+        let reader = thread::spawn(move || {
+            let mut text = [0_u8; 16];
+            // SAFETY: there is room for as many bytes.
+            let n = unsafe { libc::read(fd, text.as_mut_ptr().cast(), text.len()) };
+            (n, io::Error::last_os_error().raw_os_error())
+        });
+        wait_for_word();
+        // SAFETY: the descriptor is the test's.
+        unsafe {
+            assert_eq!(libc::close(fd), 0);
+            assert_eq!(libc::dup(file.as_raw_fd()), fd, "the number is a file's");
+        }
+        let _ = fs::remove_file(&path);
+        assert_eq!(reader.join().unwrap(), (-1, Some(libc::EBADF)));
+        return;
+    }
+    const TEST: &str = "sockets_that_are_closed_while_they_wait";
+    let links = Links::new(TEST);
+    let port = free_port();
+    let mut server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", &port.to_string())]);
+    let mut silent = connect_to_server(CLIENT, port);
+    await_ready(&mut silent);
+    go_on(&mut server);
+    finish(server);
 }

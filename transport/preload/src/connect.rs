@@ -8,6 +8,7 @@
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::ptr;
+use std::time::{Duration, Instant};
 
 use libc::{pollfd, sockaddr, socklen_t};
 
@@ -97,7 +98,7 @@ unsafe fn race(n: c_int, addr: *const sockaddr, length: socklen_t) -> Connected 
             return Connected::Rsocket(outcome(n, -1).unwrap_or(Err(libc::ETIMEDOUT)));
         };
         let mut entries = [writable(n), writable(tcp)];
-        let result = rdma::rpoll(entries.as_mut_ptr(), 2, -1);
+        let result = wait(&mut entries, -1);
         let why = errno();
         if result > 0 && entries[0].revents == 0 && socket_error(tcp) == 0 {
             return Connected::Tcp(tcp);
@@ -122,9 +123,10 @@ fn writable(fd: c_int) -> pollfd {
 /// The outcome of connecting an rsocket, or `None` if there is none in that many milliseconds; -1 waits
 /// for it.
 pub(crate) fn outcome(n: c_int, ms: c_int) -> Option<Result<(), c_int>> {
-    let mut entry = writable(n);
-    // SAFETY: the entry is alive.
-    match unsafe { rdma::rpoll(&raw mut entry, 1, ms) } {
+    let mut entries = [writable(n)];
+    let result = wait(&mut entries, ms);
+    let [entry] = entries;
+    match result {
         0 => None,
         1.. if entry.revents & libc::POLLERR == 0 => Some(Ok(())),
         1.. => Some(Err(match option(n, libc::SO_ERROR) {
@@ -133,6 +135,39 @@ pub(crate) fn outcome(n: c_int, ms: c_int) -> Option<Result<(), c_int>> {
         })),
         _ => Some(Err(errno())),
     }
+}
+
+/// Polls sockets for at most that many milliseconds, or without end for -1. A signal ends it as it ends
+/// `connect(2)`, which goes on after handlers with `SA_RESTART`; `poll(2)` does not.
+fn wait(entries: &mut [pollfd], ms: c_int) -> c_int {
+    let time = u64::try_from(ms).ok().map(Duration::from_millis);
+    let deadline = time.map(|time| Instant::now() + time);
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let ms = left.map_or(-1, |left| left.as_millis() as c_int);
+        // SAFETY: the entries are alive.
+        let result = unsafe { rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, ms) };
+        if result >= 0 || errno() != libc::EINTR {
+            return result;
+        }
+        if !restarts() {
+            return crate::fail(libc::EINTR);
+        }
+    }
+}
+
+/// Whether all handlers of signals have calls go on. Which of them has run is not known.
+fn restarts() -> bool {
+    (1..=libc::SIGRTMAX()).all(|signal| {
+        // SAFETY: all-zero bytes are valid, and the place is alive; nothing is changed.
+        let action = unsafe {
+            let mut action: libc::sigaction = zeroed();
+            libc::sigaction(signal, ptr::null(), &raw mut action);
+            action
+        };
+        let is_handled = ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction);
+        !is_handled || action.sa_flags & libc::SA_RESTART != 0
+    })
 }
 
 /// An option of an rsocket that is a number; 0 where it has none.

@@ -35,8 +35,8 @@ unsafe extern "C" fn close(fd: c_int) -> c_int {
 unsafe extern "C" fn close_range(first: u32, last: u32, flags: c_int) -> c_int {
     // SAFETY: the call takes any numbers.
     let call = || unsafe { real::close_range(first, last, flags) };
-    // With a flag for later, it closes nothing now.
-    if flags as u32 & libc::CLOSE_RANGE_CLOEXEC != 0 || !is_own() {
+    // With a flag for later, it closes nothing now, nor with one that the kernel refuses.
+    if flags as u32 & !libc::CLOSE_RANGE_UNSHARE != 0 || !is_own() {
         return call();
     }
     let [low, high] = [first, last].map(|fd| fd.min(MAX as u32) as c_int);

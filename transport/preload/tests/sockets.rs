@@ -3,11 +3,13 @@
 #![allow(unsafe_code, reason = "calls of the C library are made")]
 
 use std::env;
+use std::ffi::c_int;
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::zeroed;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::thread::JoinHandleExt;
 use std::ptr;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -74,6 +76,24 @@ fn streams() {
     }
     assert_eq!(&status, b"Name:");
     assert_eq!((&client).read(&mut back).unwrap(), 0, "its peer is closed");
+}
+
+#[test]
+fn ranges_that_are_not_closed() {
+    if !is_preloaded("ranges_that_are_not_closed", &[]) {
+        return;
+    }
+    let (_listener, mut client, mut server) = pair();
+    let fd = server.as_raw_fd() as u32;
+    // SAFETY: nothing is closed.
+    unsafe {
+        assert_eq!(libc::close_range(fd, fd, 1 << 8), -1, "an unknown flag");
+        assert_eq!(libc::close_range(fd, fd - 1, 0), -1, "an empty range");
+    }
+    server.write_all(b"word").unwrap();
+    let mut word = [0; 4];
+    client.read_exact(&mut word).unwrap();
+    assert_eq!(&word, b"word");
 }
 
 #[test]
@@ -255,6 +275,56 @@ fn slow_peers() {
     assert!(!has_tcp(from.port()), "it is no rsocket");
     drop(server);
     assert_eq!(client.join().unwrap(), from);
+}
+
+#[test]
+fn signals_while_a_peer_is_slow() {
+    extern "C" fn handle(_: c_int) {}
+    if !is_preloaded("signals_while_a_peer_is_slow", &[]) {
+        return;
+    }
+    let listener = TcpListener::bind((ADDR, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    for (flags, outcome) in [(libc::SA_RESTART, Ok(())), (0, Err(libc::EINTR))] {
+        // SAFETY: all-zero bytes are valid but for the handler, which may be called at any time.
+        unsafe {
+            let mut action: libc::sigaction = zeroed();
+            action.sa_sigaction = handle as extern "C" fn(c_int) as libc::sighandler_t;
+            action.sa_flags = flags;
+            assert_eq!(
+                libc::sigaction(libc::SIGUSR1, &raw const action, ptr::null_mut()),
+                0
+            );
+        }
+        let client = thread::spawn(move || connect(port));
+        for _ in 0..8 {
+            thread::sleep(Duration::from_millis(200));
+            // SAFETY: the thread has not been joined.
+            unsafe { libc::pthread_kill(client.as_pthread_t(), libc::SIGUSR1) };
+        }
+        if outcome.is_ok() {
+            drop(listener.accept().unwrap());
+        }
+        assert_eq!(client.join().unwrap(), outcome);
+    }
+}
+
+/// Connects to a port of the device's address; answers the error of the call.
+fn connect(port: u16) -> Result<(), c_int> {
+    // SAFETY: all-zero bytes are a valid address, which has that length; the descriptor is closed here.
+    unsafe {
+        let mut addr: libc::sockaddr_in = zeroed();
+        addr.sin_family = libc::AF_INET as u16;
+        addr.sin_addr.s_addr = u32::from(ADDR.parse::<Ipv4Addr>().unwrap()).to_be();
+        addr.sin_port = port.to_be();
+        let fd = libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0);
+        let result = match libc::connect(fd, (&raw const addr).cast(), size_of_val(&addr) as u32) {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error().raw_os_error().unwrap()),
+        };
+        libc::close(fd);
+        result
+    }
 }
 
 #[test]

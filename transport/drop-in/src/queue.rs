@@ -60,8 +60,17 @@ impl<T> EventQueue<T> {
     }
 
     pub(crate) fn push(&self, event: T) {
+        self.add(|events| events.push_back(event));
+    }
+
+    /// Puts back an event that was taken: it is the next one again.
+    pub(crate) fn put_back(&self, event: T) {
+        self.add(|events| events.push_front(event));
+    }
+
+    fn add(&self, put: impl FnOnce(&mut VecDeque<T>)) {
         let mut waiting = self.lock();
-        waiting.events.push_back(event);
+        put(&mut waiting.events);
         if let Some(fd) = &waiting.fd {
             // It fails only at the largest count, which is never reached.
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
@@ -85,11 +94,6 @@ impl<T> EventQueue<T> {
                 return Ok(event);
             }
         }
-    }
-
-    /// Looks at the oldest event, which stays.
-    pub(crate) fn first<R>(&self, look: impl FnOnce(&T) -> R) -> Option<R> {
-        self.lock().events.front().map(look)
     }
 
     /// Takes back the events for which `is_gone` says so, oldest first.
@@ -164,6 +168,17 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    #[test]
+    fn an_event_that_is_put_back_is_the_next_one() {
+        let queue = EventQueue::new().unwrap();
+        queue.push(1);
+        queue.push(2);
+        let first = queue.take(|_| {}).unwrap();
+        queue.put_back(first);
+        let all = [queue.take(|_| {}), queue.take(|_| {})];
+        assert_eq!(all, [Ok(1), Ok(2)]);
+    }
 
     #[test]
     fn an_event_is_accounted_for_before_others_are_taken_back() {

@@ -481,7 +481,6 @@ pub(crate) unsafe extern "C" fn umad_send(
         let class = bytes[1];
         if class == MadClass::SubnetAdm as u8 {
             let answers = Arc::clone(&port.answers);
-            port.waiting += usize::from(timeout_ms != 0);
             let host = (head.addr.grh_present != 0 && head.addr.gid != [0; 16])
                 .then(|| Gid(head.addr.gid).ip());
             let mut engine = port.engine.lock();
@@ -489,6 +488,8 @@ pub(crate) unsafe extern "C" fn umad_send(
                 administration.send(nic, (head, bytes), host, answers);
             })?;
             engine.transmit();
+            drop(engine);
+            port.waiting += usize::from(timeout_ms != 0);
             return Ok(0);
         }
         let answer = match is_local(&head.addr, port.addr, class) {
@@ -561,13 +562,14 @@ pub(crate) unsafe extern "C" fn umad_recv(
         if timeout_ms != 0 {
             wait(fd, timeout_ms)?;
         }
-        // It stays until the program has room for it.
-        if let Some((head, len)) = queue.first(|answer| (answer.head, answer.bytes.len()))
-            && len > room
-        {
+        // Looked at only once it is this thread's: another one may take it meanwhile.
+        let answer = queue.take(|_| {})?;
+        if answer.bytes.len() > room {
+            let (head, len) = (answer.head, answer.bytes.len());
+            queue.put_back(answer);
             return too_long(Some(head), len);
         }
-        queue.take(|_| {})
+        Ok(answer)
     })();
     negative(taken.map(|Answer { head, bytes }| {
         if let Some(port) = ports().get_mut(&fd) {

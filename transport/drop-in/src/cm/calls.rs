@@ -146,7 +146,7 @@ fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
         }
     }
     id.lock().any = Some(SocketAddr::new(addr.ip(), port));
-    at_all.push(id);
+    returns::enter(&mut at_all, id);
     Ok(())
 }
 

@@ -105,6 +105,8 @@ struct IdState {
     /// where no device has an address of that family. As in Linux, the program sees none of them, even
     /// if there is one.
     any: Option<SocketAddr>,
+    /// It is in the list of those that are bound so, or were.
+    is_in_list: bool,
     /// Requests that may wait for it, once it listens.
     backlog: Option<u32>,
     /// Its addresses are of InfiniBand: service ids of the own one and of the peer's.
@@ -410,6 +412,7 @@ fn create_id(
                 space: ours,
                 links: Vec::new(),
                 any: None,
+                is_in_list: false,
                 backlog: None,
                 services: None,
                 listen_qp: None,

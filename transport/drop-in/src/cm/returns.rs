@@ -55,9 +55,19 @@ pub(crate) fn begin_child(held: &mut Held) {
     unpoisoned(AWAITED.lock()).clear();
 }
 
-/// Forgets an identifier that is destroyed.
+/// Enters an identifier that is bound to all devices.
+pub(super) fn enter(held: &mut Held, id: Ref<Id>) {
+    id.lock().is_in_list = true;
+    held.push(id);
+}
+
+/// Forgets an identifier that is destroyed. Others do not wait for a device that opens for the sake of
+/// those in the list.
 pub(super) fn forget(id: Ref<Id>) {
-    hold().retain(|other| *other != id);
+    let is_in_list = id.lock().is_in_list;
+    if is_in_list {
+        hold().retain(|other| *other != id);
+    }
 }
 
 /// Waits for a device that was removed, for the sake of the identifiers at all devices. The device may

@@ -14,9 +14,8 @@ use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
 
-use crate::cm::returns;
 use crate::engine::{ENGINES, Engine, Engines, State};
-use crate::lock::unpoisoned;
+use crate::lock::{AT_ALL, unpoisoned};
 use crate::queue::{DESCRIPTORS, descriptor};
 
 /// The locks that are held while the process forks. What they refer to lives as long as the engine
@@ -28,7 +27,7 @@ struct Held {
     /// Of the queues of events.
     queues: MutexGuard<'static, BTreeSet<c_int>>,
     /// Of the identifiers at all devices. A thread opens devices that are back for them.
-    at_all: returns::Held,
+    _at_all: MutexGuard<'static, ()>,
 }
 
 // SAFETY: the thread that forks releases the locks: it goes on in both processes.
@@ -62,7 +61,7 @@ fn add_handlers() {
 }
 
 extern "C" fn prepare() {
-    let at_all = returns::hold();
+    let at_all = unpoisoned(AT_ALL.lock());
     let list = unpoisoned(ENGINES.lock());
     let engines: Vec<_> = list.iter().map(|(_, engine)| Arc::clone(engine)).collect();
     let states = engines.iter().map(|engine| {
@@ -75,7 +74,7 @@ extern "C" fn prepare() {
         engines,
         list,
         queues: unpoisoned(DESCRIPTORS.lock()),
-        at_all,
+        _at_all: at_all,
     };
     *unpoisoned(HELD.lock()) = Some(held);
 }
@@ -103,7 +102,6 @@ extern "C" fn begin_child() {
         }
         // SAFETY: opened above.
         unsafe { libc::close(null) };
-        returns::begin_child(&mut held.at_all);
         for fd in held.queues.iter() {
             replace(*fd);
         }

@@ -1,6 +1,9 @@
-//! Locks after a panic.
+//! Locks after a panic, and the one that comes before all others.
 
-use std::sync::{LockResult, PoisonError};
+use std::sync::{LockResult, Mutex, PoisonError};
+
+/// Its holder may change on which devices identifiers at all devices are (`cm::returns`).
+pub(crate) static AT_ALL: Mutex<()> = Mutex::new(());
 
 /// The guard of a lock, also after a thread has panicked with it. A C interface has no way to report
 /// that, and a call of a program that panics ends the process: only a thread of this library's can

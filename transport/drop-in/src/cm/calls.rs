@@ -14,23 +14,17 @@ use riser_transport::verbs::{
 };
 
 use super::af_ib::{Address, Service};
+use super::on_device::{bind_at, is_for, listen_on};
 use super::{
-    Id, Link, Path, acknowledge_kept, device_at, device_towards, id_of, is_away, port_space_of,
+    Id, Path, acknowledge_kept, device_at, device_towards, id_of, is_away, port_space_of,
     rdma_get_cm_event, returns,
 };
-use crate::devices::{Device, devices};
+use crate::devices::devices;
 use crate::errno::{Errno, minus};
 use crate::object::Ref;
 
 /// Longest queue of requests of a listener.
 const BACKLOG: u32 = 1024;
-
-/// Places of a listener beside the backlog that its program gives. That counts the requests which the
-/// program has not answered, and the device counts those as well whose peers have not confirmed the
-/// answer, and leaves some to the other peers ([`CmConfig::max_half_open_per_peer`]).
-///
-/// [`CmConfig::max_half_open_per_peer`]: riser_transport::cm::CmConfig::max_half_open_per_peer
-const BEYOND_BACKLOG: u32 = 128;
 
 /// Waits for the outcome of a call, where the identifier has no channel of the program's. The event
 /// is kept for the program in the identifier.
@@ -129,7 +123,7 @@ fn stands_for_all(addr: IpAddr, mut devices: impl Iterator<Item = IpAddr>) -> bo
 /// nothing comes: programs bind to both families without a look at the devices. One that was removed
 /// is bound to when it is back.
 fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
-    let mut at_all = returns::hold();
+    let at_all = returns::hold();
     // A device may be removed at any time.
     id.lock().any = Some(addr);
     let mut port = addr.port();
@@ -146,49 +140,8 @@ fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
         }
     }
     id.lock().any = Some(SocketAddr::new(addr.ip(), port));
-    returns::enter(&mut at_all, id);
+    returns::enter(&at_all, id);
     Ok(())
-}
-
-/// Whether an identifier that is bound to all devices is on this one. The unspecified address of IPv6
-/// stands for IPv4 as well, unless the program has it stay to its family, and a loopback address for
-/// the devices of either family.
-pub(super) fn is_for(id: Ref<Id>, device: &Device, addr: IpAddr) -> bool {
-    let state = id.lock();
-    let only = state.options.iter().rev().find_map(|option| match option {
-        CmOption::AddressFamilyOnly(only) => Some(*only),
-        _ => None,
-    });
-    let is_any_family = addr.is_loopback() || (addr.is_ipv6() && only != Some(true));
-    is_any_family || device.config.addr.is_ipv4() == addr.is_ipv4()
-}
-
-/// Binds an identifier that is bound to all devices to one; answers what it is there, and its port.
-pub(super) fn bind_at(
-    id: Ref<Id>,
-    device: &'static Device,
-    addr: SocketAddr,
-) -> Result<(Link, u16), Errno> {
-    let link = id.link_to(device)?;
-    let bind = |(context, device_id): Link| {
-        let space = id.lock().space;
-        let mut locked = context.lock();
-        let port = locked.take_port(device_id, space, addr.port())?;
-        let ip = match addr.ip() {
-            ip if ip.is_unspecified() => ip,
-            _ => device.config.addr,
-        };
-        locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
-        Ok(port)
-    };
-    match bind(link) {
-        Ok(port) => Ok((link, port)),
-        Err(errno) => {
-            id.lock().links.retain(|other| *other != link);
-            id.give_back(link);
-            Err(errno)
-        }
-    }
 }
 
 /// `rdma_resolve_addr(3)`.
@@ -348,14 +301,6 @@ pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int)
         id.lock().backlog = Some(backlog);
         Ok(())
     }))
-}
-
-/// Listens on a device.
-pub(super) fn listen_on((context, device_id): Link, backlog: u32) -> Result<(), Errno> {
-    let mut locked = context.lock();
-    locked.listen(device_id, backlog + BEYOND_BACKLOG)?;
-    locked.transmit();
-    Ok(())
 }
 
 /// Parameters that a program gives, or those that are usual.

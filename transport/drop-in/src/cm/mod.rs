@@ -8,6 +8,7 @@
 //! | `events` | what happens to it |
 //! | `endpoint` | `rdma_getaddrinfo` and what is built on it |
 //! | `groups` | multicast groups |
+//! | `on_device` | what an identifier is on one device |
 //! | `qp` | queue pairs and receive queues of identifiers |
 //! | `returns` | identifiers at all devices, when one comes back |
 //!
@@ -21,8 +22,9 @@ mod calls;
 mod endpoint;
 mod events;
 mod groups;
+mod on_device;
 mod qp;
-pub(crate) mod returns;
+mod returns;
 
 use std::ffi::{c_int, c_void};
 use std::mem::{self, zeroed};

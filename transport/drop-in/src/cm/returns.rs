@@ -14,11 +14,12 @@ use riser_transport::netif::AddressWatch;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::warn;
 
-use super::calls::{bind_at, is_for, listen_on};
+use super::on_device::{bind_at, is_for, listen_on};
 use super::{Id, shared};
 use crate::devices::Device;
 use crate::errno::Errno;
-use crate::lock::unpoisoned;
+use crate::fork::generation;
+use crate::lock::{AT_ALL, unpoisoned};
 use crate::object::Ref;
 
 /// Time between two looks for an address, of which the kernel gives notice as well. Where the device
@@ -26,19 +27,43 @@ use crate::object::Ref;
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
-/// The identifiers that are bound to all devices. The lock comes before all others, and is held while
-/// they get or lose identifiers of devices.
-static AT_ALL: Mutex<Vec<Ref<Id>>> = Mutex::new(Vec::new());
+/// The identifiers that are bound to all devices, of this process.
+static IDS: Mutex<Own<Vec<Ref<Id>>>> = Mutex::new(Own::new(Vec::new()));
 
-/// Indices of the devices that a thread waits for. It is locked by those that hold the lock above, or
-/// a device's.
-static AWAITED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+/// Indices of the devices that a thread of this process waits for.
+static AWAITED: Mutex<Own<BTreeSet<usize>>> = Mutex::new(Own::new(BTreeSet::new()));
 
-/// The identifiers, which change their devices only by who holds this.
-pub(crate) type Held = MutexGuard<'static, Vec<Ref<Id>>>;
+/// Something of the process that has made it. A child has none of it, nor the threads that go with it.
+struct Own<T> {
+    generation: u32,
+    value: T,
+}
+
+impl<T: Default> Own<T> {
+    /// Of the first process.
+    const fn new(value: T) -> Self {
+        Self {
+            generation: 0,
+            value,
+        }
+    }
+
+    fn get(&mut self) -> &mut T {
+        let generation = generation();
+        if self.generation != generation {
+            let value = T::default();
+            *self = Self { generation, value };
+        }
+        &mut self.value
+    }
+}
+
+/// The right to change the devices of these identifiers. Its lock comes before all others, and the
+/// process does not fork meanwhile.
+pub(super) type Held = MutexGuard<'static, ()>;
 
 /// Takes the lock.
-pub(crate) fn hold() -> Held {
+pub(super) fn hold() -> Held {
     unpoisoned(AT_ALL.lock())
 }
 
@@ -48,17 +73,10 @@ pub(super) fn hold_for(id: Ref<Id>) -> Option<Held> {
     is_at_all.then(hold)
 }
 
-/// Forgets the identifiers of the process that this one was forked from, and what it waits for: its
-/// threads are not here.
-pub(crate) fn begin_child(held: &mut Held) {
-    held.clear();
-    unpoisoned(AWAITED.lock()).clear();
-}
-
 /// Enters an identifier that is bound to all devices.
-pub(super) fn enter(held: &mut Held, id: Ref<Id>) {
+pub(super) fn enter(_: &Held, id: Ref<Id>) {
     id.lock().is_in_list = true;
-    held.push(id);
+    unpoisoned(IDS.lock()).get().push(id);
 }
 
 /// Forgets an identifier that is destroyed. Others do not wait for a device that opens for the sake of
@@ -66,19 +84,20 @@ pub(super) fn enter(held: &mut Held, id: Ref<Id>) {
 pub(super) fn forget(id: Ref<Id>) {
     let is_in_list = id.lock().is_in_list;
     if is_in_list {
-        hold().retain(|other| *other != id);
+        let _held = hold();
+        unpoisoned(IDS.lock()).get().retain(|other| *other != id);
     }
 }
 
 /// Waits for a device that was removed, for the sake of the identifiers at all devices. The device may
 /// be locked.
 pub(super) fn await_return(device: &'static Device) {
-    if !unpoisoned(AWAITED.lock()).insert(device.index) {
+    if !unpoisoned(AWAITED.lock()).get().insert(device.index) {
         return;
     }
     let name = format!("return-{}", device.config.name);
     if let Err(error) = crate::thread::spawn(name, move || wait(device)) {
-        unpoisoned(AWAITED.lock()).remove(&device.index);
+        unpoisoned(AWAITED.lock()).get().remove(&device.index);
         let name = &device.config.name;
         warn!(%error, "nothing will listen on {name} when it is back");
     }
@@ -92,13 +111,14 @@ fn wait(device: &'static Device) {
     loop {
         let is_there = is_there(addr);
         {
-            let ids = hold();
+            let _held = hold();
+            let ids = unpoisoned(IDS.lock()).get().clone();
             // Before the device is opened, as it may be removed again at once.
-            unpoisoned(AWAITED.lock()).remove(&device.index);
+            unpoisoned(AWAITED.lock()).get().remove(&device.index);
             if ids.is_empty() || is_there && put_on(&ids, device) {
                 return;
             }
-            if !unpoisoned(AWAITED.lock()).insert(device.index) {
+            if !unpoisoned(AWAITED.lock()).get().insert(device.index) {
                 // Another thread has begun to wait.
                 return;
             }

@@ -1,0 +1,66 @@
+//! What an identifier is on one device.
+
+use std::net::{IpAddr, SocketAddr};
+
+use riser_transport::verbs::{CmOption, RdmaCm as _};
+
+use super::{Id, Link};
+use crate::devices::Device;
+use crate::errno::Errno;
+use crate::object::Ref;
+
+/// Places of a listener beside the backlog that its program gives. That counts the requests which the
+/// program has not answered, and the device counts those as well whose peers have not confirmed the
+/// answer, and leaves some to the other peers ([`CmConfig::max_half_open_per_peer`]).
+///
+/// [`CmConfig::max_half_open_per_peer`]: riser_transport::cm::CmConfig::max_half_open_per_peer
+const BEYOND_BACKLOG: u32 = 128;
+
+/// Whether an identifier that is bound to all devices is on this one. The unspecified address of IPv6
+/// stands for IPv4 as well, unless the program has it stay to its family, and a loopback address for
+/// the devices of either family.
+pub(super) fn is_for(id: Ref<Id>, device: &Device, addr: IpAddr) -> bool {
+    let state = id.lock();
+    let only = state.options.iter().rev().find_map(|option| match option {
+        CmOption::AddressFamilyOnly(only) => Some(*only),
+        _ => None,
+    });
+    let is_any_family = addr.is_loopback() || (addr.is_ipv6() && only != Some(true));
+    is_any_family || device.config.addr.is_ipv4() == addr.is_ipv4()
+}
+
+/// Binds an identifier that is bound to all devices to one; answers what it is there, and its port.
+pub(super) fn bind_at(
+    id: Ref<Id>,
+    device: &'static Device,
+    addr: SocketAddr,
+) -> Result<(Link, u16), Errno> {
+    let link = id.link_to(device)?;
+    let bind = |(context, device_id): Link| {
+        let space = id.lock().space;
+        let mut locked = context.lock();
+        let port = locked.take_port(device_id, space, addr.port())?;
+        let ip = match addr.ip() {
+            ip if ip.is_unspecified() => ip,
+            _ => device.config.addr,
+        };
+        locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
+        Ok(port)
+    };
+    match bind(link) {
+        Ok(port) => Ok((link, port)),
+        Err(errno) => {
+            id.lock().links.retain(|other| *other != link);
+            id.give_back(link);
+            Err(errno)
+        }
+    }
+}
+
+/// Listens on a device.
+pub(super) fn listen_on((context, device_id): Link, backlog: u32) -> Result<(), Errno> {
+    let mut locked = context.lock();
+    locked.listen(device_id, backlog + BEYOND_BACKLOG)?;
+    locked.transmit();
+    Ok(())
+}

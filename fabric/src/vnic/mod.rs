@@ -15,7 +15,7 @@
 //!
 //! Layouts of packets and attributes are those of Linux. Omni-Path routes by LID; RoCE routes by
 //! GID and queue pair number. So there are two attributes more ([`wire::attr::EndPoint`] and
-//! [`wire::attr::Paths`]), by which the manager learns and distributes where LIDs are. Frames that are
+//! [`wire::attr::PathsHeader`]), by which the manager learns and distributes where LIDs are. Frames that are
 //! longer than the path MTU travel as fragments, by an L4 header of our own ([`wire::packet`]).
 
 pub mod mac_table;

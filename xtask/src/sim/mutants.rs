@@ -126,6 +126,15 @@ const MACHINES: &[Machine] = &[
         "transport/src/roce/nic/rdma_cm",
         &["state.rs", "connect.rs", "events.rs"],
     ),
+    // It has sockets, which the simulator does not have.
+    Machine {
+        judge: Judge::Integration("riser-transport", "provider", "over_tcp"),
+        ..machine(
+            "iwarp-connection",
+            "transport/src/iwarp",
+            &["conn.rs", "setup.rs"],
+        )
+    },
     machine(
         "initiator-srp-channel",
         "initiator/src/srp/channel",

@@ -1044,7 +1044,7 @@ fn a_program_that_cannot_run_has_the_status_of_shells() {
             2,
             "riser0 cannot be at 192.0.2.1",
         ),
-        (&["--device", "a=b", "true"], 2, "`a=b` has no IP address"),
+        (&["--device", "a=b", "true"], 2, "`b` is not an IP address"),
         (&["--inject", "loss=200", "true"], 2, "percentage"),
         (&[], 2, "COMMAND"),
     ];

@@ -5,22 +5,7 @@ IMAGES=/dev/shm
 KEEP=/vm/keep
 mkdir -p "$KEEP"
 
-# Prints why and ends the case as failed.
-fail() {
-    echo "FAILED: $*" >&2
-    exit 1
-}
-
-# Waits until a command succeeds, for this many seconds.
-wait_for() {
-    local seconds=$1
-    shift
-    local end=$((SECONDS + seconds))
-    until "$@" >/dev/null 2>&1; do
-        [ $SECONDS -lt $end ] || fail "waited $seconds s for: $*"
-        sleep 0.2
-    done
-}
+. "$RISER_ROOT/tests/vm/common.sh"
 
 # The code blocks of a section of the book, with the rig's addresses: book PAGE SECTION LANGUAGE
 book() {

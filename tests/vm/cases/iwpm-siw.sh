@@ -24,7 +24,7 @@ listens_at_3935() {
     ss -Hlnu sport = :3935 | grep -q .
 }
 
-# What an address of the kernel's end is mapped to, as the other end is told.
+# What an address of the kernel's end is mapped to, as the other end sees it.
 asked() {
     on_peer "$RISER_BIN/riser-iwpmd" query 10.99.0.2:40000 "10.99.0.1:$1"
 }

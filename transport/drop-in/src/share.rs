@@ -21,7 +21,7 @@
 //! - **Early requests.** Programs that agree by other means that the one listens now and the other
 //!   connects rely on resolving an address, which takes a while with a kernel and no time here. So a
 //!   request for a port at which no process listens is kept for [`LISTEN_GRACE`] by the process that
-//!   has read it. Whoever begins to listen wakes all others ([`Share::listen`]).
+//!   has read it. A process that begins to listen wakes all others ([`Share::listen`]).
 //!
 //! Only processes of one user share an address; to others it is in use.
 //!

@@ -155,7 +155,7 @@ fn join(fd: c_int) -> Option<c_int> {
         let n = loop {
             let n = real::recv(fd, into, said.len(), libc::MSG_PEEK | all);
             match usize::try_from(n) {
-                // Whoever goes on without the answer would take it for data.
+                // A program that went on without the answer would take it for data.
                 Err(_) if errno() == libc::EINTR => {}
                 // The rest comes. A server that says something else may wait for an answer to it.
                 Ok(n @ 1..READY_LEN) if all == 0 && said[..n] == READY[..n] => {

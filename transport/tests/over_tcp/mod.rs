@@ -21,7 +21,7 @@ fn dial(w: &Streams) -> TcpStream {
     socket
 }
 
-/// What a peer is sent until it has so many bytes, or the end.
+/// Receives at least `len` bytes from the device, fewer where it closes the connection.
 fn hear(w: &mut Streams, socket: &mut TcpStream, len: usize) -> Vec<u8> {
     let mut heard = Vec::new();
     w.until("bytes of a peer", |_| {

@@ -81,18 +81,11 @@ impl Side {
     }
 
     fn sge(&self, offset: usize, length: usize) -> Sge {
-        Sge {
-            addr: self.mr.addr + offset as u64,
-            length: length as u32,
-            lkey: self.mr.lkey,
-        }
+        self.mr.sge(offset, length)
     }
 
     fn remote(&self, offset: usize) -> RemoteAddr {
-        RemoteAddr {
-            addr: self.mr.addr + offset as u64,
-            rkey: self.mr.rkey,
-        }
+        self.mr.remote(offset)
     }
 
     fn post(&mut self, wr_id: u64, op: SendOp, offset: usize, length: usize) {
@@ -807,10 +800,7 @@ fn attributes_of_migration_are_checked() {
     assert_eq!(side.path(), (addr(1, 0), 0), "it was not armed");
     // RESET forgets it.
     side.modify(&to(PathMigState::Rearm)).unwrap();
-    let reset = QpAttr {
-        state: Some(QpState::Reset),
-        ..QpAttr::default()
-    };
+    let reset = QpAttr::to(QpState::Reset);
     side.modify(&reset).unwrap();
     let attr = side.attr();
     assert_eq!(
@@ -836,16 +826,12 @@ fn a_path_is_loaded_on_the_way_to_rts() {
         side.device.qp_num(side.qp).unwrap()
     });
     for (device, side) in rig.sides.iter_mut().enumerate() {
-        let step = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        side.modify(&step(QpState::Reset)).unwrap();
+        side.modify(&QpAttr::to(QpState::Reset)).unwrap();
         let init = QpAttr {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE),
-            ..step(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         };
         side.modify(&init).unwrap();
         let rtr = QpAttr {
@@ -856,7 +842,7 @@ fn a_path_is_loaded_on_the_way_to_rts() {
             rq_psn: Some(PSN),
             max_dest_rd_atomic: Some(1),
             min_rnr_timer: Some(1),
-            ..step(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         };
         side.modify(&rtr).unwrap();
         let rts = QpAttr {
@@ -866,7 +852,7 @@ fn a_path_is_loaded_on_the_way_to_rts() {
             rnr_retry: Some(7),
             max_rd_atomic: Some(1),
             path_mig_state: Some(PathMigState::Rearm),
-            ..step(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         };
         side.modify(&rts).unwrap();
     }
@@ -879,10 +865,7 @@ fn a_path_is_loaded_on_the_way_to_rts() {
 #[test]
 fn while_the_send_queue_drains_its_attributes_stay() {
     let mut rig = Rig::rc();
-    let sqd = QpAttr {
-        state: Some(QpState::Sqd),
-        ..QpAttr::default()
-    };
+    let sqd = QpAttr::to(QpState::Sqd);
     let remote = rig.sides[1].remote(0);
     rig.sides[0].post(1, SendOp::Write(remote), 0, 100_000);
     rig.run(Duration::from_micros(15));
@@ -910,10 +893,7 @@ fn while_the_send_queue_drains_its_attributes_stay() {
         ..sqd
     };
     rig.sides[1].modify(&changed).unwrap();
-    let rts = QpAttr {
-        state: Some(QpState::Rts),
-        ..QpAttr::default()
-    };
+    let rts = QpAttr::to(QpState::Rts);
     for side in &mut rig.sides {
         side.modify(&rts).unwrap();
     }

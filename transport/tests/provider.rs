@@ -424,10 +424,7 @@ mod only {
             |w, b| w.provider(End::B).disconnect(b.id).unwrap(),
             |w, b| w.provider(End::B).destroy_qp(b.qp).unwrap(),
             |w, b| {
-                let error = QpAttr {
-                    state: Some(QpState::Error),
-                    ..QpAttr::default()
-                };
+                let error = QpAttr::to(QpState::Error);
                 w.provider(End::B).modify_qp(b.qp, &error).unwrap();
             },
             |w, b| {

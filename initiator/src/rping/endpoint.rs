@@ -165,11 +165,7 @@ impl<'a> Endpoint<'a> {
     }
 
     fn sge(&self, offset: usize, length: u32) -> Sge {
-        Sge {
-            addr: self.mr.addr + offset as u64,
-            length,
-            lkey: self.mr.lkey,
-        }
+        self.mr.sge(offset, length as usize)
     }
 
     fn queue(&self) -> Result<QpId, RpingError> {

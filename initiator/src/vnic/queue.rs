@@ -3,8 +3,9 @@
 use riser_fabric::vnic::QpAddress;
 use riser_memory::Memory;
 use riser_transport::verbs::{
-    Access, AhId, Completion, CqId, GRH_LEN, Gid, Mr, PdId, QKey, QpAttr, QpCap, QpId, QpInitAttr,
-    QpState, QpType, RecvWr, RouteHeader, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId,
+    Access, AhId, Completion, CqId, GRH_LEN, Gid, Mr, PdId, QKey, QpCap, QpId, QpInitAttr, QpType,
+    RecvWr, RouteHeader, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId,
+    make_datagrams_ready,
 };
 
 /// Queue pair number of datagrams to a group (IBTA 3.5.3).
@@ -65,24 +66,7 @@ impl Queue {
             sq_sig_all: true,
             ..QpInitAttr::new(pd, cq, QpType::Ud, cap)
         })?;
-        let to = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        let steps = [
-            QpAttr {
-                pkey_index: Some(0),
-                port: Some(1),
-                qkey: Some(QKey(config.qkey)),
-                ..to(QpState::Init)
-            },
-            to(QpState::Rtr),
-            QpAttr {
-                sq_psn: Some(0),
-                ..to(QpState::Rts)
-            },
-        ];
-        steps.iter().try_for_each(|attr| nic.modify_qp(qp, attr))?;
+        make_datagrams_ready(nic, qp, QKey(config.qkey))?;
         nic.attach_mcast(qp, group, 0)?;
         let number = u64::from(config.number) << 32;
         let mut queue = Self {

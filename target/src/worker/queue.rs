@@ -350,10 +350,7 @@ impl Worker {
         let dev = &mut self.devices[device];
         // Before the connection was tried, or after it is over, the CM has nothing to do.
         let _ = dev.disconnect(cm);
-        let error = QpAttr {
-            state: Some(QpState::Error),
-            ..QpAttr::default()
-        };
+        let error = QpAttr::to(QpState::Error);
         // Already in error, as a rule.
         let _ = dev.modify_qp(qp, &error);
         self.post_empty_write(device, qp, Work::Drain)

@@ -250,10 +250,7 @@ impl DefectiveNic {
             let is_connected = self.nic.is_connection(completion.qp);
             if is_connected && completion.status.is_ok() && recording.fails_completion(completion) {
                 // It may have been destroyed, and then nothing is left to fail.
-                let failed = QpAttr {
-                    state: Some(QpState::Error),
-                    ..QpAttr::default()
-                };
+                let failed = QpAttr::to(QpState::Error);
                 let _ = self.nic.modify_qp(completion.qp, &failed);
             }
         }

@@ -913,10 +913,7 @@ impl Verbs for RdmaCoreDevice {
         })?;
         if attr.qp_state == IBV_QPS_RESET {
             // Some devices still report the attributes that the reset has cleared.
-            return Ok(QpAttr {
-                state: Some(QpState::Reset),
-                ..QpAttr::default()
-            });
+            return Ok(QpAttr::to(QpState::Reset));
         }
         let pkey = self.query_pkey(attr.port_num, attr.pkey_index).ok();
         Ok(QpAttr {

@@ -77,18 +77,11 @@ impl Bench {
     }
 
     fn sge(&self, offset: usize, length: usize) -> Sge {
-        Sge {
-            addr: self.mr.addr + offset as u64,
-            length: length as u32,
-            lkey: self.mr.lkey,
-        }
+        self.mr.sge(offset, length)
     }
 
     fn remote(&self, offset: usize) -> RemoteAddr {
-        RemoteAddr {
-            addr: self.mr.addr + offset as u64,
-            rkey: self.mr.rkey,
-        }
+        self.mr.remote(offset)
     }
 
     fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {

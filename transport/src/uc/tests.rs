@@ -101,11 +101,7 @@ impl Rig {
     }
 
     fn sge(&self, offset: usize, length: usize) -> Sge {
-        Sge {
-            addr: self.mr.addr + offset as u64,
-            length: length as u32,
-            lkey: self.mr.lkey,
-        }
+        self.mr.sge(offset, length)
     }
 
     fn try_post(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) -> Result<(), PostError> {

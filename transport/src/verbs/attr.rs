@@ -8,8 +8,8 @@ use num_enum::TryFromPrimitive;
 use riser_memory::MemSlice;
 
 use super::{
-    CqId, Gid, Handle, LKey, MrId, MwId, PKey, PathMigState, PdId, QKey, QpId, RKey, SendOp, SrqId,
-    XrcdId,
+    CqId, Gid, Handle, LKey, MrId, MwId, PKey, PathMigState, PdId, QKey, QpId, RKey, RemoteAddr,
+    SendOp, Sge, SrqId, XrcdId,
 };
 
 bitflags! {
@@ -271,6 +271,27 @@ pub struct Mr {
     pub addr: u64,
     /// Length of the region in bytes.
     pub length: u64,
+}
+
+impl Mr {
+    /// The local segment of `length` bytes from `offset` on. It is not checked against the region.
+    #[must_use]
+    pub fn sge(&self, offset: usize, length: usize) -> Sge {
+        Sge {
+            addr: self.addr + offset as u64,
+            length: length as u32,
+            lkey: self.lkey,
+        }
+    }
+
+    /// Where the peer finds the byte at `offset`.
+    #[must_use]
+    pub fn remote(&self, offset: usize) -> RemoteAddr {
+        RemoteAddr {
+            addr: self.addr + offset as u64,
+            rkey: self.rkey,
+        }
+    }
 }
 
 /// Changes of a region (IBTA 11.2.8.6); `None` leaves something as it is.
@@ -631,6 +652,17 @@ pub struct QpAttr {
     pub sq_draining: Option<bool>,
     /// The queue pair's partition key, answered only.
     pub pkey: Option<PKey>,
+}
+
+impl QpAttr {
+    /// A change of the state alone.
+    #[must_use]
+    pub fn to(state: QpState) -> Self {
+        Self {
+            state: Some(state),
+            ..Self::default()
+        }
+    }
 }
 
 /// Something that happened to a device or one of its objects, outside any request (IBTA 11.6.3).

@@ -50,7 +50,7 @@ pub use attr::*;
 pub use cm::*;
 pub use error::*;
 pub use grh::{GRH_LEN, NetworkHeader, RouteHeader};
-pub use gsi::make_gsi_ready;
+pub use gsi::{make_datagrams_ready, make_gsi_ready};
 pub use ids::*;
 pub use path_migration::PathMigState;
 pub use poll::PollContext;

@@ -79,10 +79,7 @@ mod tests {
         let cap = QpCap::new(1, 128);
         let init = QpInitAttr::new(pd, cq, QpType::Uc, cap);
         let qp = nic.create_qp(&init).unwrap();
-        let error = QpAttr {
-            state: Some(QpState::Error),
-            ..QpAttr::default()
-        };
+        let error = QpAttr::to(QpState::Error);
         nic.modify_qp(qp, &error).unwrap();
         (cq, qp)
     }

@@ -159,10 +159,7 @@ fn a_device_goes_with_its_interface_and_fails_cleanly() {
         );
         assert_eq!(w.a.create_cq(1), Err(gone));
         assert_eq!(w.a.query_port(1), Err(gone));
-        let reset = QpAttr {
-            state: Some(QpState::Reset),
-            ..QpAttr::default()
-        };
+        let reset = QpAttr::to(QpState::Reset);
         assert_eq!(w.a.modify_qp(a.qp, &reset), Err(gone));
         assert_eq!(w.a.create_id(PortSpace::Tcp), Err(CmError::Verbs(gone)));
         assert_eq!(w.a.disconnect(a.id), Err(CmError::Verbs(gone)));

@@ -366,16 +366,12 @@ fn a_peer_that_comes_back_goes_on() {
 
 /// Takes a new queue pair to RTS.
 fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
-    let state = |state| QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    };
     [
         QpAttr {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE),
-            ..state(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
         QpAttr {
             ah: Some(AhAttr::new(Gid::from(peer))),
@@ -384,7 +380,7 @@ fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
             rq_psn: Some(1),
             max_dest_rd_atomic: Some(1),
             min_rnr_timer: Some(12),
-            ..state(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         },
         QpAttr {
             sq_psn: Some(1),
@@ -392,7 +388,7 @@ fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
             timeout: Some(20),
             retry_cnt: Some(7),
             rnr_retry: Some(7),
-            ..state(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ]
 }

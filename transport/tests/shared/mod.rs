@@ -470,21 +470,17 @@ fn a_peer_that_reads_nothing_delays_no_other() {
         ..init_attr(pd, cq, &wants)
     };
     let qp = w.a.create_qp(&init).unwrap();
-    let step = |state| QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    };
     for attr in [
         QpAttr {
             pkey_index: Some(0),
             port: Some(1),
             qkey: Some(QKey(1)),
-            ..step(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
-        step(QpState::Rtr),
+        QpAttr::to(QpState::Rtr),
         QpAttr {
             sq_psn: Some(0),
-            ..step(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ] {
         w.a.modify_qp(qp, &attr).unwrap();

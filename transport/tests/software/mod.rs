@@ -53,11 +53,81 @@ impl World for Virtual {
     }
 }
 
-/// Over real sockets: of the loopback interface, or with B in a namespace that `at_b` stands for.
-pub(crate) struct Real<N = ()> {
-    pub(crate) a: Roce,
-    pub(crate) b: Roce,
+/// Two devices of a kind on this host. The second one is in a namespace that `at_b` stands for, if any.
+pub(crate) struct Two<D, N = ()> {
+    pub(crate) a: D,
+    pub(crate) b: D,
     pub(crate) at_b: N,
+}
+
+/// Over real sockets of the loopback interface, or of one in a namespace.
+pub(crate) type Real<N = ()> = Two<Roce, N>;
+
+/// Over shared memory: two devices of this process, which are each other's peers all the same.
+pub(crate) type Shared = Two<Shm>;
+
+/// Over TCP: two devices for iWARP.
+pub(crate) type Streams = Two<Iwarp>;
+
+/// A device of which a host may have two.
+pub(crate) trait OnHost: Provider {
+    /// Time that anything may take.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn ip(&self) -> IpAddr;
+}
+
+impl OnHost for Roce {
+    fn ip(&self) -> IpAddr {
+        self.socket_addr().ip()
+    }
+}
+
+impl OnHost for Shm {
+    fn ip(&self) -> IpAddr {
+        self.addr()
+    }
+}
+
+impl OnHost for Iwarp {
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn ip(&self) -> IpAddr {
+        self.addr()
+    }
+}
+
+impl<D: OnHost, N> World for Two<D, N> {
+    type P = D;
+
+    fn provider(&mut self, end: End) -> &mut D {
+        match end {
+            End::A => &mut self.a,
+            End::B => &mut self.b,
+        }
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.a.ip(),
+            End::B => self.b.ip(),
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        if self.a.progress(now) + self.b.progress(now) == 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    fn patience(&self) -> Duration {
+        D::PATIENCE
+    }
 }
 
 /// Two loopback addresses that no other test uses: of this process, and of other processes as far
@@ -105,35 +175,6 @@ impl Real {
             b: open(b)?,
             at_b: (),
         })
-    }
-}
-
-impl<N> World for Real<N> {
-    type P = Roce;
-
-    fn provider(&mut self, end: End) -> &mut Roce {
-        match end {
-            End::A => &mut self.a,
-            End::B => &mut self.b,
-        }
-    }
-
-    fn addr(&self, end: End) -> IpAddr {
-        match end {
-            End::A => self.a.socket_addr().ip(),
-            End::B => self.b.socket_addr().ip(),
-        }
-    }
-
-    fn step(&mut self) {
-        let now = Instant::now();
-        if self.a.progress(now) + self.b.progress(now) == 0 {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now()
     }
 }
 
@@ -246,16 +287,12 @@ impl<D: Alone> World for Itself<D> {
 
 /// The states up to RTS of a queue pair whose peer is queue pair `number` at an address.
 pub(crate) fn connected_steps(peer: IpAddr, number: u32) -> [QpAttr; 3] {
-    let to = |state| QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    };
     [
         QpAttr {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
         QpAttr {
             ah: Some(AhAttr::new(peer.into())),
@@ -264,7 +301,7 @@ pub(crate) fn connected_steps(peer: IpAddr, number: u32) -> [QpAttr; 3] {
             rq_psn: Some(5),
             max_dest_rd_atomic: Some(4),
             min_rnr_timer: Some(12),
-            ..to(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         },
         QpAttr {
             sq_psn: Some(5),
@@ -272,15 +309,9 @@ pub(crate) fn connected_steps(peer: IpAddr, number: u32) -> [QpAttr; 3] {
             timeout: Some(14),
             retry_cnt: Some(7),
             rnr_retry: Some(7),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ]
-}
-
-/// Over shared memory: two devices of this process, which are each other's peers all the same.
-pub(crate) struct Shared {
-    pub(crate) a: Shm,
-    pub(crate) b: Shm,
 }
 
 impl Shared {
@@ -292,43 +323,8 @@ impl Shared {
     pub(crate) fn at(a: IpAddr, b: IpAddr) -> Self {
         let open = |addr| Shm::open(ShmConfig::listening(addr)?);
         let [a, b] = [a, b].map(|addr| open(addr).expect("a device at a loopback address"));
-        Self { a, b }
+        Self { a, b, at_b: () }
     }
-}
-
-impl World for Shared {
-    type P = Shm;
-
-    fn provider(&mut self, end: End) -> &mut Shm {
-        match end {
-            End::A => &mut self.a,
-            End::B => &mut self.b,
-        }
-    }
-
-    fn addr(&self, end: End) -> IpAddr {
-        match end {
-            End::A => self.a.addr(),
-            End::B => self.b.addr(),
-        }
-    }
-
-    fn step(&mut self) {
-        let now = Instant::now();
-        if self.a.progress(now) + self.b.progress(now) == 0 {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now()
-    }
-}
-
-/// Over TCP: two devices for iWARP.
-pub(crate) struct Streams {
-    pub(crate) a: Iwarp,
-    pub(crate) b: Iwarp,
 }
 
 impl Streams {
@@ -347,39 +343,7 @@ impl Streams {
         Self {
             a: open(a),
             b: open(b),
+            at_b: (),
         }
-    }
-}
-
-impl World for Streams {
-    type P = Iwarp;
-
-    fn provider(&mut self, end: End) -> &mut Iwarp {
-        match end {
-            End::A => &mut self.a,
-            End::B => &mut self.b,
-        }
-    }
-
-    fn addr(&self, end: End) -> IpAddr {
-        match end {
-            End::A => self.a.addr(),
-            End::B => self.b.addr(),
-        }
-    }
-
-    fn step(&mut self) {
-        let now = Instant::now();
-        if self.a.progress(now) + self.b.progress(now) == 0 {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now()
-    }
-
-    fn patience(&self) -> Duration {
-        Duration::from_secs(10)
     }
 }

@@ -869,10 +869,7 @@ pub(crate) fn data_before_the_confirmation_establishes<W: World>(mut w: W) {
 pub(crate) fn an_error_here_does_not_end_the_connection_there<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
-    let error = QpAttr {
-        state: Some(QpState::Error),
-        ..QpAttr::default()
-    };
+    let error = QpAttr::to(QpState::Error);
     w.provider(End::A).modify_qp(a.qp, &error).unwrap();
     w.pass(Duration::from_millis(20));
     assert_eq!(w.poll_cm_event(End::B), None);

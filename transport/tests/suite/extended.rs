@@ -4,7 +4,7 @@ use riser_memory::Memory;
 use riser_transport::verbs::{
     Access, AhAttr, AsyncEvent, CmEventKind, Completion, ConnParam, CqId, Handle, Mr, Mtu, PdId,
     PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr, RemoteAddr, SendOp,
-    SendWr, Sge, SrqAttr, SrqId, VerbsError, WcOpcode, WcStatus, WrId, XrcdId,
+    SendWr, SrqAttr, SrqId, VerbsError, WcOpcode, WcStatus, WrId, XrcdId,
 };
 
 use riser_transport::verbs::{RdmaCm as _, Verbs as _};
@@ -43,11 +43,7 @@ impl Queue {
     }
 
     fn recv<W: World>(&self, w: &mut W, wr_id: u64, offset: usize, length: usize) {
-        let sges = [Sge {
-            addr: self.mr.addr + offset as u64,
-            length: length as u32,
-            lkey: self.mr.lkey,
-        }];
+        let sges = [self.mr.sge(offset, length)];
         let wr_id = WrId(wr_id);
         let wr = RecvWr { wr_id, sges: &sges };
         w.provider(End::B).post_srq_recv(self.srq, &[wr]).unwrap();
@@ -66,10 +62,7 @@ impl Queue {
     }
 
     fn remote(&self, offset: usize) -> RemoteAddr {
-        RemoteAddr {
-            addr: self.mr.addr + offset as u64,
-            rkey: self.mr.rkey,
-        }
+        self.mr.remote(offset)
     }
 }
 
@@ -117,15 +110,11 @@ fn bring_up<W: World>(w: &mut W, own: (End, QpId), peer: (End, QpId), psn: [u32;
     let dgid = w.addr(peer.0).into();
     let p = w.provider(own.0);
     let mtu = p.query_port(1).unwrap().active_mtu.min(Mtu::Mtu1024);
-    let to = |state| QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    };
     let init = QpAttr {
         pkey_index: Some(0),
         port: Some(1),
         access: Some(Access::REMOTE),
-        ..to(QpState::Init)
+        ..QpAttr::to(QpState::Init)
     };
     let rtr = QpAttr {
         ah: Some(AhAttr {
@@ -141,7 +130,7 @@ fn bring_up<W: World>(w: &mut W, own: (End, QpId), peer: (End, QpId), psn: [u32;
         rq_psn: Some(psn[1]),
         max_dest_rd_atomic: is_target.then_some(4),
         min_rnr_timer: is_target.then_some(1),
-        ..to(QpState::Rtr)
+        ..QpAttr::to(QpState::Rtr)
     };
     let rts = QpAttr {
         sq_psn: Some(psn[0]),
@@ -149,7 +138,7 @@ fn bring_up<W: World>(w: &mut W, own: (End, QpId), peer: (End, QpId), psn: [u32;
         max_rd_atomic: (!is_target).then_some(4),
         retry_cnt: (!is_target).then_some(7),
         rnr_retry: (!is_target).then_some(7),
-        ..to(QpState::Rts)
+        ..QpAttr::to(QpState::Rts)
     };
     for step in [init, rtr, rts] {
         p.modify_qp(own.1, &step).unwrap();

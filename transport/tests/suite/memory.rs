@@ -429,10 +429,7 @@ pub(crate) fn a_device_talks_to_itself<W: World>(mut w: W) {
     let c = next(w);
     assert_eq!((c.wr_id, c.status), (WrId(4), WcStatus::RemAccessErr));
     // The window outlives a RESET of the queue pair that bound it, as with rdma_rxe.
-    let reset = QpAttr {
-        state: Some(QpState::Reset),
-        ..QpAttr::default()
-    };
+    let reset = QpAttr::to(QpState::Reset);
     for i in [0, 1] {
         w.provider(End::A).modify_qp(qps[i], &reset).unwrap();
     }

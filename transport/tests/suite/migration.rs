@@ -136,15 +136,11 @@ impl Link {
         let answers = matches!(kind, QpType::Rc | QpType::XrcTgt);
         let peer = &self.sides[1 - own];
         let dest_qp = w.provider(peer.end).qp_num(peer.qp).unwrap();
-        let state = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
         let init = QpAttr {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE_WRITE),
-            ..state(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         };
         let rtr = QpAttr {
             ah: Some(self.path(own, 0).ah),
@@ -153,7 +149,7 @@ impl Link {
             rq_psn: Some(PSN),
             max_dest_rd_atomic: answers.then_some(4),
             min_rnr_timer: answers.then_some(1),
-            ..state(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         };
         let rts = QpAttr {
             sq_psn: Some(PSN),
@@ -161,7 +157,7 @@ impl Link {
             retry_cnt: asks.then_some(7),
             rnr_retry: asks.then_some(7),
             max_rd_atomic: asks.then_some(4),
-            ..state(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         };
         for step in [init, rtr, rts] {
             self.modify(w, own, &step).unwrap();

@@ -158,10 +158,7 @@ pub(crate) fn a_queue_pair_goes_through_its_states<W: World>(mut w: W) {
         .post_send(qp, &[SendWr::new(1, SendOp::Send, &[])])
         .unwrap_err();
     assert_eq!(early.reason, PostReason::InvalidState(QpState::Init));
-    let skip = QpAttr {
-        state: Some(QpState::Rts),
-        ..QpAttr::default()
-    };
+    let skip = QpAttr::to(QpState::Rts);
     assert_eq!(
         p.modify_qp(qp, &skip),
         Err(VerbsError::InvalidTransition {
@@ -219,10 +216,7 @@ pub(crate) fn a_queue_pair_goes_through_its_states<W: World>(mut w: W) {
         (all.path_mtu, all.pkey, all.timeout),
         (Some(Mtu::Mtu1024), Some(PKey::DEFAULT), Some(14))
     );
-    let reset = QpAttr {
-        state: Some(QpState::Reset),
-        ..QpAttr::default()
-    };
+    let reset = QpAttr::to(QpState::Reset);
     p.modify_qp(qp, &reset).unwrap();
     assert_eq!(p.query_qp(qp).unwrap().dest_qp, None);
     assert_eq!(p.peek_cq(cq, 9), Ok(0), "reset forgets without completions");
@@ -253,21 +247,17 @@ impl Datagrams {
         };
         let p = w.provider(end);
         let qp = p.create_qp(&init).unwrap();
-        let step = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
         let to_init = QpAttr {
             pkey_index: Some(0),
             port: Some(1),
             qkey: Some(KEY),
-            ..step(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         };
         let to_rts = QpAttr {
             sq_psn: Some(3),
-            ..step(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         };
-        for step in [to_init, step(QpState::Rtr), to_rts] {
+        for step in [to_init, QpAttr::to(QpState::Rtr), to_rts] {
             p.modify_qp(qp, &step).unwrap();
         }
         let number = p.qp_num(qp).unwrap();

@@ -401,10 +401,7 @@ pub(crate) fn flushes_in_order<W: World>(mut w: W) {
         // The peer has no receive, so none of these completes by itself.
         a.send(w, n, SendOp::Send, 0, 8);
     }
-    let error = QpAttr {
-        state: Some(QpState::Error),
-        ..QpAttr::default()
-    };
+    let error = QpAttr::to(QpState::Error);
     w.provider(End::A).modify_qp(a.qp, &error).unwrap();
     let c = a.completions(w, 20);
     assert!(c.iter().all(|c| c.status == WcStatus::WrFlushErr));
@@ -471,10 +468,7 @@ pub(crate) fn a_shared_receive_queue_and_its_limit<W: World>(mut w: W) {
     assert_eq!(w.provider(End::B).query_srq(srq).unwrap().limit, 0);
     let busy = w.provider(End::B).destroy_srq(srq);
     assert!(matches!(busy, Err(VerbsError::ResourceBusy(_))));
-    let error = QpAttr {
-        state: Some(QpState::Error),
-        ..QpAttr::default()
-    };
+    let error = QpAttr::to(QpState::Error);
     w.provider(End::B).modify_qp(b1.qp, &error).unwrap();
     assert_eq!(b1.event(w), AsyncEvent::QpLastWqeReached(b1.qp));
     for qp in [b1.qp, b2.qp] {
@@ -664,18 +658,14 @@ pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
     assert_eq!((attr.vector, attr.is_timed), (vectors - 1, true));
     let pd = p.alloc_pd().unwrap();
     let qp = p.create_qp(&init_attr(pd, cq, &Wants::default())).unwrap();
-    let step = |state| QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    };
     let init = QpAttr {
         pkey_index: Some(0),
         port: Some(1),
         access: Some(Access::empty()),
-        ..step(QpState::Init)
+        ..QpAttr::to(QpState::Init)
     };
     p.modify_qp(qp, &init).unwrap();
-    p.modify_qp(qp, &step(QpState::Error)).unwrap();
+    p.modify_qp(qp, &QpAttr::to(QpState::Error)).unwrap();
     let receive = |w: &mut W, n: u64| {
         let wr = RecvWr {
             wr_id: WrId(n),
@@ -711,13 +701,9 @@ pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
     let (a, b) = connected(w);
     a.send(w, 1, SendOp::Write(b.remote(0)), 0, 100_000);
     w.step();
-    let to = |state| QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    };
     let drain = QpAttr {
         en_sqd_async_notify: Some(true),
-        ..to(QpState::Sqd)
+        ..QpAttr::to(QpState::Sqd)
     };
     w.provider(End::A).modify_qp(a.qp, &drain).unwrap();
     a.send(w, 2, SendOp::Write(b.remote(0)), 0, 8);
@@ -736,7 +722,7 @@ pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
         max_rd_atomic: Some(2),
         max_dest_rd_atomic: Some(3),
         min_rnr_timer: Some(9),
-        ..to(QpState::Sqd)
+        ..QpAttr::to(QpState::Sqd)
     };
     w.provider(End::A).modify_qp(a.qp, &changed).unwrap();
     let attr = w.provider(End::A).query_qp(a.qp).unwrap();
@@ -749,7 +735,7 @@ pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
         (changed.max_rd_atomic, changed.min_rnr_timer)
     );
     w.provider(End::A)
-        .modify_qp(a.qp, &to(QpState::Rts))
+        .modify_qp(a.qp, &QpAttr::to(QpState::Rts))
         .unwrap();
     let mut waiting = 2;
     if w.is_rxe(End::A) {

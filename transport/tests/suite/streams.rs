@@ -91,10 +91,7 @@ pub(crate) fn what_is_written_with_a_wrong_key_ends_the_connection<W: World>(mut
 pub(crate) fn an_error_here_ends_the_connection_there<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
-    let error = QpAttr {
-        state: Some(QpState::Error),
-        ..QpAttr::default()
-    };
+    let error = QpAttr::to(QpState::Error);
     w.provider(End::A).modify_qp(a.qp, &error).unwrap();
     is_over(w, [&a, &b]);
 }

@@ -17,13 +17,6 @@ use crate::suite::world::{
 /// First PSN of each end.
 const PSN: [u32; 2] = [0x00ff_fff0, 77];
 
-fn to(state: QpState) -> QpAttr {
-    QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    }
-}
-
 /// A queue pair in RESET, with its objects.
 fn side<W: World>(w: &mut W, end: End, wants: &Wants) -> Side {
     let (pd, cq, memory, mr) = objects(w, end, wants);
@@ -60,7 +53,7 @@ fn bring_up<W: World>(w: &mut W, side: &Side, peer: &Side, psn: [u32; 2]) {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE_WRITE),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
         QpAttr {
             ah: Some(AhAttr {
@@ -74,11 +67,11 @@ fn bring_up<W: World>(w: &mut W, side: &Side, peer: &Side, psn: [u32; 2]) {
             path_mtu: Some(port.active_mtu.min(Mtu::Mtu1024)),
             dest_qp: Some(dest),
             rq_psn: Some(psn[1]),
-            ..to(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         },
         QpAttr {
             sq_psn: Some(psn[0]),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ];
     for step in steps {
@@ -291,7 +284,7 @@ pub(crate) fn unreliable_connections_share_receives<W: World>(mut w: W) {
     assert!(matches!(busy, Err(VerbsError::ResourceBusy(_))));
     if !w.is_rxe(End::B) {
         let p = w.provider(End::B);
-        p.modify_qp(qps[0], &to(QpState::Error)).unwrap();
+        p.modify_qp(qps[0], &QpAttr::to(QpState::Error)).unwrap();
         assert_eq!(sides[0].event(w), AsyncEvent::QpLastWqeReached(qps[0]));
     }
 }
@@ -302,7 +295,9 @@ pub(crate) fn an_unreliable_queue_pair_goes_through_its_states<W: World>(mut w: 
         side(w, End::A, &Wants::default()),
         side(w, End::B, &Wants::default()),
     );
-    let early = w.provider(End::A).modify_qp(a.qp, &to(QpState::Rts));
+    let early = w
+        .provider(End::A)
+        .modify_qp(a.qp, &QpAttr::to(QpState::Rts));
     assert!(matches!(early, Err(VerbsError::InvalidTransition { .. })));
     bring_up(w, &a, &b, PSN);
     let p = w.provider(End::A);
@@ -328,13 +323,13 @@ pub(crate) fn an_unreliable_queue_pair_goes_through_its_states<W: World>(mut w: 
         a.recv(w, n, 0, 64);
     }
     let p = w.provider(End::A);
-    p.modify_qp(a.qp, &to(QpState::Error)).unwrap();
+    p.modify_qp(a.qp, &QpAttr::to(QpState::Error)).unwrap();
     let c = a.completions(w, 3);
     assert!(c.iter().all(|c| c.status == WcStatus::WrFlushErr));
     a.send(w, 7, SendOp::Send, 0, 8);
     assert_eq!(a.completion(w).status, WcStatus::WrFlushErr);
     let p = w.provider(End::A);
-    p.modify_qp(a.qp, &to(QpState::Reset)).unwrap();
+    p.modify_qp(a.qp, &QpAttr::to(QpState::Reset)).unwrap();
     // Again, from the beginning.
     bring_up(w, &a, &b, [PSN[0] - 9, PSN[1]]);
     exchange(w, &a, &b);

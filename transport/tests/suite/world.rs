@@ -138,18 +138,11 @@ impl Default for Wants {
 
 impl Side {
     pub(crate) fn sge(&self, offset: usize, length: usize) -> Sge {
-        Sge {
-            addr: self.mr.addr + offset as u64,
-            length: length as u32,
-            lkey: self.mr.lkey,
-        }
+        self.mr.sge(offset, length)
     }
 
     pub(crate) fn remote(&self, offset: usize) -> RemoteAddr {
-        RemoteAddr {
-            addr: self.mr.addr + offset as u64,
-            rkey: self.mr.rkey,
-        }
+        self.mr.remote(offset)
     }
 
     pub(crate) fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {

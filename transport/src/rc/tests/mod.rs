@@ -142,11 +142,7 @@ impl Rig {
     }
 
     pub(super) fn sge(&self, offset: usize, length: usize) -> Sge {
-        Sge {
-            addr: self.mr.addr + offset as u64,
-            length: length as u32,
-            lkey: self.mr.lkey,
-        }
+        self.mr.sge(offset, length)
     }
 
     /// Posts a signaled request for `length` bytes at the start of the memory.

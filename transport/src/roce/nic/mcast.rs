@@ -232,17 +232,13 @@ mod tests {
         /// A queue pair with a receive, attached to a group.
         fn attached(&mut self, to: u8) -> (QpId, Result<Option<IpAddr>, VerbsError>) {
             let qp = self.nic.create_qp(&self.init).unwrap();
-            let step = |state| QpAttr {
-                state: Some(state),
-                ..QpAttr::default()
-            };
             let init = QpAttr {
                 pkey_index: Some(0),
                 port: Some(1),
                 qkey: Some(QKey(0x11)),
-                ..step(QpState::Init)
+                ..QpAttr::to(QpState::Init)
             };
-            for step in [init, step(QpState::Rtr)] {
+            for step in [init, QpAttr::to(QpState::Rtr)] {
                 self.nic.modify_qp(qp, &step).unwrap();
             }
             let sges = [Sge {

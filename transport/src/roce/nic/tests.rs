@@ -53,13 +53,6 @@ fn init(nic: &mut Nic, qp_type: QpType) -> QpInitAttr {
     }
 }
 
-fn to(state: QpState) -> QpAttr {
-    QpAttr {
-        state: Some(state),
-        ..QpAttr::default()
-    }
-}
-
 /// A connected queue pair in RTS with the peer, expecting PSN 100 and sending from 200 on.
 fn connected(nic: &mut Nic) -> QpId {
     connected_to(nic, peer().ip())
@@ -77,7 +70,7 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
         QpAttr {
             ah: Some(AhAttr::new(Gid::from(peer))),
@@ -86,7 +79,7 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
             rq_psn: Some(100),
             max_dest_rd_atomic: Some(4),
             min_rnr_timer: Some(12),
-            ..to(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         },
         QpAttr {
             sq_psn: Some(200),
@@ -94,7 +87,7 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
             timeout: Some(14),
             retry_cnt: Some(7),
             rnr_retry: Some(7),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ];
     for step in steps {
@@ -120,18 +113,18 @@ fn a_packet_of_another_service_or_source_is_not_for_an_unreliable_connection() {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
         QpAttr {
             ah: Some(AhAttr::new(Gid::from(peer().ip()))),
             path_mtu: Some(Mtu::Mtu1024),
             dest_qp: Some(0x99),
             rq_psn: Some(100),
-            ..to(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         },
         QpAttr {
             sq_psn: Some(200),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ];
     for step in steps {
@@ -188,10 +181,10 @@ fn queue_pairs_of_a_peer_share_what_may_be_on_the_way_to_it() {
         nic.destroy_qp(qp).unwrap();
     }
     assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [200; 2]);
-    nic.modify_qp(second, &to(QpState::Reset)).unwrap();
+    nic.modify_qp(second, &QpAttr::to(QpState::Reset)).unwrap();
     assert_eq!([first, second].map(|qp| inflight(&nic, qp)), [400, 100]);
     assert_eq!(inflight(&nic, other), 400);
-    nic.modify_qp(first, &to(QpState::Sqd)).unwrap();
+    nic.modify_qp(first, &QpAttr::to(QpState::Sqd)).unwrap();
     for _ in 0..2 {
         move_to(&mut nic, first, [10, 0, 0, 3]);
         assert_eq!([first, other].map(|qp| inflight(&nic, qp)), [200; 2]);
@@ -496,7 +489,7 @@ fn a_queue_pair_in_error_takes_nothing() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
-    nic.modify_qp(qp, &to(QpState::Error)).unwrap();
+    nic.modify_qp(qp, &QpAttr::to(QpState::Error)).unwrap();
     let good = write_only(&nic, qpn, 100);
     receive(&mut nic, peer(), &good);
     let counters = nic.qp_counters(qp).unwrap().rc;
@@ -563,12 +556,12 @@ fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
         QpAttr {
             pkey_index: Some(0),
             qkey: Some(QKey::GSI),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
-        to(QpState::Rtr),
+        QpAttr::to(QpState::Rtr),
         QpAttr {
             sq_psn: Some(0),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ];
     for step in steps {
@@ -625,7 +618,7 @@ fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
 fn a_drained_connection_changes_its_attributes_and_its_peer() {
     let mut nic = nic();
     let qp = connected(&mut nic);
-    nic.modify_qp(qp, &to(QpState::Sqd)).unwrap();
+    nic.modify_qp(qp, &QpAttr::to(QpState::Sqd)).unwrap();
     let changed = QpAttr {
         timeout: Some(9),
         retry_cnt: Some(1),
@@ -665,7 +658,7 @@ fn xrc_target(nic: &mut Nic, own: &QpInitAttr) -> (QpId, SrqId) {
             pkey_index: Some(0),
             port: Some(1),
             access: Some(Access::REMOTE),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
         QpAttr {
             ah: Some(AhAttr::new(Gid::from(peer().ip()))),
@@ -674,12 +667,12 @@ fn xrc_target(nic: &mut Nic, own: &QpInitAttr) -> (QpId, SrqId) {
             rq_psn: Some(100),
             max_dest_rd_atomic: Some(4),
             min_rnr_timer: Some(12),
-            ..to(QpState::Rtr)
+            ..QpAttr::to(QpState::Rtr)
         },
         QpAttr {
             sq_psn: Some(200),
             timeout: Some(14),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ];
     for step in steps {
@@ -1153,12 +1146,12 @@ fn a_datagram_that_is_complete_does_not_change_in_a_batch() {
             pkey_index: Some(0),
             port: Some(1),
             qkey: Some(QKey(0x11)),
-            ..to(QpState::Init)
+            ..QpAttr::to(QpState::Init)
         },
-        to(QpState::Rtr),
+        QpAttr::to(QpState::Rtr),
         QpAttr {
             sq_psn: Some(0),
-            ..to(QpState::Rts)
+            ..QpAttr::to(QpState::Rts)
         },
     ];
     for step in steps {

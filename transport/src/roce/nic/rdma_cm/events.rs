@@ -224,10 +224,7 @@ impl Nic {
         let Some(qp) = self.cm.ids.get(id).ok().and_then(|e| e.qp) else {
             return;
         };
-        let attr = QpAttr {
-            state: Some(QpState::Error),
-            ..QpAttr::default()
-        };
+        let attr = QpAttr::to(QpState::Error);
         // Every state may go to ERROR, and the queue pair exists as long as the identifier names
         // it.
         let _ = self.modify_qp(qp, &attr);

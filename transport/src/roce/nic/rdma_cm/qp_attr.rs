@@ -56,10 +56,7 @@ impl Id {
     }
 
     fn to_rtr(&self, limits: &NicLimits) -> Option<QpAttr> {
-        let to_rtr = QpAttr {
-            state: Some(QpState::Rtr),
-            ..QpAttr::default()
-        };
+        let to_rtr = QpAttr::to(QpState::Rtr);
         if self.qp_type == QpType::Ud {
             return Some(to_rtr);
         }

@@ -28,17 +28,20 @@ const ISOLATED: [&str; 5] = [
     "ip link set lo up && exec \"$0\" \"$@\"",
 ];
 
-/// Asks Cargo for the integration tests of the simulator. They compute for minutes where the code is
-/// not optimized; plans that found something run there all the same.
-pub(crate) const SIMULATOR: [&str; 8] = [
+/// Asks Cargo for tests in the programs' profile: always of these packages with these features, as
+/// others would have everything that they depend on built once more. The simulator is among them.
+pub(crate) const OPTIMIZED_TESTS: [&str; 5] = [
     "--profile",
     OPTIMIZED,
-    "-p",
-    "riser-sim",
+    "--workspace",
     "--features",
-    "coverage",
-    "--test",
-    "*",
+    "riser-sim/coverage",
+];
+
+/// The integration tests of the simulator. They compute for minutes where the code is not optimized;
+/// plans that found something (`corpus`) run there all the same.
+pub(crate) const SIMULATOR: [&str; 8] = [
+    "--test", "control", "--test", "failures", "--test", "seeds", "--test", "troubles",
 ];
 
 /// The results of harnesses.
@@ -122,6 +125,17 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(sh::output(&mut command))
 }
 
+/// Runs tests in the programs' profile, which these further arguments choose.
+pub(crate) fn optimized_test(args: &[&str], env: &[(&str, &str)]) -> Results {
+    cargo_test(&[&OPTIMIZED_TESTS, args].concat(), env)
+}
+
+/// Cargo, about to build tests in the programs' profile, and the programs of their packages.
+pub(crate) fn building_optimized(args: &[&str]) -> Command {
+    let args = OPTIMIZED_TESTS.iter().chain(args);
+    sh::cargo(["test", "--quiet", "--no-run"].iter().chain(args))
+}
+
 /// Runs all harnesses of the workspace but those of [`SIMULATOR`], `lanes` at once, then the tests
 /// in its documentation. `once_built` is called when Cargo has built them and holds no lock.
 pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
@@ -200,7 +214,7 @@ impl Harness {
     /// Whether it runs in the programs' profile ([`SIMULATOR`]).
     fn is_of_simulator(&self) -> bool {
         let is_its = self.is_integration && self.folder.ends_with("tests/sim");
-        is_its && self.name() != "corpus"
+        is_its && SIMULATOR.contains(&self.name())
     }
 
     /// Runs it as Cargo does: in the folder of its package, which it may also find in its

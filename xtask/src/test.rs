@@ -1,10 +1,9 @@
 //! `cargo xtask test`: everything that must hold, and a count of it.
 
-use std::process::Command;
 use std::thread;
 
 use crate::daemon::{self, OPTIMIZED};
-use crate::harnesses::{self, Results, SIMULATOR, cargo_test};
+use crate::harnesses::{self, Results, SIMULATOR, building_optimized, cargo_test, optimized_test};
 use crate::packages::{Need, need};
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, clippy, doc,
@@ -127,17 +126,6 @@ const SEQUENCES: Long = Long {
     args: &["--test-threads=1"],
 };
 
-impl Long {
-    /// Asks Cargo for it, in the programs' profile.
-    fn arguments(&self) -> [&'static str; 5] {
-        ["--profile", OPTIMIZED, "--workspace", "--test", self.test]
-    }
-
-    fn building(&self) -> Command {
-        sh::cargo(["test", "--no-run"].into_iter().chain(self.arguments()))
-    }
-}
-
 /// Lints and documentation come after the tests, which leave the cores idle for long: by then they
 /// are done ([`work_ahead`]). `cargo xtask check` has the lints first.
 const STEPS: &[Step] = &[
@@ -155,7 +143,7 @@ const STEPS: &[Step] = &[
     }),
     step("simulation of a million messages", |_| again(&MILLION)),
     step("tests of the simulator", |_| {
-        functions(cargo_test(&SIMULATOR, &[]))
+        functions(optimized_test(&SIMULATOR, &[]))
     }),
     step("a thousand seeds of the simulator", |_| {
         Outcome::of(sim::thousand())
@@ -223,14 +211,10 @@ fn all_functions(run: &Run) -> Outcome {
 /// Runs what later steps ask of Cargo, at the lowest priority. They find it done, or report why it
 /// fails.
 fn work_ahead() {
-    let simulations = [MILLION, CYCLES, CHANGES].map(|long| long.building());
-    let tests = sh::cargo(["test", "--no-run"].into_iter().chain(SIMULATOR));
-    let programs = [daemon::building(OPTIMIZED), sim::building(), tests];
-    for command in [clippy(), doc()]
-        .into_iter()
-        .chain(simulations)
-        .chain(programs)
-    {
+    let longer = [MILLION, CYCLES, CHANGES].map(|long| ["--test", long.test]);
+    let tests = [longer.as_flattened(), &SIMULATOR].concat();
+    let programs = daemon::building(OPTIMIZED);
+    for command in [clippy(), doc(), building_optimized(&tests), programs] {
         let _ = sh::output(&mut sh::at_lowest_priority(&command));
     }
 }
@@ -248,9 +232,8 @@ fn functions(results: Results) -> Outcome {
 /// Runs test functions once more, for longer: one check for any number of them. It is skipped if
 /// one of them is.
 fn again(long: &Long) -> Outcome {
-    let args = long.arguments().into_iter().chain(["--"]);
-    let args: Vec<_> = args.chain(long.args.iter().copied()).collect();
-    let run = cargo_test(&args, &[long.size]);
+    let args = [&["--test", long.test, "--"], long.args].concat();
+    let run = optimized_test(&args, &[long.size]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
         (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),

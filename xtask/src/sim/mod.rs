@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::daemon::OPTIMIZED;
+use crate::harnesses::{SIMULATOR, building_optimized};
 use crate::{Failure, root, sh};
 
 /// Options of `cargo xtask sim`.
@@ -91,11 +92,10 @@ pub(crate) fn thousand() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Cargo, about to build the simulator. The recorder of transitions is a feature of its own, so
-/// that the programs are built without it.
-pub(crate) fn building() -> Command {
-    let args = ["build", "-q", "--profile", OPTIMIZED, "-p", "riser-sim"];
-    sh::cargo(args.into_iter().chain(["--features", "coverage"]))
+/// Cargo, about to build the simulator, as a program beside its tests: their recorder of transitions is
+/// a feature that other programs are built without.
+fn building() -> Command {
+    building_optimized(&SIMULATOR)
 }
 
 /// The simulator.

@@ -196,13 +196,16 @@ impl Rig {
         let config = lu.config();
         let blocks = config.blocks as usize;
         let block = config.block_size.bytes() as usize;
+        // Of a large disk only the beginning is filled, as no test reads the rest.
+        let mut disk = vec![0; blocks * block];
+        for (at, byte) in disk.iter_mut().enumerate().take(1 << 20) {
+            *byte = (at / block + at % 251) as u8;
+        }
         lu.add_nexus(A, srp_nexus(0xaa));
         lu.add_nexus(B, srp_nexus(0xbb));
         Self {
             lu,
-            disk: (0..blocks * block)
-                .map(|at| (at / block + at % 251) as u8)
-                .collect(),
+            disk,
             mapped: vec![true; blocks],
             luns: vec![LunId::ZERO],
             fail: None,

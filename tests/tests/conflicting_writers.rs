@@ -69,16 +69,11 @@ impl Resetter {
             exp_data_sn: 0,
         };
         client.send(request.header(), &[]);
-        loop {
-            match client.receive().expect("an answer").0 {
-                FromTarget::TmfResponse(response) => {
-                    assert_eq!(response.status as u8, 0, "function complete");
-                    return;
-                }
-                // A ping.
-                FromTarget::NopIn(_) => {}
-                other => panic!("{other:?}"),
+        match client.receive().expect("an answer").0 {
+            FromTarget::TmfResponse(response) => {
+                assert_eq!(response.status as u8, 0, "function complete");
             }
+            other => panic!("{other:?}"),
         }
     }
 }

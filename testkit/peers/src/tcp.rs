@@ -10,9 +10,9 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
+    FromInitiator, FromTarget, NopOut, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
 };
-use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt, chap};
 use socket2::{Domain, Socket, Type};
 
 /// A connection of an initiator.
@@ -222,8 +222,28 @@ impl<S: Read + Write> Client<S> {
         self.socket.write_all(&bytes).unwrap();
     }
 
-    /// The next PDU; `None` at the end of the connection.
+    /// The next PDU; `None` at the end of the connection. A target that asks whether this end is alive
+    /// has its answer before.
     pub fn receive(&mut self) -> Option<(FromTarget, Numbers, Vec<u8>)> {
+        loop {
+            match self.receive_any()? {
+                (FromTarget::NopIn(ping), ..) if ping.ttt != Ttt::NONE => {
+                    let answer = NopOut {
+                        immediate: true,
+                        lun: ping.lun,
+                        itt: Itt::NONE,
+                        ttt: ping.ttt,
+                        cmd_sn: CmdSn(self.cmd_sn),
+                        exp_stat_sn: StatSn(0),
+                    };
+                    self.send(answer.header(), &[]);
+                }
+                other => return Some(other),
+            }
+        }
+    }
+
+    fn receive_any(&mut self) -> Option<(FromTarget, Numbers, Vec<u8>)> {
         loop {
             let (used, frame) = self.framer.next(&self.buffer).unwrap();
             let got = frame.map(|frame| {
@@ -326,5 +346,62 @@ impl<S: Read + Write> Client<S> {
                 other => panic!("{other:?}"),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, Cursor};
+
+    use riser_scsi::iscsi::pdu::NopIn;
+
+    use super::*;
+
+    /// A target's bytes, and those that it gets.
+    struct Script(Cursor<Vec<u8>>, Vec<u8>);
+
+    impl Read for Script {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            self.0.read(into)
+        }
+    }
+
+    impl Write for Script {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.1.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn pings_of_a_target_are_answered() {
+        let nop_in = |itt, ttt| {
+            let lun = [0; 8];
+            let mut bytes = Vec::new();
+            let header = NopIn { lun, itt, ttt }.header(Numbers::default());
+            frame::put(header, &[], &[], Digests::default(), &mut bytes);
+            bytes
+        };
+        let said = [nop_in(Itt::NONE, Ttt(5)), nop_in(Itt(9), Ttt::NONE)].concat();
+        let mut client = Client {
+            socket: Script(Cursor::new(said), Vec::new()),
+            framer: Framer::new(1 << 20),
+            buffer: Vec::new(),
+            digests: Digests::default(),
+            cmd_sn: 7,
+            tsih: Tsih(1),
+        };
+        let Some((FromTarget::NopIn(answer), ..)) = client.receive() else {
+            panic!("the answer to a ping of the client's own");
+        };
+        assert_eq!(answer.itt, Itt(9));
+        assert!(client.receive().is_none(), "the end");
+        // RFC 7143 11.18: immediate, without a tag of its own, with that of the ping.
+        let sent = client.socket.1;
+        assert_eq!((sent.len(), sent[0], sent[1]), (48, 0x40, 0x80));
+        assert_eq!(sent[16..28], [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 7]);
     }
 }

@@ -402,6 +402,9 @@ mod tests {
         // RFC 7143 11.18: immediate, without a tag of its own, with that of the ping.
         let sent = client.socket.1;
         assert_eq!((sent.len(), sent[0], sent[1]), (48, 0x40, 0x80));
-        assert_eq!(sent[16..28], [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 7]);
+        assert_eq!(
+            sent[16..28],
+            [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 7]
+        );
     }
 }

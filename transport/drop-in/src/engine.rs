@@ -192,18 +192,29 @@ pub(crate) type Engines = Vec<(String, Arc<Engine>)>;
 pub(crate) static ENGINES: Mutex<Engines> = Mutex::new(Vec::new());
 
 impl Engine {
-    /// The engine of a device, which is opened where this process has not done so.
+    /// The engine of a device, which is opened where this process has not done so. That may take a few
+    /// seconds, where a process at its address is stopped.
     ///
     /// # Errors
-    /// Those of [`Share::open`] and [`Roce::open_shared`], and of making a thread.
+    /// Those of [`share::await_others`] and [`Share::open`], of [`Roce::open_shared`], and of making a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
-        let mut engines = unpoisoned(ENGINES.lock());
-        engines.retain(|(_, engine)| !engine.is_removed());
-        let known = engines.iter().find(|(name, _)| *name == config.name);
-        if let Some((_, engine)) = known {
-            return Ok(Arc::clone(engine));
+        let lock = || {
+            let mut engines = unpoisoned(ENGINES.lock());
+            engines.retain(|(_, engine)| !engine.is_removed());
+            let known = engines.iter().find(|(name, _)| *name == config.name);
+            let known = known.map(|(_, engine)| Arc::clone(engine));
+            (engines, known)
+        };
+        if let (_, Some(engine)) = lock() {
+            return Ok(engine);
         }
-        let share = Share::open(config.addr)?;
+        // Without the lock, for which a thread that forks waits.
+        let others = share::await_others(config.addr)?;
+        let (mut engines, known) = lock();
+        if let Some(engine) = known {
+            return Ok(engine);
+        }
+        let share = Share::open(config.addr, others)?;
         let config_of_nic = RoceConfig {
             other_addrs: config.other_addrs.clone(),
             worker_index: share.slot(),

@@ -26,7 +26,7 @@ struct Held {
     list: MutexGuard<'static, Engines>,
     /// Of the queues of events.
     queues: MutexGuard<'static, BTreeSet<c_int>>,
-    /// Of the identifiers at all devices. A thread opens devices that are back for them.
+    /// Of the identifiers at all devices. A thread puts them on devices that are back.
     _at_all: MutexGuard<'static, ()>,
 }
 

@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::mem::{size_of, zeroed};
 use std::ptr;
+use std::sync::Arc;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::Verbs as _;
@@ -49,19 +50,27 @@ pub(crate) unsafe extern "C" fn ibv_import_device(fd: c_int) -> *mut ibv_context
     }))
 }
 
+/// The engine of a device.
+///
+/// # Errors
+/// Those of [`Engine::open`].
+pub(crate) fn engine(device: &'static Device) -> Result<Arc<Engine>, Errno> {
+    let config = &device.config;
+    // Before there is a lock that a copy of the process could find taken.
+    crate::fork::install();
+    Engine::open(config).map_err(|error| {
+        let (name, addr) = (&config.name, config.addr);
+        error!("cannot open {name} at {addr}: {error}");
+        Errno::from(error)
+    })
+}
+
 /// Opens a device, with the command descriptor that `make` makes at last.
 fn open_by(
     device: &'static Device,
     make: impl FnOnce() -> Result<Command, Errno>,
 ) -> Result<Ref<Context>, Errno> {
-    let config = &device.config;
-    // Before there is a lock that a copy of the process could find taken.
-    crate::fork::install();
-    let engine = Engine::open(config).map_err(|error| {
-        let (name, addr) = (&config.name, config.addr);
-        error!("cannot open {name} at {addr}: {error}");
-        Errno::from(error)
-    })?;
+    let engine = engine(device)?;
     let events = EventQueue::new()?;
     // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
     let mut c: verbs_context = unsafe { zeroed() };

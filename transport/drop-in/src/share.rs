@@ -31,7 +31,7 @@
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -184,12 +184,13 @@ enum Mail {
 }
 
 impl Share {
-    /// Takes part in an address.
+    /// Takes part in an address. The process does not fork meanwhile, so what may take long is done by
+    /// [`await_others`] before.
     ///
     /// # Errors
     /// `EADDRINUSE` where others than this user's processes with this library have the port,
     /// `EUSERS` where all slots have processes, and those of making sockets.
-    pub(crate) fn open(addr: IpAddr) -> io::Result<Self> {
+    pub(crate) fn open(addr: IpAddr, others: Others) -> io::Result<Self> {
         let _turn = take_turn(addr)?;
         let mailbox = new_mailbox()?;
         let slot = (1..SLOTS)
@@ -202,20 +203,16 @@ impl Share {
                 let why = format!("{} processes have the address already", SLOTS - 1);
                 Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
             })?;
-        let others = (1..SLOTS).filter(|other| *other != slot);
-        let (mut found, mut silent) = (None, None);
-        for other in others {
-            match ask(&mailbox, addr, other)? {
-                Answer::Welcome(group, table) => {
-                    found = Some((group, table));
-                    break;
-                }
-                Answer::Vacant => {}
-                Answer::Silence => silent = Some(other),
-            }
-        }
-        let begin_here = || {
-            begin(addr).map_err(|error| match (error.kind(), silent) {
+        let patience = match others {
+            Others::Answer => PATIENCE,
+            // They are asked once more, as one may have been there since.
+            Others::Silent => REMINDER,
+        };
+        let mut inquiry = Inquiry::new(&mailbox, addr, patience);
+        inquiry.rest.retain(|other| *other != slot);
+        let (group, table) = match join(inquiry)? {
+            Joined::Welcome(group, table) => (group, table),
+            Joined::Nothing { silent } => begin(addr).map_err(|error| match (error.kind(), silent) {
                 (io::ErrorKind::AddrInUse, Some(slot)) => in_use(&format!(
                     "the process in slot {slot}, which has it, does not answer; it may be stopped"
                 )),
@@ -224,9 +221,8 @@ impl Share {
                      device",
                 ),
                 _ => error,
-            })
+            })?,
         };
-        let (group, table) = found.map_or_else(begin_here, Ok)?;
         let ports = PortTable::map(table, slot)?;
         debug!(%addr, slot, "opened the address");
         Ok(Self {
@@ -571,10 +567,10 @@ impl Share {
 
     /// Whether a slot has a process.
     fn has_process(&self, slot: u8) -> bool {
-        let probe = [Message::Probe as u8];
-        let sent = name(self.addr, Some(slot))
-            .and_then(|to| sendto(&self.mailbox, &probe, SendFlags::DONTWAIT, &to));
-        sent != Err(Os::CONNREFUSED)
+        let name = name(self.addr, Some(slot)).map_err(io::Error::from);
+        // One that cannot be asked may be there.
+        name.and_then(|to| is_there(&self.mailbox, &to, Message::Probe))
+            .unwrap_or(true)
     }
 }
 
@@ -617,14 +613,15 @@ fn take_turn(addr: IpAddr) -> io::Result<OwnedFd> {
         match bind(&turn, &name) {
             Ok(()) => return Ok(turn),
             Err(Os::ADDRINUSE) if Instant::now() < until => thread::sleep(PAUSE),
-            Err(Os::ADDRINUSE) => {
-                return Err(in_use(
-                    "a process has begun to open it and does not finish; it may be stopped",
-                ));
-            }
+            Err(Os::ADDRINUSE) => return Err(unfinished()),
             Err(error) => return Err(error.into()),
         }
     }
+}
+
+/// The address is in use by a process that is opening it.
+fn unfinished() -> io::Error {
+    in_use("a process has begun to open it and does not finish; it may be stopped")
 }
 
 /// The port is in use at the address, for a reason that helps to free it.
@@ -635,16 +632,6 @@ fn in_use(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::AddrInUse, why)
 }
 
-/// What comes of asking the process of a slot.
-enum Answer {
-    /// The sockets and the table.
-    Welcome(Vec<OwnedFd>, OwnedFd),
-    /// The slot has no process.
-    Vacant,
-    /// It has one that does not answer.
-    Silence,
-}
-
 /// The message of the CM in a packet, where it is one that names no id of ours.
 fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
     let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
@@ -652,37 +639,178 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
     CmMessage::parse(mad).ok().map(|(_, message)| message)
 }
 
-/// Asks the process of a slot for the sockets and the table.
+/// What is known of the processes that have an address before it is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Others {
+    /// There is none, or one answers.
+    Answer,
+    /// None that is there answers.
+    Silent,
+}
+
+/// Waits for the processes at an address, one of which may be stopped: until none is opening it, and one
+/// that has it answers. A process may fork meanwhile, so this takes nothing that its child would keep.
 ///
 /// # Errors
-/// `EADDRINUSE` where it is another user's, `EMFILE` where this process may not have that many
-/// descriptors.
-fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Answer> {
-    let to = name(addr, Some(slot))?;
-    let mut buffer = [0; MESSAGE];
+/// `EADDRINUSE` where a process does not finish opening it, and those of making a socket.
+pub(crate) fn await_others(addr: IpAddr) -> io::Result<Others> {
+    let mailbox = new_mailbox()?;
     let until = Instant::now() + PATIENCE;
-    let pause = Timespec {
-        tv_sec: 0,
-        tv_nsec: REMINDER.subsec_nanos().into(),
-    };
-    while Instant::now() < until {
-        match sendto(mailbox, &[Message::Join as u8], SendFlags::NOSIGNAL, &to) {
-            // Its mailbox may be full.
-            Ok(_) | Err(Os::AGAIN) => {}
-            // It has ended, perhaps before it could answer.
-            Err(Os::CONNREFUSED) => return Ok(Answer::Vacant),
-            Err(error) => return Err(error.into()),
+    while is_there(&mailbox, &name(addr, None)?, Message::Probe)? {
+        if Instant::now() >= until {
+            return Err(unfinished());
         }
-        let mut fds = [PollFd::new(mailbox, PollFlags::IN)];
-        if poll(&mut fds, Some(&pause)).unwrap_or(0) == 0 {
-            continue;
+        thread::sleep(PAUSE);
+    }
+    let mut inquiry = Inquiry::new(&mailbox, addr, PATIENCE);
+    loop {
+        match inquiry.poll()? {
+            // An answer, whose descriptors the kernel closes.
+            Inquired::Mail => {
+                let answer = recvfrom(&mailbox, &mut [0; 1], RecvFlags::DONTWAIT);
+                let from = answer.ok().and_then(|(_, _, from)| from);
+                let from = from.and_then(|from| SocketAddrUnix::try_from(from).ok());
+                if from.is_some_and(|from| inquiry.slot(&from).is_some()) {
+                    return Ok(Others::Answer);
+                }
+            }
+            Inquired::Vacant => return Ok(Others::Answer),
+            Inquired::Silence(_) => return Ok(Others::Silent),
+        }
+    }
+}
+
+/// Questions to the processes of an address. They go to one more slot at a time: one answer is enough, but
+/// a process that is stopped must not keep the others from being asked.
+struct Inquiry<'a> {
+    mailbox: &'a OwnedFd,
+    addr: IpAddr,
+    /// Slots that have not been asked.
+    rest: VecDeque<u8>,
+    /// Those with processes that have been, and have not answered.
+    asked: Vec<u8>,
+    until: Instant,
+}
+
+/// What comes of an [`Inquiry`] in the time of a [`REMINDER`].
+enum Inquired {
+    /// The mailbox may have a message.
+    Mail,
+    /// No slot has a process that could answer.
+    Vacant,
+    /// The process of this slot does not answer, nor do others.
+    Silence(u8),
+}
+
+impl<'a> Inquiry<'a> {
+    fn new(mailbox: &'a OwnedFd, addr: IpAddr, patience: Duration) -> Self {
+        Self {
+            mailbox,
+            addr,
+            rest: (1..SLOTS).collect(),
+            asked: Vec::new(),
+            until: Instant::now() + patience,
+        }
+    }
+
+    /// Asks, and waits for a moment.
+    ///
+    /// # Errors
+    /// Those of sending.
+    fn poll(&mut self) -> io::Result<Inquired> {
+        if self.rest.is_empty()
+            && Instant::now() >= self.until
+            && let Some(slot) = self.asked.first()
+        {
+            return Ok(Inquired::Silence(*slot));
+        }
+        for slot in mem::take(&mut self.asked) {
+            self.ask(slot)?;
+        }
+        while let Some(slot) = self.rest.pop_front() {
+            if self.ask(slot)? {
+                break;
+            }
+        }
+        if self.asked.is_empty() {
+            return Ok(Inquired::Vacant);
+        }
+        let pause = Timespec {
+            tv_sec: 0,
+            tv_nsec: REMINDER.subsec_nanos().into(),
+        };
+        // A signal ends it early, and then there is no message.
+        let _ = poll(
+            &mut [PollFd::new(self.mailbox, PollFlags::IN)],
+            Some(&pause),
+        );
+        Ok(Inquired::Mail)
+    }
+
+    /// Asks a slot; answers whether it has a process.
+    fn ask(&mut self, slot: u8) -> io::Result<bool> {
+        let is_there = is_there(self.mailbox, &name(self.addr, Some(slot))?, Message::Join)?;
+        if is_there {
+            self.asked.push(slot);
+        }
+        Ok(is_there)
+    }
+
+    /// The slot that has been asked and has an address.
+    fn slot(&self, from: &SocketAddrUnix) -> Option<u8> {
+        let mut asked = self.asked.iter().copied();
+        asked.find(|slot| name(self.addr, Some(*slot)).is_ok_and(|name| name == *from))
+    }
+}
+
+/// Sends a message without a body to a name; answers whether a process has it. It may have ended before it
+/// could answer, or have a full mailbox.
+///
+/// # Errors
+/// Those of sending.
+fn is_there(mailbox: &OwnedFd, to: &SocketAddrUnix, message: Message) -> io::Result<bool> {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    match sendto(mailbox, &[message as u8], flags, to) {
+        Ok(_) | Err(Os::AGAIN) => Ok(true),
+        Err(Os::CONNREFUSED) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What the processes of an address give another one.
+enum Joined {
+    /// The sockets and the table.
+    Welcome(Vec<OwnedFd>, OwnedFd),
+    /// None answers: neither does that of this slot, which is there.
+    Nothing { silent: Option<u8> },
+}
+
+/// Asks the processes of an address for the sockets and the table.
+///
+/// # Errors
+/// `EADDRINUSE` where the only ones are another user's, `EMFILE` where this process may not have that many
+/// descriptors.
+fn join(mut inquiry: Inquiry<'_>) -> io::Result<Joined> {
+    let addr = inquiry.addr;
+    let mut buffer = [0; MESSAGE];
+    let mut is_refused = false;
+    let silent = loop {
+        match inquiry.poll()? {
+            Inquired::Mail => {}
+            Inquired::Vacant => break None,
+            Inquired::Silence(slot) => {
+                warn!(%addr, slot, "a process with this address does not answer");
+                break Some(slot);
+            }
         }
         let mut all = Vec::new();
-        let received = receive_with(mailbox, &mut buffer, &mut all);
-        match received {
+        match receive_with(inquiry.mailbox, &mut buffer, &mut all) {
             // Others that are no such process may write as well.
-            Some(Received::OfAnotherUser(Some(from))) if from == to => {
-                return Err(in_use("a process of another user has it"));
+            Some(Received::OfAnotherUser(Some(from))) => {
+                let slot = inquiry.slot(&from);
+                is_refused |= slot.is_some();
+                inquiry.asked.retain(|asked| Some(*asked) != slot);
+                continue;
             }
             Some(Received::Message { kind, .. }) if kind == Message::Welcome as u8 => {}
             _ => continue,
@@ -692,11 +820,13 @@ fn ask(mailbox: &OwnedFd, addr: IpAddr, slot: u8) -> io::Result<Answer> {
             return Err(Os::MFILE.into());
         }
         if let Some(table) = all.pop() {
-            return Ok(Answer::Welcome(all, table));
+            return Ok(Joined::Welcome(all, table));
         }
+    };
+    if is_refused {
+        return Err(in_use("a process of another user has it"));
     }
-    warn!(%addr, slot, "a process with this address does not answer");
-    Ok(Answer::Silence)
+    Ok(Joined::Nothing { silent })
 }
 
 /// Makes the sockets and the table.
@@ -903,7 +1033,7 @@ mod tests {
     /// Opens the address as another process does, while the one that is there answers.
     fn open_beside(first: &Share) -> Share {
         thread::scope(|scope| {
-            let opens = scope.spawn(|| Share::open(first.addr));
+            let opens = scope.spawn(|| Share::open(first.addr, Others::Answer));
             while !opens.is_finished() {
                 assert!(first.poll_packet(Instant::now()).is_none());
                 thread::yield_now();
@@ -915,7 +1045,7 @@ mod tests {
     #[test]
     fn processes_of_an_address_have_slots_and_ports_of_their_own() {
         use RdmaPortSpace::{Tcp, Udp};
-        let first = Share::open(addr(1)).unwrap();
+        let first = Share::open(addr(1), Others::Answer).unwrap();
         let second = open_beside(&first);
         assert_eq!((first.slot, second.slot), (1, 2));
 
@@ -942,7 +1072,7 @@ mod tests {
 
     #[test]
     fn the_ports_of_a_process_that_was_killed_are_free() {
-        let first = Share::open(addr(2)).unwrap();
+        let first = Share::open(addr(2), Others::Answer).unwrap();
         let port = (RdmaPortSpace::Tcp, 4000);
         // As a process in slot 9 has left it.
         assert_eq!(first.ports.take(port, 9), 9);
@@ -1013,7 +1143,7 @@ mod tests {
 
     #[test]
     fn a_request_waits_for_the_process_that_is_about_to_listen() {
-        let first = Share::open(addr(10)).unwrap();
+        let first = Share::open(addr(10), Others::Answer).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
         let early = front(11, request(1));
@@ -1052,7 +1182,7 @@ mod tests {
 
     #[test]
     fn a_peer_has_few_of_the_places_for_early_requests() {
-        let share = Share::open(addr(12)).unwrap();
+        let share = Share::open(addr(12), Others::Answer).unwrap();
         let now = Instant::now();
         let waits = |from, id| share.pass_on(now, front(from, request(id))).is_none();
         let mut again = front(13, request(0));
@@ -1070,7 +1200,7 @@ mod tests {
 
     #[test]
     fn a_request_that_waits_is_taken_back() {
-        let first = Share::open(addr(22)).unwrap();
+        let first = Share::open(addr(22), Others::Answer).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
         for id in 1..4 {
@@ -1093,7 +1223,7 @@ mod tests {
 
     #[test]
     fn a_request_that_is_taken_back_concerns_one_process() {
-        let first = Share::open(addr(8)).unwrap();
+        let first = Share::open(addr(8), Others::Answer).unwrap();
         let second = open_beside(&first);
         let third = open_beside(&first);
         listen(&second, RdmaPortSpace::Tcp);
@@ -1117,7 +1247,7 @@ mod tests {
 
     #[test]
     fn a_flood_for_another_process_does_not_keep_this_one() {
-        let first = Share::open(addr(6)).unwrap();
+        let first = Share::open(addr(6), Others::Answer).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
         let peer = UdpSocket::bind((addr(7), 0)).unwrap();
@@ -1131,7 +1261,7 @@ mod tests {
 
     #[test]
     fn requests_reach_the_process_that_has_their_port() {
-        let first = Share::open(addr(3)).unwrap();
+        let first = Share::open(addr(3), Others::Answer).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
         let datagram = question();
@@ -1174,10 +1304,55 @@ mod tests {
         assert!(first.poll_packet(late).is_some());
     }
 
+    /// The mailbox of a process in a slot that is stopped.
+    fn stopped(addr: IpAddr, slot: u8) -> OwnedFd {
+        let mailbox = new_mailbox().unwrap();
+        bind(&mailbox, &name(addr, Some(slot)).unwrap()).unwrap();
+        mailbox
+    }
+
+    #[test]
+    fn processes_that_are_stopped_do_not_hide_one_that_answers() {
+        let silent: Vec<_> = (1..4).map(|slot| stopped(addr(25), slot)).collect();
+        let start = Instant::now();
+        let fourth = Share::open(addr(25), Others::Silent).unwrap();
+        assert_eq!(fourth.slot, 4);
+        // The time of a process that is stopped is over when all are asked.
+        assert!(start.elapsed() < PATIENCE);
+        let others = thread::scope(|scope| {
+            let waits = scope.spawn(|| await_others(addr(25)));
+            while !waits.is_finished() {
+                assert!(fourth.poll_packet(Instant::now()).is_none());
+                thread::yield_now();
+            }
+            waits.join().unwrap().unwrap()
+        });
+        assert_eq!(others, Others::Answer);
+        let fifth = open_beside(&fourth);
+        assert_eq!(fifth.slot, 5);
+        assert!(
+            start.elapsed() < 2 * PATIENCE,
+            "the time of one that is stopped"
+        );
+        drop((fourth, fifth));
+        assert_eq!(await_others(addr(25)).unwrap(), Others::Silent);
+        drop(silent);
+        assert_eq!(await_others(addr(25)).unwrap(), Others::Answer);
+    }
+
+    #[test]
+    fn a_process_that_does_not_finish_opening_an_address_is_waited_for() {
+        let turn = take_turn(addr(26)).unwrap();
+        let error = await_others(addr(26)).unwrap_err();
+        assert!(error.to_string().contains("does not finish"), "{error}");
+        drop(turn);
+        assert_eq!(await_others(addr(26)).unwrap(), Others::Answer);
+    }
+
     #[test]
     fn an_address_that_others_have_is_in_use() {
         let _other = UdpSocket::bind((addr(5), ROCE_PORT)).unwrap();
-        let error = Share::open(addr(5)).map(drop).unwrap_err();
+        let error = Share::open(addr(5), Others::Answer).map(drop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 }

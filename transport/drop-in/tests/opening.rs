@@ -5,14 +5,18 @@
 
 mod library;
 
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, c_int, c_void};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::net::UdpSocket;
+use std::mem::zeroed;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::ptr;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use library::{call, errno};
 use riser_rdma_core_sys::bindings::*;
@@ -27,13 +31,18 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A process that opens `riser0`: with these devices, after these commands of a shell.
 fn process(devices: &str, before: &str) -> Command {
+    process_of("opens_a_device", devices, before)
+}
+
+/// The same, where it runs a certain test.
+fn process_of(test: &str, devices: &str, before: &str) -> Command {
     let mut command = Command::new("sh");
     let own = std::env::current_exe().unwrap();
     command
         .args(["-c", &format!("{before}\nexec \"$@\"")])
         .arg("sh")
         .arg(own)
-        .args(["--ignored", "--exact", "opens_a_device", "--nocapture"])
+        .args(["--ignored", "--exact", test, "--nocapture"])
         .env("RISER_TEST_DEVICES", devices)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -177,6 +186,63 @@ fn a_process_that_is_stopped_is_named() {
     );
     holder.signal(libc::SIGCONT);
     assert_eq!(outcome(process("riser0=127.0.42.2", "")).0, 0);
+}
+
+/// Binds an identifier to an address; answers the error, or 0.
+fn bind(addr: Ipv4Addr) -> c_int {
+    // SAFETY: all-zero bytes are a valid address, and there is a place for the identifier.
+    unsafe {
+        let mut to: libc::sockaddr_in = zeroed();
+        to.sin_family = libc::AF_INET as _;
+        to.sin_addr.s_addr = u32::from(addr).to_be();
+        let mut id: *mut rdma_cm_id = ptr::null_mut();
+        let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
+        let mut result = call!(rdma_create_id(channel => *mut rdma_event_channel,
+            &raw mut id => *mut *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
+            RDMA_PS_TCP => rdma_port_space) -> c_int);
+        if result == 0 {
+            let to = (&raw const to).cast();
+            result = call!(rdma_bind_addr(id => *mut rdma_cm_id, to => *const c_void) -> c_int);
+        }
+        if result == 0 { 0 } else { errno() }
+    }
+}
+
+/// What `a_process_that_is_stopped_delays_no_fork` runs.
+#[test]
+#[ignore = "a process of another test"]
+fn forks_while_it_opens_a_device() {
+    let addr: Ipv4Addr = std::env::var("RISER_TEST_ADDR").unwrap().parse().unwrap();
+    let opens = thread::spawn(move || bind(addr));
+    thread::sleep(Duration::from_millis(500));
+    let start = Instant::now();
+    // SAFETY: the child does what the thread does, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above.
+        unsafe {
+            libc::alarm(PATIENCE.as_secs() as u32);
+            libc::_exit(bind(addr));
+        }
+    }
+    assert!(start.elapsed() < Duration::from_secs(1));
+    let mut status = 0;
+    // SAFETY: this process's own child.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((opens.join().unwrap(), status), (0, 0));
+}
+
+#[test]
+fn a_process_that_is_stopped_delays_no_fork() {
+    // Its mailbox; the port of the address is free, so that devices are opened at last.
+    let name = SocketAddr::from_abstract_name("riser-127.0.42.12-1").unwrap();
+    let _stopped = UnixDatagram::bind_addr(&name).unwrap();
+    for addr in ["127.0.42.12", "0.0.0.0"] {
+        let mut forks = process_of("forks_while_it_opens_a_device", "riser0=127.0.42.12", "");
+        let output = forks.env("RISER_TEST_ADDR", addr).output().unwrap();
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "bound to {addr}: {log}");
+    }
 }
 
 #[test]

@@ -7,9 +7,11 @@ mod library;
 
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::process::Command;
 use std::ptr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use library::*;
 use riser_rdma_core_sys::bindings::*;
@@ -276,6 +278,7 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     // One at all devices is there for those to come.
     assert_eq!(cm_event(before.channel, Duration::ZERO), None);
     let meanwhile = Listener::new(7473);
+    let brief = Listener::new(7474);
 
     // Nothing has the address, until it is back. Objects of the old device may outlive that.
     let mut count = 0;
@@ -284,7 +287,15 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     let open = || call!(ibv_open_device(unsafe { *list } => *mut ibv_device) -> *mut ibv_context);
     assert!(open().is_null());
     assert_eq!(errno(), libc::EADDRNOTAVAIL);
+    // A process there that is stopped keeps nothing waiting but what opens the device.
+    let name = SocketAddr::from_abstract_name("riser-10.9.1.1-1").unwrap();
+    let stopped = UnixDatagram::bind_addr(&name).unwrap();
     lay();
+    std::thread::sleep(Duration::from_millis(500));
+    let start = Instant::now();
+    destroy(brief.channel, brief.id);
+    assert!(start.elapsed() < Duration::from_secs(1));
+    drop(stopped);
     let again = Device::open("riser0");
     assert_ne!(again.context, context);
     wait_until_active(again.context);

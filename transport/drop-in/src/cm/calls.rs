@@ -17,7 +17,7 @@ use super::af_ib::{Address, Service};
 use super::on_device::{bind_at, is_for, listen_on};
 use super::{
     Id, Path, acknowledge_kept, device_at, device_towards, id_of, is_away, port_space_of,
-    rdma_get_cm_event, returns,
+    rdma_get_cm_event, returns, shared,
 };
 use crate::devices::devices;
 use crate::errno::{Errno, minus};
@@ -123,13 +123,18 @@ fn stands_for_all(addr: IpAddr, mut devices: impl Iterator<Item = IpAddr>) -> bo
 /// nothing comes: programs bind to both families without a look at the devices. One that was removed
 /// is bound to when it is back.
 fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
+    let all = devices().iter();
+    let all = all.filter(|device| is_for(id, device, addr.ip()));
+    // Before the lock, for which threads that fork or listen wait: opening a device may take seconds.
+    let all: Vec<_> = all
+        .map(|device| (device, shared(device).map(drop)))
+        .collect();
     let at_all = returns::hold();
     // A device may be removed at any time.
     id.lock().any = Some(addr);
     let mut port = addr.port();
-    let all = devices().iter();
-    for device in all.filter(|device| is_for(id, device, addr.ip())) {
-        match bind_at(id, device, SocketAddr::new(addr.ip(), port)) {
+    for (device, opened) in all {
+        match opened.and_then(|()| bind_at(id, device, SocketAddr::new(addr.ip(), port))) {
             // The first device chooses for all where the program leaves it open.
             Ok((_, taken)) => port = taken,
             Err(_) if is_away(device) => returns::await_return(device),

@@ -30,6 +30,7 @@ use std::ffi::{c_int, c_void};
 use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use riser_rdma_core_sys::bindings::*;
@@ -45,9 +46,9 @@ pub(crate) use self::events::*;
 use self::groups::Group;
 pub(crate) use self::groups::*;
 pub(crate) use self::qp::*;
-use crate::context::Context;
+use crate::context::{Context, ibv_close_device};
 use crate::devices::{Device, devices};
-use crate::domain::{Pd, Xrcd, alloc_pd, open_unnamed_xrcd};
+use crate::domain::{Pd, Xrcd, alloc_pd, ibv_dealloc_pd, open_unnamed_xrcd};
 use crate::errno::{Errno, minus, pointer};
 use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
@@ -207,14 +208,12 @@ impl Shared {
     }
 }
 
-/// The place of a device's shared context.
-fn place_of(
-    device: &'static Device,
-) -> Result<MutexGuard<'static, Option<&'static Shared>>, Errno> {
-    static SHARED: OnceLock<Vec<Mutex<Option<&'static Shared>>>> = OnceLock::new();
-    let all = SHARED.get_or_init(|| devices().iter().map(|_| Mutex::new(None)).collect());
-    let place = all.get(device.index).ok_or(Errno::INVALID)?;
-    Ok(unpoisoned(place.lock()))
+/// The place of a device's shared context, null where it has none yet. It has no lock, which the child of a
+/// process that forks meanwhile would find taken.
+fn place_of(device: &'static Device) -> Result<&'static AtomicPtr<Shared>, Errno> {
+    static SHARED: OnceLock<Vec<AtomicPtr<Shared>>> = OnceLock::new();
+    let all = SHARED.get_or_init(|| devices().iter().map(|_| AtomicPtr::default()).collect());
+    all.get(device.index).ok_or(Errno::INVALID)
 }
 
 /// The shared context of a device.
@@ -222,26 +221,39 @@ fn place_of(
 /// # Errors
 /// Those of opening the device.
 pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
-    let mut place = place_of(device)?;
+    let place = place_of(device)?;
+    let known = place.load(Ordering::Acquire);
     // That of the process that this one was forked from is of no use here, nor is that of a device
     // that was removed.
     let is_useful = |context: Ref<Context>| !context.is_inherited() && !context.is_removed();
-    if let Some(shared) = place.filter(|shared| is_useful(shared.context)) {
+    // SAFETY: what is in the place stays.
+    if let Some(shared) = unsafe { known.as_ref() }.filter(|shared| is_useful(shared.context)) {
         return Ok(shared);
     }
     let context = open(device)?;
     context.lock().on_cm_event = Some(report);
     let pd = alloc_pd(context)?;
     let xrcd = Mutex::default();
-    let shared: &'static Shared = Box::leak(Box::new(Shared { context, pd, xrcd }));
-    *place = Some(shared);
-    Ok(shared)
+    let ours = Box::into_raw(Box::new(Shared { context, pd, xrcd }));
+    let entered = place.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire);
+    // SAFETY: what is in the place stays; what is not there is this call's.
+    unsafe {
+        let Err(other) = entered else {
+            return Ok(&*ours);
+        };
+        // Another thread was sooner.
+        drop(Box::from_raw(ours));
+        ibv_dealloc_pd(pd.handle());
+        ibv_close_device(context.handle());
+        Ok(&*other)
+    }
 }
 
 /// Whether a device that this process has used was removed, and is not back.
 fn is_away(device: &'static Device) -> bool {
-    let known = place_of(device).ok().and_then(|place| *place);
-    known.is_some_and(|shared| shared.context.is_removed())
+    let known = place_of(device).map_or(ptr::null_mut(), |place| place.load(Ordering::Acquire));
+    // SAFETY: what is in the place stays.
+    unsafe { known.as_ref() }.is_some_and(|shared| shared.context.is_removed())
 }
 
 /// The device that has an address.

@@ -21,6 +21,7 @@ use crate::errno::Errno;
 use crate::fork::generation;
 use crate::lock::{AT_ALL, unpoisoned};
 use crate::object::Ref;
+use crate::open::engine;
 
 /// Time between two looks for an address, of which the kernel gives notice as well. Where the device
 /// cannot be opened though its address is there, it doubles each time.
@@ -110,12 +111,15 @@ fn wait(device: &'static Device) {
     let mut pause = PAUSE;
     loop {
         let is_there = is_there(addr);
+        // Before the lock, for which threads that fork or listen wait: this may take seconds.
+        let is_wanted = !unpoisoned(IDS.lock()).get().is_empty();
+        let is_open = is_there && is_wanted && engine(device).is_ok();
         {
             let _held = hold();
             let ids = unpoisoned(IDS.lock()).get().clone();
-            // Before the device is opened, as it may be removed again at once.
+            // Before they are put on the device, which may be removed again at once.
             unpoisoned(AWAITED.lock()).get().remove(&device.index);
-            if ids.is_empty() || is_there && put_on(&ids, device) {
+            if ids.is_empty() || is_open && put_on(&ids, device) {
                 return;
             }
             if !unpoisoned(AWAITED.lock()).get().insert(device.index) {

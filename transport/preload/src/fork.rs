@@ -6,6 +6,9 @@
 //! rdma-core does it, with which it works together. A server that hears data first, and a client that hears
 //! other bytes, stay with TCP.
 //!
+//! A server that cannot listen says nothing and stays with TCP: a client of rdma-core's would take the zero
+//! bytes for data. So its client waits, until the server says something.
+//!
 //! Any host can connect to that port meanwhile, and ask in the name of another. So the server takes the
 //! rsocket that is first to be connected, for which its client has had an answer, of those from the host
 //! of the TCP connection.
@@ -28,10 +31,6 @@ const READY_LEN: usize = 4;
 
 /// Time between two looks at what another thread or process does.
 const LOOK: Duration = Duration::from_millis(1);
-
-/// Time for a server to close an rsocket that comes from another address than its client's, in
-/// milliseconds.
-const REFUSAL_MS: c_int = 200;
 
 /// Requests that wait at the port: those of strangers are among them.
 const BACKLOG: c_int = 16;
@@ -194,7 +193,7 @@ fn connected(tcp: c_int) -> Option<c_int> {
         let is_expected = is_bound || is_default(parts(&local).0, parts(&peer).0);
         let is_connected = rdma::rconnect(rsocket, (&raw const peer).cast(), length) == 0
             || errno() == libc::EINTR && is_connected(rsocket);
-        if !is_connected || !is_expected && is_closed(rsocket) {
+        if !is_connected || !is_expected && !is_taken(rsocket, tcp) {
             rdma::rclose(rsocket);
             return None;
         }
@@ -202,19 +201,30 @@ fn connected(tcp: c_int) -> Option<c_int> {
     }
 }
 
-/// Whether a server closes an rsocket that it does not take for its client's, which it does at once.
-fn is_closed(rsocket: c_int) -> bool {
-    let mut entry = pollfd {
-        fd: rsocket,
-        events: libc::POLLIN,
+/// Whether a server takes an rsocket for its client's, which comes from another address. It ends the TCP
+/// connection then, and closes the rsocket otherwise.
+fn is_taken(rsocket: c_int, tcp: c_int) -> bool {
+    let entry = |fd, events| pollfd {
+        fd,
+        events,
         revents: 0,
     };
     let mut byte = [0_u8];
-    // SAFETY: the places are alive.
-    unsafe {
-        rdma::rpoll(&raw mut entry, 1, REFUSAL_MS) == 1 && {
-            let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-            rdma::rrecv(rsocket, byte.as_mut_ptr().cast(), 1, flags) <= 0
+    loop {
+        let mut entries = [entry(rsocket, libc::POLLIN), entry(tcp, libc::POLLRDHUP)];
+        // SAFETY: the places are alive.
+        unsafe {
+            let n = rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, -1);
+            if n < 0 && errno() != libc::EINTR {
+                return false;
+            }
+            if n > 0 && entries[0].revents != 0 {
+                let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+                return rdma::rrecv(rsocket, byte.as_mut_ptr().cast(), 1, flags) > 0;
+            }
+            if n > 0 {
+                return true;
+            }
         }
     }
 }

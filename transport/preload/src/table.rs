@@ -34,18 +34,19 @@ pub(crate) enum Stage {
     Active,
     /// It was accepted: the rsocket is made by the process that uses it.
     Passive,
-    /// A thread makes the rsocket.
+    /// A thread of this process makes the rsocket. To a child, which has no such thread, the socket stays
+    /// one of TCP.
     Settling,
 }
 
 /// Kinds by descriptor: 0 for a file, a number above it for the rsocket before that, and below it for a
-/// stage.
+/// stage, the last one with the process.
 static KINDS: [AtomicI32; MAX] = [const { AtomicI32::new(0) }; MAX];
 
 /// Descriptors of each rsocket.
 static USERS: [AtomicU32; MAX] = [const { AtomicU32::new(0) }; MAX];
 
-/// The process that the table is of.
+/// The process that the table is of, 0 before it has a socket.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
 /// Whether the table is this process's. A child of `vfork` has its parent's memory until it calls `exec`:
@@ -66,6 +67,11 @@ pub(crate) fn place<T>(table: &'static [T; MAX], fd: c_int) -> Option<&'static T
     table.get(usize::try_from(fd).ok()?)
 }
 
+/// The word of a descriptor that a thread of this process makes an rsocket.
+fn settling() -> i32 {
+    -4 - PROCESS.load(Ordering::Relaxed)
+}
+
 fn decode(word: i32) -> Kind {
     match word {
         0 => Kind::File,
@@ -73,8 +79,9 @@ fn decode(word: i32) -> Kind {
         -2 => Kind::Forking(Stage::Listening),
         -3 => Kind::Forking(Stage::Active),
         -4 => Kind::Forking(Stage::Passive),
-        -5 => Kind::Forking(Stage::Settling),
-        n => Kind::Rsocket(n - 1),
+        1.. => Kind::Rsocket(word - 1),
+        _ if word == settling() => Kind::Forking(Stage::Settling),
+        _ => Kind::File,
     }
 }
 
@@ -85,7 +92,7 @@ fn encode(kind: Kind) -> i32 {
         Kind::Forking(Stage::Listening) => -2,
         Kind::Forking(Stage::Active) => -3,
         Kind::Forking(Stage::Passive) => -4,
-        Kind::Forking(Stage::Settling) => -5,
+        Kind::Forking(Stage::Settling) => settling(),
         Kind::Rsocket(n) => n + 1,
     }
 }

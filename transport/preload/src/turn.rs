@@ -7,7 +7,8 @@
 //!   then among those of its port. So a host that opens many connections is before others once, not
 //!   many times.
 //! - **Patience runs out.** A host that has let the time pass gets half as much at its next turn, unless a
-//!   client of its connects, or a minute passes.
+//!   client of its connects, or a minute passes. So do all hosts of a port, until any client connects: many
+//!   that stay silent are not each waited for in full.
 //!
 //! Both are kept in a file of the user, as locks and words at places that ports and hosts have there. Ports
 //! of different servers have nothing in common. The kernel releases the locks of a process that is
@@ -32,22 +33,22 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Times that it is halved: what is left is enough for a client that is there.
 const MAX_HALVINGS: u64 = 3;
 
-/// Time after which a host has all of it again.
+/// Time after which a host, or a port, has all of it again.
 const MEMORY: Duration = Duration::from_secs(60);
 
 /// Places for the hosts of a port's clients. Hosts may share one.
 const HOSTS: u64 = 64;
 
-/// Bytes of a place: the seconds of the time when a host let its time pass, and the halvings in the lowest
-/// byte.
+/// Bytes of a place: the seconds of the time when a host, or one at a port, let its time pass, and the
+/// halvings in the lowest byte.
 const PLACE: u64 = 8;
 
 /// A turn, which ends when it is dropped.
 pub(crate) struct Turn {
     /// `None` where there is no file: processes then are in each other's way, and no worse.
     file: Option<File>,
-    host: u64,
-    halvings: u64,
+    /// Those of the host and of the port, with the halvings there.
+    places: [(u64, u64); 2],
 }
 
 impl Turn {
@@ -56,38 +57,44 @@ impl Turn {
         let port = u64::from(port);
         // Behind the places of ports.
         let host = (1 << 16) + port * HOSTS + place(host);
-        let [port, host] = [port, host].map(|place| place * PLACE);
-        let file = open().filter(|file| lock(file, host) && lock(file, port));
-        let mut word = [0; PLACE as usize];
-        let is_read = file
-            .as_ref()
-            .is_some_and(|file| file.read_exact_at(&mut word, host).is_ok());
-        let word = u64::from_ne_bytes(word);
-        let is_recent = is_read && now().abs_diff(word >> 8) < MEMORY.as_secs();
-        Self {
-            file,
-            host,
-            halvings: if is_recent { word & 0xff } else { 0 },
-        }
+        let places = [host, port].map(|place| place * PLACE);
+        let file = open().filter(|file| places.iter().all(|place| lock(file, *place)));
+        let halvings = |place| file.as_ref().map_or(0, |file| halvings(file, place));
+        let places = places.map(|place| (place, halvings(place)));
+        Self { file, places }
     }
 
     /// Time that the client has.
     pub(crate) fn patience(&self) -> Duration {
-        PATIENCE / (1 << self.halvings.min(MAX_HALVINGS))
+        let halvings = self.places.iter().map(|(_, halvings)| *halvings).max();
+        PATIENCE / (1 << halvings.unwrap_or(0))
     }
 
     /// Notes whether the client has connected or let its time pass.
     pub(crate) fn note(&self, is_connected: bool) {
-        let halvings = match is_connected {
-            true if self.halvings == 0 => return,
-            true => 0,
-            false => (self.halvings + 1).min(MAX_HALVINGS),
-        };
-        if let Some(file) = &self.file {
-            // Where it fails, the next one has to wait longer.
-            let _ = file.write_all_at(&(now() << 8 | halvings).to_ne_bytes(), self.host);
+        let Some(file) = &self.file else { return };
+        for (place, before) in self.places {
+            let halvings = match is_connected {
+                true => 0,
+                false => (before + 1).min(MAX_HALVINGS),
+            };
+            if halvings != 0 || before != 0 {
+                // Where it fails, the next one has to wait longer.
+                let _ = file.write_all_at(&(now() << 8 | halvings).to_ne_bytes(), place);
+            }
         }
     }
+}
+
+/// How often the time is halved at a place.
+fn halvings(file: &File, place: u64) -> u64 {
+    let mut word = [0; PLACE as usize];
+    let is_read = file.read_exact_at(&mut word, place).is_ok();
+    let word = u64::from_ne_bytes(word);
+    let is_recent = is_read && now().abs_diff(word >> 8) < MEMORY.as_secs();
+    // The user may have written to the file.
+    let halvings = (word & 0xff).min(MAX_HALVINGS);
+    if is_recent { halvings } else { 0 }
 }
 
 impl Drop for Turn {
@@ -162,7 +169,7 @@ fn set_lock(file: &File, kind: c_int, bytes: Range<u64>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
 
@@ -182,6 +189,23 @@ mod tests {
         assert_eq!(take().patience(), Duration::from_millis(250));
         let other = Turn::take(1, [192, 0, 2, 1].into());
         assert_eq!(other.patience(), Duration::from_secs(2));
+        take().note(true);
+        assert_eq!(take().patience(), Duration::from_secs(2));
+    }
+
+    #[test]
+    fn a_port_loses_patience_with_hosts_that_are_new() {
+        let hosts = (1..=50).map(|n| IpAddr::from([192, 0, 2, n]));
+        let places: BTreeMap<_, _> = hosts.map(|host| (place(host), host)).collect();
+        let mut hosts = places.into_values();
+        let mut take = || Turn::take(5, hosts.next().unwrap());
+        // What another run has left.
+        take().note(true);
+        for ms in [2000, 1000, 500, 250, 250] {
+            let turn = take();
+            assert_eq!(turn.patience(), Duration::from_millis(ms));
+            turn.note(false);
+        }
         take().note(true);
         assert_eq!(take().patience(), Duration::from_secs(2));
     }

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "calls of the C library are made")]
 
 use std::env;
+use std::ffi::c_int;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 mod preloaded;
 
 use preloaded::*;
+use riser_testkit::eventually;
 
 /// Has sockets connect by TCP first.
 const FORK_SAFE: (&str, &str) = ("RDMAV_FORK_SAFE", "1");
@@ -76,12 +78,10 @@ fn end(mut server: Child) {
 
 /// Waits for a server that listens by TCP.
 fn await_server(port: u16) {
-    let until = Instant::now() + Duration::from_secs(20);
     // Without a connection, which would be a client.
-    while !has_tcp(port) {
-        assert!(Instant::now() < until, "the server does not listen");
-        thread::sleep(Duration::from_millis(5));
-    }
+    eventually("the server listens", Duration::from_secs(20), || {
+        has_tcp(port)
+    });
 }
 
 #[test]
@@ -336,5 +336,85 @@ fn sockets_that_are_closed_while_they_wait() {
     let mut silent = connect_to_server(CLIENT, port);
     await_ready(&mut silent);
     go_on(&mut server);
+    finish(server);
+}
+
+#[test]
+fn children_of_a_process_that_makes_an_rsocket() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let listener = TcpListener::bind((ADDR, port)).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        let fd = stream.as_raw_fd();
+        let reader = thread::spawn(move || stream.read(&mut [0; 16]));
+        wait_for_word();
+        // The descriptor is the child's as well, and the thread is not.
+        // SAFETY: the child ends without the harness.
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                libc::alarm(10);
+                let copy = libc::dup(fd);
+                libc::_exit(c_int::from(
+                    libc::write(copy, c"hello".as_ptr().cast(), 5) != 5,
+                ));
+            }
+            let mut status = 0;
+            assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
+            assert_eq!(status, 0);
+        }
+        assert_eq!(reader.join().unwrap().unwrap(), 0);
+        return;
+    }
+    const TEST: &str = "children_of_a_process_that_makes_an_rsocket";
+    let links = Links::new(TEST);
+    let port = free_port();
+    let mut server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", &port.to_string())]);
+    let mut silent = connect_to_server(CLIENT, port);
+    await_ready(&mut silent);
+    go_on(&mut server);
+    let mut text = [0; 5];
+    let read = silent.read_exact(&mut text);
+    drop(silent);
+    finish(server);
+    read.unwrap();
+    assert_eq!(&text, b"hello", "by TCP, as it was when the child began");
+}
+
+#[test]
+fn servers_that_are_slow_to_refuse_an_rsocket() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            // The rsockets of a server.
+            let listener = TcpListener::bind((ADDR, port)).unwrap();
+            fs::write(env::var("LISTENS").unwrap(), "").unwrap();
+            let (stream, _) = listener.accept().unwrap();
+            thread::sleep(Duration::from_secs(1));
+            return drop(stream);
+        }
+        assert_eq!(ask(connect_to_server(CLIENT, port)), "by TCP");
+        return;
+    }
+    const TEST: &str = "servers_that_are_slow_to_refuse_an_rsocket";
+    let links = Links::new(TEST);
+    let listener = TcpListener::bind((ADDR, 0)).unwrap();
+    let port = &*listener.local_addr().unwrap().port().to_string();
+    let listens = env::temp_dir().join(format!("riser-preload-listens-{}", std::process::id()));
+    let file = listens.to_str().unwrap();
+    let server = links.start(
+        TEST,
+        ADDR,
+        &[("PORT", port), ("SERVER", "1"), ("LISTENS", file)],
+    );
+    eventually("the server listens", Duration::from_secs(20), || {
+        listens.exists()
+    });
+    let _ = fs::remove_file(&listens);
+    let client = links.start(TEST, "127.0.45.2", &[FORK_SAFE, ("PORT", port)]);
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.write_all(&[0; 4]).unwrap();
+    answer(stream);
+    finish(client);
     finish(server);
 }

@@ -218,7 +218,7 @@ fn tcp_socket(n: c_int, flags: c_int) -> Option<c_int> {
         if new < 0 {
             return None;
         }
-        copy_options(n, new);
+        copy_options((n, rdma::rgetsockopt), (new, real::setsockopt));
         real::fcntl(new, libc::F_SETFL, (flags & libc::O_NONBLOCK).into());
         Some(new)
     }
@@ -243,8 +243,12 @@ fn replace(fd: c_int, new: c_int) -> bool {
     true
 }
 
-/// Copies the options that programs set before they connect.
-fn copy_options(from: c_int, to: c_int) {
+/// `getsockopt(2)` and `setsockopt(2)` of a library.
+type Get = unsafe fn(c_int, c_int, c_int, *mut c_void, *mut socklen_t) -> c_int;
+type Set = unsafe fn(c_int, c_int, c_int, *const c_void, socklen_t) -> c_int;
+
+/// Copies the options that programs set from one socket to another, each of a library.
+pub(crate) fn copy_options((from, get): (c_int, Get), (to, set): (c_int, Set)) {
     let options = [
         (libc::SOL_SOCKET, libc::SO_REUSEADDR),
         (libc::SOL_SOCKET, libc::SO_KEEPALIVE),
@@ -256,8 +260,8 @@ fn copy_options(from: c_int, to: c_int) {
         let place: *mut c_void = (&raw mut value).cast();
         // SAFETY: the place is alive and has that size.
         unsafe {
-            if rdma::rgetsockopt(from, level, name, place, &raw mut size) == 0 && value != 0 {
-                real::setsockopt(to, level, name, ptr::from_ref(&value).cast(), size);
+            if get(from, level, name, place, &raw mut size) == 0 && value != 0 {
+                set(to, level, name, ptr::from_ref(&value).cast(), size);
             }
         }
     }

@@ -4,6 +4,9 @@
 //! the set wakes waiters when the list changes. An edge is reported once, until a call moves data in that
 //! direction: then the program has seen it, and the next report may be one too many but none is missed.
 //!
+//! A TCP socket that may become an rsocket (see [`crate::fork`]) is in the kernel's set until then, and in the
+//! list without an rsocket.
+//!
 //! The lists have a lock, which `fork` takes, so that a child finds it free. Closing a descriptor that is
 //! neither a set nor a bell takes none: that is done by signal handlers, and between `fork` and `exec`.
 
@@ -15,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use libc::{epoll_event, pollfd, sigset_t, timespec};
 
-use crate::table::{MAX, is_own, place, rsocket};
+use crate::table::{Kind, MAX, Stage, is_own, kind, place};
 use crate::wait::{masked, of_timespec};
 use crate::{fail, rdma, real};
 
@@ -25,9 +28,13 @@ const MODES: u32 = (libc::EPOLLET | libc::EPOLLONESHOT | libc::EPOLLEXCLUSIVE) a
 /// Events that are reported unasked.
 const UNASKED: u32 = (libc::EPOLLERR | libc::EPOLLHUP) as u32;
 
+/// The rsocket of a socket that has none yet.
+const NONE: c_int = -1;
+
 /// An rsocket in a set.
 struct Interest {
     fd: c_int,
+    /// [`NONE`] where the kernel's set has the descriptor.
     rsocket: c_int,
     /// Events and modes that the program asks for.
     wanted: u32,
@@ -40,6 +47,9 @@ impl Interest {
     /// Events to wait for: none for one that has nothing new to say.
     fn events(&self) -> Option<u32> {
         let asked = self.wanted & !MODES;
+        if self.rsocket == NONE {
+            return None;
+        }
         if self.wanted & libc::EPOLLET as u32 == 0 {
             return (asked != 0).then_some(asked);
         }
@@ -275,6 +285,29 @@ pub(crate) fn forget(n: c_int) {
     }
 }
 
+/// A TCP socket becomes an rsocket: the sets that the kernel has it in have it in their lists from now on.
+pub(crate) fn settle(fd: c_int, n: c_int) {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    for (epoll, set) in sets().iter_mut() {
+        let is_it = |interest: &Interest| interest.fd == fd && interest.rsocket == NONE;
+        let Some(at) = set.interests.iter().position(is_it) else {
+            continue;
+        };
+        // SAFETY: no event is needed.
+        let is_in_set =
+            unsafe { real::epoll_ctl(*epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) == 0 };
+        if is_in_set {
+            set.interests[at].rsocket = n;
+            set.ring();
+        } else {
+            // That of a socket which had the number before, and is closed.
+            set.interests.swap_remove(at);
+        }
+    }
+}
+
 /// Whether a descriptor is a bell, which is no descriptor to the program.
 pub(crate) fn is_bell(fd: c_int) -> bool {
     part(fd) == BELL && is_own()
@@ -331,15 +364,25 @@ unsafe extern "C" fn epoll_ctl(
     fd: c_int,
     event: *mut epoll_event,
 ) -> c_int {
-    let Some(n) = rsocket(fd) else {
-        // SAFETY: the program's event.
-        return unsafe { real::epoll_ctl(epoll, op, fd, event) };
-    };
     // SAFETY: the program's event, or none.
-    let event = unsafe { event.as_ref() };
-    match change(epoll, op, (fd, n), event) {
-        Ok(()) => 0,
-        Err(errno) => fail(errno),
+    unsafe {
+        let n = match kind(fd) {
+            Kind::Rsocket(n) => n,
+            Kind::File | Kind::Forking(Stage::Listening) => {
+                return real::epoll_ctl(epoll, op, fd, event);
+            }
+            Kind::Forking(_) => {
+                let result = real::epoll_ctl(epoll, op, fd, event);
+                if result < 0 {
+                    return result;
+                }
+                NONE
+            }
+        };
+        match change(epoll, op, (fd, n), event.as_ref()) {
+            Ok(()) => 0,
+            Err(errno) => fail(errno),
+        }
     }
 }
 
@@ -363,6 +406,12 @@ fn change(
         (_, event) => event,
     };
     match (op, at, event) {
+        // The kernel has taken it: one that had the number before is closed.
+        (libc::EPOLL_CTL_ADD, Some(at), Some(event)) if n == NONE => {
+            let set = sets.get_mut(&epoll).ok_or(libc::ENOENT)?;
+            let interest = &mut set.interests[at];
+            (interest.wanted, interest.data) = (event.events, event.u64);
+        }
         (libc::EPOLL_CTL_ADD, Some(_), _) => return Err(libc::EEXIST),
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
             let set = match sets.entry(epoll) {

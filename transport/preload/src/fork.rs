@@ -23,7 +23,7 @@ use libc::{pollfd, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use crate::table::{Kind, Stage, begin_settling, end_settling, kind, placeholder};
 use crate::turn::Turn;
-use crate::{config, connect, errno, rdma, real};
+use crate::{config, connect, epoll, errno, rdma, real};
 
 /// What a server says when it listens.
 const READY: [u8; READY_LEN] = [0; READY_LEN];
@@ -93,6 +93,8 @@ fn is_same(fd: c_int, copy: c_int) -> bool {
 /// Puts an rsocket in the place of a TCP socket, which ends; answers its number.
 fn replace(fd: c_int, n: c_int) -> c_int {
     config::apply(n);
+    connect::copy_options((fd, real::getsockopt), (n, rdma::rsetsockopt));
+    epoll::settle(fd, n);
     // SAFETY: the calls take any numbers.
     unsafe {
         let flags = real::fcntl(fd, libc::F_GETFL, 0) & libc::O_NONBLOCK;

@@ -197,10 +197,12 @@ mod tests {
     fn a_port_loses_patience_with_hosts_that_are_new() {
         let hosts = (1..=50).map(|n| IpAddr::from([192, 0, 2, n]));
         let places: BTreeMap<_, _> = hosts.map(|host| (place(host), host)).collect();
+        // What another run has left.
+        for host in places.values() {
+            Turn::take(5, *host).note(true);
+        }
         let mut hosts = places.into_values();
         let mut take = || Turn::take(5, hosts.next().unwrap());
-        // What another run has left.
-        take().note(true);
         for ms in [2000, 1000, 500, 250, 250] {
             let turn = take();
             assert_eq!(turn.patience(), Duration::from_millis(ms));

@@ -418,3 +418,45 @@ fn servers_that_are_slow_to_refuse_an_rsocket() {
     finish(client);
     finish(server);
 }
+
+#[test]
+fn sets_of_epoll_while_a_socket_becomes_an_rsocket() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            return serve(&TcpListener::bind((ADDR, port)).unwrap());
+        }
+        let mut stream = connect_to_server("127.0.45.2".parse().unwrap(), port);
+        stream.set_nodelay(true).unwrap();
+        let mut event = libc::epoll_event {
+            events: libc::EPOLLIN as u32,
+            u64: 7,
+        };
+        // SAFETY: the calls may be made at any time, and the event is alive.
+        let epoll = unsafe {
+            let epoll = libc::epoll_create1(0);
+            let fd = stream.as_raw_fd();
+            for (op, data) in [(libc::EPOLL_CTL_ADD, 7), (libc::EPOLL_CTL_MOD, 8)] {
+                event.u64 = data;
+                assert_eq!(libc::epoll_ctl(epoll, op, fd, &raw mut event), 0);
+            }
+            event.u64 = 0;
+            epoll
+        };
+        stream.write_all(b"hello").unwrap();
+        // SAFETY: there is room for an event.
+        let n = unsafe { libc::epoll_wait(epoll, &raw mut event, 1, 20_000) };
+        assert_eq!((n, { event.u64 }), (1, 8));
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "by RDMA");
+        assert!(stream.nodelay().unwrap(), "as it was set before");
+        return;
+    }
+    const TEST: &str = "sets_of_epoll_while_a_socket_becomes_an_rsocket";
+    let links = Links::new(TEST);
+    let port = &*free_port().to_string();
+    let server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", port), ("SERVER", "1")]);
+    finish(links.start(TEST, "127.0.45.2", &[FORK_SAFE, ("PORT", port)]));
+    end(server);
+}

@@ -158,6 +158,8 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         .into_iter()
         .map(|(context, _)| context)
         .find(|context| context.device.config.addr == state.nic.socket_addr().ip());
+    // Another device is not opened under this one's lock.
+    let device = device.filter(|device| !device.is_removed());
     let device = device.ok_or(Errno::INVALID)?;
     let pd = super::shared(device.device)?.pd.handle();
     {

@@ -274,8 +274,10 @@ impl Responder {
         // Those of verbs have four bytes, which are the lower ones.
         #[expect(clippy::cast_possible_truncation, reason = "as it says")]
         let imm = u64::from_be_bytes(data) as u32;
+        // A peer may send them without a WRITE as well.
+        let (written, _) = std::mem::replace(&mut self.written, (0, true));
         env.out.push(RcEvent::Recv(Completion {
-            byte_len: self.written.0,
+            byte_len: written,
             imm: Some(imm),
             solicited: header.opcode.is_solicited(),
             ..self.completion(cfg, WcOpcode::RecvWriteImm)

@@ -479,6 +479,19 @@ fn read(msn: u32, size: u32, source_stag: u32, source_to: u64) -> Vec<u8> {
     ulpdu(Opcode::ReadRequest, true, untagged(1, msn, 0), &out)
 }
 
+/// The request of an atomic that adds nothing.
+fn add(msn: u32, stag: u32, to: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    AtomicRequest {
+        id: 1,
+        stag,
+        to,
+        atomic: Atomic::FetchAdd { add: 0, mask: 0 },
+    }
+    .emit(&mut out);
+    ulpdu(Opcode::AtomicRequest, true, untagged(1, msn, 0), &out)
+}
+
 fn message(last: bool, msn: u32, mo: u32, payload: &[u8]) -> Vec<u8> {
     ulpdu(Opcode::Send, last, untagged(0, msn, mo), payload)
 }
@@ -549,6 +562,24 @@ const MISTAKES: &[Case] = &[
             untagged(1, 1, 0),
             &[0; 28],
         )]
+    }),
+    // There is one receive.
+    (Reason::NoBuffer, |_, _| {
+        let imm = |msn| ulpdu(Opcode::Immediate, true, untagged(0, msn, 0), &[0; 8]);
+        vec![imm(1), imm(2)]
+    }),
+    (Reason::UnexpectedOpcode, |_, _| {
+        let imm = ulpdu(Opcode::Immediate, true, untagged(0, 1, 0), &[0; 8]);
+        vec![message(false, 1, 0, b"a"), imm]
+    }),
+    (Reason::RdmapBounds, |key, at| vec![add(1, key, at + 4)]),
+    (Reason::RdmapBounds, |key, at| vec![add(1, key, at + END)]),
+    (Reason::RdmapWrap, |key, _| vec![add(1, key, u64::MAX - 7)]),
+    (Reason::RdmapInvalidStag, |key, at| {
+        vec![add(1, key ^ 1, at)]
+    }),
+    (Reason::InvalidMsn, |key, at| {
+        vec![read(1, 1, key, at), add(1, key, at)]
     }),
     (Reason::CannotInvalidate, |key, _| {
         let place = Place::Untagged {
@@ -635,6 +666,19 @@ fn rights_and_domains_are_those_of_the_queue_pair_and_the_key() {
         });
         assert_eq!(terminate.unwrap().reason, Reason::RdmapAccess);
     }
+}
+
+#[test]
+fn immediate_data_have_the_length_of_their_own_write() {
+    let imm = |msn| ulpdu(Opcode::Immediate, true, untagged(0, msn, 0), &[0; 8]);
+    let (terminate, mut b) = answer(|b| {
+        b.recv(1, 500, 64);
+        b.recv(2, 500, 64);
+        vec![write(b.mr.rkey.0, b.mr.addr), imm(1), imm(2)]
+    });
+    assert!(terminate.is_none());
+    let lens: Vec<_> = b.completions().iter().map(|c| c.byte_len).collect();
+    assert_eq!(lens, [1, 0]);
 }
 
 #[test]

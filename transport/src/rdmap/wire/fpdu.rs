@@ -151,8 +151,54 @@ pub struct Deframer {
     position: usize,
     /// The part of an FPDU that has arrived.
     part: Vec<u8>,
+    /// It is a whole one, which was handed out.
+    is_taken: bool,
     /// The last FPDU without its markers.
     plain: Vec<u8>,
+}
+
+/// Bytes of a marker before the length of an FPDU that begins at a position.
+fn first_marker(framing: Framing, position: usize) -> usize {
+    match framing.markers && position == 0 {
+        true => MARKER_LEN,
+        false => 0,
+    }
+}
+
+/// Checks an FPDU and answers its ULPDU.
+fn unpack<'a>(
+    framing: Framing,
+    position: &mut usize,
+    plain: &'a mut Vec<u8>,
+    fpdu: &'a [u8],
+) -> Result<&'a [u8], FramingError> {
+    let (covered, crc) = fpdu.split_at(fpdu.len() - CRC_LEN);
+    if framing.crc && crc_of(covered) != crc {
+        return Err(FramingError::Crc);
+    }
+    let begin = first_marker(framing, *position);
+    let len = usize::from(u16::from_be_bytes(at(covered, begin)));
+    let (mut offset, mut here) = (0, *position);
+    *position = (*position + fpdu.len()) % MARKER_INTERVAL;
+    if !framing.markers {
+        return Ok(&covered[LENGTH_LEN..LENGTH_LEN + len]);
+    }
+    plain.clear();
+    while offset < covered.len() {
+        if here == 0 {
+            let back = usize::from(u16::from_be_bytes(at(covered, offset + 2)));
+            if back != offset.saturating_sub(begin) {
+                return Err(FramingError::Marker);
+            }
+            (offset, here) = (offset + MARKER_LEN, MARKER_LEN);
+            continue;
+        }
+        let take = (covered.len() - offset).min(MARKER_INTERVAL - here);
+        plain.extend_from_slice(&covered[offset..offset + take]);
+        offset += take;
+        here = (here + take) % MARKER_INTERVAL;
+    }
+    Ok(&plain[LENGTH_LEN..LENGTH_LEN + len])
 }
 
 impl Deframer {
@@ -163,6 +209,7 @@ impl Deframer {
             framing,
             position: 0,
             part: Vec::new(),
+            is_taken: false,
             plain: Vec::new(),
         }
     }
@@ -170,7 +217,7 @@ impl Deframer {
     /// Bytes from the beginning of an FPDU to the end of the one whose first bytes are given; `None`
     /// while these do not have its length.
     fn fpdu_len(&self, bytes: &[u8]) -> Option<usize> {
-        let skip = self.first_marker();
+        let skip = first_marker(self.framing, self.position);
         let len = bytes.get(skip..skip + LENGTH_LEN)?;
         let plain = body_len(u16::from_be_bytes(at(len, 0)).into()) + CRC_LEN;
         if !self.framing.markers {
@@ -189,14 +236,6 @@ impl Deframer {
         }
     }
 
-    /// Bytes of a marker before the length of the FPDU.
-    fn first_marker(&self) -> usize {
-        match self.framing.markers && self.position == 0 {
-            true => MARKER_LEN,
-            false => 0,
-        }
-    }
-
     /// The next ULPDU, of what has arrived before and of `input`, whose beginning is then taken;
     /// `None` when all of it is taken and no FPDU is complete.
     ///
@@ -206,19 +245,23 @@ impl Deframer {
         &'a mut self,
         input: &mut &'b [u8],
     ) -> Result<Option<&'a [u8]>, FramingError> {
+        if std::mem::take(&mut self.is_taken) {
+            self.part.clear();
+        }
+        let (framing, position) = (self.framing, self.position);
         if self.part.is_empty() {
             // As a rule an FPDU is there as a whole.
             if let Some(len) = self.fpdu_len(input)
                 && let Some(fpdu) = input.get(..len)
             {
                 *input = &input[len..];
-                return self.unpack(fpdu).map(Some);
+                return unpack(framing, &mut self.position, &mut self.plain, fpdu).map(Some);
             }
         }
         loop {
             let known = self.fpdu_len(&self.part);
             // As far as the length first, with the marker that may be before it.
-            let want = known.unwrap_or(self.first_marker() + LENGTH_LEN);
+            let want = known.unwrap_or(first_marker(framing, position) + LENGTH_LEN);
             let take = (want - self.part.len()).min(input.len());
             self.part.extend_from_slice(&input[..take]);
             *input = &input[take..];
@@ -229,51 +272,8 @@ impl Deframer {
                 break;
             }
         }
-        // The buffer is taken out while it is read, and its memory is used again.
-        let part = std::mem::take(&mut self.part);
-        let unpacked = self.unpack(&part).map(<[u8]>::len);
-        if let Ok(len) = unpacked
-            && !self.framing.markers
-        {
-            self.plain.clear();
-            self.plain.extend_from_slice(&part[..LENGTH_LEN + len]);
-        }
-        self.part = part;
-        self.part.clear();
-        Ok(Some(&self.plain[LENGTH_LEN..LENGTH_LEN + unpacked?]))
-    }
-
-    /// Checks an FPDU and answers its ULPDU.
-    fn unpack<'a>(&'a mut self, fpdu: &'a [u8]) -> Result<&'a [u8], FramingError> {
-        let (covered, crc) = fpdu.split_at(fpdu.len() - CRC_LEN);
-        if self.framing.crc && crc_of(covered) != crc {
-            return Err(FramingError::Crc);
-        }
-        let begin = self.first_marker();
-        let len = usize::from(u16::from_be_bytes(at(covered, begin)));
-        let at_start = self.position;
-        self.position = (self.position + fpdu.len()) % MARKER_INTERVAL;
-        if !self.framing.markers {
-            return Ok(&covered[LENGTH_LEN..LENGTH_LEN + len]);
-        }
-        self.plain.clear();
-        let (mut offset, mut position) = (0, at_start);
-        while offset < covered.len() {
-            if position == 0 {
-                let back = usize::from(u16::from_be_bytes(at(covered, offset + 2)));
-                if back != offset.saturating_sub(begin) {
-                    return Err(FramingError::Marker);
-                }
-                (offset, position) = (offset + MARKER_LEN, MARKER_LEN);
-                continue;
-            }
-            let take = (covered.len() - offset).min(MARKER_INTERVAL - position);
-            self.plain
-                .extend_from_slice(&covered[offset..offset + take]);
-            offset += take;
-            position = (position + take) % MARKER_INTERVAL;
-        }
-        Ok(&self.plain[LENGTH_LEN..LENGTH_LEN + len])
+        self.is_taken = true;
+        unpack(framing, &mut self.position, &mut self.plain, &self.part).map(Some)
     }
 }
 
@@ -374,7 +374,7 @@ mod tests {
                 assert!(input.is_empty() && deframer.part.len() < MAX_FPDU);
             }
             assert!(got == ulpdus, "round {round}");
-            assert!(deframer.part.is_empty());
+            assert!(deframer.is_taken || deframer.part.is_empty());
         }
     }
 

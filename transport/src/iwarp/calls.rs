@@ -1,23 +1,21 @@
 //! The calls of the RDMA CM.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use riser_state::become_state;
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
-use super::Iwarp;
-use super::conn::{Conn, ConnState};
 use super::id::Id;
+use super::{Iwarp, PEER_TIME};
 use crate::rdmap::setup;
 use crate::rdmap::wire::start::StartFrame;
-use crate::roce::nic::rdma_cm::IdState;
+use crate::roce::nic::rdma_cm::{IdState, check_destination, forget_events, unspecified};
 use crate::verbs::{
     Access, AltPath, CmError, CmEvent, CmEventKind, CmId, CmOption, ConnParam, PortSpace, QpAttr,
     QpId, QpInitAttr, QpState, QpType, RdmaCm, VerbsError,
 };
-use crate::wire::is_link_local;
 
 /// Attributes of a queue pair that a connection may use. What a peer may do with a region, the region
 /// says; the connection forbids nothing.
@@ -31,15 +29,27 @@ fn to_init() -> QpAttr {
     }
 }
 
-/// A TCP socket of a family.
-fn new_socket(ip: IpAddr) -> io::Result<Socket> {
-    let domain = match ip {
-        IpAddr::V4(_) => Domain::IPV4,
-        IpAddr::V6(_) => Domain::IPV6,
-    };
-    let socket = Socket::new(domain, Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
+/// A TCP socket at a local address. What a listener accepts has its options.
+fn new_socket(at: SocketAddr, shares_port: bool) -> io::Result<Socket> {
+    let socket = Socket::new(
+        Domain::for_address(at),
+        Type::STREAM.nonblocking(),
+        Some(Protocol::TCP),
+    )?;
     // Connections of before, in TIME_WAIT, do not keep a port.
     socket.set_reuse_address(true)?;
+    if shares_port {
+        socket.set_reuse_port(true)?;
+    }
+    socket.set_tcp_nodelay(true)?;
+    // A host that is gone, or a cable, says nothing of it.
+    let asks = TcpKeepalive::new()
+        .with_time(PEER_TIME / 3)
+        .with_interval(PEER_TIME / 6)
+        .with_retries(4);
+    socket.set_tcp_keepalive(&asks)?;
+    socket.set_tcp_user_timeout(Some(PEER_TIME))?;
+    socket.bind(&at.into())?;
     Ok(socket)
 }
 
@@ -72,26 +82,28 @@ impl Iwarp {
         let ip = addr.ip().to_canonical();
         let entry = self.id_mut(id, "bind_addr")?;
         // As with the software NIC: the unspecified address stands for the device's.
-        let takes = ip.is_ipv4() == own.is_ipv4() || ip.is_ipv6() && !entry.is_family_only(ip);
+        let takes =
+            ip.is_ipv4() == own.is_ipv4() || ip.is_ipv6() && !entry.options.is_family_only(ip);
         if ip != own && !(ip.is_unspecified() && takes) {
             return Err(CmError::AddressNotAvailable);
         }
         if addr.port() != 0 {
-            let shares = entry.reuse;
+            let shares = entry.options.reuse;
             self.check_port(id, addr.port(), ip, shares)?;
         }
-        let socket = new_socket(own).map_err(|e| refused(&e))?;
-        if self.config.shares_ports {
-            socket.set_reuse_port(true).map_err(|e| refused(&e))?;
-        }
         let at = SocketAddr::new(own, addr.port());
-        socket.bind(&at.into()).map_err(|e| refused(&e))?;
+        let socket = self.new_socket(at).map_err(|e| refused(&e))?;
         let local = socket.local_addr().ok().and_then(|at| at.as_socket());
         let entry = self.id_mut(id, "bind_addr")?;
         entry.bound = Some(ip);
         entry.local = Some(local.unwrap_or(at));
         entry.socket = Some(socket);
         Ok(())
+    }
+
+    /// A socket of the device's.
+    pub(super) fn new_socket(&self, at: SocketAddr) -> io::Result<Socket> {
+        new_socket(at, self.config.shares_ports)
     }
 
     /// Checks that an identifier may own a port beside those of the device that do. The kernel checks
@@ -102,7 +114,7 @@ impl Iwarp {
             let Some(theirs) = entry.bound.filter(|_| is_there && owner != id) else {
                 continue;
             };
-            if shares && entry.reuse {
+            if shares && entry.options.reuse {
                 continue;
             }
             if ip.is_unspecified() || theirs.is_unspecified() {
@@ -161,16 +173,11 @@ impl RdmaCm for Iwarp {
         }
         let is_bound = entry.local.is_some();
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
-        let ip = dst.ip();
-        let names_no_host =
-            ip.is_ipv4() != own.is_ipv4() || ip.is_unspecified() || ip.is_multicast();
         // Errors come as an event, as librdmacm reports what it finds on the way.
-        let outcome = match (is_link_local(ip), names_no_host, is_bound) {
-            (true, ..) => Err(CmError::LinkLocal),
-            (_, true, _) => Err(CmError::Unreachable),
-            (.., true) => Ok(()),
-            (.., false) => self.bind(id, src.unwrap_or(SocketAddr::new(own, 0))),
-        };
+        let outcome = check_destination(own, dst.ip(), false).and_then(|()| match is_bound {
+            true => Ok(()),
+            false => self.bind(id, src.unwrap_or(SocketAddr::new(own, 0))),
+        });
         let kind = match outcome {
             Ok(()) => {
                 let entry = self.id_mut(id, "resolve_addr")?;
@@ -223,10 +230,7 @@ impl RdmaCm for Iwarp {
         match self.id_mut(id, "listen")?.state {
             IdState::Bound => {}
             IdState::Idle => {
-                let any: IpAddr = match self.config.addr {
-                    IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-                    IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-                };
+                let any = unspecified(self.config.addr);
                 self.bind_addr(id, SocketAddr::new(any, 0))?;
             }
             _ => return Err(CmError::InvalidState("listen")),
@@ -244,7 +248,7 @@ impl RdmaCm for Iwarp {
         // More wait in the kernel than their owner takes at once: they are not refused.
         socket.listen(1024).map_err(|e| refused(&e))?;
         entry.backlog = backlog.max(1) as usize;
-        entry.reuse = false;
+        entry.options.reuse = false;
         become_state(&mut entry.state, IdState::Listening);
         self.attend_listener(id).map_err(|e| refused(&e))
     }
@@ -271,23 +275,9 @@ impl RdmaCm for Iwarp {
             .socket
             .take()
             .ok_or(CmError::InvalidState("connect"))?;
-        let started = entry
-            .configure(&socket, peer)
-            .and_then(|()| socket.set_tcp_nodelay(true))
-            .and_then(|()| match socket.connect(&peer.into()) {
-                Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok(()),
-                other => other,
-            });
         entry.param = Some(param.clone());
         become_state(&mut entry.state, IdState::Connecting);
-        let mut conn = Conn::new(socket, ConnState::Connecting, local, peer);
-        (conn.id, conn.qp, conn.request) = (Some(id), Some(qp), Some(request));
-        let token = self.add_conn(conn);
-        self.id_mut(id, "connect")?.conn = Some(token);
-        self.by_qp.insert(qp, token);
-        if let Err(e) = started {
-            self.lose_conn(token, Some(&e));
-        }
+        self.dial(id, qp, socket, (local, peer), request);
         Ok(())
     }
 
@@ -437,17 +427,7 @@ impl RdmaCm for Iwarp {
         }
         self.forget_listener(id, entry.listening);
         // Requests that the user has not seen go with their listener.
-        let mut unseen = Vec::new();
-        self.events.retain(|e| {
-            if let CmEventKind::ConnectRequest { listener, .. } = &e.kind
-                && *listener == id
-            {
-                unseen.push(e.id);
-                return false;
-            }
-            e.id != id
-        });
-        for request in unseen {
+        for request in forget_events(&mut self.events, id) {
             // Each is alive: only this event names it.
             let _ = self.destroy_id(request);
         }
@@ -464,5 +444,24 @@ impl RdmaCm for Iwarp {
 
     fn poll_cm_event(&mut self) -> Option<CmEvent> {
         self.events.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_listener_accepts_is_given_up_when_its_peer_is_silent() {
+        let any = SocketAddr::new(std::net::Ipv4Addr::LOCALHOST.into(), 0);
+        let listener = new_socket(any, false).unwrap();
+        listener.listen(1).unwrap();
+        listener.set_nonblocking(false).unwrap();
+        let at = listener.local_addr().unwrap().as_socket().unwrap();
+        let _peer = std::net::TcpStream::connect(at).unwrap();
+        let (socket, _) = listener.accept().unwrap();
+        assert!(socket.keepalive().unwrap() && socket.tcp_nodelay().unwrap());
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(PEER_TIME));
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), PEER_TIME / 3);
     }
 }

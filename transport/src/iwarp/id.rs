@@ -6,11 +6,8 @@ use std::time::Duration;
 use socket2::Socket;
 
 use super::conn::Token;
-use crate::roce::nic::rdma_cm::IdState;
-use crate::verbs::{CmError, CmOption, ConnParam, QpId, VerbsError};
-
-/// Most that an ACK timeout's exponent may be: it has five bits.
-const MAX_ACK_TIMEOUT: u8 = 31;
+use crate::roce::nic::rdma_cm::{IdState, Options};
+use crate::verbs::{CmError, CmOption, ConnParam, QpId, QpType, VerbsError};
 
 /// Identifier of the RDMA CM.
 #[derive(Debug)]
@@ -34,12 +31,7 @@ pub(super) struct Id {
     /// Active: what was asked for.
     pub(super) param: Option<ConnParam>,
     pub(super) was_established: bool,
-    /// Others may own its port.
-    pub(super) reuse: bool,
-    pub(super) family_only: Option<bool>,
-    pub(super) tos: Option<u8>,
-    /// Time after which the peer is given up, as an exponent.
-    pub(super) ack_timeout: Option<u8>,
+    pub(super) options: Options,
 }
 
 impl Id {
@@ -58,57 +50,18 @@ impl Id {
             qp: None,
             param: None,
             was_established: false,
-            reuse: false,
-            family_only: None,
-            tos: None,
-            ack_timeout: None,
+            options: Options::default(),
         }
-    }
-
-    /// Whether an identifier that is bound to an address takes what comes to addresses of the other
-    /// family as well.
-    pub(super) fn is_family_only(&self, bound: IpAddr) -> bool {
-        self.family_only.unwrap_or(bound.is_ipv4())
     }
 
     pub(super) fn set(&mut self, option: CmOption) -> Result<(), CmError> {
-        let late = CmError::InvalidState("set_option");
-        let state = self.state;
-        match option {
-            CmOption::TypeOfService(class) => self.tos = Some(class & !0b11),
-            CmOption::ReuseAddress(reuse) => {
-                let may = state == IdState::Idle || reuse && state != IdState::Listening;
-                self.reuse = may.then_some(reuse).ok_or(late)?;
-            }
-            CmOption::AddressFamilyOnly(only) => {
-                let may = matches!(state, IdState::Idle | IdState::Bound);
-                self.family_only = Some(may.then_some(only).ok_or(late)?);
-            }
-            CmOption::AckTimeout(exponent) if exponent > MAX_ACK_TIMEOUT => {
-                return Err(VerbsError::InvalidParameter("ACK timeout").into());
-            }
-            CmOption::AckTimeout(exponent) => {
-                let is_over = matches!(
-                    state,
-                    IdState::Listening
-                        | IdState::Connecting
-                        | IdState::Responded
-                        | IdState::Accepting
-                        | IdState::Established
-                        | IdState::Disconnecting
-                        | IdState::Closed
-                );
-                self.ack_timeout = Some((!is_over).then_some(exponent).ok_or(late)?);
-            }
-            CmOption::BareRequests(_) => {
-                return Err(VerbsError::Unsupported("AF_IB address").into());
-            }
-            CmOption::PathMtu(_) => return Err(VerbsError::Unsupported("path MTU").into()),
-            CmOption::AlternatePaths(_) => {
-                return Err(VerbsError::Unsupported("alternate paths").into());
-            }
-        }
-        Ok(())
+        let missing = match option {
+            CmOption::BareRequests(_) => "AF_IB address",
+            CmOption::PathMtu(_) => "path MTU",
+            CmOption::AlternatePaths(_) => "alternate paths",
+            option => return self.options.set(option, self.state, QpType::Rc),
+        };
+        Err(VerbsError::Unsupported(missing).into())
     }
 
     /// Gives a socket the options.
@@ -116,13 +69,13 @@ impl Id {
     /// # Errors
     /// Those of the socket.
     pub(super) fn configure(&self, socket: &Socket, peer: SocketAddr) -> std::io::Result<()> {
-        if let Some(tos) = self.tos {
+        if let Some(tos) = self.options.traffic_class {
             match peer {
                 SocketAddr::V4(_) => socket.set_tos_v4(tos.into())?,
                 SocketAddr::V6(_) => socket.set_tclass_v6(tos.into())?,
             }
         }
-        if let Some(exponent) = self.ack_timeout.filter(|&exponent| exponent > 0) {
+        if let Some(exponent) = self.options.ack_timeout.filter(|&exponent| exponent > 0) {
             // Its unit is 4.096 µs. The requests of a connection are given up after eight times that,
             // as with seven retries.
             let timeout = Duration::from_nanos(4096 << exponent) * 8;

@@ -1,16 +1,18 @@
 //! Sockets that are ready, bytes in and out, times.
 
-use std::io::{self, Read as _, Write as _};
+use std::collections::hash_map::Entry;
+use std::io::{self, Read as _};
 use std::net::Shutdown;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
+use socket2::Socket;
 use tracing::warn;
 
 use super::conn::{Conn, ConnState, Token};
-use super::{Iwarp, TURN};
+use super::{CLOSING_TIME, Iwarp, TURN};
 use crate::verbs::{CmId, EventFds, Provider, QpId};
 
 /// Sockets that are looked at in a round.
@@ -19,6 +21,16 @@ const ROUND: usize = 64;
 const READS: usize = 4;
 /// Time that a listener rests when no connection can be accepted.
 const REST: Duration = Duration::from_secs(1);
+
+/// Gives a socket bytes; answers how many it has taken. A peer that has gone is an error and no signal.
+fn give(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
+    loop {
+        match socket.send_with_flags(bytes, libc::MSG_NOSIGNAL) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
 
 impl Iwarp {
     fn new_token(&mut self) -> Token {
@@ -38,8 +50,25 @@ impl Iwarp {
         if let Err(error) = epoll::add(&self.set, &conn.socket, data, flags) {
             warn!(%error, "a connection cannot be watched");
         }
+        *self.per_peer.entry(conn.peer.ip()).or_default() += 1;
         self.conns.insert(token, conn);
         token
+    }
+
+    /// Takes a connection out of the tables.
+    pub(super) fn take_conn(&mut self, token: Token) -> Option<Conn> {
+        let conn = self.conns.remove(&token)?;
+        if let Entry::Occupied(mut count) = self.per_peer.entry(conn.peer.ip()) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+        if let Some(due) = conn.due {
+            self.timers.remove(&(due, token));
+        }
+        self.strangers.retain(|it| *it != token);
+        Some(conn)
     }
 
     /// Watches a socket for what its connection waits for.
@@ -233,13 +262,10 @@ impl Iwarp {
 
     /// Sends what a connection has, and what its queue pair makes.
     pub(super) fn flush(&mut self, token: Token) {
-        if !self.send_rest(token) {
-            return;
-        }
-        let Some(conn) = self.conns.get(&token) else {
-            return;
-        };
-        if let (ConnState::Open, Some(qp)) = (conn.state, conn.qp) {
+        if self.send_rest(token)
+            && let Some(conn) = self.conns.get(&token)
+            && let (ConnState::Open, Some(qp)) = (conn.state, conn.qp)
+        {
             self.pump(token, qp);
         }
         self.shut_when_over(token);
@@ -251,9 +277,8 @@ impl Iwarp {
             return false;
         };
         while conn.has_output() {
-            match (&conn.socket).write(&conn.outbox[conn.sent..]) {
+            match give(&conn.socket, &conn.outbox[conn.sent..]) {
                 Ok(len) => conn.sent += len,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     conn.awaits_room = true;
                     self.watch_again(token);
@@ -279,12 +304,10 @@ impl Iwarp {
         if let Some(conn) = self.conns.get_mut(&token) {
             // Straight from here, as far as the socket takes it.
             let mut sent = 0;
-            while sent < output.len() {
-                match (&conn.socket).write(&output[sent..]) {
-                    Ok(len) => sent += len,
-                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                    Err(_) => break,
-                }
+            while sent < output.len()
+                && let Ok(len) = give(&conn.socket, &output[sent..])
+            {
+                sent += len;
             }
             conn.outbox.extend_from_slice(&output[sent..]);
         }
@@ -295,12 +318,20 @@ impl Iwarp {
         }
     }
 
-    /// Closes our direction of a connection that is over, once all was sent.
+    /// Closes our direction of a connection that is over, once all was sent. A peer that does not take
+    /// it has no more time than for the end.
     fn shut_when_over(&mut self, token: Token) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
         };
-        if conn.has_output() || conn.is_shut {
+        if conn.has_output() {
+            let has_ended = conn.qp.is_none_or(|qp| self.nic.has_stream_ended(qp));
+            if conn.state == ConnState::Open && conn.due.is_none() && has_ended {
+                self.set_due(token, Some(self.nic.now() + CLOSING_TIME));
+            }
+            return;
+        }
+        if conn.is_shut {
             return;
         }
         match (conn.state, conn.qp) {
@@ -331,7 +362,9 @@ impl Iwarp {
             if self.nic.qp_num(qp).is_err() {
                 // It was destroyed.
                 self.close_conn(token);
-            } else if self.conns.get(&token).is_some_and(|conn| !conn.awaits_room) {
+            } else if self.conns.get(&token).is_some_and(|conn| conn.awaits_room) {
+                self.shut_when_over(token);
+            } else {
                 self.flush(token);
             }
         }

@@ -27,11 +27,18 @@
 //! An error of either side ends the connection. The end of the TCP connection is the event
 //! `Disconnected`, and the end of the queue pair, with `TimewaitExit` at once behind it.
 //!
+//! A peer that does not know revision 2 of MPA closes a connection that asks with it, or answers with
+//! revision 1. It is asked once more with that one, on a new TCP connection from the same port.
+//!
+//! A peer that acknowledges nothing for [`PEER_TIME`], or takes nothing, is given up. One that says
+//! nothing is asked by TCP for a sign of life after a third of it.
+//!
 //! # Bounds
 //! A connection that has not sent its request keeps as much as a request has, for [`SETUP_TIME`], and
-//! there are [`MAX_STRANGERS`] of them. A listener has as many requests as its backlog says; others wait
-//! in the kernel. What a socket does not take, up to [`TURN`] bytes and a segment, stays with its
-//! connection, which makes nothing else meanwhile.
+//! there are [`MAX_STRANGERS`] of them, half as many from one address. A listener has as many requests as
+//! its backlog says; others wait in the kernel. What a socket does not take, up to [`TURN`] bytes and a
+//! segment, stays with its connection, which makes nothing else meanwhile. A connection that is over has
+//! a short time for what it still sends.
 //!
 //! TCP protects nothing: a host on the way can read and change everything. Keep strangers out of the
 //! network, or encrypt it.
@@ -68,7 +75,12 @@ pub const SETUP_TIME: Duration = Duration::from_secs(10);
 /// Time that a peer has for the end of a connection that we have ended.
 const CLOSING_TIME: Duration = Duration::from_secs(2);
 
-/// TCP connections that have not sent their request. A newer one takes the place of the oldest.
+/// Time after which a peer is given up that does not answer TCP, or takes none of what is sent to it.
+/// [`CmOption::AckTimeout`](crate::verbs::CmOption::AckTimeout) changes it.
+pub const PEER_TIME: Duration = Duration::from_secs(30);
+
+/// TCP connections that have not sent their request. A newer one takes the place of the oldest, or that
+/// of the oldest from its address, which has half of these at most.
 pub const MAX_STRANGERS: usize = 64;
 
 /// Bytes that a connection sends before the next one has its turn.
@@ -86,7 +98,7 @@ pub struct IwarpConfig {
     /// Its listeners share their ports with those of other devices of this user that say so: connections
     /// are divided among them.
     pub shares_ports: bool,
-    /// Revision of MPA that it asks with: 2, or 1 for peers that do not know it.
+    /// Revision of MPA that it asks with: 2, and then 1 where the peer does not know it, or only 1.
     pub revision: u8,
     /// Limits on the objects of the device.
     pub limits: NicLimits,
@@ -119,6 +131,8 @@ pub struct Iwarp {
     /// Listeners by what their sockets are known as.
     listeners: HashMap<Token, CmId>,
     by_qp: HashMap<QpId, Token>,
+    /// Connections of each peer.
+    per_peer: HashMap<IpAddr, u32>,
     /// Connections without a request, the oldest first.
     strangers: VecDeque<Token>,
     /// Times at which connections, or listeners that rest, have something to do.
@@ -172,6 +186,7 @@ impl Iwarp {
             conns: HashMap::new(),
             listeners: HashMap::new(),
             by_qp: HashMap::new(),
+            per_peer: HashMap::new(),
             strangers: VecDeque::new(),
             timers: BTreeSet::new(),
             events: VecDeque::new(),

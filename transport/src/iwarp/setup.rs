@@ -1,7 +1,8 @@
 //! Requests and replies, and the end of connections.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use riser_state::become_state;
 use socket2::Socket;
@@ -59,10 +60,10 @@ impl Iwarp {
     /// Takes in a connection to a listener, which is to send its request.
     pub(super) fn add_stranger(&mut self, listener: CmId, socket: Socket, peer: SocketAddr) {
         let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
-        let limit = self.config.limits.max_qps_per_peer as usize;
-        let has = self.conns.values().filter(|c| c.peer.ip() == peer.ip());
-        if has.count() >= limit {
-            debug!(%peer, "too many connections");
+        let has = self.per_peer.get(&peer.ip()).copied().unwrap_or_default();
+        if has >= self.config.limits.max_qps_per_peer {
+            debug!(%peer, has, "a connection more than a peer may have");
+            self.nic.count_refused();
             return;
         }
         let options = socket
@@ -72,16 +73,30 @@ impl Iwarp {
         let (Ok(()), Some(local)) = (options, local) else {
             return;
         };
-        while self.strangers.len() >= MAX_STRANGERS
-            && let Some(oldest) = self.strangers.pop_front()
-        {
-            self.drop_conn(oldest);
-        }
+        self.make_room_for(peer.ip());
         let mut conn = Conn::new(socket, ConnState::AwaitsRequest, local, peer);
         conn.listener = Some(listener);
         let token = self.add_conn(conn);
         self.strangers.push_back(token);
         self.set_due(token, Some(self.nic.now() + SETUP_TIME));
+    }
+
+    /// Ends the oldest connection without a request, if there are as many as there may be, or half as
+    /// many from the address of the one that comes. A host that opens many displaces its own.
+    fn make_room_for(&mut self, ip: IpAddr) {
+        let from_there = |token: &&Token| self.conns.get(token).is_some_and(|c| c.peer.ip() == ip);
+        let mut theirs = self.strangers.iter().filter(from_there).copied();
+        let their_oldest = theirs.next();
+        let oldest = if theirs.count() + 1 >= MAX_STRANGERS / 2 {
+            their_oldest
+        } else if self.strangers.len() >= MAX_STRANGERS {
+            self.strangers.front().copied()
+        } else {
+            None
+        };
+        if let Some(token) = oldest {
+            self.drop_conn(token);
+        }
     }
 
     /// TCP is connected, or not.
@@ -248,6 +263,10 @@ impl Iwarp {
             access: Access::empty(),
         };
         self.nic.start_stream(qp, &params)?;
+        if let Ok(entry) = self.ids.get(id) {
+            // The connection works without them.
+            let _ = entry.configure(&conn.socket, conn.peer);
+        }
         conn.request = None;
         conn.qp = Some(qp);
         conn.awaits_first = by_first;
@@ -273,6 +292,9 @@ impl Iwarp {
         let (Some(id), Some(qp), Some(request)) = (conn.id, conn.qp, conn.request.take()) else {
             return self.drop_conn(token);
         };
+        if reply.revision < request.revision && self.ask_as(token, reply.revision, &request) {
+            return;
+        }
         if reply.rejected {
             let kind = CmEventKind::Rejected {
                 reason: BY_CONSUMER,
@@ -280,8 +302,7 @@ impl Iwarp {
             };
             return self.end_conn(token, kind);
         }
-        let judged = setup::judge(&request, reply);
-        let mut agreed = judged.unwrap_or_default();
+        let (mut agreed, disagreement) = setup::judge(&request, reply);
         if request.enhanced.is_none() {
             // Each end has its own limits, which revision 1 does not compare.
             let asked = self.ids.get(id).ok().and_then(|entry| entry.param.as_ref());
@@ -303,7 +324,7 @@ impl Iwarp {
         if let Err(e) = self.nic.start_stream(qp, &params) {
             return self.end_conn(token, CmEventKind::ConnectError(e.into()));
         }
-        if let Err(disagreement) = judged {
+        if let Some(disagreement) = disagreement {
             debug!(%disagreement, "a reply that does not fit");
             self.nic.refuse_stream(qp, disagreement);
             // The message about it leaves, and then the connection ends.
@@ -343,7 +364,8 @@ impl Iwarp {
         };
         let is_first = std::mem::take(&mut conn.awaits_first);
         self.nic.handle_stream(self.nic.now(), qp, bytes);
-        if is_first {
+        // One that ends the connection has not established it.
+        if is_first && !self.nic.has_stream_ended(qp) {
             let counters = self.nic.qp_counters(qp).map(|counters| counters.rdmap);
             let has_heard = counters.is_ok_and(|counters| counters.rx_segments > 0);
             match (has_heard, id) {
@@ -378,8 +400,77 @@ impl Iwarp {
         self.flush(token);
     }
 
+    /// Asks a peer that does not know the revision of a request once more, with an older one. Answers
+    /// whether it does. Private data that fit the request fit the older one.
+    fn ask_as(&mut self, token: Token, revision: u8, request: &StartFrame) -> bool {
+        let Some(conn) = self.conns.get(&token) else {
+            return false;
+        };
+        let (local, peer) = (conn.local, conn.peer);
+        let (Some(id), Some(qp), 1) = (conn.id, conn.qp, revision) else {
+            return false;
+        };
+        let Ok(socket) = self.new_socket(local) else {
+            return false;
+        };
+        debug!(%peer, "the peer does not know revision 2 of MPA");
+        if let Some(conn) = self.take_conn(token) {
+            // Its port is free at once, and the peer has no connection that it would wait for.
+            let _ = conn.socket.set_linger(Some(Duration::ZERO));
+        }
+        let request = StartFrame {
+            revision,
+            enhanced: None,
+            ..request.clone()
+        };
+        self.dial(id, qp, socket, (local, peer), request);
+        true
+    }
+
+    /// Connects by TCP, and then asks.
+    pub(super) fn dial(
+        &mut self,
+        id: CmId,
+        qp: QpId,
+        socket: Socket,
+        (local, peer): (SocketAddr, SocketAddr),
+        request: StartFrame,
+    ) {
+        let entry = self.ids.get(id);
+        let configured = entry.map_or(Ok(()), |entry| entry.configure(&socket, peer));
+        let started = configured.and_then(|()| match socket.connect(&peer.into()) {
+            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => Ok(()),
+            other => other,
+        });
+        let mut conn = Conn::new(socket, ConnState::Connecting, local, peer);
+        (conn.id, conn.qp, conn.request) = (Some(id), Some(qp), Some(request));
+        let token = self.add_conn(conn);
+        if let Ok(entry) = self.ids.get_mut(id) {
+            entry.conn = Some(token);
+        }
+        self.by_qp.insert(qp, token);
+        match started {
+            Ok(()) => self.set_due(token, Some(self.nic.now() + SETUP_TIME)),
+            Err(e) => self.lose_conn(token, Some(&e)),
+        }
+    }
+
     /// A connection has ended, by the peer or by an error: reports it.
     pub(super) fn lose_conn(&mut self, token: Token, error: Option<&io::Error>) {
+        let Some(conn) = self.conns.get_mut(&token) else {
+            return;
+        };
+        // Without a word about the request: perhaps an older revision is what the peer knows (RFC 5044
+        // 7.1.2 has it close the connection).
+        let is_closed = error.is_none_or(|e| e.kind() == io::ErrorKind::ConnectionReset);
+        if conn.state == ConnState::AwaitsReply
+            && is_closed
+            && conn.inbox.is_empty()
+            && let Some(request) = conn.request.take_if(|request| request.revision > 1)
+            && self.ask_as(token, request.revision - 1, &request)
+        {
+            return;
+        }
         let Some(conn) = self.conns.get(&token) else {
             return;
         };
@@ -402,14 +493,13 @@ impl Iwarp {
                 let error = VerbsError::Os(errno.unwrap_or(libc::EIO));
                 CmEventKind::ConnectError(error.into())
             }
-            (ConnState::Open, _) => {
+            (ConnState::Open | ConnState::Closing, _) => {
                 let id = conn.id.and_then(|id| self.ids.get(id).ok());
                 match id.is_some_and(|entry| entry.was_established) {
                     true => CmEventKind::Disconnected,
                     false => refused(BY_CONSUMER),
                 }
             }
-            (ConnState::Closing, _) => CmEventKind::Disconnected,
             _ => refused(BY_CONSUMER),
         };
         self.end_conn(token, kind);
@@ -455,14 +545,8 @@ impl Iwarp {
 
     /// Removes a connection without a word to its user. Its queue pair ends.
     pub(super) fn drop_conn(&mut self, token: Token) {
-        let Some(conn) = self.conns.remove(&token) else {
-            return;
-        };
-        if let Some(due) = conn.due {
-            self.timers.remove(&(due, token));
-        }
-        self.strangers.retain(|it| *it != token);
-        if let Some(qp) = conn.qp
+        if let Some(conn) = self.take_conn(token)
+            && let Some(qp) = conn.qp
             && self.by_qp.remove(&qp).is_some()
         {
             self.nic.lose_stream(self.nic.now(), qp);

@@ -198,16 +198,10 @@ fn choose_rtr(said: &Enhanced, ird: u16) -> Option<Rtr> {
     }
 }
 
-/// What is agreed by a reply that takes our request.
-///
-/// # Errors
-/// [`Disagreement`]; the connection is to be ended with its reason.
-pub fn judge(request: &StartFrame, reply: &StartFrame) -> Result<Agreed, Disagreement> {
-    if !(1..=request.revision).contains(&reply.revision) {
-        return Err(Disagreement::Revision {
-            revision: reply.revision,
-        });
-    }
+/// What is agreed by a reply that takes our request, and why the connection is to be ended if the reply
+/// does not fit. The message that says so is framed as the two frames ask for.
+#[must_use]
+pub fn judge(request: &StartFrame, reply: &StartFrame) -> (Agreed, Option<Disagreement>) {
     let crc = request.crc || reply.crc;
     let mut agreed = Agreed {
         tx: Framing {
@@ -223,8 +217,23 @@ pub fn judge(request: &StartFrame, reply: &StartFrame) -> Result<Agreed, Disagre
         rtr: None,
         awaits_first: false,
     };
+    let disagreement = agree_on_resources(&mut agreed, request, reply).err();
+    (agreed, disagreement)
+}
+
+/// Adds what a reply says of revision 2 to what is agreed.
+fn agree_on_resources(
+    agreed: &mut Agreed,
+    request: &StartFrame,
+    reply: &StartFrame,
+) -> Result<(), Disagreement> {
+    if !(1..=request.revision).contains(&reply.revision) {
+        return Err(Disagreement::Revision {
+            revision: reply.revision,
+        });
+    }
     let Some(asked) = request.enhanced else {
-        return Ok(agreed);
+        return Ok(());
     };
     let Some(said) = reply.enhanced else {
         return Err(Disagreement::NoResources);
@@ -250,7 +259,7 @@ pub fn judge(request: &StartFrame, reply: &StartFrame) -> Result<Agreed, Disagre
     if agreed.rtr == Some(Rtr::Read) {
         agreed.ord = agreed.ord.max(1);
     }
-    Ok(agreed)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -271,7 +280,9 @@ mod tests {
     fn both_ends_agree_on_the_smaller_depths() {
         let asked = request(&wishes(3, 5), b"hello".to_vec());
         let (said, passive) = reply(&asked, &wishes(4, 9), b"welcome".to_vec()).unwrap();
-        let active = judge(&asked, &said).unwrap();
+        let (active, None) = judge(&asked, &said) else {
+            panic!("the reply fits");
+        };
         assert_eq!((active.ird, active.ord), (3, 4));
         assert_eq!((passive.ird, passive.ord), (4, 3));
         assert_eq!(active.rtr, Some(Rtr::Write));
@@ -291,7 +302,9 @@ mod tests {
         };
         let asked = request(&with, Vec::new());
         let (said, passive) = reply(&asked, &wishes(1, 1), Vec::new()).unwrap();
-        let active = judge(&asked, &said).unwrap();
+        let (active, None) = judge(&asked, &said) else {
+            panic!("the reply fits");
+        };
         assert!(active.rx.markers && passive.tx.markers);
         assert!(!active.tx.markers && !passive.rx.markers);
         // One end is enough for CRCs.
@@ -308,7 +321,9 @@ mod tests {
         let (said, passive) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
         assert_eq!((said.revision, said.enhanced), (1, None));
         assert_eq!((passive.ird, passive.ord), (4, 9));
-        let active = judge(&asked, &said).unwrap();
+        let (active, None) = judge(&asked, &said) else {
+            panic!("the reply fits");
+        };
         assert_eq!((active.ird, active.ord, active.rtr), (0, 0, None));
     }
 
@@ -320,19 +335,21 @@ mod tests {
             let (mut frame, mut enhanced) = (said.clone(), said.enhanced.unwrap());
             change(&mut frame, &mut enhanced);
             frame.enhanced = frame.enhanced.map(|_| enhanced);
-            judge(&asked, &frame)
+            let (agreed, disagreement) = judge(&asked, &frame);
+            assert!(agreed.tx.crc, "the message about it has a CRC");
+            disagreement
         };
-        assert_eq!(change(|_, e| e.ord = 4), Err(Disagreement::Depth));
-        assert_eq!(change(|_, e| e.write_rtr = false), Err(Disagreement::Rtr));
+        assert_eq!(change(|_, e| e.ord = 4), Some(Disagreement::Depth));
+        assert_eq!(change(|_, e| e.write_rtr = false), Some(Disagreement::Rtr));
         assert_eq!(
             change(|f, _| f.enhanced = None),
-            Err(Disagreement::NoResources)
+            Some(Disagreement::NoResources)
         );
         for revision in [0, 3] {
             let mut frame = said.clone();
             frame.revision = revision;
-            let refused = Err(Disagreement::Revision { revision });
-            assert_eq!(judge(&asked, &frame), refused);
+            let refused = Some(Disagreement::Revision { revision });
+            assert_eq!(judge(&asked, &frame).1, refused);
             let mut frame = asked.clone();
             frame.revision = revision;
             let refused = Err(Disagreement::Revision { revision });

@@ -1,24 +1,72 @@
 //! What only a stream can show: peers that are no ours, by their bytes.
 
 use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
 
-use riser_transport::iwarp::MAX_STRANGERS;
-use riser_transport::verbs::{CmEventKind, CmId, ConnParam, Provider as _, RdmaCm as _, SendOp};
+use riser_transport::iwarp::{MAX_STRANGERS, SETUP_TIME};
+use riser_transport::verbs::{
+    AsyncEvent, CmEventKind, ConnParam, Provider as _, RdmaCm as _, SendOp, Verbs as _,
+};
+use socket2::{Domain, Socket, Type};
 
 use crate::software::Streams;
 use crate::suite::world::{
-    End, Wants, World as _, cm_event, connect_to, init_attr, listen, objects,
+    End, Side, Wants, World as _, cm_event, connect_to, init_attr, listen, objects, resolve,
 };
 
 /// A request of revision 1 with CRCs and no private data.
 const REQUEST: &[u8; 20] = b"MPA ID Req Frame\x40\x01\0\0";
 
-fn dial(w: &Streams) -> TcpStream {
-    let socket = TcpStream::connect(SocketAddr::new(w.addr(End::B), 4000)).unwrap();
+/// The same without CRCs.
+const WITHOUT_CRCS: &[u8; 20] = b"MPA ID Req Frame\0\x01\0\0";
+
+/// Devices that leave CRCs to their peers, so that messages can be written by hand.
+fn without_crcs() -> Streams {
+    Streams::with(|config| config.crc = false)
+}
+
+fn dial_from(w: &Streams, ip: IpAddr) -> TcpStream {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::new(ip, 0).into()).unwrap();
+    let to = SocketAddr::new(w.addr(End::B), 4000);
+    socket.connect(&to.into()).unwrap();
     socket.set_nonblocking(true).unwrap();
-    socket
+    socket.into()
+}
+
+fn dial(w: &Streams) -> TcpStream {
+    dial_from(w, Ipv4Addr::LOCALHOST.into())
+}
+
+/// An FPDU without a CRC.
+fn fpdu(ulpdu: &[u8]) -> Vec<u8> {
+    let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
+    out.extend_from_slice(ulpdu);
+    out.resize(out.len().next_multiple_of(4) + 4, 0);
+    out
+}
+
+/// The request of an RDMA READ of all of a region, as message `msn` of its queue.
+fn read_all(side: &Side, msn: u32) -> Vec<u8> {
+    let size = side.mr.length as u32;
+    let words = [0, 1, msn, 0, 1, 0, 0, size, side.mr.rkey.0];
+    let mut ulpdu = b"\x41\x41".to_vec();
+    ulpdu.extend(words.iter().flat_map(|word: &u32| word.to_be_bytes()));
+    ulpdu.extend_from_slice(&side.mr.addr.to_be_bytes());
+    fpdu(&ulpdu)
+}
+
+/// CRC32C, bit by bit, as it is sent.
+fn crc32c(bytes: &[u8]) -> [u8; 4] {
+    let mut crc = u32::MAX;
+    for byte in bytes {
+        crc ^= u32::from(*byte);
+        for _ in 0..8 {
+            crc = crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 };
+        }
+    }
+    (!crc).to_le_bytes()
 }
 
 /// Receives at least `len` bytes from the device, fewer where it closes the connection.
@@ -86,34 +134,50 @@ fn strangers_that_say_nothing_keep_no_place() {
     assert_eq!(left.kind(), ErrorKind::WouldBlock);
 }
 
-/// A request by its bytes, which the device accepts.
-fn accepted(w: &mut Streams) -> (TcpStream, CmId) {
+/// A request by its bytes, which the device has, and what it needs to accept it.
+fn requested(w: &mut Streams, request: &[u8]) -> (TcpStream, Side) {
     let mut socket = dial(w);
     // In two pieces, of which the first says nothing.
-    let (first, rest) = REQUEST.split_at(7);
+    let (first, rest) = request.split_at(7);
     socket.write_all(first).unwrap();
     w.pass(Duration::from_millis(2));
     assert_eq!(w.poll_cm_event(End::B), None);
     socket.write_all(rest).unwrap();
     let id = cm_event(w, End::B).id;
     let wants = Wants::default();
-    let (pd, cq, _memory, _) = objects(w, End::B, &wants);
+    let (pd, cq, memory, mr) = objects(w, End::B, &wants);
+    let init = init_attr(pd, cq, &wants);
+    let qp = w.provider(End::B).create_cm_qp(id, &init).unwrap();
+    let side = Side {
+        end: End::B,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    };
+    (socket, side)
+}
+
+/// A request of revision 1 by its bytes, which the device accepts.
+fn accepted(w: &mut Streams, request: &[u8; 20]) -> (TcpStream, Side) {
+    let (mut socket, side) = requested(w, request);
     let p = w.provider(End::B);
-    p.create_cm_qp(id, &init_attr(pd, cq, &wants)).unwrap();
-    p.accept(id, &ConnParam::default()).unwrap();
+    p.accept(side.id, &ConnParam::default()).unwrap();
     let reply = hear(w, &mut socket, 20);
-    assert_eq!(reply, b"MPA ID Rep Frame\x40\x01\0\0");
+    assert_eq!(reply, [b"MPA ID Rep Frame", &request[16..]].concat());
     // Revision 1 has no message that would confirm.
     let event = cm_event(w, End::B);
     assert!(matches!(event.kind, CmEventKind::Established { .. }));
-    (socket, id)
+    (socket, side)
 }
 
 #[test]
 fn a_message_with_a_wrong_crc_is_answered_with_the_reason() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
-    let (mut socket, id) = accepted(w);
+    let (mut socket, side) = accepted(w, REQUEST);
     // An RDMA WRITE of no bytes.
     let fpdu = b"\0\x0e\xc1\x40\0\0\0\0\0\0\0\0\0\0\0\0nope";
     socket.write_all(fpdu).unwrap();
@@ -124,7 +188,7 @@ fn a_message_with_a_wrong_crc_is_answered_with_the_reason() {
     assert!(hear(w, &mut socket, 1).is_empty());
     drop(socket);
     let event = cm_event(w, End::B);
-    assert_eq!((event.id, event.kind), (id, CmEventKind::Disconnected));
+    assert_eq!((event.id, event.kind), (side.id, CmEventKind::Disconnected));
     assert_eq!(cm_event(w, End::B).kind, CmEventKind::TimewaitExit);
     works(w);
 }
@@ -167,4 +231,203 @@ fn a_user_that_sleeps_wakes_for_a_connection() {
     assert!(!is_readable(w, Duration::from_millis(1)));
     let _socket = dial(w);
     assert!(is_readable(w, Duration::from_secs(5)));
+}
+
+#[test]
+fn a_host_that_opens_many_connections_displaces_its_own() {
+    let w = &mut Streams::new();
+    let _listener = listen(w, End::B, 4000);
+    let other = w.addr(End::A);
+    let mut slow = dial_from(w, other);
+    slow.write_all(&REQUEST[..7]).unwrap();
+    let mut many: Vec<_> = (0..MAX_STRANGERS * 2).map(|_| dial(w)).collect();
+    assert!(hear(w, &mut many[0], 1).is_empty());
+    slow.write_all(&REQUEST[7..]).unwrap();
+    let event = cm_event(w, End::B);
+    assert!(matches!(event.kind, CmEventKind::ConnectRequest { peer, .. } if peer.ip() == other));
+}
+
+#[test]
+fn a_peer_that_takes_nothing_keeps_no_connection_that_is_over() {
+    for errs in [true, false] {
+        let w = &mut without_crcs();
+        let _listener = listen(w, End::B, 4000);
+        let (mut socket, side) = accepted(w, WITHOUT_CRCS);
+        // More than the two sockets take.
+        for msn in 1..=16 {
+            socket.write_all(&read_all(&side, msn)).unwrap();
+        }
+        w.pass(Duration::from_millis(50));
+        assert_eq!(w.poll_cm_event(End::B), None);
+        if errs {
+            socket.write_all(&fpdu(b"\x42\x43")).unwrap();
+            assert_eq!(side.event(w), AsyncEvent::QpReqError(side.qp));
+        } else {
+            w.provider(End::B).destroy_qp(side.qp).unwrap();
+        }
+        w.pass(Duration::from_millis(2));
+        w.b.progress(Instant::now() + Duration::from_secs(3));
+        let event = cm_event(w, End::B);
+        assert_eq!((event.id, event.kind), (side.id, CmEventKind::Disconnected));
+    }
+}
+
+#[test]
+fn a_first_message_that_is_wrong_establishes_nothing() {
+    let w = &mut without_crcs();
+    let _listener = listen(w, End::B, 4000);
+    // Revision 2, with a WRITE as the message that lets the responder send.
+    let request = b"MPA ID Req Frame\x10\x02\0\x04\x80\x04\x80\x04";
+    let (mut socket, side) = requested(w, request);
+    let p = w.provider(End::B);
+    p.accept(side.id, &ConnParam::default()).unwrap();
+    let reply = hear(w, &mut socket, 24);
+    assert_eq!(reply[..20], *b"MPA ID Rep Frame\x10\x02\0\x04");
+    w.pass(Duration::from_millis(2));
+    assert_eq!(w.poll_cm_event(End::B), None);
+    socket.write_all(&fpdu(b"\x42\x43")).unwrap();
+    assert_eq!(side.event(w), AsyncEvent::QpReqError(side.qp));
+    drop(socket);
+    let event = cm_event(w, End::B);
+    assert!(matches!(event.kind, CmEventKind::Rejected { .. }));
+}
+
+/// The device calls a peer, which is to listen at port 4000 of B's address.
+fn call(w: &mut Streams) -> Side {
+    let wants = Wants::default();
+    let id = resolve(w, 4000);
+    let (pd, cq, memory, mr) = objects(w, End::A, &wants);
+    let init = init_attr(pd, cq, &wants);
+    let qp = w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    let param = ConnParam {
+        private_data: b"hello".to_vec(),
+        ..ConnParam::default()
+    };
+    w.provider(End::A).connect(id, &param).unwrap();
+    Side {
+        end: End::A,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    }
+}
+
+fn called(w: &mut Streams, listener: &TcpListener) -> (TcpStream, SocketAddr) {
+    let (socket, from) = w.until("a call", |_| listener.accept().ok());
+    socket.set_nonblocking(true).unwrap();
+    (socket, from)
+}
+
+fn listener_at_b(w: &Streams) -> TcpListener {
+    let listener = TcpListener::bind(SocketAddr::new(w.addr(End::B), 4000)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    listener
+}
+
+#[test]
+fn a_reply_that_does_not_fit_is_answered_with_the_reason() {
+    let w = &mut Streams::new();
+    let listener = listener_at_b(w);
+    let side = call(w);
+    let (mut socket, _) = called(w, &listener);
+    let request = hear(w, &mut socket, 29);
+    assert_eq!(request[16..20], *b"\x50\x02\0\x09");
+    assert_eq!(request[24..], *b"hello");
+    // One RDMA READ more than was allowed.
+    let allowed = u16::from_be_bytes([request[20], request[21]]) & 0x3fff;
+    let mut reply = b"MPA ID Rep Frame\x50\x02\0\x04\0\x01".to_vec();
+    reply.extend_from_slice(&(allowed + 1).to_be_bytes());
+    socket.write_all(&reply).unwrap();
+    let heard = hear(w, &mut socket, 28);
+    let body = b"\0\x16\x41\x47\0\0\0\0\0\0\0\x02\0\0\0\x01\0\0\0\0\x20\x06\0\0";
+    assert_eq!((heard.len(), &heard[..24]), (28, &body[..]));
+    assert_eq!(heard[24..], crc32c(body));
+    let event = cm_event(w, End::A);
+    assert_eq!(event.id, side.id);
+    assert!(matches!(event.kind, CmEventKind::ConnectError(_)));
+}
+
+#[test]
+fn a_peer_that_does_not_know_revision_2_is_asked_with_revision_1() {
+    const OLDER: &[u8] = b"MPA ID Rep Frame\x40\x01\0\0";
+    const REFUSED: &[u8] = b"MPA ID Rep Frame\x60\x01\0\0";
+    // It closes the connection, or resets it with what it has not read, or says its own revision.
+    for (reads, answer) in [(29, &b""[..]), (1, b""), (29, OLDER), (29, REFUSED)] {
+        let w = &mut Streams::new();
+        let listener = listener_at_b(w);
+        let side = call(w);
+        let (mut socket, from) = called(w, &listener);
+        w.until("a request", |_| {
+            let mut bytes = vec![0; reads];
+            socket.read(&mut bytes).ok().filter(|len| *len == reads)
+        });
+        socket.write_all(answer).unwrap();
+        if answer.is_empty() {
+            drop(socket);
+        } else {
+            assert!(hear(w, &mut socket, 1).is_empty(), "it is left alone");
+        }
+        let (mut socket, again) = called(w, &listener);
+        assert_eq!(again, from);
+        let request = hear(w, &mut socket, 25);
+        assert_eq!(request, b"MPA ID Req Frame\x40\x01\0\x05hello");
+        socket
+            .write_all(b"MPA ID Rep Frame\x40\x01\0\x02ok")
+            .unwrap();
+        let event = cm_event(w, End::A);
+        assert_eq!(event.id, side.id);
+        let CmEventKind::Established { param } = event.kind else {
+            panic!("{event:?}");
+        };
+        assert_eq!(param.private_data, b"ok");
+        // The connection carries messages, with CRCs.
+        side.send(w, 1, SendOp::Send, 0, 4);
+        assert_eq!(hear(w, &mut socket, 28)[..2], *b"\0\x16");
+    }
+}
+
+#[test]
+fn a_peer_that_knows_no_revision_is_not_asked_a_third_time() {
+    let w = &mut Streams::new();
+    let listener = listener_at_b(w);
+    let side = call(w);
+    for len in [29, 25] {
+        let (mut socket, _) = called(w, &listener);
+        assert_eq!(hear(w, &mut socket, len).len(), len);
+    }
+    let event = cm_event(w, End::A);
+    assert_eq!(event.id, side.id);
+    assert!(matches!(
+        event.kind,
+        CmEventKind::Rejected { reason: 28, .. }
+    ));
+    w.pass(Duration::from_millis(5));
+    assert!(listener.accept().is_err());
+}
+
+#[test]
+fn a_peer_whose_tcp_does_not_answer_is_unreachable_in_time() {
+    let w = &mut Streams::new();
+    let at = SocketAddr::new(w.addr(End::B), 4000);
+    let full = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    full.bind(&at.into()).unwrap();
+    full.listen(0).unwrap();
+    // No more connections have room, and what asks for one is not answered.
+    let callers: Vec<_> = (0..4)
+        .map(|_| {
+            let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();
+            let _ = socket.connect(&at.into());
+            socket
+        })
+        .collect();
+    let side = call(w);
+    w.pass(Duration::from_millis(5));
+    assert_eq!(w.poll_cm_event(End::A), None);
+    w.a.progress(Instant::now() + SETUP_TIME);
+    let event = cm_event(w, End::A);
+    assert_eq!((event.id, event.kind), (side.id, CmEventKind::Unreachable));
+    drop(callers);
 }

@@ -117,7 +117,8 @@ macro_rules! stream_names {
                 a_region_put_back_alive_is_replaced;
             streams: what_iwarp_does_not_have_is_refused a_send_without_a_receive_ends_the_connection
                 what_is_written_with_a_wrong_key_ends_the_connection
-                an_error_here_ends_the_connection_there;
+                an_error_here_ends_the_connection_there
+                a_reset_here_ends_the_connection_there;
         }
     };
 }

@@ -95,3 +95,15 @@ pub(crate) fn an_error_here_ends_the_connection_there<W: World>(mut w: W) {
     w.provider(End::A).modify_qp(a.qp, &error).unwrap();
     is_over(w, [&a, &b]);
 }
+
+pub(crate) fn a_reset_here_ends_the_connection_there<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let reset = QpAttr::to(QpState::Reset);
+    w.provider(End::A).modify_qp(a.qp, &reset).unwrap();
+    for side in [&b, &a] {
+        assert_eq!(cm_event(w, side.end).kind, CmEventKind::Disconnected);
+    }
+    let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
+    assert_eq!(state, Some(QpState::Error));
+}

@@ -13,7 +13,7 @@ use std::time::Instant;
 use riser_memory::fault;
 
 use super::qp::with_env;
-use super::{Machine, Nic};
+use super::{Machine, Nic, Qp};
 use crate::rc::Env;
 use crate::rdmap::setup::Disagreement;
 use crate::rdmap::{RdmapQp, StreamParams};
@@ -74,9 +74,22 @@ impl Nic {
     pub(crate) fn handle_stream(&mut self, now: Instant, id: QpId, bytes: &[u8]) {
         self.set_now(now);
         self.counters.rx_bytes += bytes.len() as u64;
+        let faults = fault::count();
         self.with_stream(id, |stream, env| stream.handle_input(bytes, env));
+        self.fail_where_faulted(id, faults);
         // It may have something to answer.
         self.schedule(id);
+    }
+
+    /// Ends a queue pair that has touched memory which was gone, if there was a fault beyond those that
+    /// were counted. Nothing is repeated here that could find out which region it was.
+    fn fail_where_faulted(&mut self, id: QpId, faults: u64) -> bool {
+        let has_faulted = fault::count() != faults;
+        if has_faulted {
+            self.mrs.page_faulted();
+            self.fail_qp(id);
+        }
+        has_faulted
     }
 
     /// The stream of a queue pair has ended.
@@ -117,14 +130,22 @@ impl Nic {
         let (before, faults) = (out.len(), fault::count());
         let has_more = self.with_stream(id, |stream, env| stream.poll_output(env, out, limit));
         self.counters.tx_bytes += (out.len() - before) as u64;
-        if fault::count() != faults {
-            // Memory was gone that some of it was read from.
-            self.mrs.page_faulted();
+        if self.fail_where_faulted(id, faults) {
             out.truncate(before);
-            self.fail_qp(id);
             return false;
         }
         has_more == Some(true)
+    }
+
+    /// Counts a connection that was refused, since its peer has as many as it may have.
+    pub(crate) fn count_refused(&mut self) {
+        self.counters.refused_qps += 1;
+    }
+
+    /// Whether nothing follows on a stream but the message that ends it, if there is one.
+    pub(crate) fn has_stream_ended(&self, id: QpId) -> bool {
+        let state = self.qps.get(id).map(Qp::state);
+        !matches!(state, Ok(QpState::Rts | QpState::Sqd))
     }
 
     /// Whether a stream is to be closed when what was made is sent.

@@ -1,5 +1,6 @@
 //! Identifiers, addresses and listeners: what the user asks for before and after a connection.
 
+use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
@@ -49,6 +50,49 @@ pub(super) fn service_id(space: PortSpace, port: u16) -> (ServiceId, u64) {
         (_, Some(ports)) => (ports.service_id(port), u64::MAX),
         (_, None) => unreachable!("every other identifier has ports"),
     }
+}
+
+/// Checks an address that an identifier of a device at `own` is to reach.
+///
+/// # Errors
+/// The one that its user is notified of.
+pub(crate) fn check_destination(
+    own: IpAddr,
+    dst: IpAddr,
+    takes_groups: bool,
+) -> Result<(), CmError> {
+    if is_link_local(dst) {
+        return Err(CmError::LinkLocal);
+    }
+    let names_no_host = dst.is_unspecified() || dst.is_multicast() && !takes_groups;
+    match dst.is_ipv4() != own.is_ipv4() || names_no_host {
+        true => Err(CmError::Unreachable),
+        false => Ok(()),
+    }
+}
+
+/// The address that stands for all of a family.
+pub(crate) fn unspecified(family: IpAddr) -> IpAddr {
+    match family {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    }
+}
+
+/// Takes out the events of an identifier that goes. Answers the requests to it that its user has not
+/// seen: they go with it, and nothing else names them.
+pub(crate) fn forget_events(events: &mut VecDeque<CmEvent>, id: CmId) -> Vec<CmId> {
+    let mut unseen = Vec::new();
+    events.retain(|e| {
+        if let CmEventKind::ConnectRequest { listener, .. } = &e.kind
+            && *listener == id
+        {
+            unseen.push(e.id);
+            return false;
+        }
+        e.id != id
+    });
+    unseen
 }
 
 #[allow(
@@ -105,18 +149,11 @@ impl Nic {
         let takes_groups = entry.qp_type == QpType::Ud;
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
         // Errors come as an event, as librdmacm reports what it finds on the way.
-        let outcome = if is_link_local(dst.ip()) {
-            Err(CmError::LinkLocal)
-        } else if dst.ip().is_ipv4() != own.is_ipv4()
-            || dst.ip().is_unspecified()
-            || dst.ip().is_multicast() && !takes_groups
-        {
-            Err(CmError::Unreachable)
-        } else if is_bound {
-            Ok(())
-        } else {
-            self.bind(id, src.unwrap_or(SocketAddr::new(own, 0)))
-        };
+        let outcome =
+            check_destination(own, dst.ip(), takes_groups).and_then(|()| match is_bound {
+                true => Ok(()),
+                false => self.bind(id, src.unwrap_or(SocketAddr::new(own, 0))),
+            });
         let kind = match outcome {
             Ok(()) => {
                 let entry = self.cm_id(id, "resolve_addr")?;
@@ -180,10 +217,7 @@ impl Nic {
             // A bare service id is listened on without an address.
             IdState::Idle if is_bare => {}
             IdState::Idle => {
-                let any = match self.local_addr().ip() {
-                    IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-                    IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-                };
+                let any = unspecified(self.local_addr().ip());
                 self.bind_addr(id, SocketAddr::new(any, 0))?;
             }
             _ => return Err(CmError::InvalidState("listen")),
@@ -219,18 +253,7 @@ impl Nic {
             // An identifier that the IB CM has finished with is what we want.
             let _ = self.cm.cm.destroy(self.now(), ib);
         }
-        // Requests that the user has not seen go with their listener.
-        let mut unseen = Vec::new();
-        self.cm.events.retain(|e| {
-            if let CmEventKind::ConnectRequest { listener, .. } = &e.kind
-                && *listener == id
-            {
-                unseen.push(e.id);
-                return false;
-            }
-            e.id != id
-        });
-        for request in unseen {
+        for request in forget_events(&mut self.cm.events, id) {
             // Each is alive: only this event names it.
             let _ = self.destroy_id(request);
         }

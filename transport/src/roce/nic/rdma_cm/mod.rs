@@ -60,7 +60,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 pub use self::calls::port_space;
-use self::options::Options;
+pub(crate) use self::calls::{check_destination, forget_events, unspecified};
+pub(crate) use self::options::Options;
 pub(crate) use self::state::IdState;
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::table::Table;

@@ -187,10 +187,44 @@ pub(super) fn acquire(
     // On an error, dropping `acquired` closes all of it. Addresses of a predecessor that are still in
     // use are tried again and again: sockets come first, since they cost the least.
     let bound = bind_all(wanted, &mut acquired)?;
+    check_streams(wanted, &mut acquired)?;
     devices(wanted, &mut acquired)?;
     // All is there before any listens: a start that fails at the last has let no initiator in.
     listen(wanted, &mut acquired, bound)?;
     Ok(acquired)
+}
+
+/// Checks that no other program has the TCP ports of new iWARP portals. The workers, which share them,
+/// bind them by themselves, and would share them with it.
+fn check_streams(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerError> {
+    let provider = wanted.config.transport.provider;
+    if wanted.simulated.is_some() || provider != Provider::Iwarp {
+        return Ok(());
+    }
+    let old = wanted.old.into_iter().flat_map(Catalog::rdma_portals);
+    let old: BTreeSet<_> = old.collect();
+    let new: BTreeSet<_> = wanted.catalog.rdma_portals().collect();
+    for &portal in new.difference(&old) {
+        let checked = check_free(portal, Transport::Tcp);
+        // Of an address that is not this host's, its device says more.
+        let in_use = checked
+            .err()
+            .filter(|e| e.kind() == io::ErrorKind::AddrInUse);
+        let Some(source) = in_use else {
+            continue;
+        };
+        let error = ServerError::Listen {
+            portal,
+            holder: holder_of(&source, portal, Transport::Tcp),
+            source,
+        };
+        let subject = Subject::RdmaPortal(portal);
+        if !(wanted.tolerates)(&subject, &error) {
+            return Err(error);
+        }
+        acquired.missing.push((subject, error));
+    }
+    Ok(())
 }
 
 /// One device for each address that a portal has: on every worker, but an RDMA device of the host,
@@ -527,24 +561,23 @@ mod tests {
     use crate::backend::OpenedStores;
     use crate::server::{Keepers, build, first_catalog};
 
-    #[test]
-    fn shared_memory_that_is_still_being_closed_takes_no_portal_with_it() {
-        let addr = IpAddr::from([127, 97, 9, 3]);
+    /// Acquires for a configuration of a target whose portal is at an address.
+    fn acquire_for(
+        portal: &str,
+        transport: &str,
+        slots: &Arc<DeviceSlots>,
+        tolerates: &dyn Fn(&Subject, &ServerError) -> bool,
+    ) -> Result<Acquired, ServerError> {
         let text = format!(
             "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\ntargets:\n- name: t\n  \
-             portals: [{{ protocol: srp, listen: {addr} }}]\n  luns: {{ 0: a }}\n  \
-             access: open\ntransport: {{ shm: true }}\nstate: {{ directory: none }}\n"
+             iqn: iqn.2026-01.org.example:t\n  portals: [{{ {portal} }}]\n  luns: {{ 0: a }}\n  \
+             access: open\ntransport: {{ {transport} }}\nstate: {{ directory: none }}\n"
         );
         let config = Config::parse(&text, "test.yaml").unwrap();
         let state = ServerState::default();
         let mut builder = build::Builder::after(&state, Keepers::default()).unwrap();
         let built = first_catalog(&mut builder, &config, &state, OpenedStores::default());
         let (catalog, _files) = built.unwrap();
-        let slots = Arc::new(DeviceSlots::default());
-        slots.take(addr, DeviceKind::Shared, Duration::ZERO);
-        slots.fill(0, 1);
-        slots.want(|_, _| false);
-        assert!(slots.is_over(0, 0));
         let wanted = Wanted {
             config: &config,
             catalog: &catalog,
@@ -552,11 +585,51 @@ mod tests {
             old: None,
             workers: 1,
             simulated: None,
-            tolerates: &|subject, _| subject.is_optional(),
+            tolerates,
         };
-        let acquired = acquire(&wanted, &slots).unwrap();
+        acquire(&wanted, slots)
+    }
+
+    #[test]
+    fn shared_memory_that_is_still_being_closed_takes_no_portal_with_it() {
+        let addr = IpAddr::from([127, 97, 9, 3]);
+        let slots = Arc::new(DeviceSlots::default());
+        slots.take(addr, DeviceKind::Shared, Duration::ZERO);
+        slots.fill(0, 1);
+        slots.want(|_, _| false);
+        assert!(slots.is_over(0, 0));
+        let portal = format!("protocol: srp, listen: {addr}");
+        let optional = |subject: &Subject, _: &ServerError| subject.is_optional();
+        let acquired = acquire_for(&portal, "shm: true", &slots, &optional).unwrap();
         let missing: Vec<_> = acquired.missing().iter().map(|(s, _)| s.clone()).collect();
         assert_eq!(missing, [Subject::SharedMemory(addr)]);
         assert_eq!(acquired.parts[0].devices.len(), 1);
+    }
+
+    #[test]
+    fn a_port_that_another_program_shares_is_no_portal_of_iwarp() {
+        let at: SocketAddr = "127.97.9.4:3260".parse().unwrap();
+        let theirs = TcpListener::bind(at).unwrap();
+        theirs.listen().unwrap();
+        let slots = Arc::new(DeviceSlots::default());
+        let portal = format!("protocol: iser, listen: {}", at.ip());
+        let acquired =
+            |tolerates| acquire_for(&portal, "provider: iwarp", &slots, &|_, _| tolerates);
+        let error = acquired(false).map(drop).unwrap_err();
+        assert!(error.is_in_use());
+        assert!(
+            error
+                .to_string()
+                .starts_with("cannot listen on 127.97.9.4:3260: ")
+        );
+        let missing: Vec<_> = acquired(true)
+            .unwrap()
+            .missing()
+            .iter()
+            .map(|(s, _)| s.clone())
+            .collect();
+        assert_eq!(missing, [Subject::RdmaPortal(at)]);
+        drop(theirs);
+        assert!(acquired(false).unwrap().missing().is_empty());
     }
 }

@@ -148,7 +148,7 @@ pub enum ServerError {
     /// A device at an address that was served before does not close.
     #[error("the device at {0} is still being closed; try again")]
     Closing(IpAddr),
-    /// A TCP portal cannot be listened on.
+    /// A portal over TCP cannot be listened on.
     #[error("cannot listen on {portal}: {source}{holder}")]
     Listen {
         /// Address and port of the portal.

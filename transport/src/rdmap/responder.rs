@@ -91,7 +91,8 @@ fn about_request(reason: Reason, request: &ReadRequest, msn: u32) -> Terminate {
 /// Whether the owner learns of it as a violated key or right.
 pub(super) fn is_access_error(reason: Reason) -> bool {
     let (layer, etype, _) = reason.codes();
-    layer < 2 && etype == 1
+    // Another version is an error of DDP's tagged buffers as well.
+    layer < 2 && etype == 1 && reason != Reason::DdpTaggedVersion
 }
 
 impl Responder {

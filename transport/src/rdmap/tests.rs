@@ -669,6 +669,15 @@ fn rights_and_domains_are_those_of_the_queue_pair_and_the_key() {
 }
 
 #[test]
+fn another_version_violates_no_key() {
+    for ulpdu in [b"\xc0\x40", b"\x42\x43"] {
+        let (_, b) = answer(|_| vec![ulpdu.to_vec()]);
+        let event = RcEvent::Async(AsyncEvent::QpReqError(QP));
+        assert!(b.out.contains(&event));
+    }
+}
+
+#[test]
 fn immediate_data_have_the_length_of_their_own_write() {
     let imm = |msn| ulpdu(Opcode::Immediate, true, untagged(0, msn, 0), &[0; 8]);
     let (terminate, mut b) = answer(|b| {

@@ -6,7 +6,8 @@
 //! | performance management (IBTA 16.1) | its own program, and every host by queue pair 1 |
 //!
 //! A program answers other classes itself, and gets the answers to what it has asked: it registers
-//! them ([`Nic::register_agent`]), and takes and sends datagrams of queue pair 1 without having one.
+//! them ([`Nic::register_agent`]), and takes and sends datagrams of queue pair 1 without having one. Of
+//! performance management it gets the answers only.
 //!
 //! The counters of a port can be reset, as the class demands, by each host that can ask for them.
 //! So they count from a base of their own, and what the device's owner reads
@@ -154,21 +155,21 @@ impl Nic {
         Ok(self.process_mad(mad, true))
     }
 
-    /// Has datagrams of a management class come to [`Self::poll_mad`] instead of a queue pair 1.
+    /// Has datagrams of a management class come to [`Self::poll_mad`] instead of a queue pair 1; of
+    /// performance management those that are answers, since the device answers questions itself.
     ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] for classes that the device handles itself.
     pub fn register_agent(&mut self, class: MadClass) -> Result<(), VerbsError> {
         match class {
-            MadClass::SubnetAdm | MadClass::DeviceMgmt => {
+            MadClass::SubnetAdm | MadClass::DeviceMgmt | MadClass::Performance => {
                 let class = class as u8;
                 self.agents.registered[usize::from(class >> 7)] |= 1 << (class & 0x7f);
                 Ok(())
             }
-            MadClass::SubnLid
-            | MadClass::SubnDirected
-            | MadClass::Performance
-            | MadClass::ComMgt => Err(VerbsError::InvalidParameter("management class")),
+            MadClass::SubnLid | MadClass::SubnDirected | MadClass::ComMgt => {
+                Err(VerbsError::InvalidParameter("management class"))
+            }
         }
     }
 
@@ -193,7 +194,9 @@ impl Nic {
     /// an agent.
     pub(super) fn handle_agent_mad(&mut self, from: IpAddr, mad: &Mad) -> bool {
         let header = MadHeader::of(mad);
-        if self.agents.is_registered(header.class()) {
+        let is_request = header.method() & RESPONSE == 0;
+        let is_own = is_request && header.class() == MadClass::Performance as u8;
+        if !is_own && self.agents.is_registered(header.class()) {
             if self.agents.received.len() == MAX_RECEIVED {
                 self.counters.rx_dropped_mads += 1;
             } else {
@@ -201,8 +204,7 @@ impl Nic {
             }
             return true;
         }
-        let is_request = header.method() & RESPONSE == 0;
-        if header.class() != MadClass::Performance as u8 || !is_request {
+        if !is_own {
             return false;
         }
         if self.agents.answers.len() == MAX_ANSWERS {

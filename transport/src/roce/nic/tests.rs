@@ -1478,9 +1478,35 @@ fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
 }
 
 #[test]
+fn answers_of_performance_management_are_the_programs_that_asks() {
+    let mut nic = nic();
+    let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let question = mad_of(0x04, 0x01, 0x0001, 0, &[]);
+    let answer = mad_of(0x04, 0x81, 0x0001, 0, &[]);
+    let [asks, answers] = [question, answer].map(|mad| sealed(&nic, peer(), &bth, &ext, &mad));
+    receive(&mut nic, peer(), &answers);
+    assert_eq!(nic.counters().rx_dropped_mads, 1);
+    nic.register_agent(MadClass::Performance).unwrap();
+    receive(&mut nic, peer(), &asks);
+    receive(&mut nic, peer(), &answers);
+    assert_eq!(nic.poll_mad(), Some((peer().ip(), answer)));
+    assert_eq!(nic.poll_mad(), None);
+    // The question is answered by the device.
+    let mut batch = TxBatch::new(1);
+    let now = nic.now();
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
+    let sent = batch.copy_packets(&batch.groups()[0]);
+    assert_eq!(sent[0][20..24], [1, 4, 1, 0x81]);
+}
+
+#[test]
 fn a_program_answers_the_classes_that_it_has_registered() {
     let mut nic = nic();
-    for class in [MadClass::ComMgt, MadClass::Performance, MadClass::SubnLid] {
+    for class in [MadClass::ComMgt, MadClass::SubnLid] {
         assert!(nic.register_agent(class).is_err(), "{class:?}");
     }
     let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));

@@ -86,7 +86,7 @@ pub enum SaError {
     /// [`SaStatus`](super::wire::SaStatus).
     #[error("subnet administration refuses: status {0:#06x}")]
     Status(u16),
-    /// The answer cannot be read, or is too long.
+    /// The answer cannot be read, is too long, or was broken off.
     #[error("an answer of subnet administration that makes no sense")]
     Malformed,
     /// [`MAX_QUERIES`] wait already.
@@ -380,10 +380,14 @@ impl SaClient {
             self.end(at, Ok(answer(data, words)));
         } else {
             let query = &mut self.queries[at];
-            query.deadline = now + self.config.timeout;
             let receiver = query.receiver.get_or_insert_default();
+            let before = receiver.arrived();
             match receiver.handle(header, data) {
                 Received::Going(reply) => {
+                    // What has arrived before gives no time.
+                    if receiver.arrived() > before {
+                        query.deadline = now + self.config.timeout;
+                    }
                     if let Some(reply) = reply {
                         self.send(reply);
                     }
@@ -394,7 +398,9 @@ impl SaClient {
                     self.end(at, Ok(answer(&data, words)));
                 }
                 Received::Failed(reply) => {
-                    self.send(reply);
+                    if let Some(reply) = reply {
+                        self.send(reply);
+                    }
                     self.end(at, Err(SaError::Malformed));
                 }
             }

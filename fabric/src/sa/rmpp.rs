@@ -12,8 +12,8 @@
 //!
 //! A receiver acknowledges what has arrived in order, at the end of its window and of the transfer.
 //! A sender that gets no ACK sends what is not acknowledged once more, a few times. Either side may
-//! end a transfer. One segment at most goes to an address that has never answered, so that a forged
-//! request does not bring a row of segments to another host.
+//! end a transfer. Only the first segment goes to an address that has never answered, four times in all,
+//! so that a forged request does not bring a row of segments to another host.
 
 use std::time::{Duration, Instant};
 
@@ -77,6 +77,7 @@ pub struct Sender {
     sent: u32,
     retries: u8,
     deadline: Instant,
+    begun: Instant,
 }
 
 impl Sender {
@@ -93,6 +94,7 @@ impl Sender {
             sent: 0,
             retries: 0,
             deadline: now + TIMEOUT,
+            begun: now,
         }
     }
 
@@ -111,6 +113,12 @@ impl Sender {
     #[must_use]
     pub fn is_unanswered(&self) -> bool {
         self.acked == 0
+    }
+
+    /// Time at which it began.
+    #[must_use]
+    pub fn begun(&self) -> Instant {
+        self.begun
     }
 
     /// Time at which [`Self::handle_timeout`] has something to do.
@@ -215,8 +223,8 @@ pub enum Received {
     Going(Option<Mad>),
     /// All has arrived; with the last ACK.
     Done(Mad),
-    /// The transfer ends; with a MAD that says so.
-    Failed(Mad),
+    /// The transfer ends; with a MAD that says so, unless the sender has ended it.
+    Failed(Option<Mad>),
 }
 
 /// The receiver's end of a transfer.
@@ -233,9 +241,12 @@ impl Receiver {
     /// Takes a segment with its header.
     pub fn handle(&mut self, header: &SaHeader, data: &[u8; DATA_LEN]) -> Received {
         let rmpp = &header.rmpp;
-        let fail = |status| Received::Failed(reply(header, rmpp_type::ABORT, status, 0, 0));
+        let fail = |status| Received::Failed(Some(reply(header, rmpp_type::ABORT, status, 0, 0)));
         if rmpp.version != RMPP_VERSION {
             return fail(status::BAD_VERSION);
+        }
+        if matches!(rmpp.rmpp_type, rmpp_type::STOP | rmpp_type::ABORT) {
+            return Received::Failed(None);
         }
         if rmpp.rmpp_type != rmpp_type::DATA {
             return fail(status::BAD_TYPE);
@@ -276,6 +287,12 @@ impl Receiver {
     fn ack(&mut self, header: &SaHeader) -> Mad {
         self.window = self.arrived + WINDOW;
         reply(header, rmpp_type::ACK, 0, self.arrived, self.window)
+    }
+
+    /// Number of segments that have arrived in order. A sender that repeats those makes no progress.
+    #[must_use]
+    pub fn arrived(&self) -> u32 {
+        self.arrived
     }
 
     /// The data, once all has arrived.
@@ -446,7 +463,7 @@ mod tests {
             (segment(1, first | last, 221), 119),
             (segment(1, first, 1 << 20), 1),
         ] {
-            let Received::Failed(mad) = Receiver::default().handle(&header, &[0; 200]) else {
+            let Received::Failed(Some(mad)) = Receiver::default().handle(&header, &[0; 200]) else {
                 panic!("taken: {header:?}");
             };
             assert_eq!(mad[25..28], [4, 0xf9, status]);

@@ -171,20 +171,26 @@ impl Administration {
             return;
         }
         let question = &mut self.questions[at];
-        question.deadline = Instant::now() + question.head.timeout();
         let begin = || (Box::new(*mad), Receiver::default());
         let (first, receiver) = question.partly.get_or_insert_with(begin);
         if header.rmpp.segment.get() == 1 {
             // A later one may have come before it.
             **first = *mad;
         }
+        let before = receiver.arrived();
         let (reply, is_done) = match receiver.handle(&header, data) {
-            Received::Going(reply) => (reply, false),
+            Received::Going(reply) => {
+                // What has arrived before gives no time.
+                if receiver.arrived() > before {
+                    question.deadline = Instant::now() + question.head.timeout();
+                }
+                (reply, false)
+            }
             Received::Done(reply) => (Some(reply), true),
             Received::Failed(reply) => {
                 // It begins again when its time is over.
                 question.partly = None;
-                (Some(reply), false)
+                (reply, false)
             }
         };
         if is_done && let Some((first, receiver)) = question.partly.take() {
@@ -295,5 +301,27 @@ mod tests {
         administration.send(&mut nic, request, None, Arc::clone(&answers));
         administration.forget(&answers);
         assert_eq!(administration.deadline(), None);
+    }
+
+    #[test]
+    fn segments_that_are_repeated_keep_no_question_alive() {
+        let there = IpAddr::from([127, 98, 0, 44]);
+        let (mut nic, mut administration, answers) = open(43, Some(there));
+        let request = (UserMad::with_timeout(1000, 0), mad(SaMethod::GetTable));
+        administration.send(&mut nic, request, None, answers);
+        let mut segment = administration.questions[0].mad;
+        segment[3] = 0x92;
+        // The first one of several, and one that comes too early.
+        segment[24..27].copy_from_slice(&[1, 1, 3]);
+        segment[31] = 1;
+        let mut early = segment;
+        (early[26], early[31]) = (1, 3);
+        administration.handle_mad(&mut nic, there, &segment);
+        let deadline = administration.deadline();
+        for mad in [&segment, &early, &segment] {
+            thread::sleep(Duration::from_millis(2));
+            administration.handle_mad(&mut nic, there, mad);
+            assert_eq!(administration.deadline(), deadline);
+        }
     }
 }

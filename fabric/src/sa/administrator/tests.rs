@@ -682,3 +682,51 @@ fn subnet_administration_client() {
         assert!(client.is_idle());
     });
 }
+
+/// A segment of an answer to the first query of a client.
+fn segment_of_answer(number: u32, kind: u8) -> Mad {
+    let flags = if number == 1 { 3 } else { 1 };
+    let mut header = SaHeader::new(
+        MadMethod::GetTableResp,
+        attribute::PATH_RECORD,
+        TransactionId(0),
+        0,
+    );
+    header.rmpp.version = 1;
+    header.rmpp.rmpp_type = kind;
+    header.rmpp.time_and_flags = flags;
+    header.rmpp.segment = U32::new(number);
+    header.attribute_offset = U16::new(8);
+    header.emit(&[])
+}
+
+#[test]
+fn an_administrator_that_repeats_segments_keeps_no_query_alive() {
+    let mut client = SaClient::new(ClientConfig::new(gid(1)), 0);
+    let mut now = Instant::now();
+    let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
+    client.query(now, request).unwrap();
+    for _ in 0..40 {
+        client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::DATA));
+        client.handle_mad(now, gid(1), &segment_of_answer(3, rmpp_type::DATA));
+        now += Duration::from_millis(500);
+        client.handle_timeout(now);
+    }
+    let Some(SaEvent::Answered { result, .. }) = client.poll_event() else {
+        panic!("it waits still");
+    };
+    assert_eq!(result, Err(SaError::TimedOut));
+}
+
+#[test]
+fn an_answer_that_is_aborted_ends_the_query_without_a_datagram() {
+    let mut client = SaClient::new(ClientConfig::new(gid(1)), 0);
+    let now = Instant::now();
+    let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
+    client.query(now, request).unwrap();
+    client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::DATA));
+    while client.poll_transmit().is_some() {}
+    client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::ABORT));
+    assert!(client.poll_event().is_some());
+    assert_eq!(client.poll_transmit(), None);
+}

@@ -369,7 +369,7 @@ mod tests {
     fn with<T>(ask: impl FnOnce(&Service<'_>) -> T) -> T {
         let addrs = vec![IpAddr::from([10, 0, 0, 1]), "fd00::1".parse().unwrap()];
         let names = BTreeMap::from([("other".to_owned(), IpAddr::from([10, 0, 0, 2]))]);
-        let config = AdministratorConfig::new(addrs[0], Mtu::Mtu4096);
+        let config = AdministratorConfig::new(addrs[0], Mtu::Mtu4096, [1; 16]);
         ask(&Service {
             resolver: &Resolver::new(addrs, names),
             administrator: &Administrator::new(config),

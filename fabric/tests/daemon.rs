@@ -246,6 +246,45 @@ fn the_kernel_asks_over_netlink() {
     assert_eq!(gid, Body::IpResolved(Ok(addr(8).into())));
 }
 
+/// Runs the program with an error; what it says.
+fn refused(args: &[&str]) -> String {
+    let program = Command::new(env!("CARGO_BIN_EXE_riser-sa"))
+        .arg("--no-netlink")
+        .args(args)
+        .output()
+        .unwrap();
+    assert!(!program.status.success(), "{args:?}");
+    String::from_utf8_lossy(&program.stderr).into_owned()
+}
+
+#[test]
+fn what_keeps_it_from_answering_is_named() {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    // Its records would have an address at which no host is.
+    for addr in ["0.0.0.0", "::", "224.0.0.1", "255.255.255.255", "host"] {
+        let said = refused(&["--addr", addr]);
+        assert!(
+            said.contains("--addr") && said.contains("address"),
+            "{said}"
+        );
+    }
+    let said = refused(&["--addr", "192.0.2.77"]);
+    assert!(said.contains("no interface"), "{said}");
+    let daemon = Daemon::start(21, None);
+    let said = refused(&["--addr", &addr(21).to_string()]);
+    assert!(said.contains("UDP port 4791"), "{said}");
+    let (own, other) = (daemon.socket(), addr(22).to_string());
+    let said = refused(&["--addr", &other, "--socket", &own]);
+    assert!(said.contains(&own) && said.contains("riser-sa"), "{said}");
+    let file = daemon.dir.join("hosts").display().to_string();
+    let said = refused(&["--addr", &other, "--socket", &file]);
+    assert!(said.contains("no socket"), "{said}");
+    // Programs of all users may ask.
+    let mode = std::fs::metadata(&own).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o666);
+}
+
 #[test]
 fn a_kernel_without_rdma_is_named() {
     let rdma = rustix::net::netlink::RDMA;

@@ -54,7 +54,7 @@ fn message(sequence: u32, body: Body) -> Message {
 
 fn of_host() -> (Resolver, Administrator) {
     let addr = IpAddr::from([10, 0, 0, 1]);
-    let administrator = Administrator::new(AdministratorConfig::new(addr, Mtu::Mtu4096));
+    let administrator = Administrator::new(AdministratorConfig::new(addr, Mtu::Mtu4096, [1; 16]));
     (Resolver::new(vec![addr], BTreeMap::new()), administrator)
 }
 

@@ -58,7 +58,8 @@ pub(crate) struct Administration {
 
 impl Administration {
     pub(crate) fn new(own: IpAddr, mtu: Mtu, slot: u32, named: Option<IpAddr>) -> Self {
-        let local = || Administrator::new(AdministratorConfig::new(own, mtu));
+        // One of its own has no other host, which could forge something.
+        let local = || Administrator::new(AdministratorConfig::new(own, mtu, [0; 16]));
         Self {
             own: own.into(),
             slot,

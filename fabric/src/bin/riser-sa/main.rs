@@ -28,7 +28,8 @@ use riser_fabric::netlink::{LS_GROUP, RdmaNetlink};
 use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
 use riser_fabric::sa::resolver::Resolver;
 use riser_transport::roce::{Roce, RoceConfig};
-use riser_transport::verbs::{Provider as _, Verbs as _};
+use riser_transport::verbs::{Gid, Provider as _, Verbs as _};
+use riser_transport::wire::Mad;
 use riser_transport::wire::mad::MadClass;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, sockopt};
@@ -52,14 +53,16 @@ const IN_A_ROW: usize = 64;
 #[command(name = "riser-sa", version)]
 struct Cli {
     /// Address of this host at which it answers
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     addr: IpAddr,
-    /// Answer programs at this Unix socket
+    /// Answer programs at this Unix socket, which all users may ask
     ///
     /// ibacm's is /run/ibacm-unix.sock.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Take names of hosts from this file, which has lines of an address and its names
+    ///
+    /// Programs may ask for a path to a name. The file is read at the start.
     #[arg(long, value_name = "FILE", default_value = "/etc/hosts")]
     hosts: PathBuf,
     /// Do not answer the kernel
@@ -97,6 +100,8 @@ struct Daemon {
     counters: Counters,
     kernel: Option<RdmaNetlink>,
     programs: Option<Programs>,
+    /// A datagram that the device had no room for.
+    unsent: Option<(Gid, Mad)>,
 }
 
 impl Daemon {
@@ -106,19 +111,25 @@ impl Daemon {
             kernel = Some(open_netlink()?);
         }
         if let (None, Some(path)) = (&listener, &cli.socket) {
-            listener = Some(listen(path).map_err(|e| format!("{}: {e}", path.display()))?);
+            let opened = listen(path);
+            listener = Some(opened.map_err(|e| format!("the socket {}: {e}", path.display()))?);
         }
-        let mut device = Roce::open(&RoceConfig::new(cli.addr))
-            .map_err(|error| format!("the device at {}: {error}", cli.addr))?;
+        let mut device =
+            Roce::open(&RoceConfig::new(cli.addr)).map_err(|error| explain(cli.addr, &error))?;
         device.register_agent(MadClass::SubnetAdm)?;
+        // Hosts answer with it that they are there.
+        device.register_agent(MadClass::Performance)?;
         let mtu = device.query_port(1)?.active_mtu;
+        let mut secret = [0; 16];
+        getrandom::fill(&mut secret).map_err(io::Error::other)?;
         let daemon = Self {
             device,
-            administrator: Administrator::new(AdministratorConfig::new(cli.addr, mtu)),
+            administrator: Administrator::new(AdministratorConfig::new(cli.addr, mtu, secret)),
             resolver: Resolver::new(vec![cli.addr], read_names(&cli.hosts)),
             counters: Counters::default(),
             kernel,
             programs: listener.map(Programs::new).transpose()?,
+            unsent: None,
         };
         if let (Some(kernel), Some(milliseconds)) = (&daemon.kernel, cli.kernel_timeout) {
             let message = Message {
@@ -157,6 +168,10 @@ impl Daemon {
     /// A turn of everything; returns whether there may be more to do at once.
     fn turn(&mut self, now: Instant) -> bool {
         let mut worked = self.device.progress(now) > 0;
+        // What the interface carries may have changed.
+        if let Ok(port) = self.device.query_port(1) {
+            self.administrator.set_mtu(port.active_mtu);
+        }
         for _ in 0..IN_A_ROW {
             let Some((from, mad)) = self.device.poll_mad() else {
                 break;
@@ -171,17 +186,28 @@ impl Daemon {
         {
             self.administrator.handle_timeout(now);
         }
-        while let Some((to, mad)) = self.administrator.poll_transmit(now) {
-            worked = true;
-            if let Err(error) = self.device.send_mad(to.ip(), &mad) {
-                // Its machine repeats what matters.
-                debug!(%error, to = %to.ip(), "an answer is lost");
-                break;
-            }
-        }
+        worked |= self.transmit(now);
         self.answer_kernel();
         if let Some(programs) = &mut self.programs {
             programs.turn(&self.resolver, &self.administrator, &self.counters);
+        }
+        worked
+    }
+
+    /// Gives the device what there is to send; returns whether there was something.
+    fn transmit(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        while let Some((to, mad)) = self
+            .unsent
+            .take()
+            .or_else(|| self.administrator.poll_transmit(now))
+        {
+            if self.device.send_mad(to.ip(), &mad).is_err() {
+                // It goes first when the device has sent some.
+                self.unsent = Some((to, mad));
+                break;
+            }
+            worked = true;
         }
         worked
     }
@@ -231,6 +257,29 @@ impl Daemon {
     }
 }
 
+/// An address that a host can have.
+fn host_addr(text: &str) -> Result<IpAddr, String> {
+    let addr: IpAddr = text.parse().map_err(|_| "no IP address".to_owned())?;
+    let is_broadcast = matches!(addr, IpAddr::V4(v4) if v4.is_broadcast());
+    if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
+        return Err("no address of one host, by which others find it".to_owned());
+    }
+    Ok(addr)
+}
+
+/// Why there is no device at an address, and what helps.
+fn explain(addr: IpAddr, error: &io::Error) -> String {
+    let hint = match error.kind() {
+        io::ErrorKind::AddrNotAvailable => ": no interface of this host has the address",
+        io::ErrorKind::AddrInUse => {
+            ": another program has UDP port 4791 there, such as riserd, another riser-sa, or the \
+                kernel with rdma_rxe; give riser-sa an address of its own"
+        }
+        _ => "",
+    };
+    format!("no device at {addr}: {error}{hint}")
+}
+
 /// Sockets that the service manager has opened: for netlink, and for programs.
 fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
     let mut given = ListenFd::from_env();
@@ -265,19 +314,26 @@ fn open_netlink() -> Result<RdmaNetlink, Failure> {
     })
 }
 
-/// Listens at a path. A socket that an earlier process has left there goes.
+/// Listens at a path, for all users, as ibacm does. A socket that an earlier process has left there
+/// goes.
 fn listen(path: &PathBuf) -> io::Result<UnixListener> {
-    use std::os::unix::fs::FileTypeExt as _;
+    use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
     use std::os::unix::net::UnixStream;
 
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
-    if is_socket {
-        if UnixStream::connect(path).is_ok() {
-            return Err(io::ErrorKind::AddrInUse.into());
+    let in_use = |what| Err(io::Error::new(io::ErrorKind::AddrInUse, what));
+    match std::fs::symlink_metadata(path) {
+        Ok(file) if !file.file_type().is_socket() => {
+            return in_use("a file that is no socket is there already");
         }
-        std::fs::remove_file(path)?;
+        Ok(_) if UnixStream::connect(path).is_ok() => {
+            return in_use("a program answers there already, such as ibacm or another riser-sa");
+        }
+        Ok(_) => std::fs::remove_file(path)?,
+        Err(_) => {}
     }
-    UnixListener::bind(path)
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
+    Ok(listener)
 }
 
 /// Names of hosts, each with its first address; none where the file cannot be read.

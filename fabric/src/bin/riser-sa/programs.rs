@@ -12,6 +12,9 @@ use tracing::debug;
 /// Programs at once; the one that came first gives way to the next one.
 const MAX_PROGRAMS: usize = 64;
 
+/// Programs that are taken in a row: others, and hosts, wait no longer.
+const IN_A_ROW: usize = 16;
+
 /// Bytes of a message's header, of which two have its length.
 const HEADER: usize = 16;
 const OPERATION: usize = 1;
@@ -50,7 +53,10 @@ impl Programs {
         administrator: &Administrator,
         counters: &Counters,
     ) {
-        while let Ok((stream, _)) = self.listener.accept() {
+        for _ in 0..IN_A_ROW {
+            let Ok((stream, _)) = self.listener.accept() else {
+                break;
+            };
             if stream.set_nonblocking(true).is_err() {
                 continue;
             }

@@ -30,6 +30,12 @@ struct Group {
 }
 
 impl Group {
+    /// It ends with the last of its full members (IBTA 15.2.5.17.4).
+    fn is_alive(&self) -> bool {
+        let mut members = self.members.iter();
+        members.any(|member| member.join_state & FULL != 0)
+    }
+
     fn answer(&self, gid: Gid, join_state: u8) -> McMemberRecord {
         let record = McMemberRecord {
             port_gid: gid.0,
@@ -75,8 +81,25 @@ impl Groups {
         members.filter(|member| member.gid == gid).count()
     }
 
-    pub(super) fn has(&self, gid: Gid) -> bool {
-        self.memberships(gid) != 0
+    /// Hosts that are members, some of them more than once.
+    pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
+        let members = self.all.iter().flat_map(|group| &group.members);
+        members.map(|member| member.gid)
+    }
+
+    /// Ends the memberships of a host; returns the groups that have ended.
+    pub(super) fn remove(&mut self, gid: Gid) -> Vec<Gid> {
+        let mut ended = Vec::new();
+        self.all.retain_mut(|group| {
+            let before = group.members.len();
+            group.members.retain(|member| member.gid != gid);
+            let is_over = group.members.len() != before && !group.is_alive();
+            if is_over {
+                ended.push(group.record.mgid());
+            }
+            !is_over
+        });
+        ended
     }
 
     /// What all members of a group share.
@@ -308,12 +331,7 @@ impl Groups {
             group.members.swap_remove(member);
         }
         let answer = group.answer(from, left);
-        // It ends with the last of its full members (IBTA 15.2.5.17.4).
-        if group
-            .members
-            .iter()
-            .any(|member| member.join_state & FULL != 0)
-        {
+        if group.is_alive() {
             return Ok((answer, None));
         }
         let mgid = self.all.swap_remove(at).record.mgid();

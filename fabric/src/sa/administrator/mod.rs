@@ -5,12 +5,13 @@
 //! members ([`groups`]), and subscriptions to notices of that ([`notices`]). A host speaks for its own
 //! GID only, from queue pair 1 to queue pair 1.
 //!
-//! A datagram's source can be forged, so this keeps no secret and proves nothing: it is a directory.
-//! Bounds ([`Limits`]) hold for each host and for all together; what is beyond is refused by
-//! ERR_NO_RESOURCES. A host that keeps nothing here gives its place in the list of hosts to another
-//! one, or is forgotten some time after it was heard.
+//! A datagram's source can be forged. What a host sets is kept once the host has answered that it is
+//! there ([`hosts`]), and for as long as it does. Who forges the address of such a host can still speak in
+//! its name: this is a directory, and proves nothing. Bounds ([`Limits`]) hold for each host and for all
+//! together; what is beyond is refused by ERR_NO_RESOURCES.
 
 mod groups;
+mod hosts;
 mod notices;
 mod paths;
 mod services;
@@ -26,24 +27,26 @@ use riser_transport::wire::mad::{
     BASE_VERSION, ClassPortInfo, MadClass, MadMethod, MadStatus, RESPONSE,
 };
 use riser_transport::wire::smp::{self, NodeInfo, PortInfo};
+use rustc_hash::FxHashSet;
 use zerocopy::big_endian::{U16, U32, U64};
 
 use super::rmpp::{MAX_LEN, Progress, Sender};
-use super::wire::inform::{InformInfo, Trap};
+use super::wire::inform::{InformInfo, InformInfoRecord, InformMask, Trap};
 use super::wire::mcmember::McMemberRecord;
 use super::wire::node::{NodeMask, NodeRecord, PortInfoMask, PortInfoRecord};
 use super::wire::path::{PathMask, PathRecord};
 use super::wire::service::ServiceRecord;
 use super::wire::{CLASS_VERSION, DATA_LEN, Record, SaHeader, SaMethod, SaStatus, rmpp_type};
 use groups::Groups;
+use hosts::{Hosts, Place};
 use notices::Notices;
 use services::Services;
 
 /// Answers that wait to be sent, at most; questions beyond are lost like any datagram.
 const MAX_ANSWERS: usize = 256;
 
-/// Time after which a host is forgotten that keeps nothing here.
-const FORGETTING: Duration = Duration::from_secs(600);
+/// Time after which an answer of several MADs gives its place to another one, if none is free.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// CapabilityMask of the class: IsUDMulticastSupported (IBTA table 158).
 const UD_MULTICAST: u16 = 1 << 9;
@@ -81,7 +84,8 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             hosts: 256,
-            services: (1024, 64),
+            // All of them fit an answer.
+            services: (320, 32),
             groups: 256,
             members: (2048, 64),
             subscriptions: (256, 16),
@@ -99,16 +103,19 @@ pub struct AdministratorConfig {
     pub mtu: Mtu,
     /// Bounds of what it keeps.
     pub limits: Limits,
+    /// Random bytes that no other host knows: what hosts must answer follows from them.
+    pub secret: [u8; 16],
 }
 
 impl AdministratorConfig {
     /// An administrator at an address.
     #[must_use]
-    pub fn new(addr: IpAddr, mtu: Mtu) -> Self {
+    pub fn new(addr: IpAddr, mtu: Mtu, secret: [u8; 16]) -> Self {
         Self {
             gid: addr.into(),
             mtu,
             limits: Limits::default(),
+            secret,
         }
     }
 }
@@ -155,13 +162,6 @@ impl Records {
     }
 }
 
-/// A host that was heard.
-#[derive(Clone, Copy, Debug)]
-struct Host {
-    gid: Gid,
-    heard: Instant,
-}
-
 /// Numbers of what an administrator keeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -182,7 +182,7 @@ pub struct Usage {
 /// The administrator.
 pub struct Administrator {
     config: AdministratorConfig,
-    hosts: Vec<Host>,
+    hosts: Hosts,
     services: Services,
     groups: Groups,
     notices: Notices,
@@ -205,10 +205,10 @@ impl Administrator {
     pub fn new(config: AdministratorConfig) -> Self {
         let limits = config.limits;
         Self {
-            hosts: Vec::new(),
+            hosts: Hosts::new(limits.hosts, config.gid, config.secret),
             services: Services::new(limits.services),
             groups: Groups::new(limits.groups, limits.members),
-            notices: Notices::new(config.gid, limits.subscriptions),
+            notices: Notices::new(config.gid, limits.subscriptions, config.secret),
             answers: VecDeque::new(),
             transfers: Vec::new(),
             config,
@@ -226,6 +226,11 @@ impl Administrator {
             subscriptions: self.notices.len(),
             transfers: self.transfers.len(),
         }
+    }
+
+    /// Has another path MTU in all answers from now on.
+    pub fn set_mtu(&mut self, mtu: Mtu) {
+        self.config.mtu = mtu;
     }
 
     /// Path from one GID to another, as it is computed for every question.
@@ -246,6 +251,10 @@ impl Administrator {
         let Ok((header, data)) = SaHeader::parse(mad) else {
             return;
         };
+        if header.mad.class() == MadClass::Performance as u8 {
+            self.handle_presence(now, from, &header);
+            return;
+        }
         if header.mad.class() != MadClass::SubnetAdm as u8 {
             return;
         }
@@ -256,6 +265,23 @@ impl Administrator {
                 .handle_answer(now, from, header.mad.transaction());
         } else if header.mad.method() & RESPONSE == 0 && is_answered(header.mad.method()) {
             self.handle_request(now, from, &header, data);
+        }
+    }
+
+    /// Takes the answer of a host to what it was asked, and then the requests that have waited for it.
+    fn handle_presence(&mut self, now: Instant, from: Gid, header: &SaHeader) {
+        if header.mad.method() & RESPONSE == 0 {
+            return;
+        }
+        let transaction = header.mad.transaction();
+        let Some((is_new, waiting)) = self.hosts.handle_answer(now, from, transaction) else {
+            return;
+        };
+        if is_new {
+            self.notices.raise(now, Trap::GidInService, from);
+        }
+        for mad in waiting {
+            self.handle_mad(now, from, &mad);
         }
     }
 
@@ -281,7 +307,13 @@ impl Administrator {
             return;
         }
         let is_known = self.note(now, from);
+        let is_present = self.hosts.is_present(from);
         let method = SaMethod::of(header.mad.method());
+        if is_known && !is_present && method == Some(SaMethod::Set) {
+            self.answers.push_back((from, self.hosts.question(from)));
+            self.hosts.hold(from, &header.emit(data));
+            return;
+        }
         let result = match method {
             _ if header.mad.class_version() != CLASS_VERSION => Err(MadStatus::BadVersion.into()),
             None => Err(MadStatus::UnsupportedMethod.into()),
@@ -317,6 +349,9 @@ impl Administrator {
         if let Some(Refusal(status)) = refused {
             self.answers.push_back((from, answer(status, 0).emit(data)));
         }
+        if is_known && !is_present {
+            self.answers.push_back((from, self.hosts.question(from)));
+        }
     }
 
     fn begin_transfer(
@@ -334,17 +369,22 @@ impl Administrator {
             *other == to && sender.header().mad.transaction() == transaction
         };
         self.transfers.retain(|transfer| !is_it(transfer));
-        if self.transfers.iter().filter(is_his).count() >= each {
-            return Err(SaStatus::NoResources.into());
-        }
-        if self.transfers.len() >= all {
-            // A host that has acknowledged nothing may never have asked.
-            let idle = self
-                .transfers
-                .iter()
-                .position(|(_, sender)| sender.is_unanswered());
-            let idle = idle.ok_or(SaStatus::NoResources)?;
-            self.transfers.remove(idle);
+        // A host that has acknowledged nothing may never have asked, be it this one.
+        let is_idle = |sender: &Sender| sender.is_unanswered() || sender.begun() + PATIENCE <= now;
+        let free = if self.transfers.iter().filter(is_his).count() >= each {
+            let mut all = self.transfers.iter();
+            Some(all.position(|(other, sender)| *other == to && is_idle(sender)))
+        } else if self.transfers.len() >= all {
+            Some(
+                self.transfers
+                    .iter()
+                    .position(|(_, sender)| is_idle(sender)),
+            )
+        } else {
+            None
+        };
+        if let Some(free) = free {
+            self.transfers.remove(free.ok_or(SaStatus::NoResources)?);
         }
         self.transfers.push((to, Sender::new(header, data, now)));
         Ok(())
@@ -352,34 +392,42 @@ impl Administrator {
 
     /// Notes that a host was heard; returns whether there is room for it.
     fn note(&mut self, now: Instant, gid: Gid) -> bool {
-        if let Some(host) = self.hosts.iter_mut().find(|host| host.gid == gid) {
-            host.heard = now;
-            return true;
+        let (services, groups, notices) = (&self.services, &self.groups, &self.notices);
+        let keepers = || keepers(services, groups, notices);
+        match self.hosts.note(now, gid, keepers) {
+            Place::Taken { left } => {
+                if let Some(left) = left {
+                    self.notices.raise(now, Trap::GidOutOfService, left);
+                }
+                true
+            }
+            Place::None => false,
         }
-        if self.hosts.len() >= self.config.limits.hosts {
-            let free = self
-                .hosts
-                .iter()
-                .enumerate()
-                .filter(|(_, host)| !self.keeps(host.gid));
-            let Some((at, _)) = free.min_by_key(|(_, host)| host.heard) else {
-                return false;
-            };
-            self.forget(now, at);
-        }
-        self.hosts.push(Host { gid, heard: now });
-        self.notices.raise(now, Trap::GidInService, gid);
-        true
     }
 
-    fn forget(&mut self, now: Instant, at: usize) {
-        let host = self.hosts.swap_remove(at);
-        self.notices.raise(now, Trap::GidOutOfService, host.gid);
+    /// Ends everything that a host keeps.
+    fn remove(&mut self, now: Instant, gid: Gid) {
+        self.services.remove(gid);
+        self.notices.remove(gid);
+        for mgid in self.groups.remove(gid) {
+            self.notices.raise(now, Trap::GroupDeleted, mgid);
+        }
     }
 
-    /// Whether a host keeps something here.
-    fn keeps(&self, gid: Gid) -> bool {
-        self.services.has(gid) || self.groups.has(gid) || self.notices.has(gid)
+    fn sweep(&mut self, now: Instant) {
+        let keepers = keepers(&self.services, &self.groups, &self.notices);
+        let silent = self.hosts.sweep(now, &keepers);
+        for (gid, was_present) in silent.gone {
+            self.remove(now, gid);
+            if was_present {
+                self.notices.raise(now, Trap::GidOutOfService, gid);
+            }
+        }
+        for gid in silent.asked {
+            if self.answers.len() < MAX_ANSWERS {
+                self.answers.push_back((gid, self.hosts.question(gid)));
+            }
+        }
     }
 
     fn answer(
@@ -408,17 +456,23 @@ impl Administrator {
                 Ok(records)
             }
             (InformInfo::ATTRIBUTE, SaMethod::Set) => self.notices.handle(from, &read(data)?),
+            (InformInfoRecord::ATTRIBUTE, SaMethod::Get | SaMethod::GetTable) => {
+                let mask = InformMask::from_bits_retain(mask);
+                Ok(self.notices.find(mask, &read(data)?))
+            }
             (NodeRecord::ATTRIBUTE, SaMethod::Get | SaMethod::GetTable) => {
                 let (mask, wanted) = (NodeMask::from_bits_retain(mask), read(data)?);
-                let all = self.gids().map(node_record);
+                let all = self.gids(from).map(node_record);
                 Ok(Records::of(all.filter(|node| node.matches(mask, &wanted))))
             }
             (PortInfoRecord::ATTRIBUTE, SaMethod::Get | SaMethod::GetTable) => {
                 let (mask, wanted) = (PortInfoMask::from_bits_retain(mask), read(data)?);
+                let modifier = header.mad.modifier();
                 let all = self
-                    .gids()
+                    .gids(from)
                     .map(|gid| port_info_record(gid, self.config.mtu));
-                Ok(Records::of(all.filter(|port| port.matches(mask, &wanted))))
+                let all = all.filter(|port| port.matches(mask, &wanted, modifier));
+                Ok(Records::of(all))
             }
             (ClassPortInfo::ATTRIBUTE, SaMethod::Get) => Ok(Records::of([ClassPortInfo::new(
                 CLASS_VERSION,
@@ -429,15 +483,12 @@ impl Administrator {
         }
     }
 
-    /// GIDs of the hosts that are known, and its own.
-    fn gids(&self) -> impl Iterator<Item = Gid> {
+    /// GIDs of the hosts that are there: its own, that of the one that asks, and others.
+    fn gids(&self, from: Gid) -> impl Iterator<Item = Gid> {
         let own = self.config.gid;
-        let others = self
-            .hosts
-            .iter()
-            .map(|host| host.gid)
-            .filter(move |gid| *gid != own);
-        std::iter::once(own).chain(others)
+        let first = std::iter::once(own).chain((from != own).then_some(from));
+        let others = self.hosts.present();
+        first.chain(others.filter(move |gid| *gid != own && *gid != from))
     }
 
     fn find_paths(
@@ -456,7 +507,11 @@ impl Administrator {
         if given.is_none() && method == SaMethod::Get {
             return Err(SaStatus::InsufficientComponents.into());
         }
-        let all = given.is_none().then(|| self.gids()).into_iter().flatten();
+        let all = given
+            .is_none()
+            .then(|| self.gids(from))
+            .into_iter()
+            .flatten();
         let paths = given.into_iter().chain(all).filter_map(|dgid| {
             let path = self.path(sgid, dgid)?;
             paths::fit(path, mask, wanted)
@@ -481,35 +536,31 @@ impl Administrator {
     /// Time at which [`Self::handle_timeout`] has something to do.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let forgetting = self.hosts.iter().filter(|host| !self.keeps(host.gid));
-        let forgetting = forgetting.map(|host| host.heard + FORGETTING);
         let transfers = self.transfers.iter().map(|(_, sender)| sender.deadline());
-        let others = [self.services.deadline(), self.notices.deadline()];
-        forgetting
-            .chain(transfers)
-            .chain(others.into_iter().flatten())
-            .min()
+        let others = [
+            self.hosts.deadline(),
+            self.services.deadline(),
+            self.notices.deadline(),
+        ];
+        transfers.chain(others.into_iter().flatten()).min()
     }
 
-    /// Ends what is over: leases, answers that are not acknowledged, hosts that are no longer heard.
+    /// Ends what is over: leases, answers that are not acknowledged, hosts that are no longer there.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.services.handle_timeout(now);
         self.transfers
             .retain_mut(|(_, sender)| sender.handle_timeout(now) != Progress::Failed);
         self.notices.handle_timeout(now);
-        let is_over = |host: &Host| host.heard + FORGETTING <= now && !self.keeps(host.gid);
-        let over: Vec<Gid> = self
-            .hosts
-            .iter()
-            .filter(|h| is_over(h))
-            .map(|h| h.gid)
-            .collect();
-        for gid in over {
-            if let Some(at) = self.hosts.iter().position(|host| host.gid == gid) {
-                self.forget(now, at);
-            }
+        if self.hosts.deadline().is_some_and(|at| at <= now) {
+            self.sweep(now);
         }
     }
+}
+
+/// Hosts that keep something.
+fn keepers(services: &Services, groups: &Groups, notices: &Notices) -> FxHashSet<Gid> {
+    let hosts = services.hosts().chain(groups.hosts());
+    hosts.chain(notices.hosts()).collect()
 }
 
 /// Whether a method asks for an answer: SubnAdmGetTraceTable() and others that are not supported do.

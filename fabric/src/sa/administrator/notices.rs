@@ -4,14 +4,16 @@
 //! answer, however often it is asked, has its subscriptions ended: so this list empties itself.
 
 use std::collections::VecDeque;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::{Duration, Instant};
 
 use riser_transport::verbs::Gid;
 use riser_transport::wire::mad::MadMethod;
 use riser_transport::wire::{Mad, Qpn, TransactionId};
 use zerocopy::IntoBytes as _;
+use zerocopy::big_endian::{U16, U32};
 
-use super::super::wire::inform::{InformInfo, Notice, Trap};
+use super::super::wire::inform::{InformInfo, InformInfoRecord, InformMask, Notice, Trap};
 use super::super::wire::{Record, SaHeader, SaStatus};
 use super::{Records, Refusal};
 
@@ -36,6 +38,8 @@ struct Report {
 
 struct Subscription {
     gid: Gid,
+    /// Number among those of its host.
+    number: u16,
     info: InformInfo,
     waiting: VecDeque<Notice>,
     report: Option<Report>,
@@ -52,12 +56,16 @@ pub(super) struct Notices {
 }
 
 impl Notices {
-    pub(super) fn new(own: Gid, limits: (usize, usize)) -> Self {
+    /// Without subscriptions. Transactions begin at a number that follows from the secret: hosts that
+    /// remember those of an administrator before a restart would take the same ones for repetitions.
+    pub(super) fn new(own: Gid, limits: (usize, usize), secret: [u8; 16]) -> Self {
+        let mut hasher = DefaultHasher::new();
+        secret.hash(&mut hasher);
         Self {
             own,
             limits,
             all: Vec::new(),
-            next: 1,
+            next: hasher.finish() as u32,
         }
     }
 
@@ -65,8 +73,29 @@ impl Notices {
         self.all.len()
     }
 
-    pub(super) fn has(&self, gid: Gid) -> bool {
-        self.all.iter().any(|subscription| subscription.gid == gid)
+    /// Hosts that have subscribed, some of them more than once.
+    pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
+        self.all.iter().map(|subscription| subscription.gid)
+    }
+
+    /// Ends the subscriptions of a host.
+    pub(super) fn remove(&mut self, gid: Gid) {
+        self.all.retain(|subscription| subscription.gid != gid);
+    }
+
+    /// The subscriptions that a question names. Their queue pairs are their owners' business
+    /// (C15-0.2-1.16).
+    pub(super) fn find(&self, mask: InformMask, wanted: &InformInfoRecord) -> Records {
+        let all = self.all.iter().map(|subscription| InformInfoRecord {
+            subscriber_gid: subscription.gid.0,
+            subscriber_enum: U16::new(subscription.number),
+            info: InformInfo {
+                qpn_and_response_time: U32::ZERO,
+                ..subscription.info
+            },
+            ..InformInfoRecord::default()
+        });
+        Records::of(all.filter(|record| record.matches(mask, wanted)))
     }
 
     /// Takes a subscription, or its end.
@@ -85,12 +114,14 @@ impl Notices {
             (Some(_), _) => {}
             (None, _) => {
                 let (all, each) = self.limits;
-                let his = self.all.iter().filter(|s| s.gid == from).count();
-                if self.all.len() >= all || his >= each {
+                let his = || self.all.iter().filter(|s| s.gid == from);
+                if self.all.len() >= all || his().count() >= each {
                     return Err(SaStatus::NoResources.into());
                 }
+                let is_free = |number: &u16| his().all(|s| s.number != *number);
                 self.all.push(Subscription {
                     gid: from,
+                    number: (0..).find(is_free).expect("a host has few"),
                     info: *info,
                     waiting: VecDeque::new(),
                     report: None,

@@ -55,8 +55,14 @@ impl Services {
         self.all.len()
     }
 
-    pub(super) fn has(&self, gid: Gid) -> bool {
-        self.all.iter().any(|service| service.record.gid() == gid)
+    /// Hosts that have one, some of them more than once.
+    pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
+        self.all.iter().map(|service| service.record.gid())
+    }
+
+    /// Removes those of a host.
+    pub(super) fn remove(&mut self, gid: Gid) {
+        self.all.retain(|service| service.record.gid() != gid);
     }
 
     pub(super) fn handle(

@@ -1,13 +1,22 @@
 use super::super::client::{Answer, ClientConfig, QueryId, Request, SaClient, SaError, SaEvent};
 use super::super::wire::attribute;
-use super::super::wire::inform::Notice;
+use super::super::wire::inform::{InformInfoRecord, InformMask, Notice};
 use super::super::wire::mcmember::{McMemberMask, join_state};
 use super::super::wire::service::ServiceMask;
+use super::hosts::{FORGETTING, SWEEP};
 use super::*;
 use riser_transport::wire::TransactionId;
 
 fn gid(last: u8) -> Gid {
     IpAddr::from([10, 0, 0, last]).into()
+}
+
+/// The answer of a host to a question of performance management, as Linux gives it: the method is not
+/// supported.
+fn answer_of_nic(mad: &Mad) -> Option<Mad> {
+    let mut answer = *mad;
+    answer[3..6].copy_from_slice(&[0x81, 0, 0x0c]);
+    (mad[1] == 4).then_some(answer)
 }
 
 /// An administrator at 10.0.0.1, clients at the addresses after it, and the network between them.
@@ -31,7 +40,7 @@ impl Fabric {
     fn with(clients: u8, limits: Limits) -> Self {
         let config = AdministratorConfig {
             limits,
-            ..AdministratorConfig::new([10, 0, 0, 1].into(), Mtu::Mtu4096)
+            ..AdministratorConfig::new([10, 0, 0, 1].into(), Mtu::Mtu4096, [1; 16])
         };
         let client = |n| SaClient::new(ClientConfig::new(gid(1)), 100 * u32::from(n));
         Self {
@@ -43,6 +52,14 @@ impl Fabric {
             sent: 0,
             kept: Vec::new(),
         }
+    }
+
+    /// Has another administrator in the place of the one before.
+    fn restart(&mut self) {
+        self.administrator = Administrator::new(AdministratorConfig {
+            secret: [2; 16],
+            ..self.administrator.config
+        });
     }
 
     fn is_lost(&mut self) -> bool {
@@ -67,8 +84,15 @@ impl Fabric {
                 moved = true;
                 let lost = self.is_lost();
                 let client = self.clients.iter_mut().find(|(gid, _)| *gid == to);
-                if let Some((_, client)) = client.filter(|_| !lost) {
-                    client.handle_mad(self.now, gid(1), &mad);
+                let Some((_, client)) = client.filter(|_| !lost) else {
+                    continue;
+                };
+                client.handle_mad(self.now, gid(1), &mad);
+                // The NIC of a host answers what the program does not.
+                if let Some(answer) = answer_of_nic(&mad)
+                    && !self.is_lost()
+                {
+                    self.administrator.handle_mad(self.now, to, &answer);
                 }
             }
             if !moved {
@@ -536,7 +560,7 @@ fn a_host_that_keeps_nothing_is_forgotten() {
     fabric
         .ask(1, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
-    fabric.pass(FORGETTING + Duration::from_secs(1));
+    fabric.pass(FORGETTING + SWEEP);
     assert_eq!(fabric.administrator.usage().hosts, 1);
     assert_eq!(fabric.notices(1), [(Trap::GidOutOfService, gid(2))]);
 }
@@ -557,8 +581,8 @@ fn a_forged_request_brings_few_datagrams() {
             .handle_mad(fabric.now, from, &header.emit(&[]));
     }
     fabric.pass(Duration::from_secs(60));
-    // The first segment and three repetitions, or a refusal.
-    assert!(fabric.sent <= 200 * 4, "{}", fabric.sent);
+    // The first segment and three repetitions, or a refusal; and a question whether the host is there.
+    assert!(fabric.sent <= 200 * 5, "{}", fabric.sent);
     assert_eq!(fabric.administrator.usage().transfers, 0);
 }
 
@@ -571,7 +595,8 @@ fn what_is_not_supported_is_refused_as_the_class_demands() {
         let mut mad = header.emit(&[]);
         change(&mut mad);
         administrator.handle_mad(now, gid(2), &mad);
-        let answer = administrator.poll_transmit(now);
+        let mut sent = std::iter::from_fn(|| administrator.poll_transmit(now));
+        let answer = sent.find(|(_, mad)| mad[1] == 3);
         answer.map(|(_, mad)| u16::from_be_bytes([mad[4], mad[5]]))
     };
     // A Get without a destination; another version, method and attribute.
@@ -611,8 +636,12 @@ fn subnet_administrator() {
             }
             let from = gid(choice >> 5);
             fabric.administrator.handle_mad(fabric.now, from, &mad);
-            while let Some((_, mad)) = fabric.administrator.poll_transmit(fabric.now) {
-                assert_eq!((mad[0], mad[1]), (1, 3));
+            while let Some((to, mad)) = fabric.administrator.poll_transmit(fabric.now) {
+                assert!(mad[0] == 1 && matches!(mad[1], 3 | 4));
+                // Most hosts are there.
+                if let Some(answer) = answer_of_nic(&mad).filter(|_| to != gid(7)) {
+                    fabric.administrator.handle_mad(fabric.now, to, &answer);
+                }
             }
             if at % 8 == 7 {
                 fabric.now += Duration::from_millis(u64::from(*choice) * 16);
@@ -729,4 +758,227 @@ fn an_answer_that_is_aborted_ends_the_query_without_a_datagram() {
     client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::ABORT));
     assert!(client.poll_event().is_some());
     assert_eq!(client.poll_transmit(), None);
+}
+
+#[test]
+fn questions_in_a_hosts_name_leave_it_its_tables() {
+    let mut fabric = Fabric::new(1);
+    let most = Limits::default().transfers;
+    // Of as many others as there are places, and of the host itself.
+    let others = (0..most.0 as u64).map(|n| (10 + n as u8, n));
+    for (from, transaction) in others.chain((0..most.1 as u64).map(|n| (2, n))) {
+        let transaction = TransactionId(0xdead_0000 + transaction);
+        let header = SaHeader::new(MadMethod::GetTable, attribute::PATH_RECORD, transaction, 0);
+        fabric
+            .administrator
+            .handle_mad(fabric.now, gid(from), &header.emit(&[]));
+    }
+    let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
+    let answer = fabric.ask(0, request).unwrap();
+    assert!(answer.records::<PathRecord>().count() > 0);
+}
+
+#[test]
+fn every_table_of_an_administrator_that_is_full_has_an_answer() {
+    let limits = Limits::default();
+    let hosts = limits.services.0.div_ceil(limits.services.1);
+    let mut fabric = Fabric::new(hosts as u8);
+    for at in 0..limits.services.0 {
+        let (client, id) = (at / limits.services.1, at as u64);
+        let record = ServiceRecord::new(id, fabric.clients[client].0);
+        fabric.ask(client, Request::set_service(&record)).unwrap();
+    }
+    let wanted = ServiceRecord::new(0, gid(2));
+    let find = Request::service(SaMethod::GetTable, ServiceMask::empty(), &wanted);
+    let all = fabric.ask(0, find).unwrap();
+    assert_eq!(all.records::<ServiceRecord>().count(), limits.services.0);
+}
+
+#[test]
+fn notices_of_an_administrator_that_was_restarted_are_no_repetitions() {
+    let mut fabric = Fabric::new(3);
+    let path = Request::path(gid(3), gid(2), None, None);
+    let subscription = Request::inform(&InformInfo::new(Some(Trap::GidInService), true));
+    fabric.ask(0, subscription.clone()).unwrap();
+    fabric.ask(1, path.clone()).unwrap();
+    fabric.pass(Duration::from_secs(1));
+    assert_eq!(fabric.notices(0), [(Trap::GidInService, gid(3))]);
+    fabric.restart();
+    fabric.ask(0, subscription).unwrap();
+    fabric.ask(2, path).unwrap();
+    fabric.pass(Duration::from_secs(1));
+    assert_eq!(fabric.notices(0), [(Trap::GidInService, gid(4))]);
+}
+
+#[test]
+fn ports_are_found_by_what_they_can() {
+    let mut fabric = Fabric::new(1);
+    let mut wanted = port_info_record(gid(2), Mtu::Mtu4096);
+    let mut count = |bits: u32, modifier: u32| {
+        wanted.info.capabilities = U32::new(bits);
+        let mut mad = Request::new(SaMethod::GetTable, 1 << 7, &wanted).emit(TransactionId(1));
+        mad[20..24].copy_from_slice(&modifier.to_be_bytes());
+        fabric.administrator.handle_mad(fabric.now, gid(2), &mad);
+        let (_, mad) = std::iter::from_fn(|| fabric.administrator.poll_transmit(fabric.now))
+            .find(|(_, mad)| mad[1] == 3)
+            .unwrap();
+        // The length of all, without the header, of two ports or none.
+        (u32::from_be_bytes(mad[32..36].try_into().unwrap()) - 20) / 72
+    };
+    // All bits that are named, or exactly these.
+    assert_eq!(count(1 << 16, 1 << 31), 2);
+    assert_eq!(count(1 << 16, 0), 2);
+    assert_eq!(count(0, 1 << 31), 2);
+    assert_eq!(count(0, 0), 0);
+    // As `saquery -s` asks for subnet managers.
+    assert_eq!(count(1 << 1, 1 << 31), 0);
+    assert_eq!(count(1 << 10 | 1 << 16, 1 << 31), 0);
+}
+
+#[test]
+fn what_a_forged_host_sets_is_not_kept() {
+    let mut fabric = Fabric::new(1);
+    fabric
+        .ask(0, Request::inform(&InformInfo::new(None, true)))
+        .unwrap();
+    let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
+    let before = fabric.sent;
+    for last in 50..250 {
+        let (mask, record) = group_request(mgid, gid(last));
+        for request in [
+            Request::set_service(&ServiceRecord::new(1, gid(last))),
+            Request::inform(&InformInfo::new(None, true)),
+            Request::join(mask, &record),
+        ] {
+            let mad = request.emit(TransactionId(7));
+            fabric.administrator.handle_mad(fabric.now, gid(last), &mad);
+            // The answer to what it never got: any number but the right one.
+            let mut answer = [0; 256];
+            answer[..4].copy_from_slice(&[1, 4, 1, 0x81]);
+            answer[8] = last;
+            fabric
+                .administrator
+                .handle_mad(fabric.now, gid(last), &answer);
+            fabric.deliver();
+        }
+    }
+    fabric.pass(Duration::from_secs(20));
+    // Each request has brought one datagram.
+    assert_eq!(fabric.sent - before, 600);
+    let usage = fabric.administrator.usage();
+    assert_eq!(
+        (usage.services, usage.groups, usage.subscriptions),
+        (0, 0, 1)
+    );
+    // Nor is it in a table or a notice.
+    assert_eq!(fabric.notices(0), []);
+    let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
+    let nodes = fabric.ask(0, nodes).unwrap();
+    assert_eq!(nodes.records::<NodeRecord>().count(), 2);
+    fabric.pass(FORGETTING + SWEEP);
+    assert_eq!(fabric.administrator.usage().hosts, 1);
+}
+
+#[test]
+fn forged_hosts_leave_those_that_are_there_their_places() {
+    let limits = Limits {
+        hosts: 4,
+        ..Limits::default()
+    };
+    let mut fabric = Fabric::with(3, limits);
+    let path = Request::path(gid(2), gid(3), None, None);
+    for client in 0..3 {
+        fabric.ask(client, path.clone()).unwrap();
+    }
+    for last in 50..250 {
+        let mad = path.emit(TransactionId(7));
+        fabric.administrator.handle_mad(fabric.now, gid(last), &mad);
+        fabric.deliver();
+    }
+    let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
+    let nodes = fabric.ask(0, nodes).unwrap();
+    assert_eq!(nodes.records::<NodeRecord>().count(), 4);
+}
+
+#[test]
+fn a_host_that_is_gone_takes_with_it_what_it_kept() {
+    let mut fabric = Fabric::new(3);
+    fabric
+        .ask(0, Request::inform(&InformInfo::new(None, true)))
+        .unwrap();
+    let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
+    for client in [1, 2] {
+        let host = fabric.clients[client].0;
+        let service = ServiceRecord::new(1, host);
+        fabric.ask(client, Request::set_service(&service)).unwrap();
+        let of_none = InformInfo {
+            gid: [9; 16],
+            ..InformInfo::new(None, true)
+        };
+        fabric.ask(client, Request::inform(&of_none)).unwrap();
+    }
+    let (mask, record) = group_request(mgid, gid(4));
+    fabric.ask(2, Request::join(mask, &record)).unwrap();
+    fabric.pass(Duration::from_secs(5));
+    fabric.notices(0);
+    // One says nothing for weeks but is there, the other one is not.
+    let gone = fabric.clients.pop();
+    fabric.pass(Duration::from_secs(30 * 60));
+    assert_eq!(fabric.administrator.usage().services, 2);
+    fabric.pass(Duration::from_secs(14 * 24 * 3600));
+    let usage = fabric.administrator.usage();
+    assert_eq!(
+        (usage.services, usage.groups, usage.subscriptions),
+        (1, 0, 2)
+    );
+    assert_eq!(
+        fabric.notices(0),
+        [(Trap::GroupDeleted, mgid), (Trap::GidOutOfService, gid(4))]
+    );
+    drop(gone);
+}
+
+#[test]
+fn a_stop_of_the_administrator_is_no_absence_of_its_hosts() {
+    let mut fabric = Fabric::new(1);
+    let service = ServiceRecord::new(1, gid(2));
+    fabric.ask(0, Request::set_service(&service)).unwrap();
+    // A debugger, or a machine that is moved: no timer runs for a day.
+    fabric.now += Duration::from_secs(24 * 3600);
+    let now = fabric.now;
+    fabric.administrator.handle_timeout(now);
+    fabric.pass(Duration::from_secs(3600));
+    assert_eq!(fabric.administrator.usage().services, 1);
+}
+
+#[test]
+fn subscriptions_are_found_by_their_hosts() {
+    let mut fabric = Fabric::new(3);
+    let of = |trap| InformInfo::new(Some(trap), true);
+    for trap in [Trap::GroupCreated, Trap::GroupDeleted] {
+        fabric.ask(0, Request::inform(&of(trap))).unwrap();
+    }
+    fabric
+        .ask(1, Request::inform(&of(Trap::GroupCreated)))
+        .unwrap();
+    let mut find = |mask: InformMask, gid: Gid, number: u16| {
+        let wanted = InformInfoRecord {
+            subscriber_gid: gid.0,
+            subscriber_enum: U16::new(number),
+            ..InformInfoRecord::default()
+        };
+        let request = Request::new(SaMethod::GetTable, mask.bits(), &wanted);
+        let answer = fabric.ask(2, request).unwrap();
+        answer.records().collect::<Vec<InformInfoRecord>>()
+    };
+    let all = find(InformMask::empty(), gid(2), 0);
+    assert_eq!(all.len(), 3);
+    let one = find(InformMask::SUBSCRIBER_GID, gid(3), 0);
+    assert_eq!(one.len(), 1);
+    // The queue pair that gets the reports is not for others to know (C15-0.2-1.16).
+    assert_eq!((one[0].info.qpn(), one[0].info.subscribe), (0, 1));
+    let mask = InformMask::SUBSCRIBER_GID | InformMask::SUBSCRIBER_ENUM;
+    let second = find(mask, gid(2), 1);
+    assert_eq!(second.len(), 1);
+    assert_eq!(second[0].info.trap_number.get(), Trap::GroupDeleted as u16);
 }

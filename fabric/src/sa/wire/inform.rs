@@ -1,5 +1,6 @@
 //! InformInfo and Notice (IBTA 13.4.8.2, 13.4.8.3): subscriptions to events, and the events.
 
+use bitflags::bitflags;
 use riser_transport::verbs::Gid;
 use zerocopy::big_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -75,6 +76,49 @@ pub struct InformInfo {
 
 const _: () = assert!(size_of::<InformInfo>() == 36);
 
+/// A subscription and its owner (InformInfoRecord, IBTA 15.2.5.12).
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(C)]
+pub struct InformInfoRecord {
+    /// GID of the subscriber.
+    pub subscriber_gid: [u8; 16],
+    /// Number of the subscription among those of its subscriber.
+    pub subscriber_enum: U16,
+    /// Zero on the wire.
+    pub reserved: [u8; 6],
+    /// The subscription.
+    pub info: InformInfo,
+}
+
+const _: () = assert!(size_of::<InformInfoRecord>() == 60);
+
+bitflags! {
+    /// Components of an InformInfoRecord.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct InformMask: u64 {
+        /// SubscriberGID.
+        const SUBSCRIBER_GID = 1 << 0;
+        /// SubscriberEnum.
+        const SUBSCRIBER_ENUM = 1 << 1;
+        /// Number of the trap.
+        const TRAP_NUMBER = 1 << 10;
+        /// Bits of other fields.
+        const _ = !0;
+    }
+}
+
 /// An event.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
@@ -101,6 +145,34 @@ const _: () = assert!(size_of::<Notice>() == 80);
 
 impl Record for InformInfo {
     const ATTRIBUTE: u16 = attribute::INFORM_INFO;
+}
+
+impl Record for InformInfoRecord {
+    const ATTRIBUTE: u16 = attribute::INFORM_INFO_RECORD;
+}
+
+impl InformInfoRecord {
+    /// Returns whether the components of a request match.
+    #[must_use]
+    pub fn matches(&self, mask: InformMask, wanted: &Self) -> bool {
+        let fields = [
+            (
+                InformMask::SUBSCRIBER_GID,
+                self.subscriber_gid == wanted.subscriber_gid,
+            ),
+            (
+                InformMask::SUBSCRIBER_ENUM,
+                self.subscriber_enum == wanted.subscriber_enum,
+            ),
+            (
+                InformMask::TRAP_NUMBER,
+                self.info.trap_number == wanted.info.trap_number,
+            ),
+        ];
+        fields
+            .iter()
+            .all(|(bit, same)| *same || !mask.contains(*bit))
+    }
 }
 
 impl Record for Notice {
@@ -208,6 +280,32 @@ mod tests {
         expected.extend([0, 0, 1, 18, 0, 0, 0, 4]);
         assert_eq!(info.as_bytes(), expected);
         assert_eq!(info.qpn(), 1);
+    }
+
+    #[test]
+    fn a_subscription_of_a_host_is_where_libibmad_has_it() {
+        // ib_inform_info_record_t of libibmad's iba_types.h, which fills it up to 64 bytes.
+        let record = InformInfoRecord {
+            subscriber_gid: [0x31; 16],
+            subscriber_enum: U16::new(0x0102),
+            info: InformInfo::new(Some(Trap::GroupDeleted), true),
+            ..InformInfoRecord::default()
+        };
+        let mut expected = vec![0x31; 16];
+        expected.extend([1, 2, 0, 0, 0, 0, 0, 0]);
+        expected.extend([0; 16]);
+        expected.extend([0xff, 0xff, 0, 0, 0, 0, 1, 1, 0xff, 0xff, 0, 67]);
+        expected.extend([0, 0, 1, 18, 0, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
+        let mut data = Vec::new();
+        record.append(&mut data);
+        assert_eq!(data, expected);
+        assert_eq!(InformInfoRecord::ATTRIBUTE, 0xf3);
+        let other = InformInfoRecord::default();
+        for bit in [0, 1, 10] {
+            let mask = InformMask::from_bits_retain(1 << bit);
+            assert!(!record.matches(mask, &other), "{bit}");
+        }
+        assert!(record.matches(InformMask::empty(), &other));
     }
 
     #[test]

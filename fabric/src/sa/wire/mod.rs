@@ -10,7 +10,7 @@
 //! | [`path`] | PathRecord |
 //! | [`service`] | ServiceRecord |
 //! | [`mcmember`] | MCMemberRecord |
-//! | [`inform`] | InformInfo and Notice |
+//! | [`inform`] | InformInfo, InformInfoRecord and Notice |
 //! | [`node`] | NodeRecord, PortInfoRecord and ClassPortInfo |
 
 pub mod inform;
@@ -57,6 +57,8 @@ pub mod attribute {
     pub const PATH_RECORD: u16 = 0x0035;
     /// MCMemberRecord: a multicast group and its members.
     pub const MC_MEMBER_RECORD: u16 = 0x0038;
+    /// InformInfoRecord: a subscription and its owner.
+    pub const INFORM_INFO_RECORD: u16 = 0x00f3;
 }
 
 /// RMPP header (IBTA 13.6.2.1).

@@ -71,6 +71,8 @@ bitflags! {
         const LID = 1 << 0;
         /// PortNum.
         const PORT = 1 << 1;
+        /// CapabilityMask.
+        const CAPABILITIES = 1 << 7;
         /// Bits of other fields.
         const _ = !0;
     }
@@ -113,13 +115,23 @@ impl NodeRecord {
     }
 }
 
+/// Bit of the attribute modifier of a question about PortInfoRecords: ports match that have all the
+/// capabilities that it names, and perhaps others (IBTA 15.2.5.3).
+pub const MATCH_CAPABILITIES: u32 = 1 << 31;
+
 impl PortInfoRecord {
-    /// Returns whether the components of a request match.
+    /// Returns whether the components of a request match, which has an attribute modifier.
     #[must_use]
-    pub fn matches(&self, mask: PortInfoMask, wanted: &Self) -> bool {
+    pub fn matches(&self, mask: PortInfoMask, wanted: &Self, modifier: u32) -> bool {
+        let [has, asked] = [self, wanted].map(|port| port.info.capabilities.get());
+        let can = match modifier & MATCH_CAPABILITIES {
+            0 => has == asked,
+            _ => has & asked == asked,
+        };
         let fields = [
             (PortInfoMask::LID, self.lid == wanted.lid),
             (PortInfoMask::PORT, self.port == wanted.port),
+            (PortInfoMask::CAPABILITIES, can),
         ];
         fields
             .iter()
@@ -171,7 +183,7 @@ mod tests {
         let port = PortInfoRecord::new_zeroed();
         let mut wanted = port;
         wanted.port = 1;
-        assert!(port.matches(PortInfoMask::LID, &wanted));
-        assert!(!port.matches(PortInfoMask::from_bits_retain(1 << 1), &wanted));
+        assert!(port.matches(PortInfoMask::LID, &wanted, 0));
+        assert!(!port.matches(PortInfoMask::from_bits_retain(1 << 1), &wanted, 0));
     }
 }

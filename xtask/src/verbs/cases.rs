@@ -272,6 +272,12 @@ fn administration() -> Vec<Case> {
             &["PortInfoRecord dump"],
         ),
         ask("riser-sa, saquery -c", "saquery -c", &["SA ClassPortInfo"]),
+        // No host runs a subnet manager.
+        ask(
+            "riser-sa, saquery -s",
+            "saquery -s",
+            &["IsSM ports\n\nIsSM"],
+        ),
         network(
             "ibacm",
             "alone {dir} fd17::1 fd17::9",
@@ -280,7 +286,7 @@ fn administration() -> Vec<Case> {
         network(
             "ibacm, ibacm, riser-sa",
             "pair {dir} fd17::1 fd17::2 fd17::3 {programs}/riser-sa",
-            &["both have found each other"],
+            &["both have found each other", "what they have set is listed"],
         ),
     ]
 }

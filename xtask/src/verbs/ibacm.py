@@ -8,9 +8,11 @@ usage: ibacm.py alone FOLDER ADDRESS DESTINATION
        ibacm.py pair FOLDER ADDRESS ADDRESS ADMINISTRATOR RISER-SA
 
 `alone` has an ibacm whose library has a subnet administrator of its own. In a `pair` two of them find each
-other by multicast, and their paths by riser-sa.
+other by multicast, and their paths by riser-sa. saquery lists the group that they have joined, and a
+subscription to notices.
 """
 
+import ctypes
 import ipaddress
 import os
 import socket
@@ -129,6 +131,35 @@ def gid(text):
     return address.packed if address.version == 6 else bytes(10) + b"\xff\xff" + address.packed
 
 
+def subscribe():
+    """Subscribes to all notices, by libibumad; the library keeps what this returns."""
+    umad = ctypes.CDLL("libibumad.so.3")
+    umad.umad_init()
+    port = umad.umad_open_port(b"riser0", 1)
+    agent = umad.umad_register(port, 3, 2, 1, None)
+    # Set(InformInfo) of the class SubnAdm, for queue pair 1, to notices of all kinds about any LID.
+    mad = struct.pack(">BBBBHHQHHI", 1, 3, 2, 2, 0, 0, 7, 3, 0, 0) + bytes(32 + 16)
+    mad += struct.pack(">HHHBBHHI4B", 0xFFFF, 0, 0, 1, 1, 0xFFFF, 0xFFFF, 1 << 8 | 18, 0, 255, 255, 255)
+    head = umad.umad_size()
+    buffer = ctypes.create_string_buffer(head + 256)
+    umad.umad_set_addr(buffer, 1, 1, 0, ctypes.c_int(0x80010000))
+    buffer[head : head + len(mad)] = mad
+    sent = umad.umad_send(port, agent, buffer, 256, 1000, 3)
+    assert sent == 0, sent
+    length = ctypes.c_int(256)
+    received = umad.umad_recv(port, buffer, ctypes.byref(length), PATIENCE * 1000)
+    status = buffer[head + 4 : head + 6]
+    assert received == agent and status == bytes(2), (received, status)
+    return umad
+
+
+def saquery(option, *expected):
+    said = subprocess.run(["saquery", option], stdout=subprocess.PIPE, text=True).stdout
+    print(said)
+    for words in expected:
+        assert words in said, words
+
+
 def alone(folder, address, destination):
     kernel = netlink()
     kernel.settimeout(PATIENCE)
@@ -149,6 +180,14 @@ def pair(folder, first, second, administrator, program):
                 one.ask("i", second)
                 other.ask("i", first)
                 print("both have found each other")
+                changes = {"RISER_SA": administrator, "RISER_LINK_LAYER": "infiniband"}
+                os.environ.update(changes, RISER_DEVICES=f"riser0={second}")
+                library = subscribe()
+                saquery("-g", "MCMemberRecord group dump")
+                saquery("-I", "InformInfoRecord dump", f"SubscriberGID...........{second}")
+                saquery("-D", first, second)
+                print("what they have set is listed")
+                del library
     finally:
         daemon.terminate()
         daemon.wait()

@@ -625,8 +625,8 @@ fn subnet_administrator() {
             let [choice, rest @ ..] = chunk else {
                 continue;
             };
-            let attributes = [0x35, 0x31, 0x38, 0x03, 0x11, 0x12, 0x01];
-            mad[17] = attributes[usize::from(choice & 7) % attributes.len()];
+            let attributes = [0x35, 0x31, 0x38, 0x03, 0x11, 0x12, 0x01, 0xf3];
+            mad[17] = attributes[usize::from(choice & 7)];
             mad[3] = [1, 2, 0x12, 0x15][usize::from(choice >> 3 & 3)];
             let len = rest.len().min(200);
             if choice & 0x80 == 0 {

@@ -41,6 +41,11 @@ struct Daemon {
 impl Daemon {
     /// Starts it at an address, with a socket for netlink where it is to have one.
     fn start(last: u8, netlink: Option<OwnedFd>) -> Self {
+        Self::begin(last, netlink, false)
+    }
+
+    /// Likewise, perhaps with a file that outlives it, and with its folder as it is.
+    fn begin(last: u8, netlink: Option<OwnedFd>, has_state: bool) -> Self {
         let dir = std::env::temp_dir().join(format!("riser-sa-{}-{last}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("hosts"), "127.0.67.99 far # a host\n").unwrap();
@@ -56,6 +61,12 @@ impl Daemon {
             .arg(dir.join("socket"))
             .arg("--hosts")
             .arg(dir.join("hosts"))
+            .args(
+                has_state
+                    .then(|| "--state".into())
+                    .into_iter()
+                    .chain(has_state.then(|| dir.join("state"))),
+            )
             .stdin(netlink.map_or_else(Stdio::null, Stdio::from))
             .stderr(File::create(dir.join("log")).unwrap())
             .spawn()
@@ -283,6 +294,66 @@ fn what_keeps_it_from_answering_is_named() {
     // Programs of all users may ask.
     let mode = std::fs::metadata(&own).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o666);
+}
+
+#[test]
+fn what_hosts_have_registered_outlives_a_restart() {
+    let mut daemon = Daemon::begin(23, None, true);
+    let mut host = Host::open(24, 23);
+    let mut record = ServiceRecord::new(0x1234, addr(24).into());
+    record.lease = 600.into();
+    host.ask(Request::set_service(&record)).unwrap();
+    // An upgrade.
+    let pid = rustix::process::Pid::from_child(&daemon.process);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(daemon.process.wait().unwrap().success());
+    let file = daemon.dir.join("state");
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), 11 + 16 + 256);
+    std::fs::remove_file(daemon.dir.join("log")).unwrap();
+    let again = Daemon::begin(23, None, true);
+    let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &record);
+    let lease = eventually_some("the service is back", PATIENCE, || {
+        let answer = host.ask(find.clone()).ok()?;
+        Some(answer.record::<ServiceRecord>().unwrap().lease.get())
+    });
+    assert!((590..=600).contains(&lease), "{lease}");
+    // What is another program's stays as it is.
+    let hosts = again.dir.join("hosts").display().to_string();
+    let said = refused(&["--addr", &addr(25).to_string(), "--state", &hosts]);
+    assert!(said.contains(&hosts), "{said}");
+}
+
+#[test]
+fn a_user_with_many_connections_ends_no_other_users() {
+    use std::io::{Read as _, Write as _};
+
+    if let Some(tool) = missing(&["setpriv", "python3"]) {
+        skip("another user", &format!("{tool} is not installed"));
+        return;
+    }
+    if !rustix::process::geteuid().is_root() {
+        skip("another user", "it takes root");
+        return;
+    }
+    let daemon = Daemon::start(26, None);
+    let mut ours = std::os::unix::net::UnixStream::connect(daemon.socket()).unwrap();
+    let script = "import socket, sys\n\
+        all = [socket.socket(socket.AF_UNIX) for _ in range(200)]\n\
+        for one in all: one.connect(sys.argv[1])\n\
+        ask = bytes([1, 3, 0, 1, 0, 0, 0, 16]) + bytes(8)\n\
+        all[-1].send(ask)\n\
+        print(len(all[-1].recv(1000)))\n";
+    let other = Command::new("setpriv")
+        .args(["--reuid=65534", "--clear-groups", "python3", "-c", script])
+        .arg(daemon.socket())
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&other.stdout), "160\n", "{other:?}");
+    ours.write_all(&[1, 3, 0, 1, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0])
+        .unwrap();
+    let mut answer = [0; 160];
+    ours.read_exact(&mut answer).unwrap();
+    assert_eq!(answer[..4], [1, 0x83, 0, 1]);
 }
 
 #[test]

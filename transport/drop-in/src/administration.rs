@@ -63,7 +63,9 @@ impl Administration {
         Self {
             own: own.into(),
             slot,
-            last: 0,
+            // By chance, so that others do not know what they would have to answer, and that late answers
+            // to a process that had the slot before are not taken for this one's.
+            last: getrandom::u32().unwrap_or_default(),
             local: named.is_none().then(local),
             addr: named.unwrap_or(own),
             questions: Vec::new(),

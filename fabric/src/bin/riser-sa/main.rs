@@ -10,12 +10,13 @@
 //! programs, as it does with `ibacm` (`ibacm.socket`).
 
 mod programs;
+mod state;
 
 use std::collections::BTreeMap;
-use std::io::{self, IsTerminal as _};
+use std::io::{self, IsTerminal as _, Read as _};
 use std::net::IpAddr;
-use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -33,10 +34,12 @@ use riser_transport::wire::Mad;
 use riser_transport::wire::mad::MadClass;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, sockopt};
+use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::{debug, error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 use programs::Programs;
+use state::State;
 
 /// Longest message of the kernel that is read.
 const MESSAGE: usize = 4096;
@@ -65,6 +68,12 @@ struct Cli {
     /// Programs may ask for a path to a name. The file is read at the start.
     #[arg(long, value_name = "FILE", default_value = "/etc/hosts")]
     hosts: PathBuf,
+    /// Keep in this file what hosts have registered, for the time after a restart
+    ///
+    /// Hosts do not notice a restart and do not register again. Those that are still there have their
+    /// services, groups and subscriptions back at once.
+    #[arg(long, value_name = "FILE")]
+    state: Option<PathBuf>,
     /// Do not answer the kernel
     #[arg(long)]
     no_netlink: bool,
@@ -102,6 +111,9 @@ struct Daemon {
     programs: Option<Programs>,
     /// A datagram that the device had no room for.
     unsent: Option<(Gid, Mad)>,
+    state: Option<State>,
+    /// Readable when the program is to end.
+    end: UnixStream,
 }
 
 impl Daemon {
@@ -122,14 +134,27 @@ impl Daemon {
         let mtu = device.query_port(1)?.active_mtu;
         let mut secret = [0; 16];
         getrandom::fill(&mut secret).map_err(io::Error::other)?;
+        let mut administrator = Administrator::new(AdministratorConfig::new(cli.addr, mtu, secret));
+        let state = cli.state.map(|path| {
+            let name = path.display().to_string();
+            State::open(path, &mut administrator, Instant::now())
+                .map_err(|error| format!("the state {name}: {error}"))
+        });
+        let (end, ends) = UnixStream::pair()?;
+        for signal in [SIGTERM, SIGINT] {
+            signal_hook::low_level::pipe::register(signal, ends.try_clone()?)?;
+        }
+        end.set_nonblocking(true)?;
         let daemon = Self {
             device,
-            administrator: Administrator::new(AdministratorConfig::new(cli.addr, mtu, secret)),
+            administrator,
             resolver: Resolver::new(vec![cli.addr], read_names(&cli.hosts)),
             counters: Counters::default(),
             kernel,
             programs: listener.map(Programs::new).transpose()?,
             unsent: None,
+            state: state.transpose()?,
+            end,
         };
         if let (Some(kernel), Some(milliseconds)) = (&daemon.kernel, cli.kernel_timeout) {
             let message = Message {
@@ -153,11 +178,21 @@ impl Daemon {
     fn run(mut self) -> Result<(), Failure> {
         loop {
             let now = Instant::now();
+            if matches!((&self.end).read(&mut [0]), Ok(1)) {
+                if let Some(state) = &mut self.state {
+                    state.write(now, &self.administrator);
+                }
+                return Ok(());
+            }
             let worked = self.turn(now);
             let timeout = if worked || self.device.arm_fds() {
                 Some(Duration::ZERO)
             } else {
-                let deadlines = [self.device.deadline(), self.administrator.poll_timeout()];
+                let deadlines = [
+                    self.device.deadline(),
+                    self.administrator.poll_timeout(),
+                    self.state.as_ref().and_then(State::deadline),
+                ];
                 let next = deadlines.into_iter().flatten().min();
                 next.map(|at| at.saturating_duration_since(now))
             };
@@ -187,6 +222,9 @@ impl Daemon {
             self.administrator.handle_timeout(now);
         }
         worked |= self.transmit(now);
+        if let Some(state) = &mut self.state {
+            state.turn(now, &self.administrator);
+        }
         self.answer_kernel();
         if let Some(programs) = &mut self.programs {
             programs.turn(&self.resolver, &self.administrator, &self.counters);
@@ -242,7 +280,10 @@ impl Daemon {
         let device = self.device.event_fds().into_iter();
         let kernel = self.kernel.iter().map(RdmaNetlink::fd);
         let programs = self.programs.iter().flat_map(Programs::fds);
-        let fds = device.chain(kernel).chain(programs);
+        let fds = device
+            .chain(kernel)
+            .chain(programs)
+            .chain([self.end.as_fd()]);
         let mut fds: Vec<PollFd<'_>> = fds
             .map(|fd: BorrowedFd<'_>| PollFd::from_borrowed_fd(fd, PollFlags::IN))
             .collect();
@@ -318,7 +359,6 @@ fn open_netlink() -> Result<RdmaNetlink, Failure> {
 /// goes.
 fn listen(path: &PathBuf) -> io::Result<UnixListener> {
     use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
-    use std::os::unix::net::UnixStream;
 
     let in_use = |what| Err(io::Error::new(io::ErrorKind::AddrInUse, what));
     match std::fs::symlink_metadata(path) {

@@ -4,12 +4,15 @@ use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
 use riser_fabric::acm::{Counters, MAX_MESSAGE, Service};
 use riser_fabric::sa::administrator::Administrator;
 use riser_fabric::sa::resolver::Resolver;
 use tracing::debug;
 
-/// Programs at once; the one that came first gives way to the next one.
+/// Programs at once. When one more comes, the oldest of the user gives way who has the most: no user keeps
+/// others from being answered.
 const MAX_PROGRAMS: usize = 64;
 
 /// Programs that are taken in a row: others, and hosts, wait no longer.
@@ -28,6 +31,7 @@ pub(super) struct Programs {
 
 struct Program {
     stream: UnixStream,
+    user: u32,
     /// What has arrived of its next message.
     bytes: Vec<u8>,
 }
@@ -46,6 +50,15 @@ impl Programs {
         std::iter::once(self.listener.as_fd()).chain(streams)
     }
 
+    /// Ends the oldest connection of the user with the most.
+    fn make_room(&mut self) {
+        let of = |user| self.connected.iter().filter(|p| p.user == user).count();
+        let oldest = (0..self.connected.len()).rev();
+        if let Some(at) = oldest.max_by_key(|at| of(self.connected[*at].user)) {
+            self.connected.remove(at);
+        }
+    }
+
     /// Takes connections, and answers what has come.
     pub(super) fn turn(
         &mut self,
@@ -57,14 +70,16 @@ impl Programs {
             let Ok((stream, _)) = self.listener.accept() else {
                 break;
             };
-            if stream.set_nonblocking(true).is_err() {
+            let peer = getsockopt(&stream, PeerCredentials);
+            let (Ok(peer), Ok(())) = (peer, stream.set_nonblocking(true)) else {
                 continue;
-            }
+            };
             if self.connected.len() == MAX_PROGRAMS {
-                self.connected.remove(0);
+                self.make_room();
             }
             self.connected.push(Program {
                 stream,
+                user: peer.uid(),
                 bytes: Vec::new(),
             });
         }

@@ -4,18 +4,32 @@
 //! not carry: its queue key, its partition, its MTU, and who sends and receives.
 
 use riser_transport::verbs::{Gid, Mtu};
+use riser_transport::wire::Mad;
 use zerocopy::big_endian::U16;
 
 use super::super::wire::inform::Trap;
 use super::super::wire::mcmember::{McMemberMask, McMemberRecord, join_state};
 use super::super::wire::{Limit, SaMethod, SaStatus, Selector};
-use super::{HOP_LIMIT, LIFE_TIME, RATE, Records, Refusal};
+use super::{HOP_LIMIT, LIFE_TIME, RATE, Records, Refusal, request};
 
 /// First LID of a multicast group (IBTA 4.1.3).
 const FIRST_MLID: u16 = 0xc000;
 
 /// Memberships that keep a group alive.
 const FULL: u8 = join_state::FULL_MEMBER | join_state::SEND_ONLY_FULL_MEMBER;
+
+/// What makes a membership, and a group like the one that it was in.
+const MEMBERSHIP: McMemberMask = McMemberMask::CREATE
+    .union(McMemberMask::MGID)
+    .union(McMemberMask::PORT_GID)
+    .union(McMemberMask::MLID)
+    .union(McMemberMask::MTU_SELECTOR)
+    .union(McMemberMask::MTU)
+    .union(McMemberMask::RATE_SELECTOR)
+    .union(McMemberMask::RATE)
+    .union(McMemberMask::PACKET_LIFE_TIME)
+    .union(McMemberMask::HOP_LIMIT)
+    .union(McMemberMask::JOIN_STATE);
 
 #[derive(Clone, Copy)]
 struct Member {
@@ -30,6 +44,10 @@ struct Group {
 }
 
 impl Group {
+    fn members(&self) -> impl Iterator<Item = &Member> {
+        self.members.iter()
+    }
+
     /// It ends with the last of its full members (IBTA 15.2.5.17.4).
     fn is_alive(&self) -> bool {
         let mut members = self.members.iter();
@@ -85,6 +103,19 @@ impl Groups {
     pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
         let members = self.all.iter().flat_map(|group| &group.members);
         members.map(|member| member.gid)
+    }
+
+    /// The requests that make the memberships; those of full members first, who make the groups.
+    pub(super) fn requests(&self) -> impl Iterator<Item = (Gid, Mad)> {
+        let all = [true, false].into_iter().flat_map(|is_full| {
+            let members = |group| Group::members(group).map(move |member| (group, member));
+            let all = self.all.iter().flat_map(members);
+            all.filter(move |(_, member)| is_full == (member.join_state & FULL != 0))
+        });
+        all.map(|(group, member)| {
+            let record = group.answer(member.gid, member.join_state);
+            (member.gid, request(MEMBERSHIP.bits(), &record))
+        })
     }
 
     /// Ends the memberships of a host; returns the groups that have ended.
@@ -262,10 +293,11 @@ impl Groups {
             std::net::IpAddr::V6(_) => mgid.0[1] & 0xf,
             std::net::IpAddr::V4(_) => wanted.scope(),
         };
+        let mlid = mask.contains(McMemberMask::MLID).then(|| wanted.mlid.get());
         let record = McMemberRecord {
             mgid: mgid.0,
             port_gid: [0; 16],
-            mlid: U16::new(self.free_mlid()),
+            mlid: U16::new(self.free_mlid(mlid)),
             mtu: exactly(mtu),
             rate: exactly(rate),
             packet_life_time: exactly(life_time),
@@ -300,12 +332,13 @@ impl Groups {
         }
     }
 
-    /// A LID that no group has. There are fewer groups than LIDs.
-    fn free_mlid(&self) -> u16 {
+    /// A LID that no group has, the one that is wished if it can be. There are fewer groups than LIDs.
+    fn free_mlid(&self, wished: Option<u16>) -> u16 {
+        const MLIDS: std::ops::Range<u16> = FIRST_MLID..0xfffe;
         let is_taken = |lid: u16| self.all.iter().any(|group| group.record.mlid.get() == lid);
-        (FIRST_MLID..0xfffe)
-            .find(|lid| !is_taken(*lid))
-            .unwrap_or(FIRST_MLID)
+        let wished = wished.filter(|lid| MLIDS.contains(lid));
+        let mut all = wished.into_iter().chain(MLIDS);
+        all.find(|lid| !is_taken(*lid)).unwrap_or(FIRST_MLID)
     }
 
     fn leave(

@@ -11,7 +11,8 @@
 //! The source of a datagram can be forged. So a host is asked something, by a number that only its
 //! address receives. What it sets waits for the answer; until then it is in no table, and each of its
 //! requests brings one datagram more, no row of them. A host that keeps something and is silent is asked
-//! again: it may have been switched off, and what it keeps must not stay for ever.
+//! again: it may have been switched off, and what it keeps must not stay for ever. So is one that has
+//! registered something at an administrator before a restart.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::{Duration, Instant};
@@ -36,6 +37,9 @@ const MAX_UNANSWERED: u32 = 50;
 /// Requests of a host that wait for its answer; it repeats those beyond.
 const MAX_WAITING: usize = 8;
 
+/// Requests of a host that are taken over from an earlier administrator: more than a host may keep.
+const MAX_RESTORED: usize = 128;
+
 struct Host {
     gid: Gid,
     /// Time at which anything came from its address.
@@ -46,6 +50,36 @@ struct Host {
     unanswered: u32,
     /// Requests that wait for its first answer.
     waiting: Vec<Mad>,
+    /// Those of an earlier administrator, which it would make again if it knew of the restart.
+    restored: Vec<Mad>,
+}
+
+impl Host {
+    fn new(gid: Gid, now: Instant) -> Self {
+        Self {
+            gid,
+            heard: now,
+            answered: None,
+            unanswered: 0,
+            waiting: Vec::new(),
+            restored: Vec::new(),
+        }
+    }
+
+    /// Whether its place may be given to another one, if it keeps nothing.
+    fn may_leave(&self) -> bool {
+        self.restored.is_empty()
+    }
+}
+
+/// Requests of a host that has answered.
+pub(super) struct Answered {
+    /// It was not known to be there.
+    pub(super) is_new: bool,
+    /// Those of an earlier administrator.
+    pub(super) restored: Vec<Mad>,
+    /// Its own, which have waited.
+    pub(super) waiting: Vec<Mad>,
 }
 
 /// A place in the list.
@@ -126,9 +160,10 @@ impl Hosts {
                 let free = free.min_by_key(|(_, host)| host.heard);
                 free.map(|(at, _)| at)
             };
-            let free = oldest(&|host| host.answered.is_none()).or_else(|| {
+            let was_heard = |host: &Host| host.answered.is_none() && host.may_leave();
+            let free = oldest(&was_heard).or_else(|| {
                 let keepers = keepers();
-                oldest(&|host| !keepers.contains(&host.gid))
+                oldest(&|host| !keepers.contains(&host.gid) && host.may_leave())
             });
             let Some(at) = free else {
                 return Place::None;
@@ -138,11 +173,8 @@ impl Hosts {
         }
         self.swept.get_or_insert(now);
         self.all.push(Host {
-            gid,
-            heard: now,
             answered: (gid == self.own).then_some(now),
-            unanswered: 0,
-            waiting: Vec::new(),
+            ..Host::new(gid, now)
         });
         Place::Taken { left }
     }
@@ -159,6 +191,22 @@ impl Hosts {
             None if host.waiting.len() < MAX_WAITING => host.waiting.push(*mad),
             None => {}
         }
+    }
+
+    /// Keeps a request of an earlier administrator until its host has answered. Returns whether it is the
+    /// first one of its host, which is asked.
+    pub(super) fn restore(&mut self, now: Instant, gid: Gid, mad: &Mad) -> bool {
+        if self.find(gid).is_none() && self.all.len() < self.most {
+            self.swept.get_or_insert(now);
+            self.all.push(Host::new(gid, now));
+        }
+        let Some(host) = self.find(gid) else {
+            return false;
+        };
+        if host.restored.len() < MAX_RESTORED {
+            host.restored.push(*mad);
+        }
+        host.restored.len() == 1
     }
 
     fn challenge(&self, gid: Gid) -> TransactionId {
@@ -182,21 +230,24 @@ impl Hosts {
         mad
     }
 
-    /// Takes the answer to a question. Returns whether the host was not known to be there, and the
-    /// requests that have waited.
+    /// Takes the answer to a question.
     pub(super) fn handle_answer(
         &mut self,
         now: Instant,
         from: Gid,
         transaction: TransactionId,
-    ) -> Option<(bool, Vec<Mad>)> {
+    ) -> Option<Answered> {
         if transaction != self.challenge(from) {
             return None;
         }
         let host = self.find(from)?;
         let is_new = host.answered.is_none();
         (host.heard, host.answered, host.unanswered) = (now, Some(now), 0);
-        Some((is_new, std::mem::take(&mut host.waiting)))
+        Some(Answered {
+            is_new,
+            restored: std::mem::take(&mut host.restored),
+            waiting: std::mem::take(&mut host.waiting),
+        })
     }
 
     /// Time of the next look at all hosts.
@@ -212,12 +263,14 @@ impl Hosts {
         let own = self.own;
         self.swept = Some(now);
         self.all.retain_mut(|host| {
-            let is_kept = keepers.contains(&host.gid);
+            let is_awaited = !host.restored.is_empty();
+            let is_kept = is_awaited || keepers.contains(&host.gid);
             let since = match host.answered {
                 Some(answered) if is_kept => answered,
                 _ => host.heard,
             };
-            if host.gid == own && is_kept || now.saturating_duration_since(since) < FORGETTING {
+            let is_silent = now.saturating_duration_since(since) >= FORGETTING;
+            if host.gid == own && is_kept || !is_silent && !is_awaited {
                 return true;
             }
             if is_kept && host.unanswered < MAX_UNANSWERED {

@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 
 use riser_transport::roce::nic::device_guid;
 use riser_transport::verbs::{Gid, Mtu};
-use riser_transport::wire::Mad;
 use riser_transport::wire::mad::{
     BASE_VERSION, ClassPortInfo, MadClass, MadMethod, MadStatus, RESPONSE,
 };
 use riser_transport::wire::smp::{self, NodeInfo, PortInfo};
+use riser_transport::wire::{Mad, TransactionId};
 use rustc_hash::FxHashSet;
 use zerocopy::big_endian::{U16, U32, U64};
 
@@ -188,6 +188,7 @@ pub struct Administrator {
     notices: Notices,
     answers: VecDeque<(Gid, Mad)>,
     transfers: Vec<(Gid, Sender)>,
+    changes: u64,
 }
 
 impl std::fmt::Debug for Administrator {
@@ -211,6 +212,7 @@ impl Administrator {
             notices: Notices::new(config.gid, limits.subscriptions, config.secret),
             answers: VecDeque::new(),
             transfers: Vec::new(),
+            changes: 0,
             config,
         }
     }
@@ -274,14 +276,54 @@ impl Administrator {
             return;
         }
         let transaction = header.mad.transaction();
-        let Some((is_new, waiting)) = self.hosts.handle_answer(now, from, transaction) else {
+        let Some(answered) = self.hosts.handle_answer(now, from, transaction) else {
             return;
         };
-        if is_new {
+        if answered.is_new {
             self.notices.raise(now, Trap::GidInService, from);
         }
-        for mad in waiting {
+        for mad in answered.restored {
+            self.register(now, from, &mad);
+        }
+        for mad in answered.waiting {
             self.handle_mad(now, from, &mad);
+        }
+    }
+
+    /// Requests by which hosts have made what is kept, each with its host: what an administrator after a
+    /// restart takes by [`Self::restore`]. Hosts do not notice a restart, and do not ask again.
+    #[must_use]
+    pub fn requests(&self, now: Instant) -> Vec<(Gid, Mad)> {
+        let services = self.services.requests(now);
+        let (groups, notices) = (self.groups.requests(), self.notices.requests());
+        services.chain(groups).chain(notices).collect()
+    }
+
+    /// Number of changes of what is kept, but for those that time has made.
+    #[must_use]
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Takes a request over from an administrator before a restart. It is carried out when its host has
+    /// answered, and has no answer itself. A member that only sends is left out where no full member of its
+    /// group has answered before: without one there is no group.
+    pub fn restore(&mut self, now: Instant, host: Gid, mad: &Mad) {
+        if host == self.config.gid {
+            self.note(now, host);
+            self.register(now, host, mad);
+        } else if self.hosts.restore(now, host, mad) && self.answers.len() < MAX_ANSWERS {
+            self.answers.push_back((host, self.hosts.question(host)));
+        }
+    }
+
+    /// Carries a request out that has been answered before.
+    fn register(&mut self, now: Instant, host: Gid, mad: &Mad) {
+        if let Ok((header, data)) = SaHeader::parse(mad)
+            && SaMethod::of(header.mad.method()) == Some(SaMethod::Set)
+        {
+            let result = self.answer(now, host, SaMethod::Set, &header, data);
+            self.changes += u64::from(result.is_ok());
         }
     }
 
@@ -309,7 +351,8 @@ impl Administrator {
         let is_known = self.note(now, from);
         let is_present = self.hosts.is_present(from);
         let method = SaMethod::of(header.mad.method());
-        if is_known && !is_present && method == Some(SaMethod::Set) {
+        let is_change = matches!(method, Some(SaMethod::Set | SaMethod::Delete));
+        if is_known && !is_present && is_change {
             self.answers.push_back((from, self.hosts.question(from)));
             self.hosts.hold(from, &header.emit(data));
             return;
@@ -320,6 +363,7 @@ impl Administrator {
             Some(SaMethod::Set) if !is_known => Err(SaStatus::NoResources.into()),
             Some(method) => self.answer(now, from, method, header, data),
         };
+        self.changes += u64::from(is_change && result.is_ok());
         let is_table = method == Some(SaMethod::GetTable);
         let result = result.and_then(|records| match records.count {
             _ if records.data.len() > MAX_LEN => Err(SaStatus::NoResources.into()),
@@ -407,6 +451,7 @@ impl Administrator {
 
     /// Ends everything that a host keeps.
     fn remove(&mut self, now: Instant, gid: Gid) {
+        self.changes += 1;
         self.services.remove(gid);
         self.notices.remove(gid);
         for mgid in self.groups.remove(gid) {
@@ -561,6 +606,11 @@ impl Administrator {
 fn keepers(services: &Services, groups: &Groups, notices: &Notices) -> FxHashSet<Gid> {
     let hosts = services.hosts().chain(groups.hosts());
     hosts.chain(notices.hosts()).collect()
+}
+
+/// A request that sets a record.
+fn request<R: Record>(mask: u64, record: &R) -> Mad {
+    SaHeader::new(MadMethod::Set, R::ATTRIBUTE, TransactionId(0), mask).emit(record.as_bytes())
 }
 
 /// Whether a method asks for an answer: SubnAdmGetTraceTable() and others that are not supported do.

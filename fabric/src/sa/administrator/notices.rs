@@ -15,7 +15,7 @@ use zerocopy::big_endian::{U16, U32};
 
 use super::super::wire::inform::{InformInfo, InformInfoRecord, InformMask, Notice, Trap};
 use super::super::wire::{Record, SaHeader, SaStatus};
-use super::{Records, Refusal};
+use super::{Records, Refusal, request};
 
 /// Notices that wait for a subscriber, at most; later ones are lost.
 const MAX_NOTICES: usize = 16;
@@ -76,6 +76,12 @@ impl Notices {
     /// Hosts that have subscribed, some of them more than once.
     pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
         self.all.iter().map(|subscription| subscription.gid)
+    }
+
+    /// The requests that make them.
+    pub(super) fn requests(&self) -> impl Iterator<Item = (Gid, Mad)> {
+        let all = self.all.iter();
+        all.map(|subscription| (subscription.gid, request(0, &subscription.info)))
     }
 
     /// Ends the subscriptions of a host.

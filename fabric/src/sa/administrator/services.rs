@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use riser_transport::verbs::{Gid, PKey};
+use riser_transport::wire::Mad;
 use zerocopy::big_endian::{U16, U32};
 
 use super::super::wire::service::{LEASE_FOREVER, ServiceMask, ServiceRecord};
 use super::super::wire::{SaMethod, SaStatus};
-use super::{Records, Refusal};
+use super::{Records, Refusal, request};
 
 struct Service {
     record: ServiceRecord,
@@ -63,6 +64,17 @@ impl Services {
     /// Removes those of a host.
     pub(super) fn remove(&mut self, gid: Gid) {
         self.all.retain(|service| service.record.gid() != gid);
+    }
+
+    /// The requests that make them, with what is left of their leases.
+    pub(super) fn requests(&self, now: Instant) -> impl Iterator<Item = (Gid, Mad)> {
+        self.all.iter().map(move |service| {
+            let record = ServiceRecord {
+                key: service.record.key,
+                ..service.answer(now)
+            };
+            (record.gid(), request(ServiceMask::ALL.bits(), &record))
+        })
     }
 
     pub(super) fn handle(

@@ -982,3 +982,97 @@ fn subscriptions_are_found_by_their_hosts() {
     assert_eq!(second.len(), 1);
     assert_eq!(second[0].info.trap_number.get(), Trap::GroupDeleted as u16);
 }
+
+#[test]
+fn what_is_registered_outlives_a_restart_of_the_administrator() {
+    let mut fabric = Fabric::new(4);
+    let mut service = ServiceRecord::new(0x1000, gid(2)).with_name("riser");
+    (service.key, service.lease) = ([7; 16], U32::new(600));
+    fabric.ask(0, Request::set_service(&service)).unwrap();
+    let mut mgids = Vec::new();
+    for last in [1, 2] {
+        let mgid = Gid::from(IpAddr::from([239, 1, 2, last]));
+        let (mask, record) = group_request(mgid, gid(2));
+        fabric.ask(0, Request::join(mask, &record)).unwrap();
+        let join = McMemberRecord::new(mgid, gid(3), join_state::SEND_ONLY_NON_MEMBER);
+        fabric
+            .ask(1, Request::join(McMemberMask::MGID, &join))
+            .unwrap();
+        mgids.push(mgid);
+    }
+    fabric
+        .ask(2, Request::inform(&InformInfo::new(None, true)))
+        .unwrap();
+    // One that is not there any more when the other administrator begins.
+    let gone = ServiceRecord::new(0x2000, gid(5));
+    fabric.ask(3, Request::set_service(&gone)).unwrap();
+    let look = Request::new(SaMethod::GetTable, 0, &McMemberRecord::default());
+    let groups = fabric.ask(2, look.clone()).unwrap();
+    let before = fabric.administrator.usage();
+    assert!(fabric.administrator.changes() >= 7);
+    fabric.pass(Duration::from_secs(100));
+    fabric.clients.pop();
+
+    let requests = fabric.administrator.requests(fabric.now);
+    assert_eq!(requests.len(), 7);
+    fabric.restart();
+    // The group that was there last has its LID all the same.
+    for (host, mad) in requests.iter().rev() {
+        fabric.administrator.restore(fabric.now, *host, mad);
+    }
+    // Nothing counts before its host has answered, and forged hosts take no place of theirs.
+    assert_eq!(fabric.administrator.usage().services, 0);
+    fabric.deliver();
+    let usage = fabric.administrator.usage();
+    assert_eq!((usage.services, usage.subscriptions), (1, 1));
+    assert_eq!(usage.groups, before.groups);
+    let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &service);
+    let found: ServiceRecord = fabric.ask(2, find).unwrap().record().unwrap();
+    assert_eq!(found.lease.get(), 500);
+    let mut other = service;
+    other.key = [8; 16];
+    assert_eq!(status(fabric.ask(0, Request::set_service(&other))), 0x0700);
+    let sorted = |answer: &Answer| {
+        let mut all: Vec<McMemberRecord> = answer.records().collect();
+        all.sort_by_key(|record| record.mgid);
+        // Who sends only may have been asked before there was a group.
+        all.iter_mut()
+            .for_each(|record| *record = record.with_state(record.scope(), 1));
+        all
+    };
+    let again = fabric.ask(2, look).unwrap();
+    assert_eq!(sorted(&again), sorted(&groups));
+    // The other one is asked for an hour.
+    fabric.pass(Duration::from_secs(30 * 60));
+    let hosts = fabric.administrator.usage().hosts;
+    fabric.pass(Duration::from_secs(3600));
+    assert_eq!(fabric.administrator.usage().hosts, hosts - 1);
+}
+
+#[test]
+fn a_host_that_is_asked_about_its_past_may_change_it() {
+    let mut fabric = Fabric::new(1);
+    let service = ServiceRecord::new(0x1000, gid(2));
+    fabric.ask(0, Request::set_service(&service)).unwrap();
+    let requests = fabric.administrator.requests(fabric.now);
+    fabric.restart();
+    for (host, mad) in &requests {
+        fabric.administrator.restore(fabric.now, *host, mad);
+    }
+    // The question is lost, and the host deletes what it had.
+    while fabric.administrator.poll_transmit(fabric.now).is_some() {}
+    let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &service);
+    fabric.ask(0, delete).unwrap();
+    fabric.pass(Duration::from_secs(3600));
+    assert_eq!(fabric.administrator.usage().services, 0);
+    // A stranger's file says anything.
+    for mad in [
+        [0; 256],
+        [0xff; 256],
+        request(u64::MAX, &McMemberRecord::default()),
+    ] {
+        fabric.administrator.restore(fabric.now, gid(2), &mad);
+        fabric.administrator.restore(fabric.now, gid(1), &mad);
+        fabric.deliver();
+    }
+}

@@ -1,0 +1,127 @@
+//! A file with what hosts have registered, for the time after a restart.
+//!
+//! It has a line that names its version, and then for each request the GID of its host and the MAD. What
+//! hosts change is written some seconds later, and at the end. It is no database: a record that is a
+//! little too old, or lost with a crash, is set again by its host when its lease is renewed.
+
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use riser_fabric::sa::administrator::Administrator;
+use riser_transport::verbs::Gid;
+use riser_transport::wire::{MAD_LEN, Mad};
+use tracing::{info, warn};
+
+const VERSION: &[u8] = b"riser-sa 1\n";
+
+/// Bytes of a request with its host.
+const ENTRY: usize = 16 + MAD_LEN;
+
+/// Most requests that are read: more than an administrator keeps.
+const MAX_ENTRIES: usize = 4096;
+
+/// Time from a change until it is written, with those that come meanwhile.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// The file.
+pub(super) struct State {
+    path: PathBuf,
+    /// Changes that it has.
+    written: u64,
+    /// Time at which others are written.
+    due: Option<Instant>,
+    /// It could not be written the last time.
+    has_failed: bool,
+}
+
+impl State {
+    /// Gives the administrator what the file has; a file that is not there has nothing.
+    ///
+    /// # Errors
+    /// Those of reading, and `InvalidData` for a file of another program or version: it is left as it is.
+    pub(super) fn open(
+        path: PathBuf,
+        administrator: &mut Administrator,
+        now: Instant,
+    ) -> io::Result<Self> {
+        let bytes = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == ErrorKind::NotFound => VERSION.to_vec(),
+            Err(error) => return Err(error),
+        };
+        // An empty file is what a power cut may leave.
+        let entries = match bytes.strip_prefix(VERSION) {
+            None if !bytes.is_empty() => {
+                let what = "it is no file of riser-sa, or one of another version";
+                return Err(io::Error::new(ErrorKind::InvalidData, what));
+            }
+            entries => entries.unwrap_or_default().chunks_exact(ENTRY),
+        };
+        let mut count = 0;
+        for entry in entries.take(MAX_ENTRIES) {
+            let (host, mad) = entry.split_at(16);
+            let host = Gid(host.try_into().expect("16 bytes"));
+            let mad: &Mad = mad.try_into().expect("a MAD");
+            administrator.restore(now, host, mad);
+            count += 1;
+        }
+        info!(
+            requests = count,
+            "hosts are asked whether they are still there: {}",
+            path.display()
+        );
+        Ok(Self {
+            path,
+            written: administrator.changes(),
+            due: None,
+            has_failed: false,
+        })
+    }
+
+    /// Time at which [`Self::turn`] has something to do.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Writes what has changed when its time has come.
+    pub(super) fn turn(&mut self, now: Instant, administrator: &Administrator) {
+        if administrator.changes() != self.written && self.due.is_none() {
+            self.due = Some(now + PAUSE);
+        }
+        if self.due.is_some_and(|due| due <= now) {
+            self.due = None;
+            self.write(now, administrator);
+        }
+    }
+
+    /// Writes all there is.
+    pub(super) fn write(&mut self, now: Instant, administrator: &Administrator) {
+        self.written = administrator.changes();
+        let mut bytes = VERSION.to_vec();
+        for (host, mad) in administrator.requests(now) {
+            bytes.extend(host.0);
+            bytes.extend(mad);
+        }
+        let result = replace(&self.path, &bytes);
+        if let (Err(error), false) = (&result, self.has_failed) {
+            warn!(
+                %error,
+                "a restart will forget what hosts have registered: {}",
+                self.path.display()
+            );
+        }
+        self.has_failed = result.is_err();
+    }
+}
+
+/// Replaces a file as a whole. Only its owner reads it: services may have keys.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(&name)?.write_all(bytes)?;
+    std::fs::rename(&name, path)
+}

@@ -291,6 +291,19 @@ fn what_keeps_it_from_answering_is_named() {
     let file = daemon.dir.join("hosts").display().to_string();
     let said = refused(&["--addr", &other, "--socket", &file]);
     assert!(said.contains("no socket"), "{said}");
+    // A socket of the service manager that takes no connections.
+    let datagrams = std::os::unix::net::UnixDatagram::unbound().unwrap();
+    let program = Command::new("sh")
+        .args([
+            "-c",
+            "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0 </dev/null",
+        ])
+        .args([env!("CARGO_BIN_EXE_riser-sa"), "--addr", &other])
+        .stdin(OwnedFd::from(datagrams))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&program.stderr);
+    assert!(said.contains("ListenStream"), "{said}");
     // Programs of all users may ask.
     let mode = std::fs::metadata(&own).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o666);

@@ -334,8 +334,16 @@ fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         match sockopt::socket_domain(&fd)? {
             AddressFamily::NETLINK if kernel.is_none() => kernel = Some(RdmaNetlink::adopt(fd)?),
-            AddressFamily::UNIX if listener.is_none() => listener = Some(fd.into()),
-            other => return Err(format!("socket {at} of the service manager: {other:?}").into()),
+            AddressFamily::UNIX if listener.is_none() && sockopt::socket_acceptconn(&fd)? => {
+                listener = Some(fd.into());
+            }
+            _ => {
+                return Err(format!(
+                    "socket {at} of the service manager is of no use: one of netlink (ListenNetlink) and \
+                        one for programs (ListenStream, with a path) are"
+                )
+                .into());
+            }
         }
     }
     Ok((kernel, listener))

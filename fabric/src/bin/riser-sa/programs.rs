@@ -67,8 +67,15 @@ impl Programs {
         counters: &Counters,
     ) {
         for _ in 0..IN_A_ROW {
-            let Ok((stream, _)) = self.listener.accept() else {
-                break;
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Without a free descriptor it would be asked again and again for the same one.
+                    if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) {
+                        self.make_room();
+                    }
+                    break;
+                }
             };
             let peer = getsockopt(&stream, PeerCredentials);
             let (Ok(peer), Ok(())) = (peer, stream.set_nonblocking(true)) else {

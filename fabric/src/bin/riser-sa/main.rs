@@ -44,7 +44,7 @@ use state::State;
 /// Longest message of the kernel that is read.
 const MESSAGE: usize = 4096;
 
-/// Messages of one sender in a row.
+/// Messages of the kernel in a row.
 const IN_A_ROW: usize = 64;
 
 /// Subnet administration at an address of RoCE, and path resolution for its host
@@ -207,10 +207,8 @@ impl Daemon {
         if let Ok(port) = self.device.query_port(1) {
             self.administrator.set_mtu(port.active_mtu);
         }
-        for _ in 0..IN_A_ROW {
-            let Some((from, mad)) = self.device.poll_mad() else {
-                break;
-            };
+        // All that has come, which is bounded: what a flood leaves here keeps others out.
+        while let Some((from, mad)) = self.device.poll_mad() {
             worked = true;
             self.administrator.handle_mad(now, from.into(), &mad);
         }

@@ -116,7 +116,7 @@ impl Link {
         let (netlink, _) = listener.accept().unwrap();
         netlink.set_read_timeout(Some(PATIENCE)).unwrap();
         let mut daemon = Daemon {
-            _process: process,
+            process,
             netlink,
             sequence: 0,
         };
@@ -156,7 +156,7 @@ impl Drop for Process {
 
 /// A port mapper with the kernel's end of its netlink socket.
 struct Daemon {
-    _process: Process,
+    process: Process,
     netlink: Socket,
     sequence: u32,
 }
@@ -311,6 +311,94 @@ fn ours_and_rdma_cores_map_connections_in_both_directions() {
 #[test]
 fn two_of_ours_map_connections_in_both_directions() {
     connect_both_ways("two riser-iwpmd", [OURS, OURS]);
+}
+
+/// Sets of capabilities of a process: inheritable, permitted, effective.
+fn capabilities(process: &Process) -> [u64; 3] {
+    let status = fs::read_to_string(format!("/proc/{}/status", process.0.id())).unwrap();
+    ["CapInh:", "CapPrm:", "CapEff:"].map(|name| {
+        let mut lines = status.lines().filter_map(|line| line.strip_prefix(name));
+        u64::from_str_radix(lines.next().unwrap().trim(), 16).unwrap()
+    })
+}
+
+#[test]
+fn root_gives_up_what_the_kernel_does_not_ask_for() {
+    let Some(link) = Link::new("capabilities of riser-iwpmd") else {
+        return;
+    };
+    let daemon = link.registered(0, OURS);
+    const NET_ADMIN: u64 = 1 << 12;
+    assert_eq!(capabilities(&daemon.process), [0, NET_ADMIN, NET_ADMIN]);
+    let mut alone = link.command(1, OURS);
+    alone.args(["--no-kernel", "--map", "10.98.0.2:3260"]);
+    let mut alone = Process(alone.stdout(Stdio::piped()).spawn().unwrap());
+    let mut byte = [0];
+    let printed = alone.0.stdout.as_mut().unwrap();
+    printed.read_exact(&mut byte).unwrap();
+    assert_eq!(capabilities(&alone), [0; 3]);
+}
+
+#[test]
+fn what_cannot_work_says_why() {
+    let Some(link) = Link::new("messages of riser-iwpmd") else {
+        return;
+    };
+    let ours = |end: usize, words: &str| {
+        let mut command = link.command(end, OURS);
+        command.args(words.split(' '));
+        command
+    };
+    let refused = |mut command: Command, code: i32, why: &str| {
+        let output = command.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        assert!(text.contains(why), "{text}");
+    };
+    let mapped = |command: &mut Command| {
+        let mut daemon = Process(command.stdout(Stdio::piped()).spawn().unwrap());
+        daemon
+            .0
+            .stdout
+            .as_mut()
+            .unwrap()
+            .read_exact(&mut [0])
+            .unwrap();
+        daemon
+    };
+    // A host without IPv6 serves the other version, unless it is asked for.
+    let mut without = ours(0, "--no-kernel --map 10.98.0.1:3260");
+    let without = without
+        .env("LD_PRELOAD", &link.shim)
+        .env("RISER_TEST_NO_IPV6", "1");
+    let _first = mapped(without);
+    refused(ours(0, "--no-kernel"), 1, "another port mapper");
+    let mut asked = ours(1, "--no-kernel --listen ::");
+    asked
+        .env("LD_PRELOAD", &link.shim)
+        .env("RISER_TEST_NO_IPV6", "1");
+    refused(asked, 1, "no datagrams at [::]:3935");
+    refused(
+        ours(1, "--no-kernel --map 10.98.0.2:0"),
+        2,
+        "from 1 to 65535",
+    );
+    refused(
+        ours(1, "--no-kernel --map 10.98.0.2:1=0"),
+        2,
+        "from 1 to 65535",
+    );
+    refused(
+        ours(1, "query 10.98.0.2:1 [fd98::1]:1"),
+        2,
+        "two IP versions",
+    );
+    refused(
+        ours(1, "query 10.98.0.99:1 10.98.0.1:1"),
+        2,
+        "no datagrams at 10.98.0.99:0",
+    );
+    refused(ours(1, "query 10.98.0.2:1 10.98.0.1:1"), 1, "no mapping");
 }
 
 #[test]

@@ -11,14 +11,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Args, Parser, Subcommand};
-use riser_fabric::iwpm::{Daemon, PORT};
+use riser_fabric::iwpm::{Daemon, ErrorCode, PORT, Refusal, StartError};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_no_new_privs};
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use tracing_subscriber::EnvFilter;
 
 /// Runs the iWARP port mapper of this host: for the kernel's RDMA devices that speak iWARP it
 /// reserves TCP ports, and asks the port mappers of other hosts, which is rdma-core's iwpmd or
-/// another riser-iwpmd, at UDP port 3935. SIGUSR1 writes the mappings to the log.
+/// another riser-iwpmd, at UDP port 3935. SIGUSR1 writes the mappings to the log. Of root's
+/// capabilities it keeps CAP_NET_ADMIN, by which the kernel lets it ask, and none without the kernel.
 #[derive(Debug, Parser)]
 #[command(name = "riser-iwpmd", version)]
 #[command(args_conflicts_with_subcommands = true)]
@@ -48,7 +50,7 @@ struct Serve {
 #[derive(Debug, Subcommand)]
 enum Verb {
     /// Ask the port mapper of a remote address what that is mapped to, and print it. The exit code
-    /// is 1 if it has no mapping of it, or does not answer.
+    /// is 1 if it has no mapping of it, or does not answer, and 2 if it cannot be asked.
     Query {
         /// The local address of the connection, with its TCP port.
         local: SocketAddr,
@@ -72,11 +74,13 @@ impl FromStr for Map {
             Some((local, port)) => (local, Some(port)),
             None => (text, None),
         };
-        let local = local.parse();
+        let local = local.parse::<SocketAddr>();
         let local = local.map_err(|_error| "an address is IP:PORT or [IP]:PORT".to_owned())?;
-        let port = port.map(str::parse).transpose();
-        let port = port.map_err(|_error| "a port is a number below 65536".to_owned())?;
-        Ok(Self { local, port })
+        let port = port.map(str::parse::<u16>).transpose();
+        let wrong = || "a port is a number from 1 to 65535".to_owned();
+        let port = port.map_err(|_error| wrong())?;
+        let is_port = local.port() != 0 && port != Some(0);
+        is_port.then_some(Self { local, port }).ok_or_else(wrong)
     }
 }
 
@@ -90,6 +94,7 @@ fn main() -> ExitCode {
         .with_ansi(io::stderr().is_terminal())
         .init();
     let cli = Cli::parse();
+    let is_query = cli.verb.is_some();
     let done = match cli.verb {
         None => serve(&cli.serve),
         Some(Verb::Query { local, remote }) => query(local, remote),
@@ -98,8 +103,25 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error}");
-            ExitCode::FAILURE
+            match is_query && !error.is::<Refusal>() {
+                true => ExitCode::from(2),
+                false => ExitCode::FAILURE,
+            }
         }
+    }
+}
+
+/// Gives up all capabilities but these, and the way to new ones.
+fn confine(needed: CapabilitySet) {
+    let given_up = set_no_new_privs(true).and_then(|()| {
+        let mut sets = capabilities(None)?;
+        sets.effective &= needed;
+        sets.permitted &= needed;
+        sets.inheritable &= needed;
+        set_capabilities(None, sets)
+    });
+    if let Err(error) = given_up {
+        tracing::warn!("capabilities are not given up: {error}");
     }
 }
 
@@ -114,8 +136,26 @@ fn addresses(listen: &[IpAddr]) -> Result<Vec<SocketAddr>, Failure> {
     Ok(ips.iter().map(|ip| SocketAddr::new(*ip, PORT)).collect())
 }
 
+/// The port mapper at the addresses of the options. A host may have no IPv6, unless it is asked for.
+fn open(options: &Serve) -> Result<Daemon, Failure> {
+    let addresses = addresses(&options.listen)?;
+    match Daemon::open(!options.no_kernel, &addresses) {
+        Err(StartError::Listen(SocketAddr::V6(_), error))
+            if options.listen.is_empty() && error.raw_os_error() == Some(libc::EAFNOSUPPORT) =>
+        {
+            tracing::info!("this host has no IPv6");
+            Ok(Daemon::open(!options.no_kernel, &addresses[..1])?)
+        }
+        opened => Ok(opened?),
+    }
+}
+
 fn serve(options: &Serve) -> Result<(), Failure> {
-    let mut daemon = Daemon::open(!options.no_kernel, &addresses(&options.listen)?)?;
+    confine(match options.no_kernel {
+        true => CapabilitySet::empty(),
+        false => CapabilitySet::NET_ADMIN,
+    });
+    let mut daemon = open(options)?;
     for map in &options.map {
         let mapped = daemon.add(map.local, map.port);
         let mapped = mapped.map_err(|error| format!("{}: {error}", map.local))?;
@@ -154,9 +194,17 @@ fn listed(daemon: &Daemon) -> String {
 }
 
 fn query(local: SocketAddr, remote: SocketAddr) -> Result<(), Failure> {
+    confine(CapabilitySet::empty());
     // The port of port mappers may be the running one's.
     let mut daemon = Daemon::open(false, &[SocketAddr::new(local.ip(), 0)])?;
-    daemon.query(local, remote)?;
+    daemon
+        .query(local, remote)
+        .map_err(|error| match error {
+            ErrorCode::InvalidMessage => {
+                format!("no connection leads from {local} to {remote}: they are of two IP versions, or one is not specified")
+            }
+            other => other.to_string(),
+        })?;
     loop {
         if let Some(answer) = daemon.turn(None)? {
             writeln!(io::stdout(), "{}", answer.mapped?)?;

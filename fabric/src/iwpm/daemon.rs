@@ -27,9 +27,17 @@ pub enum StartError {
     /// The kernel has no `NETLINK_RDMA`.
     #[error("this kernel has no RDMA (NETLINK_RDMA: {0}); load ib_core, or do without the kernel")]
     NoRdma(io::Error),
+    /// The kernel lets only others ask.
+    #[error(
+        "asking for the kernel's requests takes root or CAP_NET_ADMIN; or do without the kernel"
+    )]
+    NotPermitted,
     /// The netlink socket cannot be made for another reason.
     #[error("no netlink socket of the kernel's RDMA: {0}")]
     Netlink(io::Error),
+    /// A port mapper is there.
+    #[error("another port mapper, iwpmd or riser-iwpmd, has UDP port {} of {}", .0.port(), .0.ip())]
+    InUse(SocketAddr),
     /// An address cannot be used.
     #[error("no datagrams at {0}: {1}")]
     Listen(SocketAddr, io::Error),
@@ -83,14 +91,17 @@ impl Daemon {
         // First the port, which another port mapper may have: the kernel follows the one that
         // greeted it last.
         let sockets = listen.iter().map(|addr| {
-            let socket = listen_at(*addr);
-            socket.map_err(|error| StartError::Listen(*addr, error))
+            listen_at(*addr).map_err(|error| match error.kind() {
+                io::ErrorKind::AddrInUse => StartError::InUse(*addr),
+                _ => StartError::Listen(*addr, error),
+            })
         });
         let wire = sockets.collect::<Result<_, _>>()?;
         let open = || RdmaNetlink::open(IWPM_GROUP);
         let netlink = with_kernel.then(open).transpose();
         let netlink = netlink.map_err(|error| match error.raw_os_error() {
             Some(libc::EPROTONOSUPPORT) => StartError::NoRdma(error),
+            Some(libc::EPERM | libc::EACCES) => StartError::NotPermitted,
             _ => StartError::Netlink(error),
         })?;
         let port = netlink.as_ref().map(RdmaNetlink::port);

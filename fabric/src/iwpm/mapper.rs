@@ -20,7 +20,10 @@
 //! until they connect.
 //!
 //! An association handle is a random number, so that only a host that has seen the request can
-//! answer it.
+//! answer it. A mapping exchanges the port and never the IP address: a peer whose accept names
+//! another host, by which it would choose whom the program connects to, is not believed. Nor is one
+//! whose request does, by which its connection would seem to come from another host: it is
+//! answered, and the kernel is not notified.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -689,6 +692,7 @@ impl<H: Host> Mapper<H> {
         });
         self.send(from, accept);
         if let Some((owner, response)) = notice
+            && mapped_cp.ip() == message.cp.ip()
             && self.associate(now, from, message.assoc_handle)
         {
             self.respond(owner, &response);
@@ -730,8 +734,9 @@ impl<H: Host> Mapper<H> {
     }
 
     fn on_accept(&mut self, now: Instant, from: SocketAddr, message: WireMessage) {
-        let Some(query) = self.answered(&message) else {
-            tracing::debug!(%from, "an accept of no request");
+        let query = self.answered(&message);
+        let Some(query) = query.filter(|query| query.remote.ip() == message.ap.ip()) else {
+            tracing::debug!(%from, "an accept of no request, or of another host's address");
             return;
         };
         let ack = WireMessage {

@@ -445,6 +445,11 @@ fn a_query_is_answered_by_the_peers_accept() {
         cp: addr("10.99.0.1:40001"),
         ..accept
     });
+    // One that would have the program connect to a third host.
+    rig.wire(WireMessage {
+        ap: addr("10.99.0.3:51000"),
+        ..accept
+    });
     assert_eq!(rig.outputs(), []);
     rig.wire(accept);
     let outputs = rig.outputs();
@@ -622,6 +627,20 @@ fn a_peers_request_is_accepted_and_the_kernel_notified_once() {
     assert_eq!(rig.mapper.deadline(), None);
     rig.wire(request);
     assert_eq!(rig.outputs().len(), 2);
+}
+
+#[test]
+fn a_peer_cannot_pass_for_another_host() {
+    let mut rig = Rig::new(4);
+    rig.add("10.99.0.1:3260", 0).unwrap();
+    // The peer would connect from its own address, and the program see another host's.
+    let request = WireMessage {
+        cp: addr("10.99.0.9:40000"),
+        ..peer_request("10.99.0.1:3260", 9)
+    };
+    rig.wire(request);
+    let accepted = accept(request, "10.99.0.1:50000");
+    assert_eq!(rig.sent(), [(addr(PEER), accepted)]);
 }
 
 #[test]

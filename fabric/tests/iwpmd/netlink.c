@@ -1,6 +1,7 @@
 /*
  * A stand-in for NETLINK_RDMA, preloaded into a port mapper: its socket is connected to the Unix
- * socket that RISER_TEST_NETLINK names, where a test plays the kernel.
+ * socket that RISER_TEST_NETLINK names, where a test plays the kernel. With RISER_TEST_NO_IPV6 the
+ * host has no IPv6.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,6 +33,10 @@ int socket(int domain, int type, int protocol)
 	struct sockaddr_un un = { .sun_family = AF_UNIX };
 	int flags = type & (SOCK_NONBLOCK | SOCK_CLOEXEC);
 
+	if (domain == AF_INET6 && getenv("RISER_TEST_NO_IPV6")) {
+		errno = EAFNOSUPPORT;
+		return -1;
+	}
 	if (domain != AF_NETLINK || protocol != NETLINK_RDMA || !path)
 		return REAL(socket)(domain, type, protocol);
 	stand_in = REAL(socket)(AF_UNIX, SOCK_SEQPACKET | flags, 0);

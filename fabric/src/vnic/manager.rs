@@ -14,24 +14,31 @@
 //!
 //! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
 //! their own. A restarted manager leaves members the LIDs that they have.
+//!
+//! Members are not trusted with others. A member has so many requests in an interval
+//! ([`MAX_REQUESTS`]), so one that never does what it is asked for costs no more. Tables that change
+//! again and again are made less and less often, up to once in an interval, since each goes to all
+//! members. An address is the member's that has it in the table, and one with a LID the LID's.
 
 mod config;
 mod plan;
+mod tables;
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use zerocopy::{FromBytes, IntoBytes};
+use riser_transport::verbs::Gid;
+use zerocopy::FromBytes;
 
 pub use config::{ManagerConfig, VeswConfig};
+use tables::Tables;
 
 use super::QpAddress;
 use super::port::{MAX_IFACE_MACS, MAX_PATHS};
 use super::wire::attr::{
-    EndPoint, IfaceMacsHeader, MAX_MAC_ENTRIES, MacTableEntry, MacTableHeader, Path, VeswPortInfo,
-    digest, entries, id, state,
+    EndPoint, IfaceMacsHeader, MacTableHeader, VeswPortInfo, entries, id, state,
 };
-use super::wire::mad::{HEADER, MAX, VemaHeader, method, status};
+use super::wire::mad::{ClassPortInfo, HEADER, MAX, VemaHeader, method, status};
 use super::wire::{Lid, Mac};
 
 /// Most members.
@@ -42,6 +49,8 @@ const RETRY: Duration = Duration::from_millis(300);
 const REFUSED: Duration = Duration::from_secs(2);
 /// Shortest time between two tables, so that many changes at once make one.
 const SETTLE: Duration = Duration::from_millis(50);
+/// Most requests to a member in an interval. A change of all that it has takes about 100.
+pub const MAX_REQUESTS: u32 = 512;
 /// Bit of the transactions that go to the whole group.
 const DISCOVERY: u64 = 1 << 63;
 
@@ -92,8 +101,12 @@ struct Member {
     lid: Option<Lid>,
     ports: Vec<PortRecord>,
     outstanding: Option<Outstanding>,
-    /// Nothing is asked before, since something was refused.
+    /// Nothing is asked before, since something was refused, or enough was asked.
     waits: Option<Instant>,
+    /// Number of requests since the beginning of an interval.
+    asked: (u32, Instant),
+    /// Another manager, whose orders the member takes.
+    other_manager: Option<Gid>,
 }
 
 impl Member {
@@ -106,17 +119,10 @@ impl Member {
             ports: vec![PortRecord::default(); ports],
             outstanding: None,
             waits: None,
+            asked: (0, now),
+            other_manager: None,
         }
     }
-}
-
-/// Tables that all ports of a switch have.
-#[derive(Clone, Debug, Default)]
-struct Tables {
-    entries: Vec<MacTableEntry>,
-    digest: u32,
-    paths: Vec<Path>,
-    paths_digest: u32,
 }
 
 /// A member as others may see it.
@@ -128,6 +134,8 @@ pub struct MemberStatus {
     pub lid: Option<Lid>,
     /// All its ports have everything they should have.
     pub is_complete: bool,
+    /// Another manager, whose orders the member takes.
+    pub other_manager: Option<Gid>,
 }
 
 /// The Ethernet manager.
@@ -141,6 +149,10 @@ pub struct EthernetManager {
     /// Something has changed that the tables follow from; they are made at the time.
     is_changed: bool,
     settled: Option<Instant>,
+    /// Time between this table and the next.
+    spacing: Duration,
+    /// A member more than there may be was found since the last search.
+    is_full: bool,
 }
 
 impl EthernetManager {
@@ -159,6 +171,8 @@ impl EthernetManager {
             search: None,
             is_changed: false,
             settled: None,
+            spacing: SETTLE,
+            is_full: false,
             config,
         };
         manager.make_tables();
@@ -171,7 +185,8 @@ impl EthernetManager {
             address: member.address,
             lid: member.lid,
             is_complete: member.is_claimed
-                && (0..self.tables.len()).all(|vport| self.is_complete(member, vport)),
+                && (0..member.ports.len()).all(|vport| self.is_complete(member, vport)),
+            other_manager: member.other_manager,
         })
     }
 
@@ -193,11 +208,10 @@ impl EthernetManager {
     pub fn poll_transmit(&mut self, now: Instant) -> Option<(MadDestination, Vec<u8>)> {
         self.forget_silent(now);
         if self.is_changed && self.settled.is_none_or(|settled| settled <= now) {
-            self.is_changed = false;
-            self.settled = Some(now + SETTLE);
-            self.make_tables();
+            self.settle(now);
         }
         if self.search.is_none_or(|next| next <= now) {
+            self.is_full = false;
             self.search = Some(now + self.config.interval);
             self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
             let tid = self.tid | DISCOVERY;
@@ -216,13 +230,26 @@ impl EthernetManager {
             request.sent = now;
             return Some((to, request.mad.clone()));
         }
-        if self.members[index].waits.is_some_and(|until| now < until) {
+        let interval = self.config.interval;
+        let member = &mut self.members[index];
+        if member.waits.is_some_and(|until| now < until) {
+            return None;
+        }
+        member.waits = None;
+        let (asked, since) = &mut member.asked;
+        if *since + interval <= now {
+            (*asked, *since) = (0, now);
+        }
+        if *asked >= MAX_REQUESTS {
+            tracing::debug!(host = %member.address.gid, "a member is asked too often");
+            member.waits = Some(*since + interval);
             return None;
         }
         let request = self.plan(index, now)?;
         self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
         let header = VemaHeader::new(request.method, request.attr, request.vport.into(), self.tid);
         let mad = header.with(&request.data);
+        self.members[index].asked.0 += 1;
         self.members[index].outstanding = Some(Outstanding {
             tid: self.tid,
             attr: request.attr,
@@ -266,7 +293,7 @@ impl EthernetManager {
             method::GET_RESP if header.tid.get() & DISCOVERY != 0 => {
                 let is_now = header.tid.get() == self.search_tid(header.tid.get());
                 if is_now && header.attr_id.get() == id::CLASS_PORT_INFO {
-                    self.find(from, now);
+                    self.find(from, data, now);
                 }
             }
             method::GET_RESP => self.handle_answer(from, &header, data, now),
@@ -282,7 +309,8 @@ impl EthernetManager {
         if age < 1 << 16 { tid } else { !tid }
     }
 
-    fn find(&mut self, from: QpAddress, now: Instant) {
+    /// Takes in the answer of a host to the search, which says whose orders it takes.
+    fn find(&mut self, from: QpAddress, data: &[u8], now: Instant) {
         let ports = self.tables.len();
         let is_full = self.members.len() >= MAX_MEMBERS;
         let known = self.members.iter_mut().find(|m| m.address.gid == from.gid);
@@ -290,14 +318,42 @@ impl EthernetManager {
             Some(member) if member.address == from => member.heard = now,
             Some(member) => {
                 tracing::info!(host = %from.gid, "a member has restarted");
-                *member = Member::new(from, member.lid, ports, now);
+                *member = Member {
+                    asked: member.asked,
+                    other_manager: member.other_manager,
+                    ..Member::new(from, member.lid, ports, now)
+                };
                 self.is_changed = true;
             }
             None if !is_full => {
                 tracing::info!(host = %from.gid, "a member was found");
                 self.members.push(Member::new(from, None, ports, now));
             }
-            None => tracing::warn!(host = %from.gid, "there are too many members"),
+            None if !self.is_full => {
+                tracing::warn!(host = %from.gid, "there are too many members");
+                self.is_full = true;
+            }
+            None => {}
+        }
+        self.note_manager(from, data);
+    }
+
+    /// Two managers at one group each have some members, which do not reach the others.
+    fn note_manager(&mut self, from: QpAddress, data: &[u8]) {
+        let own = self.config.address.gid;
+        let Ok((info, _)) = ClassPortInfo::read_from_prefix(data) else {
+            return;
+        };
+        let manager = Gid(info.trap_gid);
+        let member = self.members.iter_mut().find(|m| m.address == from);
+        if let Some(member) = member
+            && info.trap_lid.get() != 0
+            && manager != own
+            && !member.is_claimed
+            && member.other_manager.is_none()
+        {
+            tracing::warn!(host = %from.gid, %manager, "a member takes orders from another manager");
+            member.other_manager = Some(manager);
         }
     }
 
@@ -347,10 +403,11 @@ impl EthernetManager {
             let member = &mut self.members[index];
             member.waits = Some(now + REFUSED);
             // It may have lost its state, or another manager has it.
-            let lid = member.lid;
-            let fresh = Member::new(from, lid, member.ports.len(), now);
+            let fresh = Member::new(from, member.lid, self.tables.len(), now);
             *member = Member {
                 waits: member.waits,
+                asked: member.asked,
+                other_manager: member.other_manager,
                 ..fresh
             };
             self.is_changed = true;
@@ -369,7 +426,13 @@ impl EthernetManager {
         let member = &mut self.members[index];
         let port = member.ports.get_mut(vport)?;
         match request.attr {
-            id::CLASS_PORT_INFO => member.is_claimed = true,
+            id::CLASS_PORT_INFO => {
+                let info = ClassPortInfo::read_from_prefix(data).ok()?.0;
+                // A member with fewer ports than there are switches has those of the first ones.
+                member.ports.truncate(info.vports().max(1).into());
+                member.is_claimed = true;
+                member.other_manager = None;
+            }
             id::END_POINT => {
                 let end = EndPoint::read_from_prefix(data).ok()?.0;
                 if usize::from(end.mtu.get()) < super::MIN_PATH_MTU {
@@ -415,13 +478,14 @@ impl EthernetManager {
                 // Nothing came, or all did. What changes meanwhile has another generation, by which
                 // the list is read once more.
                 if macs.is_empty() || port.reading.len() >= total {
-                    port.macs = std::mem::take(&mut port.reading);
-                    port.macs.truncate(MAX_IFACE_MACS);
+                    let mut macs = std::mem::take(&mut port.reading);
+                    macs.truncate(MAX_IFACE_MACS);
+                    self.is_changed |= macs != port.macs;
+                    port.macs = macs;
                     port.macs_of = Some(header.gen_count.get());
                     if let Some(info) = &mut port.info {
                         info.vport.uc_macs_gen_count = header.gen_count;
                     }
-                    self.is_changed = true;
                 }
             }
             id::VESWPORT_MAC_ENTRIES => {
@@ -454,42 +518,6 @@ impl EthernetManager {
         let free = || (1..).map(Lid).find(|lid| !taken.contains(lid));
         self.members[index].lid = if keeps { Some(had) } else { free() };
         self.is_changed = true;
-    }
-
-    /// Makes the tables of all switches, in the order of LIDs.
-    fn make_tables(&mut self) {
-        let mut members: Vec<_> = self.members.iter().filter(|m| m.lid.is_some()).collect();
-        members.sort_by_key(|member| member.lid);
-        let make = |vport: usize| {
-            let mut tables = Tables::default();
-            let mut seen = BTreeSet::new();
-            for member in &members {
-                let (port, lid) = (&member.ports[vport], member.lid.unwrap_or(Lid::NONE));
-                let Some(end) = port.end else { continue };
-                tables.paths.push(Path {
-                    dlid: lid.0.into(),
-                    qpn: end.qpn,
-                    mtu: end.mtu,
-                    reserved: 0.into(),
-                    gid: member.address.gid.0,
-                });
-                for mac in [Mac::of_lid(lid)].iter().chain(&port.macs) {
-                    let is_one = !mac.is_zero() && !mac.is_multicast();
-                    if !is_one || tables.entries.len() >= MAX_MAC_ENTRIES.into() {
-                        continue;
-                    }
-                    // An address that two members have is the first one's.
-                    match seen.insert(*mac) {
-                        true => tables.entries.push(MacTableEntry::new(*mac, lid)),
-                        false => tracing::debug!(%mac, ?lid, "an address is another member's"),
-                    }
-                }
-            }
-            tables.digest = digest(tables.entries.as_bytes());
-            tables.paths_digest = digest(tables.paths.as_bytes());
-            tables
-        };
-        self.tables = (0..self.tables.len()).map(make).collect();
     }
 }
 

@@ -42,6 +42,8 @@ pub struct QpAddress {
     pub qpn: u32,
 }
 
+/// Largest number of a virtual switch, of 12 bits; 0 is none.
+pub const MAX_VESW_ID: u16 = 0xfff;
 /// Largest Ethernet MTU of a virtual switch, in bytes.
 pub const MAX_ETH_MTU: u16 = 9216;
 /// Smallest Ethernet MTU of a virtual switch, in bytes: IPv4's.

@@ -19,7 +19,7 @@ use super::wire::attr::{DEF_PORTS, Path, VeswInfo, VeswPortInfo, link, rc, state
 use super::wire::mad::{NoticeAttr, TrapOpcode, VeswPortTrap};
 use super::wire::packet::Header;
 use super::wire::{Lid, Mac};
-use super::{MAX_ETH_MTU, MIN_ETH_MTU, MIN_PATH_MTU, QpAddress};
+use super::{MAX_ETH_MTU, MAX_VESW_ID, MIN_ETH_MTU, MIN_PATH_MTU, QpAddress};
 
 /// Entries of the table that distributes flows to default ports (`OPA_VNIC_FLOW_TBL_SIZE`).
 const FLOW_TBL: usize = 32;
@@ -114,11 +114,20 @@ impl VirtualPort {
     }
 
     /// Sets the configuration. What is the port's own in `info` is ignored; reserved fields are kept
-    /// for the manager. Returns whether it did: nothing changes where an MTU is not an Ethernet's.
+    /// for the manager. Returns whether it did: nothing changes where an MTU is not an Ethernet's, or
+    /// frames are to pass without a switch or an address of the port.
     pub fn configure(&mut self, info: &VeswPortInfo) -> bool {
         let mtus = info.vesw.eth_mtu_pcp.iter().chain([&info.vesw.eth_mtu]);
         let is_mtu = |mtu: u16| mtu == 0 || (MIN_ETH_MTU..=MAX_ETH_MTU).contains(&mtu);
-        let is_state = matches!(info.vport.config_state, state::DROP_ALL | state::FORWARDING);
+        let lid = Lid(info.vport.encap_slid.get());
+        let is_port = (1..=MAX_VESW_ID).contains(&info.vesw.vesw_id.get())
+            && lid != Lid::NONE
+            && !lid.is_multicast();
+        let is_state = match info.vport.config_state {
+            state::DROP_ALL => true,
+            state::FORWARDING => is_port,
+            _ => false,
+        };
         if !mtus.map(|mtu| mtu.get()).all(is_mtu) || !is_state {
             return false;
         }
@@ -356,13 +365,14 @@ impl VirtualPort {
     }
 
     /// Takes a packet; returns a frame if it is whole with it. `from` is where the packet has come
-    /// from by the fabric.
+    /// from by the fabric: only packets of members are taken, each from its own queue pair, which
+    /// others do not know unless they see its packets.
     ///
     /// # Errors
     /// [`RxDrop`], which is counted.
     pub fn decapsulate<'a>(
         &'a mut self,
-        from: Gid,
+        from: QpAddress,
         packet: &'a [u8],
         now: Instant,
     ) -> Result<Option<&'a [u8]>, RxDrop> {
@@ -374,8 +384,6 @@ impl VirtualPort {
         let is_group = header.dlid.is_multicast();
         let frame = match header.fragment {
             None => Ok(Some(data)),
-            // Frames of sources without a path are not collected, which bounds their number.
-            Some(_) if !self.ways.contains_key(&header.slid) => Err(RxDrop::Logic),
             Some(fragment) => {
                 let taken = self.reassembly.take(header.slid, is_group, fragment, data);
                 taken.map_err(|_| RxDrop::Logic)
@@ -402,8 +410,7 @@ impl VirtualPort {
         });
         self.stats.count_rx(outcome);
         let frame = outcome?;
-        // Frames from ports without a path cannot be answered by one.
-        if self.ways.contains_key(&header.slid) && self.mac_table.dlid(frame.source()).is_none() {
+        if self.mac_table.dlid(frame.source()).is_none() {
             self.learned.note(frame.source(), header.slid, now);
         }
         Ok(Some(frame.bytes()))
@@ -415,7 +422,7 @@ impl VirtualPort {
     }
 
     /// Checks the headers of a packet.
-    fn check<'a>(&self, from: Gid, packet: &'a [u8]) -> Result<(Header, &'a [u8]), RxDrop> {
+    fn check<'a>(&self, from: QpAddress, packet: &'a [u8]) -> Result<(Header, &'a [u8]), RxDrop> {
         let (header, data) = Header::parse(packet).map_err(|_| RxDrop::Logic)?;
         if header.vesw_id != self.info.vesw.vesw_id.get() {
             return Err(RxDrop::BadVeswId);
@@ -426,9 +433,9 @@ impl VirtualPort {
         let is_ours = header.dlid == self.slid()
             || header.dlid.0 == self.info.vesw.u_mcast_dlid.get() && header.dlid != Lid::NONE;
         let is_partition = header.pkey & 0x7fff == self.info.vesw.pkey.get() & 0x7fff;
-        // A port whose path has not come yet is believed; one that has a path must use its address.
+        // One without a path, as of a member whose path has not come yet, may be any host's.
         let way = self.ways.get(&header.slid);
-        let is_source = header.slid != self.slid() && way.is_none_or(|way| way.to.gid == from);
+        let is_source = header.slid != self.slid() && way.is_some_and(|way| way.to == from);
         if !is_ours || !is_partition || !is_source {
             return Err(RxDrop::Logic);
         }

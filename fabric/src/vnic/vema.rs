@@ -2,8 +2,9 @@
 //!
 //! A host belongs to the manager that has set its class port information first, until that manager
 //! has been silent for [`OWNER_TIMEOUT`]: two managers would otherwise take each other's ports to and
-//! fro. Another one may read, and its changes are refused as "busy". When a manager is gone, ports go
-//! on with what they have.
+//! fro. Another one is refused as "busy", except for class port information, which says where the
+//! manager is: paths and tables help to forge frames, and answers that are longer than their questions
+//! could be sent to a third host. When a manager is gone, ports go on with what they have.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -95,7 +96,7 @@ impl Vema {
     /// [`RxDrop`], which is counted at a port.
     pub fn decapsulate<'a>(
         &'a mut self,
-        from: Gid,
+        from: QpAddress,
         packet: &'a [u8],
         now: Instant,
     ) -> Result<Option<(u8, &'a [u8])>, RxDrop> {
@@ -121,12 +122,15 @@ impl Vema {
             tracing::debug!(from = %from.gid, "another manager asks");
             return None;
         }
+        let is_public =
+            request.method == method::GET && request.attr_id.get() == id::CLASS_PORT_INFO;
+        let is_refused = !is_public && self.is_taken(from.gid, now);
         let answer = match request.method {
+            method::GET | method::SET if is_refused => Err(BUSY),
             method::GET => {
                 self.refresh_owner(from.gid, now);
                 self.get(&request, data)
             }
-            method::SET if self.is_taken(from.gid, now) => Err(BUSY),
             method::SET => {
                 self.owner = Some((from.gid, now));
                 self.set(&request, data)
@@ -562,6 +566,16 @@ mod tests {
         assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, 0);
         assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, BUSY);
 
+        // What a host knows of others is its manager's to read.
+        for attr in [id::VESWPORT_INFO, id::PATHS, id::END_POINT, 0x7777] {
+            let get = (GET, attr, 0);
+            assert_eq!(
+                ask(agent, 1, get, &[0; 8], now),
+                (BUSY, vec![]),
+                "{attr:#x}"
+            );
+        }
+
         let mut named = Vema::new(VemaConfig {
             manager: Some(address(1).gid),
             ..agent.config
@@ -626,7 +640,16 @@ mod tests {
                 info.as_bytes(),
                 now,
             );
-            agent.port_mut(vport).unwrap().set_link(true);
+            let path = Path {
+                dlid: 9.into(),
+                qpn: 77.into(),
+                mtu: 1024.into(),
+                reserved: 0.into(),
+                gid: address(2).gid.0,
+            };
+            let port = agent.port_mut(vport).unwrap();
+            port.set_link(true);
+            assert!(port.set_paths(0, 1, &[path]));
         }
         let mut header = Header {
             slid: Lid(9),
@@ -643,7 +666,7 @@ mod tests {
         };
         let mut packet = [0; 80];
         header.emit(60, &mut packet);
-        let from = address(2).gid;
+        let from = address(2);
         assert_eq!(
             agent.decapsulate(from, &packet, now),
             Ok(Some((1, &[0; 60][..])))
@@ -679,7 +702,7 @@ mod tests {
                         assert!(VemaHeader::parse(&answer).is_some());
                     }
                 }
-                let _ = agent.decapsulate(address(2).gid, data, now);
+                let _ = agent.decapsulate(address(2), data, now);
                 let _ = agent.poll_trap(now);
                 for port in agent.ports.values_mut() {
                     if let Ok(out) = port.encapsulate(data, now) {

@@ -327,7 +327,7 @@ impl Node {
         match number {
             DATA => {
                 if let Some(from) = read(&mut self.data) {
-                    match self.vema.decapsulate(from.gid, &packet, now) {
+                    match self.vema.decapsulate(from, &packet, now) {
                         Ok(Some((_, frame))) => self.tap.write(frame),
                         Ok(None) => {}
                         Err(drop) => tracing::trace!(from = %from.gid, %drop, "no frame"),

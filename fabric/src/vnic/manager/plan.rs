@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::{EthernetManager, Member, PortRecord, Tables};
+use super::tables::Tables;
+use super::{EthernetManager, Member, PortRecord};
 use crate::vnic::MANAGEMENT_QKEY;
 use crate::vnic::wire::attr::{
     IfaceMacsHeader, MAX_MAC_ENTRIES, MacTableEntry, MacTableHeader, Path, PathsHeader, id,

@@ -1,10 +1,11 @@
+use std::collections::HashMap;
 use std::net::IpAddr;
 
-use riser_transport::verbs::Gid;
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
 use crate::vnic::vema::{BUSY, Vema, VemaConfig};
-use crate::vnic::wire::attr::link;
+use crate::vnic::wire::attr::{MAX_MAC_ENTRIES, link};
 use crate::vnic::{QpAddress, port};
 
 fn address(n: u8, qpn: u32) -> QpAddress {
@@ -33,6 +34,8 @@ struct Net {
     /// One of this number of datagrams is lost; 0 loses none.
     loss: usize,
     sent: usize,
+    /// Number of requests to each host.
+    asked: HashMap<QpAddress, usize>,
 }
 
 impl Net {
@@ -43,14 +46,19 @@ impl Net {
             hosts: Vec::new(),
             loss: 0,
             sent: 0,
+            asked: HashMap::new(),
         }
     }
 
     fn join(&mut self, n: u8, qpn: u32) {
+        self.join_with(n, qpn, 2);
+    }
+
+    fn join_with(&mut self, n: u8, qpn: u32, max_vports: u8) {
         let vema = Vema::new(VemaConfig {
             qpn: 100 + u32::from(n),
             mtu: 1024,
-            max_vports: 2,
+            max_vports,
             manager: None,
         });
         self.hosts.push((address(n, qpn), vema));
@@ -66,6 +74,9 @@ impl Net {
         let end = self.now + time;
         loop {
             while let Some((to, mad)) = self.manager.poll_transmit(self.now) {
+                if let MadDestination::Member(to) = to {
+                    *self.asked.entry(to).or_default() += 1;
+                }
                 for index in 0..self.hosts.len() {
                     let address = self.hosts[index].0;
                     let is_for = match to {
@@ -274,6 +285,126 @@ fn addresses_of_an_interface_reach_all_tables_soon() {
 }
 
 #[test]
+fn a_member_with_fewer_ports_is_at_the_first_switches() {
+    let mut net = Net::new(&[100, 200]);
+    net.join(1, 10);
+    net.join_with(2, 20, 1);
+    net.join(3, 30);
+    net.run(SECOND * 5);
+    assert!(net.is_complete());
+    assert_eq!(net.lids(0), [1, 2, 3]);
+    assert!(net.hosts[1].1.port(1).is_none());
+    let other = net.hosts[0].1.port(1).unwrap();
+    let lids: Vec<_> = other.paths().iter().map(|p| p.dlid.get()).collect();
+    assert_eq!((lids, other.mac_table().len()), (vec![1, 3], 2));
+    // One that begins again with more gets them.
+    net.hosts.remove(1);
+    net.join_with(2, 21, 2);
+    net.run(SECOND * 5);
+    assert!(net.is_complete());
+    assert_eq!(net.hosts[0].1.port(1).unwrap().paths().len(), 3);
+}
+
+#[test]
+fn a_member_cannot_take_addresses_that_another_has() {
+    let mut net = Net::new(&[100]);
+    for n in 1..=3 {
+        net.join(n, 10);
+    }
+    net.run(SECOND * 2);
+    let chosen = Mac([0x06, 0, 0, 0, 0, 7]);
+    net.hosts[2].1.port_mut(0).unwrap().set_macs(&[chosen], &[]);
+    net.run(SECOND * 2);
+    // The first one claims what the others have, and what a later one will get.
+    let wanted: Vec<_> = (2..=4).map(|n| Mac::of_lid(Lid(n))).collect();
+    let claims = [&[chosen], &wanted[..]].concat();
+    net.hosts[0].1.port_mut(0).unwrap().set_macs(&claims, &[]);
+    net.run(SECOND * 2);
+    net.join(4, 10);
+    net.run(SECOND * 2);
+    let table = net.port(1).mac_table();
+    for lid in (1..=4).map(Lid) {
+        assert_eq!(table.dlid(Mac::of_lid(lid)), Some(lid));
+    }
+    assert_eq!(table.dlid(chosen), Some(Lid(3)));
+    assert_eq!(table.len(), 5);
+}
+
+#[test]
+fn members_that_fill_the_table_leave_others_their_address() {
+    let mut net = Net::new(&[100]);
+    for n in 1..=10 {
+        net.join(n, 10);
+    }
+    net.run(SECOND * 2);
+    for host in 0..9 {
+        let macs: Vec<_> = (0..=255).map(|n| Mac([6, host, 0, 0, 0, n])).collect();
+        let port = net.hosts[usize::from(host)].1.port_mut(0).unwrap();
+        port.set_macs(&macs, &[]);
+    }
+    net.run(SECOND * 3);
+    let table = net.port(0).mac_table();
+    assert_eq!(table.len(), usize::from(MAX_MAC_ENTRIES));
+    for lid in (1..=10).map(Lid) {
+        assert_eq!(table.dlid(Mac::of_lid(lid)), Some(lid));
+    }
+}
+
+#[test]
+fn a_member_that_changes_all_the_time_keeps_nothing_busy() {
+    let mut net = Net::new(&[100]);
+    for n in 1..=20 {
+        net.join(n, 10);
+    }
+    net.run(SECOND * 5);
+    let (member, agent) = (net.hosts[0].0, 10);
+    assert_eq!(member, address(1, agent));
+    net.asked.clear();
+    for n in 0..1000_u32 {
+        let [_, a, b, c] = n.to_be_bytes();
+        let port = net.hosts[0].1.port_mut(0).unwrap();
+        port.set_macs(&[Mac([6, 0, 0, a, b, c])], &[]);
+        let trap = VemaHeader::new(method::TRAP, id::NOTICE, 0, 1).with(&[0; 100]);
+        net.manager.handle_mad(member, &trap, net.now);
+        net.run(Duration::from_millis(10));
+    }
+    // Ten looks, and about as many tables.
+    let asked = net.asked[&address(9, agent)];
+    assert!((20..50).contains(&asked), "{asked}");
+    // The others are what they should be soon afterwards.
+    net.run(SECOND * 2);
+    assert!(net.is_complete());
+}
+
+#[test]
+fn a_member_that_is_never_right_is_asked_at_a_bounded_rate() {
+    let mut net = Net::new(&[100]);
+    let liar = address(7, 70);
+    // It answers at once, and has never done what it was asked for.
+    let asked = (0..100_000).take_while(|_| {
+        let Some((to, mad)) = net.manager.poll_transmit(net.now) else {
+            return false;
+        };
+        let (header, _) = VemaHeader::parse(&mad).unwrap();
+        let data = match header.attr_id.get() {
+            id::END_POINT => vec![0, 0, 0, 7, 4, 0, 0, 0],
+            id::VESWPORT_INFO => VeswPortInfo::power_on().as_bytes().to_vec(),
+            _ => vec![0; 100],
+        };
+        net.manager
+            .handle_mad(liar, &header.answer(0).with(&data), net.now);
+        to == MadDestination::Group || to == MadDestination::Member(liar)
+    });
+    let asked = asked.count();
+    assert!((5..1000).contains(&asked), "{asked}");
+    // Others are not kept waiting, nor is it for ever.
+    net.join(1, 10);
+    net.run(SECOND * 2);
+    assert!(net.manager.members().any(|member| member.is_complete));
+    assert!(net.manager.deadline().unwrap() > net.now);
+}
+
+#[test]
 fn lost_datagrams_are_repeated() {
     let mut net = Net::new(&[100, 200]);
     net.loss = 3;
@@ -300,8 +431,13 @@ fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
         net.join(n, 10);
     }
     // Another manager has the first one.
-    let claim = VemaHeader::new(method::SET, id::CLASS_PORT_INFO, 0, 1).with(&[0; 80]);
     let other = address(250, 99);
+    let info = ClassPortInfo {
+        trap_gid: other.gid.0,
+        trap_lid: 1.into(),
+        ..FromZeros::new_zeroed()
+    };
+    let claim = VemaHeader::new(method::SET, id::CLASS_PORT_INFO, 0, 1).with(info.as_bytes());
     let answer = net.hosts[0].1.handle_mad(other, &claim, net.now).unwrap();
     assert_eq!(VemaHeader::parse(&answer).unwrap().0.status.get(), 0);
     net.run(SECOND);
@@ -309,6 +445,8 @@ fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
     assert_eq!(members.len(), MAX_MEMBERS);
     assert!(members[1..].iter().all(|member| member.is_complete));
     assert!(!members[0].is_complete);
+    assert_eq!(members[0].other_manager, Some(other.gid));
+    assert!(members[1..].iter().all(|m| m.other_manager.is_none()));
     assert_eq!(net.lids(1).len(), MAX_MEMBERS - 1);
     let again = net.hosts[0]
         .1

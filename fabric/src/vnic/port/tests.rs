@@ -67,11 +67,16 @@ fn packets(out: &Encapsulated, frame: &[u8]) -> Vec<Vec<u8>> {
     (0..out.packets(frame.len())).map(packet).collect()
 }
 
-fn to(n: u8) -> Destination {
-    Destination::Port(QpAddress {
+/// Where port `n` sends from and receives.
+fn end(n: u8) -> QpAddress {
+    QpAddress {
         gid: gid(n),
         qpn: 100 + u32::from(n),
-    })
+    }
+}
+
+fn to(n: u8) -> Destination {
+    Destination::Port(end(n))
 }
 
 #[test]
@@ -88,9 +93,9 @@ fn a_frame_arrives_as_it_was_sent_at_every_length() {
         let (last, before) = packets.split_last().unwrap();
         for packet in before {
             assert_eq!(packet.len(), 1024);
-            assert_eq!(b.decapsulate(gid(1), packet, now), Ok(None));
+            assert_eq!(b.decapsulate(end(1), packet, now), Ok(None));
         }
-        assert_eq!(b.decapsulate(gid(1), last, now), Ok(Some(&sent[..])));
+        assert_eq!(b.decapsulate(end(1), last, now), Ok(Some(&sent[..])));
     }
     assert_eq!((a.stats().tx_packets(), b.stats().rx_packets()), (8, 8));
     assert_eq!((a.stats().tx_errors(), b.stats().rx_errors()), (0, 0));
@@ -116,7 +121,7 @@ fn the_table_counts_before_what_was_learned_and_before_addresses() {
     let hello = frame(Mac([0xff; 6]), strange, 60);
     let out = b.encapsulate(&hello, now).unwrap();
     let packet = &packets(&out, &hello)[0];
-    assert!(a.decapsulate(gid(2), packet, now).unwrap().is_some());
+    assert!(a.decapsulate(end(2), packet, now).unwrap().is_some());
     assert_eq!(dest(&mut a, strange), Ok((to(2), Lid(2))));
     let entry = |mac, lid| MacTableEntry::new(mac, Lid(lid));
     assert!(
@@ -234,7 +239,7 @@ fn packets_that_are_not_for_the_port_are_counted() {
     };
     let mut b = port(2, 600);
     let mut take =
-        |packet: Vec<u8>, from| b.decapsulate(gid(from), &packet, now).map(|f| f.is_some());
+        |packet: Vec<u8>, from| b.decapsulate(end(from), &packet, now).map(|f| f.is_some());
     assert_eq!(take(with(|_| {}, &sent), 1), Ok(true));
     assert_eq!(
         take(with(|_| {}, &sent), 3),
@@ -265,8 +270,8 @@ fn packets_that_are_not_for_the_port_are_counted() {
     );
     assert_eq!(
         take(with(|h| h.slid = Lid(9), &sent), 1),
-        Ok(true),
-        "its path comes later"
+        Err(RxDrop::Logic),
+        "no member"
     );
     assert_eq!(take(with(|_| {}, &sent[..59]), 1), Err(RxDrop::Runt));
     assert_eq!(take(with(|_| {}, &[7; 615]), 1), Err(RxDrop::Oversize));
@@ -282,12 +287,18 @@ fn packets_that_are_not_for_the_port_are_counted() {
     header.emit(60, &mut packet);
     assert_eq!(take(packet, 1), Err(RxDrop::Logic), "no path, no fragments");
     assert_eq!(take(vec![0; 30], 1), Err(RxDrop::Logic));
-    b.set_link(false);
+    let stranger = QpAddress { qpn: 7, ..end(1) };
     let packet = with(|_| {}, &sent);
-    assert_eq!(b.decapsulate(gid(1), &packet, now), Err(RxDrop::EthDown));
+    assert_eq!(
+        b.decapsulate(stranger, &packet, now),
+        Err(RxDrop::Logic),
+        "another queue pair"
+    );
+    b.set_link(false);
+    assert_eq!(b.decapsulate(end(1), &packet, now), Err(RxDrop::EthDown));
     b.reset();
     let stopped = with(|h| h.vesw_id = 0, &sent);
-    assert_eq!(b.decapsulate(gid(1), &stopped, now), Err(RxDrop::DropState));
+    assert_eq!(b.decapsulate(end(1), &stopped, now), Err(RxDrop::DropState));
     assert_eq!(a.encapsulate(&sent[..13], now).unwrap_err(), TxDrop::Logic);
     a.reset();
     assert_eq!(a.encapsulate(&sent, now).unwrap_err(), TxDrop::DropState);
@@ -329,6 +340,20 @@ fn what_is_the_ports_own_cannot_be_configured_and_the_rest_is_kept() {
         info.vesw.eth_mtu = eth_mtu.into();
         info.vport.config_state = state;
         assert!(!a.configure(&info), "{eth_mtu} {state}");
+    }
+    // A port that forwards has a switch and an address.
+    let valid = config(1, 1500);
+    for (vesw_id, lid) in [
+        (0, 1),
+        (0x1000, 1),
+        (100, 0),
+        (100, GROUP.0),
+        (100, 1 << 24),
+    ] {
+        info = valid;
+        info.vesw.vesw_id = vesw_id.into();
+        info.vport.encap_slid = lid.into();
+        assert!(!a.configure(&info), "{vesw_id} {lid}");
     }
     a.mac_table_mut().set(0, &[], 9);
     assert_eq!(a.info().vport.mac_tbl_digest.get(), 9);
@@ -431,7 +456,7 @@ fn vnic_packets() {
             whole.truncate(at);
             whole.extend_from_slice(packet);
             for packet in [packet, &whole[..]] {
-                if let Ok(Some(frame)) = a.decapsulate(gid(2), packet, now) {
+                if let Ok(Some(frame)) = a.decapsulate(end(2), packet, now) {
                     assert!((frame::MIN..=MAX_FRAME).contains(&frame.len()));
                 }
             }

@@ -185,6 +185,12 @@ impl ClassPortInfo {
     pub const CAP_TRAP: u16 = 1;
     /// Response time of an agent: 1.07 s.
     pub const RESP_TIME: u32 = 18;
+
+    /// Number of virtual ports that the agent can have.
+    #[must_use]
+    pub fn vports(&self) -> u8 {
+        (self.cap_mask.get() >> 8) as u8
+    }
 }
 
 /// Attribute of a trap (`struct opa_vnic_notice_attr`).

@@ -1,0 +1,94 @@
+//! The tables that all ports of a switch have, and how often they are made.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use zerocopy::IntoBytes;
+
+use super::{EthernetManager, SETTLE};
+use crate::vnic::wire::attr::{MAX_MAC_ENTRIES, MacTableEntry, Path, digest};
+use crate::vnic::wire::{Lid, Mac};
+
+/// Tables that all ports of a switch have.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Tables {
+    pub(super) entries: Vec<MacTableEntry>,
+    pub(super) digest: u32,
+    pub(super) paths: Vec<Path>,
+    pub(super) paths_digest: u32,
+}
+
+impl EthernetManager {
+    /// Makes tables of what has changed. Each that follows another one at once takes twice as long.
+    pub(super) fn settle(&mut self, now: Instant) {
+        let interval = self.config.interval;
+        let is_calm = self.settled.is_none_or(|settled| settled + interval <= now);
+        let before = self.digests();
+        self.is_changed = false;
+        self.make_tables();
+        if is_calm {
+            self.spacing = SETTLE;
+        } else if self.digests() != before {
+            self.spacing = (self.spacing * 2).min(interval.max(SETTLE));
+        }
+        self.settled = Some(now + self.spacing);
+    }
+
+    fn digests(&self) -> Vec<(u32, u32)> {
+        let of = |tables: &Tables| (tables.digest, tables.paths_digest);
+        self.tables.iter().map(of).collect()
+    }
+
+    /// Makes the tables of all switches, in the order of LIDs.
+    pub(super) fn make_tables(&mut self) {
+        self.tables = (0..self.tables.len()).map(|n| self.make_table(n)).collect();
+    }
+
+    fn make_table(&self, vport: usize) -> Tables {
+        let mut members: Vec<_> = self.members.iter().filter(|m| m.lid.is_some()).collect();
+        members.sort_by_key(|member| member.lid);
+        let before = self.tables[vport].entries.iter();
+        let before: BTreeSet<_> = before.map(|e| (e.mac_addr, e.dlid())).collect();
+        let mut tables = Tables::default();
+        // Claims: their rank, their place in the table, the address.
+        let mut claims = Vec::new();
+        for member in members {
+            let lid = member.lid.unwrap_or(Lid::NONE);
+            let port = member.ports.get(vport);
+            let Some((port, end)) = port.and_then(|port| Some((port, port.end?))) else {
+                continue;
+            };
+            tables.paths.push(Path {
+                dlid: lid.0.into(),
+                qpn: end.qpn,
+                mtu: end.mtu,
+                reserved: 0.into(),
+                gid: member.address.gid.0,
+            });
+            claims.push((0, (lid, 0), Mac::of_lid(lid)));
+            for (place, mac) in (1..).zip(&port.macs) {
+                let rank = if before.contains(&(*mac, lid)) { 1 } else { 2 };
+                claims.push((rank, (lid, place), *mac));
+            }
+        }
+        // An address that two members want is that of the LID in it, or else stays with the one that
+        // has it, or is the first one's. In this order there is room as well.
+        claims.sort_by_key(|(rank, place, _)| (*rank, *place));
+        let mut seen = BTreeSet::new();
+        claims.retain(|(_, (lid, _), mac)| {
+            let is_one = !mac.is_zero() && !mac.is_multicast();
+            let is_first = is_one && seen.insert(*mac);
+            if is_one && !is_first {
+                tracing::debug!(%mac, ?lid, "an address is another member's");
+            }
+            is_first
+        });
+        claims.truncate(MAX_MAC_ENTRIES.into());
+        claims.sort_by_key(|(_, place, _)| *place);
+        let entry = |(_, (lid, _), mac)| MacTableEntry::new(mac, lid);
+        tables.entries = claims.into_iter().map(entry).collect();
+        tables.digest = digest(tables.entries.as_bytes());
+        tables.paths_digest = digest(tables.paths.as_bytes());
+        tables
+    }
+}

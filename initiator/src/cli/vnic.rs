@@ -1,4 +1,4 @@
-//! `riser vnic`: an interface of a virtual Ethernet over the software NIC.
+//! `riser vnic`: interfaces of virtual Ethernets over the software NIC.
 
 use std::io;
 use std::net::IpAddr;
@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use riser_fabric::vnic::VeswConfig;
+use riser_fabric::vnic::vema::OWNER_TIMEOUT;
 use serde::Serialize;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -18,17 +19,26 @@ use crate::vnic::{Config, Manage, Node, VnicError};
 
 /// Groups of members that name none: administratively scoped (RFC 2365 6.1, RFC 4291 2.7).
 const GROUPS: [&str; 2] = ["239.255.86.78", "ff15::564e"];
+/// Most interfaces of a member, and switches of a manager.
+const MAX_INTERFACES: usize = 16;
+/// Longest time between two searches: half of that after which members take another manager.
+const MAX_INTERVAL: Duration = OWNER_TIMEOUT.checked_div(2).unwrap();
 
 #[derive(Serialize)]
 struct Document {
-    interface: String,
+    interfaces: Vec<Interface>,
+}
+
+#[derive(Serialize)]
+struct Interface {
+    name: String,
     sent: u64,
     received: u64,
     send_errors: u64,
     receive_errors: u64,
 }
 
-/// Serves the interface until a signal.
+/// Serves the interfaces until a signal.
 pub(super) fn run(args: &VnicArgs, global: &Global) -> Result<(), CliError> {
     let config = config(args)?;
     let wake = signals().map_err(|e| CliError::io("cannot handle signals", e))?;
@@ -41,24 +51,28 @@ pub(super) fn run(args: &VnicArgs, global: &Global) -> Result<(), CliError> {
         }
     }
     node.leave();
-    let report = node.report();
-    let document = Document {
-        interface: node.interface().to_owned(),
+    let interfaces = node.reports().into_iter().map(|report| Interface {
+        name: report.interface,
         sent: report.sent,
         received: report.received,
         send_errors: report.send_errors,
         receive_errors: report.receive_errors,
+    });
+    let document = Document {
+        interfaces: interfaces.collect(),
     };
     output::result(&document, global, |out| {
-        writeln!(
-            out,
-            "{}: {} frames sent, {} received; {} not sent, {} packets dropped",
-            document.interface,
-            document.sent,
-            document.received,
-            document.send_errors,
-            document.receive_errors
-        )
+        document.interfaces.iter().try_for_each(|interface| {
+            writeln!(
+                out,
+                "{}: {} frames sent, {} received; {} not sent, {} packets dropped",
+                interface.name,
+                interface.sent,
+                interface.received,
+                interface.send_errors,
+                interface.receive_errors
+            )
+        })
     })
 }
 
@@ -81,14 +95,39 @@ fn config(args: &VnicArgs) -> Result<Config, CliError> {
     if args.manage && args.interval < Duration::from_millis(100) {
         return usage("the interval is shorter than 100 ms".into());
     }
+    if args.manage && args.interval > MAX_INTERVAL {
+        return usage(
+            "the interval is longer than 5 s, and members take another manager after 10".into(),
+        );
+    }
+    let is_twice = |(n, name)| args.name[..n].contains(name);
+    if args.name.iter().enumerate().any(is_twice) {
+        return usage("two interfaces have one name".into());
+    }
+    if args.name.len() > MAX_INTERFACES || args.switch.len() > MAX_INTERFACES {
+        return usage(format!(
+            "there are at most {MAX_INTERFACES} interfaces and switches"
+        ));
+    }
+    let is_twice = |(n, switch)| args.switch[..n].contains(switch);
+    if args.switch.iter().enumerate().any(is_twice) {
+        return usage("two switches have one number".into());
+    }
+    let mtus = match *args.mtu {
+        [mtu] => vec![mtu; args.switch.len()],
+        _ if args.mtu.len() == args.switch.len() => args.mtu.clone(),
+        _ => return usage("there is one MTU for all switches, or one for each".into()),
+    };
+    let vesws = args.switch.iter().zip(mtus);
+    let vesws = vesws.map(|(switch, mtu)| VeswConfig::new(*switch, mtu));
     Ok(Config {
         addr: args.addr,
         group,
-        name: args.name.clone(),
+        names: args.name.clone(),
         mac: args.mac,
         manager: args.manager,
         manage: args.manage.then(|| Manage {
-            vesw: VeswConfig::new(args.switch, args.mtu),
+            vesws: vesws.collect(),
             interval: args.interval,
             dead_after: args.dead_after,
         }),
@@ -109,13 +148,19 @@ fn failed(error: VnicError, config: &Config) -> CliError {
     let (exit, help) = match &error {
         VnicError::Create(_, e) | VnicError::Device(_, e) => {
             let is_interface = matches!(error, VnicError::Create(..));
+            let is_missing = e.kind() == io::ErrorKind::NotFound
+                || matches!(e.raw_os_error(), Some(libc::ENODEV | libc::ENXIO));
             let help = match e.kind() {
                 io::ErrorKind::PermissionDenied if is_interface => {
                     Some("making an interface takes root, or CAP_NET_ADMIN".to_owned())
                 }
-                io::ErrorKind::NotFound if is_interface => {
+                _ if is_interface && is_missing => {
                     Some("`modprobe tun` makes /dev/net/tun".to_owned())
                 }
+                io::ErrorKind::ResourceBusy if is_interface => Some(
+                    "there is an interface of this name; `--name` gives this one another"
+                        .to_owned(),
+                ),
                 io::ErrorKind::AddrNotAvailable => Some(format!(
                     "`ip address` shows which addresses this host has; {} is none",
                     config.addr
@@ -133,17 +178,17 @@ fn failed(error: VnicError, config: &Config) -> CliError {
             };
             (exit, help)
         }
-        VnicError::Interface(_, e)
+        VnicError::Interface(name, e)
             if matches!(e.raw_os_error(), Some(libc::EBADFD | libc::ENODEV)) =>
         {
-            let help = format!("{} was deleted", config.name);
+            let help = format!("{name} was deleted, or moved to another network namespace");
             (Exit::NotFound, Some(help))
         }
         _ => (Exit::Failure, None),
     };
     let error = CliError::new(
         exit,
-        format!("{} is no interface of a virtual Ethernet", config.name),
+        format!("no virtual Ethernet for {}", config.names.join(", ")),
     )
     .because(error);
     match help {
@@ -183,9 +228,42 @@ mod tests {
             &["192.0.2.1", "--manager", "2001:db8::1"],
             &["192.0.2.1", "--manage", "--dead-after", "1s"],
             &["192.0.2.1", "--manage", "--interval", "50ms"],
+            &[
+                "192.0.2.1",
+                "--manage",
+                "--interval",
+                "6s",
+                "--dead-after",
+                "9s",
+            ],
         ] {
             assert_eq!(of(wrong).unwrap_err().exit, Exit::Usage, "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn a_switch_has_an_mtu_of_its_own_or_that_of_all() {
+        let switches = |words: &[&str]| {
+            let manage = ["192.0.2.1", "--manage"];
+            let words: Vec<_> = manage.iter().chain(words).copied().collect();
+            let config = config(&args(&words)).map_err(|e| e.exit);
+            config.map(|config| {
+                let vesws = config.manage.unwrap().vesws.into_iter();
+                vesws.map(|v| (v.vesw_id, v.eth_mtu)).collect::<Vec<_>>()
+            })
+        };
+        assert_eq!(switches(&[]), Ok(vec![(1, 1500)]));
+        let two = ["--switch", "7", "--switch", "9", "--mtu", "4000"];
+        assert_eq!(switches(&two), Ok(vec![(7, 4000), (9, 4000)]));
+        let each = [&two[..], &["--mtu", "9000"]].concat();
+        assert_eq!(switches(&each), Ok(vec![(7, 4000), (9, 9000)]));
+        let wrong = [&each[..], &["--mtu", "9000"]].concat();
+        assert_eq!(switches(&wrong), Err(Exit::Usage));
+        assert_eq!(
+            switches(&["--switch", "3", "--switch", "3"]),
+            Err(Exit::Usage)
+        );
+        assert_eq!(switches(&["--name", "a", "--name", "a"]), Err(Exit::Usage));
     }
 
     #[test]

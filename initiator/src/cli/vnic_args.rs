@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use riser_fabric::vnic::MAX_ETH_MTU;
 use riser_fabric::vnic::wire::Mac;
+use riser_fabric::vnic::{MAX_ETH_MTU, MAX_VESW_ID};
 
 use super::units;
 
@@ -17,14 +17,14 @@ pub struct VnicArgs {
     /// Local address of the software NIC
     #[arg(long, value_name = "IP")]
     pub addr: IpAddr,
-    /// Name of the interface
+    /// Name of the interface; given again, that of a further one, at the manager's next switch
     #[arg(long, value_name = "NAME", default_value = "vnic0")]
-    pub name: String,
+    pub name: Vec<String>,
     /// Multicast group of the Ethernet; members with another one are not met [default: 239.255.86.78,
     /// or ff15::564e for an IPv6 address]
     #[arg(long, value_name = "IP")]
     pub group: Option<IpAddr>,
-    /// MAC address of the interface [default: what the manager gives]
+    /// MAC address of the first interface [default: what the manager gives]
     #[arg(long, value_name = "MAC", value_parser = mac)]
     pub mac: Option<Mac>,
     /// Take orders from the manager at this address only [default: from the first one that comes]
@@ -33,15 +33,16 @@ pub struct VnicArgs {
     /// Be the manager of the Ethernet as well, of which there is one
     #[arg(long)]
     pub manage: bool,
-    /// Number of the virtual switch
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "manage",
-          value_parser = clap::value_parser!(u16).range(1..=0xfff))]
-    pub switch: u16,
-    /// MTU of all members' interfaces, in bytes: 1280 to 9216
-    #[arg(long, value_name = "BYTES", default_value_t = 1500, requires = "manage",
+    /// Number of the virtual switch, 1 to 4095; given again, that of a further one, which members have
+    /// their next interface at
+    #[arg(long, value_name = "N", default_value = "1", requires = "manage",
+          value_parser = clap::value_parser!(u16).range(1..=MAX_VESW_ID as i64))]
+    pub switch: Vec<u16>,
+    /// MTU of all members' interfaces, in bytes: 1280 to 9216; given again, that of the next switch
+    #[arg(long, value_name = "BYTES", default_value = "1500", requires = "manage",
           value_parser = clap::value_parser!(u16).range(MIN_MTU..=MAX_ETH_MTU as i64))]
-    pub mtu: u16,
-    /// Time between two searches for members
+    pub mtu: Vec<u16>,
+    /// Time between two searches for members, 100 ms to 5 s
     #[arg(long, value_name = "DURATION", default_value = "1s", requires = "manage",
           value_parser = units::duration)]
     pub interval: Duration,

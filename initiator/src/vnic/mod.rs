@@ -1,5 +1,6 @@
 //! A member of a virtual Ethernet: an interface of this host whose frames travel as datagrams over the
-//! fabric, and perhaps the manager of the whole Ethernet.
+//! fabric, and perhaps the manager of the whole Ethernet. It may be a member of several Ethernets, with
+//! an interface for each: they have queue pairs, group and manager in common.
 //!
 //! ```text
 //!  TAP ⇄ VirtualPort ⇄ queue pair for frames ──────┐
@@ -20,12 +21,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use riser_fabric::vnic::manager::MadDestination;
-use riser_fabric::vnic::port::{Destination, Encapsulated};
-use riser_fabric::vnic::wire::attr::link;
+use riser_fabric::vnic::port::{Destination, Encapsulated, InterfaceConfig};
+use riser_fabric::vnic::stats::Stats;
+use riser_fabric::vnic::wire::attr::{VeswPortInfo, link};
 use riser_fabric::vnic::wire::{Lid, Mac};
 use riser_fabric::vnic::{
     DATA_QKEY, EthernetManager, MANAGEMENT_QKEY, MIN_PATH_MTU, ManagerConfig, QpAddress, Vema,
-    VemaConfig, VeswConfig, frame,
+    VemaConfig, VeswConfig, VirtualPort, frame,
 };
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{
@@ -40,6 +42,8 @@ pub use tap::{InterfaceState, MAX_NAME, Tap};
 const BATCH: usize = 64;
 /// Time between two looks at the interface, which its user may change.
 const LOOK: Duration = Duration::from_millis(500);
+/// Time after which a member without a manager says so.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Address handles that are kept.
 const MAX_HANDLES: usize = 1024;
 /// Datagrams that may be on their way out and in, of frames and of management.
@@ -59,21 +63,21 @@ pub struct Config {
     pub addr: IpAddr,
     /// Multicast group of the Ethernet.
     pub group: IpAddr,
-    /// Name of the interface.
-    pub name: String,
-    /// MAC address of the interface, if not the one that the manager gives it.
+    /// Names of the interfaces, one or more: the first is at the manager's first switch, and so on.
+    pub names: Vec<String>,
+    /// MAC address of the first interface, if not the one that the manager gives it.
     pub mac: Option<Mac>,
     /// The only manager that this member listens to.
     pub manager: Option<IpAddr>,
-    /// This member is the manager, of such a switch.
+    /// This member is the manager, of such switches.
     pub manage: Option<Manage>,
 }
 
 /// What a manager gives the members.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Manage {
-    /// The switch.
-    pub vesw: VeswConfig,
+    /// The switches, one or more.
+    pub vesws: Vec<VeswConfig>,
     /// Time between two searches for members.
     pub interval: Duration,
     /// Time of silence after which a member is forgotten.
@@ -106,9 +110,11 @@ pub enum VnicError {
     Interface(String, #[source] io::Error),
 }
 
-/// What a member has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What an interface of a member has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
+    /// Name of the interface.
+    pub interface: String,
     /// Frames of the host that were sent.
     pub sent: u64,
     /// Frames that the host was given.
@@ -138,7 +144,79 @@ fn verbs(step: &'static str) -> impl Fn(VerbsError) -> VnicError {
     move |source| VnicError::Verbs { step, source }
 }
 
-/// A member of a virtual Ethernet.
+/// An interface, at the virtual port of the same index.
+struct Interface {
+    tap: Tap,
+    /// The address that the user wants, and the one that the manager has given last.
+    wanted_mac: Option<Mac>,
+    given_mac: Option<Mac>,
+    status: Option<PortStatus>,
+}
+
+impl Interface {
+    /// The error of a request about the interface.
+    fn failed(&self) -> impl Fn(io::Error) -> VnicError + use<> {
+        let name = self.tap.name().to_owned();
+        move |e| VnicError::Interface(name.clone(), e)
+    }
+
+    /// The interface has a carrier while its port forwards and the NIC's port is up.
+    fn set_carrier(&self, is_linked: bool) -> Result<(), VnicError> {
+        let is_forwarding = self.status.is_some_and(|status| status.is_forwarding);
+        let set = self.tap.set_carrier(is_linked && is_forwarding);
+        set.map_err(self.failed())
+    }
+
+    /// Gives the interface what the manager has configured. Returns whether something is new.
+    fn apply(
+        &mut self,
+        wanted: InterfaceConfig,
+        info: &VeswPortInfo,
+        is_linked: bool,
+    ) -> Result<bool, VnicError> {
+        let named = self.tap.find_name();
+        let failed = self.failed();
+        named.map_err(&failed)?;
+        if let Some(mtu) = wanted.mtu {
+            self.tap.set_mtu(mtu).map_err(&failed)?;
+        }
+        // An address that the user has set since stays, until the manager gives another one.
+        let mac = self.wanted_mac.or(wanted.mac);
+        if let Some(mac) = mac
+            && self.given_mac != Some(mac)
+        {
+            self.tap.set_mac(mac).map_err(&failed)?;
+            self.given_mac = Some(mac);
+        }
+        if self.status.is_none() {
+            self.tap.set_up().map_err(&failed)?;
+        }
+        let status = PortStatus {
+            vesw_id: info.vesw.vesw_id.get(),
+            lid: Lid(info.vport.encap_slid.get()),
+            mac: self.given_mac.unwrap_or_default(),
+            mtu: info.vesw.eth_mtu.get(),
+            is_forwarding: wanted.carrier,
+        };
+        if self.status == Some(status) {
+            return Ok(false);
+        }
+        tracing::info!(
+            interface = self.tap.name(),
+            switch = status.vesw_id,
+            port = status.lid.0,
+            mac = %status.mac,
+            mtu = status.mtu,
+            forwarding = status.is_forwarding,
+            "the port is configured"
+        );
+        self.status = Some(status);
+        self.set_carrier(is_linked)?;
+        Ok(true)
+    }
+}
+
+/// A member of virtual Ethernets.
 pub struct Node {
     nic: Roce,
     pd: PdId,
@@ -150,23 +228,24 @@ pub struct Node {
     agent: Queue,
     vema: Vema,
     manager: Option<(Queue, EthernetManager)>,
-    tap: Tap,
-    /// The address that the user wants, and the one that the manager has given last.
-    wanted_mac: Option<Mac>,
-    given_mac: Option<Mac>,
+    interfaces: Vec<Interface>,
     is_linked: bool,
-    status: Option<PortStatus>,
     looked: Option<Instant>,
+    /// Time at which a manager is missed.
+    missed: Option<Instant>,
     completions: Vec<Completion>,
     packet: Vec<u8>,
     frame: Vec<u8>,
 }
 
 impl Node {
-    /// Opens the NIC and makes the interface.
+    /// Opens the NIC and makes the interfaces.
     ///
     /// # Errors
     /// [`VnicError`].
+    ///
+    /// # Panics
+    /// If there are no names of interfaces or more than 255, or no switches of a manager.
     pub fn open(config: &Config) -> Result<Self, VnicError> {
         let roce = RoceConfig::new(config.addr);
         let mut nic = Roce::open(&roce).map_err(|e| VnicError::Device(config.addr, e))?;
@@ -175,8 +254,18 @@ impl Node {
         if (mtu as usize) < MIN_PATH_MTU {
             return Err(VnicError::PathMtu(config.addr, mtu));
         }
-        let tap = Tap::create(&config.name);
-        let tap = tap.map_err(|e| VnicError::Create(config.name.clone(), e))?;
+        let create = |(index, name): (usize, &String)| {
+            let tap = Tap::create(name).map_err(|e| VnicError::Create(name.clone(), e))?;
+            Ok(Interface {
+                tap,
+                wanted_mac: config.mac.filter(|_| index == 0),
+                given_mac: None,
+                status: None,
+            })
+        };
+        let interfaces = config.names.iter().enumerate().map(create);
+        let interfaces = interfaces.collect::<Result<Vec<_>, VnicError>>()?;
+        let max_vports = u8::try_from(interfaces.len()).expect("at most 255 interfaces");
         let pd = nic.alloc_pd().map_err(verbs("protection domain"))?;
         let slots = |(sends, receives): (usize, usize)| sends + receives;
         let entries = slots(DATA_SLOTS) + 2 * slots(MANAGEMENT_SLOTS);
@@ -197,7 +286,7 @@ impl Node {
         let data = open(&mut nic, DATA, DATA_QKEY, DATA_SLOTS)?;
         let agent = open(&mut nic, AGENT, MANAGEMENT_QKEY, MANAGEMENT_SLOTS)?;
         let own = Gid::from(config.addr);
-        let manager = match config.manage {
+        let manager = match &config.manage {
             None => None,
             Some(manage) => {
                 let queue = open(&mut nic, MANAGER, MANAGEMENT_QKEY, MANAGEMENT_SLOTS)?;
@@ -207,7 +296,7 @@ impl Node {
                         qpn: queue.qpn,
                     },
                     max_mad: mtu as usize,
-                    vesws: vec![manage.vesw],
+                    vesws: manage.vesws.clone(),
                     interval: manage.interval,
                     dead_after: manage.dead_after,
                     first_tid: getrandom::u64().unwrap_or_default(),
@@ -218,7 +307,7 @@ impl Node {
         let vema = Vema::new(VemaConfig {
             qpn: data.qpn,
             mtu: mtu as u16,
-            max_vports: 1,
+            max_vports,
             manager: config.manager.map(Gid::from),
         });
         let attr = AhAttr {
@@ -238,43 +327,31 @@ impl Node {
             agent,
             vema,
             manager,
-            tap,
-            wanted_mac: config.mac,
-            given_mac: None,
+            interfaces,
             is_linked: true,
-            status: None,
             looked: None,
+            missed: Some(Instant::now() + PATIENCE),
             completions: Vec::new(),
             packet: Vec::new(),
             frame: vec![0; 1 << 16],
         })
     }
 
-    /// Name of the interface.
+    /// What the interfaces have done.
     #[must_use]
-    pub fn interface(&self) -> &str {
-        self.tap.name()
-    }
-
-    /// The port, once the manager has configured it.
-    #[must_use]
-    pub fn status(&self) -> Option<PortStatus> {
-        self.status
-    }
-
-    /// What the member has done.
-    #[must_use]
-    pub fn report(&self) -> Report {
-        let Some(port) = self.vema.port(0) else {
-            return Report::default();
+    pub fn reports(&self) -> Vec<Report> {
+        let report = |(vport, interface): (u8, &Interface)| {
+            let stats = self.vema.port(vport).map(VirtualPort::stats);
+            let count = |of: fn(&Stats) -> u64| stats.map_or(0, of);
+            Report {
+                interface: interface.tap.name().to_owned(),
+                sent: count(Stats::tx_packets),
+                received: count(Stats::rx_packets),
+                send_errors: count(Stats::tx_errors),
+                receive_errors: count(Stats::rx_errors),
+            }
         };
-        let stats = port.stats();
-        Report {
-            sent: stats.tx_packets(),
-            received: stats.rx_packets(),
-            send_errors: stats.tx_errors(),
-            receive_errors: stats.rx_errors(),
-        }
+        (0..).zip(&self.interfaces).map(report).collect()
     }
 
     /// Does what can be done now, and then sleeps until there is more, or `wake` is readable.
@@ -328,7 +405,9 @@ impl Node {
             DATA => {
                 if let Some(from) = read(&mut self.data) {
                     match self.vema.decapsulate(from, &packet, now) {
-                        Ok(Some((_, frame))) => self.tap.write(frame),
+                        Ok(Some((vport, frame))) => {
+                            self.interfaces[usize::from(vport)].tap.write(frame);
+                        }
                         Ok(None) => {}
                         Err(drop) => tracing::trace!(from = %from.gid, %drop, "no frame"),
                     }
@@ -389,20 +468,22 @@ impl Node {
     fn take_frames(&mut self, now: Instant) -> Result<usize, VnicError> {
         let mut bytes = std::mem::take(&mut self.frame);
         let mut count = 0;
-        let mut taken = Ok(());
-        while count < BATCH && self.has_room() {
-            match self.tap.read(&mut bytes) {
-                Ok(Some(len)) => self.send_frame(&mut bytes, len, now),
-                Ok(None) => break,
-                Err(e) => {
-                    taken = Err(VnicError::Interface(self.tap.name().to_owned(), e));
+        for vport in 0..self.interfaces.len() {
+            for _ in 0..BATCH {
+                if !self.has_room() {
                     break;
                 }
+                let interface = &self.interfaces[vport];
+                let read = interface.tap.read(&mut bytes);
+                let Some(len) = read.map_err(interface.failed())? else {
+                    break;
+                };
+                self.send_frame(vport as u8, &mut bytes, len, now);
+                count += 1;
             }
-            count += 1;
         }
         self.frame = bytes;
-        taken.map(|()| count)
+        Ok(count)
     }
 
     /// Whether there is room for the packets of the longest frame over the shortest path.
@@ -410,8 +491,8 @@ impl Node {
         self.data.room() > riser_fabric::vnic::MAX_FRAME / (MIN_PATH_MTU - 28)
     }
 
-    fn send_frame(&mut self, bytes: &mut [u8], len: usize, now: Instant) {
-        let Some(port) = self.vema.port_mut(0) else {
+    fn send_frame(&mut self, vport: u8, bytes: &mut [u8], len: usize, now: Instant) {
+        let Some(port) = self.vema.port_mut(vport) else {
             return;
         };
         let sent: Encapsulated = match port.encapsulate(&bytes[..len], now) {
@@ -439,7 +520,7 @@ impl Node {
         }
     }
 
-    /// Looks at the interface, which its user may have changed, and at the state of the NIC's port.
+    /// Looks at the interfaces, which their user may have changed, and at the state of the NIC's port.
     fn look(&mut self, now: Instant) -> Result<(), VnicError> {
         while let Some(event) = self.nic.poll_async_event() {
             match event {
@@ -452,26 +533,33 @@ impl Node {
             return Ok(());
         }
         self.looked = Some(now);
-        let failed = |e| VnicError::Interface(self.tap.name().to_owned(), e);
-        let state = self.tap.state().map_err(failed)?;
-        let groups = self.tap.multicast_macs().map_err(failed)?;
-        if let Some(port) = self.vema.port_mut(0) {
-            port.set_link(state.is_up);
-            port.set_macs(&[state.mac], &groups);
+        if self.interfaces.iter().any(|i| i.status.is_none())
+            && self.missed.is_some_and(|missed| missed <= now)
+        {
+            self.missed = None;
+            tracing::warn!(
+                group = %self.group,
+                "no manager has configured each interface so far; is there one member with --manage \
+                 and as many switches, and do datagrams of this group arrive?"
+            );
+        }
+        for (vport, interface) in (0..).zip(&mut self.interfaces) {
+            let state = interface.tap.state().map_err(interface.failed())?;
+            let groups = interface.tap.multicast_macs();
+            let groups = groups.map_err(interface.failed())?;
+            if let Some(port) = self.vema.port_mut(vport) {
+                port.set_link(state.is_up);
+                port.set_macs(&[state.mac], &groups);
+            }
         }
         Ok(())
     }
 
     fn set_linked(&mut self, is_linked: bool) -> Result<(), VnicError> {
         self.is_linked = is_linked;
-        self.set_carrier()
-    }
-
-    /// The interface has a carrier while its port forwards and the NIC's port is up.
-    fn set_carrier(&mut self) -> Result<(), VnicError> {
-        let is_forwarding = self.status.is_some_and(|status| status.is_forwarding);
-        let set = self.tap.set_carrier(self.is_linked && is_forwarding);
-        set.map_err(|e| VnicError::Interface(self.tap.name().to_owned(), e))
+        self.interfaces
+            .iter()
+            .try_for_each(|interface| interface.set_carrier(is_linked))
     }
 
     /// Sends what the manager and the agent have to say.
@@ -506,54 +594,18 @@ impl Node {
         }
     }
 
-    /// Gives the interface what the manager has configured.
+    /// Gives the interfaces what the manager has configured.
     fn apply(&mut self) -> Result<(), VnicError> {
-        let Some(port) = self.vema.port_mut(0) else {
-            return Ok(());
-        };
-        let Some(wanted) = port.poll_interface() else {
-            return Ok(());
-        };
-        let info = port.info();
-        let failed = |tap: &Tap| {
-            let name = tap.name().to_owned();
-            move |e| VnicError::Interface(name, e)
-        };
-        if let Some(mtu) = wanted.mtu {
-            self.tap.set_mtu(mtu).map_err(failed(&self.tap))?;
-        }
-        // An address that the user has set since stays, until the manager gives another one.
-        let mac = self.wanted_mac.or(wanted.mac);
-        if let Some(mac) = mac
-            && self.given_mac != Some(mac)
-        {
-            self.tap.set_mac(mac).map_err(failed(&self.tap))?;
-            self.given_mac = Some(mac);
-        }
-        if self.status.is_none() {
-            self.tap.set_up().map_err(failed(&self.tap))?;
-        }
-        let status = PortStatus {
-            vesw_id: info.vesw.vesw_id.get(),
-            lid: Lid(info.vport.encap_slid.get()),
-            mac: self.given_mac.unwrap_or_default(),
-            mtu: info.vesw.eth_mtu.get(),
-            is_forwarding: wanted.carrier,
-        };
-        if self.status != Some(status) {
-            tracing::info!(
-                interface = self.tap.name(),
-                switch = status.vesw_id,
-                port = status.lid.0,
-                mac = %status.mac,
-                mtu = status.mtu,
-                forwarding = status.is_forwarding,
-                "the port is configured"
-            );
-            self.status = Some(status);
-            self.set_carrier()?;
-            // What the interface is like now, the manager should know soon.
-            self.looked = None;
+        for (vport, interface) in (0..).zip(&mut self.interfaces) {
+            let Some(port) = self.vema.port_mut(vport) else {
+                continue;
+            };
+            if let Some(wanted) = port.poll_interface()
+                && interface.apply(wanted, &port.info(), self.is_linked)?
+            {
+                // What the interface is like now, the manager should know soon.
+                self.looked = None;
+            }
         }
         Ok(())
     }
@@ -579,21 +631,25 @@ impl Node {
             .collect();
         fds.push(Waited::reading(wake));
         if self.has_room() {
-            fds.push(Waited::reading(self.tap.as_fd()));
+            let taps = self.interfaces.iter().map(|i| i.tap.as_fd());
+            fds.extend(taps.map(Waited::reading));
         }
         wait(fds, Some(timeout));
         Ok(())
     }
 
-    /// Leaves: the manager is notified that the interface goes down.
+    /// Leaves: the manager is notified that the interfaces go down.
     pub fn leave(&mut self) {
-        let Some(port) = self.vema.port_mut(0) else {
-            return;
-        };
-        if port.info().vport.eth_link_status != link::UP {
+        let mut has_left = false;
+        for vport in 0..self.interfaces.len() as u8 {
+            if let Some(port) = self.vema.port_mut(vport) {
+                has_left |= port.info().vport.eth_link_status == link::UP;
+                port.set_link(false);
+            }
+        }
+        if !has_left {
             return;
         }
-        port.set_link(false);
         let end = Instant::now() + FAREWELL;
         self.manage(Instant::now());
         while self.agent.room() < MANAGEMENT_SLOTS.0 && Instant::now() < end {

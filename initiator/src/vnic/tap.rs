@@ -11,6 +11,7 @@ use rustix::ioctl::Opcode;
 use rustix::net::{AddressFamily, SocketType, socket};
 
 const TUNSETIFF: Opcode = rustix::ioctl::opcode::write::<i32>(b'T', 202);
+const TUNGETIFF: Opcode = rustix::ioctl::opcode::read::<u32>(b'T', 210);
 const TUNSETCARRIER: Opcode = rustix::ioctl::opcode::write::<i32>(b'T', 226);
 const SIOCGIFFLAGS: Opcode = 0x8913;
 const SIOCSIFFLAGS: Opcode = 0x8914;
@@ -92,7 +93,29 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Name of the interface.
+    /// Learns the name of the interface, which its user may have changed.
+    ///
+    /// # Errors
+    /// Those of the system: `EBADFD` where the interface was deleted. `InvalidData` for a name that is
+    /// not UTF-8.
+    pub fn find_name(&mut self) -> io::Result<()> {
+        let mut ifreq = [0; size_of::<Ifreq>()];
+        request::<TUNGETIFF>(self.file.as_fd(), &mut ifreq)?;
+        let name = ifreq[..UNION].split(|byte| *byte == 0).next();
+        let name = std::str::from_utf8(name.unwrap_or_default());
+        let name = name.map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+        if name != self.name {
+            tracing::info!(
+                before = self.name,
+                now = name,
+                "the interface has another name"
+            );
+            name.clone_into(&mut self.name);
+        }
+        Ok(())
+    }
+
+    /// Name of the interface, as it was when it was last looked at.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -153,8 +176,9 @@ impl Tap {
     /// The state of the interface, which its user may have changed.
     ///
     /// # Errors
-    /// Those of the system: `NoSuchDevice` where the interface was deleted.
-    pub fn state(&self) -> io::Result<InterfaceState> {
+    /// Those of [`Self::find_name`]; `ENODEV` where it is in another network namespace.
+    pub fn state(&mut self) -> io::Result<InterfaceState> {
+        self.find_name()?;
         let mut ifreq = self.ifreq();
         request::<SIOCGIFFLAGS>(self.socket.as_fd(), &mut ifreq)?;
         let flags = u16::from_ne_bytes([ifreq[UNION], ifreq[UNION + 1]]);

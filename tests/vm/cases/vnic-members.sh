@@ -90,10 +90,11 @@ soon a 3
 # Another manager gets nothing, and a member that takes orders from one only has no carrier.
 member d 10.98.0.4 --manage --switch 9
 wait_for 10 grep -q 'refuses a request' "$KEEP/d.log"
+wait_for 10 grep -q 'orders from another manager' "$KEEP/d.log"
 reaches b 192.168.50.3
 leave d
 member d 10.98.0.4 --manager 10.98.0.77
-sleep 2
+wait_for 15 grep -q 'no manager has configured' "$KEEP/d.log"
 on d grep -q 1 /sys/class/net/vnic0/carrier 2>/dev/null && fail "orders of another manager"
 leave d
 
@@ -107,6 +108,22 @@ wait_for 5 on b grep -q 0 /sys/class/net/vnic0/carrier
 on b ip link set eth0 up
 wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
 
+on b ip address del 10.98.0.2/24 dev eth0
+wait_for 5 on b grep -q 0 /sys/class/net/vnic0/carrier
+on b ip address add 10.98.0.2/24 dev eth0
+wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
+
+# One that its user renames is the same.
+on b ip link set vnic0 down
+on b ip link set vnic0 name managed0
+on b ip link set managed0 up
+wait_for 5 grep -q 'another name.*managed0' "$KEEP/b.log"
+wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
+on b ip link set managed0 down
+on b ip link set managed0 name vnic0
+on b ip link set vnic0 up
+wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
+
 # What cannot work says why.
 explained() { # words, host, option…
     local words=$1 host=$2
@@ -118,7 +135,7 @@ explained() { # words, host, option…
     }
 }
 explained 'one address serves one program' b --addr 10.98.0.2 --name other
-explained 'resource busy' d --addr 10.98.0.4 --name eth0
+explained 'interface of this name' d --addr 10.98.0.4 --name eth0
 explained 'which addresses this host has' d --addr 10.98.0.99
 on d ip link add small mtu 700 type bridge
 on d ip address add 10.97.0.4/24 dev small

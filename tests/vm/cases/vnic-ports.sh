@@ -1,0 +1,48 @@
+#: group: vnic
+#: about: two virtual Ethernets of the same members: an interface, an MTU and a switch for each
+#: limit: 120
+#: short: yes
+#: here: yes
+#: packets: none
+hosts 1500 a b c
+member a 10.98.0.1 --name vnic0 --name far0 --manage --switch 7 --switch 9 --mtu 1500 --mtu 9000
+member b 10.98.0.2 --name vnic0 --name far0
+# A member with one interface is at the first switch.
+member c 10.98.0.3
+n=0
+for host in a b c; do
+    n=$((n + 1))
+    joined $host $n
+done
+for host in a b; do
+    wait_for 15 on $host grep -q 1 /sys/class/net/far0/carrier
+done
+on a ip address add 192.168.60.1/24 dev far0
+on b ip address add 192.168.60.2/24 dev far0
+[ "$(on b cat /sys/class/net/vnic0/mtu) $(on b cat /sys/class/net/far0/mtu)" = '1500 9000' ] || fail "other MTUs"
+soon a 2
+soon a 3
+soon b 3
+wait_for 15 on a ping -q -c 1 -W 1 192.168.60.2
+reaches a 192.168.60.2 -M do -s 8972
+
+# What is in one Ethernet is not in the other.
+on c ip address add 192.168.60.3/24 dev vnic0
+refused on a ping -q -c 1 -W 1 192.168.60.3
+
+# Both end together, and each says what it has done.
+leave b
+for name in vnic0 far0; do
+    grep -q "^$name: [1-9][0-9]* frames sent, [1-9][0-9]* received" "$KEEP/b.out" || fail "nothing about $name"
+    on b ip link show $name 2>/dev/null && fail "$name is still there"
+done
+reaches c 192.168.50.1
+
+# An interface more than there are switches has no carrier, and its member says so.
+member b 10.98.0.2 --name vnic0 --name far0 --name third0
+wait_for 15 grep -q 'no manager has configured each interface' "$KEEP/b.log"
+on b grep -q 1 /sys/class/net/vnic0/carrier || fail "the first has no carrier"
+on b grep -q 1 /sys/class/net/third0/carrier 2>/dev/null && fail "the third has a carrier"
+leave b
+leave c
+leave a

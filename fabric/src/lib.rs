@@ -8,10 +8,12 @@
 //! | [`iwpm`] | the iWARP port mapper |
 //! | [`vnic`] | a virtual Ethernet |
 //! | [`netlink`] | messages and socket of the kernel's RDMA subsystem |
+//! | [`program`] | log and manual pages of the programs |
 
 pub mod acm;
 pub mod iwpm;
 pub mod ls;
 pub mod netlink;
+pub mod program;
 pub mod sa;
 pub mod vnic;

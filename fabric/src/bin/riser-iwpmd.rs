@@ -1,21 +1,23 @@
 //! `riser-iwpmd`: the iWARP port mapper of a host.
 
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::num::NonZeroU16;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use riser_fabric::iwpm::{Daemon, ErrorCode, PORT, Refusal, StartError};
+use riser_fabric::program;
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_no_new_privs};
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
-use tracing_subscriber::EnvFilter;
 
 /// Runs the iWARP port mapper of this host: for the kernel's RDMA devices that speak iWARP it
 /// reserves TCP ports, and asks the port mappers of other hosts, which is rdma-core's iwpmd or
@@ -23,7 +25,7 @@ use tracing_subscriber::EnvFilter;
 /// capabilities it keeps CAP_NET_ADMIN, by which the kernel lets it ask, and none without the kernel.
 #[derive(Debug, Parser)]
 #[command(name = "riser-iwpmd", version)]
-#[command(args_conflicts_with_subcommands = true)]
+#[command(args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
 struct Cli {
     #[command(flatten)]
     serve: Serve,
@@ -57,13 +59,20 @@ enum Verb {
         /// The remote address, with its TCP port.
         remote: SocketAddr,
     },
+    /// Print the manual page.
+    #[command(hide = true)]
+    Man {
+        /// Write it and those of commands into this folder instead.
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
 }
 
 /// A mapping of the command line.
 #[derive(Clone, Copy, Debug)]
 struct Map {
     local: SocketAddr,
-    port: Option<u16>,
+    port: Option<NonZeroU16>,
 }
 
 impl FromStr for Map {
@@ -76,10 +85,10 @@ impl FromStr for Map {
         };
         let local = local.parse::<SocketAddr>();
         let local = local.map_err(|_error| "an address is IP:PORT or [IP]:PORT".to_owned())?;
-        let port = port.map(str::parse::<u16>).transpose();
+        let port = port.map(str::parse).transpose();
         let wrong = || "a port is a number from 1 to 65535".to_owned();
         let port = port.map_err(|_error| wrong())?;
-        let is_port = local.port() != 0 && port != Some(0);
+        let is_port = local.port() != 0;
         is_port.then_some(Self { local, port }).ok_or_else(wrong)
     }
 }
@@ -87,17 +96,15 @@ impl FromStr for Map {
 type Failure = Box<dyn std::error::Error>;
 
 fn main() -> ExitCode {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
-        .init();
+    program::start_log();
     let cli = Cli::parse();
     let is_query = cli.verb.is_some();
     let done = match cli.verb {
         None => serve(&cli.serve),
         Some(Verb::Query { local, remote }) => query(local, remote),
+        Some(Verb::Man { dir }) => {
+            program::write_manual(Cli::command(), dir.as_deref()).map_err(Into::into)
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -157,7 +164,7 @@ fn serve(options: &Serve) -> Result<(), Failure> {
     });
     let mut daemon = open(options)?;
     for map in &options.map {
-        let mapped = daemon.add(map.local, map.port);
+        let mapped = daemon.add(map.local, map.port.map(NonZeroU16::get));
         let mapped = mapped.map_err(|error| format!("{}: {error}", map.local))?;
         writeln!(io::stdout(), "{} {mapped}", map.local)?;
     }

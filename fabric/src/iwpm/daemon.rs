@@ -25,12 +25,10 @@ const TURN: usize = 64;
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The kernel has no `NETLINK_RDMA`.
-    #[error("this kernel has no RDMA (NETLINK_RDMA: {0}); load ib_core, or do without the kernel")]
+    #[error("this kernel has no RDMA (NETLINK_RDMA: {0}); load ib_core, or start with --no-kernel")]
     NoRdma(io::Error),
     /// The kernel lets only others ask.
-    #[error(
-        "asking for the kernel's requests takes root or CAP_NET_ADMIN; or do without the kernel"
-    )]
+    #[error("the kernel's questions take CAP_NET_ADMIN: start as root, or with --no-kernel")]
     NotPermitted,
     /// The netlink socket cannot be made for another reason.
     #[error("no netlink socket of the kernel's RDMA: {0}")]

@@ -13,7 +13,7 @@ mod programs;
 mod state;
 
 use std::collections::BTreeMap;
-use std::io::{self, IsTerminal as _, Read as _};
+use std::io::{self, Read as _};
 use std::net::IpAddr;
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -21,11 +21,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::Parser;
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use listenfd::ListenFd;
 use riser_fabric::acm::Counters;
 use riser_fabric::ls::{self, Body, Message, TIMEOUTS};
 use riser_fabric::netlink::{LS_GROUP, RdmaNetlink};
+use riser_fabric::program;
 use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
 use riser_fabric::sa::resolver::Resolver;
 use riser_transport::roce::{Roce, RoceConfig};
@@ -36,7 +37,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, sockopt};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::{debug, error, info, warn};
-use tracing_subscriber::EnvFilter;
 
 use programs::Programs;
 use state::State;
@@ -52,9 +52,32 @@ const IN_A_ROW: usize = 64;
 /// Hosts ask it for paths, services, multicast groups and notices at queue pair 1 of its address.
 /// The kernel asks it over netlink, and programs, such as ib_acme and those with librdmacm, over a
 /// Unix socket, as they ask ibacm.
+///
+/// A service manager may pass it the sockets for netlink and for programs. It then opens no socket for
+/// netlink itself.
 #[derive(Parser)]
-#[command(name = "riser-sa", version)]
+#[command(name = "riser-sa", version, disable_help_subcommand = true)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 struct Cli {
+    #[command(flatten)]
+    serve: Option<Serve>,
+    #[command(subcommand)]
+    verb: Option<Verb>,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Print the manual page
+    #[command(hide = true)]
+    Man {
+        /// Write it into this folder instead
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
+}
+
+#[derive(Args)]
+struct Serve {
     /// Address of this host at which it answers
     #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     addr: IpAddr,
@@ -74,7 +97,7 @@ struct Cli {
     /// services, groups and subscriptions back at once.
     #[arg(long, value_name = "FILE")]
     state: Option<PathBuf>,
-    /// Do not answer the kernel
+    /// Do not answer the kernel, which takes CAP_NET_ADMIN and a kernel with RDMA
     #[arg(long)]
     no_netlink: bool,
     /// Time in milliseconds that the kernel waits for an answer, from 200 to 200000
@@ -87,19 +110,23 @@ struct Cli {
 type Failure = Box<dyn std::error::Error>;
 
 fn main() -> ExitCode {
-    let filter = EnvFilter::try_from_env("RISER_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
-        .init();
-    match Daemon::open(Cli::parse()).and_then(Daemon::run) {
+    program::start_log();
+    match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             error!("{failure}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn run(cli: Cli) -> Result<(), Failure> {
+    if let Some(Verb::Man { dir }) = cli.verb {
+        return Ok(program::write_manual(Cli::command(), dir.as_deref())?);
+    }
+    // One of them is there, or the arguments would have been refused.
+    let serve = cli.serve.ok_or("an address is needed (--addr)")?;
+    Daemon::open(serve)?.run()
 }
 
 struct Daemon {
@@ -117,9 +144,12 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn open(cli: Cli) -> Result<Self, Failure> {
+    fn open(cli: Serve) -> Result<Self, Failure> {
         let (mut kernel, mut listener) = inherited()?;
-        if kernel.is_none() && !cli.no_netlink {
+        let is_given = kernel.is_some() || listener.is_some();
+        if cli.no_netlink {
+            kernel = None;
+        } else if !is_given {
             kernel = Some(open_netlink()?);
         }
         if let (None, Some(path)) = (&listener, &cli.socket) {

@@ -416,7 +416,7 @@ fn changes_of_the_interface_are_reported_at_a_bounded_rate() {
     assert_eq!(opcodes(&mut a, now), [1, 2, 3]);
     a.set_link(true);
     a.set_macs(&[base, Mac([2; 6])], &[Mac([1; 6])]);
-    assert_eq!(opcodes(&mut a, now), [], "nothing has changed");
+    assert!(opcodes(&mut a, now).is_empty(), "nothing has changed");
     let mut sent = 3;
     for n in 0..20 {
         a.set_link(n % 2 == 1);

@@ -45,7 +45,7 @@ id riser
 [ "$(mode /etc/riser/credentials)" = "700 root:root" ] || fail "mode $(mode /etc/riser/credentials)"
 [ "$(mode /run/riserd/admin.sock)" = "660 riser:riser" ] || fail "mode $(mode /run/riserd/admin.sock)"
 [ "$(ps -o user= -p "$(main_pid)")" = riser ] || fail "riserd is not user riser"
-for page in riserd riserd-apply riser riser-attach; do
+for page in riserd riserd-apply riser riser-attach riser-sa riser-iwpmd riser-iwpmd-query; do
     zgrep -q "$page" /usr/share/man/man1/$page.1.gz || fail "no manual page $page"
 done
 zgrep -q "listen" /usr/share/man/man5/riserd.yaml.5.gz || fail "no manual page riserd.yaml"
@@ -64,8 +64,49 @@ SERVER=$!
 wait_for 10 riser run --addr 127.0.0.2 -- ib_write_bw -n 100 127.0.0.1
 wait "$SERVER"
 riser run --sockets -- true
-riser-sa --help | grep -q "Subnet" || fail "no subnet administrator"
-riser-iwpmd --help | grep -q "port mapper" || fail "no port mapper"
+# Links in the package: no folder has to be made, as in a root that is read-only.
+TMPDIR=/nowhere XDG_RUNTIME_DIR=/nowhere riser run -- ibv_devinfo | grep -q PORT_ACTIVE || fail "no links"
+
+echo "--- services of a fabric"
+units=/usr/lib/systemd/system
+systemd-analyze verify --man=no $units/riserd.service $units/riser@.service $units/riser-sa.service \
+    $units/riser-sa-netlink.socket $units/riser-iwpmd.service
+for unit in riser-sa.service riser-sa.socket riser-sa-netlink.socket riser-iwpmd.service; do
+    [ "$(systemctl is-enabled $unit)" = disabled ] || fail "$unit is enabled"
+    ! systemctl is-active -q $unit || fail "$unit runs"
+done
+# Without an address: an end, and no attempt after the other.
+! systemctl start riser-sa || fail "riser-sa runs without an address"
+journalctl -u riser-sa | grep -q -- --addr || fail "riser-sa does not say what it needs"
+systemctl is-failed -q riser-sa || fail "riser-sa is $(systemctl is-active riser-sa)"
+# Programs find it at ibacm's socket, whose place it takes; one of them starts it.
+echo 'RISER_SA_OPTIONS=--addr 127.0.0.9' >/etc/default/riser-sa
+echo '127.0.0.7 far' >>/etc/hosts
+systemctl start riser-sa.socket
+ib_acme -f n -d far -v | grep -q "dgid: ::ffff:127.0.0.7" || fail "ib_acme finds no path"
+systemctl is-active riser-sa.service
+sandboxed() {
+    local status
+    status=/proc/$(systemctl show -P MainPID "$1")/status
+    grep -Eq '^NoNewPrivs:[[:space:]]1$' "$status" || fail "$1 may gain privileges"
+    # CAP_NET_ADMIN alone.
+    grep -Eq '^CapBnd:[[:space:]]0+1000$' "$status" || fail "$1 has other capabilities"
+    ! grep -Eq '^Uid:[[:space:]]0' "$status" || fail "$1 is root"
+    systemd-analyze security --no-pager --threshold=20 "$1" | tail -n 1
+}
+sandboxed riser-sa
+# This kernel may be without RDMA; with it, the kernel's questions come by the other socket.
+systemctl stop riser-sa.socket riser-sa.service
+if systemctl start riser-sa-netlink.socket; then
+    systemctl start riser-sa
+    journalctl -u riser-sa | grep 'kernel=true' || fail "riser-sa has not the kernel's socket"
+    systemctl stop riser-sa riser-sa-netlink.socket
+fi
+systemctl start riser-sa
+echo 'RISER_IWPMD_OPTIONS=--no-kernel --map 127.0.0.10:3260=7300' >/etc/default/riser-iwpmd
+systemctl start riser-iwpmd
+[ "$(riser-iwpmd query 127.0.0.11:40000 127.0.0.10:3260)" = 127.0.0.10:7300 ] || fail "no mapping"
+sandboxed riser-iwpmd
 
 echo "--- configured"
 printf 'a secret of the test' >/etc/riser/credentials/host
@@ -189,9 +230,11 @@ kill "$NOBODY"
 wait "$NOBODY"
 
 echo "--- upgraded"
+SA=$(systemctl show -P MainPID riser-sa)
 dpkg -i /test/new.deb
 [ "$(version)" != "$OLD" ] || fail "the version is still $OLD"
-systemctl is-active riserd.service riserd.socket riser@disk0
+systemctl is-active riserd.service riserd.socket riser@disk0 riser-sa.service riser-sa.socket riser-iwpmd
+[ "$(systemctl show -P MainPID riser-sa)" != "$SA" ] || fail "riser-sa is that of the old package"
 grep -q disks /etc/riser/riserd.yaml || fail "the configuration is gone"
 is_there
 written
@@ -200,12 +243,15 @@ is_there
 echo "--- removed"
 systemctl stop riser@disk0
 dpkg -r riser
-! systemctl is-active riserd.service || fail "it still runs"
+for unit in riserd riser-sa.service riser-sa.socket riser-iwpmd; do
+    ! systemctl is-active $unit || fail "$unit still runs"
+done
 [ ! -e /usr/bin/riserd ] && [ -e /etc/riser/riserd.yaml ] || fail "not what removal leaves"
 cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img
 
 echo "--- purged"
 dpkg -P riser
+[ ! -e /etc/default/riser-sa ] && [ ! -e /etc/default/riser-iwpmd ] || fail "options are left"
 [ ! -e /etc/riser ] && [ ! -e /var/lib/riserd ] || fail "something is left: $(ls -R /etc/riser /var/lib/riserd)"
 # Not the disks.
 cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img

@@ -14,10 +14,12 @@ const IMAGE: &str = "riser-xtask";
 
 /// Commands that are tried in the image: the programs start, take the configuration that comes with it,
 /// and find the libraries for other programs.
-const TRIED: [&[&str]; 5] = [
+const TRIED: [&[&str]; 7] = [
     &["riserd", "--version"],
     &["riser", "--version"],
     &["riserd-configfs", "--version"],
+    &["riser-sa", "--version"],
+    &["riser-iwpmd", "--version"],
     &["riserd", "check", "/etc/riser/riserd.yaml"],
     &["riser", "run", "--sockets", "--", "true"],
 ];

@@ -25,9 +25,13 @@ pub(crate) const NEEDS: &[Need] = &[
 /// The programs that write manual pages and completions.
 const DOCUMENTING: [&str; 2] = ["riserd", "riser"];
 
-/// Packages of Debian that ours needs, so that it can be installed without a network, and programs that
-/// are run on its libraries.
-const INCLUDE: &str = "--include=systemd,systemd-sysv,dbus,fuse3,procps,ibverbs-utils,perftest";
+/// Those that write manual pages only.
+const SERVICES: [&str; 2] = ["riser-sa", "riser-iwpmd"];
+
+/// Packages of Debian that ours needs, so that it can be installed without a network, programs that are
+/// run on its libraries, and ibacm, whose place riser-sa takes.
+const INCLUDE: &str =
+    "--include=systemd,systemd-sysv,dbus,fuse3,procps,ibverbs-utils,perftest,ibacm";
 
 /// Options of `cargo xtask package`.
 #[derive(clap::Args)]
@@ -100,11 +104,13 @@ fn build(profile: &str) -> Result<(), Failure> {
     let _ = fs::remove_dir_all(&texts);
     let man = texts.join("man");
     fs::create_dir_all(&man)?;
+    // Manual pages, completions and the schema come from the programs that were just built, so a
+    // package never has those of another version.
+    for program in DOCUMENTING.iter().chain(&SERVICES) {
+        sh::run(cmd(programs.join(program), ["man", "--dir"]).arg(&man))?;
+    }
     for program in DOCUMENTING {
-        // Manual pages, completions and the schema come from the programs that were just built, so
-        // a package never has those of another version.
         let exe = programs.join(program);
-        sh::run(cmd(&exe, ["man", "--dir"]).arg(&man))?;
         for (shell, file) in [
             ("bash", program.to_owned()),
             ("zsh", format!("_{program}")),

@@ -21,6 +21,7 @@ mod devices;
 mod discover;
 pub mod disk;
 mod docs;
+mod executable;
 pub mod exit;
 mod file;
 mod guard;

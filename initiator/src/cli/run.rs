@@ -20,6 +20,7 @@ use std::process::Command;
 use crc_fast::{CrcAlgorithm, checksum};
 
 use super::args::Global;
+use super::executable;
 use super::exit::{CliError, Exit};
 use super::run_args::{Device, RunArgs, parse_devices};
 
@@ -63,20 +64,24 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
     let preload = args.sockets.then(|| find_preload(&library)).transpose()?;
-    if let Some(path) = search(program)
-        && gains_rights(&path)
-    {
-        let error = CliError::new(
-            Exit::NotExecutable,
-            format!(
-                "{} is setuid or setgid, or has capabilities: the loader ignores {LOADER_PATH} \
-                 for it, so it would load the system's libraries",
-                path.display()
-            ),
-        );
-        return Err(error.help(
-            "run riser as the program's user, or a copy of the program without these rights",
-        ));
+    if let Some(path) = search(program) {
+        if gains_rights(&path) {
+            let error = CliError::new(
+                Exit::NotExecutable,
+                format!(
+                    "{} is setuid or setgid, or has capabilities: the loader ignores {LOADER_PATH} \
+                     for it, so it would load the system's libraries",
+                    path.display()
+                ),
+            );
+            return Err(error.help(
+                "run riser as the program's user, or a copy of the program without these rights",
+            ));
+        }
+        // Programs that it starts may nevertheless be others.
+        if let Some(why) = executable::obstacle(&path, &library) {
+            tracing::warn!("{} {why}", path.display());
+        }
     }
     let mut command = Command::new(program);
     command.args(rest);

@@ -119,10 +119,15 @@ pub(crate) fn lid() -> u16 {
 }
 
 fn read_link_layer(layer: Option<&OsStr>) -> Result<LinkLayer, String> {
-    match layer.map(OsStr::as_encoded_bytes) {
-        None | Some(b"ethernet") => Ok(LinkLayer::Ethernet),
-        Some(b"infiniband") => Ok(LinkLayer::InfiniBand),
-        Some(_) => Err(format!("RISER_LINK_LAYER: {layer:?} is not a link layer")),
+    let Some(layer) = layer else {
+        return Ok(LinkLayer::Ethernet);
+    };
+    match layer.as_encoded_bytes() {
+        b"ethernet" => Ok(LinkLayer::Ethernet),
+        b"infiniband" => Ok(LinkLayer::InfiniBand),
+        _ => Err(format!(
+            "RISER_LINK_LAYER: {layer:?} is none of ethernet and infiniband"
+        )),
     }
 }
 

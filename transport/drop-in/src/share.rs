@@ -217,8 +217,8 @@ impl Share {
                     "the process in slot {slot}, which has it, does not answer; it may be stopped"
                 )),
                 (io::ErrorKind::AddrInUse, None) => in_use(
-                    "a process without this library has it, or one as a further address of its \
-                     device",
+                    "a process without this library has it, such as riserd, or one as a further \
+                     address of its device, or the kernel for rdma_rxe, at all addresses",
                 ),
                 _ => error,
             })?,

@@ -608,7 +608,14 @@ impl Test {
             options.push(format!("-c {service} {sizes}"));
         }
         if self.has_events {
-            options.push("-c RC -e -n 200".to_owned());
+            // As many small messages of UC fit the socket of a receiver that sleeps.
+            let more = |service| if service == "UC" { " -s 64" } else { "" };
+            let events = self.services.iter();
+            options.extend(events.map(|at| format!("-c {at} -e -n 200{}", more(*at))));
+        }
+        if self.program == "ib_send_lat" {
+            // Short of the sizes that a receiver's socket may drop.
+            options.push("-c UC -s 4096 -n 200".to_owned());
         }
         for service in ["RC", "UD"] {
             if self.services.contains(&service) {

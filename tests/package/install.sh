@@ -97,6 +97,7 @@ sandboxed() {
 sandboxed riser-sa
 # This kernel may be without RDMA; with it, the kernel's questions come by the other socket.
 systemctl stop riser-sa.socket riser-sa.service
+[ -s /var/lib/riser-sa/state ] || fail "no state of riser-sa"
 if systemctl start riser-sa-netlink.socket; then
     systemctl start riser-sa
     journalctl -u riser-sa | grep 'kernel=true' || fail "riser-sa has not the kernel's socket"
@@ -252,6 +253,7 @@ cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img
 echo "--- purged"
 dpkg -P riser
 [ ! -e /etc/default/riser-sa ] && [ ! -e /etc/default/riser-iwpmd ] || fail "options are left"
+[ ! -e /var/lib/riser-sa ] && [ ! -e /var/lib/private/riser-sa ] || fail "the state of riser-sa is left"
 [ ! -e /etc/riser ] && [ ! -e /var/lib/riserd ] || fail "something is left: $(ls -R /etc/riser /var/lib/riserd)"
 # Not the disks.
 cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img

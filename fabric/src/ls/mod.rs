@@ -26,7 +26,7 @@ use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::netlink::attribute::{Attribute, Attributes};
-use crate::netlink::message::{self, Header, Kind, Messages, REQUEST, Writer};
+use crate::netlink::message::{self, ACK, Header, Kind, Messages, REQUEST, Writer};
 use crate::sa::administrator::Administrator;
 use crate::sa::resolver::Resolver;
 use crate::sa::wire::path::{PathMask, PathRecord, REVERSIBLE};
@@ -47,7 +47,7 @@ const IP_RESOLVE_HEADER: usize = 4;
 const MANDATORY: u16 = 1 << 13;
 
 /// Times that the kernel accepts (`sa_query.c`), in milliseconds.
-pub const TIMEOUTS: std::ops::RangeInclusive<u32> = 200..=200_000;
+pub const TIMEOUTS: std::ops::RangeInclusive<u32> = 100..=200_000;
 
 /// Most path records of an answer: those of a connection, with an alternate path.
 pub const MAX_PATHS: usize = 6;
@@ -281,8 +281,12 @@ impl Message {
     /// The message as it lies in a datagram.
     #[must_use]
     pub fn emit(&self) -> Vec<u8> {
+        self.emit_with(0)
+    }
+
+    fn emit_with(&self, more: u16) -> Vec<u8> {
         let refused = |is: bool| if is { F_ERR } else { 0 };
-        let begin = |operation, flags| begin(operation, flags, self.sequence, self.port);
+        let begin = |operation, flags| begin(operation, flags | more, self.sequence, self.port);
         let writer = match &self.body {
             Body::Resolve(resolve) => resolve.write(begin(op::RESOLVE, REQUEST)),
             Body::Resolved(result) => {
@@ -518,6 +522,20 @@ fn parse_gid(bytes: &[u8]) -> Result<Gid, LsError> {
         }
     }
     found
+}
+
+/// The first message to the kernel, which it acknowledges: a time for answers, or without one an
+/// answer to a question that it has not asked. Its error tells a program that its answers are not
+/// taken.
+#[must_use]
+pub fn hello(timeout: Option<Duration>, port: u32) -> Vec<u8> {
+    let message = Message {
+        // The kernel counts its questions from one.
+        sequence: 0,
+        port,
+        body: timeout.map_or(Body::Resolved(Err(Refused)), Body::SetTimeout),
+    };
+    message.emit_with(ACK)
 }
 
 /// Answer of a program to a message of the kernel, with the program's netlink address; `None` to

@@ -183,6 +183,17 @@ fn a_time_is_set_as_the_kernel_reads_it() {
 }
 
 #[test]
+fn the_first_message_asks_for_an_acknowledgement() {
+    // NLM_F_ACK with RDMA_NL_LS_F_ERR in an answer, and with NLM_F_REQUEST in a request.
+    let golden = [16, 0, 0, 0, 0x00, 0x10, 0x04, 0x01, 0, 0, 0, 0, 99, 0, 0, 0];
+    assert_eq!(hello(None, 99), golden);
+    let golden = [
+        24, 0, 0, 0, 0x01, 0x10, 0x05, 0x00, 0, 0, 0, 0, 99, 0, 0, 0, 8, 0, 2, 0, 0xd0, 7, 0, 0,
+    ];
+    assert_eq!(hello(Some(Duration::from_secs(2)), 99), golden);
+}
+
+#[test]
 fn what_is_not_known_is_refused_where_it_is_mandatory() {
     let (resolver, administrator) = of_host();
     let refused = |bytes: &[u8]| {

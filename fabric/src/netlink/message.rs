@@ -20,6 +20,9 @@ pub const REQUEST: u16 = 1;
 /// Flag of one message of several, which `NLMSG_DONE` ends (`NLM_F_MULTI`).
 pub const MULTI: u16 = 2;
 
+/// Flag of a message whose end the receiver is to tell (`NLM_F_ACK`).
+pub const ACK: u16 = 4;
+
 /// Type of a message of the RDMA subsystem: a client of its, and an operation of that client's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {

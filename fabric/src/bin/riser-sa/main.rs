@@ -24,7 +24,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use listenfd::ListenFd;
 use riser_fabric::acm::Counters;
-use riser_fabric::ls::{self, Body, Message, TIMEOUTS};
+use riser_fabric::ls::{self, TIMEOUTS};
+use riser_fabric::netlink::message::{self, Messages};
 use riser_fabric::netlink::{LS_GROUP, RdmaNetlink};
 use riser_fabric::program;
 use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
@@ -81,6 +82,10 @@ struct Serve {
     /// Address of this host at which it answers
     #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     addr: IpAddr,
+    /// Further address of this host, such as one of the kernel's own devices: the kernel and programs
+    /// may ask for paths from it as well
+    #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
+    source: Vec<IpAddr>,
     /// Answer programs at this Unix socket, which all users may ask
     ///
     /// ibacm's is /run/ibacm-unix.sock.
@@ -100,7 +105,7 @@ struct Serve {
     /// Do not answer the kernel, which takes CAP_NET_ADMIN and a kernel with RDMA
     #[arg(long)]
     no_netlink: bool,
-    /// Time in milliseconds that the kernel waits for an answer, from 200 to 200000
+    /// Time in milliseconds that the kernel waits for an answer, from 100 to 200000
     #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u32).range(
         *TIMEOUTS.start() as i64..=*TIMEOUTS.end() as i64
     ))]
@@ -175,10 +180,11 @@ impl Daemon {
             signal_hook::low_level::pipe::register(signal, ends.try_clone()?)?;
         }
         end.set_nonblocking(true)?;
+        let addrs = [vec![cli.addr], cli.source].concat();
         let daemon = Self {
             device,
             administrator,
-            resolver: Resolver::new(vec![cli.addr], read_names(&cli.hosts)),
+            resolver: Resolver::new(addrs, read_names(&cli.hosts)),
             counters: Counters::default(),
             kernel,
             programs: listener.map(Programs::new).transpose()?,
@@ -186,14 +192,17 @@ impl Daemon {
             state: state.transpose()?,
             end,
         };
-        if let (Some(kernel), Some(milliseconds)) = (&daemon.kernel, cli.kernel_timeout) {
-            let message = Message {
-                sequence: 0,
-                port: kernel.port(),
-                body: Body::SetTimeout(Duration::from_millis(milliseconds.into())),
-            };
-            let sent = kernel.send(&message.emit());
-            sent.map_err(|error| format!("the kernel takes no time for answers: {error}"))?;
+        if let Some(kernel) = &daemon.kernel {
+            let timeout = cli.kernel_timeout.map(u64::from).map(Duration::from_millis);
+            match kernel.send(&ls::hello(timeout, kernel.port())) {
+                // A socket of another protocol, on which no kernel listens.
+                Err(error) if error.raw_os_error() == Some(libc::ECONNREFUSED) => {}
+                sent => sent.map_err(|error| format!("netlink for RDMA: {error}"))?,
+            }
+            // The kernel has answered already, if it is one that will take no answers.
+            if let Some(refusal) = daemon.answer_kernel() {
+                return Err(refusal.into());
+            }
         }
         info!(
             addr = %cli.addr,
@@ -253,7 +262,9 @@ impl Daemon {
         if let Some(state) = &mut self.state {
             state.turn(now, &self.administrator);
         }
-        self.answer_kernel();
+        if let Some(refusal) = self.answer_kernel() {
+            warn!("{refusal}");
+        }
         if let Some(programs) = &mut self.programs {
             programs.turn(&self.resolver, &self.administrator, &self.counters);
         }
@@ -278,22 +289,26 @@ impl Daemon {
         worked
     }
 
-    fn answer_kernel(&self) {
-        let Some(kernel) = &self.kernel else {
-            return;
-        };
+    /// Answers what the kernel asks; why it takes no answers, if it says so.
+    fn answer_kernel(&self) -> Option<String> {
+        let kernel = self.kernel.as_ref()?;
         let mut buffer = [0; MESSAGE];
         for _ in 0..IN_A_ROW {
             let (len, from) = match kernel.receive_from(&mut buffer) {
-                Ok(Some(received)) => received,
-                Ok(None) => return,
+                Ok(received) => received?,
                 Err(error) => {
                     // ENOBUFS: messages were lost, and the kernel goes on without their answers.
                     warn!(%error, "messages of the kernel are lost");
-                    return;
+                    return None;
                 }
             };
             let (bytes, port) = (&buffer[..len], kernel.port());
+            if let Some(Ok(message::Message::Error { errno, .. })) = Messages::new(bytes).next() {
+                if from == 0 && errno != 0 {
+                    return Some(refusal(errno));
+                }
+                continue;
+            }
             let Some(answer) = ls::answer(bytes, port, &self.resolver, &self.administrator) else {
                 continue;
             };
@@ -302,6 +317,7 @@ impl Daemon {
                 warn!(%error, "the kernel takes no answer");
             }
         }
+        None
     }
 
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<()> {
@@ -341,8 +357,9 @@ fn explain(addr: IpAddr, error: &io::Error) -> String {
     let hint = match error.kind() {
         io::ErrorKind::AddrNotAvailable => ": no interface of this host has the address",
         io::ErrorKind::AddrInUse => {
-            ": another program has UDP port 4791 there, such as riserd, another riser-sa, or the \
-                kernel with rdma_rxe; give riser-sa an address of its own"
+            ": another program has UDP port 4791 there, such as riserd or another riser-sa, or \
+                rdma_rxe has it at all addresses; give riser-sa an address of its own, and beside \
+                rdma_rxe a network namespace"
         }
         _ => "",
     };
@@ -381,14 +398,25 @@ fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
 fn open_netlink() -> Result<RdmaNetlink, Failure> {
     let opened = RdmaNetlink::open(LS_GROUP);
     opened.map_err(|error| match error.raw_os_error() {
-        Some(libc::EPROTONOSUPPORT) => "this kernel has no netlink for RDMA (NETLINK_RDMA): load \
-            its module ib_core, or start with --no-netlink"
-            .into(),
-        Some(libc::EPERM) => "the kernel's group for local services takes CAP_NET_ADMIN: start as \
-            root, or with --no-netlink"
-            .into(),
-        _ => format!("netlink for RDMA: {error}").into(),
+        Some(errno) => refusal(errno).into(),
+        None => error.into(),
     })
+}
+
+/// An error of netlink for RDMA in words.
+fn refusal(errno: i32) -> String {
+    match errno {
+        libc::EPROTONOSUPPORT => "this kernel has no netlink for RDMA (NETLINK_RDMA): load its \
+            module ib_core, or start with --no-netlink"
+            .to_owned(),
+        libc::EPERM => "the kernel takes answers with CAP_NET_ADMIN only: start as root, or with \
+            --no-netlink"
+            .to_owned(),
+        libc::EINVAL => "the kernel takes answers in its first network namespace only: start \
+            there, or with --no-netlink"
+            .to_owned(),
+        _ => format!("netlink for RDMA: {}", io::Error::from_raw_os_error(errno)),
+    }
 }
 
 /// Listens at a path, for all users, as ibacm does. A socket that an earlier process has left there

@@ -22,6 +22,9 @@ pub(crate) const NEEDS: &[Need] = &[
     need("ping", "iputils-ping", "ping over the virtual Ethernet"),
     need("arping", "arping", "ARP over the virtual Ethernet"),
     need("iperf3", "iperf3", "traffic over the virtual Ethernet"),
+    need("ib_acme", "ibacm", "questions to riser-sa"),
+    need("saquery", "infiniband-diags", "questions to riser-sa"),
+    need("python3", "python3", "a program with libibumad"),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];

@@ -59,78 +59,6 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
     find(&root).ok_or_else(|| "the kernel package has no kernel in it".into())
 }
 
-/// Builds `siw`, Linux's device for iWARP, into the modules of a kernel, if it is not there. Debian leaves
-/// it out, so it is made from Debian's sources and headers of the same kernel.
-pub(crate) fn ensure_siw(kernel: &Kernel) -> Result<(), Failure> {
-    let module = kernel.modules().join("updates/siw.ko");
-    if module.exists() {
-        return Ok(());
-    }
-    let version = &kernel.version;
-    let (series, flavour) = (
-        series(version),
-        version.rsplit('-').next().unwrap_or_default(),
-    );
-    let build = version.trim_end_matches(flavour).trim_end_matches('-');
-    println!("building siw for Linux {version}");
-    let apt = PrivateApt::new()?;
-    let folder = cache().join(format!("siw-{}", std::process::id()));
-    let _ = fs::remove_dir_all(&folder);
-    for package in [
-        format!("linux-headers-{version}"),
-        format!("linux-headers-{build}-common"),
-        format!("linux-kbuild-{build}"),
-        format!("linux-source-{series}"),
-    ] {
-        let archive = apt.download(&package)?;
-        sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&folder))?;
-        fs::remove_file(&archive)?;
-    }
-    let packed = folder.join(format!("usr/src/linux-source-{series}.tar.xz"));
-    let siw = format!("linux-source-{series}/drivers/infiniband/sw/siw");
-    sh::output(
-        sh::cmd("tar", ["-xJf"])
-            .arg(&packed)
-            .arg("-C")
-            .arg(&folder)
-            .arg(&siw),
-    )?;
-    // The headers name their other half by its place in the system.
-    let headers = folder.join(format!("usr/src/linux-headers-{version}"));
-    let makefile = fs::read_to_string(headers.join("Makefile"))?;
-    let place = format!("{}/usr/src/", folder.display());
-    fs::write(
-        headers.join("Makefile"),
-        makefile.replace("/usr/src/", &place),
-    )?;
-    let mut make = sh::cmd("make", ["-C"]);
-    make.arg(&headers)
-        .arg(format!("M={}", folder.join(&siw).display()));
-    // Types for debuggers would need a program more.
-    make.args([
-        "CONFIG_RDMA_SIW=m",
-        "CONFIG_DEBUG_INFO_BTF_MODULES=",
-        "modules",
-    ]);
-    sh::output(&mut make)?;
-    let built = folder.join(&siw).join("siw.ko");
-    sh::output(sh::cmd("strip", ["--strip-debug"]).arg(&built))?;
-    fs::create_dir_all(kernel.modules().join("updates"))?;
-    // By its name only when it is whole, for a run that is ended meanwhile.
-    let whole = module.with_extension("new");
-    fs::copy(&built, &whole)?;
-    fs::rename(&whole, &module)?;
-    sh::output(sh::cmd("depmod", ["-b"]).arg(&kernel.root).arg(version))?;
-    fs::remove_dir_all(&folder)?;
-    Ok(())
-}
-
-/// The series of a kernel's sources: `6.12` of `6.12.95+deb12-amd64`.
-fn series(version: &str) -> String {
-    let parts: Vec<&str> = version.split('.').take(2).collect();
-    parts.join(".")
-}
-
 fn find(root: &Path) -> Option<Kernel> {
     let image = fs::read_dir(root.join("boot"))
         .ok()?
@@ -164,12 +92,12 @@ pub(crate) fn download(package: &str) -> Result<PathBuf, Failure> {
 }
 
 /// An apt that knows only the backports suite and keeps its lists in a folder of ours.
-struct PrivateApt {
+pub(super) struct PrivateApt {
     folder: PathBuf,
 }
 
 impl PrivateApt {
-    fn new() -> Result<Self, Failure> {
+    pub(super) fn new() -> Result<Self, Failure> {
         let folder = cache().join("apt");
         for sub in ["parts", "lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(folder.join(sub))?;
@@ -204,7 +132,7 @@ impl PrivateApt {
         Ok(apt)
     }
 
-    fn download(&self, package: &str) -> Result<PathBuf, Failure> {
+    pub(super) fn download(&self, package: &str) -> Result<PathBuf, Failure> {
         self.run("apt-get", &["download", package])?;
         let name = package.split('=').next().unwrap_or_default();
         let is_it = |path: &PathBuf| {
@@ -230,13 +158,5 @@ impl PrivateApt {
         ];
         let mut command = sh::cmd(program, settings.iter().flat_map(|s| ["-o", s.as_str()]));
         sh::output(command.args(args).current_dir(&self.folder))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn sources_are_named_by_their_series() {
-        assert_eq!(super::series("6.12.95+deb12-amd64"), "6.12");
     }
 }

@@ -13,6 +13,7 @@ mod here;
 pub(crate) mod initramfs;
 pub(crate) mod judge;
 pub(crate) mod kernel;
+mod modules;
 pub(crate) mod runner;
 #[cfg(test)]
 mod stand_ins;
@@ -86,6 +87,9 @@ pub(crate) const NEEDS: &[Need] = &[
         "the keys of IPsec in the guest",
     ),
     need("iwpmd", "rdma-core", "a port mapper in the guest"),
+    need("ibacm", "ibacm", "its place is riser-sa's"),
+    need("saquery", "infiniband-diags", "questions to riser-sa"),
+    need("strace", "strace", "what riser-sa and the kernel exchange"),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];
@@ -224,18 +228,19 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             }
         },
     };
-    // Debian has no such module, and what builds it may be missing here. The others do without it.
-    let needs_siw = |case: &case::Case| case.text.contains("iwarp_hosts");
-    if let Some(kernel) = &kernel
-        && guests.iter().any(needs_siw)
-        && let Err(e) = kernel::ensure_siw(kernel)
-    {
-        let why = format!("no siw for the guest: {e}");
-        guests.retain(|case| !needs_siw(case));
-        if here.is_empty() && guests.is_empty() {
-            return Ok(Ended::Unavailable(names(options)?, why));
+    // What builds a module may be missing here. The other cases do without it.
+    for module in &modules::MODULES {
+        if let Some(kernel) = &kernel
+            && guests.iter().any(|case| module.is_for(case))
+            && let Err(e) = module.ensure(kernel)
+        {
+            let why = format!("no {} for the guest: {e}", module.name());
+            guests.retain(|case| !module.is_for(case));
+            if here.is_empty() && guests.is_empty() {
+                return Ok(Ended::Unavailable(names(options)?, why));
+            }
+            println!("the cases with {} are left out: {why}", module.name());
         }
-        println!("the cases with iWARP are left out: {why}");
     }
     // Tests take minutes to build, so only cases that run them pay for them.
     let is_used = |word: &str| guests.iter().any(|c| c.text.contains(word));

@@ -1,0 +1,79 @@
+#: group: sa
+#: about: the kernel's RDMA CM on a port of InfiniBand: riser-sa's paths by netlink, and by MADs where it has none
+#: limit: 420
+#: short: yes
+. "$RISER_ROOT/tests/vm/sa.sh"
+ib_hosts
+trap no_ib_hosts EXIT
+administrator
+
+# By MADs, as nothing of this host answers.
+before=$(packets)
+route fd99::1 fd99::2 class=0x20 | tee /tmp/by-mad
+[ "$(packets)" -gt "$before" ] || fail "no packet to the administrator"
+for words in "paths 1" "service 0x10615b3" "dgid fd99::2 sgid fd99::1" "hops 64 class 32" "reversible 1 pkey 0xffff" \
+    "mtu 5"; do
+    grep -q "$words" /tmp/by-mad || fail "no $words in the path"
+done
+
+# By netlink: the same path, and no packet.
+answers --source fd99::1
+before=$(packets)
+route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
+[ "$(asked)" = 1 ] || fail "$(asked) questions"
+route fd99::1 fd99::2 class=0x20 count=100 | sort -u | diff - /tmp/by-mad
+[ "$(asked)" = 101 ] || fail "$(asked) questions"
+[ "$(packets)" = "$before" ] || fail "the administrator was asked as well"
+
+# ib_srp asks for its target's path and comes to the target, a NIC that has no such service (REJ reason 8).
+pings
+modprobe ib_srp
+add=/sys/class/infiniband_srp/srp-ibrxe0-1/add_target
+wait_for 20 test -e $add
+id=0200c0ffee000001
+echo "id_ext=$id,ioc_guid=$id,dgid=fd990000000000000000000000000002,pkey=ffff,service_id=$id" >$add && fail "a login"
+[ "$(asked)" = 102 ] || fail "$(asked) questions"
+dmesg | grep "ib_srp: REJ received" || fail "no answer of the target"
+modprobe -r ib_srp
+
+# A source that it does not know: it refuses, and the kernel asks the administrator at once.
+answers_no_more
+answers
+before=$(asked)
+route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
+[ "$(asked)" -gt "$before" ] || fail "it was not asked"
+answers_no_more
+
+# One that does not answer: the kernel asks the administrator when the time is over that was set.
+waits() {
+    local began took
+    WAIT=$1 answers --source fd99::1
+    kill -STOP $LOCAL
+    began=${EPOCHREALTIME/./}
+    route fd99::1 fd99::2 class=0x20 timeout=60000 | diff - /tmp/by-mad
+    took=$(((${EPOCHREALTIME/./} - began) / 1000))
+    echo "answered after $took ms with $1 ms"
+    [ $took -ge "$1" ] || fail "the kernel has not waited"
+    kill -KILL $LOCAL
+    wait $LOCAL || true
+}
+waits 1000
+# More than the kernel's own two seconds.
+waits 6000
+
+# Restarted while the kernel asks: every question has its answer, by the one or the other.
+WAIT=500
+answers --source fd99::1
+(for i in {1..12}; do route fd99::1 fd99::2 class=0x20 count=100 timeout=60000; done) >/tmp/load &
+load=$!
+for i in {1..4}; do
+    sleep 2
+    kill -KILL $LOCAL
+    wait $LOCAL || true
+    sleep 1
+    answers --source fd99::1
+done
+wait $load
+[ "$(wc -l </tmp/load)" = 1200 ] || fail "$(wc -l </tmp/load) answers"
+sort -u /tmp/load | diff - /tmp/by-mad
+echo "figure: $(asked) of the kernel's questions by netlink, the others by MADs"

@@ -1,0 +1,82 @@
+#: group: sa
+#: about: riser-sa on the kernel's netlink: its group, what the kernel acknowledges, rights that are missing
+#: limit: 240
+#: short: yes
+#: packets: none
+modprobe ib_core
+end() {
+    kill -KILL "${STARTED[@]}" 2>/dev/null || true
+    ip netns delete other 2>/dev/null || true
+}
+STARTED=()
+trap end EXIT
+
+# It starts, and stays: stays OPTION …
+stays() {
+    RISER_LOG=debug "$RISER_BIN/riser-sa" --addr 127.0.0.1 "$@" >/tmp/sa.log 2>&1 &
+    SA=$!
+    STARTED+=($!)
+    wait_for 60 grep -q ' answers .*kernel=true' /tmp/sa.log
+    cat /tmp/sa.log
+}
+
+# It ends at once and says why: does_not_start WORDS COMMAND …
+does_not_start() {
+    local words=$1 status=0
+    shift
+    timeout 60 "$@" "$RISER_BIN/riser-sa" --addr 127.0.0.1 >/tmp/sa.log 2>&1 || status=$?
+    cat /tmp/sa.log
+    [ $status = 1 ] || fail "exit status $status, not 1"
+    grep -q -- "$words" /tmp/sa.log || fail "no '$words'"
+}
+
+# Sockets of NETLINK_RDMA (20) of a process in the kernel's group of local services: members PID
+members() {
+    awk -v pid="$1" '$2 == 20 && $3 == pid && $4 == "00000004"' /proc/net/netlink | wc -l
+}
+
+stays
+[ "$(members $SA)" = 1 ] || {
+    cat /proc/net/netlink
+    fail "it is no member of the kernel's group"
+}
+# Another one is a member as well, at an address of its own.
+"$RISER_BIN/riser-sa" --addr 127.0.0.2 >/tmp/other.log 2>&1 &
+STARTED+=($!)
+wait_for 60 grep -q answers /tmp/other.log
+# Restarted at once.
+kill -KILL $SA
+wait $SA || true
+stays --kernel-timeout 2500
+kill $SA
+wait $SA || true
+
+# The kernel acknowledges the first message, which is the time, or an answer to a question of no one.
+acknowledged() {
+    local messages=$1 sa
+    shift
+    strace -f -qq -e trace=sendto,recvfrom,sendmsg,recvmsg -o /tmp/strace.log \
+        "$RISER_BIN/riser-sa" --addr 127.0.0.1 "$@" >/tmp/sa.log 2>&1 &
+    sa=$!
+    STARTED+=($sa)
+    wait_for 120 grep -q answers /tmp/sa.log
+    grep -E 'nlmsg_type=(0x10|NLMSG_ERROR)' /tmp/strace.log || true
+    grep -Eq "$messages" /tmp/strace.log || fail "no message $messages"
+    grep -q 'NLMSG_ERROR.*error=0' /tmp/strace.log || fail "no acknowledgement"
+    pkill -P $sa
+    wait $sa || true
+}
+acknowledged 'sendto.*nlmsg_type=0x1000'
+acknowledged 'sendto.*nlmsg_type=0x1001' --kernel-timeout 100
+acknowledged 'sendto.*nlmsg_type=0x1001' --kernel-timeout 200000
+
+# Without its right, and where the kernel does not ask.
+does_not_start CAP_NET_ADMIN setpriv --reuid 65534 --regid 65534 --clear-groups
+does_not_start CAP_NET_ADMIN setpriv --bounding-set -net_admin --inh-caps -net_admin
+ip netns add other
+ip -n other link set lo up
+does_not_start "first network namespace" ip netns exec other
+# It answers hosts there nevertheless.
+ip netns exec other "$RISER_BIN/riser-sa" --addr 127.0.0.1 --no-netlink >/tmp/sa.log 2>&1 &
+STARTED+=($!)
+wait_for 60 grep -q ' answers .*kernel=false' /tmp/sa.log

@@ -1,7 +1,6 @@
 #: group: sa
 #: about: the kernel's RDMA CM on a port of InfiniBand: riser-sa's paths by netlink, and by MADs where it has none
 #: limit: 420
-#: short: yes
 . "$RISER_ROOT/tests/vm/sa.sh"
 ib_hosts
 trap no_ib_hosts EXIT

@@ -1,7 +1,6 @@
 #: group: sa
 #: about: riser-sa for programs of its own host and of others: paths, sources, groups, a restart, mistakes
 #: limit: 240
-#: short: yes
 #: here: yes
 #: packets: 12
 hosts 2300 a b c

@@ -1,7 +1,6 @@
 #: group: verbs
 #: about: programs of librdmacm between rdma_rxe and our libraries, with SIDR and multicast, both roles
 #: limit: 360
-#: short: yes
 . "$RISER_ROOT/tests/vm/verbs.sh"
 two_hosts
 trap one_host EXIT

@@ -1,7 +1,6 @@
 #: group: verbs
 #: about: rsockets between rdma-core's library on rdma_rxe and ours, both roles
 #: limit: 300
-#: short: yes
 . "$RISER_ROOT/tests/vm/verbs.sh"
 two_hosts
 trap one_host EXIT

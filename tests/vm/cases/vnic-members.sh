@@ -1,7 +1,6 @@
 #: group: vnic
 #: about: members that join late, die, restart and leave, a manager that restarts, hosts behind a member
 #: limit: 180
-#: short: yes
 #: here: yes
 #: packets: none
 hosts 1500 a b c d

@@ -1,7 +1,6 @@
 #: group: vnic
 #: about: a virtual Ethernet with MTUs of 1500 to 9000, over path MTUs of 1024 and 4096, IPv4 and IPv6
 #: limit: 180
-#: short: yes
 #: here: yes
 #: packets: none
 hosts 1500 a b

@@ -1,7 +1,6 @@
 #: group: vnic
 #: about: two virtual Ethernets of the same members: an interface, an MTU and a switch for each
 #: limit: 120
-#: short: yes
 #: here: yes
 #: packets: none
 hosts 1500 a b c

@@ -1,7 +1,6 @@
 #: group: vnic
 #: about: VLANs of a stock kernel over the virtual Ethernet: priorities, two VLANs, the longest frames
 #: limit: 300
-#: short: yes
 modprobe -a tun veth bridge 8021q
 . "$RISER_ROOT/tests/vm/here.sh"
 hosts 1500 a b

@@ -209,12 +209,12 @@ impl Engine {
             return Ok(engine);
         }
         // Without the lock, for which a thread that forks waits.
-        let others = share::await_others(config.addr)?;
+        let silent = share::await_others(config.addr)?;
         let (mut engines, known) = lock();
         if let Some(engine) = known {
             return Ok(engine);
         }
-        let share = Share::open(config.addr, others)?;
+        let share = Share::open(config.addr, silent)?;
         let config_of_nic = RoceConfig {
             other_addrs: config.other_addrs.clone(),
             worker_index: share.slot(),

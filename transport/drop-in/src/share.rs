@@ -33,6 +33,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, SocketAddr};
+use std::ops::BitOr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -190,7 +191,7 @@ impl Share {
     /// # Errors
     /// `EADDRINUSE` where others than this user's processes with this library have the port,
     /// `EUSERS` where all slots have processes, and those of making sockets.
-    pub(crate) fn open(addr: IpAddr, others: Others) -> io::Result<Self> {
+    pub(crate) fn open(addr: IpAddr, silent: Silent) -> io::Result<Self> {
         let _turn = take_turn(addr)?;
         let mailbox = new_mailbox()?;
         let slot = (1..SLOTS)
@@ -203,12 +204,7 @@ impl Share {
                 let why = format!("{} processes have the address already", SLOTS - 1);
                 Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
             })?;
-        let patience = match others {
-            Others::Answer => PATIENCE,
-            // They are asked once more, as one may have been there since.
-            Others::Silent => REMINDER,
-        };
-        let mut inquiry = Inquiry::new(&mailbox, addr, patience);
+        let mut inquiry = Inquiry::new(&mailbox, addr, silent);
         inquiry.rest.retain(|other| *other != slot);
         let (group, table) = match join(inquiry)? {
             Joined::Welcome(group, table) => (group, table),
@@ -639,21 +635,17 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
     CmMessage::parse(mad).ok().map(|(_, message)| message)
 }
 
-/// What is known of the processes that have an address before it is opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Others {
-    /// There is none, or one answers.
-    Answer,
-    /// None that is there answers.
-    Silent,
-}
+/// Slots, by bits, whose processes do not answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Silent(u32);
 
 /// Waits for the processes at an address, one of which may be stopped: until none is opening it, and one
-/// that has it answers. A process may fork meanwhile, so this takes nothing that its child would keep.
+/// that has it answers. Answers those that are silent, where all are. A process may fork meanwhile, so this
+/// takes nothing that its child would keep.
 ///
 /// # Errors
 /// `EADDRINUSE` where a process does not finish opening it, and those of making a socket.
-pub(crate) fn await_others(addr: IpAddr) -> io::Result<Others> {
+pub(crate) fn await_others(addr: IpAddr) -> io::Result<Silent> {
     let mailbox = new_mailbox()?;
     let until = Instant::now() + PATIENCE;
     while is_there(&mailbox, &name(addr, None)?, Message::Probe)? {
@@ -662,7 +654,7 @@ pub(crate) fn await_others(addr: IpAddr) -> io::Result<Others> {
         }
         thread::sleep(PAUSE);
     }
-    let mut inquiry = Inquiry::new(&mailbox, addr, PATIENCE);
+    let mut inquiry = Inquiry::new(&mailbox, addr, Silent::default());
     loop {
         match inquiry.poll()? {
             // An answer, whose descriptors the kernel closes.
@@ -671,11 +663,14 @@ pub(crate) fn await_others(addr: IpAddr) -> io::Result<Others> {
                 let from = answer.ok().and_then(|(_, _, from)| from);
                 let from = from.and_then(|from| SocketAddrUnix::try_from(from).ok());
                 if from.is_some_and(|from| inquiry.slot(&from).is_some()) {
-                    return Ok(Others::Answer);
+                    return Ok(Silent::default());
                 }
             }
-            Inquired::Vacant => return Ok(Others::Answer),
-            Inquired::Silence(_) => return Ok(Others::Silent),
+            Inquired::Vacant => return Ok(Silent::default()),
+            Inquired::Silence(_) => {
+                let bits = inquiry.asked.iter().map(|slot| 1 << slot);
+                return Ok(Silent(bits.fold(0, BitOr::bitor)));
+            }
         }
     }
 }
@@ -689,7 +684,9 @@ struct Inquiry<'a> {
     rest: VecDeque<u8>,
     /// Those with processes that have been, and have not answered.
     asked: Vec<u8>,
-    until: Instant,
+    /// Those that were silent before.
+    silent: Silent,
+    start: Instant,
 }
 
 /// What comes of an [`Inquiry`] in the time of a [`REMINDER`].
@@ -703,13 +700,24 @@ enum Inquired {
 }
 
 impl<'a> Inquiry<'a> {
-    fn new(mailbox: &'a OwnedFd, addr: IpAddr, patience: Duration) -> Self {
+    fn new(mailbox: &'a OwnedFd, addr: IpAddr, silent: Silent) -> Self {
         Self {
             mailbox,
             addr,
             rest: (1..SLOTS).collect(),
             asked: Vec::new(),
-            until: Instant::now() + patience,
+            silent,
+            start: Instant::now(),
+        }
+    }
+
+    /// Time for the answers of those that have been asked. Where all were silent before, they are asked
+    /// once more.
+    fn patience(&self) -> Duration {
+        let was_silent = |slot: &u8| self.silent.0 >> slot & 1 == 1;
+        match self.asked.iter().all(was_silent) {
+            true => REMINDER,
+            false => PATIENCE,
         }
     }
 
@@ -719,7 +727,7 @@ impl<'a> Inquiry<'a> {
     /// Those of sending.
     fn poll(&mut self) -> io::Result<Inquired> {
         if self.rest.is_empty()
-            && Instant::now() >= self.until
+            && self.start.elapsed() >= self.patience()
             && let Some(slot) = self.asked.first()
         {
             return Ok(Inquired::Silence(*slot));
@@ -1033,7 +1041,7 @@ mod tests {
     /// Opens the address as another process does, while the one that is there answers.
     fn open_beside(first: &Share) -> Share {
         thread::scope(|scope| {
-            let opens = scope.spawn(|| Share::open(first.addr, Others::Answer));
+            let opens = scope.spawn(|| Share::open(first.addr, Silent::default()));
             while !opens.is_finished() {
                 assert!(first.poll_packet(Instant::now()).is_none());
                 thread::yield_now();
@@ -1045,7 +1053,7 @@ mod tests {
     #[test]
     fn processes_of_an_address_have_slots_and_ports_of_their_own() {
         use RdmaPortSpace::{Tcp, Udp};
-        let first = Share::open(addr(1), Others::Answer).unwrap();
+        let first = Share::open(addr(1), Silent::default()).unwrap();
         let second = open_beside(&first);
         assert_eq!((first.slot, second.slot), (1, 2));
 
@@ -1072,7 +1080,7 @@ mod tests {
 
     #[test]
     fn the_ports_of_a_process_that_was_killed_are_free() {
-        let first = Share::open(addr(2), Others::Answer).unwrap();
+        let first = Share::open(addr(2), Silent::default()).unwrap();
         let port = (RdmaPortSpace::Tcp, 4000);
         // As a process in slot 9 has left it.
         assert_eq!(first.ports.take(port, 9), 9);
@@ -1143,7 +1151,7 @@ mod tests {
 
     #[test]
     fn a_request_waits_for_the_process_that_is_about_to_listen() {
-        let first = Share::open(addr(10), Others::Answer).unwrap();
+        let first = Share::open(addr(10), Silent::default()).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
         let early = front(11, request(1));
@@ -1182,7 +1190,7 @@ mod tests {
 
     #[test]
     fn a_peer_has_few_of_the_places_for_early_requests() {
-        let share = Share::open(addr(12), Others::Answer).unwrap();
+        let share = Share::open(addr(12), Silent::default()).unwrap();
         let now = Instant::now();
         let waits = |from, id| share.pass_on(now, front(from, request(id))).is_none();
         let mut again = front(13, request(0));
@@ -1200,7 +1208,7 @@ mod tests {
 
     #[test]
     fn a_request_that_waits_is_taken_back() {
-        let first = Share::open(addr(22), Others::Answer).unwrap();
+        let first = Share::open(addr(22), Silent::default()).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
         for id in 1..4 {
@@ -1223,7 +1231,7 @@ mod tests {
 
     #[test]
     fn a_request_that_is_taken_back_concerns_one_process() {
-        let first = Share::open(addr(8), Others::Answer).unwrap();
+        let first = Share::open(addr(8), Silent::default()).unwrap();
         let second = open_beside(&first);
         let third = open_beside(&first);
         listen(&second, RdmaPortSpace::Tcp);
@@ -1247,7 +1255,7 @@ mod tests {
 
     #[test]
     fn a_flood_for_another_process_does_not_keep_this_one() {
-        let first = Share::open(addr(6), Others::Answer).unwrap();
+        let first = Share::open(addr(6), Silent::default()).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
         let peer = UdpSocket::bind((addr(7), 0)).unwrap();
@@ -1261,7 +1269,7 @@ mod tests {
 
     #[test]
     fn requests_reach_the_process_that_has_their_port() {
-        let first = Share::open(addr(3), Others::Answer).unwrap();
+        let first = Share::open(addr(3), Silent::default()).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
         let datagram = question();
@@ -1315,7 +1323,8 @@ mod tests {
     fn processes_that_are_stopped_do_not_hide_one_that_answers() {
         let silent: Vec<_> = (1..4).map(|slot| stopped(addr(25), slot)).collect();
         let start = Instant::now();
-        let fourth = Share::open(addr(25), Others::Silent).unwrap();
+        let known = Silent(0b1110);
+        let fourth = Share::open(addr(25), known).unwrap();
         assert_eq!(fourth.slot, 4);
         // The time of a process that is stopped is over when all are asked.
         assert!(start.elapsed() < PATIENCE);
@@ -1327,17 +1336,17 @@ mod tests {
             }
             waits.join().unwrap().unwrap()
         });
-        assert_eq!(others, Others::Answer);
+        assert_eq!(others, Silent::default());
         let fifth = open_beside(&fourth);
         assert_eq!(fifth.slot, 5);
         assert!(
-            start.elapsed() < 2 * PATIENCE,
-            "the time of one that is stopped"
+            start.elapsed() < 3 * PATIENCE,
+            "the time of those that are stopped"
         );
         drop((fourth, fifth));
-        assert_eq!(await_others(addr(25)).unwrap(), Others::Silent);
+        assert_eq!(await_others(addr(25)).unwrap(), known);
         drop(silent);
-        assert_eq!(await_others(addr(25)).unwrap(), Others::Answer);
+        assert_eq!(await_others(addr(25)).unwrap(), Silent::default());
     }
 
     #[test]
@@ -1346,13 +1355,15 @@ mod tests {
         let error = await_others(addr(26)).unwrap_err();
         assert!(error.to_string().contains("does not finish"), "{error}");
         drop(turn);
-        assert_eq!(await_others(addr(26)).unwrap(), Others::Answer);
+        assert_eq!(await_others(addr(26)).unwrap(), Silent::default());
     }
 
     #[test]
     fn an_address_that_others_have_is_in_use() {
         let _other = UdpSocket::bind((addr(5), ROCE_PORT)).unwrap();
-        let error = Share::open(addr(5), Others::Answer).map(drop).unwrap_err();
+        let error = Share::open(addr(5), Silent::default())
+            .map(drop)
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 }

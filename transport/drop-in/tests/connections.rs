@@ -9,10 +9,12 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::zeroed;
 use std::ptr;
 use std::thread;
+use std::time::Duration;
 
 use library::*;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
+use riser_testkit::eventually;
 
 /// Address of riser1, which listens.
 const SERVER: &CStr = c"127.0.41.2";
@@ -236,6 +238,36 @@ fn an_unreliable_connection_is_made_between_end_points() {
         assert_eq!((result, errno()), (-1, libc::EINVAL), "{kind}");
         call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
     }
+}
+
+#[test]
+fn a_request_whose_queue_pair_cannot_be_made_is_refused() {
+    const PORT: u16 = 7009;
+    let hints = |flags| hints(RDMA_PS_TCP, IBV_QPT_RC, flags);
+    let mut attr = small();
+    attr.cap.max_send_wr = u32::MAX;
+    let listener = end_point(PORT, &hints(RAI_PASSIVE), Some(&mut attr));
+    listen(listener);
+    let client = thread::spawn(move || {
+        let id = end_point(PORT, &hints(0), Some(&mut small()));
+        let mut param = numbered(0);
+        let result = call!(rdma_connect(id => *mut rdma_cm_id,
+            &raw mut param => *mut rdma_conn_param) -> c_int);
+        let outcome = (result, errno());
+        destroy_ep(id);
+        outcome
+    });
+    let mut id = ptr::null_mut();
+    let result = call!(rdma_get_request(listener => *mut rdma_cm_id,
+        &raw mut id => *mut *mut rdma_cm_id) -> c_int);
+    assert_eq!((result, errno()), (-1, libc::EINVAL));
+    // The listener has no event left that would have to be acknowledged.
+    let listener = listener.expose_provenance();
+    let end = thread::spawn(move || destroy_ep(ptr::with_exposed_provenance_mut(listener)));
+    eventually("the end of the listener", Duration::from_secs(20), || {
+        end.is_finished()
+    });
+    assert_eq!(client.join().unwrap(), (-1, libc::ECONNREFUSED));
 }
 
 #[test]

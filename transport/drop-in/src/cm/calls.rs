@@ -1,6 +1,7 @@
 //! What a program asks of an identifier.
 
 use std::ffi::{c_int, c_void};
+use std::mem;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::slice;
@@ -588,8 +589,11 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
         for (context, device_id) in id.links() {
             context.lock().nic.set_option(device_id, option)?;
         }
-        // For the identifiers of devices that it gets later.
-        id.lock().options.push(option);
+        // For the identifiers of devices that it gets later. The last one of a kind counts.
+        let mut state = id.lock();
+        let kind = mem::discriminant(&option);
+        state.options.retain(|o| mem::discriminant(o) != kind);
+        state.options.push(option);
         Ok(())
     }))
 }

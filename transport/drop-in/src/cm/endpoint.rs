@@ -10,7 +10,7 @@ use riser_transport::verbs::RdmaCm as _;
 
 use super::af_ib::{AF_INFINIBAND, Address, Service, infiniband};
 use super::{
-    bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event, rdma_destroy_id,
+    Id, bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event, rdma_destroy_id,
     rdma_destroy_qp, rdma_destroy_srq, rdma_get_cm_event, rdma_resolve_route, rdma_set_option,
     resolve_addr,
 };
@@ -334,19 +334,14 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
             }
             id_of((*event).id)?
         };
-        // Its calls wait for their outcome like its listener's.
-        migrate(new, None)?;
-        let (qp, pd) = {
-            let attr = listener.lock().listen_qp;
-            // SAFETY: the listener is alive.
-            (attr, unsafe { (*listener.c()).pd })
-        };
-        if let Some(mut attr) = qp {
-            let pd = (!pd.is_null())
-                // SAFETY: the listener's own.
-                .then(|| unsafe { Ref::<Pd>::get(pd) })
-                .transpose()?;
-            create_qp(new, pd, None, &mut attr, ExtraAttr::default())?;
+        if let Err(errno) = prepare(new, listener) {
+            // The listener does not end before its event is acknowledged, and the peer is refused.
+            // SAFETY: the program has neither.
+            unsafe {
+                rdma_ack_cm_event(event);
+                rdma_destroy_id(new.handle());
+            }
+            return Err(errno);
         }
         // SAFETY: the program gives a place for the identifier, whose event has the peer's data.
         unsafe {
@@ -355,6 +350,25 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
         }
         Ok(())
     }))
+}
+
+/// Makes an identifier of a request what its listener is: one whose calls wait for their outcome, with a
+/// queue pair where the listener's are to have one.
+fn prepare(new: Ref<Id>, listener: Ref<Id>) -> Result<(), Errno> {
+    migrate(new, None)?;
+    let (qp, pd) = {
+        let attr = listener.lock().listen_qp;
+        // SAFETY: the listener is alive.
+        (attr, unsafe { (*listener.c()).pd })
+    };
+    let Some(mut attr) = qp else {
+        return Ok(());
+    };
+    let pd = (!pd.is_null())
+        // SAFETY: the listener's own.
+        .then(|| unsafe { Ref::<Pd>::get(pd) })
+        .transpose()?;
+    create_qp(new, pd, None, &mut attr, ExtraAttr::default())
 }
 
 /// `rdma_establish(3)`: for a queue pair that the program drives itself.

@@ -7,8 +7,8 @@
 //!   then among those of its port. So a host that opens many connections is before others once, not
 //!   many times.
 //! - **Patience runs out.** A host that has let the time pass gets half as much at its next turn, unless a
-//!   client of its connects, or a minute passes. So do all hosts of a port, until any client connects: many
-//!   that stay silent are not each waited for in full.
+//!   client of its connects, or a minute passes. So do all hosts of a port after the second one of them, until
+//!   any client connects: many that stay silent are not each waited for in full.
 //!
 //! Both are kept in a file of the user, as locks and words at places that ports and hosts have there. Ports
 //! of different servers have nothing in common. The kernel releases the locks of a process that is
@@ -39,16 +39,21 @@ const MEMORY: Duration = Duration::from_secs(60);
 /// Places for the hosts of a port's clients. Hosts may share one.
 const HOSTS: u64 = 64;
 
-/// Bytes of a place: the seconds of the time when a host, or one at a port, let its time pass, and the
-/// halvings in the lowest byte.
+/// Most times that are counted.
+const MAX_PASSED: u64 = MAX_HALVINGS + 1;
+
+/// Bytes of a place: the seconds of the time when a host, or one at a port, let its time pass, and how many
+/// times that was in the lowest byte.
 const PLACE: u64 = 8;
 
 /// A turn, which ends when it is dropped.
 pub(crate) struct Turn {
     /// `None` where there is no file: processes then are in each other's way, and no worse.
     file: Option<File>,
-    /// Those of the host and of the port, with the halvings there.
-    places: [(u64, u64); 2],
+    /// Places of the host and of the port.
+    places: [u64; 2],
+    /// Times that the host, and hosts of the port that were new, have let pass.
+    passed: [u64; 2],
 }
 
 impl Turn {
@@ -59,42 +64,47 @@ impl Turn {
         let host = (1 << 16) + port * HOSTS + place(host);
         let places = [host, port].map(|place| place * PLACE);
         let file = open().filter(|file| places.iter().all(|place| lock(file, *place)));
-        let halvings = |place| file.as_ref().map_or(0, |file| halvings(file, place));
-        let places = places.map(|place| (place, halvings(place)));
-        Self { file, places }
+        let passed = |place| file.as_ref().map_or(0, |file| passed(file, place));
+        let passed = places.map(passed);
+        Self {
+            file,
+            places,
+            passed,
+        }
     }
 
     /// Time that the client has.
     pub(crate) fn patience(&self) -> Duration {
-        let halvings = self.places.iter().map(|(_, halvings)| *halvings).max();
-        PATIENCE / (1 << halvings.unwrap_or(0))
+        let [host, port] = self.passed;
+        PATIENCE / (1 << host.max(port.saturating_sub(1)).min(MAX_HALVINGS))
     }
 
     /// Notes whether the client has connected or let its time pass.
     pub(crate) fn note(&self, is_connected: bool) {
         let Some(file) = &self.file else { return };
-        for (place, before) in self.places {
-            let halvings = match is_connected {
-                true => 0,
-                false => (before + 1).min(MAX_HALVINGS),
-            };
-            if halvings != 0 || before != 0 {
+        let [host, port] = self.passed;
+        let now_passed = match is_connected {
+            true => [0, 0],
+            // A host counts once.
+            false => [host + 1, port + u64::from(host == 0)],
+        };
+        for ((place, before), after) in self.places.iter().zip(self.passed).zip(now_passed) {
+            if before != 0 || after != 0 {
+                let word = now() << 8 | after.min(MAX_PASSED);
                 // Where it fails, the next one has to wait longer.
-                let _ = file.write_all_at(&(now() << 8 | halvings).to_ne_bytes(), place);
+                let _ = file.write_all_at(&word.to_ne_bytes(), *place);
             }
         }
     }
 }
 
-/// How often the time is halved at a place.
-fn halvings(file: &File, place: u64) -> u64 {
+/// Times that were let pass at a place.
+fn passed(file: &File, place: u64) -> u64 {
     let mut word = [0; PLACE as usize];
     let is_read = file.read_exact_at(&mut word, place).is_ok();
     let word = u64::from_ne_bytes(word);
     let is_recent = is_read && now().abs_diff(word >> 8) < MEMORY.as_secs();
-    // The user may have written to the file.
-    let halvings = (word & 0xff).min(MAX_HALVINGS);
-    if is_recent { halvings } else { 0 }
+    if is_recent { word & 0xff } else { 0 }
 }
 
 impl Drop for Turn {
@@ -203,7 +213,7 @@ mod tests {
         }
         let mut hosts = places.into_values();
         let mut take = || Turn::take(5, hosts.next().unwrap());
-        for ms in [2000, 1000, 500, 250, 250] {
+        for ms in [2000, 2000, 1000, 500, 250, 250] {
             let turn = take();
             assert_eq!(turn.patience(), Duration::from_millis(ms));
             turn.note(false);

@@ -182,6 +182,10 @@ fn strangers_in_the_place_of_a_client() {
         if env::var_os("SERVER").is_some() {
             return serve(&TcpListener::bind((ADDR, port)).unwrap());
         }
+        // Its device is there when its time begins.
+        let devices = env::var("RISER_DEVICES").unwrap();
+        let (_, own) = devices.split_once('=').unwrap();
+        let _listener = TcpListener::bind((own, 0)).unwrap();
         wait_for_word();
         // The rsocket alone, without TCP before it.
         let said = TcpStream::connect((ADDR, port))

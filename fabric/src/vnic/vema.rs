@@ -28,6 +28,10 @@ use super::wire::{Lid, Mac};
 /// Time after which a host may be taken by another manager.
 pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Most answers in a second to hosts that are not the manager. Their addresses may be forged, and an
+/// answer to one that no host has waits in the socket for seconds, where frames wait behind it.
+pub const STRANGER_ANSWERS: u32 = 64;
+
 /// Status of an answer to a manager that is not the host's (IBTA 13.4.7, busy).
 pub const BUSY: u16 = 1;
 
@@ -51,6 +55,8 @@ pub struct Vema {
     class_port_info: ClassPortInfo,
     ports: BTreeMap<u8, VirtualPort>,
     owner: Option<(Gid, Instant)>,
+    /// Number of answers to others since the beginning of a second.
+    strangers: Option<(u32, Instant)>,
     tid: u64,
 }
 
@@ -75,6 +81,7 @@ impl Vema {
             class_port_info: ClassPortInfo::new_zeroed(),
             ports: BTreeMap::new(),
             owner: None,
+            strangers: None,
             tid: 0,
         }
     }
@@ -115,11 +122,15 @@ impl Vema {
     }
 
     /// Takes a management datagram; returns the answer to it. What is no request of the class has
-    /// none.
+    /// none, and of hosts that are not the manager no more than [`STRANGER_ANSWERS`] in a second have.
     pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) -> Option<Vec<u8>> {
         let (request, data) = VemaHeader::parse(mad)?;
         if self.config.manager.is_some_and(|gid| gid != from.gid) {
             tracing::debug!(from = %from.gid, "another manager asks");
+            return None;
+        }
+        let is_request = matches!(request.method, method::GET | method::SET);
+        if is_request && !self.is_owner(from.gid) && !self.admits_stranger(now) {
             return None;
         }
         let is_public =
@@ -141,6 +152,19 @@ impl Vema {
             Ok(data) => request.answer(status::OK).with(&data),
             Err(status) => request.answer(status).with(&[]),
         })
+    }
+
+    fn is_owner(&self, gid: Gid) -> bool {
+        self.owner.is_some_and(|(owner, _)| owner == gid)
+    }
+
+    fn admits_stranger(&mut self, now: Instant) -> bool {
+        let (answers, since) = self.strangers.get_or_insert((0, now));
+        if now >= *since + Duration::from_secs(1) {
+            (*answers, *since) = (0, now);
+        }
+        *answers += 1;
+        *answers <= STRANGER_ANSWERS
     }
 
     fn is_taken(&self, by: Gid, now: Instant) -> bool {
@@ -583,6 +607,29 @@ mod tests {
         let mad = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
         assert!(named.handle_mad(address(2), &mad, now).is_none());
         assert!(named.handle_mad(address(1), &mad, now).is_some());
+    }
+
+    #[test]
+    fn a_flood_of_strangers_has_few_answers_and_the_manager_all() {
+        let mut now = Instant::now();
+        let agent = &mut vema();
+        let claim = (SET, id::CLASS_PORT_INFO, 0);
+        ask(agent, 1, claim, ClassPortInfo::new_zeroed().as_bytes(), now);
+        let mad = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
+        // The manager was a stranger before its claim.
+        for answers in [STRANGER_ANSWERS - 1, STRANGER_ANSWERS] {
+            let flood = (0..100_000_u32).filter(|n| {
+                let gid = Gid::from(std::net::IpAddr::from((n | 0xc000_0000).to_be_bytes()));
+                agent
+                    .handle_mad(QpAddress { gid, qpn: 5 }, &mad, now)
+                    .is_some()
+            });
+            assert_eq!(flood.count(), answers as usize);
+            for _ in 0..1000 {
+                assert_eq!(ask(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now).0, 0);
+            }
+            now += Duration::from_secs(1);
+        }
     }
 
     #[test]

@@ -6,15 +6,20 @@
 use std::fs;
 use std::io::Read;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use riser_fabric::iwpm::message::{Connection, Request, Response};
+use riser_fabric::iwpm::wire::{MessageType, WireMessage};
 use riser_fabric::iwpm::{ABI, LIBRARY, NO_PORT_MAP};
 use riser_fabric::netlink::message::{Header, Kind, Message, Messages, Writer};
 use riser_testkit::skip::skip;
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use socket2::{Domain, SockAddr, Socket, Type};
 
 const OURS: &str = env!("CARGO_BIN_EXE_riser-iwpmd");
@@ -399,6 +404,73 @@ fn what_cannot_work_says_why() {
         "no datagrams at 10.98.0.99:0",
     );
     refused(ours(1, "query 10.98.0.2:1 10.98.0.1:1"), 1, "no mapping");
+}
+
+/// Sends requests at the second end in the names of hosts that do not exist, for as long as it lives.
+fn forge(link: &Link) -> Forger {
+    let stop = Arc::new(AtomicBool::new(false));
+    let is_over = Arc::clone(&stop);
+    let namespace = fs::File::open(Path::new("/run/netns").join(&link.names[1])).unwrap();
+    let thread = std::thread::spawn(move || {
+        let network = Some(LinkNameSpaceType::Network);
+        move_into_link_name_space(namespace.as_fd(), network).unwrap();
+        let sockets: Vec<_> = (50..60)
+            .map(|last| {
+                let socket = Socket::new(Domain::IPV4, Type::DGRAM, None).unwrap();
+                socket.set_ip_transparent_v4(true).unwrap();
+                let own = SocketAddr::from(([10, 98, 0, last], 4000));
+                socket.bind(&own.into()).unwrap();
+                socket.connect(&addr("10.98.0.1:3935").into()).unwrap();
+                socket
+            })
+            .collect();
+        let mut handle = 0;
+        while !is_over.load(Ordering::Relaxed) {
+            for socket in &sockets {
+                for _ in 0..100 {
+                    handle += 1;
+                    let request = WireMessage {
+                        message_type: MessageType::Request {
+                            mapped_cp: addr("10.98.0.50:1"),
+                        },
+                        assoc_handle: handle,
+                        cp: addr("10.98.0.50:1"),
+                        ap: addr("10.98.0.1:1"),
+                    };
+                    let _ = socket.send(&request.write());
+                }
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
+    Forger(stop, Some(thread))
+}
+
+struct Forger(Arc<AtomicBool>, Option<JoinHandle<()>>);
+
+impl Drop for Forger {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+        let ended = self.1.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))));
+    }
+}
+
+#[test]
+fn answers_to_hosts_that_do_not_exist_hold_up_no_query() {
+    let Some(link) = Link::new("port mapper beside forged requests") else {
+        return;
+    };
+    let mut asking = link.registered(0, OURS);
+    let mut asked = link.registered(1, OURS);
+    let mapped = asked.add("10.98.0.2:3260", 0);
+    let _forger = forge(&link);
+    for port in 40_000..40_010 {
+        // Until the kernel has looked for the hosts in vain for the first time.
+        std::thread::sleep(Duration::from_millis(200));
+        let (connection, error) = asking.query(&format!("10.98.0.1:{port}"), "10.98.0.2:3260");
+        assert_eq!((connection.mapped_remote, error), (mapped, 0));
+    }
 }
 
 #[test]

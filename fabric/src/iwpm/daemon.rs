@@ -71,12 +71,17 @@ impl Host for ThisHost {
 }
 
 /// A port mapper with its sockets: one of netlink, unless it runs without the kernel, and those of
-/// the datagrams.
+/// the datagrams. An answer to an address that no host has waits in its socket for seconds, until
+/// the kernel has looked for the host in vain, and others wait behind it. So what this host asks by
+/// leaves by sockets of its own.
 #[derive(Debug)]
 pub struct Daemon {
     mapper: Mapper<ThisHost>,
     netlink: Option<RdmaNetlink>,
-    wire: Vec<UdpSocket>,
+    /// Those that peers ask, and answers leave by.
+    answering: Vec<UdpSocket>,
+    /// Those that requests of this host leave by.
+    asking: Vec<UdpSocket>,
 }
 
 impl Daemon {
@@ -86,15 +91,20 @@ impl Daemon {
     /// # Errors
     /// [`StartError`].
     pub fn open(with_kernel: bool, listen: &[SocketAddr]) -> Result<Self, StartError> {
+        let open = |addr: SocketAddr| {
+            listen_at(addr).map_err(|error| match error.kind() {
+                io::ErrorKind::AddrInUse => StartError::InUse(addr),
+                _ => StartError::Listen(addr, error),
+            })
+        };
         // First the port, which another port mapper may have: the kernel follows the one that
         // greeted it last.
-        let sockets = listen.iter().map(|addr| {
-            listen_at(*addr).map_err(|error| match error.kind() {
-                io::ErrorKind::AddrInUse => StartError::InUse(*addr),
-                _ => StartError::Listen(*addr, error),
-            })
-        });
-        let wire = sockets.collect::<Result<_, _>>()?;
+        let answering = listen.iter().map(|addr| open(*addr));
+        let answering = answering.collect::<Result<_, _>>()?;
+        let asking = listen
+            .iter()
+            .map(|addr| open(SocketAddr::new(addr.ip(), 0)));
+        let asking = asking.collect::<Result<_, _>>()?;
         let open = || RdmaNetlink::open(IWPM_GROUP);
         let netlink = with_kernel.then(open).transpose();
         let netlink = netlink.map_err(|error| match error.raw_os_error() {
@@ -106,7 +116,8 @@ impl Daemon {
         Ok(Self {
             mapper: Mapper::new(ThisHost(()), port),
             netlink,
-            wire,
+            answering,
+            asking,
         })
     }
 
@@ -158,17 +169,22 @@ impl Daemon {
                     tracing::warn!("to the kernel: {error}");
                 }
             }
-            Output::Wire { to, datagram } => {
+            Output::Wire {
+                to,
+                datagram,
+                is_answer,
+            } => {
                 let is_of = |socket: &&UdpSocket| {
                     let addr = socket.local_addr();
                     addr.is_ok_and(|addr| addr.is_ipv4() == to.is_ipv4())
                 };
                 // One that is lost is sent again.
-                let sent = self
-                    .wire
-                    .iter()
-                    .find(is_of)
-                    .map(|s| s.send_to(&datagram, to));
+                let sockets = match is_answer {
+                    true => &self.answering,
+                    false => &self.asking,
+                };
+                let socket = sockets.iter().find(is_of);
+                let sent = socket.map(|socket| socket.send_to(&datagram, to));
                 match sent {
                     Some(Ok(_)) => {}
                     Some(Err(error)) => tracing::debug!(%to, "not sent: {error}"),
@@ -181,7 +197,7 @@ impl Daemon {
 
     fn wait(&self, wake: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let netlink = self.netlink.iter().map(RdmaNetlink::fd);
-        let wire = self.wire.iter().map(AsFd::as_fd);
+        let wire = self.answering.iter().chain(&self.asking).map(AsFd::as_fd);
         let fds = netlink.chain(wire).chain(wake);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         let timeout = self.mapper.deadline().map_or(PollTimeout::NONE, |due| {
@@ -212,7 +228,7 @@ impl Daemon {
 
     fn take_wire(&mut self) {
         let mut buffer = [0; WIRE_DATAGRAM];
-        for socket in &self.wire {
+        for socket in self.answering.iter().chain(&self.asking) {
             for _ in 0..TURN {
                 match socket.recv_from(&mut buffer) {
                     Ok((len, from)) => {

@@ -91,6 +91,8 @@ pub enum Output {
         to: SocketAddr,
         /// The datagram.
         datagram: Vec<u8>,
+        /// It answers a request, whose address may be forged.
+        is_answer: bool,
     },
     /// Send a netlink message to the kernel.
     Netlink(Vec<u8>),
@@ -802,8 +804,15 @@ impl<H: Host> Mapper<H> {
     }
 
     fn send(&mut self, to: SocketAddr, message: WireMessage) {
-        let datagram = message.write();
-        self.outputs.push_back(Output::Wire { to, datagram });
+        let is_answer = matches!(
+            message.message_type,
+            MessageType::Accept | MessageType::Reject
+        );
+        self.outputs.push_back(Output::Wire {
+            to,
+            datagram: message.write(),
+            is_answer,
+        });
     }
 
     fn respond(&mut self, client: u8, response: &Response) {

@@ -204,7 +204,7 @@ fn response(output: &Output) -> Response {
 }
 
 fn message(output: &Output) -> (SocketAddr, WireMessage) {
-    let Output::Wire { to, datagram } = output else {
+    let Output::Wire { to, datagram, .. } = output else {
         panic!("{output:?}")
     };
     (*to, WireMessage::read(datagram).unwrap())

@@ -538,7 +538,7 @@ impl Node {
         {
             self.missed = None;
             tracing::warn!(
-                group = %self.group,
+                group = %self.group.ip(),
                 "no manager has configured each interface so far; is there one member with --manage \
                  and as many switches, and do datagrams of this group arrive?"
             );

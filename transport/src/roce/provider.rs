@@ -393,10 +393,8 @@ impl Roce {
         // Each connection may migrate to any of them.
         let addrs = self.nic.local_addrs().iter();
         let carried = addrs.map(|addr| carried_mtu(addr.ip()).ok().flatten());
-        let Some(mtu) = carried
-            .collect::<Option<Vec<_>>>()
-            .and_then(|all| all.into_iter().min())
-        else {
+        let least = carried.reduce(|a, b| a.zip(b).map(|(a, b)| a.min(b)));
+        let Some(mtu) = least.flatten() else {
             return;
         };
         let mtu = self.mtu_limit.map_or(mtu, |limit| limit.min(mtu));

@@ -177,10 +177,13 @@ impl Memory {
         // SAFETY: the range is that of the mapping, whose contents the advice does not change.
         let advised =
             unsafe { libc::madvise(memory.ptr(0).cast(), memory.len(), libc::MADV_NOHUGEPAGE) };
-        // A kernel without huge pages refuses the advice, and needs none.
-        debug_assert!(
-            advised == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
-        );
+        if advised != 0 {
+            let error = io::Error::last_os_error();
+            // A kernel without huge pages refuses the advice, and needs none.
+            if error.raw_os_error() != Some(libc::EINVAL) {
+                return Err(error);
+            }
+        }
         Ok(memory)
     }
 

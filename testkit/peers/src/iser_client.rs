@@ -270,8 +270,16 @@ impl<P: Provider> Client<P> {
                 panic!("{bytes:x?}");
             };
             let (pdu, _) = FromTarget::parse(&frame).unwrap();
-            self.said.push_back((pdu, frame.data.to_vec()));
+            let data = frame.data.to_vec();
             self.post_recv(slot);
+            match pdu {
+                // The target asks whether this end is alive.
+                FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => {
+                    let answer = FromInitiator::NopOut(crate::pdus::pong(&ping, self.cmd_sn));
+                    self.send(Buffers::default(), &answer, &[]);
+                }
+                pdu => self.said.push_back((pdu, data)),
+            }
         }
         while let Some(event) = self.dev.poll_cm_event() {
             self.closed |= event.kind == CmEventKind::Disconnected;

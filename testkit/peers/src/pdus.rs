@@ -1,7 +1,7 @@
 //! Requests of an initiator as most tests want them. A test that wants another field sets it.
 
 use riser_scsi::iscsi::pdu::{
-    DataOut, NopOut, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
+    DataOut, NopIn, NopOut, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
 };
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt, text};
 
@@ -96,6 +96,15 @@ pub fn nop_out(tag: u32, cmd_sn: u32) -> NopOut {
         ttt: Ttt::NONE,
         cmd_sn: CmdSn(cmd_sn),
         exp_stat_sn: StatSn(0),
+    }
+}
+
+/// The answer to a target that asks whether the initiator is alive.
+pub fn pong(ping: &NopIn, cmd_sn: u32) -> NopOut {
+    NopOut {
+        lun: ping.lun,
+        ttt: ping.ttt,
+        ..nop_out(Itt::NONE.0, cmd_sn)
     }
 }
 

@@ -10,7 +10,7 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    FromInitiator, FromTarget, NopOut, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
+    FromInitiator, FromTarget, ScsiCommand, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt, chap};
 use socket2::{Domain, Socket, Type};
@@ -228,14 +228,7 @@ impl<S: Read + Write> Client<S> {
         loop {
             match self.receive_any()? {
                 (FromTarget::NopIn(ping), ..) if ping.ttt != Ttt::NONE => {
-                    let answer = NopOut {
-                        immediate: true,
-                        lun: ping.lun,
-                        itt: Itt::NONE,
-                        ttt: ping.ttt,
-                        cmd_sn: CmdSn(self.cmd_sn),
-                        exp_stat_sn: StatSn(0),
-                    };
+                    let answer = crate::pdus::pong(&ping, self.cmd_sn);
                     self.send(answer.header(), &[]);
                 }
                 other => return Some(other),

@@ -21,6 +21,8 @@ use tracing_subscriber::EnvFilter;
 
 use crate::engine::Config;
 use crate::errno::{Errno, pointer};
+use crate::fork;
+use crate::lock::{LISTING, unpoisoned};
 
 /// A device that can be opened. It lives as long as the process, since programs keep the pointer.
 #[repr(C)]
@@ -58,6 +60,11 @@ impl Device {
 /// All devices, in the order of their names in the environment.
 pub(crate) fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
+    if let Some(devices) = DEVICES.get() {
+        return devices;
+    }
+    fork::install();
+    let _listing = unpoisoned(LISTING.lock());
     DEVICES.get_or_init(|| {
         start_log();
         let value = |name: &str| env::var_os(name).filter(|value| !value.is_empty());

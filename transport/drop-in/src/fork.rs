@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
 
 use crate::engine::{ENGINES, Engine, Engines, State};
-use crate::lock::{AT_ALL, unpoisoned};
+use crate::lock::{AT_ALL, LISTING, unpoisoned};
 use crate::queue::{DESCRIPTORS, descriptor};
 
 /// The locks that are held while the process forks. What they refer to lives as long as the engine
@@ -26,6 +26,8 @@ struct Held {
     list: MutexGuard<'static, Engines>,
     /// Of the queues of events.
     queues: MutexGuard<'static, BTreeSet<c_int>>,
+    /// Of the list of devices while it is made.
+    _listing: MutexGuard<'static, ()>,
     /// Of the identifiers at all devices. A thread puts them on devices that are back.
     _at_all: MutexGuard<'static, ()>,
 }
@@ -74,6 +76,7 @@ extern "C" fn prepare() {
         engines,
         list,
         queues: unpoisoned(DESCRIPTORS.lock()),
+        _listing: unpoisoned(LISTING.lock()),
         _at_all: at_all,
     };
     *unpoisoned(HELD.lock()) = Some(held);

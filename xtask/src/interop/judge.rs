@@ -106,7 +106,8 @@ impl Expected {
     pub(crate) fn of(case: &Case) -> Self {
         Self {
             least: case.packets,
-            is_iser: case.name.contains("iser"),
+            // Over iWARP the messages are in a stream, of which a capture has too little.
+            is_iser: case.name.contains("iser") && case.group != "iwarp",
             is_kernel_only: case.text.contains("CORE=yes"),
         }
     }

@@ -122,6 +122,9 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     name.push(".new");
     let mut options = std::fs::OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
-    options.open(&name)?.write_all(bytes)?;
+    let mut file = options.open(&name)?;
+    file.write_all(bytes)?;
+    // Or a power cut may leave the new name and none of the bytes.
+    file.sync_all()?;
     std::fs::rename(&name, path)
 }

@@ -209,6 +209,17 @@ impl Hosts {
         host.restored.len() == 1
     }
 
+    /// Requests of an earlier administrator whose hosts have not answered yet.
+    pub(super) fn restored(&self) -> impl Iterator<Item = (Gid, Mad)> {
+        let of = |host: &Host| {
+            host.restored
+                .iter()
+                .map(|mad| (host.gid, *mad))
+                .collect::<Vec<_>>()
+        };
+        self.all.iter().flat_map(of)
+    }
+
     fn challenge(&self, gid: Gid) -> TransactionId {
         let mut hasher = DefaultHasher::new();
         (self.secret, gid.0).hash(&mut hasher);

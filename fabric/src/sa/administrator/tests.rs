@@ -1076,3 +1076,43 @@ fn a_host_that_is_asked_about_its_past_may_change_it() {
         fabric.deliver();
     }
 }
+
+#[test]
+fn what_waits_for_its_host_outlives_a_second_restart() {
+    let mut fabric = Fabric::new(1);
+    let service = ServiceRecord::new(0x1000, gid(2));
+    fabric.ask(0, Request::set_service(&service)).unwrap();
+    let requests = fabric.administrator.requests(fabric.now);
+    assert_eq!(requests.len(), 1);
+    fabric.restart();
+    for (host, mad) in &requests {
+        fabric.administrator.restore(fabric.now, *host, mad);
+    }
+    // Its host has not answered yet.
+    assert_eq!(fabric.administrator.requests(fabric.now), requests);
+}
+
+#[test]
+fn hosts_that_were_not_asked_are_not_silent() {
+    let mut fabric = Fabric::new(1);
+    let service = ServiceRecord::new(0x1000, gid(2));
+    fabric.ask(0, Request::set_service(&service)).unwrap();
+    let end = fabric.now + FORGETTING + SWEEP * 60;
+    while fabric.now < end {
+        fabric.now += SWEEP;
+        // What a flood leaves waiting when the time of the look has come.
+        let header = SaHeader::new(
+            MadMethod::Get,
+            ClassPortInfo::ATTRIBUTE,
+            TransactionId(7),
+            0,
+        );
+        let get = header.emit(&[]);
+        for _ in 0..MAX_ANSWERS {
+            fabric.administrator.handle_mad(fabric.now, gid(99), &get);
+        }
+        fabric.administrator.handle_timeout(fabric.now);
+        fabric.deliver();
+    }
+    assert_eq!(fabric.administrator.usage().services, 1);
+}

@@ -44,9 +44,8 @@ const FIELDS: [&str; 20] = [
     "_ws.col.Info",
 ];
 
-/// Dissectors that guess at the payload of any connection. That of MPA also loses its place in streams of
-/// which a capture has only the beginning of each segment.
-const GUESSING: [&str; 4] = ["rpcordma", "smb_direct", "nvme-rdma", "iwarp_mpa"];
+/// Dissectors that guess at the payload of any connection.
+const GUESSING: [&str; 3] = ["rpcordma", "smb_direct", "nvme-rdma"];
 
 /// The port of iSER, 3260, as the service identifier of the connection manager has it.
 const ISER_PORT: &str = "0x0cbc";

@@ -15,8 +15,8 @@
 //! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
 //! their own. A restarted manager leaves members the LIDs that they have.
 //!
-//! Members are not trusted with others. A member has so many requests in an interval
-//! ([`MAX_REQUESTS`]), so one that never does what it is asked for costs no more. Tables that change
+//! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] in an
+//! interval, so one that never does what it is asked for costs no more. Tables that change
 //! again and again are made less and less often, up to once in an interval, since each goes to all
 //! members. An address is the member's that has it in the table, and one with a LID the LID's.
 
@@ -122,6 +122,15 @@ impl Member {
             asked: (0, now),
             other_manager: None,
         }
+    }
+
+    /// Forgets what it has, but not what was asked of it and whose orders it takes.
+    fn restart(&mut self, address: QpAddress, ports: usize, now: Instant) {
+        *self = Self {
+            asked: self.asked,
+            other_manager: self.other_manager,
+            ..Self::new(address, self.lid, ports, now)
+        };
     }
 }
 
@@ -318,11 +327,7 @@ impl EthernetManager {
             Some(member) if member.address == from => member.heard = now,
             Some(member) => {
                 tracing::info!(host = %from.gid, "a member has restarted");
-                *member = Member {
-                    asked: member.asked,
-                    other_manager: member.other_manager,
-                    ..Member::new(from, member.lid, ports, now)
-                };
+                member.restart(from, ports, now);
                 self.is_changed = true;
             }
             None if !is_full => {
@@ -401,15 +406,9 @@ impl EthernetManager {
             let (attr, status) = (request.attr, header.status.get());
             tracing::info!(host = %from.gid, attr, status, "a member refuses a request");
             let member = &mut self.members[index];
-            member.waits = Some(now + REFUSED);
             // It may have lost its state, or another manager has it.
-            let fresh = Member::new(from, member.lid, self.tables.len(), now);
-            *member = Member {
-                waits: member.waits,
-                asked: member.asked,
-                other_manager: member.other_manager,
-                ..fresh
-            };
+            member.restart(from, self.tables.len(), now);
+            member.waits = Some(now + REFUSED);
             self.is_changed = true;
         }
     }

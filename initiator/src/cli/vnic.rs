@@ -76,6 +76,11 @@ pub(super) fn run(args: &VnicArgs, global: &Global) -> Result<(), CliError> {
     })
 }
 
+fn has_repetition<T: PartialEq>(values: &[T]) -> bool {
+    let mut all = values.iter().enumerate();
+    all.any(|(n, value)| values[..n].contains(value))
+}
+
 fn config(args: &VnicArgs) -> Result<Config, CliError> {
     let usage = |text: String| Err(CliError::new(Exit::Usage, text));
     let [v4, v6] = GROUPS;
@@ -100,8 +105,7 @@ fn config(args: &VnicArgs) -> Result<Config, CliError> {
             "the interval is longer than 5 s, and members take another manager after 10".into(),
         );
     }
-    let is_twice = |(n, name)| args.name[..n].contains(name);
-    if args.name.iter().enumerate().any(is_twice) {
+    if has_repetition(&args.name) {
         return usage("two interfaces have one name".into());
     }
     if args.name.len() > MAX_INTERFACES || args.switch.len() > MAX_INTERFACES {
@@ -109,8 +113,7 @@ fn config(args: &VnicArgs) -> Result<Config, CliError> {
             "there are at most {MAX_INTERFACES} interfaces and switches"
         ));
     }
-    let is_twice = |(n, switch)| args.switch[..n].contains(switch);
-    if args.switch.iter().enumerate().any(is_twice) {
+    if has_repetition(&args.switch) {
         return usage("two switches have one number".into());
     }
     let mtus = match *args.mtu {

@@ -9,7 +9,7 @@ use zerocopy::big_endian::U16;
 
 use super::super::wire::inform::Trap;
 use super::super::wire::mcmember::{McMemberMask, McMemberRecord, join_state};
-use super::super::wire::{Limit, SaMethod, SaStatus, Selector};
+use super::super::wire::{Limit, SaMethod, SaStatus, Selector, all_match};
 use super::{HOP_LIMIT, LIFE_TIME, RATE, Records, Refusal, request};
 
 /// First LID of a multicast group (IBTA 4.1.3).
@@ -37,6 +37,12 @@ struct Member {
     join_state: u8,
 }
 
+impl Member {
+    fn is_full(&self) -> bool {
+        self.join_state & FULL != 0
+    }
+}
+
 struct Group {
     /// What all members share: GID of the port and JoinState are zero.
     record: McMemberRecord,
@@ -44,14 +50,9 @@ struct Group {
 }
 
 impl Group {
-    fn members(&self) -> impl Iterator<Item = &Member> {
-        self.members.iter()
-    }
-
     /// It ends with the last of its full members (IBTA 15.2.5.17.4).
     fn is_alive(&self) -> bool {
-        let mut members = self.members.iter();
-        members.any(|member| member.join_state & FULL != 0)
+        self.members.iter().any(Member::is_full)
     }
 
     fn answer(&self, gid: Gid, join_state: u8) -> McMemberRecord {
@@ -108,9 +109,9 @@ impl Groups {
     /// The requests that make the memberships; those of full members first, who make the groups.
     pub(super) fn requests(&self) -> impl Iterator<Item = (Gid, Mad)> {
         let all = [true, false].into_iter().flat_map(|is_full| {
-            let members = |group| Group::members(group).map(move |member| (group, member));
-            let all = self.all.iter().flat_map(members);
-            all.filter(move |(_, member)| is_full == (member.join_state & FULL != 0))
+            let all = self.all.iter();
+            let all = all.flat_map(|group| group.members.iter().map(move |member| (group, member)));
+            all.filter(move |(_, member)| member.is_full() == is_full)
         });
         all.map(|(group, member)| {
             let record = group.answer(member.gid, member.join_state);
@@ -433,9 +434,7 @@ fn fits(group: &McMemberRecord, mask: McMemberMask, wanted: &McMemberRecord) -> 
             group.packet_life_time,
         ),
     ];
-    fields
-        .iter()
-        .all(|(bit, same)| *same || !mask.contains(*bit))
+    all_match(mask, &fields)
         && limits.iter().all(|(bit, selector, wanted, has)| {
             !mask.contains(*bit) || wanted.admits(mask.contains(*selector), has.code())
         })

@@ -211,13 +211,8 @@ impl Hosts {
 
     /// Requests of an earlier administrator whose hosts have not answered yet.
     pub(super) fn restored(&self) -> impl Iterator<Item = (Gid, Mad)> {
-        let of = |host: &Host| {
-            host.restored
-                .iter()
-                .map(|mad| (host.gid, *mad))
-                .collect::<Vec<_>>()
-        };
-        self.all.iter().flat_map(of)
+        let hosts = self.all.iter();
+        hosts.flat_map(|host| host.restored.iter().map(move |mad| (host.gid, *mad)))
     }
 
     fn challenge(&self, gid: Gid) -> TransactionId {

@@ -417,19 +417,12 @@ impl Administrator {
         self.transfers.retain(|transfer| !is_it(transfer));
         // A host that has acknowledged nothing may never have asked, be it this one.
         let is_idle = |sender: &Sender| sender.is_unanswered() || sender.begun() + PATIENCE <= now;
-        let free = if self.transfers.iter().filter(is_his).count() >= each {
-            let mut all = self.transfers.iter();
-            Some(all.position(|(other, sender)| *other == to && is_idle(sender)))
-        } else if self.transfers.len() >= all {
-            Some(
-                self.transfers
-                    .iter()
-                    .position(|(_, sender)| is_idle(sender)),
-            )
-        } else {
-            None
-        };
-        if let Some(free) = free {
+        let is_full_of_his = self.transfers.iter().filter(is_his).count() >= each;
+        if is_full_of_his || self.transfers.len() >= all {
+            let may_go = |transfer: &(Gid, Sender)| {
+                is_idle(&transfer.1) && (!is_full_of_his || is_his(&transfer))
+            };
+            let free = self.transfers.iter().position(may_go);
             self.transfers.remove(free.ok_or(SaStatus::NoResources)?);
         }
         self.transfers.push((to, Sender::new(header, data, now)));

@@ -5,7 +5,7 @@ use riser_transport::verbs::Gid;
 use zerocopy::big_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Record, attribute};
+use super::{Record, all_match, attribute};
 
 /// Events that an administrator itself reports (IBTA 14.2.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -169,9 +169,7 @@ impl InformInfoRecord {
                 self.info.trap_number == wanted.info.trap_number,
             ),
         ];
-        fields
-            .iter()
-            .all(|(bit, same)| *same || !mask.contains(*bit))
+        all_match(mask, &fields)
     }
 }
 

@@ -19,6 +19,7 @@ pub mod node;
 pub mod path;
 pub mod service;
 
+use bitflags::Flags;
 use riser_transport::wire::mad::{MadClass, MadError, MadMethod};
 use riser_transport::wire::{MAD_LEN, Mad, MadHeader, TransactionId};
 use zerocopy::big_endian::{U16, U32, U64};
@@ -90,6 +91,12 @@ pub struct RmppHeader {
     /// Bytes after this header in the last segment, and in all of them in the first one; in an ACK
     /// the last segment that may be sent.
     pub length_or_window: U32,
+}
+
+/// Returns whether all components match that a request's mask names.
+pub(super) fn all_match<M: Flags + Copy>(mask: M, components: &[(M, bool)]) -> bool {
+    let mut components = components.iter();
+    components.all(|(bit, same)| *same || !mask.contains(*bit))
 }
 
 /// Types of RMPP packets (IBTA table 29).

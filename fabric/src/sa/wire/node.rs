@@ -6,7 +6,7 @@ use riser_transport::wire::smp::{NodeInfo, PortInfo};
 use zerocopy::big_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Record, attribute};
+use super::{Record, all_match, attribute};
 
 /// A node, by one of its ports.
 #[derive(
@@ -109,9 +109,7 @@ impl NodeRecord {
                 self.description == wanted.description,
             ),
         ];
-        fields
-            .iter()
-            .all(|(bit, same)| *same || !mask.contains(*bit))
+        all_match(mask, &fields)
     }
 }
 
@@ -133,9 +131,7 @@ impl PortInfoRecord {
             (PortInfoMask::PORT, self.port == wanted.port),
             (PortInfoMask::CAPABILITIES, can),
         ];
-        fields
-            .iter()
-            .all(|(bit, same)| *same || !mask.contains(*bit))
+        all_match(mask, &fields)
     }
 }
 

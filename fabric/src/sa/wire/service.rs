@@ -5,7 +5,7 @@ use riser_transport::verbs::Gid;
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Record, attribute};
+use super::{Record, all_match, attribute};
 
 /// Lease without an end.
 pub const LEASE_FOREVER: u32 = u32::MAX;
@@ -124,9 +124,7 @@ impl ServiceRecord {
             ),
             (ServiceMask::NAME, self.name == wanted.name),
         ];
-        let same = fields
-            .iter()
-            .all(|(bit, same)| *same || !mask.contains(*bit));
+        let same = all_match(mask, &fields);
         let (ours, theirs) = (self.as_bytes(), wanted.as_bytes());
         same && DATA_FIELDS.iter().all(|&(first, count, size, at)| {
             (0..count).all(|word| {

@@ -135,7 +135,9 @@ fn configuration(listed: usize) -> String {
              luns: {{ 0: ram{number} }}\n    access: open\n"
         );
     }
-    format!("backends:\n{backends}targets:\n{targets}admin: {{ socket: none }}\n")
+    // A client that dies leaves sessions behind, which last for some seconds, and each lane has one address.
+    let limits = format!("{{ sessions_per_address: {} }}", 8 * (LANES + listed));
+    format!("backends:\n{backends}targets:\n{targets}limits: {limits}\nadmin: {{ socket: none }}\n")
 }
 
 struct Stage<'a> {

@@ -613,7 +613,7 @@ impl Test {
             let events = self.services.iter();
             options.extend(events.map(|at| format!("-c {at} -e -n 200{}", more(*at))));
         }
-        if self.program == "ib_send_lat" {
+        if self.program.ends_with("_lat") && self.services.contains(&"UC") {
             // Short of the sizes that a receiver's socket may drop.
             options.push("-c UC -s 4096 -n 200".to_owned());
         }

@@ -5,12 +5,16 @@
 //! short frame, the other is malformed. Of a packet of InfiniBand that is cut they read the headers
 //! only, so one that begins a message gets zeros in the place of what was cut off ([`filled`]).
 //!
+//! A connection of TCP may have the ports of an earlier one, of which the dissector of MPA still knows
+//! that its stream has begun. So each gets ports of its own ([`Ports`]).
+//!
 //! What an RC connection carries is known from the connection manager's messages and not guessed: a
 //! SEND on a connection to the port of iSER must be read as an iSER message with an iSCSI PDU in
 //! it. The dissectors have none for SRP; there the headers of InfiniBand are judged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::process::Stdio;
 
@@ -166,7 +170,8 @@ pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure
     }
 }
 
-/// A capture in which packets that begin a message of the upper protocol have their whole length.
+/// A capture in which packets that begin a message of the upper protocol have their whole length, and no
+/// two connections of TCP the same ports.
 fn filled(capture: &[u8]) -> Vec<u8> {
     const FILE_HEADER: usize = 24;
     const PACKET_HEADER: usize = 16;
@@ -178,6 +183,7 @@ fn filled(capture: &[u8]) -> Vec<u8> {
     // The file is cut by its own lengths. It comes from a guest that may have been killed, so each
     // of them may lead beyond the end.
     let mut at = FILE_HEADER;
+    let mut ports = Ports::new();
     while let (Some(kept), Some(length)) = (word(at + 8), word(at + 12)) {
         let start = at + PACKET_HEADER;
         let Some(packet) = capture.get(start..start + kept) else {
@@ -190,7 +196,10 @@ fn filled(capture: &[u8]) -> Vec<u8> {
         filled.extend(&capture[at..at + 8]);
         filled.extend(((kept + missing) as u32).to_le_bytes());
         filled.extend(&capture[at + 12..start]);
+        let begin = filled.len();
         filled.extend(packet);
+        // `None` where there is nothing to change.
+        let _ = ports.separate(&mut filled[begin..]);
         filled.resize(filled.len() + missing, 0);
         at = start + kept;
     }
@@ -210,6 +219,66 @@ fn begins_message(frame: &[u8]) -> bool {
     };
     let is_one = |opcode: &u8| BEGINS_MESSAGE.contains(&opcode.to_string().as_str());
     opcode.is_some_and(is_one)
+}
+
+/// An address and a port, as they are in a packet.
+type TcpEnd = Vec<u8>;
+
+/// The connections of TCP in a capture.
+struct Ports {
+    /// By the end that asks and the other one: the number with which the first of them begins, and the
+    /// port that stands for that end's, if an earlier connection had it.
+    connections: BTreeMap<(TcpEnd, TcpEnd), ([u8; 4], Option<u16>)>,
+    /// Ports that are left. Linux chooses none of them for a connection.
+    free: RangeInclusive<u16>,
+}
+
+impl Ports {
+    fn new() -> Self {
+        Self {
+            connections: BTreeMap::new(),
+            free: 61_000..=u16::MAX,
+        }
+    }
+
+    /// Changes the port of the end that has asked for a connection in a packet of it, if an earlier one
+    /// had that port. tshark does not compare checksums with it.
+    fn separate(&mut self, frame: &mut [u8]) -> Option<()> {
+        const TCP: u8 = 6;
+        const SYN_ACK: u8 = 0x12;
+        const SYN: u8 = 0x02;
+        let (addresses, tcp) = match frame.get(12..14)? {
+            [0x08, 0x00] if frame.get(23) == Some(&TCP) => {
+                let words = usize::from(frame[14] & 0x0f);
+                (26..34, 14 + 4 * words)
+            }
+            [0x86, 0xdd] if frame.get(20) == Some(&TCP) => (22..54, 54),
+            _ => return None,
+        };
+        let addresses = frame.get(addresses)?;
+        let (from, to) = addresses.split_at(addresses.len() / 2);
+        let header = frame.get(tcp..tcp + 14)?;
+        let from = [from, &header[..2]].concat();
+        let to = [to, &header[2..4]].concat();
+        let (forth, back) = ((from.clone(), to.clone()), (to, from));
+        if header[13] & SYN_ACK == SYN {
+            let number = header[4..8].try_into().ok()?;
+            let before = self.connections.get(&forth).copied();
+            // Otherwise it is the same packet, sent again.
+            if before.is_none_or(|(first, _)| first != number) {
+                let had = self.connections.remove(&back).is_some() || before.is_some();
+                let port = if had { self.free.next() } else { None };
+                self.connections.insert(forth.clone(), (number, port));
+            }
+        }
+        let (asked, at) = match self.connections.get(&forth) {
+            Some(asked) => (asked, tcp),
+            None => (self.connections.get(&back)?, tcp + 2),
+        };
+        let port = asked.1?;
+        frame[at..at + 2].copy_from_slice(&port.to_be_bytes());
+        Some(())
+    }
 }
 
 /// One end of an RC connection: an address and a queue pair, as tshark writes them.
@@ -523,6 +592,46 @@ mod tests {
         ack
     }
 
+    /// An Ethernet frame with a segment of TCP over IPv4, whose header has 20 bytes: `from_first` from
+    /// 10.99.0.1:40000 to 10.99.0.2:4000, else back.
+    fn segment(from_first: bool, flags: u8, (seq, ack): (u32, u32), data: &[u8]) -> Vec<u8> {
+        let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 8, 0];
+        frame.extend([0x45, 0]);
+        frame.extend((40 + data.len() as u16).to_be_bytes());
+        frame.extend([0, 0, 0x40, 0, 64, 6, 0, 0]);
+        let (from, to) = if from_first { (1, 2) } else { (2, 1) };
+        frame.extend([10, 99, 0, from, 10, 99, 0, to]);
+        let (first, second) = (40_000_u16.to_be_bytes(), 4000_u16.to_be_bytes());
+        let ports = if from_first {
+            [first, second]
+        } else {
+            [second, first]
+        };
+        frame.extend(ports.as_flattened());
+        frame.extend(seq.to_be_bytes());
+        frame.extend(ack.to_be_bytes());
+        frame.extend([0x50, flags, 0xff, 0xff, 0, 0, 0, 0]);
+        frame.extend(data);
+        frame
+    }
+
+    /// A connection of iWARP whose ends begin with these numbers: what MPA begins with, and one FPDU.
+    fn iwarp(first: u32, second: u32, fpdu: &[u8]) -> [Vec<u8>; 6] {
+        let begins = (first.wrapping_add(1), second.wrapping_add(1));
+        let behind = (begins.0.wrapping_add(24), begins.1.wrapping_add(24));
+        let back = |(first, second): (u32, u32)| (second, first);
+        let request = b"MPA ID Req Frame\x10\x02\0\x04\0\x10\0\x10";
+        let reply = b"MPA ID Rep Frame\x10\x02\0\x04\0\x10\0\x10";
+        [
+            segment(true, 0x02, (first, 0), &[]),
+            segment(false, 0x12, (second, begins.0), &[]),
+            segment(true, 0x10, begins, &[]),
+            segment(true, 0x18, begins, request),
+            segment(false, 0x18, back((behind.0, begins.1)), reply),
+            segment(true, 0x18, behind, fpdu),
+        ]
+    }
+
     fn has_tshark(test: &str) -> bool {
         let is_there = sh::which("tshark").is_some();
         if !is_there {
@@ -666,6 +775,49 @@ mod tests {
             ..ANY
         };
         assert!(judged(&ours, is_kernel_only).is_ok());
+    }
+
+    #[test]
+    fn a_second_connection_with_the_same_ports_is_judged_by_itself() {
+        if !has_tshark("ports of an earlier connection") {
+            return;
+        }
+        // An RDMA SEND without data: length, DDP's and RDMAP's control, key, queue, numbers.
+        let mut fpdu = vec![0, 18, 0x41, 0x43, 0, 0, 0, 0];
+        fpdu.extend([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]);
+        fpdu.extend(0_u32.to_be_bytes());
+        let all = [
+            iwarp(7, 9, &fpdu),
+            iwarp(70_000, 90_000, &fpdu),
+            iwarp(1, 2, &fpdu),
+        ];
+        let all = all.as_flattened();
+        assert_eq!(judged(&capture(all), ANY).unwrap().packets, 18);
+        // Of the second one, the FPDU is a READ request that ends behind its header.
+        fpdu[3] = 0x41;
+        let mut all = all.to_vec();
+        all[11] = iwarp(70_000, 90_000, &fpdu)[5].clone();
+        let objection = judged(&capture(&all), ANY).unwrap_err();
+        assert!(objection.contains("packet 12"), "{objection}");
+    }
+
+    #[test]
+    fn ports_are_changed_where_others_had_them() {
+        let mut ports = Ports::new();
+        let mut after = |mut frame: Vec<u8>| {
+            let _ = ports.separate(&mut frame);
+            [34, 36].map(|at| u16::from_be_bytes([frame[at], frame[at + 1]]))
+        };
+        assert_eq!(after(segment(true, 0x02, (5, 0), &[])), [40_000, 4000]);
+        // The same once more, and the answer.
+        assert_eq!(after(segment(true, 0x02, (5, 0), &[])), [40_000, 4000]);
+        assert_eq!(after(segment(false, 0x12, (8, 6), &[])), [4000, 40_000]);
+        assert_eq!(after(segment(true, 0x02, (50, 0), &[])), [61_000, 4000]);
+        assert_eq!(after(segment(false, 0x12, (80, 51), &[])), [4000, 61_000]);
+        assert_eq!(after(segment(true, 0x11, (51, 81), b"x")), [61_000, 4000]);
+        // The other end asks.
+        assert_eq!(after(segment(false, 0x02, (90, 0), &[])), [61_001, 40_000]);
+        assert_eq!(after(segment(true, 0x12, (60, 91), &[])), [40_000, 61_001]);
     }
 
     /// A session of the kernel's initiator and target over iSER, and the same with a fault in one

@@ -33,7 +33,6 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, SocketAddr};
-use std::ops::BitOr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -176,6 +175,10 @@ enum Message {
     Packet = 4,
     /// Nothing, but it wakes the process, if there is one.
     Probe = 5,
+    /// Asks for [`Message::Here`].
+    Ask = 6,
+    /// The process answers, and gives nothing.
+    Here = 7,
 }
 
 /// What a mailbox has had.
@@ -204,7 +207,7 @@ impl Share {
                 let why = format!("{} processes have the address already", SLOTS - 1);
                 Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
             })?;
-        let mut inquiry = Inquiry::new(&mailbox, addr, silent);
+        let mut inquiry = Inquiry::new(&mailbox, addr, Message::Join, silent);
         inquiry.rest.retain(|other| *other != slot);
         let (group, table) = match join(inquiry)? {
             Joined::Welcome(group, table) => (group, table),
@@ -497,6 +500,9 @@ impl Share {
             }
             Received::Nothing => return Some(Mail::Other),
         };
+        if message == Message::Ask as u8 {
+            reply(&self.mailbox, from.as_ref(), Message::Here, &[]);
+        }
         if message == Message::Join as u8 {
             let mut all: Vec<BorrowedFd<'_>> = self.group.iter().map(AsFd::as_fd).collect();
             all.push(self.ports.memory.as_fd());
@@ -635,13 +641,13 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
     CmMessage::parse(mad).ok().map(|(_, message)| message)
 }
 
-/// Slots, by bits, whose processes do not answer.
+/// Slots, by bits, from which no answer is expected: their processes are silent, or another user's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Silent(u32);
 
 /// Waits for the processes at an address, one of which may be stopped: until none is opening it, and one
-/// that has it answers. Answers those that are silent, where all are. A process may fork meanwhile, so this
-/// takes nothing that its child would keep.
+/// that has it answers. Answers those that are silent, where all are. A process may fork meanwhile, and its
+/// child keeps the mailbox with what waits there: so this asks for nothing that has descriptors with it.
 ///
 /// # Errors
 /// `EADDRINUSE` where a process does not finish opening it, and those of making a socket.
@@ -654,22 +660,20 @@ pub(crate) fn await_others(addr: IpAddr) -> io::Result<Silent> {
         }
         thread::sleep(PAUSE);
     }
-    let mut inquiry = Inquiry::new(&mailbox, addr, Silent::default());
+    let mut inquiry = Inquiry::new(&mailbox, addr, Message::Ask, Silent::default());
+    let mut foreign = Vec::new();
     loop {
         match inquiry.poll()? {
-            // An answer, whose descriptors the kernel closes.
-            Inquired::Mail => {
-                let answer = recvfrom(&mailbox, &mut [0; 1], RecvFlags::DONTWAIT);
-                let from = answer.ok().and_then(|(_, _, from)| from);
-                let from = from.and_then(|from| SocketAddrUnix::try_from(from).ok());
-                if from.is_some_and(|from| inquiry.slot(&from).is_some()) {
-                    return Ok(Silent::default());
-                }
-            }
-            Inquired::Vacant => return Ok(Silent::default()),
-            Inquired::Silence(_) => {
-                let bits = inquiry.asked.iter().map(|slot| 1 << slot);
-                return Ok(Silent(bits.fold(0, BitOr::bitor)));
+            Inquired::Mail => match receive(&mailbox, &mut [0; 1]) {
+                Some(Received::OfAnotherUser(Some(from))) => foreign.extend(inquiry.strike(&from)),
+                Some(Received::Message {
+                    from: Some(from), ..
+                }) if inquiry.slot(&from).is_some() => return Ok(Silent::default()),
+                _ => {}
+            },
+            Inquired::Vacant | Inquired::Silence(_) => {
+                let silent = inquiry.asked.iter().chain(&foreign);
+                return Ok(Silent(silent.fold(0, |bits, slot| bits | 1 << slot)));
             }
         }
     }
@@ -680,6 +684,7 @@ pub(crate) fn await_others(addr: IpAddr) -> io::Result<Silent> {
 struct Inquiry<'a> {
     mailbox: &'a OwnedFd,
     addr: IpAddr,
+    question: Message,
     /// Slots that have not been asked.
     rest: VecDeque<u8>,
     /// Those with processes that have been, and have not answered.
@@ -700,10 +705,11 @@ enum Inquired {
 }
 
 impl<'a> Inquiry<'a> {
-    fn new(mailbox: &'a OwnedFd, addr: IpAddr, silent: Silent) -> Self {
+    fn new(mailbox: &'a OwnedFd, addr: IpAddr, question: Message, silent: Silent) -> Self {
         Self {
             mailbox,
             addr,
+            question,
             rest: (1..SLOTS).collect(),
             asked: Vec::new(),
             silent,
@@ -757,11 +763,18 @@ impl<'a> Inquiry<'a> {
 
     /// Asks a slot; answers whether it has a process.
     fn ask(&mut self, slot: u8) -> io::Result<bool> {
-        let is_there = is_there(self.mailbox, &name(self.addr, Some(slot))?, Message::Join)?;
+        let is_there = is_there(self.mailbox, &name(self.addr, Some(slot))?, self.question)?;
         if is_there {
             self.asked.push(slot);
         }
         Ok(is_there)
+    }
+
+    /// Asks the slot no longer that has an address; answers which.
+    fn strike(&mut self, from: &SocketAddrUnix) -> Option<u8> {
+        let slot = self.slot(from);
+        self.asked.retain(|asked| Some(*asked) != slot);
+        slot
     }
 
     /// The slot that has been asked and has an address.
@@ -815,9 +828,7 @@ fn join(mut inquiry: Inquiry<'_>) -> io::Result<Joined> {
         match receive_with(inquiry.mailbox, &mut buffer, &mut all) {
             // Others that are no such process may write as well.
             Some(Received::OfAnotherUser(Some(from))) => {
-                let slot = inquiry.slot(&from);
-                is_refused |= slot.is_some();
-                inquiry.asked.retain(|asked| Some(*asked) != slot);
+                is_refused |= inquiry.strike(&from).is_some();
                 continue;
             }
             Some(Received::Message { kind, .. }) if kind == Message::Welcome as u8 => {}
@@ -1025,7 +1036,9 @@ impl Drop for PortTable {
 #[cfg(test)]
 mod tests {
     use std::net::UdpSocket;
+    use std::sync::atomic::AtomicBool;
 
+    use riser_testkit::skip::skip;
     use riser_transport::verbs::PKey;
     use riser_transport::wire::cm_msg::{
         AdditionalInfo, CommId, PrivateData, RejMsg, RejOf, RejReason, SidrReqMsg,
@@ -1347,6 +1360,62 @@ mod tests {
         assert_eq!(await_others(addr(25)).unwrap(), known);
         drop(silent);
         assert_eq!(await_others(addr(25)).unwrap(), Silent::default());
+    }
+
+    #[test]
+    fn a_child_that_is_forked_while_another_opens_keeps_no_address() {
+        let first = Share::open(addr(27), Silent::default()).unwrap();
+        let mailbox = new_mailbox().unwrap();
+        let mut inquiry = Inquiry::new(&mailbox, addr(27), Message::Ask, Silent::default());
+        let asks = thread::scope(|scope| {
+            let asks = scope.spawn(move || {
+                let asked = [inquiry.poll(), inquiry.poll()].map(Result::unwrap);
+                asked.iter().all(|asked| matches!(asked, Inquired::Mail))
+            });
+            while !asks.is_finished() {
+                assert!(first.poll_packet(Instant::now()).is_none());
+                thread::yield_now();
+            }
+            asks.join().unwrap()
+        });
+        assert!(asks);
+        first.poll_packet(Instant::now());
+        // As a fork copies it, with the answers in it.
+        let of_child = mailbox.try_clone().unwrap();
+        drop((mailbox, first));
+        let again = Share::open(addr(27), Silent::default()).map(drop);
+        again.expect("no process has the address");
+        assert!(matches!(
+            receive(&of_child, &mut [0; 1]),
+            Some(Received::Message { kind, .. }) if kind == Message::Here as u8
+        ));
+    }
+
+    #[test]
+    fn another_users_answer_hides_no_process_that_is_stopped() {
+        if !rustix::process::geteuid().is_root() {
+            return skip("an answer of another user", "only root can be another user");
+        }
+        let (others, _stopped) = (stopped(addr(28), 1), stopped(addr(28), 2));
+        let is_over = AtomicBool::new(false);
+        let silent = thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: it changes the ids of this thread alone, which ends.
+                unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) };
+                while !is_over.load(Ordering::Relaxed) {
+                    let question = receive(&others, &mut [0; 1]);
+                    if let Some(Received::OfAnotherUser(from)) = question {
+                        reply(&others, from.as_ref(), Message::Here, &[]);
+                    }
+                    thread::sleep(PAUSE);
+                }
+            });
+            let silent = await_others(addr(28));
+            is_over.store(true, Ordering::Relaxed);
+            silent
+        });
+        // Nor is it waited for again.
+        assert_eq!(silent.unwrap(), Silent(0b110));
     }
 
     #[test]

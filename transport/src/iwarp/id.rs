@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use socket2::Socket;
 
+use super::PEER_TIME;
 use super::conn::Token;
 use crate::roce::nic::rdma_cm::{IdState, Options};
 use crate::verbs::{CmError, CmOption, ConnParam, QpId, QpType, VerbsError};
@@ -80,7 +81,32 @@ impl Id {
             // as with seven retries.
             let timeout = Duration::from_nanos(4096 << exponent) * 8;
             socket.set_tcp_user_timeout(Some(timeout.max(Duration::from_millis(1))))?;
+            // Linux measures with it as well how long a peer may leave questions without an answer, and
+            // one that is lost would end the connection.
+            if timeout < PEER_TIME {
+                socket.set_keepalive(false)?;
+            }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use socket2::{Domain, Type};
+
+    #[test]
+    fn a_short_ack_timeout_asks_no_silent_peer() {
+        let peer = SocketAddr::from(([127, 0, 0, 1], 1));
+        // 2.1 s and 34 s.
+        for (exponent, asks) in [(16, false), (20, true)] {
+            let mut id = Id::new();
+            id.set(CmOption::AckTimeout(exponent)).unwrap();
+            let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+            socket.set_keepalive(true).unwrap();
+            id.configure(&socket, peer).unwrap();
+            assert_eq!(socket.keepalive().unwrap(), asks, "{exponent}");
+        }
     }
 }

@@ -31,7 +31,7 @@
 //! revision 1. It is asked once more with that one, on a new TCP connection from the same port.
 //!
 //! A peer that acknowledges nothing for [`PEER_TIME`], or takes nothing, is given up. One that says
-//! nothing is asked by TCP for a sign of life after a third of it.
+//! nothing is asked by TCP for a sign of life after a third of it, unless its user wants a shorter time.
 //!
 //! # Bounds
 //! A connection that has not sent its request keeps as much as a request has, for [`SETUP_TIME`], and

@@ -98,7 +98,8 @@ pub enum CmOption {
     /// Largest path MTU that a request asks for. May be set until the identifier connects.
     PathMtu(Mtu),
     /// ACK timeout of the connection's queue pairs: 4.096 µs × 2ⁿ, *n* up to 31. For reliable
-    /// connections, before they are made.
+    /// connections, before they are made. With iWARP, where eight times that is less than
+    /// [`PEER_TIME`](crate::iwarp::PEER_TIME), an idle connection does not notice that its peer is gone.
     AckTimeout(u8),
     /// The peer may load an alternate path, with its request or later (IBTA 12.8). Without it such a
     /// path is refused: the peer names an address to which our packets go after a migration. A

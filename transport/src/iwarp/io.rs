@@ -50,7 +50,7 @@ impl Iwarp {
         if let Err(error) = epoll::add(&self.set, &conn.socket, data, flags) {
             warn!(%error, "a connection cannot be watched");
         }
-        *self.per_peer.entry(conn.peer.ip()).or_default() += 1;
+        self.per_peer.entry(conn.peer.ip()).or_default().conns += 1;
         self.conns.insert(token, conn);
         token
     }
@@ -58,10 +58,10 @@ impl Iwarp {
     /// Takes a connection out of the tables.
     pub(super) fn take_conn(&mut self, token: Token) -> Option<Conn> {
         let conn = self.conns.remove(&token)?;
-        if let Entry::Occupied(mut count) = self.per_peer.entry(conn.peer.ip()) {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
+        if let Entry::Occupied(mut peer) = self.per_peer.entry(conn.peer.ip()) {
+            peer.get_mut().conns -= 1;
+            if peer.get().conns == 0 {
+                peer.remove();
             }
         }
         if let Some(due) = conn.due {

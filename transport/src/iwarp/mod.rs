@@ -28,7 +28,10 @@
 //! `Disconnected`, and the end of the queue pair, with `TimewaitExit` at once behind it.
 //!
 //! A peer that does not know revision 2 of MPA closes a connection that asks with it, or answers with
-//! revision 1. It is asked once more with that one, on a new TCP connection from the same port.
+//! revision 1. It is asked once more with that one, on a new TCP connection from the same port. A peer
+//! that is full closes connections, too, and should not have twice as many: one that closes after more than
+//! a second, or of which another connection says that it knows revision 2, is not asked again. With
+//! revision 1 the ends do not compare their depths: each has those that its user gave.
 //!
 //! A peer that acknowledges nothing for [`PEER_TIME`], or takes nothing, is given up. One that says
 //! nothing is asked by TCP for a sign of life after a third of it, unless its user wants a shorter time.
@@ -79,6 +82,9 @@ const CLOSING_TIME: Duration = Duration::from_secs(2);
 /// [`CmOption::AckTimeout`](crate::verbs::CmOption::AckTimeout) changes it.
 pub const PEER_TIME: Duration = Duration::from_secs(30);
 
+/// Time within which a peer that does not know revision 2 of MPA closes a connection that asks with it.
+const OLDER_TIME: Duration = Duration::from_secs(1);
+
 /// TCP connections that have not sent their request. A newer one takes the place of the oldest, or that
 /// of the oldest from its address, which has half of these at most.
 pub const MAX_STRANGERS: usize = 64;
@@ -119,6 +125,15 @@ impl IwarpConfig {
     }
 }
 
+/// A host to which there are connections.
+#[derive(Debug, Default)]
+struct Peer {
+    /// Number of these.
+    conns: u32,
+    /// It has said something of revision 2 of MPA on one of them.
+    knows_2: bool,
+}
+
 /// A device whose connections are those of iWARP. See the [module](self).
 #[derive(Debug)]
 pub struct Iwarp {
@@ -131,8 +146,7 @@ pub struct Iwarp {
     /// Listeners by what their sockets are known as.
     listeners: HashMap<Token, CmId>,
     by_qp: HashMap<QpId, Token>,
-    /// Connections of each peer.
-    per_peer: HashMap<IpAddr, u32>,
+    per_peer: HashMap<IpAddr, Peer>,
     /// Connections without a request, the oldest first.
     strangers: VecDeque<Token>,
     /// Times at which connections, or listeners that rest, have something to do.

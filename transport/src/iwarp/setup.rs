@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use riser_state::become_state;
 use socket2::Socket;
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::conn::{Conn, ConnState, Token};
 use super::id::Id;
-use super::{CLOSING_TIME, Iwarp, MAX_STRANGERS, SETUP_TIME};
+use super::{CLOSING_TIME, Iwarp, MAX_STRANGERS, OLDER_TIME, SETUP_TIME};
 use crate::rdmap::StreamParams;
 use crate::rdmap::qp::MIN_MULPDU;
 use crate::rdmap::setup::{self, Agreed};
@@ -60,7 +60,7 @@ impl Iwarp {
     /// Takes in a connection to a listener, which is to send its request.
     pub(super) fn add_stranger(&mut self, listener: CmId, socket: Socket, peer: SocketAddr) {
         let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
-        let has = self.per_peer.get(&peer.ip()).copied().unwrap_or_default();
+        let has = self.per_peer.get(&peer.ip()).map_or(0, |peer| peer.conns);
         if has >= self.config.limits.max_qps_per_peer {
             debug!(%peer, has, "a connection more than a peer may have");
             self.nic.count_refused();
@@ -134,6 +134,9 @@ impl Iwarp {
         match StartFrame::parse(kind, &conn.inbox) {
             Ok(None) => {}
             Ok(Some((frame, len))) => {
+                if let Some(peer) = self.per_peer.get_mut(&conn.peer.ip()) {
+                    peer.knows_2 |= frame.revision == 2;
+                }
                 let rest = conn.inbox.split_off(len);
                 conn.inbox = Vec::new();
                 match kind {
@@ -292,15 +295,16 @@ impl Iwarp {
         let (Some(id), Some(qp), Some(request)) = (conn.id, conn.qp, conn.request.take()) else {
             return self.drop_conn(token);
         };
-        if reply.revision < request.revision && self.ask_as(token, reply.revision, &request) {
-            return;
-        }
+        // Its user has seen the request, and is not asked again.
         if reply.rejected {
             let kind = CmEventKind::Rejected {
                 reason: BY_CONSUMER,
                 private_data: reply.private_data.clone(),
             };
             return self.end_conn(token, kind);
+        }
+        if reply.revision < request.revision && self.ask_as(token, reply.revision, &request) {
+            return;
         }
         let (mut agreed, disagreement) = setup::judge(&request, reply);
         if request.enhanced.is_none() {
@@ -413,7 +417,7 @@ impl Iwarp {
         let Ok(socket) = self.new_socket(local) else {
             return false;
         };
-        debug!(%peer, "the peer does not know revision 2 of MPA");
+        info!(%peer, "asking with revision 1 of MPA, as the peer seems not to know revision 2");
         if let Some(conn) = self.take_conn(token) {
             // Its port is free at once, and the peer has no connection that it would wait for.
             let _ = conn.socket.set_linger(Some(Duration::ZERO));
@@ -463,9 +467,14 @@ impl Iwarp {
         // Without a word about the request: perhaps an older revision is what the peer knows (RFC 5044
         // 7.1.2 has it close the connection).
         let is_closed = error.is_none_or(|e| e.kind() == io::ErrorKind::ConnectionReset);
+        let asked = conn.due.and_then(|due| due.checked_sub(SETUP_TIME));
+        let is_early = asked.is_some_and(|asked| self.nic.now() < asked + OLDER_TIME);
+        let peer = self.per_peer.get(&conn.peer.ip());
         if conn.state == ConnState::AwaitsReply
             && is_closed
+            && is_early
             && conn.inbox.is_empty()
+            && peer.is_none_or(|peer| !peer.knows_2)
             && let Some(request) = conn.request.take_if(|request| request.revision > 1)
             && self.ask_as(token, request.revision - 1, &request)
         {

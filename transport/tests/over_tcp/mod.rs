@@ -353,9 +353,8 @@ fn a_reply_that_does_not_fit_is_answered_with_the_reason() {
 #[test]
 fn a_peer_that_does_not_know_revision_2_is_asked_with_revision_1() {
     const OLDER: &[u8] = b"MPA ID Rep Frame\x40\x01\0\0";
-    const REFUSED: &[u8] = b"MPA ID Rep Frame\x60\x01\0\0";
     // It closes the connection, or resets it with what it has not read, or says its own revision.
-    for (reads, answer) in [(29, &b""[..]), (1, b""), (29, OLDER), (29, REFUSED)] {
+    for (reads, answer) in [(29, &b""[..]), (1, b""), (29, OLDER)] {
         let w = &mut Streams::new();
         let listener = listener_at_b(w);
         let side = call(w);
@@ -406,6 +405,53 @@ fn a_peer_that_knows_no_revision_is_not_asked_a_third_time() {
     ));
     w.pass(Duration::from_millis(5));
     assert!(listener.accept().is_err());
+}
+
+/// The device's call has been refused, and it does not call again.
+fn refused_for_good(w: &mut Streams, side: &Side, listener: &TcpListener) {
+    let event = cm_event(w, End::A);
+    assert_eq!(event.id, side.id);
+    let reason = 28;
+    assert!(matches!(event.kind, CmEventKind::Rejected { reason: it, .. } if it == reason));
+    w.pass(Duration::from_millis(5));
+    assert!(listener.accept().is_err());
+}
+
+#[test]
+fn a_refusal_of_revision_1_is_one() {
+    let w = &mut Streams::new();
+    let listener = listener_at_b(w);
+    let side = call(w);
+    let (mut socket, _) = called(w, &listener);
+    assert_eq!(hear(w, &mut socket, 29).len(), 29);
+    let refusal = b"MPA ID Rep Frame\x60\x01\0\x02no";
+    socket.write_all(refusal).unwrap();
+    refused_for_good(w, &side, &listener);
+}
+
+#[test]
+fn a_peer_that_closes_late_or_knows_revision_2_is_not_asked_again() {
+    let w = &mut Streams::new();
+    let listener = listener_at_b(w);
+    // As a full server does with what waits too long.
+    let side = call(w);
+    let (mut socket, _) = called(w, &listener);
+    assert_eq!(hear(w, &mut socket, 29).len(), 29);
+    w.pass(Duration::from_millis(1100));
+    drop(socket);
+    refused_for_good(w, &side, &listener);
+    // As one does at once, whose other connection says that it knows the revision.
+    let side = call(w);
+    let (mut open, _) = called(w, &listener);
+    assert_eq!(hear(w, &mut open, 29).len(), 29);
+    let reply = b"MPA ID Rep Frame\x50\x02\0\x04\0\x01\0\x01";
+    open.write_all(reply).unwrap();
+    let event = cm_event(w, End::A);
+    assert_eq!(event.id, side.id);
+    assert!(matches!(event.kind, CmEventKind::Established { .. }));
+    let side = call(w);
+    drop(called(w, &listener));
+    refused_for_good(w, &side, &listener);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_transport::iwarp::{MAX_STRANGERS, SETUP_TIME};
@@ -12,7 +13,8 @@ use socket2::{Domain, Socket, Type};
 
 use crate::software::Streams;
 use crate::suite::world::{
-    End, Side, Wants, World as _, cm_event, connect_to, init_attr, listen, objects, resolve,
+    End, Side, Wants, World as _, cm_event, connect_to, connected, init_attr, listen, objects,
+    resolve,
 };
 
 /// A request of revision 1 with CRCs and no private data.
@@ -452,6 +454,38 @@ fn a_peer_that_closes_late_or_knows_revision_2_is_not_asked_again() {
     let side = call(w);
     drop(called(w, &listener));
     refused_for_good(w, &side, &listener);
+}
+
+/// CRCs are those of the bytes that leave, even if a program changes its memory meanwhile.
+#[test]
+fn memory_that_changes_while_it_is_sent_has_right_crcs() {
+    for markers in [false, true] {
+        let w = &mut Streams::with(|config| config.markers = markers);
+        let (a, b) = connected(w);
+        let half = a.mr.length as usize / 2;
+        // It ends with this test, also with one that fails.
+        let test = Arc::new(());
+        let (alive, memories) = (test.clone(), [a.memory.clone(), b.memory.clone()]);
+        let writer = std::thread::spawn(move || {
+            let mut byte = 0;
+            while Arc::strong_count(&alive) > 1 {
+                byte ^= 0xff;
+                for memory in &memories {
+                    memory.fill(0, half, byte);
+                }
+            }
+        });
+        for round in 0..20 {
+            b.recv(w, 1, half, half);
+            a.send(w, 2, SendOp::Read(b.remote(0)), half, half);
+            a.send(w, 3, SendOp::Write(b.remote(half)), 0, half);
+            a.send(w, 4, SendOp::Send, 0, half);
+            let all = [a.completions(w, 3), b.completions(w, 1)].concat();
+            assert!(all.iter().all(|c| c.status.is_ok()), "{round}: {all:?}");
+        }
+        drop(test);
+        writer.join().unwrap();
+    }
 }
 
 #[test]

@@ -13,7 +13,9 @@
 //! ```
 //!
 //! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
-//! their own. A restarted manager leaves members the LIDs that they have.
+//! their own. A restarted manager leaves members the LIDs that they have, and gives none to others
+//! before all have had time to answer it. Which one a member gets follows from its address, so it gets
+//! the same one when all have restarted, and one that was away finds its own free.
 //!
 //! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] in an
 //! interval, so one that never does what it is asked for costs no more. Tables that change
@@ -51,6 +53,10 @@ const REFUSED: Duration = Duration::from_secs(2);
 const SETTLE: Duration = Duration::from_millis(50);
 /// Most requests to a member in an interval. A change of all that it has takes about 100.
 pub const MAX_REQUESTS: u32 = 512;
+/// Time in which members answer the first search with the LIDs that they have from another manager.
+pub(super) const FIRST_SEARCH: Duration = Duration::from_secs(1);
+/// Part of an address that is the LID. The highest bit is not: LIDs with it may be those of groups.
+const LID_OF_ADDRESS: u32 = 0x7f_ffff;
 /// Bit of the transactions that go to the whole group.
 const DISCOVERY: u64 = 1 << 63;
 
@@ -124,6 +130,11 @@ impl Member {
         }
     }
 
+    /// Returns whether it has reported that it has no LID, and has got none since.
+    fn is_new(&self) -> bool {
+        self.lid.is_none() && self.ports.iter().any(|port| port.info.is_some())
+    }
+
     /// Forgets what it has, but not what was asked of it and whose orders it takes.
     fn restart(&mut self, address: QpAddress, ports: usize, now: Instant) {
         *self = Self {
@@ -155,6 +166,8 @@ pub struct EthernetManager {
     tables: Vec<Tables>,
     tid: u64,
     search: Option<Instant>,
+    /// When new members get LIDs; none before the first search.
+    admits: Option<Instant>,
     /// Something has changed that the tables follow from; they are made at the time.
     is_changed: bool,
     settled: Option<Instant>,
@@ -178,6 +191,7 @@ impl EthernetManager {
             tables: vec![Tables::default(); config.vesws.len()],
             tid: config.first_tid & !DISCOVERY,
             search: None,
+            admits: None,
             is_changed: false,
             settled: None,
             spacing: SETTLE,
@@ -216,12 +230,16 @@ impl EthernetManager {
     /// The next datagram that is to be sent, and where to. Members that are silent are forgotten.
     pub fn poll_transmit(&mut self, now: Instant) -> Option<(MadDestination, Vec<u8>)> {
         self.forget_silent(now);
+        if self.admits.is_some_and(|from| from <= now) {
+            self.give_lids();
+        }
         if self.is_changed && self.settled.is_none_or(|settled| settled <= now) {
             self.settle(now);
         }
         if self.search.is_none_or(|next| next <= now) {
             self.is_full = false;
             self.search = Some(now + self.config.interval);
+            self.admits.get_or_insert(now + FIRST_SEARCH);
             self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
             let tid = self.tid | DISCOVERY;
             let header = VemaHeader::new(method::GET, id::CLASS_PORT_INFO, 0, tid);
@@ -290,7 +308,10 @@ impl EthernetManager {
         };
         let members = self.members.iter().map(of_member);
         let settled = self.settled.filter(|_| self.is_changed);
-        members.chain(self.search).chain(settled).min()
+        let is_awaited = self.members.iter().any(Member::is_new);
+        let admits = self.admits.filter(|_| is_awaited);
+        let others = [self.search, settled, admits].into_iter().flatten();
+        members.chain(others).min()
     }
 
     /// Takes a datagram: an answer, or a trap.
@@ -453,7 +474,7 @@ impl EthernetManager {
                 port.info = Some(info);
                 port.polled = Some(now);
                 if member.lid.is_none() {
-                    self.give_lid(index, vport, &info);
+                    self.keep_lid(index, vport, &info);
                 }
             }
             id::PATHS => {
@@ -508,14 +529,30 @@ impl EthernetManager {
         Some(())
     }
 
-    /// Gives a member the LID that it has from a manager before, or the lowest that is free.
-    fn give_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
-        let taken: BTreeSet<_> = self.members.iter().filter_map(|m| m.lid).collect();
+    /// Leaves a member the LID that it has from a manager before, unless another one has it.
+    fn keep_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
         let had = Lid(info.vport.encap_slid.get());
         let is_ours = info.vesw.vesw_id.get() == self.config.vesws[vport].vesw_id;
-        let keeps = is_ours && had != Lid::NONE && !had.is_multicast() && !taken.contains(&had);
-        let free = || (1..).map(Lid).find(|lid| !taken.contains(lid));
-        self.members[index].lid = if keeps { Some(had) } else { free() };
+        let is_taken = self.members.iter().any(|member| member.lid == Some(had));
+        if is_ours && had != Lid::NONE && !had.is_multicast() && !is_taken {
+            self.members[index].lid = Some(had);
+            self.is_changed = true;
+        }
+    }
+
+    /// Gives each new member the LID that its address ends with, or the next one that is free.
+    fn give_lids(&mut self) {
+        if !self.members.iter().any(Member::is_new) {
+            return;
+        }
+        let mut taken: BTreeSet<_> = self.members.iter().filter_map(|m| m.lid).collect();
+        for member in self.members.iter_mut().filter(|member| member.is_new()) {
+            let [.., a, b, c, d] = member.address.gid.0;
+            let preferred = u32::from_be_bytes([a, b, c, d]) & LID_OF_ADDRESS;
+            let mut lids = (preferred.max(1)..).map(Lid);
+            member.lid = lids.find(|lid| !taken.contains(lid));
+            taken.extend(member.lid);
+        }
         self.is_changed = true;
     }
 }

@@ -26,6 +26,15 @@ fn config(vesws: &[u16]) -> ManagerConfig {
     }
 }
 
+fn vema(n: u8, max_vports: u8) -> Vema {
+    Vema::new(VemaConfig {
+        qpn: 100 + u32::from(n),
+        mtu: 1024,
+        max_vports,
+        manager: None,
+    })
+}
+
 /// A network of hosts with a manager; every datagram arrives at once, unless it is lost.
 struct Net {
     now: Instant,
@@ -55,13 +64,16 @@ impl Net {
     }
 
     fn join_with(&mut self, n: u8, qpn: u32, max_vports: u8) {
-        let vema = Vema::new(VemaConfig {
-            qpn: 100 + u32::from(n),
-            mtu: 1024,
-            max_vports,
-            manager: None,
+        self.hosts.push((address(n, qpn), vema(n, max_vports)));
+    }
+
+    /// Another manager process in the place of the one before.
+    fn restart_manager(&mut self) {
+        self.manager = EthernetManager::new(ManagerConfig {
+            address: address(1, 6),
+            first_tid: 5_000_000,
+            ..self.manager.config.clone()
         });
-        self.hosts.push((address(n, qpn), vema));
     }
 
     fn is_lost(&mut self) -> bool {
@@ -137,7 +149,7 @@ fn members_are_found_configured_and_know_each_other() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 20);
-    net.run(Duration::from_millis(110));
+    net.run(FIRST_SEARCH + Duration::from_millis(110));
     assert!(
         net.is_complete(),
         "{:?}",
@@ -174,7 +186,7 @@ fn a_late_member_is_found_within_an_interval() {
 }
 
 #[test]
-fn a_member_that_dies_is_forgotten_and_its_lid_is_given_again() {
+fn a_member_that_dies_is_forgotten_and_comes_back_with_its_lid_if_it_is_free() {
     let mut net = Net::new(&[100]);
     for n in 1..=3 {
         net.join(n, 10);
@@ -186,13 +198,21 @@ fn a_member_that_dies_is_forgotten_and_its_lid_is_given_again() {
     net.run(SECOND * 2);
     assert_eq!(net.lids(0), [1, 3]);
     assert_eq!(net.port(0).mac_table().dlid(Mac::of_lid(Lid(2))), None);
-    net.join(4, 10);
+    net.hosts.push((address(2, 10), dead.clone()));
     net.run(SECOND * 2);
-    assert_eq!(net.lids(0), [1, 2, 3]);
-    // The dead one comes back with a LID that another has now.
+    assert!(net.is_complete());
+    assert_eq!(net.lids(2), [1, 2, 3]);
+    assert_eq!(net.hosts[2].1.lid(0), Some(Lid(2)));
+    // Once more, with a LID that another has meanwhile, whose address ends like its own.
+    net.hosts.pop();
+    net.run(SECOND * 5);
+    let gid = Gid::from(IpAddr::from([10, 128, 0, 2]));
+    net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
+    net.run(SECOND * 2);
     net.hosts.push((address(2, 10), dead));
     net.run(SECOND * 2);
     assert!(net.is_complete());
+    assert_eq!(net.hosts[2].1.lid(0), Some(Lid(2)));
     assert_eq!(net.lids(3), [1, 2, 3, 4]);
     assert_eq!(net.hosts[3].1.lid(0), Some(Lid(4)));
 }
@@ -229,11 +249,7 @@ fn a_restarted_manager_leaves_members_as_they_are() {
     let lids: Vec<_> = net.hosts.iter().map(|(_, vema)| vema.lid(0)).collect();
     net.hosts[0].1.port_mut(0).unwrap().set_macs(&[], &[]);
     net.hosts.rotate_left(1);
-    net.manager = EthernetManager::new(ManagerConfig {
-        address: address(1, 6),
-        first_tid: 5_000_000,
-        ..config(&[100])
-    });
+    net.restart_manager();
     for _ in 0..3 {
         net.run(SECOND);
         let info = net.port(0).info();
@@ -244,6 +260,61 @@ fn a_restarted_manager_leaves_members_as_they_are() {
     let after: Vec<_> = net.hosts.iter().map(|(_, vema)| vema.lid(0)).collect();
     assert_eq!(after, lids);
     assert_eq!(net.port(1).mac_table().len(), 3);
+}
+
+#[test]
+fn a_manager_that_restarts_with_a_member_changes_no_lid_in_any_order_of_answers() {
+    const HOSTS: usize = 4;
+    let orders = (0..HOSTS.pow(3)).map(|n| [n % HOSTS, n / HOSTS % HOSTS, n / HOSTS / HOSTS]);
+    for (order, restarted) in orders.flat_map(|order| (0..HOSTS).map(move |host| (order, host))) {
+        let mut net = Net::new(&[100]);
+        for n in 1..4 {
+            net.join(n, 10);
+        }
+        // Its address ends as that of the first one.
+        let gid = Gid::from(IpAddr::from([10, 128, 0, 1]));
+        net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
+        // Some are found first, and have the lowest LIDs of a manager that counts.
+        net.hosts.rotate_left(restarted);
+        net.run(SECOND * 3);
+        let lids = |net: &Net| -> HashMap<_, _> {
+            let lid = |(at, vema): &(QpAddress, Vema)| (at.gid, vema.lid(0).unwrap());
+            net.hosts.iter().map(lid).collect()
+        };
+        let before = lids(&net);
+
+        // One that has lost its LID answers before, between or after the others.
+        net.hosts[restarted].0.qpn = 11;
+        net.hosts[restarted].1 = vema(8, 2);
+        for (place, other) in order.into_iter().enumerate() {
+            net.hosts.swap(place, other);
+        }
+        net.restart_manager();
+        net.run(SECOND * 3);
+        assert!(net.is_complete());
+        assert_eq!(lids(&net), before, "{order:?} {restarted}");
+        let different: BTreeSet<_> = before.values().collect();
+        assert_eq!(different.len(), HOSTS);
+    }
+}
+
+#[test]
+fn a_member_that_was_away_while_the_manager_restarted_comes_back_with_its_lid() {
+    let mut net = Net::new(&[100]);
+    for n in 1..=3 {
+        net.join(n, 10);
+    }
+    net.run(SECOND * 2);
+    let away = net.hosts.remove(1);
+    net.restart_manager();
+    net.join(4, 10);
+    net.run(SECOND * 20);
+    assert_eq!(net.lids(0), [1, 3, 4]);
+    net.hosts.push(away);
+    net.run(SECOND * 2);
+    assert!(net.is_complete());
+    assert_eq!(net.lids(0), [1, 2, 3, 4]);
+    assert_eq!(net.hosts[3].1.lid(0), Some(Lid(2)));
 }
 
 #[test]
@@ -379,6 +450,7 @@ fn a_member_that_changes_all_the_time_keeps_nothing_busy() {
 #[test]
 fn a_member_that_is_never_right_is_asked_at_a_bounded_rate() {
     let mut net = Net::new(&[100]);
+    net.manager.admits = Some(net.now);
     let liar = address(7, 70);
     // It answers at once, and has never done what it was asked for.
     let asked = (0..100_000).take_while(|_| {
@@ -440,7 +512,7 @@ fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
     let claim = VemaHeader::new(method::SET, id::CLASS_PORT_INFO, 0, 1).with(info.as_bytes());
     let answer = net.hosts[0].1.handle_mad(other, &claim, net.now).unwrap();
     assert_eq!(VemaHeader::parse(&answer).unwrap().0.status.get(), 0);
-    net.run(SECOND);
+    net.run(FIRST_SEARCH + SECOND);
     let members: Vec<_> = net.manager.members().collect();
     assert_eq!(members.len(), MAX_MEMBERS);
     assert!(members[1..].iter().all(|member| member.is_complete));
@@ -459,7 +531,7 @@ fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
 fn answers_of_others_change_nothing() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
-    net.run(SECOND);
+    net.run(SECOND * 2);
     let before = format!("{:?}", net.manager.members);
     let claims = [
         VemaHeader::new(method::GET_RESP, id::VESWPORT_INFO, 0, 1001),
@@ -491,6 +563,8 @@ fn vnic_manager() {
     bolero::check!().for_each(|bytes: &[u8]| {
         let mut net = Net::new(&[100]);
         net.join(2, 20);
+        // So that an input need not be long to bring a member to its configuration.
+        net.manager.admits = Some(net.now);
         let mut rest = bytes;
         // Answers to the request under way, with the input's status and attribute: status, length,
         // data; and the same bytes as datagrams.

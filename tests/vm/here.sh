@@ -11,8 +11,8 @@ mount -t tmpfs none /run/netns
 
 # A command that must fail.
 refused() {
-    if "$@" >/tmp/refused 2>&1; then
-        cat /tmp/refused
+    if "$@" >"$KEEP/refused" 2>&1; then
+        cat "$KEEP/refused"
         fail "this succeeded: $*"
     fi
 }

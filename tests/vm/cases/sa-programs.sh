@@ -60,10 +60,10 @@ for n in 1 2 3; do grep -q "10.98.0.$n" /mnt/nodes || fail "no host 10.98.0.$n i
 
 # A second one at the address, or at the socket, says why it does not start.
 refused on a "$RISER_BIN/riser-sa" --no-netlink --addr 10.98.0.1
-cat /tmp/refused
+cat "$KEEP/refused"
 on a ip address add 10.98.0.9/24 dev eth0
 refused on a "$RISER_BIN/riser-sa" --no-netlink --addr 10.98.0.9 --socket /mnt/socket
-grep -q "/mnt/socket" /tmp/refused
+grep -q "/mnt/socket" "$KEEP/refused"
 
 # Killed, it starts again at once, on the same socket. Groups are what hosts have told it, and are made again.
 kill -KILL $SA

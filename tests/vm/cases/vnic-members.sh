@@ -128,8 +128,8 @@ explained() { # words, host, option…
     local words=$1 host=$2
     shift 2
     refused on "$host" "$RISER_BIN/riser" vnic "$@"
-    grep -q "$words" /tmp/refused || {
-        cat /tmp/refused
+    grep -q "$words" "$KEEP/refused" || {
+        cat "$KEEP/refused"
         fail "nothing says: $words"
     }
 }

@@ -5,7 +5,7 @@
 //! direction: then the program has seen it, and the next report may be one too many but none is missed.
 //!
 //! A TCP socket that may become an rsocket (see [`crate::fork`]) is in the kernel's set until then, and in the
-//! list without an rsocket.
+//! list without an rsocket. The kernel knows whether it has reported one that is to be reported once.
 //!
 //! The lists have a lock, which `fork` takes, so that a child finds it free. Closing a descriptor that is
 //! neither a set nor a bell takes none: that is done by signal handlers, and between `fork` and `exec`.
@@ -280,32 +280,90 @@ pub(crate) fn forget(n: c_int) {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return;
     }
-    for set in sets().values_mut() {
+    remove(&mut sets(), n);
+}
+
+/// Takes an rsocket out of all lists.
+fn remove(sets: &mut Sets, n: c_int) {
+    for set in sets.values_mut() {
         set.interests.retain(|interest| interest.rsocket != n);
     }
 }
 
-/// A TCP socket becomes an rsocket: the sets that the kernel has it in have it in their lists from now on.
-pub(crate) fn settle(fd: c_int, n: c_int) {
-    if COUNT.load(Ordering::Relaxed) == 0 {
-        return;
-    }
-    for (epoll, set) in sets().iter_mut() {
+/// A TCP socket becomes an rsocket, by a call that answers whether it did: the sets that the kernel has it in
+/// have it in their lists from now on. Answers as the call.
+pub(crate) fn settle(fd: c_int, n: c_int, replace: impl FnOnce() -> bool) -> bool {
+    install();
+    // The lock is held during the call, so that the socket is always in the kernel's set or in the list for
+    // a thread that changes a set meanwhile.
+    let mut sets = sets();
+    for (epoll, set) in sets.iter_mut() {
         let is_it = |interest: &Interest| interest.fd == fd && interest.rsocket == NONE;
         let Some(at) = set.interests.iter().position(is_it) else {
             continue;
         };
+        let interest = &mut set.interests[at];
+        if interest.wanted & libc::EPOLLONESHOT as u32 != 0 && is_reported(*epoll, fd) {
+            interest.wanted &= MODES;
+        }
         // SAFETY: no event is needed.
         let is_in_set =
             unsafe { real::epoll_ctl(*epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) == 0 };
         if is_in_set {
-            set.interests[at].rsocket = n;
+            interest.rsocket = n;
             set.ring();
         } else {
             // That of a socket which had the number before, and is closed.
             set.interests.swap_remove(at);
         }
     }
+    let is_replaced = replace();
+    if !is_replaced {
+        remove(&mut sets, n);
+    }
+    is_replaced
+}
+
+/// Whether the kernel has reported a descriptor that it reports once: then it waits for no event of it.
+/// Without `/proc` it is taken for one that was not reported: one report too many does less harm than none.
+fn is_reported(epoll: c_int, fd: c_int) -> bool {
+    let mut is_reported = false;
+    // The number may be there twice, also for a socket that is closed and has a copy.
+    for line in fdinfo(epoll).lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let ["tfd:", number, "events:", events, ..] = words[..] else {
+            continue;
+        };
+        if number.parse() == Ok(fd) {
+            let Ok(events) = u32::from_str_radix(events, 16) else {
+                return false;
+            };
+            if events & !(MODES | libc::EPOLLWAKEUP as u32) != 0 {
+                return false;
+            }
+            is_reported = true;
+        }
+    }
+    is_reported
+}
+
+/// What the kernel says of a descriptor of this process (`proc_pid_fdinfo(5)`), as far as it can be read. The
+/// calls are the C library's: ours may take the lock.
+fn fdinfo(fd: c_int) -> String {
+    let path = format!("/proc/self/fdinfo/{fd}\0");
+    let mut all = Vec::new();
+    let mut piece = [0_u8; 1024];
+    // SAFETY: the path ends with a zero byte, and there is room for as many bytes.
+    unsafe {
+        let file = libc::open(path.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC);
+        while let n @ 1.. = real::read(file, piece.as_mut_ptr().cast(), piece.len()) {
+            all.extend_from_slice(&piece[..n as usize]);
+        }
+        if file >= 0 {
+            real::close(file);
+        }
+    }
+    String::from_utf8_lossy(&all).into_owned()
 }
 
 /// Whether a descriptor is a bell, which is no descriptor to the program.
@@ -366,35 +424,47 @@ unsafe extern "C" fn epoll_ctl(
 ) -> c_int {
     // SAFETY: the program's event, or none.
     unsafe {
+        if is_kernels(kind(fd)) {
+            return real::epoll_ctl(epoll, op, fd, event);
+        }
+        install();
+        // From the look at what the descriptor is, which `settle` changes.
+        let mut sets = sets();
         let n = match kind(fd) {
             Kind::Rsocket(n) => n,
-            Kind::File | Kind::Forking(Stage::Listening) => {
-                return real::epoll_ctl(epoll, op, fd, event);
-            }
-            Kind::Forking(_) => {
+            now => {
                 let result = real::epoll_ctl(epoll, op, fd, event);
-                if result < 0 {
+                if result < 0 || is_kernels(now) {
                     return result;
                 }
                 NONE
             }
         };
-        match change(epoll, op, (fd, n), event.as_ref()) {
+        match change(&mut sets, epoll, op, (fd, n), event.as_ref()) {
             Ok(()) => 0,
-            Err(errno) => fail(errno),
+            Err(errno) => {
+                if n == NONE && op == libc::EPOLL_CTL_ADD {
+                    real::epoll_ctl(epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut());
+                }
+                fail(errno)
+            }
         }
     }
 }
 
+/// Whether the kernel's set alone has descriptors of a kind.
+fn is_kernels(kind: Kind) -> bool {
+    matches!(kind, Kind::File | Kind::Forking(Stage::Listening))
+}
+
 /// Changes the list of a set.
 fn change(
+    sets: &mut Sets,
     epoll: c_int,
     op: c_int,
     (fd, n): (c_int, c_int),
     event: Option<&epoll_event>,
 ) -> Result<(), c_int> {
-    install();
-    let mut sets = sets();
     let at = sets.get(&epoll).and_then(|set| {
         set.interests
             .iter()
@@ -504,23 +574,34 @@ fn take_files(epoll: c_int, into: &mut [epoll_event]) -> usize {
     if into.is_empty() {
         return 0;
     }
-    // SAFETY: there is room for as many events.
+    // Under the lock, so that `settle` knows what was reported.
+    let _sets = sets();
+    wait_for_files(epoll, into, 0, std::ptr::null()).map_or(0, |n| n.max(0) as usize)
+}
+
+/// Waits for the kernel's set alone; `None` if only its bell has an event.
+fn wait_for_files(
+    epoll: c_int,
+    into: &mut [epoll_event],
+    ms: c_int,
+    mask: *const sigset_t,
+) -> Option<c_int> {
+    // SAFETY: there is room for as many events, and the set of signals is the program's, or none.
     let n = unsafe {
         let room = into.len() as c_int;
-        real::epoll_pwait(epoll, into.as_mut_ptr(), room, 0, std::ptr::null())
+        real::epoll_pwait(epoll, into.as_mut_ptr(), room, ms, mask)
     };
-    let n = usize::try_from(n).unwrap_or(0);
-    let Some(bell) = into[..n].iter().position(|e| { e.u64 } == bell_data()) else {
-        return n;
+    let came = usize::try_from(n).map_or(0, |n| n.min(into.len()));
+    let came = &mut into[..came];
+    let Some(bell) = came.iter().position(|e| { e.u64 } == bell_data()) else {
+        return Some(n);
     };
-    into[bell..n].rotate_left(1);
-    n - 1
+    came[bell..].rotate_left(1);
+    (n > 1).then_some(n - 1)
 }
 
 /// Waits for the events of a set with rsockets.
-fn wait(epoll: c_int, into: &mut [epoll_event], timeout: c_int) -> c_int {
-    let timeout = u64::try_from(timeout).ok().map(Duration::from_millis);
-    let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+fn wait(epoll: c_int, into: &mut [epoll_event], deadline: Option<Instant>) -> c_int {
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let ms = left.map_or(-1, |left| {
@@ -528,11 +609,11 @@ fn wait(epoll: c_int, into: &mut [epoll_event], timeout: c_int) -> c_int {
         });
         let Some(mut polled) = entries(epoll) else {
             // Another thread has closed it.
-            // SAFETY: there is room for as many events.
-            return unsafe {
-                let room = into.len() as c_int;
-                real::epoll_pwait(epoll, into.as_mut_ptr(), room, ms, std::ptr::null())
-            };
+            match wait_for_files(epoll, into, ms, std::ptr::null()) {
+                Some(n) => return n,
+                None if ms == 0 => return 0,
+                None => continue,
+            }
         };
         // SAFETY: the entries are alive.
         let result = unsafe { rdma::rpoll(polled.as_mut_ptr(), polled.len() as u64, ms) };
@@ -559,11 +640,19 @@ unsafe extern "C" fn epoll_pwait(
 ) -> c_int {
     // SAFETY: the program's events and its set of signals.
     unsafe {
-        if events.is_null() || room <= 0 || entries(epoll).is_none() {
+        if events.is_null() || room <= 0 {
             return real::epoll_pwait(epoll, events, room, timeout, mask);
         }
         let into = std::slice::from_raw_parts_mut(events, room as usize);
-        masked(mask, || wait(epoll, into, timeout))
+        let left = u64::try_from(timeout).ok().map(Duration::from_millis);
+        let deadline = left.and_then(|left| Instant::now().checked_add(left));
+        // The first rsocket of a set may come while this thread waits for files.
+        if entries(epoll).is_none()
+            && let Some(n) = wait_for_files(epoll, into, timeout, mask)
+        {
+            return n;
+        }
+        masked(mask, || wait(epoll, into, deadline))
     }
 }
 

@@ -94,18 +94,23 @@ fn is_same(fd: c_int, copy: c_int) -> bool {
 fn replace(fd: c_int, n: c_int) -> c_int {
     config::apply(n);
     connect::copy_options((fd, real::getsockopt), (n, rdma::rsetsockopt));
-    epoll::settle(fd, n);
     // SAFETY: the calls take any numbers.
     unsafe {
         let flags = real::fcntl(fd, libc::F_GETFL, 0) & libc::O_NONBLOCK;
-        let at_exec = real::fcntl(fd, libc::F_GETFD, 0) & libc::FD_CLOEXEC != 0;
         rdma::rfcntl(n, libc::F_SETFL, flags);
-        real::shutdown(fd, libc::SHUT_RDWR);
-        let place = placeholder(at_exec);
-        real::dup3(place, fd, if at_exec { libc::O_CLOEXEC } else { 0 });
-        real::close(place);
     }
-    if !end_settling(fd, Kind::Rsocket(n)) {
+    let is_replaced = epoll::settle(fd, n, || {
+        // SAFETY: the calls take any numbers.
+        unsafe {
+            let at_exec = real::fcntl(fd, libc::F_GETFD, 0) & libc::FD_CLOEXEC != 0;
+            real::shutdown(fd, libc::SHUT_RDWR);
+            let place = placeholder(at_exec);
+            real::dup3(place, fd, if at_exec { libc::O_CLOEXEC } else { 0 });
+            real::close(place);
+        }
+        end_settling(fd, Kind::Rsocket(n))
+    });
+    if !is_replaced {
         // Closed, or beyond the table: it has no socket any more.
         close(n);
         return CLOSED;

@@ -7,6 +7,7 @@ use std::ffi::c_int;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::mem::zeroed;
+use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::ptr;
@@ -18,6 +19,10 @@ use std::time::{Duration, Instant};
 mod preloaded;
 
 use preloaded::*;
+use riser_testkit::eventually;
+
+/// Has sockets connect by TCP first.
+const FORK_SAFE: (&str, &str) = ("RDMAV_FORK_SAFE", "1");
 
 /// Waits for events of an `epoll` descriptor.
 fn wait(epoll: c_int, ms: c_int) -> Vec<(u32, u64)> {
@@ -29,6 +34,23 @@ fn wait(epoll: c_int, ms: c_int) -> Vec<(u32, u64)> {
         let all = events[..n as usize].iter();
         all.map(|event| (event.events, event.u64)).collect()
     }
+}
+
+/// Starts a thread that waits for events, and waits until it does.
+fn start_waiter(epoll: c_int) -> thread::JoinHandle<Vec<(u32, u64)>> {
+    let (send, receive) = mpsc::channel();
+    let waiter = thread::spawn(move || {
+        // SAFETY: the call cannot fail.
+        send.send(unsafe { libc::gettid() }).unwrap();
+        wait(epoll, 20_000)
+    });
+    let stat = format!("/proc/self/task/{}/stat", receive.recv().unwrap());
+    eventually("the thread sleeps", Duration::from_secs(20), || {
+        // The state is behind the name, which is in brackets.
+        let stat = fs::read_to_string(&stat).unwrap();
+        stat.rsplit(')').next().unwrap().starts_with(" S")
+    });
+    waiter
 }
 
 fn control(epoll: c_int, op: c_int, fd: c_int, events: c_int, data: u64) -> c_int {
@@ -99,8 +121,7 @@ fn epoll() {
     );
     assert_eq!(server.read(&mut [0; 10]).unwrap(), 1);
     // A thread that waits hears of what another one makes possible.
-    let waiter = thread::spawn(move || wait(epoll, 5000));
-    thread::sleep(Duration::from_millis(50));
+    let waiter = start_waiter(epoll);
     client.write_all(b"c").unwrap();
     assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 9)]);
 
@@ -114,6 +135,134 @@ fn epoll() {
     assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, level, 7), 0);
     drop(server);
     assert_eq!(wait(epoll, 20), []);
+}
+
+#[test]
+fn a_first_rsocket_while_a_thread_waits_for_files() {
+    if !is_preloaded("a_first_rsocket_while_a_thread_waits_for_files", &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    // SAFETY: the calls may be made at any time.
+    let (epoll, eventfd) = unsafe { (libc::epoll_create1(0), libc::eventfd(0, 0)) };
+    let add = |fd, data| control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, data);
+    assert_eq!(add(eventfd, 8), 0);
+    let waiter = start_waiter(epoll);
+    assert_eq!(add(server.as_raw_fd(), 7), 0);
+    client.write_all(b"x").unwrap();
+    assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 7)]);
+}
+
+/// Makes rsockets of two sockets that have waited for their use. Answers the client's.
+fn settle((mut client, mut server): (TcpStream, &TcpStream)) -> TcpStream {
+    let reader = thread::spawn(move || {
+        client.read_exact(&mut [0]).unwrap();
+        client
+    });
+    server.write_all(b"x").unwrap();
+    assert!(!has_tcp(server.peer_addr().unwrap().port()), "by RDMA");
+    reader.join().unwrap()
+}
+
+#[test]
+fn sockets_that_are_reported_once_and_become_rsockets() {
+    if !is_preloaded(
+        "sockets_that_are_reported_once_and_become_rsockets",
+        &[FORK_SAFE],
+    ) {
+        return;
+    }
+    let (_listener, client, server) = pair();
+    // SAFETY: the calls may be made at any time.
+    let (epoll, eventfd) = unsafe { (libc::epoll_create1(0), libc::eventfd(1, 0)) };
+    let fd = server.as_raw_fd();
+    let once = libc::EPOLLOUT | libc::EPOLLONESHOT;
+    assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, once, 7), 0);
+    let writable = (libc::EPOLLOUT as u32, 7);
+    assert_eq!(wait(epoll, 5000), [writable]);
+    let _client = settle((client, &server));
+    // What is readable at all times has the wait end at once.
+    let file = (libc::EPOLLIN as u32, 8);
+    assert_eq!(
+        control(epoll, libc::EPOLL_CTL_ADD, eventfd, libc::EPOLLIN, 8),
+        0
+    );
+    assert_eq!(wait(epoll, 5000), [file], "it was reported");
+    assert_eq!(control(epoll, libc::EPOLL_CTL_MOD, fd, once, 9), 0);
+    assert_eq!(wait(epoll, 5000), [(libc::EPOLLOUT as u32, 9), file]);
+
+    // One that has had no event is still to be reported.
+    let (_listener, client, server) = pair();
+    let once = libc::EPOLLIN | libc::EPOLLONESHOT;
+    assert_eq!(
+        control(epoll, libc::EPOLL_CTL_ADD, server.as_raw_fd(), once, 5),
+        0
+    );
+    let mut client = settle((client, &server));
+    client.write_all(b"x").unwrap();
+    assert!(is_readable(server.as_raw_fd(), 5000));
+    assert_eq!(wait(epoll, 5000), [(libc::EPOLLIN as u32, 5), file]);
+}
+
+#[test]
+fn sets_that_change_while_a_socket_becomes_an_rsocket() {
+    if !is_preloaded(
+        "sets_that_change_while_a_socket_becomes_an_rsocket",
+        &[FORK_SAFE],
+    ) {
+        return;
+    }
+    for _ in 0..20 {
+        let (_listener, client, server) = pair();
+        // SAFETY: the call may be made at any time.
+        let epoll = unsafe { libc::epoll_create1(0) };
+        let fd = server.as_raw_fd();
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let changes = scope.spawn(|| {
+                let call = |op| assert_eq!(control(epoll, op, fd, libc::EPOLLOUT, 7), 0, "{op}");
+                while !is_over.load(Ordering::Relaxed) {
+                    call(libc::EPOLL_CTL_ADD);
+                    call(libc::EPOLL_CTL_MOD);
+                    call(libc::EPOLL_CTL_DEL);
+                }
+                call(libc::EPOLL_CTL_ADD);
+            });
+            let _client = settle((client, &server));
+            is_over.store(true, Ordering::Relaxed);
+            changes.join().unwrap();
+            assert_eq!(wait(epoll, 5000), [(libc::EPOLLOUT as u32, 7)]);
+        });
+        // SAFETY: the descriptor is the test's.
+        unsafe { libc::close(epoll) };
+    }
+}
+
+#[test]
+fn sets_without_a_descriptor_for_their_own() {
+    if !is_preloaded("sets_without_a_descriptor_for_their_own", &[FORK_SAFE]) {
+        return;
+    }
+    let (_listener, _client, server) = pair();
+    let fd = server.as_raw_fd();
+    // SAFETY: the limit is alive; the descriptors are the test's.
+    unsafe {
+        let epoll = libc::epoll_create1(0);
+        let limit = libc::rlimit {
+            rlim_cur: 100,
+            rlim_max: 100,
+        };
+        assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit), 0);
+        let mut last = -1;
+        while let copy @ 0.. = libc::dup(0) {
+            last = copy;
+        }
+        let add = || control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLOUT, 7);
+        assert_eq!(add(), libc::EMFILE);
+        libc::close(last);
+        assert_eq!(add(), 0, "it is in no set");
+        assert_eq!(wait(epoll, 5000), [(libc::EPOLLOUT as u32, 7)]);
+    }
 }
 
 /// A set with a socket that is readable.
@@ -206,12 +355,9 @@ fn descriptors_that_sets_have_of_their_own() {
     // A waiter is woken, so the set has what it needs for that.
     let is_whole = |epoll: c_int| {
         assert_eq!(control(epoll, libc::EPOLL_CTL_DEL, fd, 0, 0), 0);
-        let waiter = thread::spawn(move || wait(epoll, 10_000));
-        thread::sleep(Duration::from_millis(50));
-        let start = Instant::now();
+        let waiter = start_waiter(epoll);
         assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 3), 0);
         assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 3)]);
-        assert!(start.elapsed() < Duration::from_secs(5));
     };
     // SAFETY: the descriptors are the test's, or those that a program closes that closes all.
     unsafe {

@@ -150,8 +150,8 @@ pub(crate) struct State {
     pub(crate) administration: Option<Administration>,
     administrator: Option<IpAddr>,
     share: Share,
-    /// Ports of identifiers, and the number of identifiers of each.
-    ports: HashMap<CmId, share::Port>,
+    /// Ports of identifiers with whether these listen, and the number of identifiers of each.
+    ports: HashMap<CmId, (share::Port, bool)>,
     port_users: HashMap<share::Port, u32>,
     /// Completions on their way to the program.
     completions: Vec<Completion>,
@@ -720,7 +720,7 @@ impl State {
     /// identifier that has one keeps it.
     ///
     /// # Errors
-    /// `EADDRINUSE` where another process has it.
+    /// Those of [`Share::take_port`].
     pub(crate) fn take_port(
         &mut self,
         id: CmId,
@@ -730,11 +730,11 @@ impl State {
         let Some(space) = port_space(space) else {
             return Ok(port);
         };
-        if let Some((_, port)) = self.ports.get(&id) {
+        if let Some(((_, port), _)) = self.ports.get(&id) {
             return Ok(*port);
         }
         let port = self.share.take_port(space, port)?;
-        self.ports.insert(id, (space, port));
+        self.ports.insert(id, ((space, port), false));
         *self.port_users.entry((space, port)).or_default() += 1;
         Ok(port)
     }
@@ -745,7 +745,8 @@ impl State {
     /// Those of [`RdmaCm::listen`].
     pub(crate) fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), Errno> {
         self.nic.listen(id, backlog)?;
-        if let Some(port) = self.ports.get(&id) {
+        if let Some((port, listens)) = self.ports.get_mut(&id) {
+            *listens = true;
             self.share.listen(*port);
         }
         Ok(())
@@ -753,9 +754,13 @@ impl State {
 
     /// Gives the port of an identifier back, where it has one.
     pub(crate) fn give_back_port(&mut self, id: CmId) {
-        let Some(port) = self.ports.remove(&id) else {
+        let Some((port, listened)) = self.ports.remove(&id) else {
             return;
         };
+        // Others that have the port do not listen.
+        if listened && !self.ports.values().any(|other| *other == (port, true)) {
+            self.share.stop_listening(port);
+        }
         if let Some(users) = self.port_users.get_mut(&port) {
             *users -= 1;
             if *users == 0 {

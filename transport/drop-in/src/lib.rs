@@ -86,6 +86,7 @@ mod names;
 mod neighbor;
 mod object;
 mod open;
+mod port_table;
 mod post;
 mod post_ex;
 mod qp;

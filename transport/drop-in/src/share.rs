@@ -14,9 +14,9 @@
 //!   its mailbox.
 //! - **Slot 0** belongs to no process: connection requests arrive there, which name no id of ours. Every
 //!   process reads it, and passes on what is for another ([`Message::Packet`]).
-//! - **Ports** of the RDMA CM are in a table in shared memory, with the slot that has each, and whether
-//!   its process listens. Beside them is the slot that each recent request went to: a peer that takes
-//!   an unanswered request back names its own id only, and its message goes to that process and no
+//! - **Ports** of the RDMA CM are in a table in shared memory (`port_table`), with the process that has
+//!   each, and whether it listens. Beside them is the slot that each recent request went to: a peer that
+//!   takes an unanswered request back names its own id only, and its message goes to that process and no
 //!   other.
 //! - **Early requests.** Programs that agree by other means that the one listens now and the other
 //!   connects rely on resolving an address, which takes a while with a kernel and no time here. So a
@@ -29,43 +29,34 @@
 //! them.
 
 use std::collections::VecDeque;
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::lock::unpoisoned;
+pub(crate) use crate::port_table::{BITS, Port};
+use crate::port_table::{Owner, PortTable, SLOTS};
 
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
 use riser_transport::roce::steer::Requests;
-use riser_transport::wire::cm_msg::{CmMessage, CommId, is_request};
+use riser_transport::wire::cm_msg::{CmMessage, is_request};
 use riser_transport::wire::cma::RdmaPortSpace;
 use riser_transport::wire::mad::{MadClass, RESPONSE};
 use riser_transport::wire::{Mad, MadHeader, ROCE_PORT};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::Errno as Os;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, recvfrom,
     recvmsg, sendmsg_addr, sendto, socket_with, sockopt,
 };
 use tracing::{debug, warn};
-
-/// Bits of a queue pair number that have the slot.
-pub(crate) const BITS: u8 = 5;
-
-/// Slots. The first one belongs to no process.
-const SLOTS: u8 = 1 << BITS;
 
 /// Time that a process gets to answer another one that opens the device.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -104,31 +95,6 @@ const MAD_LEN: usize = 256;
 /// First of the ports that are given out where none is asked for, and their number.
 const FIRST_EPHEMERAL: u16 = 32_768;
 const EPHEMERALS: u16 = 28_232;
-
-/// Spaces of ports in the table.
-const SPACES: [RdmaPortSpace; 4] = [
-    RdmaPortSpace::Tcp,
-    RdmaPortSpace::Udp,
-    RdmaPortSpace::IpoIb,
-    RdmaPortSpace::Ib,
-];
-const PORTS: usize = SPACES.len() << 16;
-
-/// Requests whose slots are remembered. Those of two peers may have one place: then a message by which
-/// the older is taken back goes astray, and that request ends by its time-out.
-const REQUESTS: usize = 1 << 12;
-
-/// Set in the place of a port: its process listens.
-const LISTENS: u8 = 0x80;
-
-/// Version of what the shared memory says. Its length shows it to processes with another one.
-const VERSION: usize = 1;
-
-/// Bytes of the shared memory.
-const TABLE: usize = PORTS + REQUESTS + VERSION;
-
-/// A port of the RDMA CM.
-pub(crate) type Port = (RdmaPortSpace, u16);
 
 /// The slot of the process that an answer is for.
 pub(crate) fn slot_of_answer(mad: &[u8]) -> Option<u8> {
@@ -222,7 +188,8 @@ impl Share {
                 _ => error,
             })?,
         };
-        let ports = PortTable::map(table, slot)?;
+        let ports = PortTable::map(table, slot)?
+            .ok_or_else(|| in_use("a process with another version of this library has it"))?;
         debug!(%addr, slot, "opened the address");
         Ok(Self {
             addr,
@@ -260,7 +227,7 @@ impl Share {
 
     /// Gives up its part of the address, which is gone.
     pub(crate) fn leave(&mut self) {
-        self.ports.clear(self.slot);
+        self.ports.clear();
         self.early().clear();
         self.group.clear();
         // One without a name stands for the mailbox.
@@ -283,8 +250,9 @@ impl Share {
             }
         }
         // Behind the mail, which says that a process has begun to listen.
-        while let Some(packet) = self.next_early(now) {
-            if let Some(ours) = self.sort(packet, None) {
+        while let Some((packet, until)) = self.next_early(now) {
+            // A listener that was killed is none, and the request waits for the rest of its time.
+            if let Some(ours) = self.sort(packet, Some(until).filter(|until| *until > now)) {
                 return Some(ours);
             }
         }
@@ -319,12 +287,13 @@ impl Share {
         self.early().front().map(|early| early.until)
     }
 
-    /// The next request that has a listener, or has waited for one for long enough.
-    fn next_early(&self, now: Instant) -> Option<ForwardedPacket> {
+    /// The next request that has a listener, or has waited for one for long enough, and the time until
+    /// which it may wait.
+    fn next_early(&self, now: Instant) -> Option<(ForwardedPacket, Instant)> {
         let mut all = self.early();
-        let is_due = |early: &Early| early.until <= now || self.ports.listener(early.port) != 0;
+        let is_due = |early: &Early| early.until <= now || self.ports.owner(early.port).listens();
         let at = all.iter().position(is_due)?;
-        all.remove(at).map(|early| early.packet)
+        all.remove(at).map(|early| (early.packet, early.until))
     }
 
     /// Keeps a request for a port; false if there is no place.
@@ -342,11 +311,13 @@ impl Share {
         let has_place = of_peer.count() < MAX_EARLY_PER_PEER && all.len() < MAX_EARLY;
         if has_place {
             let packet = packet.clone();
-            all.push_back(Early {
+            let at = all.partition_point(|early| early.until <= until);
+            let early = Early {
                 port,
                 until,
                 packet,
-            });
+            };
+            all.insert(at, early);
         }
         has_place
     }
@@ -393,24 +364,21 @@ impl Share {
             let is_ours = slot == 0 || slot == self.slot || !self.forward(slot, &packet);
             return is_ours.then_some(packet);
         }
-        let (service, place) = match request_in(&packet) {
-            Some(CmMessage::Req(request)) => {
-                let place = self.ports.request(packet.src.ip(), request.local_comm_id);
-                (request.service_id, Some(place))
-            }
+        let (service, id) = match request_in(&packet) {
+            Some(CmMessage::Req(request)) => (request.service_id, Some(request.local_comm_id)),
             Some(CmMessage::SidrReq(question)) => (question.service_id, None),
             // A REJ is for the process that has had the request.
             Some(CmMessage::Rej(rej)) => {
-                let place = self.ports.request(packet.src.ip(), rej.local_comm_id);
-                let slot = place.load(Ordering::Relaxed);
+                let ports = &self.ports;
+                let slot = ports.slot_of_request(packet.src.ip(), rej.local_comm_id);
                 let is_ours = slot == 0 || slot == self.slot || !self.forward(slot, &packet);
                 return (is_ours && !self.withdraws_early(&packet)).then_some(packet);
             }
             _ => return Some(packet),
         };
         let note = |slot| {
-            if let Some(place) = place {
-                place.store(slot, Ordering::Relaxed);
+            if let Some(id) = id {
+                self.ports.note_request(packet.src.ip(), id, slot);
             }
         };
         note(self.slot);
@@ -418,18 +386,18 @@ impl Share {
         let Some(port) = RdmaPortSpace::of(service) else {
             return Some(packet);
         };
-        match self.ports.listener(port) {
-            0 => {}
-            own if own == self.slot => return Some(packet),
-            other => {
-                note(other);
-                if self.forward(other, &packet) {
-                    return None;
-                }
-                // It has ended without giving the port back.
-                self.ports.replace(port, other, 0);
-                note(self.slot);
+        let owner = self.ports.owner(port);
+        if owner.listens() {
+            if owner.slot() == self.slot {
+                return Some(packet);
             }
+            note(owner.slot());
+            if self.forward(owner.slot(), &packet) {
+                return None;
+            }
+            // It has ended without giving the port back.
+            self.ports.free(port, owner);
+            note(self.slot);
         }
         let waits = until.is_some_and(|until| self.keep_early(port, until, &packet));
         // No process listens at the port, so this one rejects the request.
@@ -505,7 +473,7 @@ impl Share {
         }
         if message == Message::Join as u8 {
             let mut all: Vec<BorrowedFd<'_>> = self.group.iter().map(AsFd::as_fd).collect();
-            all.push(self.ports.memory.as_fd());
+            all.push(self.ports.memory());
             reply(&self.mailbox, from.as_ref(), Message::Welcome, &all);
         }
         if message == Message::Packet as u8
@@ -532,39 +500,56 @@ impl Share {
     /// Takes a port for this process, a free one where it is 0; answers which.
     ///
     /// # Errors
-    /// `EADDRINUSE` where another process has it, or all are taken.
+    /// `EADDRINUSE` where another process has it, or all are taken; `EIO` where the address is gone.
     pub(crate) fn take_port(&self, space: RdmaPortSpace, port: u16) -> io::Result<u16> {
         let in_use = || io::Error::from(io::ErrorKind::AddrInUse);
+        if self.group.is_empty() {
+            // The slot may be another process's, and the address may be there again.
+            return Err(Os::IO.into());
+        }
         if port != 0 {
-            let owner = self.ports.take((space, port), self.slot);
-            // A process that has ended without giving back its ports has none.
-            let is_ours = owner == self.slot
-                || !self.has_process(owner) && self.ports.replace((space, port), owner, self.slot);
-            return is_ours.then_some(port).ok_or_else(in_use);
+            let wanted = (space, port);
+            loop {
+                let owner = self.ports.owner(wanted);
+                if self.ports.is_own(owner) {
+                    return Ok(port);
+                }
+                // A process that has ended without giving back its ports has none.
+                if owner != Owner::FREE && self.has_process(owner.slot()) {
+                    return Err(in_use());
+                }
+                if self.ports.take(wanted, owner) {
+                    return Ok(port);
+                }
+            }
         }
         let mut random = [0; 2];
         getrandom::fill(&mut random).map_err(io::Error::other)?;
         let start = u16::from_ne_bytes(random) % EPHEMERALS;
-        let all = (0..EPHEMERALS).map(|i| {
+        let mut all = (0..EPHEMERALS).map(|i| {
             FIRST_EPHEMERAL + ((u32::from(start) + u32::from(i)) % u32::from(EPHEMERALS)) as u16
         });
         // One that this process has already is not free.
-        let mut free = all.filter(|port| self.ports.owner((space, *port)) == 0);
-        free.find(|port| self.ports.replace((space, *port), 0, self.slot))
+        all.find(|port| self.ports.take((space, *port), Owner::FREE))
             .ok_or_else(in_use)
     }
 
     /// Has requests for a port of this process come to it, also those that processes keep.
     pub(crate) fn listen(&self, port: Port) {
-        self.ports.listen(port, self.slot);
+        self.ports.set_listening(port, true);
         for slot in 1..SLOTS {
             self.has_process(slot);
         }
     }
 
+    /// Has requests for a port of this process wait for one that listens.
+    pub(crate) fn stop_listening(&self, port: Port) {
+        self.ports.set_listening(port, false);
+    }
+
     /// Gives a port back.
     pub(crate) fn give_back_port(&self, port: Port) {
-        self.ports.replace(port, self.slot, 0);
+        self.ports.give_back(port);
     }
 
     /// Whether a slot has a process.
@@ -582,7 +567,7 @@ impl Drop for Share {
         let Some(own) = self.group.get(usize::from(self.slot)) else {
             return;
         };
-        self.ports.clear(self.slot);
+        self.ports.clear();
         // What still comes to it is to take no memory.
         let _ = sockopt::set_socket_recv_buffer_size(own, 1);
     }
@@ -860,9 +845,7 @@ fn begin(addr: IpAddr) -> io::Result<(Vec<OwnedFd>, OwnedFd)> {
         }
     };
     sockopt::set_socket_recv_buffer_size(&group[0], FRONT_BUFFER)?;
-    let table = memfd_create("riser-ports", MemfdFlags::CLOEXEC)?;
-    ftruncate(&table, TABLE as u64)?;
-    Ok((group, table))
+    Ok((group, PortTable::make()?))
 }
 
 /// What a mailbox got.
@@ -933,110 +916,10 @@ fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message, fds: &[B
     }
 }
 
-/// The slot of each port of the RDMA CM, in memory that all processes of an address share.
-struct PortTable {
-    slots: NonNull<AtomicU8>,
-    memory: OwnedFd,
-}
-
-// SAFETY: it has atomics only.
-unsafe impl Send for PortTable {}
-// SAFETY: as above.
-unsafe impl Sync for PortTable {}
-
-impl PortTable {
-    /// Maps the table for the process of a slot, which has no port yet.
-    fn map(memory: OwnedFd, slot: u8) -> io::Result<Self> {
-        if fstat(&memory)?.st_size != TABLE as i64 {
-            return Err(in_use(
-                "a process with another version of this library has it",
-            ));
-        }
-        let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: a new mapping; the memory has this length, and no process of ours shortens it.
-        let start = unsafe { mmap(std::ptr::null_mut(), TABLE, rights, flags, &memory, 0) }?;
-        let slots = NonNull::new(start.cast::<AtomicU8>()).ok_or(Os::NOMEM)?;
-        let table = Self { slots, memory };
-        // The process that had the slot before may have been killed.
-        table.clear(slot);
-        Ok(table)
-    }
-
-    fn all(&self) -> &[AtomicU8] {
-        // SAFETY: the mapping has this length and lives as long as the table.
-        unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), TABLE) }
-    }
-
-    /// The place for the slot of a peer's request.
-    fn request(&self, peer: IpAddr, id: CommId) -> &AtomicU8 {
-        // Ids of one peer may follow each other, and so may addresses.
-        let mut hasher = DefaultHasher::new();
-        (peer.to_canonical(), id).hash(&mut hasher);
-        &self.all()[PORTS + hasher.finish() as usize % REQUESTS]
-    }
-
-    fn place(&self, (space, port): Port) -> &AtomicU8 {
-        let space = SPACES.iter().position(|s| *s == space).unwrap_or(0);
-        &self.all()[space << 16 | usize::from(port)]
-    }
-
-    /// The slot that has a port, 0 where none has.
-    fn owner(&self, port: Port) -> u8 {
-        self.place(port).load(Ordering::Acquire) & !LISTENS
-    }
-
-    /// The slot of the process that listens at a port, 0 where none does.
-    fn listener(&self, port: Port) -> u8 {
-        let value = self.place(port).load(Ordering::Acquire);
-        if value & LISTENS == 0 {
-            0
-        } else {
-            value & !LISTENS
-        }
-    }
-
-    /// Takes a port where it is free; answers who has it then.
-    fn take(&self, port: Port, slot: u8) -> u8 {
-        let place = self.place(port);
-        let taken = place.compare_exchange(0, slot, Ordering::AcqRel, Ordering::Acquire);
-        taken.map_or_else(|owner| owner & !LISTENS, |_| slot)
-    }
-
-    /// Notes that the process of a slot listens at its port.
-    fn listen(&self, port: Port, slot: u8) {
-        self.replace(port, slot, slot | LISTENS);
-    }
-
-    /// Gives a port of `from` to `to`; false where it was not `from`'s.
-    fn replace(&self, port: Port, from: u8, to: u8) -> bool {
-        let given = |value: u8| (value & !LISTENS == from).then_some(to);
-        self.place(port)
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, given)
-            .is_ok()
-    }
-
-    /// Frees all ports of a slot, and forgets its requests.
-    fn clear(&self, slot: u8) {
-        for place in self.all() {
-            let value = place.load(Ordering::Relaxed);
-            if value & !LISTENS == slot {
-                let _ = place.compare_exchange(value, 0, Ordering::AcqRel, Ordering::Relaxed);
-            }
-        }
-    }
-}
-
-impl Drop for PortTable {
-    fn drop(&mut self) {
-        // SAFETY: the mapping is this table's, and nothing refers to it any longer.
-        let _ = unsafe { munmap(self.slots.as_ptr().cast(), TABLE) };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::UdpSocket;
-    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use riser_testkit::skip::skip;
     use riser_transport::verbs::PKey;
@@ -1085,7 +968,7 @@ mod tests {
         drop(first);
         let third = open_beside(&second);
         assert_eq!(third.slot, 1);
-        assert_eq!(third.ports.owner((Tcp, chosen[0])), 0);
+        assert_eq!(third.ports.owner((Tcp, chosen[0])), Owner::FREE);
         assert_eq!(third.take_port(Tcp, 4000).unwrap_err().kind(), in_use);
         drop(second);
         assert_eq!(third.take_port(Tcp, 4000).unwrap(), 4000);
@@ -1096,8 +979,27 @@ mod tests {
         let first = Share::open(addr(2), Silent::default()).unwrap();
         let port = (RdmaPortSpace::Tcp, 4000);
         // As a process in slot 9 has left it.
-        assert_eq!(first.ports.take(port, 9), 9);
+        leave_as_killed(&first, port, Owner::new(9, 0));
         assert_eq!(first.take_port(port.0, port.1).unwrap(), 4000);
+    }
+
+    /// Gives a free port to a process that has none.
+    fn leave_as_killed(share: &Share, port: Port, owner: Owner) {
+        assert!(share.ports.replace(port, Owner::FREE, owner));
+    }
+
+    #[test]
+    fn the_device_of_an_address_that_is_gone_takes_no_port() {
+        let mut first = Share::open(addr(29), Silent::default()).unwrap();
+        let second = open_beside(&first);
+        first.leave();
+        let third = open_beside(&second);
+        assert_eq!(third.slot, 1);
+        for port in [0, 4000] {
+            let error = first.take_port(RdmaPortSpace::Tcp, port).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EIO));
+        }
+        assert_eq!(second.take_port(RdmaPortSpace::Tcp, 4000).unwrap(), 4000);
     }
 
     /// A question for the process that has port 7471 for datagrams.
@@ -1183,13 +1085,24 @@ mod tests {
         assert_eq!(first.pass_on(now, front(11, give_up(1))), None);
         assert_eq!(second.poll_packet(now).unwrap().bytes, give_up(1));
 
-        // The listener was killed: as if there were none.
-        second.ports.clear(second.slot);
-        assert_eq!(second.ports.take((RdmaPortSpace::Tcp, 7471), 9), 9);
-        second.ports.listen((RdmaPortSpace::Tcp, 7471), 9);
+        // The listener was killed: as if there were none, also where it was so meanwhile.
+        let port = (RdmaPortSpace::Tcp, 7471);
+        let killed = Owner::new(9, 0).listening();
+        second.give_back_port(port);
+        leave_as_killed(&second, port, killed);
         assert_eq!(first.pass_on(now, early.clone()), None);
+        leave_as_killed(&second, port, killed);
+        assert_eq!(first.poll_packet(now), None);
+        assert_eq!(first.deadline(), Some(now + LISTEN_GRACE));
         listen(&first, RdmaPortSpace::Tcp);
         assert!(is_woken(&first));
+        assert_eq!(first.poll_packet(now), Some(early.clone()));
+
+        // One that listens no longer, and keeps the port, is none either.
+        first.stop_listening(port);
+        assert_eq!(first.pass_on(now, early.clone()), None);
+        assert_eq!(first.poll_packet(now), None);
+        first.listen(port);
         assert_eq!(first.poll_packet(now), Some(early));
 
         // Without a listener it is refused in the end; so is a question.
@@ -1232,10 +1145,7 @@ mod tests {
         assert_eq!(second.pass_on(now, front(23, give_up(2))), None);
         assert_eq!(first.poll_packet(now), None);
         // Another host's says nothing about it, wherever that is kept.
-        first
-            .ports
-            .request(addr(24), CommId(3))
-            .store(1, Ordering::Relaxed);
+        first.ports.note_request(addr(24), CommId(3), 1);
         assert!(first.pass_on(now, front(24, give_up(3))).is_some());
         let left = first.poll_packet(now + LISTEN_GRACE).unwrap();
         assert_eq!(left.bytes, request(3));

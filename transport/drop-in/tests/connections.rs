@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::zeroed;
 use std::ptr;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use library::*;
 use riser_rdma_core_sys::bindings::*;
@@ -785,6 +785,37 @@ fn a_listener_has_the_backlog_that_it_asks_for() {
         .map(|_| event(channels[1], RDMA_CM_EVENT_CONNECT_REQUEST, |event| event.id))
         .collect();
     for id in requests.into_iter().chain(clients).chain([listener]) {
+        destroy_id(id);
+    }
+    channels.into_iter().for_each(destroy_channel);
+    call!(rdma_freeaddrinfo(info => *mut rdma_addrinfo));
+}
+
+#[test]
+fn a_request_waits_where_the_only_listener_of_a_port_is_gone() {
+    let channels = [create_channel(), create_channel()];
+    let info = address_info(Some(SERVER), 7010, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0)).unwrap();
+    // SAFETY: the information is alive.
+    let addr = unsafe { (*info).ai_dst_addr };
+    let listener = create_id(channels[1], RDMA_PS_TCP);
+    assert_eq!(bind(listener, addr), 0, "{}", errno());
+    listen(listener);
+    // One that connects from the same port.
+    let other = create_id(channels[1], RDMA_PS_TCP);
+    assert_eq!(resolve_addr(other, addr, addr), 0, "{}", errno());
+    destroy_id(listener);
+    let client = create_id(channels[0], RDMA_PS_TCP);
+    assert_eq!(resolve_addr(client, ptr::null_mut(), addr), 0);
+    event(channels[0], RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
+    call!(rdma_resolve_route(client => *mut rdma_cm_id, 1000 => c_int) -> c_int);
+    event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
+    // It is refused when it has waited for the other to listen.
+    let start = Instant::now();
+    connect(client, &mut numbered(77));
+    // The reason of IBTA for a service id that none has.
+    event_with(channels[0], (RDMA_CM_EVENT_REJECTED, 8), |_| ());
+    assert!(start.elapsed() >= Duration::from_millis(300));
+    for id in [client, other] {
         destroy_id(id);
     }
     channels.into_iter().for_each(destroy_channel);

@@ -48,7 +48,7 @@ use crate::administration::Administration;
 use crate::command::Family;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
-use crate::share::{self, Share};
+use crate::share::{self, Opening, Share};
 
 /// Interval at which the thread looks whether calls still drive the NIC.
 const TICK: Duration = Duration::from_millis(1);
@@ -208,13 +208,19 @@ impl Engine {
         if let (_, Some(engine)) = lock() {
             return Ok(engine);
         }
-        // Without the lock, for which a thread that forks waits.
-        let silent = share::await_others(config.addr)?;
-        let (mut engines, known) = lock();
-        if let Some(engine) = known {
-            return Ok(engine);
-        }
-        let share = Share::open(config.addr, silent)?;
+        let until = Instant::now() + share::LONGEST;
+        let (mut engines, share) = loop {
+            // Without the lock, for which a thread that forks waits.
+            let silent = share::await_others(config.addr, until)?;
+            let (engines, known) = lock();
+            if let Some(engine) = known {
+                return Ok(engine);
+            }
+            // Another process may have been sooner.
+            if let Some(opening) = Opening::begin(config.addr)? {
+                break (engines, Share::open(opening, silent)?);
+            }
+        };
         let config_of_nic = RoceConfig {
             other_addrs: config.other_addrs.clone(),
             worker_index: share.slot(),

@@ -53,13 +53,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, recvfrom,
-    recvmsg, sendmsg_addr, sendto, socket_with, sockopt,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect,
+    recvfrom, recvmsg, send, sendmsg_addr, sendto, socket_with, sockopt,
 };
 use tracing::{debug, warn};
 
 /// Time that a process gets to answer another one that opens the device.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Time that a process waits for others that open it, one after the other.
+pub(crate) const LONGEST: Duration = Duration::from_secs(30);
 
 /// Time in which the port becomes free whose last process has just ended.
 const LEAVING: Duration = Duration::from_millis(200);
@@ -160,8 +163,8 @@ impl Share {
     /// # Errors
     /// `EADDRINUSE` where others than this user's processes with this library have the port,
     /// `EUSERS` where all slots have processes, and those of making sockets.
-    pub(crate) fn open(addr: IpAddr, silent: Silent) -> io::Result<Self> {
-        let _turn = take_turn(addr)?;
+    pub(crate) fn open(opening: Opening, silent: Silent) -> io::Result<Self> {
+        let addr = opening.addr;
         let mailbox = new_mailbox()?;
         let slot = (1..SLOTS)
             .find_map(|slot| match bind(&mailbox, &name(addr, Some(slot)).ok()?) {
@@ -590,20 +593,65 @@ fn new_mailbox() -> io::Result<OwnedFd> {
     Ok(mailbox)
 }
 
-/// Waits until no other process is opening the address: two at once would each take themselves for the
-/// first.
-fn take_turn(addr: IpAddr) -> io::Result<OwnedFd> {
-    let turn = new_mailbox()?;
-    let name = name(addr, None)?;
-    let until = Instant::now() + PATIENCE;
-    loop {
-        match bind(&turn, &name) {
-            Ok(()) => return Ok(turn),
-            Err(Os::ADDRINUSE) if Instant::now() < until => thread::sleep(PAUSE),
-            Err(Os::ADDRINUSE) => return Err(unfinished()),
-            Err(error) => return Err(error.into()),
+/// The right to open an address. Two processes at once would each take themselves for the first.
+pub(crate) struct Opening {
+    addr: IpAddr,
+    /// Its name is the right.
+    _mailbox: OwnedFd,
+}
+
+impl Opening {
+    /// Takes the right; `None` where another process has it. This one does not fork until it is given back.
+    ///
+    /// # Errors
+    /// Those of making a socket.
+    pub(crate) fn begin(addr: IpAddr) -> io::Result<Option<Self>> {
+        let mailbox = new_mailbox()?;
+        match bind(&mailbox, &name(addr, None)?) {
+            Ok(()) => Ok(Some(Self {
+                addr,
+                _mailbox: mailbox,
+            })),
+            Err(Os::ADDRINUSE) => Ok(None),
+            Err(error) => Err(error.into()),
         }
     }
+}
+
+/// A process that is opening an address: a socket that is connected to it, and to none that does so later.
+struct Opener(OwnedFd);
+
+impl Opener {
+    fn of(addr: IpAddr) -> io::Result<Option<Self>> {
+        let socket = new_mailbox()?;
+        match connect(&socket, &name(addr, None)?) {
+            Ok(()) => Ok(Some(Self(socket))),
+            Err(Os::CONNREFUSED) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether it has not finished.
+    fn is_opening(&self) -> bool {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let sent = send(&self.0, &[Message::Probe as u8], flags);
+        matches!(sent, Ok(_) | Err(Os::AGAIN))
+    }
+}
+
+/// Waits until no process is opening an address. Many may do so one after the other, on a machine that is
+/// busy: each has its time.
+fn await_openers(addr: IpAddr, until: Instant) -> io::Result<()> {
+    while let Some(opener) = Opener::of(addr)? {
+        let its_end = until.min(Instant::now() + PATIENCE);
+        while opener.is_opening() {
+            if Instant::now() >= its_end {
+                return Err(unfinished());
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+    Ok(())
 }
 
 /// The address is in use by a process that is opening it.
@@ -630,21 +678,16 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Silent(u32);
 
-/// Waits for the processes at an address, one of which may be stopped: until none is opening it, and one
+/// Waits for the processes at an address, one of which may be stopped: until none is opening it, up to
+/// `until`, and one
 /// that has it answers. Answers those that are silent, where all are. A process may fork meanwhile, and its
 /// child keeps the mailbox with what waits there: so this asks for nothing that has descriptors with it.
 ///
 /// # Errors
 /// `EADDRINUSE` where a process does not finish opening it, and those of making a socket.
-pub(crate) fn await_others(addr: IpAddr) -> io::Result<Silent> {
+pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
+    await_openers(addr, until)?;
     let mailbox = new_mailbox()?;
-    let until = Instant::now() + PATIENCE;
-    while is_there(&mailbox, &name(addr, None)?, Message::Probe)? {
-        if Instant::now() >= until {
-            return Err(unfinished());
-        }
-        thread::sleep(PAUSE);
-    }
     let mut inquiry = Inquiry::new(&mailbox, addr, Message::Ask, Silent::default());
     let mut foreign = Vec::new();
     loop {
@@ -918,6 +961,7 @@ fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message, fds: &[B
 
 #[cfg(test)]
 mod tests {
+    use std::iter;
     use std::net::UdpSocket;
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -934,10 +978,19 @@ mod tests {
         [127, 98, 0, last].into()
     }
 
+    fn open(addr: IpAddr, silent: Silent) -> io::Result<Share> {
+        let opening = Opening::begin(addr)?.expect("no other opens it");
+        Share::open(opening, silent)
+    }
+
+    fn await_all(addr: IpAddr) -> io::Result<Silent> {
+        await_others(addr, Instant::now() + LONGEST)
+    }
+
     /// Opens the address as another process does, while the one that is there answers.
     fn open_beside(first: &Share) -> Share {
         thread::scope(|scope| {
-            let opens = scope.spawn(|| Share::open(first.addr, Silent::default()));
+            let opens = scope.spawn(|| open(first.addr, Silent::default()));
             while !opens.is_finished() {
                 assert!(first.poll_packet(Instant::now()).is_none());
                 thread::yield_now();
@@ -949,7 +1002,7 @@ mod tests {
     #[test]
     fn processes_of_an_address_have_slots_and_ports_of_their_own() {
         use RdmaPortSpace::{Tcp, Udp};
-        let first = Share::open(addr(1), Silent::default()).unwrap();
+        let first = open(addr(1), Silent::default()).unwrap();
         let second = open_beside(&first);
         assert_eq!((first.slot, second.slot), (1, 2));
 
@@ -976,7 +1029,7 @@ mod tests {
 
     #[test]
     fn the_ports_of_a_process_that_was_killed_are_free() {
-        let first = Share::open(addr(2), Silent::default()).unwrap();
+        let first = open(addr(2), Silent::default()).unwrap();
         let port = (RdmaPortSpace::Tcp, 4000);
         // As a process in slot 9 has left it.
         leave_as_killed(&first, port, Owner::new(9, 0));
@@ -990,7 +1043,7 @@ mod tests {
 
     #[test]
     fn the_device_of_an_address_that_is_gone_takes_no_port() {
-        let mut first = Share::open(addr(29), Silent::default()).unwrap();
+        let mut first = open(addr(29), Silent::default()).unwrap();
         let second = open_beside(&first);
         first.leave();
         let third = open_beside(&second);
@@ -1066,7 +1119,7 @@ mod tests {
 
     #[test]
     fn a_request_waits_for_the_process_that_is_about_to_listen() {
-        let first = Share::open(addr(10), Silent::default()).unwrap();
+        let first = open(addr(10), Silent::default()).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
         let early = front(11, request(1));
@@ -1116,7 +1169,7 @@ mod tests {
 
     #[test]
     fn a_peer_has_few_of_the_places_for_early_requests() {
-        let share = Share::open(addr(12), Silent::default()).unwrap();
+        let share = open(addr(12), Silent::default()).unwrap();
         let now = Instant::now();
         let waits = |from, id| share.pass_on(now, front(from, request(id))).is_none();
         let mut again = front(13, request(0));
@@ -1134,7 +1187,7 @@ mod tests {
 
     #[test]
     fn a_request_that_waits_is_taken_back() {
-        let first = Share::open(addr(22), Silent::default()).unwrap();
+        let first = open(addr(22), Silent::default()).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
         for id in 1..4 {
@@ -1154,7 +1207,7 @@ mod tests {
 
     #[test]
     fn a_request_that_is_taken_back_concerns_one_process() {
-        let first = Share::open(addr(8), Silent::default()).unwrap();
+        let first = open(addr(8), Silent::default()).unwrap();
         let second = open_beside(&first);
         let third = open_beside(&first);
         listen(&second, RdmaPortSpace::Tcp);
@@ -1178,7 +1231,7 @@ mod tests {
 
     #[test]
     fn a_flood_for_another_process_does_not_keep_this_one() {
-        let first = Share::open(addr(6), Silent::default()).unwrap();
+        let first = open(addr(6), Silent::default()).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
         let peer = UdpSocket::bind((addr(7), 0)).unwrap();
@@ -1192,7 +1245,7 @@ mod tests {
 
     #[test]
     fn requests_reach_the_process_that_has_their_port() {
-        let first = Share::open(addr(3), Silent::default()).unwrap();
+        let first = open(addr(3), Silent::default()).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
         let datagram = question();
@@ -1244,37 +1297,56 @@ mod tests {
 
     #[test]
     fn processes_that_are_stopped_do_not_hide_one_that_answers() {
-        let silent: Vec<_> = (1..4).map(|slot| stopped(addr(25), slot)).collect();
+        const STOPPED: u8 = 8;
+        let silent: Vec<_> = (1..=STOPPED).map(|slot| stopped(addr(25), slot)).collect();
+        let known = Silent((2 << STOPPED) - 2);
+        let first = open(addr(25), known).unwrap();
+        assert_eq!(first.slot, STOPPED + 1);
+        // The last one's time is over when all are asked.
+        let questions = || receive(&silent[usize::from(STOPPED) - 1], &mut [0; 1]);
+        assert!(iter::from_fn(questions).count() < 5);
         let start = Instant::now();
-        let known = Silent(0b1110);
-        let fourth = Share::open(addr(25), known).unwrap();
-        assert_eq!(fourth.slot, 4);
-        // The time of a process that is stopped is over when all are asked.
-        assert!(start.elapsed() < PATIENCE);
         let others = thread::scope(|scope| {
-            let waits = scope.spawn(|| await_others(addr(25)));
+            let waits = scope.spawn(|| await_all(addr(25)));
             while !waits.is_finished() {
-                assert!(fourth.poll_packet(Instant::now()).is_none());
+                assert!(first.poll_packet(Instant::now()).is_none());
                 thread::yield_now();
             }
             waits.join().unwrap().unwrap()
         });
         assert_eq!(others, Silent::default());
-        let fifth = open_beside(&fourth);
-        assert_eq!(fifth.slot, 5);
+        let second = open_beside(&first);
+        assert_eq!(second.slot, STOPPED + 2);
+        // One after the other, all would have their time twice.
+        let limit = PATIENCE * STOPPED.into();
         assert!(
-            start.elapsed() < 3 * PATIENCE,
+            start.elapsed() < limit,
             "the time of those that are stopped"
         );
-        drop((fourth, fifth));
-        assert_eq!(await_others(addr(25)).unwrap(), known);
+        drop((first, second));
+        assert_eq!(await_all(addr(25)).unwrap(), known);
         drop(silent);
-        assert_eq!(await_others(addr(25)).unwrap(), Silent::default());
+        assert_eq!(await_all(addr(25)).unwrap(), Silent::default());
+    }
+
+    #[test]
+    fn each_process_that_opens_an_address_has_its_own_time() {
+        let first = Opening::begin(addr(30)).unwrap();
+        assert!(first.is_some() && Opening::begin(addr(30)).unwrap().is_none());
+        let opener = Opener::of(addr(30)).unwrap().unwrap();
+        // More often than its mailbox has places.
+        assert!((0..1000).all(|_| opener.is_opening()));
+        drop(first);
+        let second = Opening::begin(addr(30)).unwrap();
+        assert!(second.is_some() && !opener.is_opening());
+        assert!(Opener::of(addr(30)).unwrap().unwrap().is_opening());
+        drop(second);
+        assert!(Opener::of(addr(30)).unwrap().is_none());
     }
 
     #[test]
     fn a_child_that_is_forked_while_another_opens_keeps_no_address() {
-        let first = Share::open(addr(27), Silent::default()).unwrap();
+        let first = open(addr(27), Silent::default()).unwrap();
         let mailbox = new_mailbox().unwrap();
         let mut inquiry = Inquiry::new(&mailbox, addr(27), Message::Ask, Silent::default());
         let asks = thread::scope(|scope| {
@@ -1293,7 +1365,7 @@ mod tests {
         // As a fork copies it, with the answers in it.
         let of_child = mailbox.try_clone().unwrap();
         drop((mailbox, first));
-        let again = Share::open(addr(27), Silent::default()).map(drop);
+        let again = open(addr(27), Silent::default()).map(drop);
         again.expect("no process has the address");
         assert!(matches!(
             receive(&of_child, &mut [0; 1]),
@@ -1320,7 +1392,7 @@ mod tests {
                     thread::sleep(PAUSE);
                 }
             });
-            let silent = await_others(addr(28));
+            let silent = await_all(addr(28));
             is_over.store(true, Ordering::Relaxed);
             silent
         });
@@ -1330,19 +1402,17 @@ mod tests {
 
     #[test]
     fn a_process_that_does_not_finish_opening_an_address_is_waited_for() {
-        let turn = take_turn(addr(26)).unwrap();
-        let error = await_others(addr(26)).unwrap_err();
+        let opening = Opening::begin(addr(26)).unwrap().unwrap();
+        let error = await_all(addr(26)).unwrap_err();
         assert!(error.to_string().contains("does not finish"), "{error}");
-        drop(turn);
-        assert_eq!(await_others(addr(26)).unwrap(), Silent::default());
+        drop(opening);
+        assert_eq!(await_all(addr(26)).unwrap(), Silent::default());
     }
 
     #[test]
     fn an_address_that_others_have_is_in_use() {
         let _other = UdpSocket::bind((addr(5), ROCE_PORT)).unwrap();
-        let error = Share::open(addr(5), Silent::default())
-            .map(drop)
-            .unwrap_err();
+        let error = open(addr(5), Silent::default()).map(drop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 }

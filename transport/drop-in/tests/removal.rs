@@ -7,6 +7,7 @@ mod library;
 
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
+use std::net::UdpSocket;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::process::Command;
@@ -128,6 +129,17 @@ fn cm_event(
     channel: *mut rdma_event_channel,
     wait: Duration,
 ) -> Option<(rdma_cm_event_type, *mut rdma_cm_id, *mut rdma_cm_id)> {
+    cm_event_with(channel, wait, |event| {
+        (event.event, event.id, event.listen_id)
+    })
+}
+
+/// The same, as `look` sees it.
+fn cm_event_with<T>(
+    channel: *mut rdma_event_channel,
+    wait: Duration,
+    look: impl FnOnce(&rdma_cm_event) -> T,
+) -> Option<T> {
     // SAFETY: the channel is alive, and the event is the program's until it is acknowledged.
     unsafe {
         let mut fd = libc::pollfd {
@@ -142,7 +154,7 @@ fn cm_event(
         let taken = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
             &raw mut event => *mut *mut rdma_cm_event) -> c_int);
         assert_eq!(taken, 0);
-        let shown = ((*event).event, (*event).id, (*event).listen_id);
+        let shown = look(&*event);
         call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
         Some(shown)
     }
@@ -162,8 +174,23 @@ impl Listener {
         Self { channel, id, port }
     }
 
-    /// Whether a request of the device's own comes to it.
-    fn is_reached(&self) -> bool {
+    /// The number of the next request that comes to it within a while.
+    fn request(&self, wait: Duration) -> Option<u8> {
+        let (event, number) = cm_event_with(self.channel, wait, |event| {
+            // SAFETY: a request has the data that its client gives.
+            let number = unsafe { *event.param.conn.private_data.cast::<u8>() };
+            ((event.event, event.id, event.listen_id), number)
+        })?;
+        let (kind, request, listener) = event;
+        assert_eq!(kind, RDMA_CM_EVENT_CONNECT_REQUEST);
+        assert_eq!(listener, self.id);
+        let destroyed = call!(rdma_destroy_id(request => *mut rdma_cm_id) -> c_int);
+        assert_eq!(destroyed, 0);
+        Some(number)
+    }
+
+    /// Whether a request of the device's own comes to it, which has a number.
+    fn is_reached(&self, number: u8, seen: &mut Vec<u8>) -> bool {
         let (channel, id) = identifier();
         let addr = internet(ADDRESS, self.port);
         let next = || cm_event(channel, Duration::from_secs(20)).unwrap().0;
@@ -176,25 +203,33 @@ impl Listener {
         // SAFETY: all-zero bytes are valid.
         let mut param: rdma_conn_param = unsafe { zeroed() };
         param.qp_num = 77;
+        (param.private_data, param.private_data_len) = ((&raw const number).cast(), 1);
         let asked = call!(rdma_connect(id => *mut rdma_cm_id,
             &raw mut param => *mut rdma_conn_param) -> c_int);
         assert_eq!(asked, 0, "{}", errno());
-        let event = cm_event(self.channel, Duration::from_secs(1));
-        if let Some((kind, request, listener)) = event {
-            assert_eq!(kind, RDMA_CM_EVENT_CONNECT_REQUEST);
-            assert_eq!(listener, self.id);
-            let destroyed = call!(rdma_destroy_id(request => *mut rdma_cm_id) -> c_int);
-            assert_eq!(destroyed, 0);
+        // Those of earlier rounds may be late.
+        while !seen.contains(&number)
+            && let Some(came) = self.request(Duration::from_secs(1))
+        {
+            assert!(!seen.contains(&came), "request {came} has come twice");
+            seen.push(came);
         }
         destroy(channel, id);
-        event.is_some()
+        seen.contains(&number)
     }
 
     /// Waits until requests come to it, as its only events.
     fn wait(&self) {
         let what = "a listener on the device";
-        eventually(what, Duration::from_secs(20), || self.is_reached());
-        assert_eq!(cm_event(self.channel, Duration::ZERO), None);
+        let (mut number, mut seen) = (0, Vec::new());
+        eventually(what, Duration::from_secs(20), || {
+            number += 1;
+            self.is_reached(number, &mut seen)
+        });
+        while let Some(late) = self.request(Duration::ZERO) {
+            assert!(!seen.contains(&late), "request {late} has come twice");
+            seen.push(late);
+        }
     }
 }
 
@@ -278,7 +313,7 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     // One at all devices is there for those to come.
     assert_eq!(cm_event(before.channel, Duration::ZERO), None);
     let meanwhile = Listener::new(7473);
-    let brief = Listener::new(7474);
+    let mut brief = (7474..7479).map(Listener::new).collect::<Vec<_>>();
 
     // Nothing has the address, until it is back. Objects of the old device may outlive that.
     let mut count = 0;
@@ -291,11 +326,28 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     let name = SocketAddr::from_abstract_name("riser-10.9.1.1-1").unwrap();
     let stopped = UnixDatagram::bind_addr(&name).unwrap();
     lay();
-    std::thread::sleep(Duration::from_millis(500));
-    let start = Instant::now();
-    destroy(brief.channel, brief.id);
-    assert!(start.elapsed() < Duration::from_secs(1));
-    drop(stopped);
+    // It is not opened, and tried again and again.
+    let foreign = UdpSocket::bind("10.9.1.1:4791").unwrap();
+    stopped
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .unwrap();
+    let mut is_quick = false;
+    for listener in brief.drain(..) {
+        if !is_quick {
+            stopped.set_nonblocking(true).unwrap();
+            while stopped.recv(&mut [0]).is_ok() {}
+            stopped.set_nonblocking(false).unwrap();
+            stopped.recv(&mut [0]).expect("a question");
+        }
+        let start = Instant::now();
+        destroy(listener.channel, listener.id);
+        is_quick |= start.elapsed() < Duration::from_secs(1);
+    }
+    assert!(
+        is_quick,
+        "a listener waits for what opens the device, each time"
+    );
+    drop((stopped, foreign));
     let again = Device::open("riser0");
     assert_ne!(again.context, context);
     wait_until_active(again.context);

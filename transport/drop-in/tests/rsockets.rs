@@ -218,7 +218,7 @@ fn peers_learn_that_a_process_has_ended() {
     let start = std::time::Instant::now();
     assert_eq!(read(server), Ok(Vec::new()));
     assert!(
-        start.elapsed() < Duration::from_secs(5),
+        start.elapsed() < Duration::from_secs(20),
         "{:?}",
         start.elapsed()
     );

@@ -7,6 +7,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fs;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use crate::rdma;
 
@@ -112,6 +113,13 @@ pub(crate) fn wants(domain: c_int, kind: c_int, protocol: c_int) -> bool {
 pub(crate) fn is_fork_safe() -> bool {
     static IS_SAFE: OnceLock<bool> = OnceLock::new();
     *IS_SAFE.get_or_init(|| number("RDMAV_FORK_SAFE").is_some_and(|n| n != 0))
+}
+
+/// Longest wait of a server for a client that was asked to connect: `RISER_RSOCKET_PATIENCE` in milliseconds, or
+/// two seconds.
+pub(crate) fn patience() -> Duration {
+    let ms = number("RISER_RSOCKET_PATIENCE").and_then(|ms| u64::try_from(ms).ok());
+    ms.map_or(Duration::from_secs(2), Duration::from_millis)
 }
 
 fn number(name: &str) -> Option<c_int> {

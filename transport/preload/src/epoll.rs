@@ -13,11 +13,12 @@
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{MutexGuard, Once};
 use std::time::{Duration, Instant};
 
 use libc::{epoll_event, pollfd, sigset_t, timespec};
 
+use crate::fork_lock::ForkLock;
 use crate::table::{Kind, MAX, Stage, is_own, kind, place};
 use crate::wait::{masked, of_timespec};
 use crate::{fail, rdma, real};
@@ -83,7 +84,7 @@ fn process() -> c_int {
 /// The sets, by their descriptors.
 type Sets = BTreeMap<c_int, Set>;
 
-static SETS: Mutex<Sets> = Mutex::new(BTreeMap::new());
+static SETS: ForkLock<Sets> = ForkLock::new(BTreeMap::new());
 
 /// Number of sets, so that programs without `epoll` take no lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
@@ -106,31 +107,15 @@ fn note(fd: c_int, part: u8) -> bool {
 }
 
 fn sets() -> MutexGuard<'static, Sets> {
-    SETS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The lock of the sets, which a thread holds while it forks.
-struct Held(MutexGuard<'static, Sets>);
-
-// SAFETY: the thread that forks releases the lock: it goes on in both processes.
-unsafe impl Send for Held {}
-
-static HELD: Mutex<Option<Held>> = Mutex::new(None);
-
-fn held() -> MutexGuard<'static, Option<Held>> {
-    HELD.lock().unwrap_or_else(PoisonError::into_inner)
+    SETS.lock()
 }
 
 extern "C" fn before_fork() {
-    let sets = Held(sets());
-    *held() = Some(sets);
+    SETS.hold();
 }
 
 extern "C" fn after_fork() {
-    let held = held().take();
-    if let Some(Held(sets)) = held {
-        drop(sets);
-    }
+    SETS.release(|_| {});
 }
 
 /// Has `fork` take the lock from now on.

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use libc::{pollfd, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use crate::table::{Kind, Stage, begin_settling, end_settling, kind, placeholder};
-use crate::turn::Turn;
+use crate::turn::Turns;
 use crate::{config, connect, epoll, errno, rdma, real};
 
 /// What a server says when it listens.
@@ -257,7 +257,7 @@ fn accept(fd: c_int) -> Option<c_int> {
     }
     // Before the turn, in which others wait: the first rsocket at an address opens the device.
     let opener = bound(&addr, length);
-    let turn = Turn::take(port, peer);
+    let turn = Turns::of_user().take(port, peer);
     if said(fd) != Said::Nothing {
         close(opener);
         return None;
@@ -276,13 +276,14 @@ fn accept(fd: c_int) -> Option<c_int> {
         candidates: Vec::new(),
         is_gone: false,
     };
-    let deadline = Instant::now() + turn.patience();
+    let start = Instant::now();
+    let deadline = start + turn.patience();
     // SAFETY: the address has that length.
     let is_ready = unsafe { reception.begin(any(addr), length, deadline) };
     let accepted = is_ready.then(|| reception.run(deadline)).flatten();
     close(listener);
-    if accepted.is_some() || is_ready && Instant::now() >= deadline {
-        turn.note(accepted.is_some());
+    if is_ready {
+        turn.note(accepted.is_some(), start.elapsed());
     }
     drop(turn);
     // Closing one that is connected after all may take a while.

@@ -18,6 +18,7 @@
 //! | `wait` | `poll` and `select` |
 //! | `epoll` | `epoll` |
 //! | `fork` | servers that fork for each connection |
+//! | `fork_lock` | locks that `fork` takes |
 //! | `turn` | whose turn it is to listen, of the processes of such servers |
 //!
 //! # Descriptors
@@ -40,6 +41,7 @@ mod data;
 mod epoll;
 mod files;
 mod fork;
+mod fork_lock;
 mod rdma;
 mod real;
 mod release;

@@ -115,11 +115,12 @@ pub(crate) fn is_fork_safe() -> bool {
     *IS_SAFE.get_or_init(|| number("RDMAV_FORK_SAFE").is_some_and(|n| n != 0))
 }
 
-/// Longest wait of a server for a client that was asked to connect: `RISER_RSOCKET_PATIENCE` in milliseconds, or
-/// two seconds.
+/// Longest wait of a server for a client that was asked to connect: `RISER_RSOCKET_PATIENCE` in milliseconds, an
+/// hour at most, or two seconds.
 pub(crate) fn patience() -> Duration {
     let ms = number("RISER_RSOCKET_PATIENCE").and_then(|ms| u64::try_from(ms).ok());
-    ms.map_or(Duration::from_secs(2), Duration::from_millis)
+    let patience = ms.map_or(Duration::from_secs(2), Duration::from_millis);
+    patience.min(Duration::from_secs(3600))
 }
 
 fn number(name: &str) -> Option<c_int> {

@@ -32,6 +32,9 @@ const READY_LEN: usize = 4;
 /// Time between two looks at what another thread or process does.
 const LOOK: Duration = Duration::from_millis(1);
 
+/// Multiple of its patience in which a server decides about an rsocket from another address.
+const UNDECIDED: u32 = 5;
+
 /// Requests that wait at the port: those of strangers are among them.
 const BACKLOG: c_int = 16;
 
@@ -209,7 +212,8 @@ fn connected(tcp: c_int) -> Option<c_int> {
 }
 
 /// Whether a server takes an rsocket for its client's, which comes from another address. It ends the TCP
-/// connection then, and closes the rsocket otherwise.
+/// connection then, and closes the rsocket otherwise, both within its patience: one that does neither is not
+/// waited for without end.
 fn is_taken(rsocket: c_int, tcp: c_int) -> bool {
     let entry = |fd, events| pollfd {
         fd,
@@ -217,11 +221,17 @@ fn is_taken(rsocket: c_int, tcp: c_int) -> bool {
         revents: 0,
     };
     let mut byte = [0_u8];
+    let deadline = Instant::now() + config::patience() * UNDECIDED;
     loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return false;
+        }
+        let ms = left.as_millis() as c_int + 1;
         let mut entries = [entry(rsocket, libc::POLLIN), entry(tcp, libc::POLLRDHUP)];
         // SAFETY: the places are alive.
         unsafe {
-            let n = rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, -1);
+            let n = rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, ms);
             if n < 0 && errno() != libc::EINTR {
                 return false;
             }

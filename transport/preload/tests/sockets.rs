@@ -232,7 +232,7 @@ fn peers_without_rsockets() {
         let start = Instant::now();
         let mut stream = TcpStream::connect(addr).unwrap();
         assert!(
-            start.elapsed() < Duration::from_secs(6),
+            start.elapsed() < Duration::from_secs(20),
             "as soon as TCP has an answer"
         );
         assert_eq!(stream.peer_addr().unwrap(), addr);
@@ -347,7 +347,7 @@ fn servers_that_close_at_once() {
         let start = Instant::now();
         assert!(!stream.read(&mut [0]).is_ok_and(|n| n > 0));
         // It hears of the end, and does not find out that nothing answers.
-        assert!(start.elapsed() < Duration::from_secs(5));
+        assert!(start.elapsed() < Duration::from_secs(20));
         return;
     }
     let links = Links::new(TEST);

@@ -46,7 +46,7 @@ impl Daemon {
 
     /// Likewise, perhaps with a file that outlives it, and with its folder as it is.
     fn begin(last: u8, netlink: Option<OwnedFd>, has_state: bool) -> Self {
-        let dir = std::env::temp_dir().join(format!("riser-sa-{}-{last}", std::process::id()));
+        let dir = Self::folder(last);
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("hosts"), "127.0.67.99 far # a host\n").unwrap();
         // As a service manager gives sockets: from the third descriptor on.
@@ -73,10 +73,17 @@ impl Daemon {
             .unwrap();
         let daemon = Self { process, dir };
         eventually("riser-sa answers", PATIENCE, || {
-            let log = std::fs::read_to_string(daemon.dir.join("log")).unwrap_or_default();
-            log.contains("answers")
+            daemon.log().contains("answers")
         });
         daemon
+    }
+
+    fn folder(last: u8) -> PathBuf {
+        std::env::temp_dir().join(format!("riser-sa-{}-{last}", std::process::id()))
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.join("log")).unwrap_or_default()
     }
 
     fn socket(&self) -> String {
@@ -255,6 +262,118 @@ fn the_kernel_asks_over_netlink() {
     };
     let gid = ask_group(&kernel, 3, question);
     assert_eq!(gid, Body::IpResolved(Ok(addr(8).into())));
+}
+
+#[test]
+fn a_kernel_that_takes_no_answers_does_not_fill_the_log() {
+    let Ok(for_daemon) = netlink() else {
+        skip("groups of netlink", "it takes CAP_NET_ADMIN");
+        return;
+    };
+    let daemon = Daemon::start(27, Some(for_daemon));
+    for sequence in 1..=50 {
+        // It asks, and is gone.
+        let body = Body::IpResolve {
+            interface: 1,
+            addr: addr(8),
+        };
+        let message = Message {
+            sequence,
+            port: 0,
+            body,
+        };
+        let group = SocketAddrNetlink::new(0, LS_GROUP);
+        let kernel = netlink().unwrap();
+        let sent = sendto(&kernel, &message.emit(), SendFlags::empty(), &group);
+        assert!(matches!(sent, Ok(_) | Err(Errno::CONNREFUSED)), "{sent:?}");
+    }
+    let lines = || daemon.log().matches("the kernel takes no answer").count();
+    eventually("it is said", PATIENCE, || lines() > 0);
+    // The last one has an answer, so all others have been looked at.
+    let kernel = netlink().unwrap();
+    let question = Body::IpResolve {
+        interface: 1,
+        addr: addr(8),
+    };
+    let answer = ask_group(&kernel, 100, question);
+    assert_eq!(answer, Body::IpResolved(Ok(addr(8).into())));
+    assert_eq!(lines(), 1, "{}", daemon.log());
+}
+
+#[test]
+fn programs_wait_quietly_where_no_descriptor_is_free() {
+    use rustix::process::{Pid, Resource, Rlimit, prlimit};
+    use std::io::{Read as _, Write as _};
+
+    let daemon = Daemon::start(28, None);
+    let pid = daemon.process.id();
+    let is_free = |fd: &u64| !std::path::Path::new(&format!("/proc/{pid}/fd/{fd}")).exists();
+    let free = (0..).find(is_free).unwrap();
+    let limit = |most: u64| {
+        let rlimit = Rlimit {
+            current: Some(most),
+            maximum: Some(1024),
+        };
+        let process = Some(Pid::from_child(&daemon.process));
+        prlimit(process, Resource::Nofile, rlimit).unwrap();
+    };
+    limit(free);
+    // Time of the processor, in ticks of 10 ms: the second and third field behind ten others.
+    let used = || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let fields = stat.rsplit(')').next().unwrap().split_whitespace();
+        let times = fields.skip(11).take(2).map(|n| n.parse::<u64>().unwrap());
+        times.sum::<u64>()
+    };
+    let before = used();
+    let mut program = std::os::unix::net::UnixStream::connect(daemon.socket()).unwrap();
+    program
+        .write_all(&[1, 3, 0, 1, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0])
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(used() - before < 50, "{} ticks", used() - before);
+    let lines = daemon.log().matches("programs wait").count();
+    assert!((1..=3).contains(&lines), "{}", daemon.log());
+    limit(1024);
+    program.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut answer = [0; 160];
+    program.read_exact(&mut answer).unwrap();
+    assert_eq!(answer[..4], [1, 0x83, 0, 1]);
+}
+
+#[test]
+fn a_state_that_is_damaged_is_put_aside() {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    // What a power cut may leave.
+    let dir = Daemon::folder(29);
+    std::fs::create_dir_all(&dir).unwrap();
+    let (file, bad, new) = (
+        dir.join("state"),
+        dir.join("state.bad"),
+        dir.join("state.new"),
+    );
+    std::fs::write(&file, [0; 283]).unwrap();
+    // A new file of an earlier process, which is another file's name.
+    let other = dir.join("other");
+    std::fs::write(&other, "other").unwrap();
+    symlink(&other, &new).unwrap();
+    let mut daemon = Daemon::begin(29, None, true);
+    assert!(daemon.log().contains("state.bad"), "{}", daemon.log());
+    assert_eq!(std::fs::read(&bad).unwrap(), [0; 283]);
+    let pid = rustix::process::Pid::from_child(&daemon.process);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(daemon.process.wait().unwrap().success());
+    assert_eq!(std::fs::read_to_string(&other).unwrap(), "other");
+    let metadata = std::fs::symlink_metadata(&file).unwrap();
+    assert!(metadata.is_file() && metadata.permissions().mode() & 0o777 == 0o600);
+}
+
+#[test]
+fn the_last_of_two_states_counts() {
+    // A service's unit has one, and its options may have another.
+    let said = refused(&["--state", "/1", "--state", "/2", "--addr", "192.0.2.77"]);
+    assert!(said.contains("no interface"), "{said}");
 }
 
 /// Runs the program with an error; what it says.

@@ -13,6 +13,7 @@ mod programs;
 mod state;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io::{self, Read as _};
 use std::net::IpAddr;
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
@@ -47,6 +48,9 @@ const MESSAGE: usize = 4096;
 
 /// Messages of the kernel in a row.
 const IN_A_ROW: usize = 64;
+
+/// Time between two warnings about the kernel, of which each question may cause one.
+const QUIET: Duration = Duration::from_secs(60);
 
 /// Subnet administration at an address of RoCE, and path resolution for its host
 ///
@@ -100,7 +104,9 @@ struct Serve {
     ///
     /// Hosts do not notice a restart and do not register again. Those that are still there have their
     /// services, groups and subscriptions back at once.
-    #[arg(long, value_name = "FILE")]
+    ///
+    /// Of several the last one counts: a service has one already.
+    #[arg(long, value_name = "FILE", overrides_with = "state")]
     state: Option<PathBuf>,
     /// Do not answer the kernel, which takes CAP_NET_ADMIN and a kernel with RDMA
     #[arg(long)]
@@ -140,6 +146,8 @@ struct Daemon {
     resolver: Resolver,
     counters: Counters,
     kernel: Option<RdmaNetlink>,
+    /// Time of the last warning about the kernel, and the number of those that were left out since.
+    warned: Option<(Instant, u64)>,
     programs: Option<Programs>,
     /// A datagram that the device had no room for.
     unsent: Option<(Gid, Mad)>,
@@ -172,8 +180,16 @@ impl Daemon {
         let mut administrator = Administrator::new(AdministratorConfig::new(cli.addr, mtu, secret));
         let state = cli.state.map(|path| {
             let name = path.display().to_string();
-            State::open(path, &mut administrator, Instant::now())
-                .map_err(|error| format!("the state {name}: {error}"))
+            State::open(path, &mut administrator, Instant::now()).map_err(|error| {
+                let text = format!("the state {name}: {error}");
+                if error.kind() == io::ErrorKind::InvalidData {
+                    // The option names another file: a service manager need not try again.
+                    Cli::command()
+                        .error(clap::error::ErrorKind::ValueValidation, text)
+                        .exit()
+                }
+                text
+            })
         });
         let (end, ends) = UnixStream::pair()?;
         for signal in [SIGTERM, SIGINT] {
@@ -181,12 +197,13 @@ impl Daemon {
         }
         end.set_nonblocking(true)?;
         let addrs = [vec![cli.addr], cli.source].concat();
-        let daemon = Self {
+        let mut daemon = Self {
             device,
             administrator,
             resolver: Resolver::new(addrs, read_names(&cli.hosts)),
             counters: Counters::default(),
             kernel,
+            warned: None,
             programs: listener.map(Programs::new).transpose()?,
             unsent: None,
             state: state.transpose()?,
@@ -200,7 +217,7 @@ impl Daemon {
                 sent => sent.map_err(|error| format!("netlink for RDMA: {error}"))?,
             }
             // The kernel has answered already, if it is one that will take no answers.
-            if let Some(refusal) = daemon.answer_kernel() {
+            if let Some(refusal) = daemon.answer_kernel(Instant::now()) {
                 return Err(refusal.into());
             }
         }
@@ -231,6 +248,7 @@ impl Daemon {
                     self.device.deadline(),
                     self.administrator.poll_timeout(),
                     self.state.as_ref().and_then(State::deadline),
+                    self.programs.as_ref().and_then(Programs::deadline),
                 ];
                 let next = deadlines.into_iter().flatten().min();
                 next.map(|at| at.saturating_duration_since(now))
@@ -262,11 +280,11 @@ impl Daemon {
         if let Some(state) = &mut self.state {
             state.turn(now, &self.administrator);
         }
-        if let Some(refusal) = self.answer_kernel() {
-            warn!("{refusal}");
+        if let Some(refusal) = self.answer_kernel(now) {
+            self.warn(now, &refusal);
         }
         if let Some(programs) = &mut self.programs {
-            programs.turn(&self.resolver, &self.administrator, &self.counters);
+            programs.turn(now, &self.resolver, &self.administrator, &self.counters);
         }
         worked
     }
@@ -290,15 +308,18 @@ impl Daemon {
     }
 
     /// Answers what the kernel asks; why it takes no answers, if it says so.
-    fn answer_kernel(&self) -> Option<String> {
-        let kernel = self.kernel.as_ref()?;
+    fn answer_kernel(&mut self, now: Instant) -> Option<String> {
         let mut buffer = [0; MESSAGE];
         for _ in 0..IN_A_ROW {
+            let kernel = self.kernel.as_ref()?;
             let (len, from) = match kernel.receive_from(&mut buffer) {
                 Ok(received) => received?,
                 Err(error) => {
                     // ENOBUFS: messages were lost, and the kernel goes on without their answers.
-                    warn!(%error, "messages of the kernel are lost");
+                    self.warn(
+                        now,
+                        &format_args!("messages of the kernel are lost: {error}"),
+                    );
                     return None;
                 }
             };
@@ -314,10 +335,22 @@ impl Daemon {
             };
             debug!(from, "the kernel asks");
             if let Err(error) = kernel.send_to(from, &answer) {
-                warn!(%error, "the kernel takes no answer");
+                self.warn(now, &format_args!("the kernel takes no answer: {error}"));
             }
         }
         None
+    }
+
+    /// Warns about the kernel, but not again and again.
+    fn warn(&mut self, now: Instant, what: &dyn fmt::Display) {
+        match &mut self.warned {
+            Some((last, left_out)) if now < *last + QUIET => *left_out += 1,
+            warned => {
+                let left_out = warned.map_or(0, |(_, left_out)| left_out);
+                warn!(left_out, "{what}");
+                *warned = Some((now, 0));
+            }
+        }
     }
 
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<()> {

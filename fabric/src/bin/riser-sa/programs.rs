@@ -3,13 +3,14 @@
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use riser_fabric::acm::{Counters, MAX_MESSAGE, Service};
 use riser_fabric::sa::administrator::Administrator;
 use riser_fabric::sa::resolver::Resolver;
-use tracing::debug;
+use tracing::{debug, warn};
 
 /// Programs at once. When one more comes, the oldest of the user gives way who has the most: no user keeps
 /// others from being answered.
@@ -17,6 +18,9 @@ const MAX_PROGRAMS: usize = 64;
 
 /// Programs that are taken in a row: others, and hosts, wait no longer.
 const IN_A_ROW: usize = 16;
+
+/// Time for which none is taken after the system had nothing left for one more.
+const REST: Duration = Duration::from_secs(1);
 
 /// Bytes of a message's header, of which two have its length.
 const HEADER: usize = 16;
@@ -27,6 +31,8 @@ const LENGTH: usize = 6;
 pub(super) struct Programs {
     listener: UnixListener,
     connected: Vec<Program>,
+    /// Time until which none is taken.
+    rests: Option<Instant>,
 }
 
 struct Program {
@@ -42,37 +48,54 @@ impl Programs {
         Ok(Self {
             listener,
             connected: Vec::new(),
+            rests: None,
         })
     }
 
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let streams = self.connected.iter().map(|program| program.stream.as_fd());
-        std::iter::once(self.listener.as_fd()).chain(streams)
+        let listener = self.rests.is_none().then(|| self.listener.as_fd());
+        listener.into_iter().chain(streams)
     }
 
-    /// Ends the oldest connection of the user with the most.
-    fn make_room(&mut self) {
+    /// Time at which [`Self::turn`] has something to do, be nothing readable.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.rests
+    }
+
+    /// Ends the oldest connection of the user with the most; returns whether there was one.
+    fn make_room(&mut self) -> bool {
         let of = |user| self.connected.iter().filter(|p| p.user == user).count();
         let oldest = (0..self.connected.len()).rev();
-        if let Some(at) = oldest.max_by_key(|at| of(self.connected[*at].user)) {
-            self.connected.remove(at);
+        let ended = oldest.max_by_key(|at| of(self.connected[*at].user));
+        ended.map(|at| self.connected.remove(at)).is_some()
+    }
+
+    /// Takes no connection for a while: the one that waits would be reported again and again. A
+    /// descriptor that is missing to this process alone is that of an old connection.
+    fn rest(&mut self, now: Instant, error: &io::Error) {
+        if error.raw_os_error() != Some(libc::EMFILE) || !self.make_room() {
+            warn!(%error, "programs wait");
+            self.rests = Some(now + REST);
         }
     }
 
     /// Takes connections, and answers what has come.
     pub(super) fn turn(
         &mut self,
+        now: Instant,
         resolver: &Resolver,
         administrator: &Administrator,
         counters: &Counters,
     ) {
-        for _ in 0..IN_A_ROW {
+        self.rests = self.rests.filter(|until| now < *until);
+        let most = if self.rests.is_none() { IN_A_ROW } else { 0 };
+        for _ in 0..most {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) => {
-                    // Without a free descriptor it would be asked again and again for the same one.
-                    if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) {
-                        self.make_room();
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        self.rest(now, &error);
                     }
                     break;
                 }

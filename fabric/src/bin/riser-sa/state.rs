@@ -37,10 +37,11 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Gives the administrator what the file has; a file that is not there has nothing.
+    /// Gives the administrator what the file has; a file that is not there has nothing, and one that a
+    /// power cut has damaged is put aside.
     ///
     /// # Errors
-    /// Those of reading, and `InvalidData` for a file of another program or version: it is left as it is.
+    /// Those of reading and of putting aside, and `InvalidData` for a file of another program or version: it is left as it is.
     pub(super) fn open(
         path: PathBuf,
         administrator: &mut Administrator,
@@ -51,8 +52,16 @@ impl State {
             Err(error) if error.kind() == ErrorKind::NotFound => VERSION.to_vec(),
             Err(error) => return Err(error),
         };
-        // An empty file is what a power cut may leave.
         let entries = match bytes.strip_prefix(VERSION) {
+            None if is_damaged(&bytes) => {
+                let aside = with_suffix(&path, ".bad");
+                std::fs::rename(&path, &aside)?;
+                warn!(
+                    "the state is damaged, and what hosts have registered is lost: it is now {}",
+                    aside.display()
+                );
+                [].chunks_exact(ENTRY)
+            }
             None if !bytes.is_empty() => {
                 let what = "it is no file of riser-sa, or one of another version";
                 return Err(io::Error::new(ErrorKind::InvalidData, what));
@@ -116,12 +125,30 @@ impl State {
     }
 }
 
+/// Whether a power cut may have made this of a file that was being replaced: it has its length and zeros,
+/// or its first bytes.
+fn is_damaged(bytes: &[u8]) -> bool {
+    let head = &bytes[..bytes.len().min(VERSION.len())];
+    !bytes.is_empty() && (head.iter().all(|byte| *byte == 0) || VERSION.starts_with(bytes))
+}
+
+/// Path of a file beside another one.
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
 /// Replaces a file as a whole. Only its owner reads it: services may have keys.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".new");
+    let name = with_suffix(path, ".new");
+    // One that is there keeps its mode, and may be another file's name.
+    match std::fs::remove_file(&name) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     let mut options = std::fs::OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
+    options.write(true).create_new(true).mode(0o600);
     let mut file = options.open(&name)?;
     file.write_all(bytes)?;
     // Or a power cut may leave the new name and none of the bytes.

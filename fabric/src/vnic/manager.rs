@@ -17,8 +17,8 @@
 //! before all have had time to answer it. Which one a member gets follows from its address, so it gets
 //! the same one when all have restarted, and one that was away finds its own free.
 //!
-//! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] in an
-//! interval, so one that never does what it is asked for costs no more. Tables that change
+//! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] for each
+//! of its ports in an interval, so one that never does what it is asked for costs no more. Tables that change
 //! again and again are made less and less often, up to once in an interval, since each goes to all
 //! members. An address is the member's that has it in the table, and one with a LID the LID's.
 
@@ -37,6 +37,7 @@ use tables::Tables;
 
 use super::QpAddress;
 use super::port::{MAX_IFACE_MACS, MAX_PATHS};
+use super::vema::OWNER_TIMEOUT;
 use super::wire::attr::{
     EndPoint, IfaceMacsHeader, MacTableHeader, VeswPortInfo, entries, id, state,
 };
@@ -49,9 +50,15 @@ pub const MAX_MEMBERS: usize = MAX_PATHS;
 const RETRY: Duration = Duration::from_millis(300);
 /// Time after which a member that has refused a request is asked again.
 const REFUSED: Duration = Duration::from_secs(2);
+/// Time after which a member's other manager is not one that is gone: members take orders of another one then,
+/// which are repeated.
+const RIVAL: Duration = OWNER_TIMEOUT
+    .saturating_add(REFUSED)
+    .saturating_add(REFUSED);
 /// Shortest time between two tables, so that many changes at once make one.
 const SETTLE: Duration = Duration::from_millis(50);
-/// Most requests to a member in an interval. A change of all that it has takes about 100.
+/// Most requests to a member in an interval for each of its ports. A change of all that a port has takes
+/// about 100.
 pub const MAX_REQUESTS: u32 = 512;
 /// Time in which members answer the first search with the LIDs that they have from another manager.
 pub(super) const FIRST_SEARCH: Duration = Duration::from_secs(1);
@@ -111,8 +118,8 @@ struct Member {
     waits: Option<Instant>,
     /// Number of requests since the beginning of an interval.
     asked: (u32, Instant),
-    /// Another manager, whose orders the member takes.
-    other_manager: Option<Gid>,
+    /// Another manager, whose orders the member takes, and since when.
+    other_manager: Option<(Gid, Instant)>,
 }
 
 impl Member {
@@ -175,6 +182,8 @@ pub struct EthernetManager {
     spacing: Duration,
     /// A member more than there may be was found since the last search.
     is_full: bool,
+    /// Another manager that was warned of and still has members.
+    warned: Option<Gid>,
 }
 
 impl EthernetManager {
@@ -196,6 +205,7 @@ impl EthernetManager {
             settled: None,
             spacing: SETTLE,
             is_full: false,
+            warned: None,
             config,
         };
         manager.make_tables();
@@ -209,7 +219,7 @@ impl EthernetManager {
             lid: member.lid,
             is_complete: member.is_claimed
                 && (0..member.ports.len()).all(|vport| self.is_complete(member, vport)),
-            other_manager: member.other_manager,
+            other_manager: member.other_manager.map(|(manager, _)| manager),
         })
     }
 
@@ -238,6 +248,7 @@ impl EthernetManager {
         }
         if self.search.is_none_or(|next| next <= now) {
             self.is_full = false;
+            self.warn_of_managers(now);
             self.search = Some(now + self.config.interval);
             self.admits.get_or_insert(now + FIRST_SEARCH);
             self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
@@ -267,7 +278,7 @@ impl EthernetManager {
         if *since + interval <= now {
             (*asked, *since) = (0, now);
         }
-        if *asked >= MAX_REQUESTS {
+        if *asked >= MAX_REQUESTS * member.ports.len() as u32 {
             tracing::debug!(host = %member.address.gid, "a member is asked too often");
             member.waits = Some(*since + interval);
             return None;
@@ -361,11 +372,11 @@ impl EthernetManager {
             }
             None => {}
         }
-        self.note_manager(from, data);
+        self.note_manager(from, data, now);
     }
 
-    /// Two managers at one group each have some members, which do not reach the others.
-    fn note_manager(&mut self, from: QpAddress, data: &[u8]) {
+    /// Notes whose orders a member takes.
+    fn note_manager(&mut self, from: QpAddress, data: &[u8], now: Instant) {
         let own = self.config.address.gid;
         let Ok((info, _)) = ClassPortInfo::read_from_prefix(data) else {
             return;
@@ -376,11 +387,30 @@ impl EthernetManager {
             && info.trap_lid.get() != 0
             && manager != own
             && !member.is_claimed
-            && member.other_manager.is_none()
         {
-            tracing::warn!(host = %from.gid, %manager, "a member takes orders from another manager");
-            member.other_manager = Some(manager);
+            let (known, _) = *member.other_manager.get_or_insert((manager, now));
+            if known != manager {
+                member.other_manager = Some((manager, now));
+            }
         }
+    }
+
+    /// Two managers at one group each have some members, which do not reach the others. Members name one
+    /// that is gone for a while.
+    fn warn_of_managers(&mut self, now: Instant) {
+        let other = |member: &Member| {
+            let (manager, since) = member.other_manager?;
+            (since + RIVAL <= now).then_some((member.address.gid, manager))
+        };
+        let mut others = self.members.iter().filter_map(other);
+        let found = others.next();
+        if let Some((host, manager)) = found
+            && self.warned != Some(manager)
+        {
+            let members = 1 + others.count();
+            tracing::warn!(%host, %manager, members, "a member takes orders from another manager");
+        }
+        self.warned = found.map(|(_, manager)| manager);
     }
 
     fn forget_silent(&mut self, now: Instant) {

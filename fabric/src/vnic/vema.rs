@@ -28,7 +28,7 @@ use super::wire::{Lid, Mac};
 /// Time after which a host may be taken by another manager.
 pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Most answers in a second to hosts that are not the manager. Their addresses may be forged, and an
+/// Most answers in a second to hosts that are not the manager, but for the one that becomes it. Their addresses may be forged, and an
 /// answer to one that no host has waits in the socket for seconds, where frames wait behind it.
 pub const STRANGER_ANSWERS: u32 = 64;
 
@@ -130,12 +130,16 @@ impl Vema {
             return None;
         }
         let is_request = matches!(request.method, method::GET | method::SET);
-        if is_request && !self.is_owner(from.gid) && !self.admits_stranger(now) {
+        let is_taken = self.is_taken(from.gid, now);
+        let is_class = request.attr_id.get() == id::CLASS_PORT_INFO;
+        // Its sender is the manager from now on, so others are strangers.
+        let is_claim = is_class && request.method == method::SET && !is_taken;
+        let is_manager = self.config.manager.is_some() || self.is_owner(from.gid);
+        if is_request && !is_manager && !is_claim && !self.admits_stranger(now) {
             return None;
         }
-        let is_public =
-            request.method == method::GET && request.attr_id.get() == id::CLASS_PORT_INFO;
-        let is_refused = !is_public && self.is_taken(from.gid, now);
+        let is_public = is_class && request.method == method::GET;
+        let is_refused = !is_public && is_taken;
         let answer = match request.method {
             method::GET | method::SET if is_refused => Err(BUSY),
             method::GET => {
@@ -616,20 +620,47 @@ mod tests {
         let claim = (SET, id::CLASS_PORT_INFO, 0);
         ask(agent, 1, claim, ClassPortInfo::new_zeroed().as_bytes(), now);
         let mad = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
-        // The manager was a stranger before its claim.
-        for answers in [STRANGER_ANSWERS - 1, STRANGER_ANSWERS] {
+        for _ in 0..2 {
             let flood = (0..100_000_u32).filter(|n| {
                 let gid = Gid::from(std::net::IpAddr::from((n | 0xc000_0000).to_be_bytes()));
                 agent
                     .handle_mad(QpAddress { gid, qpn: 5 }, &mad, now)
                     .is_some()
             });
-            assert_eq!(flood.count(), answers as usize);
+            assert_eq!(flood.count(), STRANGER_ANSWERS as usize);
             for _ in 0..1000 {
                 assert_eq!(ask(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now).0, 0);
             }
             now += Duration::from_secs(1);
         }
+    }
+
+    #[test]
+    fn a_flood_of_strangers_keeps_no_manager_from_its_first_orders() {
+        let now = Instant::now();
+        let get = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
+        let claim = (SET, id::CLASS_PORT_INFO, 0);
+        let flood = |agent: &mut Vema| {
+            let from = |n: u8| address(n + 10);
+            let answers = (0..100).filter_map(|n| agent.handle_mad(from(n), &get, now));
+            answers.count()
+        };
+        let agent = &mut vema();
+        assert_eq!(flood(agent), STRANGER_ANSWERS as usize);
+        let info = ClassPortInfo::new_zeroed();
+        assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, 0);
+        // It is the manager now: another one is a stranger.
+        let other = VemaHeader::new(SET, id::CLASS_PORT_INFO, 0, 1).with(info.as_bytes());
+        assert!(agent.handle_mad(address(2), &other, now).is_none());
+
+        // Where the manager is named, none but it is answered, which may ask at once.
+        let agent = &mut Vema::new(VemaConfig {
+            manager: Some(address(1).gid),
+            ..agent.config
+        });
+        assert_eq!(flood(agent), 0);
+        let answers = (0..100).filter_map(|_| agent.handle_mad(address(1), &get, now));
+        assert_eq!(answers.count(), 100);
     }
 
     #[test]

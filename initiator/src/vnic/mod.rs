@@ -229,6 +229,8 @@ pub struct Node {
     vema: Vema,
     manager: Option<(Queue, EthernetManager)>,
     interfaces: Vec<Interface>,
+    /// The interface whose frames are taken first.
+    first: usize,
     is_linked: bool,
     looked: Option<Instant>,
     /// Time at which a manager is missed.
@@ -328,6 +330,7 @@ impl Node {
             vema,
             manager,
             interfaces,
+            first: 0,
             is_linked: true,
             looked: None,
             missed: Some(Instant::now() + PATIENCE),
@@ -464,11 +467,13 @@ impl Node {
         }
     }
 
-    /// Sends frames of the host, as long as there is room for their packets.
+    /// Sends frames of the host, as long as there is room for their packets. An interface with more frames
+    /// than there is room for would keep those behind it waiting, so another one is the first the next time.
     fn take_frames(&mut self, now: Instant) -> Result<usize, VnicError> {
         let mut bytes = std::mem::take(&mut self.frame);
         let mut count = 0;
-        for vport in 0..self.interfaces.len() {
+        let interfaces = self.interfaces.len();
+        for vport in (self.first..interfaces).chain(0..self.first) {
             for _ in 0..BATCH {
                 if !self.has_room() {
                     break;
@@ -481,6 +486,9 @@ impl Node {
                 self.send_frame(vport as u8, &mut bytes, len, now);
                 count += 1;
             }
+        }
+        if count > 0 {
+            self.first = (self.first + 1) % interfaces;
         }
         self.frame = bytes;
         Ok(count)

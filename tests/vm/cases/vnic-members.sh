@@ -89,7 +89,7 @@ soon a 3
 # Another manager gets nothing, and a member that takes orders from one only has no carrier.
 member d 10.98.0.4 --manage --switch 9
 wait_for 10 grep -q 'refuses a request' "$KEEP/d.log"
-wait_for 10 grep -q 'orders from another manager' "$KEEP/d.log"
+wait_for 30 grep -q 'orders from another manager' "$KEEP/d.log"
 reaches b 192.168.50.3
 leave d
 member d 10.98.0.4 --manager 10.98.0.77

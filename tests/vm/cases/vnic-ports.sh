@@ -29,6 +29,21 @@ reaches a 192.168.60.2 -M do -s 8972
 on c ip address add 192.168.60.3/24 dev vnic0
 refused on a ping -q -c 1 -W 1 192.168.60.3
 
+# An interface whose queue is full leaves the others their turn. Its frames go to another host, which may lose them.
+on c iperf3 -s -1 -D
+wait_for 10 on c ss -Hltn sport = :5201
+on a iperf3 -u -b 0 -l 1400 -t 8 -c 192.168.50.3 >"$KEEP/flood" &
+flood=$!
+sleep 2
+on a ping -q -c 10 -i 0.3 -W 2 192.168.60.2 | tee "$KEEP/during" || true
+kill -0 $flood || fail "the flood is over"
+python3 - "$KEEP/during" <<'END'
+import re, sys
+received = int(re.search(r"(\d+) received", open(sys.argv[1]).read())[1])
+assert received >= 5, f"{received} of 10 pings beside a flood"
+END
+wait $flood || true
+
 # Both end together, and each says what it has done.
 leave b
 for name in vnic0 far0; do

@@ -528,6 +528,61 @@ fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
 }
 
 #[test]
+fn a_manager_that_takes_the_place_of_another_one_warns_of_none() {
+    let mut net = Net::new(&[100]);
+    for n in 1..=5 {
+        net.join(n, 10);
+    }
+    net.run(SECOND * 3);
+    net.restart_manager();
+    net.manager.config.address = address(9, 6);
+    for _ in 0..20 {
+        net.run(SECOND);
+        assert_eq!(net.manager.warned, None);
+    }
+    assert!(net.is_complete());
+
+    // One that stays is warned of, once for all members.
+    net.manager = EthernetManager::new(config(&[100]));
+    for _ in 0..20 {
+        let now = net.now;
+        for (_, vema) in &mut net.hosts {
+            let get = VemaHeader::new(method::GET, id::END_POINT, 0, 1).with(&[]);
+            vema.handle_mad(address(9, 6), &get, now).unwrap();
+        }
+        net.run(SECOND);
+    }
+    assert_eq!(net.manager.warned, Some(address(9, 0).gid));
+}
+
+#[test]
+fn a_member_with_many_ports_has_its_tables_within_an_interval() {
+    let vesws: Vec<_> = (1..=16).collect();
+    let mut net = Net::new(&vesws);
+    // Datagrams are short, so there are many of them.
+    net.manager.config.max_mad = 160;
+    for n in 1..=2 {
+        net.join_with(n, 10, 16);
+    }
+    net.run(SECOND * 2);
+    for (host, (_, vema)) in (0..).zip(&mut net.hosts) {
+        let macs: Vec<_> = (0..=254).map(|n| Mac([6, host, 0, 0, 0, n])).collect();
+        for vport in 0..16 {
+            vema.port_mut(vport).unwrap().set_macs(&macs, &[]);
+        }
+    }
+    net.run(SECOND * 4);
+    assert!(net.is_complete());
+    net.join_with(9, 10, 16);
+    net.run(SECOND + SECOND / 2);
+    assert!(
+        net.manager
+            .members()
+            .any(|member| { member.address == address(9, 10) && member.is_complete })
+    );
+}
+
+#[test]
 fn answers_of_others_change_nothing() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);

@@ -66,9 +66,9 @@ impl Host {
         }
     }
 
-    /// Whether its place may be given to another one, if it keeps nothing.
-    fn may_leave(&self) -> bool {
-        self.restored.is_empty()
+    /// Whether it has had something before a restart, and has not come back.
+    fn is_awaited(&self) -> bool {
+        !self.restored.is_empty()
     }
 }
 
@@ -142,7 +142,8 @@ impl Hosts {
     }
 
     /// Notes that something came from a host's address. Where no place is free, one that was only heard
-    /// gives way, and else one that keeps nothing, for which `keepers` are asked.
+    /// gives way, else one that keeps nothing, for which `keepers` are asked, and at last one that has not
+    /// come back after a restart.
     pub(super) fn note(
         &mut self,
         now: Instant,
@@ -160,10 +161,11 @@ impl Hosts {
                 let free = free.min_by_key(|(_, host)| host.heard);
                 free.map(|(at, _)| at)
             };
-            let was_heard = |host: &Host| host.answered.is_none() && host.may_leave();
+            let was_heard = |host: &Host| host.answered.is_none() && !host.is_awaited();
             let free = oldest(&was_heard).or_else(|| {
                 let keepers = keepers();
-                oldest(&|host| !keepers.contains(&host.gid) && host.may_leave())
+                let is_free = |host: &Host| !keepers.contains(&host.gid);
+                oldest(&|host| is_free(host) && !host.is_awaited()).or_else(|| oldest(&is_free))
             });
             let Some(at) = free else {
                 return Place::None;
@@ -269,7 +271,7 @@ impl Hosts {
         let own = self.own;
         self.swept = Some(now);
         self.all.retain_mut(|host| {
-            let is_awaited = !host.restored.is_empty();
+            let is_awaited = host.is_awaited();
             let is_kept = is_awaited || keepers.contains(&host.gid);
             let since = match host.answered {
                 Some(answered) if is_kept => answered,

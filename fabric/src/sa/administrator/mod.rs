@@ -326,6 +326,10 @@ impl Administrator {
         {
             let result = self.answer(now, host, SaMethod::Set, &header, data);
             self.changes += u64::from(result.is_ok());
+            if let Err(Refusal(status)) = result {
+                let attribute = header.mad.attribute();
+                tracing::info!(%host, attribute, status, "what a host had before a restart is refused");
+            }
         }
     }
 

@@ -1078,6 +1078,25 @@ fn a_host_that_is_asked_about_its_past_may_change_it() {
 }
 
 #[test]
+fn hosts_that_do_not_come_back_after_a_restart_keep_no_others_out() {
+    let mut fabric = Fabric::new(3);
+    fabric.administrator.config.limits.hosts = 3;
+    fabric.restart();
+    // Hosts of another place.
+    for last in 100..103 {
+        let service = ServiceRecord::new(0x1000, gid(last));
+        let mad = Request::set_service(&service).emit(TransactionId(1));
+        fabric.administrator.restore(fabric.now, gid(last), &mad);
+    }
+    fabric.deliver();
+    for client in 0..3 {
+        let service = ServiceRecord::new(0x1000, fabric.clients[client].0);
+        fabric.ask(client, Request::set_service(&service)).unwrap();
+    }
+    assert_eq!(fabric.administrator.usage().services, 3);
+}
+
+#[test]
 fn what_waits_for_its_host_outlives_a_second_restart() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));

@@ -6,11 +6,12 @@
 //! fabric's subnet administrator, and `RISER_LINK_LAYER=infiniband` has ports say that they are
 //! InfiniBand's, with a LID, for programs that ask for paths and take no other port, such as `ibacm`.
 
-use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::io::IsTerminal as _;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicPtr;
 use std::{env, ptr};
 
 use riser_rdma_core_sys::bindings::*;
@@ -30,9 +31,12 @@ pub(crate) struct Device {
     c: ibv_device,
     pub(crate) config: Config,
     pub(crate) index: usize,
+    /// Its shared context for identifiers ([`crate::cm::Shared`]), null where it has none yet. It has no
+    /// lock, which the child of a process that forks meanwhile would find taken.
+    pub(crate) shared: AtomicPtr<c_void>,
 }
 
-// SAFETY: nothing changes a device once it is made.
+// SAFETY: nothing changes a device once it is made, but the place of its context, which is atomic.
 unsafe impl Sync for Device {}
 // SAFETY: as above.
 unsafe impl Send for Device {}
@@ -248,6 +252,7 @@ fn make(index: usize, config: Config) -> Device {
         },
         config,
         index,
+        shared: AtomicPtr::default(),
     }
 }
 

@@ -38,7 +38,15 @@ pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut
 /// # Errors
 /// Those of [`Engine::open`].
 pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
-    open_by(device, || Command::new(device.index))
+    open_on(device, engine(device)?)
+}
+
+/// Opens a device by its engine.
+///
+/// # Errors
+/// Those of making descriptors.
+pub(crate) fn open_on(device: &'static Device, engine: Arc<Engine>) -> Result<Ref<Context>, Errno> {
+    open_by(device, engine, || Command::new(device.index))
 }
 
 /// `ibv_import_device(3)`: the device of an open context, by a duplicate of its command descriptor.
@@ -46,7 +54,8 @@ pub(crate) unsafe extern "C" fn ibv_import_device(fd: c_int) -> *mut ibv_context
     pointer(Duplicate::get(fd).and_then(|duplicate| {
         let device = devices().get(duplicate.device).ok_or(Errno::INVALID)?;
         // SAFETY: the program gives the descriptor away; where this fails, it keeps it.
-        open_by(device, || Ok(unsafe { duplicate.take() })).map(Ref::handle)
+        let take = || Ok(unsafe { duplicate.take() });
+        open_by(device, engine(device)?, take).map(Ref::handle)
     }))
 }
 
@@ -68,9 +77,9 @@ pub(crate) fn engine(device: &'static Device) -> Result<Arc<Engine>, Errno> {
 /// Opens a device, with the command descriptor that `make` makes at last.
 fn open_by(
     device: &'static Device,
+    engine: Arc<Engine>,
     make: impl FnOnce() -> Result<Command, Errno>,
 ) -> Result<Ref<Context>, Errno> {
-    let engine = engine(device)?;
     let events = EventQueue::new()?;
     // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
     let mut c: verbs_context = unsafe { zeroed() };

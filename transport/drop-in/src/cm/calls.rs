@@ -86,7 +86,7 @@ pub(super) fn bind(id: Ref<Id>, addr: Address) -> Result<(), Errno> {
         bind_all(id, addr)
     } else {
         let device = device_at(addr.ip()).ok_or(Errno(libc::ENODEV));
-        let link = device.and_then(|device| id.link_to(device));
+        let link = device.and_then(|device| id.link_to(shared(device)?));
         let space = id.lock().space;
         link.and_then(|(context, device_id)| {
             let mut locked = context.lock();
@@ -127,15 +127,13 @@ fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     let all = devices().iter();
     let all = all.filter(|device| is_for(id, device, addr.ip()));
     // Before the lock, for which threads that fork or listen wait: opening a device may take seconds.
-    let all: Vec<_> = all
-        .map(|device| (device, shared(device).map(drop)))
-        .collect();
+    let all: Vec<_> = all.map(|device| (device, shared(device))).collect();
     let at_all = returns::hold();
     // A device may be removed at any time.
     id.lock().any = Some(addr);
     let mut port = addr.port();
     for (device, opened) in all {
-        match opened.and_then(|()| bind_at(id, device, SocketAddr::new(addr.ip(), port))) {
+        match opened.and_then(|shared| bind_at(id, shared, SocketAddr::new(addr.ip(), port))) {
             // The first device chooses for all where the program leaves it open.
             Ok((_, taken)) => port = taken,
             Err(_) if is_away(device) => returns::await_return(device),
@@ -185,7 +183,7 @@ pub(super) fn resolve_addr(
                 Some(src) => device_at(src.ip()).ok_or(Errno(libc::ENODEV))?,
                 None => device_towards(dst)?,
             };
-            id.link_to(device)?
+            id.link_to(shared(device)?)?
         }
         [link] => link,
         // It is bound to the unspecified address, of one device from now on.

@@ -30,8 +30,8 @@ use std::ffi::{c_int, c_void};
 use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
@@ -49,10 +49,11 @@ pub(crate) use self::qp::*;
 use crate::context::{Context, ibv_close_device};
 use crate::devices::{Device, devices};
 use crate::domain::{Pd, Xrcd, alloc_pd, ibv_dealloc_pd, open_unnamed_xrcd};
+use crate::engine::Engine;
 use crate::errno::{Errno, minus, pointer};
 use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
-use crate::open::open;
+use crate::open::{engine, open_on};
 use crate::queue::{EventQueue, Unacknowledged};
 
 /// An event channel.
@@ -208,34 +209,35 @@ impl Shared {
     }
 }
 
-/// The place of a device's shared context, null where it has none yet. It has no lock, which the child of a
-/// process that forks meanwhile would find taken.
-fn place_of(device: &'static Device) -> Result<&'static AtomicPtr<Shared>, Errno> {
-    static SHARED: OnceLock<Vec<AtomicPtr<Shared>>> = OnceLock::new();
-    let all = SHARED.get_or_init(|| devices().iter().map(|_| AtomicPtr::default()).collect());
-    all.get(device.index).ok_or(Errno::INVALID)
-}
-
 /// The shared context of a device.
 ///
 /// # Errors
 /// Those of opening the device.
 pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
-    let place = place_of(device)?;
+    shared_on(device, || engine(device))
+}
+
+/// The same, where the engine is `find`'s if the device is not open as yet.
+fn shared_on(
+    device: &'static Device,
+    find: impl FnOnce() -> Result<Arc<Engine>, Errno>,
+) -> Result<&'static Shared, Errno> {
+    let place = &device.shared;
     let known = place.load(Ordering::Acquire);
     // That of the process that this one was forked from is of no use here, nor is that of a device
     // that was removed.
     let is_useful = |context: Ref<Context>| !context.is_inherited() && !context.is_removed();
     // SAFETY: what is in the place stays.
-    if let Some(shared) = unsafe { known.as_ref() }.filter(|shared| is_useful(shared.context)) {
+    let shared = unsafe { known.cast::<Shared>().as_ref() };
+    if let Some(shared) = shared.filter(|shared| is_useful(shared.context)) {
         return Ok(shared);
     }
-    let context = open(device)?;
+    let context = open_on(device, find()?)?;
     context.lock().on_cm_event = Some(report);
     let pd = alloc_pd(context)?;
     let xrcd = Mutex::default();
     let ours = Box::into_raw(Box::new(Shared { context, pd, xrcd }));
-    let entered = place.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire);
+    let entered = place.compare_exchange(known, ours.cast(), Ordering::AcqRel, Ordering::Acquire);
     // SAFETY: what is in the place stays; what is not there is this call's.
     unsafe {
         let Err(other) = entered else {
@@ -245,15 +247,15 @@ pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> 
         drop(Box::from_raw(ours));
         ibv_dealloc_pd(pd.handle());
         ibv_close_device(context.handle());
-        Ok(&*other)
+        Ok(&*other.cast())
     }
 }
 
 /// Whether a device that this process has used was removed, and is not back.
 fn is_away(device: &'static Device) -> bool {
-    let known = place_of(device).map_or(ptr::null_mut(), |place| place.load(Ordering::Acquire));
+    let known = device.shared.load(Ordering::Acquire);
     // SAFETY: what is in the place stays.
-    unsafe { known.as_ref() }.is_some_and(|shared| shared.context.is_removed())
+    unsafe { known.cast::<Shared>().as_ref() }.is_some_and(|shared| shared.context.is_removed())
 }
 
 /// The device that has an address.
@@ -445,9 +447,8 @@ fn create_id(
 }
 
 impl Ref<Id> {
-    /// Gives the identifier one of the device's.
-    fn link_to(self, device: &'static Device) -> Result<Link, Errno> {
-        let shared = shared(device)?;
+    /// Gives the identifier one of the device that has a shared context.
+    fn link_to(self, shared: &'static Shared) -> Result<Link, Errno> {
         let (space, options) = {
             let state = self.lock();
             let bare = state.services.map(|_| CmOption::BareRequests(true));

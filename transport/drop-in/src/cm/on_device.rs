@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use riser_transport::verbs::{CmOption, RdmaCm as _};
 
-use super::{Id, Link};
+use super::{Id, Link, Shared};
 use crate::devices::Device;
 use crate::errno::Errno;
 use crate::object::Ref;
@@ -32,17 +32,17 @@ pub(super) fn is_for(id: Ref<Id>, device: &Device, addr: IpAddr) -> bool {
 /// Binds an identifier that is bound to all devices to one; answers what it is there, and its port.
 pub(super) fn bind_at(
     id: Ref<Id>,
-    device: &'static Device,
+    shared: &'static Shared,
     addr: SocketAddr,
 ) -> Result<(Link, u16), Errno> {
-    let link = id.link_to(device)?;
+    let link = id.link_to(shared)?;
     let bind = |(context, device_id): Link| {
         let space = id.lock().space;
         let mut locked = context.lock();
         let port = locked.take_port(device_id, space, addr.port())?;
         let ip = match addr.ip() {
             ip if ip.is_unspecified() => ip,
-            _ => device.config.addr,
+            _ => context.device.config.addr,
         };
         locked.nic.bind_addr(device_id, SocketAddr::new(ip, port))?;
         Ok(port)

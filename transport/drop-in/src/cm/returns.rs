@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, UdpSocket};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use riser_transport::netif::AddressWatch;
@@ -15,8 +15,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::warn;
 
 use super::on_device::{bind_at, is_for, listen_on};
-use super::{Id, shared};
+use super::{Id, Shared, shared_on};
 use crate::devices::Device;
+use crate::engine::Engine;
 use crate::errno::Errno;
 use crate::fork::generation;
 use crate::lock::{AT_ALL, unpoisoned};
@@ -24,7 +25,7 @@ use crate::object::Ref;
 use crate::open::engine;
 
 /// Time between two looks for an address, of which the kernel gives notice as well. Where the device
-/// cannot be opened though its address is there, it doubles each time.
+/// cannot be opened though its address is there, it doubles each time until that goes.
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
@@ -113,13 +114,15 @@ fn wait(device: &'static Device) {
         let is_there = is_there(addr);
         // Before the lock, for which threads that fork or listen wait: this may take seconds.
         let is_wanted = !unpoisoned(IDS.lock()).get().is_empty();
-        let is_open = is_there && is_wanted && engine(device).is_ok();
+        let opened = (is_there && is_wanted)
+            .then(|| engine(device).ok())
+            .flatten();
         {
             let _held = hold();
             let ids = unpoisoned(IDS.lock()).get().clone();
             // Before they are put on the device, which may be removed again at once.
             unpoisoned(AWAITED.lock()).get().remove(&device.index);
-            if ids.is_empty() || is_open && put_on(&ids, device) {
+            if ids.is_empty() || opened.is_some_and(|engine| put_on(&ids, device, &engine)) {
                 return;
             }
             if !unpoisoned(AWAITED.lock()).get().insert(device.index) {
@@ -127,9 +130,10 @@ fn wait(device: &'static Device) {
                 return;
             }
         }
-        if is_there {
-            pause = (2 * pause).min(LONGEST_PAUSE);
-        }
+        pause = match is_there {
+            true => (2 * pause).min(LONGEST_PAUSE),
+            false => PAUSE,
+        };
         let time = Timespec {
             tv_sec: pause.as_secs().cast_signed(),
             tv_nsec: 0,
@@ -151,13 +155,14 @@ fn is_there(addr: IpAddr) -> bool {
     UdpSocket::bind((addr, 0)).is_ok()
 }
 
-/// Puts identifiers on a device; false where it cannot be opened.
-fn put_on(ids: &[Ref<Id>], device: &'static Device) -> bool {
-    if shared(device).is_err() {
+/// Puts identifiers on a device that is open; false where it is not any longer.
+fn put_on(ids: &[Ref<Id>], device: &'static Device, engine: &Arc<Engine>) -> bool {
+    let shared = shared_on(device, || Ok(Arc::clone(engine)));
+    let Some(shared) = shared.ok().filter(|shared| !shared.context.is_removed()) else {
         return false;
-    }
+    };
     for id in ids {
-        if let Err(errno) = put_one_on(*id, device) {
+        if let Err(errno) = put_one_on(*id, shared) {
             let name = &device.config.name;
             warn!(
                 "a listener is not on {name}, which is back: error {}",
@@ -168,7 +173,8 @@ fn put_on(ids: &[Ref<Id>], device: &'static Device) -> bool {
     true
 }
 
-fn put_one_on(id: Ref<Id>, device: &'static Device) -> Result<(), Errno> {
+fn put_one_on(id: Ref<Id>, shared: &'static Shared) -> Result<(), Errno> {
+    let device = shared.context.device;
     let (any, backlog) = {
         let state = id.lock();
         (state.any, state.backlog)
@@ -179,7 +185,7 @@ fn put_one_on(id: Ref<Id>, device: &'static Device) -> Result<(), Errno> {
     let Some(addr) = any.filter(|addr| !is_on && is_for(id, device, addr.ip())) else {
         return Ok(());
     };
-    let (link, _) = bind_at(id, device, addr)?;
+    let (link, _) = bind_at(id, shared, addr)?;
     match backlog {
         Some(backlog) => listen_on(link, backlog),
         None => Ok(()),

@@ -69,6 +69,15 @@ impl Holder {
         // SAFETY: the child has not been waited for.
         unsafe { libc::kill(self.0.id().cast_signed(), signal) };
     }
+
+    /// Stops the process, and waits until all its threads are stopped.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: this process's own child; its end is not taken.
+        unsafe { libc::waitpid(self.0.id().cast_signed(), &raw mut status, libc::WUNTRACED) };
+        assert!(libc::WIFSTOPPED(status), "{status}");
+    }
 }
 
 impl Drop for Holder {
@@ -177,7 +186,7 @@ fn a_further_address_that_another_process_has_is_left_out_and_named() {
 #[test]
 fn a_process_that_is_stopped_is_named() {
     let holder = Holder::start("riser0=127.0.42.2");
-    holder.signal(libc::SIGSTOP);
+    holder.stop();
     let (error, log) = outcome(process("riser0=127.0.42.2", ""));
     assert_eq!(error, libc::EADDRINUSE);
     assert!(

@@ -76,6 +76,7 @@ fn set_nonblocking(fd: RawFd) {
 
 /// Runs a part in a process that begins as a copy of this one; answers what it returns.
 fn forked(part: impl FnOnce() -> c_int) -> c_int {
+    load();
     // SAFETY: the child runs the part and ends without the harness.
     unsafe {
         match libc::fork() {

@@ -162,6 +162,7 @@ fn what_a_call_posts_while_another_waits_is_sent_and_repeated() {
 #[test]
 fn a_signal_ends_the_wait_of_a_call() {
     extern "C" fn nothing(_: c_int) {}
+    load();
     // In a process of its own: handlers are for all threads.
     // SAFETY: the child uses what it makes itself, and ends here.
     let child = unsafe { libc::fork() };

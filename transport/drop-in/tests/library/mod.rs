@@ -47,6 +47,12 @@ pub(crate) fn address(name: &str) -> *mut c_void {
     address
 }
 
+/// Loads the library. To be called before a fork: a child would wait for ever for a thread of its parent that is
+/// loading it.
+pub(crate) fn load() {
+    address("ibv_get_device_list");
+}
+
 /// Calls an exported function.
 macro_rules! call {
     ($name:ident($($arg:expr => $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{

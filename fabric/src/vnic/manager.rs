@@ -14,8 +14,8 @@
 //!
 //! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
 //! their own. A restarted manager leaves members the LIDs that they have, and gives none to others
-//! before all have had time to answer it. Which one a member gets follows from its address, so it gets
-//! the same one when all have restarted, and one that was away finds its own free.
+//! before all have had time to answer it. Which one a member gets follows from its address, so, unless
+//! two addresses end alike, it gets the same one when all have restarted.
 //!
 //! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] for each
 //! of its ports in an interval, so one that never does what it is asked for costs no more. Tables that change
@@ -120,6 +120,12 @@ struct Member {
     asked: (u32, Instant),
     /// Another manager, whose orders the member takes, and since when.
     other_manager: Option<(Gid, Instant)>,
+}
+
+/// The LID that the address of a member ends with.
+fn preferred_lid(gid: Gid) -> Lid {
+    let [.., a, b, c, d] = gid.0;
+    Lid((u32::from_be_bytes([a, b, c, d]) & LID_OF_ADDRESS).max(1))
 }
 
 impl Member {
@@ -559,15 +565,24 @@ impl EthernetManager {
         Some(())
     }
 
-    /// Leaves a member the LID that it has from a manager before, unless another one has it.
+    /// Leaves a member the LID that it has from a manager before, unless another one has it. Of two
+    /// that report one LID one lies: not the one whose address ends with it.
     fn keep_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
         let had = Lid(info.vport.encap_slid.get());
         let is_ours = info.vesw.vesw_id.get() == self.config.vesws[vport].vesw_id;
-        let is_taken = self.members.iter().any(|member| member.lid == Some(had));
-        if is_ours && had != Lid::NONE && !had.is_multicast() && !is_taken {
-            self.members[index].lid = Some(had);
-            self.is_changed = true;
+        if !is_ours || had == Lid::NONE || had.is_multicast() {
+            return;
         }
+        let other = self.members.iter().position(|m| m.lid == Some(had));
+        if let Some(other) = other {
+            let is_own = |index: usize| preferred_lid(self.members[index].address.gid) == had;
+            if is_own(other) || !is_own(index) {
+                return;
+            }
+            self.members[other].lid = None;
+        }
+        self.members[index].lid = Some(had);
+        self.is_changed = true;
     }
 
     /// Gives each new member the LID that its address ends with, or the next one that is free.
@@ -577,9 +592,7 @@ impl EthernetManager {
         }
         let mut taken: BTreeSet<_> = self.members.iter().filter_map(|m| m.lid).collect();
         for member in self.members.iter_mut().filter(|member| member.is_new()) {
-            let [.., a, b, c, d] = member.address.gid.0;
-            let preferred = u32::from_be_bytes([a, b, c, d]) & LID_OF_ADDRESS;
-            let mut lids = (preferred.max(1)..).map(Lid);
+            let mut lids = (preferred_lid(member.address.gid).0..).map(Lid);
             member.lid = lids.find(|lid| !taken.contains(lid));
             taken.extend(member.lid);
         }

@@ -439,7 +439,7 @@ fn a_peer_that_closes_late_or_knows_revision_2_is_not_asked_again() {
     let side = call(w);
     let (mut socket, _) = called(w, &listener);
     assert_eq!(hear(w, &mut socket, 29).len(), 29);
-    w.pass(Duration::from_millis(1100));
+    w.pass(Duration::from_millis(5100));
     drop(socket);
     refused_for_good(w, &side, &listener);
     // As one does at once, whose other connection says that it knows the revision.

@@ -33,6 +33,8 @@ pub(super) struct Programs {
     connected: Vec<Program>,
     /// Time until which none is taken.
     rests: Option<Instant>,
+    /// None was taken since this was reported.
+    has_failed: bool,
 }
 
 struct Program {
@@ -49,6 +51,7 @@ impl Programs {
             listener,
             connected: Vec::new(),
             rests: None,
+            has_failed: false,
         })
     }
 
@@ -75,7 +78,9 @@ impl Programs {
     /// descriptor that is missing to this process alone is that of an old connection.
     fn rest(&mut self, now: Instant, error: &io::Error) {
         if error.raw_os_error() != Some(libc::EMFILE) || !self.make_room() {
-            warn!(%error, "programs wait");
+            if !std::mem::replace(&mut self.has_failed, true) {
+                warn!(%error, "programs wait");
+            }
             self.rests = Some(now + REST);
         }
     }
@@ -92,7 +97,10 @@ impl Programs {
         let most = if self.rests.is_none() { IN_A_ROW } else { 0 };
         for _ in 0..most {
             let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
+                Ok((stream, _)) => {
+                    self.has_failed = false;
+                    stream
+                }
                 Err(error) => {
                     if error.kind() != io::ErrorKind::WouldBlock {
                         self.rest(now, &error);

@@ -143,7 +143,7 @@ impl Hosts {
 
     /// Notes that something came from a host's address. Where no place is free, one that was only heard
     /// gives way, else one that keeps nothing, for which `keepers` are asked, and at last one that has not
-    /// come back after a restart.
+    /// come back after a restart, though it had time for an answer.
     pub(super) fn note(
         &mut self,
         now: Instant,
@@ -165,7 +165,9 @@ impl Hosts {
             let free = oldest(&was_heard).or_else(|| {
                 let keepers = keepers();
                 let is_free = |host: &Host| !keepers.contains(&host.gid);
-                oldest(&|host| is_free(host) && !host.is_awaited()).or_else(|| oldest(&is_free))
+                // It may have been asked just now, and the first question may be lost.
+                let is_late = |host: &Host| is_free(host) && host.unanswered > 1;
+                oldest(&|host| is_free(host) && !host.is_awaited()).or_else(|| oldest(&is_late))
             });
             let Some(at) = free else {
                 return Place::None;

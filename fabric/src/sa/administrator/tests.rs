@@ -1088,12 +1088,33 @@ fn hosts_that_do_not_come_back_after_a_restart_keep_no_others_out() {
         let mad = Request::set_service(&service).emit(TransactionId(1));
         fabric.administrator.restore(fabric.now, gid(last), &mad);
     }
-    fabric.deliver();
+    fabric.pass(SWEEP * 3);
     for client in 0..3 {
         let service = ServiceRecord::new(0x1000, fabric.clients[client].0);
         fabric.ask(client, Request::set_service(&service)).unwrap();
     }
     assert_eq!(fabric.administrator.usage().services, 3);
+}
+
+#[test]
+fn a_stranger_takes_no_place_of_a_host_that_is_asked_after_a_restart() {
+    let mut fabric = Fabric::new(1);
+    let service = ServiceRecord::new(0x1000, gid(2));
+    fabric.ask(0, Request::set_service(&service)).unwrap();
+    let requests = fabric.administrator.requests(fabric.now);
+    fabric.administrator.config.limits.hosts = 1;
+    fabric.restart();
+    for (host, mad) in &requests {
+        fabric.administrator.restore(fabric.now, *host, mad);
+    }
+    // It was in the socket before the first question has left.
+    let forged = Request::set_service(&ServiceRecord::new(0x1000, gid(77)));
+    let forged = forged.emit(TransactionId(9));
+    fabric
+        .administrator
+        .handle_mad(fabric.now, gid(77), &forged);
+    fabric.deliver();
+    assert_eq!(fabric.administrator.usage().services, 1);
 }
 
 #[test]

@@ -299,6 +299,23 @@ fn a_manager_that_restarts_with_a_member_changes_no_lid_in_any_order_of_answers(
 }
 
 #[test]
+fn a_member_does_not_take_the_lid_of_another_at_a_restart_of_the_manager() {
+    let mut net = Net::new(&[100]);
+    net.join(1, 10);
+    net.join(2, 10);
+    net.run(SECOND * 2);
+    assert_eq!(net.hosts[1].1.lid(0), Some(Lid(2)));
+    // It says the same as the second one, and is found first.
+    let lies = net.hosts[1].1.clone();
+    net.hosts.insert(0, (address(3, 10), lies));
+    net.restart_manager();
+    net.run(SECOND * 3);
+    assert_eq!(net.hosts[2].1.lid(0), Some(Lid(2)));
+    assert_eq!(net.hosts[0].1.lid(0), Some(Lid(3)));
+    assert!(net.is_complete());
+}
+
+#[test]
 fn a_member_that_was_away_while_the_manager_restarted_comes_back_with_its_lid() {
     let mut net = Net::new(&[100]);
     for n in 1..=3 {

@@ -627,6 +627,8 @@ impl Opener {
         match connect(&socket, &name(addr, None)?) {
             Ok(()) => Ok(Some(Self(socket))),
             Err(Os::CONNREFUSED) => Ok(None),
+            // It hears another one only: no process with this library does.
+            Err(Os::PERM) => Err(unfinished()),
             Err(error) => Err(error.into()),
         }
     }
@@ -820,7 +822,8 @@ impl<'a> Inquiry<'a> {
 fn is_there(mailbox: &OwnedFd, to: &SocketAddrUnix, message: Message) -> io::Result<bool> {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     match sendto(mailbox, &[message as u8], flags, to) {
-        Ok(_) | Err(Os::AGAIN) => Ok(true),
+        // One that is connected to another, and hears that one only, is there as well.
+        Ok(_) | Err(Os::AGAIN | Os::PERM) => Ok(true),
         Err(Os::CONNREFUSED) => Ok(false),
         Err(error) => Err(error.into()),
     }
@@ -1371,6 +1374,18 @@ mod tests {
             receive(&of_child, &mut [0; 1]),
             Some(Received::Message { kind, .. }) if kind == Message::Here as u8
         ));
+    }
+
+    #[test]
+    fn a_mailbox_that_hears_one_sender_only_is_passed_over() {
+        let sink = new_mailbox().unwrap();
+        let to = SocketAddrUnix::new_abstract_name(b"riser-test-sink").unwrap();
+        bind(&sink, &to).unwrap();
+        let deaf = stopped(addr(31), 1);
+        connect(&deaf, &to).unwrap();
+        let silent = await_all(addr(31)).unwrap();
+        assert_eq!(silent, Silent(0b10));
+        assert_eq!(open(addr(31), silent).unwrap().slot, 2);
     }
 
     #[test]

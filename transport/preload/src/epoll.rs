@@ -8,7 +8,7 @@
 //! list without an rsocket. The kernel knows whether it has reported one that is to be reported once.
 //!
 //! The lists have a lock, which `fork` takes, so that a child finds it free. Closing a descriptor that is
-//! neither a set nor a bell takes none: that is done by signal handlers, and between `fork` and `exec`.
+//! neither a set, a bell nor an rsocket takes none: that is done by signal handlers, and between `fork` and `exec`.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -593,11 +593,14 @@ fn wait(epoll: c_int, into: &mut [epoll_event], deadline: Option<Instant>) -> c_
             c_int::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(c_int::MAX)
         });
         let Some(mut polled) = entries(epoll) else {
-            // Another thread has closed it.
+            // Another thread has closed it, or it is a copy: then only those that wait at the set calm its bell.
             match wait_for_files(epoll, into, ms, std::ptr::null()) {
                 Some(n) => return n,
                 None if ms == 0 => return 0,
-                None => continue,
+                None => {
+                    std::thread::sleep(Duration::from_millis(1));
+                    continue;
+                }
             }
         };
         // SAFETY: the entries are alive.

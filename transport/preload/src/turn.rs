@@ -10,7 +10,8 @@
 //!   unless a client of its connects, or a minute passes. So do all hosts of a port after the second one of them,
 //!   until any client connects: many that stay silent are not each waited for in full.
 //! - **Those who are stopped are passed over.** A process that has its turn for much longer than its client has,
-//!   by a signal or in a debugger, keeps those behind it waiting for that time only.
+//!   by a signal or in a debugger, keeps those behind it waiting for that time only. Where it listens it still
+//!   has the port, so these stay with TCP.
 //!
 //! All is kept in a file of the user, at places that ports and hosts have there. Each place has a queue: a process
 //! draws a number, locks the byte of that number, and has its turn when no byte of a lower number is locked.
@@ -49,12 +50,13 @@ const HOSTS: u64 = 64;
 /// Most times that are counted.
 const MAX_PASSED: u64 = MAX_HALVINGS as u64 + 1;
 
-/// Bytes of a place, which has three words: the seconds of the time when a host, or one at a port, let its time
-/// pass, with how many times that was in the lowest byte; the next number of the queue; and a count by which a
-/// process that has the turn of its host shows that it goes on.
-const PLACE: u64 = 24;
+/// Bytes of a place, which has four words: the seconds of the time when a host, or one at a port, let its time
+/// pass, with how many times that was in the lowest byte; the next number of the queue; a count by which a
+/// process that has the turn of its host shows that it goes on; and the first number that was not passed over.
+const PLACE: u64 = 32;
 const NUMBER: u64 = 8;
 const BEAT: u64 = 16;
+const PASSED_OVER: u64 = 24;
 
 /// Where the queues begin, behind the words of all places, and the bytes of each. They are locked only.
 const QUEUES: u64 = PORTS * (1 + HOSTS) * PLACE;
@@ -170,9 +172,10 @@ struct Queues(File);
 
 impl Drop for Queues {
     fn drop(&mut self) {
-        FILES.lock().retain(|fd| *fd != self.0.as_raw_fd());
         // One that was made without handlers of `fork` may have the file as well until it calls `exec`.
         set_lock(&self.0, libc::F_UNLCK, 0..0);
+        // Not before: a child that is forked in between would keep the lock.
+        FILES.lock().retain(|fd| *fd != self.0.as_raw_fd());
     }
 }
 
@@ -214,23 +217,28 @@ impl Queues {
         let Some(number) = self.draw(place, limit) else {
             return false;
         };
-        let mut before = queue(place)..queue(place) + number;
+        let own = queue(place) + number;
+        let passed_over = place * PLACE + PASSED_OVER;
         let mut seen = None;
         let mut since = Instant::now();
-        while let Some(first) = first_locked(&self.0, before.clone()) {
+        // Without those that others behind them have passed over.
+        let before = || queue(place) + word(&self.0, passed_over).min(number)..own;
+        while let Some(first) = first_locked(&self.0, before()) {
             let now = (first, word(&self.0, place * PLACE + BEAT));
             if seen != Some(now) {
                 seen = Some(now);
                 since = Instant::now();
             } else if since.elapsed() > limit {
-                before.start = first + 1;
+                if !set_word(&self.0, passed_over, first + 1 - queue(place)) {
+                    return false;
+                }
                 continue;
             }
             if let Some(shows) = shows {
                 let at = shows * PLACE + BEAT;
                 set_word(&self.0, at, word(&self.0, at).wrapping_add(1));
             }
-            thread::sleep(LOOK * (before.end - first).min(MAX_LOOKS) as u32);
+            thread::sleep(LOOK * (own - first).min(MAX_LOOKS) as u32);
         }
         true
     }
@@ -522,8 +530,25 @@ mod tests {
     }
 
     #[test]
+    fn one_that_is_stopped_keeps_those_behind_it_waiting_once() {
+        let turns = turns("stopped-once", Duration::from_millis(500));
+        let _stopped = turns.take(9, HOST);
+        let place_of_host = PORTS + 9 * HOSTS + place(HOST);
+        let start = Instant::now();
+        thread::scope(|scope| {
+            for n in 2..8 {
+                scope.spawn(|| drop(turns.take(9, HOST)));
+                await_numbers(&turns, place_of_host, n);
+                thread::sleep(Duration::from_millis(100));
+            }
+        });
+        // Two seconds at the host and two at the port; four for each of six otherwise.
+        assert!(start.elapsed() < Duration::from_secs(14));
+    }
+
+    #[test]
     fn one_that_waits_for_its_port_is_not_passed_over() {
-        let turns = turns("waits", Duration::from_millis(250));
+        let turns = turns("waits", Duration::from_secs(1));
         let place_of_host = PORTS + 8 * HOSTS + place(HOST);
         let before = Queues::open(&turns.path).unwrap();
         assert!(before.wait(place_of_host, None, turns.patience));

@@ -538,3 +538,36 @@ fn handlers_of_signals() {
         }
     });
 }
+
+#[test]
+fn a_copy_of_a_set_waits_without_work() {
+    if !is_preloaded("a_copy_of_a_set_waits_without_work", &[]) {
+        return;
+    }
+    let (_listener, _client, server) = pair();
+    // SAFETY: the calls may be made at any time.
+    let (epoll, copy) = unsafe {
+        let epoll = libc::epoll_create1(0);
+        (epoll, libc::dup(epoll))
+    };
+    let added = control(
+        epoll,
+        libc::EPOLL_CTL_ADD,
+        server.as_raw_fd(),
+        libc::EPOLLIN,
+        7,
+    );
+    assert_eq!(added, 0);
+    let used = || {
+        // SAFETY: all-zero bytes are valid, and the call fills them.
+        let time = unsafe {
+            let mut time: libc::timespec = std::mem::zeroed();
+            libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time);
+            time
+        };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    };
+    let before = used();
+    assert_eq!(wait(copy, 3000), []);
+    assert!(used() - before < Duration::from_millis(600));
+}

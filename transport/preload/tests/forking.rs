@@ -150,7 +150,7 @@ fn clients_that_stay_silent() {
     const TEST: &str = "clients_that_stay_silent";
     let links = Links::new(TEST);
     let ports = [(); 2].map(|()| free_port().to_string());
-    let patience = ("RISER_RSOCKET_PATIENCE", "6000");
+    let patience = ("RISER_RSOCKET_PATIENCE", "10000");
     let servers = ports.each_ref().map(|port| {
         let variables = [FORK_SAFE, patience, ("PORT", port), ("SERVER", "1")];
         links.start(TEST, ADDR, &variables)
@@ -170,7 +170,7 @@ fn clients_that_stay_silent() {
         go_on(&mut client);
         finish(client);
     }
-    // The last of those that are silent has its turn after twelve seconds.
+    // The last of those that are silent has its turn after twenty seconds.
     let is_ready = |stream: &&TcpStream| {
         stream.set_nonblocking(true).unwrap();
         stream.peek(&mut [0]).is_ok()

@@ -133,7 +133,7 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
         let guessed = ask(Kind::Command, 1, 0);
         // Nothing panics before the responder has stopped, which the scope waits for.
         let cookie = match greeting.first().map(|packet| parse(packet)) {
-            Some(Ok(Received::Message(answer))) => answer.cookie.get(),
+            Some(Some(Received::Message(answer))) => answer.cookie.get(),
             _ => 0,
         };
         let known = ask(Kind::Command, cookie, 3);

@@ -212,7 +212,8 @@ impl FuseMount {
         // A forced unmount ends the connection first, and may then have taken the mount away.
         if let Err(error) = &result
             && error.kind() == io::ErrorKind::NotConnected
-            && matches!(self.id.is_listed(), Ok(false))
+            // Another mount may have the id by now.
+            && (self.is_removed.load(Ordering::Acquire) || matches!(self.id.is_listed(), Ok(false)))
         {
             result = Ok(());
         }

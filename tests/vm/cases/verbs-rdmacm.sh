@@ -16,8 +16,13 @@ both "ucmatose" settle ends "ucmatose -b {server} -c 3 -C 10 -S 1000" \
     "ucmatose -s {server} -b {client} -c 3 -C 10 -S 1000" "return status 0"
 both "udaddy" settle ends "udaddy -b {server} -c 2 -C 10 -S 1000" \
     "udaddy -s {server} -b {client} -c 2 -C 10 -S 1000" "return status 0"
-both_lossy "mckey" receiving ends "mckey -m 239.255.17.1 -b {server} -C 10 -S 1000" \
-    "mckey -m 239.255.17.1 -s -b {client} -C 10 -S 1000" "return status 0"
+# mckey ends without a wait for what it has posted. Of that rdma_rxe sends the first one or few: the others go with
+# their queue pair.
+for SERVER in kernel ours; do
+    [ $SERVER = kernel ] && count=10 || count=1
+    lossy "mckey" receiving ends "mckey -m 239.255.17.1 -b {server} -C $count -S 1000" \
+        "mckey -m 239.255.17.1 -s -b {client} -C $count -S 1000" "return status 0"
+done
 both "rdma_client" settle ends "rdma_server -p {port}" "rdma_client -s {server} -p {port}" "end 0"
 both "cmtime" settle asked "cmtime -b {server} -p {port} -c 20" \
     "cmtime -s {server} -b {client} -p {port} -c 20" "disconnect"

@@ -28,8 +28,9 @@ use super::wire::{Lid, Mac};
 /// Time after which a host may be taken by another manager.
 pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Most answers in a second to hosts that are not the manager, but for the one that becomes it. Their addresses may be forged, and an
-/// answer to one that no host has waits in the socket for seconds, where frames wait behind it.
+/// Most answers in a second to hosts that are not the manager, but for the one that becomes it. Their
+/// addresses may be forged, and an answer to one that no host has waits in the socket for seconds, where
+/// frames wait behind it.
 pub const STRANGER_ANSWERS: u32 = 64;
 
 /// Status of an answer to a manager that is not the host's (IBTA 13.4.7, busy).

@@ -41,7 +41,8 @@ impl State {
     /// power cut has damaged is put aside.
     ///
     /// # Errors
-    /// Those of reading and of putting aside, and `InvalidData` for a file of another program or version: it is left as it is.
+    /// Those of reading and of putting aside, and `InvalidData` for a file of another program or version:
+    /// it is left as it is.
     pub(super) fn open(
         path: PathBuf,
         administrator: &mut Administrator,

@@ -62,6 +62,16 @@ impl Fabric {
         });
     }
 
+    /// The same, with what the one before kept, which this answers.
+    fn restart_with_state(&mut self) -> Vec<(Gid, Mad)> {
+        let requests = self.administrator.requests(self.now);
+        self.restart();
+        for (host, mad) in &requests {
+            self.administrator.restore(self.now, *host, mad);
+        }
+        requests
+    }
+
     fn is_lost(&mut self) -> bool {
         self.sent += 1;
         self.loss != 0 && self.chance.usize(..self.loss) == 0
@@ -1054,11 +1064,7 @@ fn a_host_that_is_asked_about_its_past_may_change_it() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
-    let requests = fabric.administrator.requests(fabric.now);
-    fabric.restart();
-    for (host, mad) in &requests {
-        fabric.administrator.restore(fabric.now, *host, mad);
-    }
+    fabric.restart_with_state();
     // The question is lost, and the host deletes what it had.
     while fabric.administrator.poll_transmit(fabric.now).is_some() {}
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &service);
@@ -1101,12 +1107,8 @@ fn a_stranger_takes_no_place_of_a_host_that_is_asked_after_a_restart() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
-    let requests = fabric.administrator.requests(fabric.now);
     fabric.administrator.config.limits.hosts = 1;
-    fabric.restart();
-    for (host, mad) in &requests {
-        fabric.administrator.restore(fabric.now, *host, mad);
-    }
+    fabric.restart_with_state();
     // It was in the socket before the first question has left.
     let forged = Request::set_service(&ServiceRecord::new(0x1000, gid(77)));
     let forged = forged.emit(TransactionId(9));
@@ -1122,12 +1124,8 @@ fn what_waits_for_its_host_outlives_a_second_restart() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
-    let requests = fabric.administrator.requests(fabric.now);
+    let requests = fabric.restart_with_state();
     assert_eq!(requests.len(), 1);
-    fabric.restart();
-    for (host, mad) in &requests {
-        fabric.administrator.restore(fabric.now, *host, mad);
-    }
     // Its host has not answered yet.
     assert_eq!(fabric.administrator.requests(fabric.now), requests);
 }

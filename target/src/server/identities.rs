@@ -66,7 +66,8 @@ struct Names {
     /// The file that was served last; none of a device, or of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// Path at which its file or device was last.
+    /// Absolute path at which its file or device was last: a relative one is another file in another
+    /// working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     path: Option<PathBuf>,
     /// Number of times that it was missing and came back, or was another file.
@@ -165,14 +166,13 @@ impl Identities {
     /// Returns true if a backend was at this path when it was last found.
     pub(super) fn is_at(&self, backend: &str, path: &Path) -> bool {
         let names = self.backends.get(backend);
-        names.is_some_and(|names| names.path.as_deref() == Some(path))
+        names.is_some_and(|names| names.path == Some(absolute(path)))
     }
 
     /// Returns true if a backend had a file at its path before.
     pub(super) fn knows(&self, backend: &Backend) -> bool {
-        let path = backend.spec.source.path();
         let known = self.backends.get(&backend.name);
-        known.is_some_and(|names| names.file.is_some() && names.path.as_deref() == path)
+        known.is_some_and(|names| names.file.is_some() && names.path == path_of(backend))
     }
 
     /// Gives a unit the names that it has had, as far as the configuration does not give them, and
@@ -236,7 +236,7 @@ impl Identities {
             (_, Some(before)) => before.naa,
             (_, None) => None,
         };
-        let path = backend.spec.source.path().map(Path::to_owned);
+        let path = path_of(backend);
         let known = before.as_ref();
         let returns = known.map_or(0, |before| before.returns) + u64::from(is_other);
         let is_missing = known.is_some_and(|before| before.is_missing);
@@ -329,9 +329,19 @@ impl Names {
             // It was memory, or was never found.
             (None, _) if self.path.is_none() => false,
             (None, Found::File(_)) => true,
-            _ => self.path.as_deref() != backend.spec.source.path(),
+            _ => self.path != path_of(backend),
         }
     }
+}
+
+/// Absolute path of a backend's file or device.
+fn path_of(backend: &Backend) -> Option<PathBuf> {
+    backend.spec.source.path().map(absolute)
+}
+
+/// The path itself where the working directory is unknown.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 #[cfg(test)]
@@ -401,6 +411,25 @@ mod tests {
             keep(&mut all, &config(&[("d", ""), ("e", "")]), file(3)),
             first
         );
+    }
+
+    #[test]
+    fn a_relative_path_in_another_working_directory_is_another_file() {
+        let mut relative = config(&[("d", "")]);
+        let Source::File { path, .. } = &mut relative.backends[0].spec.source else {
+            unreachable!("it is a file");
+        };
+        *path = "./disk.img".into();
+        let backend = &relative.backends[0];
+        let mut all = Identities::default();
+        keep(&mut all, &relative, file(1));
+        assert!(all.knows(backend));
+        assert!(all.is_at("d", Path::new("disk.img")));
+        // As a daemon that was started elsewhere has left it.
+        all.backends.get_mut("d").unwrap().path = Some("/elsewhere/disk.img".into());
+        assert!(!all.knows(backend));
+        assert!(!all.is_at("d", Path::new("./disk.img")));
+        assert!(all.is_at("d", Path::new("/elsewhere/disk.img")));
     }
 
     #[test]

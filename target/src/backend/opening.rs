@@ -237,16 +237,16 @@ impl Round {
     }
 }
 
-/// Opens one of them, or memory, in the same way.
+/// Opens one of them, or memory, in the same way. A missing file that `is_known` is not created.
 ///
 /// # Errors
 /// As [`open_all`].
-pub fn open_in_time(spec: &Spec) -> Result<Arc<Store>, OpenError> {
+pub fn open_in_time(spec: &Spec, is_known: bool) -> Result<Arc<Store>, OpenError> {
     let wish = Wish {
         backend: String::new(),
         spec: spec.clone(),
         is_patient: true,
-        is_known: false,
+        is_known,
     };
     let opened = open_all(vec![wish]).take("", spec);
     opened.unwrap_or_else(|| Store::open(spec))

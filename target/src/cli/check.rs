@@ -68,15 +68,19 @@ pub(super) struct Described<'a> {
 }
 
 impl<'a> Described<'a> {
-    pub(super) fn new(config: &'a Config, probe: Option<Probe>) -> Self {
+    /// Describes it; with `open`, what it names is opened and closed again.
+    pub(super) fn new(config: &'a Config, open: bool) -> Self {
         let mut notes = config.notes.clone();
         let kept = identities::kept(&config.state);
+        let is_unread = kept.is_err();
         let mut identities = kept.unwrap_or_else(|error| {
             notes.push(format!(
                 "serial numbers may be others, since what is kept cannot be read: {error}"
             ));
             Identities::default()
         });
+        let probe =
+            open.then(|| Probe::of(config, |backend| is_unread || identities.knows(backend)));
         let host = identities.host(config);
         Self {
             config,

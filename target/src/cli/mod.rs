@@ -41,7 +41,6 @@ use serde_json::json;
 
 use self::ask::{Ask, Output, asked, interval, show};
 use self::check::{Described, checked, load};
-use self::probe::Probe;
 use self::trace::Trace;
 use self::verbs::Verb;
 use crate::config::{ConfigError, schema};
@@ -284,8 +283,7 @@ fn dispatch(
         Command::Run { config, restore } => serve(config, restore, run),
         Command::Check { file, open, output } => {
             let config = load(&file)?;
-            let probe = open.then(|| Probe::of(&config));
-            let described = Described::new(&config, probe);
+            let described = Described::new(&config, open);
             print(out, &described.text(output))?;
             return Ok(if described.is_served() { 0 } else { FAILURE });
         }
@@ -587,6 +585,33 @@ mod tests {
         let document: serde_json::Value = serde_json::from_str(&said).unwrap();
         assert_eq!(document["problems"].as_array().unwrap().len(), 2);
         assert_eq!(document["backends"][0]["size"], 1 << 20);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn check_reports_a_file_that_was_served_and_is_missing() {
+        let dir = std::env::temp_dir().join(format!("riserd-check-gone-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let image = dir.join("disk.img");
+        let text = format!(
+            "backends:\n  disk: {{ kind: file, path: {}, size: 1MiB, create: true }}\n\
+             targets: []\nstate: {{ directory: {} }}\n",
+            image.display(),
+            dir.display(),
+        );
+        let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+        assert_eq!(code, 0, "{said}");
+        // As a daemon leaves it that has served the file.
+        let names = serde_json::json!({ "version": 1, "backends": { "disk": {
+            "serial": "00", "path": image, "file": { "device": 1, "inode": 1 },
+        } } });
+        std::fs::write(dir.join("identities.json"), names.to_string()).unwrap();
+        let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+        assert_eq!(code, FAILURE, "{said}");
+        assert!(said.contains("it was there before"), "{said}");
+        std::fs::write(&image, "").unwrap();
+        let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+        assert_eq!(code, 0, "{said}");
         std::fs::remove_dir_all(&dir).unwrap();
     }
 

@@ -8,7 +8,7 @@ use riser_transport::shm::ShmListener;
 use serde::Serialize;
 
 use crate::backend::open_in_time;
-use crate::config::{Access, Chap, ChapUser, Config, Protocol, Provider};
+use crate::config::{Access, Backend, Chap, ChapUser, Config, Protocol, Provider};
 use crate::server::addresses::Expansion;
 use crate::server::build::check_own;
 use crate::units::bytes;
@@ -40,12 +40,12 @@ pub(super) struct Problem {
 
 impl Probe {
     /// Opens each backend and closes it, likewise the addresses of portals and of the metrics, and
-    /// reads secrets.
-    pub(super) fn of(config: &Config) -> Self {
+    /// reads secrets. A missing file that `is_known` is a problem, as it is to the daemon.
+    pub(super) fn of(config: &Config, is_known: impl Fn(&Backend) -> bool) -> Self {
         let mut probe = Self::default();
         for backend in &config.backends {
             let name = backend.name.clone();
-            match open_in_time(&backend.spec) {
+            match open_in_time(&backend.spec, is_known(backend)) {
                 Ok(store) => {
                     // As it was found: a file that was created or extended would be so by the
                     // daemon.

@@ -170,7 +170,7 @@ impl Identities {
     }
 
     /// Returns true if a backend had a file at its path before.
-    pub(super) fn knows(&self, backend: &Backend) -> bool {
+    pub fn knows(&self, backend: &Backend) -> bool {
         let known = self.backends.get(&backend.name);
         known.is_some_and(|names| names.file.is_some() && names.path == path_of(backend))
     }

@@ -32,7 +32,7 @@ refused on a ping -q -c 1 -W 1 192.168.60.3
 # An interface whose queue is full leaves the others their turn. Its frames go to another host, which may lose them.
 on c iperf3 -s -1 -D
 wait_for 10 on c sh -c 'ss -Hltn sport = :5201 | grep -q .'
-on a iperf3 -u -b 0 -l 1400 -t 8 -c 192.168.50.3 >"$KEEP/flood" &
+on a iperf3 -u -b 0 -l 1400 -t 20 -c 192.168.50.3 >"$KEEP/flood" &
 flood=$!
 sleep 2
 on a ping -q -c 10 -i 0.3 -W 2 192.168.60.2 | tee "$KEEP/during" || true

@@ -293,7 +293,7 @@ fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
     let first = serve(&config, &keepers);
     reservations.0.store(true, Ordering::Relaxed);
     let mut server = start(&config, &keepers);
-    let held = open_in_time(&config.backends[0].spec).unwrap();
+    let held = open_in_time(&config.backends[0].spec, false).unwrap();
     retry(&mut server).unwrap();
     let absent = server.builder.absent.get_mut("a").unwrap();
     absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
@@ -362,7 +362,7 @@ fn keeps_cache(
     let mut server = Server::start(&config).unwrap();
     let before = generation(&server);
     server.shutdown().unwrap();
-    let held = open_in_time(&config.backends[0].spec).unwrap();
+    let held = open_in_time(&config.backends[0].spec, false).unwrap();
     server = Server::start(&config).unwrap();
     assert!(is_awaited(&server));
     meanwhile(&mut server, &config, Box::new(move || drop(held)));
@@ -436,7 +436,7 @@ fn a_change_that_is_refused_leaves_a_disk_awaited() {
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, "");
     let before = serve(&config, &keepers);
-    let held = open_in_time(&config.backends[0].spec).unwrap();
+    let held = open_in_time(&config.backends[0].spec, false).unwrap();
     let mut server = start(&config, &keepers);
     assert!(is_awaited(&server));
     away(&dir);

@@ -30,7 +30,8 @@
 //! A peer that does not know revision 2 of MPA closes a connection that asks with it, or answers with
 //! revision 1. It is asked once more with that one, on a new TCP connection from the same port. A peer
 //! that is full closes connections, too, and should not have twice as many: one that closes after five
-//! seconds, or of which another connection says that it knows revision 2, is not asked again. With
+//! seconds, or of which another connection says that it knows revision 2, is not asked again. A full one
+//! that closes earlier, as this device does, and of which none says so, is asked once more. With
 //! revision 1 the ends do not compare their depths: each has those that its user gave.
 //!
 //! A peer that acknowledges nothing for [`PEER_TIME`], or takes nothing, is given up. One that says
@@ -83,7 +84,7 @@ const CLOSING_TIME: Duration = Duration::from_secs(2);
 pub const PEER_TIME: Duration = Duration::from_secs(30);
 
 /// Time within which a peer that does not know revision 2 of MPA closes a connection that asks with it, even if
-/// this program stalls. One that has no room closes later.
+/// this program stalls. One that has no room may close as early, or later.
 const OLDER_TIME: Duration = Duration::from_secs(5);
 
 /// TCP connections that have not sent their request. A newer one takes the place of the oldest, or that

@@ -28,9 +28,10 @@ use super::wire::{Lid, Mac};
 /// Time after which a host may be taken by another manager.
 pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Most answers in a second to hosts that are not the manager, but for the one that becomes it. Their
-/// addresses may be forged, and an answer to one that no host has waits in the socket for seconds, where
-/// frames wait behind it.
+/// Most answers in a second to hosts that are not the manager, but for one whose orders make it the manager.
+/// Their addresses may be forged, and an answer to one that no host has waits in the socket for seconds, where
+/// frames wait behind it. A manager's search counts as well before its first orders: a flood keeps it from
+/// finding a host that [`VemaConfig::manager`] names no manager of.
 pub const STRANGER_ANSWERS: u32 = 64;
 
 /// Status of an answer to a manager that is not the host's (IBTA 13.4.7, busy).
@@ -637,7 +638,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_strangers_keeps_no_manager_from_its_first_orders() {
+    fn a_flood_of_strangers_leaves_first_orders_and_a_named_manager_their_answers() {
         let now = Instant::now();
         let get = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
         let claim = (SET, id::CLASS_PORT_INFO, 0);

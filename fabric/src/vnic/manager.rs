@@ -109,6 +109,8 @@ struct Outstanding {
 #[derive(Clone, Debug)]
 struct Member {
     address: QpAddress,
+    /// Transaction of the search by which its queue pair was found.
+    found_by: u64,
     heard: Instant,
     is_claimed: bool,
     lid: Option<Lid>,
@@ -129,12 +131,13 @@ fn preferred_lid(gid: Gid) -> Lid {
 }
 
 impl Member {
-    fn new(address: QpAddress, lid: Option<Lid>, ports: usize, now: Instant) -> Self {
+    fn new(address: QpAddress, found_by: u64, ports: usize, now: Instant) -> Self {
         Self {
             address,
+            found_by,
             heard: now,
             is_claimed: false,
-            lid,
+            lid: None,
             ports: vec![PortRecord::default(); ports],
             outstanding: None,
             waits: None,
@@ -148,12 +151,13 @@ impl Member {
         self.lid.is_none() && self.ports.iter().any(|port| port.info.is_some())
     }
 
-    /// Forgets what it has, but not what was asked of it and whose orders it takes.
-    fn restart(&mut self, address: QpAddress, ports: usize, now: Instant) {
+    /// Forgets what it has, but not its LID, what was asked of it and whose orders it takes.
+    fn restart(&mut self, ports: usize, now: Instant) {
         *self = Self {
+            lid: self.lid,
             asked: self.asked,
             other_manager: self.other_manager,
-            ..Self::new(address, self.lid, ports, now)
+            ..Self::new(self.address, self.found_by, ports, now)
         };
     }
 }
@@ -178,6 +182,8 @@ pub struct EthernetManager {
     members: Vec<Member>,
     tables: Vec<Tables>,
     tid: u64,
+    /// Transaction of the last search.
+    searched: u64,
     search: Option<Instant>,
     /// When new members get LIDs; none before the first search.
     admits: Option<Instant>,
@@ -205,6 +211,7 @@ impl EthernetManager {
             members: Vec::new(),
             tables: vec![Tables::default(); config.vesws.len()],
             tid: config.first_tid & !DISCOVERY,
+            searched: 0,
             search: None,
             admits: None,
             is_changed: false,
@@ -258,8 +265,8 @@ impl EthernetManager {
             self.search = Some(now + self.config.interval);
             self.admits.get_or_insert(now + FIRST_SEARCH);
             self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
-            let tid = self.tid | DISCOVERY;
-            let header = VemaHeader::new(method::GET, id::CLASS_PORT_INFO, 0, tid);
+            self.searched = self.tid | DISCOVERY;
+            let header = VemaHeader::new(method::GET, id::CLASS_PORT_INFO, 0, self.searched);
             return Some((MadDestination::Group, header.with(&[])));
         }
         (0..self.members.len()).find_map(|index| self.poll_member(index, now))
@@ -338,8 +345,8 @@ impl EthernetManager {
         };
         match header.method {
             method::GET_RESP if header.tid.get() & DISCOVERY != 0 => {
-                let is_now = header.tid.get() == self.search_tid(header.tid.get());
-                if is_now && header.attr_id.get() == id::CLASS_PORT_INFO {
+                let is_last = header.tid.get() == self.searched;
+                if is_last && header.attr_id.get() == id::CLASS_PORT_INFO {
                     self.find(from, data, now);
                 }
             }
@@ -349,28 +356,24 @@ impl EthernetManager {
         }
     }
 
-    /// The transaction of an answer to the group, if it is one of the last that were sent.
-    fn search_tid(&self, tid: u64) -> u64 {
-        // Requests to members count on meanwhile, at most one for each in an interval or so.
-        let age = self.tid.wrapping_sub(tid & !DISCOVERY);
-        if age < 1 << 16 { tid } else { !tid }
-    }
-
-    /// Takes in the answer of a host to the search, which says whose orders it takes.
+    /// Takes in the answer of a host to the last search, which says whose orders it takes. A host has one
+    /// queue pair in each search: those of others that answer in its name are left out.
     fn find(&mut self, from: QpAddress, data: &[u8], now: Instant) {
-        let ports = self.tables.len();
+        let (ports, searched) = (self.tables.len(), self.searched);
         let is_full = self.members.len() >= MAX_MEMBERS;
         let known = self.members.iter_mut().find(|m| m.address.gid == from.gid);
         match known {
             Some(member) if member.address == from => member.heard = now,
+            Some(member) if member.found_by == searched => {}
             Some(member) => {
                 tracing::info!(host = %from.gid, "a member has restarted");
-                member.restart(from, ports, now);
+                (member.address, member.found_by) = (from, searched);
+                member.restart(ports, now);
                 self.is_changed = true;
             }
             None if !is_full => {
                 tracing::info!(host = %from.gid, "a member was found");
-                self.members.push(Member::new(from, None, ports, now));
+                self.members.push(Member::new(from, searched, ports, now));
             }
             None if !self.is_full => {
                 tracing::warn!(host = %from.gid, "there are too many members");
@@ -464,7 +467,7 @@ impl EthernetManager {
             tracing::info!(host = %from.gid, attr, status, "a member refuses a request");
             let member = &mut self.members[index];
             // It may have lost its state, or another manager has it.
-            member.restart(from, self.tables.len(), now);
+            member.restart(self.tables.len(), now);
             member.waits = Some(now + REFUSED);
             self.is_changed = true;
         }

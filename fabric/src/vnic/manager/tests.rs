@@ -600,6 +600,33 @@ fn a_member_with_many_ports_has_its_tables_within_an_interval() {
 }
 
 #[test]
+fn answers_from_many_queue_pairs_restart_a_member_once_for_a_search() {
+    let mut net = Net::new(&[100]);
+    net.join(1, 10);
+    net.run(SECOND * 3);
+    let search = loop {
+        match net.manager.poll_transmit(net.now) {
+            Some((MadDestination::Group, mad)) => break VemaHeader::parse(&mad).unwrap().0,
+            Some(_) => {}
+            None => net.now += Duration::from_millis(10),
+        }
+    };
+    // Answers to it, and to transactions before it.
+    let mut changes = 0;
+    for n in 0..1000 {
+        let tid = search.tid.get() - u64::from(n / 2);
+        let mad = VemaHeader::new(method::GET_RESP, id::CLASS_PORT_INFO, 0, tid).with(&[0; 72]);
+        let before = net.manager.members[0].address;
+        net.manager.handle_mad(address(1, 100 + n), &mad, net.now);
+        changes += u32::from(net.manager.members[0].address != before);
+    }
+    assert_eq!(changes, 1);
+    net.run(SECOND * 2);
+    assert!(net.is_complete());
+    assert_eq!(net.manager.members[0].address, address(1, 10));
+}
+
+#[test]
 fn answers_of_others_change_nothing() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);

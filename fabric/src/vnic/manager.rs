@@ -14,8 +14,9 @@
 //!
 //! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
 //! their own. A restarted manager leaves members the LIDs that they have, and gives none to others
-//! before all have had time to answer it. Which one a member gets follows from its address, so, unless
-//! two addresses end alike, it gets the same one when all have restarted.
+//! before all have had time to answer it. A member's LID follows from its address: it gets the same one
+//! after an absence and when all have restarted, and no member takes another's, unless two addresses end
+//! alike.
 //!
 //! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] for each
 //! of its ports in an interval, so one that never does what it is asked for costs no more. Tables that change
@@ -27,6 +28,7 @@ mod plan;
 mod tables;
 
 use std::collections::BTreeSet;
+use std::iter;
 use std::time::{Duration, Instant};
 
 use riser_transport::verbs::Gid;
@@ -42,7 +44,7 @@ use super::wire::attr::{
     EndPoint, IfaceMacsHeader, MacTableHeader, VeswPortInfo, entries, id, state,
 };
 use super::wire::mad::{ClassPortInfo, HEADER, MAX, VemaHeader, method, status};
-use super::wire::{Lid, Mac};
+use super::wire::{Lid, Mac, fnv1a};
 
 /// Most members.
 pub const MAX_MEMBERS: usize = MAX_PATHS;
@@ -62,8 +64,13 @@ const SETTLE: Duration = Duration::from_millis(50);
 pub const MAX_REQUESTS: u32 = 512;
 /// Time in which members answer the first search with the LIDs that they have from another manager.
 pub(super) const FIRST_SEARCH: Duration = Duration::from_secs(1);
-/// Part of an address that is the LID. The highest bit is not: LIDs with it may be those of groups.
+/// Part of an address that is the LID, if it is not 0. The highest bit is not: LIDs with it are those of
+/// others and of groups.
 const LID_OF_ADDRESS: u32 = 0x7f_ffff;
+/// First LID of members whose addresses end like another member's; from those of groups on there are none.
+const FIRST_SPARE: Lid = Lid(LID_OF_ADDRESS + 1);
+/// Number of these, more than there are members.
+const SPARES: u32 = Lid::MULTICAST.0 - FIRST_SPARE.0;
 /// Bit of the transactions that go to the whole group.
 const DISCOVERY: u64 = 1 << 63;
 
@@ -124,10 +131,15 @@ struct Member {
     other_manager: Option<(Gid, Instant)>,
 }
 
-/// The LID that the address of a member ends with.
-fn preferred_lid(gid: Gid) -> Lid {
+/// LIDs that a member may have, by its address, in the order in which it gets a free one. The first is the
+/// one that its address ends with, which no address has that ends otherwise. Those for addresses that end
+/// alike begin with one that follows from the whole address.
+fn lids_of(gid: Gid) -> impl Iterator<Item = Lid> {
     let [.., a, b, c, d] = gid.0;
-    Lid((u32::from_be_bytes([a, b, c, d]) & LID_OF_ADDRESS).max(1))
+    let own = (u32::from_be_bytes([a, b, c, d]) & LID_OF_ADDRESS).max(1);
+    let first = fnv1a(&gid.0) % SPARES;
+    let spares = (0..SPARES).map(move |n| FIRST_SPARE.0 + (first + n) % SPARES);
+    iter::once(own).chain(spares).map(Lid)
 }
 
 impl Member {
@@ -568,35 +580,27 @@ impl EthernetManager {
         Some(())
     }
 
-    /// Leaves a member the LID that it has from a manager before, unless another one has it. Of two
-    /// that report one LID one lies: not the one whose address ends with it.
+    /// Leaves a member the LID that it has from a manager before, unless another one has it. It is believed
+    /// one of the two that follow from its address.
     fn keep_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
         let had = Lid(info.vport.encap_slid.get());
         let is_ours = info.vesw.vesw_id.get() == self.config.vesws[vport].vesw_id;
-        if !is_ours || had == Lid::NONE || had.is_multicast() {
-            return;
+        let mut own = lids_of(self.members[index].address.gid).take(2);
+        let is_taken = self.members.iter().any(|m| m.lid == Some(had));
+        if is_ours && !is_taken && own.any(|lid| lid == had) {
+            self.members[index].lid = Some(had);
+            self.is_changed = true;
         }
-        let other = self.members.iter().position(|m| m.lid == Some(had));
-        if let Some(other) = other {
-            let is_own = |index: usize| preferred_lid(self.members[index].address.gid) == had;
-            if is_own(other) || !is_own(index) {
-                return;
-            }
-            self.members[other].lid = None;
-        }
-        self.members[index].lid = Some(had);
-        self.is_changed = true;
     }
 
-    /// Gives each new member the LID that its address ends with, or the next one that is free.
+    /// Gives each new member the first of its LIDs that is free.
     fn give_lids(&mut self) {
         if !self.members.iter().any(Member::is_new) {
             return;
         }
         let mut taken: BTreeSet<_> = self.members.iter().filter_map(|m| m.lid).collect();
         for member in self.members.iter_mut().filter(|member| member.is_new()) {
-            let mut lids = (preferred_lid(member.address.gid).0..).map(Lid);
-            member.lid = lids.find(|lid| !taken.contains(lid));
+            member.lid = lids_of(member.address.gid).find(|lid| !taken.contains(lid));
             taken.extend(member.lid);
         }
         self.is_changed = true;

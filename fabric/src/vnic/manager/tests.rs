@@ -15,6 +15,12 @@ fn address(n: u8, qpn: u32) -> QpAddress {
     }
 }
 
+/// An address in another network that ends like that of a number.
+fn alike(network: u8, n: u8) -> QpAddress {
+    let gid = Gid::from(IpAddr::from([network, 128, 0, n]));
+    QpAddress { gid, qpn: 10 }
+}
+
 fn config(vesws: &[u16]) -> ManagerConfig {
     ManagerConfig {
         address: address(1, 5),
@@ -131,6 +137,23 @@ impl Net {
         self.hosts[host].1.port(0).unwrap()
     }
 
+    /// Has a host at an address, which reports a LID that it has from another manager.
+    fn join_with_lid(&mut self, at: QpAddress, lid: Lid) {
+        let mut host = vema(9, 2);
+        let info = self.manager.config.vesws[0].port(lid);
+        let order = VemaHeader::new(method::SET, id::VESWPORT_INFO, 0, 1).with(info.as_bytes());
+        let from = self.manager.config.address;
+        assert!(host.handle_mad(from, &order, self.now).is_some());
+        assert_eq!(host.lid(0), Some(lid));
+        self.hosts.push((at, host));
+    }
+
+    /// LIDs that hosts have, by their addresses.
+    fn lids_of_hosts(&self) -> HashMap<Gid, Lid> {
+        let lid = |(at, vema): &(QpAddress, Vema)| (at.gid, vema.lid(0).unwrap());
+        self.hosts.iter().map(lid).collect()
+    }
+
     fn lids(&self, host: usize) -> Vec<u32> {
         let paths = self.port(host).paths();
         paths.iter().map(|path| path.dlid.get()).collect()
@@ -206,15 +229,103 @@ fn a_member_that_dies_is_forgotten_and_comes_back_with_its_lid_if_it_is_free() {
     // Once more, with a LID that another has meanwhile, whose address ends like its own.
     net.hosts.pop();
     net.run(SECOND * 5);
-    let gid = Gid::from(IpAddr::from([10, 128, 0, 2]));
-    net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
+    net.hosts.push((alike(10, 2), vema(9, 2)));
     net.run(SECOND * 2);
     net.hosts.push((address(2, 10), dead));
     net.run(SECOND * 2);
     assert!(net.is_complete());
     assert_eq!(net.hosts[2].1.lid(0), Some(Lid(2)));
-    assert_eq!(net.lids(3), [1, 2, 3, 4]);
-    assert_eq!(net.hosts[3].1.lid(0), Some(Lid(4)));
+    let lid = net.hosts[3].1.lid(0).unwrap();
+    assert!(lid >= FIRST_SPARE && !lid.is_multicast());
+    assert_eq!(net.lids(3), [1, 2, 3, lid.0]);
+}
+
+#[test]
+fn a_member_does_not_take_the_lid_of_one_that_is_away() {
+    let mut net = Net::new(&[100]);
+    net.join(1, 10);
+    net.join(2, 10);
+    net.run(SECOND * 2);
+    net.hosts.pop();
+    net.run(SECOND * 5);
+    assert_eq!(net.lids(0), [1]);
+    net.join_with_lid(address(3, 10), Lid(2));
+    net.run(SECOND * 2);
+    assert_eq!(net.lids(0), [1, 3]);
+    // It has started again.
+    net.join(2, 11);
+    net.run(SECOND * 2);
+    assert!(net.is_complete());
+    assert_eq!(net.hosts[2].1.lid(0), Some(Lid(2)));
+    let path = net.port(0).paths()[1];
+    assert_eq!((path.dlid.get(), path.gid), (2, address(2, 0).gid.0));
+}
+
+#[test]
+fn a_member_in_service_keeps_its_lid_when_others_come() {
+    let mut net = Net::new(&[100]);
+    net.join(1, 10);
+    net.hosts.push((alike(10, 1), vema(9, 2)));
+    net.run(SECOND * 2);
+    let before = net.lids_of_hosts();
+    // One reports a LID that its address ends with, and others those that members have.
+    net.join_with_lid(address(2, 10), Lid(2));
+    net.join_with_lid(address(3, 10), before[&alike(10, 1).gid]);
+    net.join_with_lid(alike(11, 1), Lid(1));
+    net.run(SECOND * 2);
+    assert!(net.is_complete());
+    let after = net.lids_of_hosts();
+    assert!(before.iter().all(|(gid, lid)| after[gid] == *lid));
+    assert_eq!(after[&address(2, 0).gid], Lid(2));
+    assert_eq!(after[&address(3, 0).gid], Lid(3));
+    let different: BTreeSet<_> = after.values().collect();
+    assert_eq!(different.len(), net.hosts.len());
+}
+
+#[test]
+fn as_many_members_as_there_may_be_have_addresses_that_end_alike() {
+    let mut net = Net::new(&[100]);
+    for n in 0..MAX_MEMBERS as u8 {
+        // All 23 bits are the same.
+        let gid = Gid::from(IpAddr::from([1 + n / 2, n << 7, 0, 1]));
+        net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
+    }
+    net.run(SECOND * 5);
+    assert!(net.is_complete());
+    let before = net.lids_of_hosts();
+    let different: BTreeSet<_> = before.values().collect();
+    assert_eq!(different.len(), MAX_MEMBERS);
+    let is_spare = |lid: &&Lid| **lid >= FIRST_SPARE && !lid.is_multicast();
+    assert_eq!(before.values().filter(is_spare).count(), MAX_MEMBERS - 1);
+    // They answer in another order.
+    net.hosts.reverse();
+    net.restart_manager();
+    net.run(SECOND * 5);
+    assert!(net.is_complete());
+    assert_eq!(net.lids_of_hosts(), before);
+}
+
+#[test]
+fn members_whose_addresses_have_both_lids_in_common_have_different_ones() {
+    let gid = |n: u64| Gid::from(IpAddr::from((n << 32 | 1).to_be_bytes().map(u16::from)));
+    let mut seen = HashMap::new();
+    let (first, second) = (0..)
+        .find_map(|n| {
+            let spare = lids_of(gid(n)).nth(1);
+            seen.insert(spare, n).map(|before| (gid(before), gid(n)))
+        })
+        .unwrap();
+    let mut net = Net::new(&[100]);
+    net.join(1, 10);
+    for gid in [first, second] {
+        net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
+    }
+    net.run(SECOND * 2);
+    assert!(net.is_complete());
+    let lids = net.lids_of_hosts();
+    let spare = lids_of(first).nth(1).unwrap();
+    assert_eq!((lids[&address(1, 0).gid], lids[&first]), (Lid(1), spare));
+    assert_eq!(Some(lids[&second]), lids_of(second).nth(2));
 }
 
 #[test]
@@ -272,16 +383,11 @@ fn a_manager_that_restarts_with_a_member_changes_no_lid_in_any_order_of_answers(
             net.join(n, 10);
         }
         // Its address ends as that of the first one.
-        let gid = Gid::from(IpAddr::from([10, 128, 0, 1]));
-        net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
+        net.hosts.push((alike(10, 1), vema(9, 2)));
         // Some are found first, and have the lowest LIDs of a manager that counts.
         net.hosts.rotate_left(restarted);
         net.run(SECOND * 3);
-        let lids = |net: &Net| -> HashMap<_, _> {
-            let lid = |(at, vema): &(QpAddress, Vema)| (at.gid, vema.lid(0).unwrap());
-            net.hosts.iter().map(lid).collect()
-        };
-        let before = lids(&net);
+        let before = net.lids_of_hosts();
 
         // One that has lost its LID answers before, between or after the others.
         net.hosts[restarted].0.qpn = 11;
@@ -292,7 +398,7 @@ fn a_manager_that_restarts_with_a_member_changes_no_lid_in_any_order_of_answers(
         net.restart_manager();
         net.run(SECOND * 3);
         assert!(net.is_complete());
-        assert_eq!(lids(&net), before, "{order:?} {restarted}");
+        assert_eq!(net.lids_of_hosts(), before, "{order:?} {restarted}");
         let different: BTreeSet<_> = before.values().collect();
         assert_eq!(different.len(), HOSTS);
     }

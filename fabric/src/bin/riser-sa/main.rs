@@ -235,8 +235,8 @@ impl Daemon {
         loop {
             let now = Instant::now();
             if matches!((&self.end).read(&mut [0]), Ok(1)) {
-                if let Some(state) = &mut self.state {
-                    state.write(now, &self.administrator);
+                if let Some(state) = self.state {
+                    state.finish(now, &self.administrator);
                 }
                 return Ok(());
             }

@@ -25,6 +25,9 @@ const MAX_ENTRIES: usize = 4096;
 /// Time from a change until it is written, with those that come meanwhile.
 const PAUSE: Duration = Duration::from_secs(5);
 
+/// Time after which a file that could not be written is tried again.
+const RETRY: Duration = Duration::from_secs(60);
+
 /// The file.
 pub(super) struct State {
     path: PathBuf,
@@ -100,29 +103,46 @@ impl State {
         if administrator.changes() != self.written && self.due.is_none() {
             self.due = Some(now + PAUSE);
         }
-        if self.due.is_some_and(|due| due <= now) {
-            self.due = None;
-            self.write(now, administrator);
+        if self.due.is_none_or(|due| now < due) {
+            return;
+        }
+        let result = self.write(now, administrator);
+        match &result {
+            Err(error) if !self.has_failed => self.warn(error),
+            Ok(()) if self.has_failed => info!(
+                "what hosts have registered is written again: {}",
+                self.path.display()
+            ),
+            _ => {}
+        }
+        self.has_failed = result.is_err();
+        self.due = self.has_failed.then_some(now + RETRY);
+    }
+
+    /// Writes all there is, before the program ends.
+    pub(super) fn finish(mut self, now: Instant, administrator: &Administrator) {
+        if let Err(error) = self.write(now, administrator) {
+            self.warn(&error);
         }
     }
 
-    /// Writes all there is.
-    pub(super) fn write(&mut self, now: Instant, administrator: &Administrator) {
-        self.written = administrator.changes();
+    fn write(&mut self, now: Instant, administrator: &Administrator) -> io::Result<()> {
         let mut bytes = VERSION.to_vec();
         for (host, mad) in administrator.requests(now) {
             bytes.extend(host.0);
             bytes.extend(mad);
         }
-        let result = replace(&self.path, &bytes);
-        if let (Err(error), false) = (&result, self.has_failed) {
-            warn!(
-                %error,
-                "a restart will forget what hosts have registered: {}",
-                self.path.display()
-            );
-        }
-        self.has_failed = result.is_err();
+        replace(&self.path, &bytes)?;
+        self.written = administrator.changes();
+        Ok(())
+    }
+
+    fn warn(&self, error: &io::Error) {
+        warn!(
+            %error,
+            "a restart will forget what hosts have registered: {}",
+            self.path.display()
+        );
     }
 }
 
@@ -155,4 +175,65 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     // Or a power cut may leave the new name and none of the bytes.
     file.sync_all()?;
     std::fs::rename(&name, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use riser_fabric::sa::administrator::AdministratorConfig;
+    use riser_fabric::sa::client::Request;
+    use riser_fabric::sa::wire::service::ServiceRecord;
+    use riser_transport::verbs::Mtu;
+    use riser_transport::wire::TransactionId;
+
+    use super::*;
+
+    const ADDR: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
+
+    fn administrator() -> Administrator {
+        Administrator::new(AdministratorConfig::new(ADDR, Mtu::Mtu1024, [1; 16]))
+    }
+
+    /// A folder that is not there yet, for the time of a test.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let name = format!("riser-sa-state-{}-{name}", std::process::id());
+            Self(std::env::temp_dir().join(name))
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_state_that_could_not_be_written_is_written_later() {
+        let folder = Folder::new("later");
+        let path = folder.0.join("state");
+        let (now, second) = (Instant::now(), Duration::from_secs(1));
+        let mut administrator = administrator();
+        let mut state = State::open(path.clone(), &mut administrator, now).unwrap();
+        let set = Request::set_service(&ServiceRecord::new(0x1234, ADDR.into()));
+        let mad = set.emit(TransactionId(1));
+        administrator.restore(now, ADDR.into(), &mad);
+        state.turn(now, &administrator);
+        state.turn(now + PAUSE, &administrator);
+        assert!(state.has_failed);
+        // It is tried again, but not all the time, without another change.
+        state.turn(now + PAUSE, &administrator);
+        let due = state.deadline().unwrap();
+        assert_eq!(due, now + PAUSE + second * 60);
+        std::fs::create_dir(&folder.0).unwrap();
+        state.turn(due - second, &administrator);
+        assert!(!path.exists());
+        state.turn(now + second * 70, &administrator);
+        assert!(!state.has_failed && state.deadline().is_none());
+        let written = std::fs::metadata(&path).unwrap().len();
+        assert_eq!(written, (VERSION.len() + ENTRY) as u64);
+    }
 }

@@ -146,11 +146,14 @@ impl State {
     }
 }
 
-/// Whether a power cut may have made this of a file that was being replaced: it has its length and zeros,
-/// or its first bytes.
+/// Whether a power cut may have made this of a file that was being replaced: it has its length, and zeros
+/// up to the end of its first request at least, or it has its first bytes.
 fn is_damaged(bytes: &[u8]) -> bool {
-    let head = &bytes[..bytes.len().min(VERSION.len())];
-    !bytes.is_empty() && (head.iter().all(|byte| *byte == 0) || VERSION.starts_with(bytes))
+    let len = bytes.len().checked_sub(VERSION.len());
+    let has_length = len.is_some_and(|len| len.is_multiple_of(ENTRY));
+    let mut head = bytes.iter().take(VERSION.len() + ENTRY);
+    let is_zero = has_length && head.all(|byte| *byte == 0);
+    !bytes.is_empty() && (is_zero || VERSION.starts_with(bytes))
 }
 
 /// Path of a file beside another one.
@@ -235,5 +238,34 @@ mod tests {
         assert!(!state.has_failed && state.deadline().is_none());
         let written = std::fs::metadata(&path).unwrap().len();
         assert_eq!(written, (VERSION.len() + ENTRY) as u64);
+    }
+
+    #[test]
+    fn what_no_power_cut_leaves_is_another_programs() {
+        let folder = Folder::new("damaged");
+        std::fs::create_dir(&folder.0).unwrap();
+        let path = folder.0.join("state");
+        let (one, now) = (VERSION.len() + ENTRY, Instant::now());
+        let open = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).unwrap();
+            let opened = State::open(path.clone(), &mut administrator(), now);
+            (opened.map_err(|error| error.kind()).err(), path.exists())
+        };
+        // The begin of an image of a disk, one that ends where a state may, and zeros of other lengths.
+        let image = [&[0; 32 << 10][..], b"\x01CD001\x01"].concat();
+        let mut other = vec![0; one + ENTRY];
+        other[one - 1] = 1;
+        for bytes in [&image[..], &other, &[0; 300], &[0; 5], b"riser-sa 2\n"] {
+            let refused = (Some(ErrorKind::InvalidData), true);
+            assert_eq!(open(bytes), refused, "{} bytes", bytes.len());
+        }
+        // What is behind the first of several may have been written.
+        let mut several = vec![0; one + ENTRY];
+        several[one] = 1;
+        for bytes in [&vec![0; one][..], &several, &VERSION[..5]] {
+            assert_eq!(open(bytes), (None, false), "{} bytes", bytes.len());
+            assert_eq!(std::fs::read(with_suffix(&path, ".bad")).unwrap(), bytes);
+        }
+        assert_eq!(open(b""), (None, true));
     }
 }

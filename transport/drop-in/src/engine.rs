@@ -523,10 +523,10 @@ impl Locked<'_> {
     /// `None` without end.
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
-        state.share.flush();
+        let now = Instant::now();
+        state.share.flush(now);
         let is_driven = std::mem::take(&mut state.is_driven);
         let is_polled = std::mem::take(&mut state.is_polled);
-        let now = Instant::now();
         let is_due = state.share.deadline().is_some_and(|at| at <= now);
         if is_polled && !has_input && !is_due && state.eager == 0 && state.armed == 0 {
             // Posts that were to leave with the next poll do not wait any longer.
@@ -545,7 +545,7 @@ impl Locked<'_> {
         if rounds >= ROUNDS || state.nic.arm_fds() {
             return Some(Duration::ZERO);
         }
-        if state.eager > 0 || is_driven || state.share.flush() {
+        if state.eager > 0 || is_driven || state.share.flush(now) {
             state.is_asleep = false;
             return Some(TICK);
         }

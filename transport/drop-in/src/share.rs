@@ -28,7 +28,7 @@
 //! Not here: listeners at bare service ids. Their requests are handled by the process that reads
 //! them.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, SocketAddr};
@@ -74,8 +74,10 @@ const REMINDER: Duration = Duration::from_millis(20);
 /// Bytes of socket buffer for requests.
 const FRONT_BUFFER: usize = 512 << 10;
 
-/// Packets that wait for room in mailboxes.
+/// Packets that wait for room in mailboxes, and the time that one waits: who has sent it has sent it
+/// again by then, or has given up.
 const MAX_WAITING: usize = 512;
+const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
 /// Time that a request waits for a listener.
 const LISTEN_GRACE: Duration = Duration::from_millis(300);
@@ -117,10 +119,14 @@ pub(crate) struct Share {
     group: Vec<OwnedFd>,
     mailbox: OwnedFd,
     /// Packets for processes whose mailboxes are full: the kernel gives them few places.
-    waiting: Mutex<VecDeque<(u8, ForwardedPacket)>>,
+    waiting: Mutex<Waiting>,
     /// Requests that wait for a listener, the oldest first.
     early: Mutex<VecDeque<Early>>,
 }
+
+/// The packets that wait for the process of each slot, the oldest first, with the times at which they
+/// wait no longer.
+type Waiting = BTreeMap<u8, VecDeque<(Instant, ForwardedPacket)>>;
 
 /// A request for a port at which no process listens.
 struct Early {
@@ -255,7 +261,7 @@ impl Share {
         // Behind the mail, which says that a process has begun to listen.
         while let Some((packet, until)) = self.next_early(now) {
             // A listener that was killed is none, and the request waits for the rest of its time.
-            if let Some(ours) = self.sort(packet, Some(until).filter(|until| *until > now)) {
+            if let Some(ours) = self.sort(now, packet, Some(until).filter(|until| *until > now)) {
                 return Some(ours);
             }
         }
@@ -282,7 +288,7 @@ impl Share {
     /// Passes a packet on to the process that it is for; gives it back where that is this one. A
     /// request without a listener waits for one.
     pub(crate) fn pass_on(&self, now: Instant, packet: ForwardedPacket) -> Option<ForwardedPacket> {
-        self.sort(packet, Some(now + LISTEN_GRACE))
+        self.sort(now, packet, Some(now + LISTEN_GRACE))
     }
 
     /// Next time at which [`Share::poll_packet`] has something that does not come from elsewhere.
@@ -350,21 +356,26 @@ impl Share {
     }
 
     /// Finds out whose a packet is, as [`Share::pass_on`]; a request may wait until a time, if any.
-    fn sort(&self, packet: ForwardedPacket, until: Option<Instant>) -> Option<ForwardedPacket> {
+    fn sort(
+        &self,
+        now: Instant,
+        packet: ForwardedPacket,
+        until: Option<Instant>,
+    ) -> Option<ForwardedPacket> {
         if packet.worker != 0 {
             if packet.worker == self.slot() {
                 return Some(packet);
             }
             // A packet for a process that has ended is lost, like others on their way to it.
             if let Ok(slot) = u8::try_from(packet.worker) {
-                self.forward(slot, &packet);
+                self.forward(now, slot, &packet);
             }
             return None;
         }
         let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
         if let Some(slot) = mad.and_then(slot_of_answer) {
             // The process that has asked may have ended.
-            let is_ours = slot == 0 || slot == self.slot || !self.forward(slot, &packet);
+            let is_ours = slot == 0 || slot == self.slot || !self.forward(now, slot, &packet);
             return is_ours.then_some(packet);
         }
         let (service, id) = match request_in(&packet) {
@@ -374,7 +385,7 @@ impl Share {
             Some(CmMessage::Rej(rej)) => {
                 let ports = &self.ports;
                 let slot = ports.slot_of_request(packet.src.ip(), rej.local_comm_id);
-                let is_ours = slot == 0 || slot == self.slot || !self.forward(slot, &packet);
+                let is_ours = slot == 0 || slot == self.slot || !self.forward(now, slot, &packet);
                 return (is_ours && !self.withdraws_early(&packet)).then_some(packet);
             }
             _ => return Some(packet),
@@ -395,7 +406,7 @@ impl Share {
                 return Some(packet);
             }
             note(owner.slot());
-            if self.forward(owner.slot(), &packet) {
+            if self.forward(now, owner.slot(), &packet) {
                 return None;
             }
             // It has ended without giving the port back.
@@ -408,34 +419,54 @@ impl Share {
     }
 
     /// Sends a packet to another process, now or later; false where the slot has none.
-    fn forward(&self, slot: u8, packet: &ForwardedPacket) -> bool {
-        match self.send(slot, packet) {
-            Err(Os::CONNREFUSED) => false,
-            Err(Os::AGAIN) => {
-                let mut waiting = self.waiting();
-                // Beyond that packets are lost, as in a full socket.
-                if waiting.len() < MAX_WAITING {
-                    waiting.push_back((slot, packet.clone()));
-                }
-                true
-            }
-            _ => true,
-        }
-    }
-
-    /// Sends what waits for room in a mailbox. Returns whether there is more.
-    pub(crate) fn flush(&self) -> bool {
+    fn forward(&self, now: Instant, slot: u8, packet: &ForwardedPacket) -> bool {
         let mut waiting = self.waiting();
-        while let Some((slot, packet)) = waiting.front() {
-            if self.send(*slot, packet) == Err(Os::AGAIN) {
-                return true;
-            }
-            waiting.pop_front();
+        self.send_waiting(now, &mut waiting);
+        // Behind those that wait for the same process.
+        let sent = match waiting.get(&slot) {
+            Some(_) => Err(Os::AGAIN),
+            None => self.send(slot, packet),
+        };
+        match sent {
+            Err(Os::CONNREFUSED) => return false,
+            Err(Os::AGAIN) => {}
+            _ => return true,
         }
-        false
+        if waiting.values().map(VecDeque::len).sum::<usize>() >= MAX_WAITING {
+            // One is lost, as in a full socket: of those for the process that most wait for, which may be
+            // stopped.
+            let own = waiting.get(&slot).map_or(0, VecDeque::len);
+            match waiting.values_mut().max_by_key(|queue| queue.len()) {
+                Some(longest) if longest.len() > own => longest.pop_back(),
+                _ => return true,
+            };
+        }
+        let queue = waiting.entry(slot).or_default();
+        queue.push_back((now + LONGEST_WAIT, packet.clone()));
+        true
     }
 
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<(u8, ForwardedPacket)>> {
+    /// Sends what waits for room in mailboxes. Returns whether there is more.
+    pub(crate) fn flush(&self, now: Instant) -> bool {
+        let mut waiting = self.waiting();
+        self.send_waiting(now, &mut waiting);
+        !waiting.is_empty()
+    }
+
+    /// Sends what there is room for: a process that is stopped keeps nothing from the others.
+    fn send_waiting(&self, now: Instant, waiting: &mut Waiting) {
+        waiting.retain(|slot, queue| {
+            while let Some((until, packet)) = queue.front() {
+                if *until > now && self.send(*slot, packet) == Err(Os::AGAIN) {
+                    return true;
+                }
+                queue.pop_front();
+            }
+            false
+        });
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
         unpoisoned(self.waiting.lock())
     }
 
@@ -642,15 +673,20 @@ impl Opener {
 }
 
 /// Waits until no process is opening an address. Many may do so one after the other, on a machine that is
-/// busy: each has its time.
-fn await_openers(addr: IpAddr, until: Instant) -> io::Result<()> {
+/// busy: each has its time. `pause` waits and answers the time.
+fn await_openers(
+    addr: IpAddr,
+    until: Instant,
+    mut pause: impl FnMut(Duration) -> Instant,
+) -> io::Result<()> {
     while let Some(opener) = Opener::of(addr)? {
-        let its_end = until.min(Instant::now() + PATIENCE);
+        let mut now = pause(Duration::ZERO);
+        let its_end = until.min(now + PATIENCE);
         while opener.is_opening() {
-            if Instant::now() >= its_end {
+            if now >= its_end {
                 return Err(unfinished());
             }
-            thread::sleep(PAUSE);
+            now = pause(PAUSE);
         }
     }
     Ok(())
@@ -681,14 +717,17 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
 pub(crate) struct Silent(u32);
 
 /// Waits for the processes at an address, one of which may be stopped: until none is opening it, up to
-/// `until`, and one
-/// that has it answers. Answers those that are silent, where all are. A process may fork meanwhile, and its
-/// child keeps the mailbox with what waits there: so this asks for nothing that has descriptors with it.
+/// `until`, and one that has it answers. Answers those that are silent, where all are. A process may fork
+/// meanwhile, and its child keeps the mailbox with what waits there: so this asks for nothing that has
+/// descriptors with it.
 ///
 /// # Errors
 /// `EADDRINUSE` where a process does not finish opening it, and those of making a socket.
 pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
-    await_openers(addr, until)?;
+    await_openers(addr, until, |pause| {
+        thread::sleep(pause);
+        Instant::now()
+    })?;
     let mailbox = new_mailbox()?;
     let mut inquiry = Inquiry::new(&mailbox, addr, Message::Ask, Silent::default());
     let mut foreign = Vec::new();
@@ -1273,7 +1312,7 @@ mod tests {
         }
         let mut came = 0;
         loop {
-            let waits = first.flush();
+            let waits = first.flush(Instant::now());
             while second.poll_packet(Instant::now()).is_some() {
                 came += 1;
             }
@@ -1289,6 +1328,77 @@ mod tests {
         assert!(first.poll_packet(Instant::now()).is_none());
         let late = Instant::now() + LISTEN_GRACE;
         assert!(first.poll_packet(late).is_some());
+    }
+
+    /// A packet for the process of a slot, with a number.
+    fn numbered(slot: u8, number: usize) -> ForwardedPacket {
+        ForwardedPacket {
+            worker: slot.into(),
+            ..front(35, number.to_be_bytes().to_vec())
+        }
+    }
+
+    /// The numbers of the packets that have come to a process.
+    fn numbers(share: &Share) -> Vec<usize> {
+        let packets = iter::from_fn(|| share.poll_packet(Instant::now()));
+        let numbers = packets.map(|p| usize::from_be_bytes(p.bytes.try_into().unwrap()));
+        numbers.collect()
+    }
+
+    #[test]
+    fn a_process_that_is_stopped_keeps_nothing_from_others() {
+        let first = open(addr(34), Silent::default()).unwrap();
+        let (second, third) = (open_beside(&first), open_beside(&first));
+        let now = Instant::now();
+        let waits_for = |slot| first.waiting().get(&slot).map_or(0, VecDeque::len);
+        let send = |slot, number| assert_eq!(first.pass_on(now, numbered(slot, number)), None);
+        // Both mailboxes are full, and packets wait.
+        let mut counts = [0; 2];
+        for (slot, count) in [2, 3].into_iter().zip(&mut counts) {
+            while waits_for(slot) < 2 {
+                send(slot, *count);
+                *count += 1;
+            }
+        }
+        let take_all = |share: &Share, count| {
+            let mut all = Vec::new();
+            // It takes as many as its mailbox has places for, and then those that wait.
+            while all.len() < count {
+                let some = numbers(share);
+                assert!(!some.is_empty(), "{} of {count} came", all.len());
+                all.extend(some);
+                first.flush(now);
+            }
+            assert!(all.is_sorted());
+            all
+        };
+        assert_eq!(numbers(&third).len(), counts[1] - 2);
+        assert!(first.flush(now), "the other process is stopped");
+        // One that comes now is behind those that wait.
+        assert_eq!(take_all(&third, 2), [counts[1] - 2, counts[1] - 1]);
+        assert_eq!((waits_for(2), waits_for(3)), (2, 0));
+
+        // The one that is stopped has as many places as no other needs.
+        while waits_for(2) < MAX_WAITING {
+            send(2, counts[0]);
+            counts[0] += 1;
+        }
+        send(2, usize::MAX);
+        for number in 0..=counts[1] {
+            send(3, number);
+        }
+        assert_eq!(waits_for(2) + waits_for(3), MAX_WAITING);
+        assert_eq!(take_all(&third, counts[1] + 1).len(), counts[1] + 1);
+        let kept = counts[0] - (MAX_WAITING - waits_for(2));
+        assert_eq!(take_all(&second, kept), (0..kept).collect::<Vec<_>>());
+        assert!(!first.flush(now));
+
+        // It does not wait for ever.
+        while waits_for(2) == 0 {
+            send(2, 0);
+        }
+        assert!(first.flush(now + LONGEST_WAIT - PAUSE));
+        assert!(!first.flush(now + LONGEST_WAIT));
     }
 
     /// The mailbox of a process in a slot that is stopped.
@@ -1333,7 +1443,7 @@ mod tests {
     }
 
     #[test]
-    fn each_process_that_opens_an_address_has_its_own_time() {
+    fn an_opener_is_no_process_that_opens_later() {
         let first = Opening::begin(addr(30)).unwrap();
         assert!(first.is_some() && Opening::begin(addr(30)).unwrap().is_none());
         let opener = Opener::of(addr(30)).unwrap().unwrap();
@@ -1345,6 +1455,50 @@ mod tests {
         assert!(Opener::of(addr(30)).unwrap().unwrap().is_opening());
         drop(second);
         assert!(Opener::of(addr(30)).unwrap().is_none());
+    }
+
+    /// Waits at a clock that stands still otherwise for processes that open an address, each at once when
+    /// the one before has finished, after these times.
+    fn await_in_turn(addr: IpAddr, until: Duration, times: &[Duration]) -> io::Result<()> {
+        let begin = || Opening::begin(addr).unwrap().unwrap();
+        let start = Instant::now();
+        let mut now = start;
+        let mut times = times.iter();
+        let mut ends = start + *times.next().unwrap();
+        let mut opening = Some(begin());
+        await_openers(addr, start + until, |pause| {
+            now += pause;
+            if opening.is_some() && now >= ends {
+                opening = None;
+                if let Some(time) = times.next() {
+                    opening = Some(begin());
+                    ends += *time;
+                }
+            }
+            now
+        })
+    }
+
+    #[test]
+    fn each_process_that_opens_an_address_has_its_own_time() {
+        let (short, long) = (PATIENCE * 3 / 4, PATIENCE + 2 * PAUSE);
+        await_in_turn(addr(32), LONGEST, &[short, short]).unwrap();
+        let error = await_in_turn(addr(32), LONGEST, &[short, long]).unwrap_err();
+        assert!(error.to_string().contains("does not finish"), "{error}");
+        // All together have a time as well.
+        assert!(await_in_turn(addr(32), PATIENCE, &[short, short]).is_err());
+    }
+
+    #[test]
+    fn an_address_is_in_use_where_its_opener_hears_one_sender_only() {
+        let sink = new_mailbox().unwrap();
+        let to = SocketAddrUnix::new_abstract_name(b"riser-test-sink-of-opener").unwrap();
+        bind(&sink, &to).unwrap();
+        let deaf = new_mailbox().unwrap();
+        bind(&deaf, &name(addr(33), None).unwrap()).unwrap();
+        connect(&deaf, &to).unwrap();
+        let error = await_all(addr(33)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 
     #[test]

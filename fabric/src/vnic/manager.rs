@@ -580,8 +580,8 @@ impl EthernetManager {
         Some(())
     }
 
-    /// Leaves a member the LID that it has from a manager before, unless another one has it. It is believed
-    /// one of the two that follow from its address.
+    /// Leaves a member the LID that it has from a manager before, unless another one has it. Only the two
+    /// that follow from its address are believed.
     fn keep_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
         let had = Lid(info.vport.encap_slid.get());
         let is_ours = info.vesw.vesw_id.get() == self.config.vesws[vport].vesw_id;

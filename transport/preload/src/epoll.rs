@@ -110,6 +110,12 @@ fn sets() -> MutexGuard<'static, Sets> {
     SETS.lock()
 }
 
+/// Holds the lock of the sets.
+#[cfg(test)]
+pub(crate) fn hold_sets() -> impl Drop {
+    sets()
+}
+
 extern "C" fn before_fork() {
     SETS.hold();
 }
@@ -265,23 +271,26 @@ pub(crate) fn forget(n: c_int) {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return;
     }
-    remove(&mut sets(), n);
-}
-
-/// Takes an rsocket out of all lists.
-fn remove(sets: &mut Sets, n: c_int) {
-    for set in sets.values_mut() {
+    for set in sets().values_mut() {
         set.interests.retain(|interest| interest.rsocket != n);
     }
 }
 
-/// A TCP socket becomes an rsocket, by a call that answers whether it did: the sets that the kernel has it in
-/// have it in their lists from now on. Answers as the call.
-pub(crate) fn settle(fd: c_int, n: c_int, replace: impl FnOnce() -> bool) -> bool {
+/// A TCP socket becomes an rsocket, by two calls, of which the first one answers whether it does: the sets that the
+/// kernel has it in have it in their lists from now on. Answers as that call.
+pub(crate) fn settle(
+    fd: c_int,
+    n: c_int,
+    begin: impl FnOnce() -> bool,
+    replace: impl FnOnce(),
+) -> bool {
     install();
-    // The lock is held during the call, so that the socket is always in the kernel's set or in the list for
+    // The lock is held during the calls, so that the socket is always in the kernel's set or in the list for
     // a thread that changes a set meanwhile.
     let mut sets = sets();
+    if !begin() {
+        return false;
+    }
     for (epoll, set) in sets.iter_mut() {
         let is_it = |interest: &Interest| interest.fd == fd && interest.rsocket == NONE;
         let Some(at) = set.interests.iter().position(is_it) else {
@@ -302,11 +311,8 @@ pub(crate) fn settle(fd: c_int, n: c_int, replace: impl FnOnce() -> bool) -> boo
             set.interests.swap_remove(at);
         }
     }
-    let is_replaced = replace();
-    if !is_replaced {
-        remove(&mut sets, n);
-    }
-    is_replaced
+    replace();
+    true
 }
 
 /// Whether the kernel has reported a descriptor that it reports once: then it waits for no event of it.

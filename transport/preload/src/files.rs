@@ -60,6 +60,15 @@ unsafe extern "C" fn closefrom(first: c_int) {
     }
 }
 
+/// Has no thread make an rsocket of a number that becomes a copy of a descriptor: it would take the copy's place.
+fn take(fd: c_int, new: c_int) {
+    // SAFETY: the call takes any number.
+    let is_open = || unsafe { real::fcntl(fd, libc::F_GETFD, 0) } >= 0;
+    if matches!(kind(new), Kind::Forking(_)) && is_own() && is_open() {
+        release(set(new, Kind::File).unwrap_or(Kind::File));
+    }
+}
+
 /// Makes `new`, which was made from a descriptor, one of the same rsocket. What had the number before was
 /// closed.
 fn share(fd: c_int, new: c_int) -> c_int {
@@ -90,6 +99,7 @@ unsafe extern "C" fn dup2(fd: c_int, new: c_int) -> c_int {
     if fd == new {
         return call();
     }
+    take(fd, new);
     share(fd, epoll::closing(new, new, call))
 }
 
@@ -99,6 +109,9 @@ unsafe extern "C" fn dup3(fd: c_int, new: c_int, flags: c_int) -> c_int {
     for_data(fd);
     // SAFETY: the call takes any numbers.
     let call = || unsafe { real::dup3(fd, new, flags) };
+    if fd != new && flags & !libc::O_CLOEXEC == 0 {
+        take(fd, new);
+    }
     share(fd, epoll::closing(new, new, call))
 }
 

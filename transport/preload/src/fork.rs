@@ -16,24 +16,27 @@
 use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::net::{IpAddr, Ipv6Addr};
+use std::os::fd::AsRawFd as _;
 use std::ptr;
 use std::time::{Duration, Instant};
 
 use libc::{pollfd, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
-use crate::table::{Kind, Stage, begin_settling, end_settling, kind, placeholder};
+use crate::private::Private;
+use crate::table::{Kind, LOOK, Stage, change, kind, placeholder};
 use crate::turn::Turns;
+use crate::wait::masked;
+use crate::watch::{self, Watch};
 use crate::{config, connect, epoll, errno, rdma, real};
 
 /// What a server says when it listens.
 const READY: [u8; READY_LEN] = [0; READY_LEN];
 const READY_LEN: usize = 4;
 
-/// Time between two looks at what another thread or process does.
-const LOOK: Duration = Duration::from_millis(1);
-
-/// Multiple of its patience in which a server decides about an rsocket from another address.
+/// Multiple of its patience in which a server decides about an rsocket from another address, and the shortest
+/// patience that a client expects of a server: the client's environment may have another one.
 const UNDECIDED: u32 = 5;
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Requests that wait at the port: those of strangers are among them.
 const BACKLOG: c_int = 16;
@@ -46,63 +49,59 @@ const CLOSED: c_int = c_int::MAX;
 
 /// Makes an rsocket of a TCP socket that waits for its use; answers it, or `None` where the socket stays.
 pub(crate) fn settle(fd: c_int) -> Option<c_int> {
+    let own = Kind::Forking(Stage::settling());
     let stage = loop {
         match kind(fd) {
             Kind::Rsocket(n) => return Some(n),
             Kind::File | Kind::Forking(Stage::New | Stage::Listening) => return None,
+            // A handler of a signal that interrupts it.
+            settling if settling == own => return None,
             // Another thread of the program uses it as well.
-            Kind::Forking(Stage::Settling) => std::thread::sleep(LOOK),
-            Kind::Forking(stage) if begin_settling(fd, stage) => break stage,
+            Kind::Forking(Stage::Settling(_) | Stage::Replacing) => std::thread::sleep(LOOK),
+            Kind::Forking(stage) if change(fd, Kind::Forking(stage), own) => break stage,
             Kind::Forking(_) => {}
         }
     };
-    // Another thread may close the socket meanwhile, and its number may be another file's.
-    // SAFETY: the call takes any number.
-    let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
-    let tcp = if copy < 0 { fd } else { copy };
+    // Another thread may close the socket meanwhile, and its number may be another file's. A child has no copy:
+    // the peer would not see the end of the connection.
+    let copy = Private::copy(fd);
+    let tcp = copy.as_ref().map_or(fd, |copy| copy.as_raw_fd());
     let made = match stage {
         Stage::Active => join(tcp),
         _ => accept(tcp),
     };
-    let settled = match made {
-        _ if kind(fd) != Kind::Forking(Stage::Settling) || !is_same(fd, tcp) => {
-            made.into_iter().for_each(close);
+    match made {
+        None => (!change(fd, own, Kind::File)).then_some(CLOSED),
+        Some(n) => {
+            prepare(tcp, n);
+            if put(fd, n) {
+                return Some(n);
+            }
+            // Closed: it has no socket any more.
+            close(n);
             Some(CLOSED)
         }
-        None => (!end_settling(fd, Kind::File)).then_some(CLOSED),
-        Some(n) => Some(replace(fd, n)),
-    };
-    if copy >= 0 {
-        // SAFETY: the copy is this call's.
-        unsafe { real::close(copy) };
     }
-    settled
 }
 
-/// Whether two descriptors are the same socket.
-fn is_same(fd: c_int, copy: c_int) -> bool {
-    let file = |fd| {
-        // SAFETY: all-zero bytes are valid, and the place is alive.
-        unsafe {
-            let mut stat: libc::stat = zeroed();
-            let is_open = real::fstat(fd, &raw mut stat) == 0;
-            is_open.then_some((stat.st_dev, stat.st_ino))
-        }
-    };
-    let found = file(fd);
-    found.is_some() && found == file(copy)
-}
-
-/// Puts an rsocket in the place of a TCP socket, which ends; answers its number.
-fn replace(fd: c_int, n: c_int) -> c_int {
+/// Gives an rsocket the options of a TCP socket.
+fn prepare(tcp: c_int, n: c_int) {
     config::apply(n);
-    connect::copy_options((fd, real::getsockopt), (n, rdma::rsetsockopt));
+    connect::copy_options((tcp, real::getsockopt), (n, rdma::rsetsockopt));
     // SAFETY: the calls take any numbers.
     unsafe {
-        let flags = real::fcntl(fd, libc::F_GETFL, 0) & libc::O_NONBLOCK;
+        let flags = real::fcntl(tcp, libc::F_GETFL, 0) & libc::O_NONBLOCK;
         rdma::rfcntl(n, libc::F_SETFL, flags);
     }
-    let is_replaced = epoll::settle(fd, n, || {
+}
+
+/// Puts an rsocket in the place of the TCP socket that this thread makes it of, and ends that one. Answers whether the
+/// descriptor was still the socket's.
+fn put(fd: c_int, n: c_int) -> bool {
+    let own = Kind::Forking(Stage::settling());
+    let replacing = Kind::Forking(Stage::Replacing);
+    let begin = || change(fd, own, replacing);
+    let replace = || {
         // SAFETY: the calls take any numbers.
         unsafe {
             let at_exec = real::fcntl(fd, libc::F_GETFD, 0) & libc::FD_CLOEXEC != 0;
@@ -111,14 +110,15 @@ fn replace(fd: c_int, n: c_int) -> c_int {
             real::dup3(place, fd, if at_exec { libc::O_CLOEXEC } else { 0 });
             real::close(place);
         }
-        end_settling(fd, Kind::Rsocket(n))
-    });
-    if !is_replaced {
-        // Closed, or beyond the table: it has no socket any more.
-        close(n);
-        return CLOSED;
+        change(fd, replacing, Kind::Rsocket(n));
+    };
+    // A handler of this thread would wait for it, or for the lock of the sets, without end.
+    // SAFETY: all-zero bytes are a valid set, which is alive.
+    unsafe {
+        let mut all: libc::sigset_t = zeroed();
+        libc::sigfillset(&raw mut all);
+        masked(&raw const all, || epoll::settle(fd, n, begin, replace))
     }
-    n
 }
 
 /// An address of a socket, by one of the calls that answer one.
@@ -221,13 +221,14 @@ fn is_taken(rsocket: c_int, tcp: c_int) -> bool {
         revents: 0,
     };
     let mut byte = [0_u8];
-    let deadline = Instant::now() + config::patience() * UNDECIDED;
+    let patience = config::patience().max(PATIENCE) * UNDECIDED;
+    let mut watch = Watch::new(Instant::now());
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = patience.saturating_sub(watch.look(Instant::now()));
         if left.is_zero() {
             return false;
         }
-        let ms = left.as_millis() as c_int + 1;
+        let ms = left.min(watch::WAIT).as_millis() as c_int + 1;
         let mut entries = [entry(rsocket, libc::POLLIN), entry(tcp, libc::POLLRDHUP)];
         // SAFETY: the places are alive.
         unsafe {
@@ -265,8 +266,8 @@ fn accept(fd: c_int) -> Option<c_int> {
     if said(fd) != Said::Nothing {
         return None;
     }
-    // Before the turn, in which others wait: the first rsocket at an address opens the device.
-    let opener = bound(&addr, length);
+    // Before the turn, in which others wait: the first rsocket at any address opens all devices.
+    let opener = bound(any(addr), length);
     let turn = Turns::of_user().take(port, peer);
     if said(fd) != Said::Nothing {
         close(opener);
@@ -286,14 +287,18 @@ fn accept(fd: c_int) -> Option<c_int> {
         candidates: Vec::new(),
         is_gone: false,
     };
-    let start = Instant::now();
-    let deadline = start + turn.patience();
     // SAFETY: the address has that length.
-    let is_ready = unsafe { reception.begin(any(addr), length, deadline) };
-    let accepted = is_ready.then(|| reception.run(deadline)).flatten();
+    let is_bound = unsafe { reception.bind(&any(addr), length, turn.wait_for_port()) };
+    turn.note_port(is_bound);
+    let is_ready = is_bound && reception.ask();
+    // From when the client knows of it.
+    let mut watch = Watch::new(Instant::now());
+    let accepted = is_ready
+        .then(|| reception.run(&mut watch, turn.patience()))
+        .flatten();
     close(listener);
     if is_ready {
-        turn.note(accepted.is_some(), start.elapsed());
+        turn.note(accepted.is_some(), watch.look(Instant::now()));
     }
     drop(turn);
     // Closing one that is connected after all may take a while.
@@ -303,8 +308,7 @@ fn accept(fd: c_int) -> Option<c_int> {
 }
 
 /// An rsocket at any port of an address; -1 where there is no device.
-fn bound(addr: &sockaddr_storage, length: socklen_t) -> c_int {
-    let mut addr = *addr;
+fn bound(mut addr: sockaddr_storage, length: socklen_t) -> c_int {
     clear_port(&mut addr);
     // SAFETY: the address is alive and has that length.
     unsafe {
@@ -366,30 +370,33 @@ struct Reception {
 }
 
 impl Reception {
-    /// Listens, and asks the client to connect. Answers whether that was done.
+    /// Takes the port, and waits for that time while another has it. Answers whether that was done.
     ///
     /// # Safety
     /// The address has that length.
-    unsafe fn begin(&self, addr: sockaddr_storage, length: socklen_t, deadline: Instant) -> bool {
+    unsafe fn bind(&self, addr: &sockaddr_storage, length: socklen_t, wait: Duration) -> bool {
         let reuse: c_int = 1;
         let value = ptr::from_ref(&reuse).cast();
+        let level = libc::SOL_SOCKET;
+        let mut watch = Watch::new(Instant::now());
         // SAFETY: the places are alive, and have the sizes that are given.
         unsafe {
             let size = size_of_val(&reuse) as socklen_t;
-            rdma::rsetsockopt(
-                self.listener,
-                libc::SOL_SOCKET,
-                libc::SO_REUSEADDR,
-                value,
-                size,
-            );
-            // A process that is out of turn may have the port for a moment.
-            while rdma::rbind(self.listener, (&raw const addr).cast(), length) < 0 {
-                if errno() != libc::EADDRINUSE || Instant::now() >= deadline {
+            rdma::rsetsockopt(self.listener, level, libc::SO_REUSEADDR, value, size);
+            while rdma::rbind(self.listener, ptr::from_ref(addr).cast(), length) < 0 {
+                if errno() != libc::EADDRINUSE || watch.look(Instant::now()) >= wait {
                     return false;
                 }
                 std::thread::sleep(LOOK);
             }
+            true
+        }
+    }
+
+    /// Listens, and asks the client to connect. Answers whether that was done.
+    fn ask(&self) -> bool {
+        // SAFETY: the bytes are alive, and the calls take any numbers.
+        unsafe {
             rdma::rlisten(self.listener, BACKLOG) == 0
                 && rdma::rfcntl(self.listener, libc::F_SETFL, libc::O_NONBLOCK) == 0
                 && real::send(
@@ -401,15 +408,15 @@ impl Reception {
         }
     }
 
-    /// Waits for the client's rsocket.
-    fn run(&mut self, deadline: Instant) -> Option<c_int> {
+    /// Waits for the client's rsocket, for that time.
+    fn run(&mut self, watch: &mut Watch, patience: Duration) -> Option<c_int> {
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = patience.saturating_sub(watch.look(Instant::now()));
             if left.is_zero() {
                 return None;
             }
             let mut entries = self.entries();
-            let ms = left.as_millis() as c_int + 1;
+            let ms = left.min(watch::WAIT).as_millis() as c_int + 1;
             // SAFETY: the entries are alive.
             let n = unsafe { rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, ms) };
             if n < 0 && errno() != libc::EINTR {
@@ -420,7 +427,12 @@ impl Reception {
             }
             // Before the look at TCP, which a client ends as soon as it is connected.
             if let Some(connected) = self.take_connected(&entries) {
-                return Some(connected);
+                // A client that was not answered in time has gone on by TCP.
+                if said(self.tcp) != Said::Data {
+                    return Some(connected);
+                }
+                close(connected);
+                return None;
             }
             self.take_request();
             match said(self.tcp) {
@@ -552,4 +564,95 @@ fn clear_port(addr: &mut sockaddr_storage) {
     let at: *mut sockaddr_in = ptr::from_mut(addr).cast();
     // SAFETY: the storage has room for an address of each family.
     unsafe { (*at).sin_port = 0 };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::IntoRawFd as _;
+    use std::sync::mpsc;
+    use std::thread;
+
+    use riser_testkit::eventually;
+
+    use super::*;
+    use crate::table::set;
+
+    /// The number of an rsocket that has no calls.
+    const RSOCKET: c_int = 1000;
+
+    /// A descriptor that a thread may make an rsocket of.
+    fn socket() -> c_int {
+        let (mut ends, passive) = ([0; 2], Kind::Forking(Stage::Passive));
+        // SAFETY: there is room for both ends.
+        unsafe {
+            assert_eq!(
+                libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, ends.as_mut_ptr()),
+                0
+            );
+        }
+        assert_eq!(set(ends[0], passive), Some(Kind::File));
+        ends[0]
+    }
+
+    /// Starts a thread, and waits until it sleeps.
+    fn start<T: Send + 'static>(
+        call: impl FnOnce() -> T + Send + 'static,
+    ) -> thread::JoinHandle<T> {
+        let (send, receive) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            // SAFETY: the call cannot fail.
+            send.send(unsafe { libc::gettid() }).unwrap();
+            call()
+        });
+        let stat = format!("/proc/self/task/{}/stat", receive.recv().unwrap());
+        eventually("the thread sleeps", Duration::from_secs(20), || {
+            // The state is behind the name, which is in brackets.
+            let stat = std::fs::read_to_string(&stat).unwrap();
+            stat.rsplit(')').next().unwrap().starts_with(" S")
+        });
+        thread
+    }
+
+    fn is_null(fd: c_int) -> bool {
+        let path = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
+        path.to_str() == Some("/dev/null")
+    }
+
+    #[test]
+    fn a_number_that_another_file_gets_is_not_replaced() {
+        let fd = socket();
+        let sets = epoll::hold_sets();
+        let settler = start(move || {
+            let own = Kind::Forking(Stage::settling());
+            assert!(change(fd, Kind::Forking(Stage::Passive), own));
+            put(fd, RSOCKET)
+        });
+        // SAFETY: the descriptors are this test's.
+        unsafe {
+            let file = File::open("/proc/self/exe").unwrap().into_raw_fd();
+            assert_eq!(libc::close(fd), 0);
+            assert_eq!(libc::fcntl(file, libc::F_DUPFD, fd), fd);
+            drop(sets);
+            assert!(!settler.join().unwrap());
+            assert!(!is_null(fd));
+            assert_eq!(kind(fd), Kind::File);
+            libc::close(fd);
+        }
+    }
+
+    #[test]
+    fn a_number_is_closed_once_it_is_replaced() {
+        let fd = socket();
+        let replacing = Kind::Forking(Stage::Replacing);
+        assert!(change(fd, Kind::Forking(Stage::Passive), replacing));
+        // SAFETY: the descriptor is this test's.
+        let closer = start(move || unsafe { libc::close(fd) });
+        // SAFETY: the call takes any number.
+        assert!(unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0);
+        assert!(change(fd, replacing, Kind::File));
+        assert_eq!(closer.join().unwrap(), 0);
+        // SAFETY: as above.
+        assert!(unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0);
+    }
 }

@@ -19,6 +19,8 @@
 //! | `epoll` | `epoll` |
 //! | `fork` | servers that fork for each connection |
 //! | `fork_lock` | locks that `fork` takes |
+//! | `private` | descriptors that no child has |
+//! | `watch` | time that goes by while processes run |
 //! | `turn` | whose turn it is to listen, of the processes of such servers |
 //!
 //! # Descriptors
@@ -42,6 +44,7 @@ mod epoll;
 mod files;
 mod fork;
 mod fork_lock;
+mod private;
 mod rdma;
 mod real;
 mod release;
@@ -49,6 +52,7 @@ mod sockets;
 mod table;
 mod turn;
 mod wait;
+mod watch;
 
 use std::ffi::c_int;
 

@@ -5,12 +5,16 @@
 
 use std::ffi::c_int;
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU32, Ordering};
+use std::time::Duration;
 
 use crate::{rdma, real};
 
 /// Descriptors that can be rsockets. Sockets with higher numbers stay ordinary ones.
 pub(crate) const MAX: usize = 1 << 16;
+
+/// Time between two looks at what another thread does.
+pub(crate) const LOOK: Duration = Duration::from_millis(1);
 
 /// What a descriptor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,14 +38,26 @@ pub(crate) enum Stage {
     Active,
     /// It was accepted: the rsocket is made by the process that uses it.
     Passive,
-    /// A thread of this process makes the rsocket. To a child, which has no such thread, the socket stays
-    /// one of TCP.
-    Settling,
+    /// A thread of this process, by its number, makes the rsocket. To a child, which has no such thread, the
+    /// socket stays one of TCP.
+    Settling(c_int),
+    /// The rsocket takes the place of the socket. No thread closes the descriptor meanwhile: the number would be
+    /// another file's, whose place the rsocket took. No child begins either.
+    Replacing,
+}
+
+impl Stage {
+    /// This thread makes the rsocket.
+    pub(crate) fn settling() -> Self {
+        // SAFETY: the call cannot fail.
+        Self::Settling(unsafe { libc::gettid() })
+    }
 }
 
 /// Kinds by descriptor: 0 for a file, a number above it for the rsocket before that, and below it for a
-/// stage, the last one with the process.
-static KINDS: [AtomicI32; MAX] = [const { AtomicI32::new(0) }; MAX];
+/// stage: from [`SETTLING`] downwards by process and thread.
+static KINDS: [AtomicI64; MAX] = [const { AtomicI64::new(0) }; MAX];
+const SETTLING: i64 = -6;
 
 /// Descriptors of each rsocket.
 static USERS: [AtomicU32; MAX] = [const { AtomicU32::new(0) }; MAX];
@@ -67,33 +83,39 @@ pub(crate) fn place<T>(table: &'static [T; MAX], fd: c_int) -> Option<&'static T
     table.get(usize::try_from(fd).ok()?)
 }
 
-/// The word of a descriptor that a thread of this process makes an rsocket.
-fn settling() -> i32 {
-    -4 - PROCESS.load(Ordering::Relaxed)
-}
-
-fn decode(word: i32) -> Kind {
+fn decode(word: i64) -> Kind {
     match word {
         0 => Kind::File,
         -1 => Kind::Forking(Stage::New),
         -2 => Kind::Forking(Stage::Listening),
         -3 => Kind::Forking(Stage::Active),
         -4 => Kind::Forking(Stage::Passive),
-        1.. => Kind::Rsocket(word - 1),
-        _ if word == settling() => Kind::Forking(Stage::Settling),
-        _ => Kind::File,
+        -5 => Kind::Forking(Stage::Replacing),
+        1.. => Kind::Rsocket((word - 1) as c_int),
+        _ => {
+            let ids = SETTLING - word;
+            let is_own = ids >> 32 == i64::from(PROCESS.load(Ordering::Relaxed));
+            match is_own {
+                true => Kind::Forking(Stage::Settling(ids as c_int)),
+                false => Kind::File,
+            }
+        }
     }
 }
 
-fn encode(kind: Kind) -> i32 {
+fn encode(kind: Kind) -> i64 {
     match kind {
         Kind::File => 0,
         Kind::Forking(Stage::New) => -1,
         Kind::Forking(Stage::Listening) => -2,
         Kind::Forking(Stage::Active) => -3,
         Kind::Forking(Stage::Passive) => -4,
-        Kind::Forking(Stage::Settling) => settling(),
-        Kind::Rsocket(n) => n + 1,
+        Kind::Forking(Stage::Replacing) => -5,
+        Kind::Forking(Stage::Settling(thread)) => {
+            let process = PROCESS.load(Ordering::Relaxed);
+            SETTLING - (i64::from(process) << 32 | i64::from(thread))
+        }
+        Kind::Rsocket(n) => i64::from(n) + 1,
     }
 }
 
@@ -110,8 +132,8 @@ pub(crate) fn rsocket(fd: c_int) -> Option<c_int> {
     }
 }
 
-/// Sets the kind of a descriptor, which is one more of an rsocket's; answers the kind before. A
-/// descriptor beyond the table stays a file: answers `None`.
+/// Sets the kind of a descriptor, which is one more of an rsocket's; answers the kind before, and waits for it where
+/// that is about to be an rsocket. A descriptor beyond the table stays a file: answers `None`.
 pub(crate) fn set(fd: c_int, kind: Kind) -> Option<Kind> {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -123,35 +145,34 @@ pub(crate) fn set(fd: c_int, kind: Kind) -> Option<Kind> {
     if let Kind::Rsocket(n) = kind {
         place(&USERS, n)?.fetch_add(1, Ordering::AcqRel);
     }
-    Some(decode(word.swap(encode(kind), Ordering::AcqRel)))
+    loop {
+        let before = word.load(Ordering::Acquire);
+        if before == encode(Kind::Forking(Stage::Replacing)) {
+            std::thread::sleep(LOOK);
+        } else if swap(word, before, encode(kind)) {
+            return Some(decode(before));
+        }
+    }
 }
 
-/// Begins to make an rsocket of a TCP socket. Answers whether no other thread has begun.
-pub(crate) fn begin_settling(fd: c_int, stage: Stage) -> bool {
-    let (from, to) = (Kind::Forking(stage), Kind::Forking(Stage::Settling));
-    place(&KINDS, fd).is_some_and(|word| {
-        let (from, to) = (encode(from), encode(to));
-        word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed)
-            .is_ok()
-    })
+fn swap(word: &AtomicI64, from: i64, to: i64) -> bool {
+    word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed)
+        .is_ok()
 }
 
-/// Ends what [`begin_settling`] has begun. Answers whether the descriptor is still that of the socket, and
-/// is of this kind now.
-pub(crate) fn end_settling(fd: c_int, kind: Kind) -> bool {
-    let from = encode(Kind::Forking(Stage::Settling));
+/// Changes the kind of a descriptor as [`set`] does, and answers whether it was of that kind before.
+pub(crate) fn change(fd: c_int, from: Kind, to: Kind) -> bool {
     let is_changed = place(&KINDS, fd).is_some_and(|word| {
         // No other thread gives up its part before it can see it.
-        if let Kind::Rsocket(n) = kind
+        if let Kind::Rsocket(n) = to
             && let Some(users) = place(&USERS, n)
         {
             users.fetch_add(1, Ordering::AcqRel);
         }
-        word.compare_exchange(from, encode(kind), Ordering::AcqRel, Ordering::Relaxed)
-            .is_ok()
+        swap(word, encode(from), encode(to))
     });
     if !is_changed {
-        give_up(kind);
+        give_up(to);
     }
     is_changed
 }

@@ -11,7 +11,8 @@
 //!   until any client connects: many that stay silent are not each waited for in full.
 //! - **Those who are stopped are passed over.** A process that has its turn for much longer than its client has,
 //!   by a signal or in a debugger, keeps those behind it waiting for that time only. Where it listens it still
-//!   has the port, so these stay with TCP.
+//!   has the port, so these stay with TCP: the first one after a moment, and the others at once. Where all of
+//!   them are paused, no time passes.
 //!
 //! All is kept in a file of the user, at places that ports and hosts have there. Each place has a queue: a process
 //! draws a number, locks the byte of that number, and has its turn when no byte of a lower number is locked.
@@ -27,11 +28,11 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
-use std::sync::Once;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::fork_lock::ForkLock;
+use crate::private::Private;
+use crate::watch::Watch;
 use crate::{config, errno, real};
 
 /// Times that patience is halved: what is left is enough for a client that is there.
@@ -50,13 +51,18 @@ const HOSTS: u64 = 64;
 /// Most times that are counted.
 const MAX_PASSED: u64 = MAX_HALVINGS as u64 + 1;
 
-/// Bytes of a place, which has four words: the seconds of the time when a host, or one at a port, let its time
+/// Bytes of a place, which has five words: the seconds of the time when a host, or one at a port, let its time
 /// pass, with how many times that was in the lowest byte; the next number of the queue; a count by which a
-/// process that has the turn of its host shows that it goes on; and the first number that was not passed over.
-const PLACE: u64 = 32;
+/// process that has the turn of its host shows that it goes on; the first number that was not passed over; and the
+/// seconds of the time when a process could not have its port, 0 since one could.
+const PLACE: u64 = 40;
 const NUMBER: u64 = 8;
 const BEAT: u64 = 16;
 const PASSED_OVER: u64 = 24;
+const OCCUPIED: u64 = 32;
+
+/// Number of this layout: another one is in a file of another name, for processes with an older library may run.
+const LAYOUT: u32 = 3;
 
 /// Where the queues begin, behind the words of all places, and the bytes of each. They are locked only.
 const QUEUES: u64 = PORTS * (1 + HOSTS) * PLACE;
@@ -90,7 +96,7 @@ impl Turns {
         // SAFETY: the call cannot fail.
         let user = unsafe { libc::geteuid() };
         Self {
-            path: format!("/dev/shm/riser-rsocket-queues.{user}"),
+            path: format!("/dev/shm/riser-rsocket-queues-{LAYOUT}.{user}"),
             patience: config::patience(),
         }
     }
@@ -123,6 +129,29 @@ impl Turn {
         self.longest / (1 << halvings.min(MAX_HALVINGS.into()))
     }
 
+    /// Time in which the port may become free. A process that is out of turn has it for a moment; what has had it for
+    /// longer within the last minute, such as one that is stopped or another program, is not waited for again.
+    pub(crate) fn wait_for_port(&self) -> Duration {
+        let is_occupied = self.file.as_ref().is_some_and(|Queues(file)| {
+            now().abs_diff(word(file, self.places[1] + OCCUPIED)) < MEMORY.as_secs()
+        });
+        let wait = self.longest / (1 << MAX_HALVINGS);
+        if is_occupied { Duration::ZERO } else { wait }
+    }
+
+    /// Notes whether the process has the port.
+    pub(crate) fn note_port(&self, is_had: bool) {
+        let Some(Queues(file)) = &self.file else {
+            return;
+        };
+        let at = self.places[1] + OCCUPIED;
+        let since = if is_had { 0 } else { now() };
+        if word(file, at) != since {
+            // Where it fails, the next one waits.
+            set_word(file, at, since);
+        }
+    }
+
     /// Notes whether the client has connected, or has let its time pass. One that says soon that it has no
     /// rsocket has kept no other waiting; one that goes away just before its time is over has.
     pub(crate) fn note(&self, is_connected: bool, after: Duration) {
@@ -147,68 +176,31 @@ impl Turn {
     }
 }
 
-/// The descriptors of [`Queues`], which a child closes: another thread than that which has one may fork.
-static FILES: ForkLock<Vec<c_int>> = ForkLock::new(Vec::new());
-
-extern "C" fn before_fork() {
-    FILES.hold();
-}
-
-extern "C" fn after_fork() {
-    FILES.release(|_| {});
-}
-
-extern "C" fn in_child() {
-    FILES.release(|files| {
-        for file in files.drain(..) {
-            // SAFETY: no thread of the child uses it.
-            unsafe { real::close(file) };
-        }
-    });
-}
-
 /// The file. Its locks are those of its descriptor, which are released with it.
-struct Queues(File);
+struct Queues(Private);
 
 impl Drop for Queues {
     fn drop(&mut self) {
         // One that was made without handlers of `fork` may have the file as well until it calls `exec`.
         set_lock(&self.0, libc::F_UNLCK, 0..0);
-        // Not before: a child that is forked in between would keep the lock.
-        FILES.lock().retain(|fd| *fd != self.0.as_raw_fd());
     }
 }
 
 impl Queues {
     /// The file, where it is this user's and has no other name.
     fn open(path: &str) -> Option<Self> {
-        static INSTALLED: Once = Once::new();
-        INSTALLED.call_once(|| {
-            // SAFETY: the handlers may be called at any time.
-            unsafe {
-                libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_child));
-            }
-        });
-        // No child begins between the two steps.
-        let mut files = FILES.lock();
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(path)
-            .ok()?;
+        let file = Private::open(|| {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create(true).truncate(false);
+            let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+            options.mode(0o600).custom_flags(flags).open(path).ok()
+        })?;
         // SAFETY: the call cannot fail.
         let user = unsafe { libc::geteuid() };
         let is_ours = file
             .metadata()
             .is_ok_and(|file| file.is_file() && file.uid() == user && file.nlink() == 1);
-        is_ours.then(|| {
-            files.push(file.as_raw_fd());
-            Self(file)
-        })
+        is_ours.then(|| Self(file))
     }
 
     /// Waits for the turn at a place, with `limit` for each of those before it that does not go on. At a place where
@@ -220,15 +212,15 @@ impl Queues {
         let own = queue(place) + number;
         let passed_over = place * PLACE + PASSED_OVER;
         let mut seen = None;
-        let mut since = Instant::now();
+        let mut watch = Watch::new(Instant::now());
         // Without those that others behind them have passed over.
         let before = || queue(place) + word(&self.0, passed_over).min(number)..own;
         while let Some(first) = first_locked(&self.0, before()) {
             let now = (first, word(&self.0, place * PLACE + BEAT));
             if seen != Some(now) {
                 seen = Some(now);
-                since = Instant::now();
-            } else if since.elapsed() > limit {
+                watch = Watch::new(Instant::now());
+            } else if watch.look(Instant::now()) > limit {
                 if !set_word(&self.0, passed_over, first + 1 - queue(place)) {
                     return false;
                 }
@@ -246,9 +238,9 @@ impl Queues {
     /// Draws a number of a queue, and locks its byte.
     fn draw(&self, place: u64, limit: Duration) -> Option<u64> {
         let at = place * PLACE;
-        let deadline = Instant::now() + limit;
+        let mut watch = Watch::new(Instant::now());
         while !set_lock(&self.0, libc::F_WRLCK, at..at + 1) {
-            if errno() != libc::EAGAIN || Instant::now() >= deadline {
+            if errno() != libc::EAGAIN || watch.look(Instant::now()) > limit {
                 return None;
             }
             thread::sleep(LOOK);
@@ -416,6 +408,20 @@ mod tests {
         }
         take().note(true, Duration::ZERO);
         assert_eq!(take().patience(), Duration::from_secs(2));
+    }
+
+    #[test]
+    fn a_port_that_another_program_has_is_waited_for_once() {
+        let turns = turns("port", PATIENCE);
+        let others = [10, 11].map(|port| turns.take(port, HOST));
+        let [turn, other] = &others;
+        assert_eq!(turn.wait_for_port(), Duration::from_millis(250));
+        turn.note_port(false);
+        assert_eq!(turn.wait_for_port(), Duration::ZERO);
+        assert_eq!(other.wait_for_port(), Duration::from_millis(250));
+        assert_eq!(turn.patience(), PATIENCE, "no client has let it pass");
+        turn.note_port(true);
+        assert_eq!(turn.wait_for_port(), Duration::from_millis(250));
     }
 
     #[test]

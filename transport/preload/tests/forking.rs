@@ -6,10 +6,12 @@ use std::env;
 use std::ffi::c_int;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::process::Child;
 use std::ptr;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
@@ -365,22 +367,25 @@ fn children_of_a_process_that_makes_an_rsocket() {
         let fd = stream.as_raw_fd();
         let reader = thread::spawn(move || stream.read(&mut [0; 16]));
         wait_for_word();
-        // The descriptor is the child's as well, and the thread is not.
-        // SAFETY: the child ends without the harness.
+        let mut ends = [0; 2];
+        // The descriptor is the child's as well, and the thread is not. The child lives as long as this process.
+        // SAFETY: the child ends without the harness, and there is room for both ends.
         unsafe {
-            let child = libc::fork();
-            if child == 0 {
-                libc::alarm(10);
+            assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
+            if libc::fork() == 0 {
+                libc::alarm(60);
                 let copy = libc::dup(fd);
-                libc::_exit(c_int::from(
-                    libc::write(copy, c"hello".as_ptr().cast(), 5) != 5,
-                ));
+                let n = libc::write(copy, c"hello".as_ptr().cast(), 5);
+                libc::close(copy);
+                libc::close(fd);
+                libc::close(ends[1]);
+                libc::read(ends[0], [0_u8].as_mut_ptr().cast(), 1);
+                libc::_exit(c_int::from(n != 5));
             }
-            let mut status = 0;
-            assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
-            assert_eq!(status, 0);
         }
         assert_eq!(reader.join().unwrap().unwrap(), 0);
+        // The client goes on.
+        listener.accept().unwrap();
         return;
     }
     const TEST: &str = "children_of_a_process_that_makes_an_rsocket";
@@ -392,11 +397,206 @@ fn children_of_a_process_that_makes_an_rsocket() {
     await_ready(&mut silent);
     go_on(&mut server);
     let mut text = [0; 5];
-    let read = silent.read_exact(&mut text);
+    silent.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"hello", "by TCP, as it was when the child began");
+    silent.shutdown(Shutdown::Write).unwrap();
+    // The server closes it, and so has the child.
+    assert_eq!(silent.read(&mut text).unwrap(), 0);
+    drop(connect_to_server(CLIENT, port));
+    finish(server);
+}
+
+/// Reads from a socket in a thread whose wait a signal interrupts when the thread waits for a word; the handler
+/// writes to the socket. Answers how much was read in the end.
+fn interrupt(mut stream: TcpStream, await_wait: impl FnOnce(libc::pid_t)) -> usize {
+    static SOCKET: AtomicI32 = AtomicI32::new(-1);
+    static WRITTEN: AtomicI32 = AtomicI32::new(-1);
+    extern "C" fn say(_: c_int) {
+        let fd = SOCKET.load(Ordering::Relaxed);
+        // SAFETY: the bytes are alive.
+        let n = unsafe { libc::write(fd, c"hello".as_ptr().cast(), 5) };
+        WRITTEN.store(n as c_int, Ordering::Relaxed);
+    }
+    SOCKET.store(stream.as_raw_fd(), Ordering::Relaxed);
+    let (send, receive) = mpsc::channel();
+    let reader = thread::spawn(move || {
+        // SAFETY: the calls cannot fail.
+        let ids = unsafe { (libc::gettid(), libc::pthread_self()) };
+        send.send(ids).unwrap();
+        stream.read(&mut [0; 16]).unwrap()
+    });
+    let (id, thread) = receive.recv().unwrap();
+    await_wait(id);
+    // SAFETY: the thread reads, and the handler makes calls only that may be made there.
+    unsafe {
+        let handler = say as extern "C" fn(c_int);
+        libc::signal(libc::SIGUSR1, handler as libc::sighandler_t);
+        libc::pthread_kill(thread, libc::SIGUSR1);
+    }
+    eventually("the handler returns", Duration::from_secs(20), || {
+        WRITTEN.load(Ordering::Relaxed) == 5
+    });
+    reader.join().unwrap()
+}
+
+#[test]
+fn handlers_of_signals_in_a_server_that_waits() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let listener = TcpListener::bind((ADDR, port)).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        assert_eq!(interrupt(stream, |_| wait_for_word()), 0);
+        return;
+    }
+    const TEST: &str = "handlers_of_signals_in_a_server_that_waits";
+    let links = Links::new(TEST);
+    let port = free_port();
+    let variables = [FORK_SAFE, PATIENT, ("PORT", &port.to_string())];
+    let mut server = links.start(TEST, ADDR, &variables);
+    let mut silent = connect_to_server(CLIENT, port);
+    await_ready(&mut silent);
+    go_on(&mut server);
+    let mut text = [0; 5];
+    silent.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"hello");
     drop(silent);
     finish(server);
-    read.unwrap();
-    assert_eq!(&text, b"hello", "by TCP, as it was when the child began");
+}
+
+#[test]
+fn handlers_of_signals_in_a_client_that_waits() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let stream = TcpStream::connect((ADDR, port)).unwrap();
+        let read = interrupt(stream, |thread| {
+            // The wait for the server is the only such call.
+            let call = format!("/proc/self/task/{thread}/syscall");
+            let is_it = format!("{} ", libc::SYS_recvfrom);
+            eventually("the thread waits", Duration::from_secs(20), || {
+                fs::read_to_string(&call).is_ok_and(|line| line.starts_with(&is_it))
+            });
+        });
+        assert_eq!(read, 7);
+        return;
+    }
+    const TEST: &str = "handlers_of_signals_in_a_client_that_waits";
+    let links = Links::new(TEST);
+    let listener = TcpListener::bind((ADDR, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let client = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", &port)]);
+    let (mut stream, _) = listener.accept().unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_secs(30)))
+        .unwrap();
+    let mut text = [0; 5];
+    stream.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"hello");
+    stream.write_all(b"welcome").unwrap();
+    drop(stream);
+    finish(client);
+}
+
+#[test]
+fn servers_whose_port_another_program_has() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let listener = TcpListener::bind((ADDR, port)).unwrap();
+        if let Some(listens) = env::var_os("LISTENS") {
+            fs::write(listens, "").unwrap();
+            return wait_for_word();
+        }
+        // SAFETY: the children end without the harness; no other thread uses the library here.
+        unsafe {
+            libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+            loop {
+                let (mut stream, _) = listener.accept().unwrap();
+                if libc::fork() == 0 {
+                    libc::alarm(60);
+                    let _ = stream.write_all(b"hello");
+                    libc::_exit(0);
+                }
+            }
+        }
+    }
+    const TEST: &str = "servers_whose_port_another_program_has";
+    let links = Links::new(TEST);
+    let number = free_port();
+    let port = &*number.to_string();
+    let listens = env::temp_dir().join(format!("riser-preload-{TEST}-{port}"));
+    let file = listens.to_str().unwrap();
+    let mut other = links.start(TEST, ADDR, &[("PORT", port), ("LISTENS", file)]);
+    eventually("the other listens", Duration::from_secs(20), || {
+        listens.exists()
+    });
+    let _ = fs::remove_file(&listens);
+    let patience = ("RISER_RSOCKET_PATIENCE", "40000");
+    let server = links.start(TEST, ADDR, &[FORK_SAFE, patience, ("PORT", port)]);
+    await_server(number);
+    let hosts = (100..110).map(|n| Ipv4Addr::new(127, 0, 45, n));
+    let clients: Vec<TcpStream> = hosts
+        .map(|host| connect_from(host, number).unwrap())
+        .collect();
+    for mut client in clients {
+        let mut text = [0; 5];
+        client
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        client.read_exact(&mut text).unwrap();
+        assert_eq!(&text, b"hello");
+    }
+    go_on(&mut other);
+    finish(other);
+    end(server);
+}
+
+#[test]
+fn servers_that_are_paused_while_a_client_connects() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            // A group of its processes, which are paused at once.
+            // SAFETY: the call takes any numbers.
+            assert_eq!(unsafe { libc::setpgid(0, 0) }, 0);
+            return serve(&TcpListener::bind((ADDR, port)).unwrap());
+        }
+        fs::write(env::var("BEGINS").unwrap(), "").unwrap();
+        // The rsocket alone, without TCP before it.
+        assert_eq!(ask(TcpStream::connect((ADDR, port)).unwrap()), "by RDMA");
+        return;
+    }
+    const TEST: &str = "servers_that_are_paused_while_a_client_connects";
+    let links = Links::new(TEST);
+    let number = free_port();
+    let port = &*number.to_string();
+    let patience = Duration::from_secs(5);
+    let ms = patience.as_millis().to_string();
+    let variables = [
+        FORK_SAFE,
+        ("RISER_RSOCKET_PATIENCE", &*ms),
+        ("PORT", port),
+        ("SERVER", "1"),
+    ];
+    let server = links.start(TEST, ADDR, &variables);
+    await_server(number);
+    let mut tcp = connect_from(CLIENT, number).unwrap();
+    await_ready(&mut tcp);
+    let group = -(server.id() as libc::pid_t);
+    // SAFETY: the group is the server's.
+    unsafe { assert_eq!(libc::kill(group, libc::SIGSTOP), 0) };
+    // A pause of that length, in which nothing is to happen.
+    thread::sleep(patience + Duration::from_secs(1));
+    let begins = env::temp_dir().join(format!("riser-preload-{TEST}-{port}"));
+    let variables = [("PORT", port), ("BEGINS", begins.to_str().unwrap())];
+    let client = links.start(TEST, &CLIENT.to_string(), &variables);
+    eventually("the client begins", Duration::from_secs(20), || {
+        begins.exists()
+    });
+    let _ = fs::remove_file(&begins);
+    // SAFETY: as above.
+    unsafe { assert_eq!(libc::kill(group, libc::SIGCONT), 0) };
+    finish(client);
+    drop(tcp);
+    end(server);
 }
 
 /// A client whose rsocket a server accepts and does not take for the client's, beside the TCP connection to this
@@ -493,4 +693,43 @@ fn sets_of_epoll_while_a_socket_becomes_an_rsocket() {
     let server = links.start(TEST, ADDR, &[FORK_SAFE, ("PORT", port), ("SERVER", "1")]);
     finish(links.start(TEST, "127.0.45.2", &[FORK_SAFE, ("PORT", port)]));
     end(server);
+}
+
+#[test]
+fn servers_that_take_an_rsocket_from_another_address() {
+    let file_of = |port| env::temp_dir().join(format!("riser-preload-take-{port}"));
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        if env::var_os("SERVER").is_some() {
+            // The rsockets of a server that takes them from any address.
+            let listener = TcpListener::bind((ADDR, port)).unwrap();
+            fs::write(file_of(port), "").unwrap();
+            let (stream, _) = listener.accept().unwrap();
+            fs::remove_file(file_of(port)).unwrap();
+            return answer(stream);
+        }
+        assert_eq!(ask(connect_to_server(CLIENT, port)), "by RDMA");
+        return;
+    }
+    const TEST: &str = "servers_that_take_an_rsocket_from_another_address";
+    let links = Links::new(TEST);
+    let listener = TcpListener::bind((ADDR, 0)).unwrap();
+    let number = listener.local_addr().unwrap().port();
+    let port = &*number.to_string();
+    let server = links.start(TEST, ADDR, &[("PORT", port), ("SERVER", "1")]);
+    let await_file = |exists| {
+        eventually("the server goes on", Duration::from_secs(20), || {
+            file_of(number).exists() == exists
+        });
+    };
+    await_file(true);
+    // A client without patience of its own.
+    let patience = ("RISER_RSOCKET_PATIENCE", "0");
+    let client = links.start(TEST, "127.0.45.2", &[FORK_SAFE, patience, ("PORT", port)]);
+    let (mut tcp, _) = listener.accept().unwrap();
+    tcp.write_all(&[0; 4]).unwrap();
+    await_file(false);
+    drop(tcp);
+    finish(client);
+    finish(server);
 }

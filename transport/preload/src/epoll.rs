@@ -7,10 +7,13 @@
 //! A TCP socket that may become an rsocket (see [`crate::fork`]) is in the kernel's set until then, and in the
 //! list without an rsocket. The kernel knows whether it has reported one that is to be reported once.
 //!
+//! Copies of a descriptor have one set in the kernel, and one list here. Event loops make them before there is
+//! a list, register by one and wait by another. So the kernel is asked, once for each descriptor that is used:
+//! it knows whether a bell is in a set.
+//!
 //! The lists have a lock, which `fork` takes, so that a child finds it free. Closing a descriptor that is
 //! neither a set, a bell nor an rsocket takes none: that is done by signal handlers, and between `fork` and `exec`.
 
-use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{MutexGuard, Once};
@@ -19,7 +22,7 @@ use std::time::{Duration, Instant};
 use libc::{epoll_event, pollfd, sigset_t, timespec};
 
 use crate::fork_lock::ForkLock;
-use crate::table::{Kind, MAX, Stage, is_own, kind, place};
+use crate::table::{Kind, LOOK, MAX, Stage, is_own, kind, place};
 use crate::wait::{masked, of_timespec};
 use crate::{fail, rdma, real};
 
@@ -67,8 +70,10 @@ impl Interest {
     }
 }
 
-/// The rsockets of an `epoll` descriptor.
+/// The rsockets of a set.
 struct Set {
+    /// Descriptors of the set, of which there is one at least.
+    descriptors: Vec<c_int>,
     interests: Vec<Interest>,
     bell: Bell,
     /// The process that has made it.
@@ -81,18 +86,18 @@ fn process() -> c_int {
     unsafe { libc::getpid() }
 }
 
-/// The sets, by their descriptors.
-type Sets = BTreeMap<c_int, Set>;
+type Sets = Vec<Set>;
 
-static SETS: ForkLock<Sets> = ForkLock::new(BTreeMap::new());
+static SETS: ForkLock<Sets> = ForkLock::new(Vec::new());
 
 /// Number of sets, so that programs without `epoll` take no lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// What a descriptor is to the sets: [`SET`], [`BELL`] or 0.
+/// What a descriptor is to the sets: [`SET`], [`BELL`], [`OTHER`] or 0 where that is not known.
 static PARTS: [AtomicU8; MAX] = [const { AtomicU8::new(0) }; MAX];
 const SET: u8 = 1;
 const BELL: u8 = 2;
+const OTHER: u8 = 3;
 
 fn part(fd: c_int) -> u8 {
     place(&PARTS, fd).map_or(0, |part| part.load(Ordering::Relaxed))
@@ -122,6 +127,34 @@ extern "C" fn before_fork() {
 
 extern "C" fn after_fork() {
     SETS.release(|_| {});
+}
+
+/// The place of a descriptor's set among all. A copy is one more descriptor of its set from its first use on.
+fn find(sets: &mut Sets, epoll: c_int) -> Option<usize> {
+    let part = place(&PARTS, epoll)?;
+    match part.load(Ordering::Relaxed) {
+        SET => sets.iter().position(|set| set.descriptors.contains(&epoll)),
+        0 => {
+            let found = sets.iter().position(|set| set.bell.hangs_in(epoll));
+            part.store(found.map_or(OTHER, |_| SET), Ordering::Relaxed);
+            sets[found?].descriptors.push(epoll);
+            found
+        }
+        _ => None,
+    }
+}
+
+/// A descriptor has a copy, which is a set as well if that one is.
+pub(crate) fn share(fd: c_int, copy: c_int) {
+    if part(fd) != SET || !is_own() {
+        return;
+    }
+    let mut sets = sets();
+    if let Some(at) = find(&mut sets, fd)
+        && note(copy, SET)
+    {
+        sets[at].descriptors.push(copy);
+    }
 }
 
 /// Has `fork` take the lock from now on.
@@ -169,14 +202,26 @@ impl Bell {
     /// # Errors
     /// Those of `epoll_ctl(2)`.
     fn hang(&self, set: c_int) -> Result<(), c_int> {
-        let mut event = epoll_event {
-            events: libc::EPOLLIN as u32,
-            u64: bell_data(),
-        };
+        let mut event = Self::event();
         // SAFETY: the event is alive.
         match unsafe { real::epoll_ctl(set, libc::EPOLL_CTL_ADD, self.0, &raw mut event) } {
             0 => Ok(()),
             _ => Err(crate::errno()),
+        }
+    }
+
+    /// Whether it is in a set.
+    fn hangs_in(&self, set: c_int) -> bool {
+        let mut event = Self::event();
+        // SAFETY: the event is alive. It is the one that the bell has there.
+        unsafe { real::epoll_ctl(set, libc::EPOLL_CTL_MOD, self.0, &raw mut event) == 0 }
+    }
+
+    /// The event of a bell that rings.
+    fn event() -> epoll_event {
+        epoll_event {
+            events: libc::EPOLLIN as u32,
+            u64: bell_data(),
         }
     }
 
@@ -217,7 +262,15 @@ impl Set {
             return Err(libc::ENOSPC);
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
+        // Others may be copies of it.
+        for part in PARTS
+            .iter()
+            .filter(|part| part.load(Ordering::Relaxed) == OTHER)
+        {
+            part.store(0, Ordering::Relaxed);
+        }
         Ok(Self {
+            descriptors: vec![set],
             interests: Vec::new(),
             bell,
             process: process(),
@@ -254,7 +307,7 @@ pub(crate) fn touch(n: c_int, events: c_int) {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return;
     }
-    for set in sets().values_mut() {
+    for set in sets().iter_mut() {
         let mut is_changed = false;
         for interest in set.interests.iter_mut().filter(|i| i.rsocket == n) {
             is_changed |= interest.reported & events as u32 != 0;
@@ -271,7 +324,7 @@ pub(crate) fn forget(n: c_int) {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return;
     }
-    for set in sets().values_mut() {
+    for set in sets().iter_mut() {
         set.interests.retain(|interest| interest.rsocket != n);
     }
 }
@@ -291,18 +344,19 @@ pub(crate) fn settle(
     if !begin() {
         return false;
     }
-    for (epoll, set) in sets.iter_mut() {
+    for set in sets.iter_mut() {
+        let epoll = set.descriptors[0];
         let is_it = |interest: &Interest| interest.fd == fd && interest.rsocket == NONE;
         let Some(at) = set.interests.iter().position(is_it) else {
             continue;
         };
         let interest = &mut set.interests[at];
-        if interest.wanted & libc::EPOLLONESHOT as u32 != 0 && is_reported(*epoll, fd) {
+        if interest.wanted & libc::EPOLLONESHOT as u32 != 0 && is_reported(epoll, fd) {
             interest.wanted &= MODES;
         }
         // SAFETY: no event is needed.
         let is_in_set =
-            unsafe { real::epoll_ctl(*epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) == 0 };
+            unsafe { real::epoll_ctl(epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) == 0 };
         if is_in_set {
             interest.rsocket = n;
             set.ring();
@@ -366,37 +420,49 @@ pub(crate) fn is_bell(fd: c_int) -> bool {
 /// among them are none any more, and sets whose bells are among them get new ones.
 pub(crate) fn closing(first: c_int, last: c_int, call: impl FnOnce() -> c_int) -> c_int {
     let last = last.min(MAX as c_int - 1);
+    let is_in = |fd: &c_int| (first..=last).contains(fd);
+    let mut has_part = false;
+    for fd in first..=last {
+        match part(fd) {
+            0 => {}
+            OTHER => _ = note(fd, 0),
+            _ => has_part = true,
+        }
+    }
     // A child of `vfork` closes no descriptor of its parent's.
-    if COUNT.load(Ordering::Relaxed) == 0 || !is_own() || (first..=last).all(|fd| part(fd) == 0) {
+    if !has_part || !is_own() {
         return call();
     }
     // The lock is held during the call: no other thread rings a bell whose number another file has
     // by now, or takes the closed set for a new one.
     let mut sets = sets();
-    for (fd, set) in sets.iter().filter(|(_, set)| set.loses_bell(first, last)) {
-        set.bell.take_down(*fd);
+    for set in sets.iter().filter(|set| set.loses_bell(first, last)) {
+        set.bell.take_down(set.descriptors[0]);
     }
     let result = call();
     if result < 0 {
-        for (fd, set) in sets.iter().filter(|(_, set)| set.loses_bell(first, last)) {
-            let _ = set.bell.hang(*fd);
+        for set in sets.iter().filter(|set| set.loses_bell(first, last)) {
+            let _ = set.bell.hang(set.descriptors[0]);
         }
         return result;
     }
     for fd in first..=last {
         note(fd, 0);
     }
-    for set in sets.values_mut() {
-        if (first..=last).contains(&set.bell.0) {
+    for set in sets.iter_mut() {
+        if is_in(&set.bell.0) {
             set.bell.lose();
         }
     }
-    sets.retain(|fd, _| !(first..=last).contains(fd));
-    for (fd, set) in sets.iter_mut() {
+    sets.retain_mut(|set| {
+        set.descriptors.retain(|fd| !is_in(fd));
+        !set.descriptors.is_empty()
+    });
+    for set in sets.iter_mut() {
         if !set.bell.is_lost() || set.process != process() {
             continue;
         }
-        if let Ok(bell) = Bell::new(*fd) {
+        if let Ok(bell) = Bell::new(set.descriptors[0]) {
             set.bell = bell;
         }
         // Those who wait poll the old one.
@@ -456,53 +522,44 @@ fn change(
     (fd, n): (c_int, c_int),
     event: Option<&epoll_event>,
 ) -> Result<(), c_int> {
-    let at = sets.get(&epoll).and_then(|set| {
-        set.interests
-            .iter()
-            .position(|i| i.fd == fd && i.rsocket == n)
-    });
     let event = match (op, event) {
         (libc::EPOLL_CTL_DEL, _) => None,
         (_, None) => return Err(libc::EFAULT),
         (_, event) => event,
     };
+    let set = match find(sets, epoll) {
+        Some(at) => &mut sets[at],
+        None if op == libc::EPOLL_CTL_ADD => sets.push_mut(Set::new(epoll)?),
+        None => return Err(libc::ENOENT),
+    };
+    let is_it = |interest: &Interest| interest.fd == fd && interest.rsocket == n;
+    let at = set.interests.iter().position(is_it);
     match (op, at, event) {
         // The kernel has taken it: one that had the number before is closed.
         (libc::EPOLL_CTL_ADD, Some(at), Some(event)) if n == NONE => {
-            let set = sets.get_mut(&epoll).ok_or(libc::ENOENT)?;
             let interest = &mut set.interests[at];
             (interest.wanted, interest.data) = (event.events, event.u64);
         }
         (libc::EPOLL_CTL_ADD, Some(_), _) => return Err(libc::EEXIST),
-        (libc::EPOLL_CTL_ADD, None, Some(event)) => {
-            let set = match sets.entry(epoll) {
-                std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
-                std::collections::btree_map::Entry::Vacant(entry) => entry.insert(Set::new(epoll)?),
-            };
-            set.interests.push(Interest {
-                fd,
-                rsocket: n,
-                wanted: event.events,
-                data: event.u64,
-                reported: 0,
-            });
-        }
+        (libc::EPOLL_CTL_ADD, None, Some(event)) => set.interests.push(Interest {
+            fd,
+            rsocket: n,
+            wanted: event.events,
+            data: event.u64,
+            reported: 0,
+        }),
         (libc::EPOLL_CTL_MOD | libc::EPOLL_CTL_DEL, None, _) => return Err(libc::ENOENT),
         (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
-            let set = sets.get_mut(&epoll).ok_or(libc::ENOENT)?;
             let interest = &mut set.interests[at];
             (interest.wanted, interest.data) = (event.events, event.u64);
             interest.reported = 0;
         }
         (libc::EPOLL_CTL_DEL, Some(at), _) => {
-            let set = sets.get_mut(&epoll).ok_or(libc::ENOENT)?;
             set.interests.swap_remove(at);
         }
         _ => return Err(libc::EINVAL),
     }
-    if let Some(set) = sets.get(&epoll) {
-        set.ring();
-    }
+    set.ring();
     Ok(())
 }
 
@@ -512,8 +569,13 @@ fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return None;
     }
-    let sets = sets();
-    let set = sets.get(&epoll)?;
+    // Without the lock for those that have none.
+    if part(epoll) == OTHER {
+        return None;
+    }
+    let mut sets = sets();
+    let at = find(&mut sets, epoll)?;
+    let set = &sets[at];
     let own = pollfd {
         fd: epoll,
         events: libc::POLLIN,
@@ -532,9 +594,10 @@ fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
 /// Takes the events of rsockets that have been polled.
 fn collect(epoll: c_int, polled: &[pollfd], into: &mut [epoll_event]) -> usize {
     let mut sets = sets();
-    let Some(set) = sets.get_mut(&epoll) else {
+    let Some(at) = find(&mut sets, epoll) else {
         return 0;
     };
+    let set = &mut sets[at];
     set.calm();
     let mut n = 0;
     for interest in &mut set.interests {
@@ -560,17 +623,18 @@ fn collect(epoll: c_int, polled: &[pollfd], into: &mut [epoll_event]) -> usize {
     n
 }
 
-/// Takes the events of the kernel's set, without the bell.
-fn take_files(epoll: c_int, into: &mut [epoll_event]) -> usize {
+/// Takes the events of the kernel's set, without bells; `None` if only these have any.
+fn take_files(epoll: c_int, into: &mut [epoll_event]) -> Option<usize> {
     if into.is_empty() {
-        return 0;
+        return Some(0);
     }
     // Under the lock, so that `settle` knows what was reported.
     let _sets = sets();
-    wait_for_files(epoll, into, 0, std::ptr::null()).map_or(0, |n| n.max(0) as usize)
+    wait_for_files(epoll, into, 0, std::ptr::null()).map(|n| n.max(0) as usize)
 }
 
-/// Waits for the kernel's set alone; `None` if only its bell has an event.
+/// Waits for the kernel's set alone; `None` if only bells have an event. There are several where processes have the
+/// set, each of which has given it one.
 fn wait_for_files(
     epoll: c_int,
     into: &mut [epoll_event],
@@ -584,11 +648,17 @@ fn wait_for_files(
     };
     let came = usize::try_from(n).map_or(0, |n| n.min(into.len()));
     let came = &mut into[..came];
-    let Some(bell) = came.iter().position(|e| { e.u64 } == bell_data()) else {
+    let mut files = 0;
+    for at in 0..came.len() {
+        if { came[at].u64 } != bell_data() {
+            came[files] = came[at];
+            files += 1;
+        }
+    }
+    if files == came.len() {
         return Some(n);
-    };
-    came[bell..].rotate_left(1);
-    (n > 1).then_some(n - 1)
+    }
+    (files > 0).then_some(files as c_int)
 }
 
 /// Waits for the events of a set with rsockets.
@@ -599,12 +669,12 @@ fn wait(epoll: c_int, into: &mut [epoll_event], deadline: Option<Instant>) -> c_
             c_int::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(c_int::MAX)
         });
         let Some(mut polled) = entries(epoll) else {
-            // Another thread has closed it, or it is a copy: then only those that wait at the set calm its bell.
+            // Another thread has closed it, or only another process has a list of it, and calms the bell.
             match wait_for_files(epoll, into, ms, std::ptr::null()) {
                 Some(n) => return n,
                 None if ms == 0 => return 0,
                 None => {
-                    std::thread::sleep(Duration::from_millis(1));
+                    std::thread::sleep(LOOK);
                     continue;
                 }
             }
@@ -616,9 +686,13 @@ fn wait(epoll: c_int, into: &mut [epoll_event], deadline: Option<Instant>) -> c_
         }
         let of_rsockets = collect(epoll, &polled, into);
         let of_files = take_files(epoll, &mut into[of_rsockets..]);
-        let n = of_rsockets + of_files;
+        let n = of_rsockets + of_files.unwrap_or(0);
         if n > 0 || left == Some(Duration::ZERO) {
             return n as c_int;
+        }
+        if of_files.is_none() {
+            // Another process's, which it calms.
+            std::thread::sleep(LOOK);
         }
     }
 }

@@ -79,6 +79,9 @@ fn share(fd: c_int, new: c_int) -> c_int {
     if new >= 0 && (now != Kind::File || kind(new) != Kind::File) && is_own() {
         release(set(new, now).unwrap_or(Kind::File));
     }
+    if new >= 0 {
+        epoll::share(fd, new);
+    }
     new
 }
 
@@ -124,7 +127,7 @@ unsafe extern "C" fn fcntl(fd: c_int, command: c_int, argument: c_long) -> c_int
             (libc::F_GETFL | libc::F_SETFL, Kind::Rsocket(n)) => {
                 rdma::rfcntl(n, command, argument as c_int)
             }
-            (libc::F_DUPFD | libc::F_DUPFD_CLOEXEC, Kind::Rsocket(_) | Kind::Forking(_)) => {
+            (libc::F_DUPFD | libc::F_DUPFD_CLOEXEC, _) => {
                 for_data(fd);
                 share(fd, real::fcntl(fd, command, argument))
             }

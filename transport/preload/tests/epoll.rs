@@ -539,6 +539,17 @@ fn handlers_of_signals() {
     });
 }
 
+/// Time of the processor that this thread has used.
+fn used() -> Duration {
+    // SAFETY: all-zero bytes are valid, and the call fills them.
+    let time = unsafe {
+        let mut time: libc::timespec = zeroed();
+        libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time);
+        time
+    };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 #[test]
 fn a_copy_of_a_set_waits_without_work() {
     if !is_preloaded("a_copy_of_a_set_waits_without_work", &[]) {
@@ -558,16 +569,126 @@ fn a_copy_of_a_set_waits_without_work() {
         7,
     );
     assert_eq!(added, 0);
-    let used = || {
-        // SAFETY: all-zero bytes are valid, and the call fills them.
-        let time = unsafe {
-            let mut time: libc::timespec = std::mem::zeroed();
-            libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time);
-            time
-        };
-        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-    };
     let before = used();
     assert_eq!(wait(copy, 3000), []);
     assert!(used() - before < Duration::from_millis(600));
+}
+
+#[test]
+fn copies_of_a_set() {
+    if !is_preloaded("copies_of_a_set", &[]) {
+        return;
+    }
+    let (_listener, mut first, server) = pair();
+    let (_other_listener, mut second, other_server) = pair();
+    let (one, two) = (server.as_raw_fd(), other_server.as_raw_fd());
+    // SAFETY: the calls may be made at any time.
+    let (set, copy, last) = unsafe {
+        let set = libc::epoll_create1(0);
+        let copy = libc::fcntl(set, libc::F_DUPFD_CLOEXEC, 0);
+        (set, copy, libc::dup(copy))
+    };
+    let (_third_listener, mut third, third_server) = pair();
+    third.write_all(b"x").unwrap();
+    let other = readable_set(third_server.as_raw_fd(), 5);
+    assert_eq!(wait(last, 20), [], "it has no rsocket");
+    let add = |set, fd, data| control(set, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, data);
+    let ((), bell) = with_bell(|| {
+        assert_eq!(add(set, one, 1), 0);
+        assert_eq!(add(copy, one, 1), libc::EEXIST);
+        assert_eq!(add(copy, two, 2), 0);
+    });
+    assert_eq!(wait(last, 20), []);
+    let waiter = start_waiter(last);
+    second.write_all(b"x").unwrap();
+    assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 2)]);
+    first.write_all(b"x").unwrap();
+    assert!(is_readable(one, 5000));
+    for set in [set, copy, last] {
+        let mut both = wait(set, 5000);
+        both.sort_unstable();
+        assert_eq!(both, [1, 2].map(|data| (libc::EPOLLIN as u32, data)));
+    }
+    assert_eq!(control(last, libc::EPOLL_CTL_DEL, two, 0, 0), 0);
+    assert_eq!(control(set, libc::EPOLL_CTL_MOD, two, 0, 0), libc::ENOENT);
+    // Another set has no part in that, and that goes on with each copy.
+    assert_eq!(wait(other, 20), [(libc::EPOLLIN as u32, 5)]);
+    // SAFETY: the descriptors are the test's.
+    unsafe {
+        for fd in [set, copy] {
+            assert_eq!(libc::close(fd), 0);
+        }
+        assert_eq!(wait(last, 5000), [(libc::EPOLLIN as u32, 1)]);
+        let new = libc::dup2(last, set);
+        assert_eq!(libc::close(last), 0);
+        assert_eq!(wait(new, 5000), [(libc::EPOLLIN as u32, 1)]);
+        // The number of a copy is another set's.
+        assert_eq!(libc::epoll_create1(0), copy);
+        assert_eq!(wait(copy, 20), []);
+        assert_eq!(libc::close(new), 0);
+        assert_eq!(libc::fcntl(bell, libc::F_GETFD), -1, "all are closed");
+    }
+}
+
+#[test]
+fn a_first_rsocket_by_a_copy_while_a_thread_waits_for_files() {
+    const TEST: &str = "a_first_rsocket_by_a_copy_while_a_thread_waits_for_files";
+    if !is_preloaded(TEST, &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    // SAFETY: the calls may be made at any time.
+    let (epoll, copy) = unsafe {
+        let epoll = libc::epoll_create1(0);
+        (epoll, libc::dup(epoll))
+    };
+    let waiter = start_waiter(epoll);
+    let fd = server.as_raw_fd();
+    assert_eq!(control(copy, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 7), 0);
+    client.write_all(b"x").unwrap();
+    assert_eq!(waiter.join().unwrap(), [(libc::EPOLLIN as u32, 7)]);
+}
+
+#[test]
+fn a_set_that_has_the_bells_of_two_processes() {
+    if !is_preloaded("a_set_that_has_the_bells_of_two_processes", &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    let fd = server.as_raw_fd();
+    let (mut down, mut up) = ([0; 2], [0; 2]);
+    // SAFETY: there is room for the ends of pipes; the child ends without the harness.
+    let (epoll, child) = unsafe {
+        let epoll = libc::epoll_create1(0);
+        assert_eq!(libc::pipe(down.as_mut_ptr()), 0);
+        assert_eq!(libc::pipe(up.as_mut_ptr()), 0);
+        let child = libc::fork();
+        if child == 0 {
+            libc::alarm(60);
+            // The child has the set with the kernel's part of its parent's.
+            let added = control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 9);
+            libc::write(up[1], (&raw const added).cast(), 1);
+            libc::read(down[0], [0_u8].as_mut_ptr().cast(), 1);
+            libc::_exit(0);
+        }
+        (epoll, child)
+    };
+    assert!(is_readable(up[0], 20_000));
+    let mut added = [1_u8];
+    // SAFETY: there is room for a byte.
+    let n = unsafe { libc::read(up[0], added.as_mut_ptr().cast(), 1) };
+    assert_eq!(n, 1);
+    assert_eq!(added, [0]);
+    assert_eq!(control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 7), 0);
+    assert_eq!(wait(epoll, 20), [], "neither of the bells is an event");
+    let before = used();
+    assert_eq!(wait(epoll, 3000), []);
+    assert!(used() - before < Duration::from_millis(600));
+    client.write_all(b"x").unwrap();
+    assert_eq!(wait(epoll, 5000), [(libc::EPOLLIN as u32, 7)]);
+    // SAFETY: the child is this process's, and there is a byte for it.
+    unsafe {
+        libc::write(down[1], [0_u8].as_ptr().cast(), 1);
+        assert_eq!(libc::waitpid(child, ptr::null_mut(), 0), child);
+    }
 }

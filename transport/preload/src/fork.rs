@@ -569,7 +569,9 @@ fn clear_port(addr: &mut sockaddr_storage) {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::io::{ErrorKind, Read as _};
     use std::os::fd::IntoRawFd as _;
+    use std::os::unix::net::UnixStream;
     use std::sync::mpsc;
     use std::thread;
 
@@ -581,18 +583,16 @@ mod tests {
     /// The number of an rsocket that has no calls.
     const RSOCKET: c_int = 1000;
 
-    /// A descriptor that a thread may make an rsocket of.
-    fn socket() -> c_int {
-        let (mut ends, passive) = ([0; 2], Kind::Forking(Stage::Passive));
-        // SAFETY: there is room for both ends.
-        unsafe {
-            assert_eq!(
-                libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, ends.as_mut_ptr()),
-                0
-            );
-        }
-        assert_eq!(set(ends[0], passive), Some(Kind::File));
-        ends[0]
+    /// A descriptor that a thread may make an rsocket of, with that number, which no other test gets, and its peer.
+    fn socket(number: c_int) -> (c_int, UnixStream) {
+        let (socket, peer) = UnixStream::pair().unwrap();
+        peer.set_nonblocking(true).unwrap();
+        // SAFETY: the call takes any numbers.
+        let fd = unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_DUPFD, number) };
+        assert_eq!(fd, number);
+        let passive = Kind::Forking(Stage::Passive);
+        assert_eq!(set(fd, passive), Some(Kind::File));
+        (fd, peer)
     }
 
     /// Starts a thread, and waits until it sleeps.
@@ -621,7 +621,7 @@ mod tests {
 
     #[test]
     fn a_number_that_another_file_gets_is_not_replaced() {
-        let fd = socket();
+        let (fd, _peer) = socket(900);
         let sets = epoll::hold_sets();
         let settler = start(move || {
             let own = Kind::Forking(Stage::settling());
@@ -643,16 +643,19 @@ mod tests {
 
     #[test]
     fn a_number_is_closed_once_it_is_replaced() {
-        let fd = socket();
+        let (fd, mut peer) = socket(950);
         let replacing = Kind::Forking(Stage::Replacing);
         assert!(change(fd, Kind::Forking(Stage::Passive), replacing));
         // SAFETY: the descriptor is this test's.
         let closer = start(move || unsafe { libc::close(fd) });
-        // SAFETY: the call takes any number.
-        assert!(unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0);
+        let waits = peer.read(&mut [0]).unwrap_err().kind();
+        assert_eq!(waits, ErrorKind::WouldBlock, "it is open");
         assert!(change(fd, replacing, Kind::File));
         assert_eq!(closer.join().unwrap(), 0);
-        // SAFETY: as above.
-        assert!(unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0);
+        // A child of another test may have it for a moment.
+        peer.set_nonblocking(false).unwrap();
+        peer.set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        assert_eq!(peer.read(&mut [0]).unwrap(), 0, "it is closed");
     }
 }

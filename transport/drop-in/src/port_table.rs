@@ -1,24 +1,30 @@
 //! The ports of the RDMA CM, in memory that all processes of an address share.
 //!
+//! Each process has a lock on the byte of the memory that its slot counts, which the kernel takes back.
+//!
 //! A process that was killed leaves its ports, which others free when they find its slot without a
 //! process. Another may have come to the slot by then, and have taken the same port: a server that is
 //! started again does just that. So the owner of a port has a number beside its slot, by which it
 //! differs from those before, and a port is freed only where it is still that owner's.
 
+use std::ffi::{c_int, c_short};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io;
+use std::mem;
 use std::net::IpAddr;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU16, Ordering};
 
 use riser_transport::wire::cm_msg::CommId;
 use riser_transport::wire::cma::RdmaPortSpace;
 use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+    MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
+    memfd_create, open,
 };
 use rustix::io::Errno as Os;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use tracing::warn;
 
 /// Bits of a queue pair number that have the slot.
 pub(crate) const BITS: u8 = 5;
@@ -39,8 +45,9 @@ const PORTS: usize = SPACES.len() << 16;
 /// the older is taken back goes astray, and that request ends by its time-out.
 const REQUESTS: usize = 1 << 12;
 
-/// Version of what the shared memory says. Its length shows it to processes with another one.
-const VERSION: usize = 1;
+/// Version of what the shared memory says, and of its locks. Its length shows it to processes with
+/// another one.
+const VERSION: usize = 2;
 
 /// Places of the shared memory: owners of ports, slots of requests, and for each slot the number of
 /// its next process.
@@ -93,6 +100,8 @@ impl Owner {
 pub(crate) struct PortTable {
     places: NonNull<AtomicU16>,
     memory: OwnedFd,
+    /// The memory, opened by this process alone: with a lock, which lasts as long as it is open.
+    life: OwnedFd,
     own: Owner,
 }
 
@@ -126,6 +135,13 @@ impl PortTable {
         if !is_sealed || fstat(&memory)?.st_size != TABLE as i64 {
             return Ok(None);
         }
+        // The descriptor that comes from another process is the same open file, and so has the same locks.
+        let path = format!("/proc/thread-self/fd/{}", memory.as_raw_fd());
+        let life = open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+        let life = life.map_err(|error| match error {
+            Os::NOENT => io::Error::new(io::ErrorKind::NotFound, "/proc is not mounted"),
+            _ => error.into(),
+        })?;
         let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: a new mapping; the memory has this length for ever.
         let start = unsafe { mmap(ptr::null_mut(), TABLE, rights, flags, &memory, 0) }?;
@@ -134,8 +150,11 @@ impl PortTable {
         let mut table = Self {
             places,
             memory,
+            life,
             own,
         };
+        // One that others may have as well: the process before may not have ended altogether.
+        lock(&table.life, libc::F_OFD_SETLK, slot, libc::F_RDLCK)?;
         let number = &table.all()[PORTS + REQUESTS + usize::from(slot)];
         let number = number.fetch_add(1, Ordering::AcqRel);
         table.own = Owner::new(slot, number);
@@ -147,6 +166,27 @@ impl PortTable {
     /// The memory, for other processes.
     pub(crate) fn memory(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
+    }
+
+    /// The descriptor that says that this process is there.
+    pub(crate) fn life(&self) -> BorrowedFd<'_> {
+        self.life.as_fd()
+    }
+
+    /// Whether a slot has a process that has this memory. It may be a moment ago that it has ended.
+    pub(crate) fn has_process(&self, slot: u8) -> bool {
+        let held = lock(&self.memory, libc::F_OFD_GETLK, slot, libc::F_WRLCK);
+        // One that cannot be asked for may be there.
+        held.map_or(true, |kind| kind != libc::F_UNLCK)
+    }
+
+    /// Gives up the slot, and all ports.
+    pub(crate) fn leave(&self) {
+        self.clear();
+        let slot = self.own.slot();
+        if let Err(error) = lock(&self.life, libc::F_OFD_SETLK, slot, libc::F_UNLCK) {
+            warn!(%error, slot, "a slot of an address that is gone stays taken");
+        }
     }
 
     fn all(&self) -> &[AtomicU16] {
@@ -226,13 +266,31 @@ impl PortTable {
     }
 
     /// Frees all ports of this process's slot, and forgets its requests.
-    pub(crate) fn clear(&self) {
+    fn clear(&self) {
         for place in &self.all()[..PORTS + REQUESTS] {
             let value = place.load(Ordering::Relaxed);
             if Owner(value).slot() == self.own.slot() {
                 let _ = place.compare_exchange(value, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
         }
+    }
+}
+
+/// Has `fcntl(2)` do something about the lock on a slot's byte, of a kind or to one; answers the kind that
+/// is there in its way.
+///
+/// # Errors
+/// Those of `fcntl(2)`.
+fn lock(memory: &OwnedFd, what: c_int, slot: u8, kind: c_int) -> io::Result<c_int> {
+    // SAFETY: it has integers only.
+    let mut lock: libc::flock = unsafe { mem::zeroed() };
+    lock.l_type = kind as c_short;
+    lock.l_start = slot.into();
+    lock.l_len = 1;
+    // SAFETY: these commands take such a structure.
+    match unsafe { libc::fcntl(memory.as_raw_fd(), what, &raw mut lock) } {
+        0 => Ok(lock.l_type.into()),
+        _ => Err(io::Error::last_os_error()),
     }
 }
 
@@ -279,6 +337,27 @@ mod tests {
         assert_eq!(first.owner(PORT), owner);
         again.give_back(PORT);
         assert_eq!(first.owner(PORT), Owner::FREE);
+    }
+
+    #[test]
+    fn a_slot_has_a_process_as_long_as_one_of_it_lives() {
+        let memory = PortTable::make().unwrap();
+        let (first, killed) = (of_slot(&memory, 1), of_slot(&memory, 2));
+        let slots = |table: &PortTable| {
+            (0..SLOTS)
+                .filter(|s| table.has_process(*s))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(slots(&first), [1, 2]);
+        assert_eq!(slots(&killed), [1, 2]);
+        // One that comes to the slot before the one that ends has closed everything.
+        let again = of_slot(&memory, 2);
+        drop(killed);
+        assert_eq!(slots(&first), [1, 2]);
+        again.leave();
+        assert_eq!(slots(&first), [1]);
+        drop(first);
+        assert!(slots(&again).is_empty());
     }
 
     #[test]

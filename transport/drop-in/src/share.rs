@@ -11,7 +11,9 @@
 //!   last as long as a process does.
 //! - **Slots.** A process has its slot as long as it has the slot's name, an abstract address of a
 //!   Unix socket, which the kernel takes back when the process ends, in whichever way. The socket is
-//!   its mailbox.
+//!   its mailbox. Every user may take such a name. So whether a slot has a process of the address is
+//!   asked at the shared memory, in which each has a lock ([`PortTable::has_process`]), and packets go
+//!   to those only.
 //! - **Slot 0** belongs to no process: connection requests arrive there, which name no id of ours. Every
 //!   process reads it, and passes on what is for another ([`Message::Packet`]).
 //! - **Ports** of the RDMA CM are in a table in shared memory (`port_table`), with the process that has
@@ -23,7 +25,8 @@
 //!   request for a port at which no process listens is kept for [`LISTEN_GRACE`] by the process that
 //!   has read it. A process that begins to listen wakes all others ([`Share::listen`]).
 //!
-//! Only processes of one user share an address; to others it is in use.
+//! Only processes of one user share an address; to others it is in use. Another user who takes names of
+//! slots leaves fewer of them, and with the name of opening the address keeps it from being opened.
 //!
 //! Not here: listeners at bare service ids. Their requests are handled by the process that reads
 //! them.
@@ -54,7 +57,7 @@ use rustix::io::Errno as Os;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect,
-    recvfrom, recvmsg, send, sendmsg_addr, sendto, socket_with, sockopt,
+    recvfrom, recvmsg, send, sendmsg, sendmsg_addr, sendto, socket_with, sockopt,
 };
 use tracing::{debug, warn};
 
@@ -118,15 +121,24 @@ pub(crate) struct Share {
     /// slot has a process.
     group: Vec<OwnedFd>,
     mailbox: OwnedFd,
-    /// Packets for processes whose mailboxes are full: the kernel gives them few places.
-    waiting: Mutex<Waiting>,
+    /// The socket that sends packets to others.
+    sender: OwnedFd,
+    outboxes: Mutex<Outboxes>,
     /// Requests that wait for a listener, the oldest first.
     early: Mutex<VecDeque<Early>>,
 }
 
-/// The packets that wait for the process of each slot, the oldest first, with the times at which they
-/// wait no longer.
-type Waiting = BTreeMap<u8, VecDeque<(Instant, ForwardedPacket)>>;
+/// Those of slots for whose processes packets wait.
+type Outboxes = BTreeMap<u8, Outbox>;
+
+/// Packets for a process whose mailbox is full: the kernel gives it few places.
+struct Outbox {
+    /// A socket of its own, connected to the mailbox: what such a process does not read fills the sender's
+    /// buffer.
+    to: OwnedFd,
+    /// The packets, the oldest first, with the times at which they wait no longer.
+    waiting: VecDeque<(Instant, ForwardedPacket)>,
+}
 
 /// A request for a port at which no process listens.
 struct Early {
@@ -206,7 +218,8 @@ impl Share {
             ports,
             group,
             mailbox,
-            waiting: Mutex::default(),
+            sender: new_sender()?,
+            outboxes: Mutex::default(),
             early: Mutex::default(),
         })
     }
@@ -229,15 +242,18 @@ impl Share {
         [self.mailbox.as_fd(), self.group[0].as_fd()]
     }
 
-    /// Every descriptor that has to be closed before others can have the address.
+    /// Every descriptor that a copy of this process has to close: others can have the address and the slot
+    /// when all are.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.group.iter().chain([&self.mailbox]).map(AsFd::as_fd)
+        let sockets = self.group.iter().chain([&self.mailbox, &self.sender]);
+        sockets.map(AsFd::as_fd).chain([self.ports.life()])
     }
 
     /// Gives up its part of the address, which is gone.
     pub(crate) fn leave(&mut self) {
-        self.ports.clear();
+        self.ports.leave();
         self.early().clear();
+        self.outboxes().clear();
         self.group.clear();
         // One without a name stands for the mailbox.
         match new_mailbox() {
@@ -420,76 +436,77 @@ impl Share {
 
     /// Sends a packet to another process, now or later; false where the slot has none.
     fn forward(&self, now: Instant, slot: u8, packet: &ForwardedPacket) -> bool {
-        let mut waiting = self.waiting();
-        self.send_waiting(now, &mut waiting);
-        // Behind those that wait for the same process.
-        let sent = match waiting.get(&slot) {
-            Some(_) => Err(Os::AGAIN),
-            None => self.send(slot, packet),
-        };
-        match sent {
+        let mut outboxes = self.outboxes();
+        send_waiting(now, &mut outboxes);
+        match self.send(&mut outboxes, slot, packet) {
             Err(Os::CONNREFUSED) => return false,
             Err(Os::AGAIN) => {}
             _ => return true,
         }
-        if waiting.values().map(VecDeque::len).sum::<usize>() >= MAX_WAITING {
+        let of = |outbox: &Outbox| outbox.waiting.len();
+        if outboxes.values().map(of).sum::<usize>() >= MAX_WAITING {
             // One is lost, as in a full socket: of those for the process that most wait for, which may be
             // stopped.
-            let own = waiting.get(&slot).map_or(0, VecDeque::len);
-            match waiting.values_mut().max_by_key(|queue| queue.len()) {
-                Some(longest) if longest.len() > own => longest.pop_back(),
+            let own = outboxes.get(&slot).map_or(0, of);
+            match outboxes.values_mut().max_by_key(|outbox| of(outbox)) {
+                Some(longest) if of(longest) > own => longest.waiting.pop_back(),
                 _ => return true,
             };
         }
-        let queue = waiting.entry(slot).or_default();
-        queue.push_back((now + LONGEST_WAIT, packet.clone()));
+        if let Some(outbox) = outboxes.get_mut(&slot) {
+            outbox
+                .waiting
+                .push_back((now + LONGEST_WAIT, packet.clone()));
+        }
         true
     }
 
     /// Sends what waits for room in mailboxes. Returns whether there is more.
     pub(crate) fn flush(&self, now: Instant) -> bool {
-        let mut waiting = self.waiting();
-        self.send_waiting(now, &mut waiting);
-        !waiting.is_empty()
+        let mut outboxes = self.outboxes();
+        send_waiting(now, &mut outboxes);
+        !outboxes.is_empty()
     }
 
-    /// Sends what there is room for: a process that is stopped keeps nothing from the others.
-    fn send_waiting(&self, now: Instant, waiting: &mut Waiting) {
-        waiting.retain(|slot, queue| {
-            while let Some((until, packet)) = queue.front() {
-                if *until > now && self.send(*slot, packet) == Err(Os::AGAIN) {
-                    return true;
-                }
-                queue.pop_front();
-            }
-            false
-        });
-    }
-
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        unpoisoned(self.waiting.lock())
+    fn outboxes(&self) -> MutexGuard<'_, Outboxes> {
+        unpoisoned(self.outboxes.lock())
     }
 
     /// Sends a packet to another process.
     ///
     /// # Errors
-    /// `ECONNREFUSED` where the slot has none, `EAGAIN` where its mailbox is full.
-    fn send(&self, slot: u8, packet: &ForwardedPacket) -> Result<(), Os> {
-        let mut head = [0u8; 21];
-        head[0] = Message::Packet as u8;
-        head[1] = packet.ip.traffic_class;
-        head[2] = packet.ip.hop_limit;
-        head[3..5].copy_from_slice(&packet.src.port().to_be_bytes());
-        let ip = match packet.src.ip() {
-            IpAddr::V4(ip) => ip.to_ipv6_mapped(),
-            IpAddr::V6(ip) => ip,
-        };
-        head[5..].copy_from_slice(&ip.octets());
-        let to = name(self.addr, Some(slot))?;
-        let parts = [IoSlice::new(&head), IoSlice::new(&packet.bytes)];
-        let mut none = SendAncillaryBuffer::default();
-        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        sendmsg_addr(&self.mailbox, &to, &parts, &mut none, flags).map(drop)
+    /// `ECONNREFUSED` where the slot has none, `EAGAIN` where its mailbox is full: then it has an outbox.
+    fn send(&self, all: &mut Outboxes, slot: u8, packet: &ForwardedPacket) -> Result<(), Os> {
+        if all.contains_key(&slot) {
+            // It goes behind those that wait.
+            return Err(Os::AGAIN);
+        }
+        self.connect(&self.sender, slot)?;
+        match send_packet(&self.sender, packet) {
+            Err(Os::AGAIN) => {}
+            sent => return sent,
+        }
+        // The mailbox is full, or the buffer of the sender is.
+        let to = new_sender()?;
+        self.connect(&to, slot)?;
+        let sent = send_packet(&to, packet);
+        let waiting = VecDeque::new();
+        all.insert(slot, Outbox { to, waiting });
+        sent
+    }
+
+    /// Connects a socket to the mailbox of a process: what it sends goes to no other, who may have the
+    /// slot's name later.
+    ///
+    /// # Errors
+    /// `ECONNREFUSED` where the slot has none.
+    fn connect(&self, socket: &OwnedFd, slot: u8) -> Result<(), Os> {
+        connect(socket, &name(self.addr, Some(slot))?)?;
+        // Asked behind that: a process that is there now has had the name then.
+        match self.ports.has_process(slot) {
+            true => Ok(()),
+            false => Err(Os::CONNREFUSED),
+        }
     }
 
     /// Reads a message; `None` where there is none.
@@ -549,7 +566,7 @@ impl Share {
                     return Ok(port);
                 }
                 // A process that has ended without giving back its ports has none.
-                if owner != Owner::FREE && self.has_process(owner.slot()) {
+                if owner != Owner::FREE && self.ports.has_process(owner.slot()) {
                     return Err(in_use());
                 }
                 if self.ports.take(wanted, owner) {
@@ -571,8 +588,11 @@ impl Share {
     /// Has requests for a port of this process come to it, also those that processes keep.
     pub(crate) fn listen(&self, port: Port) {
         self.ports.set_listening(port, true);
-        for slot in 1..SLOTS {
-            self.has_process(slot);
+        for slot in (1..SLOTS).filter(|slot| self.ports.has_process(*slot)) {
+            let to = name(self.addr, Some(slot)).map_err(io::Error::from);
+            if let Err(error) = to.and_then(|to| is_there(&self.mailbox, &to, Message::Probe)) {
+                debug!(%error, slot, "cannot wake a process");
+            }
         }
     }
 
@@ -585,14 +605,40 @@ impl Share {
     pub(crate) fn give_back_port(&self, port: Port) {
         self.ports.give_back(port);
     }
+}
 
-    /// Whether a slot has a process.
-    fn has_process(&self, slot: u8) -> bool {
-        let name = name(self.addr, Some(slot)).map_err(io::Error::from);
-        // One that cannot be asked may be there.
-        name.and_then(|to| is_there(&self.mailbox, &to, Message::Probe))
-            .unwrap_or(true)
-    }
+/// Sends a packet to the process that a socket is connected to.
+///
+/// # Errors
+/// `ECONNREFUSED` where it has ended, `EAGAIN` where its mailbox is full.
+fn send_packet(to: &OwnedFd, packet: &ForwardedPacket) -> Result<(), Os> {
+    let mut head = [0u8; 21];
+    head[0] = Message::Packet as u8;
+    head[1] = packet.ip.traffic_class;
+    head[2] = packet.ip.hop_limit;
+    head[3..5].copy_from_slice(&packet.src.port().to_be_bytes());
+    let ip = match packet.src.ip() {
+        IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+        IpAddr::V6(ip) => ip,
+    };
+    head[5..].copy_from_slice(&ip.octets());
+    let parts = [IoSlice::new(&head), IoSlice::new(&packet.bytes)];
+    let mut none = SendAncillaryBuffer::default();
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    sendmsg(to, &parts, &mut none, flags).map(drop)
+}
+
+/// Sends what there is room for: a process that is stopped keeps nothing from the others.
+fn send_waiting(now: Instant, outboxes: &mut Outboxes) {
+    outboxes.retain(|_, outbox| {
+        while let Some((until, packet)) = outbox.waiting.front() {
+            if *until > now && send_packet(&outbox.to, packet) == Err(Os::AGAIN) {
+                return true;
+            }
+            outbox.waiting.pop_front();
+        }
+        false
+    });
 }
 
 impl Drop for Share {
@@ -601,7 +647,7 @@ impl Drop for Share {
         let Some(own) = self.group.get(usize::from(self.slot)) else {
             return;
         };
-        self.ports.clear();
+        self.ports.leave();
         // What still comes to it is to take no memory.
         let _ = sockopt::set_socket_recv_buffer_size(own, 1);
     }
@@ -616,9 +662,13 @@ fn name(addr: IpAddr, slot: Option<u8>) -> Result<SocketAddrUnix, Os> {
     SocketAddrUnix::new_abstract_name(name.as_bytes())
 }
 
-fn new_mailbox() -> io::Result<OwnedFd> {
+fn new_sender() -> Result<OwnedFd, Os> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let mailbox = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+    socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
+}
+
+fn new_mailbox() -> io::Result<OwnedFd> {
+    let mailbox = new_sender()?;
     // The kernel reports the sender.
     sockopt::set_socket_passcred(&mailbox, true)?;
     Ok(mailbox)
@@ -1088,6 +1138,7 @@ mod tests {
         let mut first = open(addr(29), Silent::default()).unwrap();
         let second = open_beside(&first);
         first.leave();
+        assert!(!second.ports.has_process(1));
         let third = open_beside(&second);
         assert_eq!(third.slot, 1);
         for port in [0, 4000] {
@@ -1330,6 +1381,35 @@ mod tests {
         assert!(first.poll_packet(late).is_some());
     }
 
+    #[test]
+    fn another_user_who_takes_a_slot_gets_no_packet_and_has_no_port() {
+        let first = open(addr(36), Silent::default()).unwrap();
+        let second = open_beside(&first);
+        let (now, port) = (Instant::now(), (RdmaPortSpace::Tcp, 7471));
+        listen(&second, port.0);
+        let owner = first.ports.owner(port);
+        assert_eq!(first.pass_on(now, front(37, request(1))), None);
+        assert!(second.poll_packet(now).is_some());
+        // It is killed, and the name of its slot is taken, which every user may do.
+        drop(second);
+        let taken = stopped(addr(36), 2);
+        leave_as_killed(&first, port, owner);
+        first.ports.note_request(addr(37), CommId(1), 2);
+        assert!(first.pass_on(now, front(37, give_up(1))).is_some());
+        assert_eq!(first.pass_on(now, numbered(2, 0)), None);
+        assert_eq!(first.pass_on(now, front(37, request(2))), None);
+        // The request waits for a listener, as at a port without one.
+        leave_as_killed(&first, port, owner);
+        listen(&first, port.0);
+        assert_eq!(first.poll_packet(now).unwrap().bytes, request(2));
+        assert!(receive(&taken, &mut [0; 1]).is_none());
+        // The process that is started again has another slot.
+        let again = open_beside(&first);
+        assert_eq!(again.slot, 3);
+        first.give_back_port(port);
+        assert_eq!(again.take_port(port.0, port.1).unwrap(), port.1);
+    }
+
     /// A packet for the process of a slot, with a number.
     fn numbered(slot: u8, number: usize) -> ForwardedPacket {
         ForwardedPacket {
@@ -1345,12 +1425,38 @@ mod tests {
         numbers.collect()
     }
 
+    /// Packets that wait for the process of a slot.
+    fn waits_for(share: &Share, slot: u8) -> usize {
+        let outboxes = share.outboxes();
+        outboxes.get(&slot).map_or(0, |o| o.waiting.len())
+    }
+
+    #[test]
+    fn what_stopped_processes_do_not_read_leaves_room_for_others() {
+        let first = open(addr(38), Silent::default()).unwrap();
+        let others: Vec<_> = (2..9).map(|_| open_beside(&first)).collect();
+        let (last, stopped) = others.split_last().unwrap();
+        let send = |share: &Share| {
+            let mut packet = numbered(share.slot, 0);
+            packet.bytes.resize(MESSAGE / 2, 0);
+            assert_eq!(first.pass_on(Instant::now(), packet), None);
+        };
+        // Together more than a socket may send.
+        for share in stopped {
+            while waits_for(&first, share.slot) == 0 {
+                send(share);
+            }
+        }
+        send(last);
+        assert!(last.poll_packet(Instant::now()).is_some());
+    }
+
     #[test]
     fn a_process_that_is_stopped_keeps_nothing_from_others() {
         let first = open(addr(34), Silent::default()).unwrap();
         let (second, third) = (open_beside(&first), open_beside(&first));
         let now = Instant::now();
-        let waits_for = |slot| first.waiting().get(&slot).map_or(0, VecDeque::len);
+        let waits_for = |slot| waits_for(&first, slot);
         let send = |slot, number| assert_eq!(first.pass_on(now, numbered(slot, number)), None);
         // Both mailboxes are full, and packets wait.
         let mut counts = [0; 2];

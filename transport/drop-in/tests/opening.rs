@@ -58,10 +58,14 @@ struct Holder(Child);
 
 impl Holder {
     fn start(devices: &str) -> Self {
-        let mut child = process(devices, "").stdin(Stdio::piped()).spawn().unwrap();
+        Self::run(process(devices, ""))
+    }
+
+    fn run(mut process: Command) -> Self {
+        let mut child = process.stdin(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
         let is_open = lines.any(|line| line.unwrap().ends_with("opened: 0"));
-        assert!(is_open, "{devices}");
+        assert!(is_open, "{process:?}");
         Self(child)
     }
 
@@ -197,13 +201,14 @@ fn a_process_that_is_stopped_is_named() {
     assert_eq!(outcome(process("riser0=127.0.42.2", "")).0, 0);
 }
 
-/// Binds an identifier to an address; answers the error, or 0.
-fn bind(addr: Ipv4Addr) -> c_int {
+/// Binds an identifier to an address, and to a port or a free one; answers the error, or 0.
+fn bind(addr: Ipv4Addr, port: u16) -> c_int {
     // SAFETY: all-zero bytes are a valid address, and there is a place for the identifier.
     unsafe {
         let mut to: libc::sockaddr_in = zeroed();
         to.sin_family = libc::AF_INET as _;
         to.sin_addr.s_addr = u32::from(addr).to_be();
+        to.sin_port = port.to_be();
         let mut id: *mut rdma_cm_id = ptr::null_mut();
         let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
         let mut result = call!(rdma_create_id(channel => *mut rdma_event_channel,
@@ -222,7 +227,7 @@ fn bind(addr: Ipv4Addr) -> c_int {
 #[ignore = "a process of another test"]
 fn forks_while_it_opens_a_device() {
     let addr: Ipv4Addr = std::env::var("RISER_TEST_ADDR").unwrap().parse().unwrap();
-    let opens = thread::spawn(move || bind(addr));
+    let opens = thread::spawn(move || bind(addr, 0));
     // The test ends the input when the process that is stopped has been asked.
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
     let start = Instant::now();
@@ -232,7 +237,7 @@ fn forks_while_it_opens_a_device() {
         // SAFETY: as above.
         unsafe {
             libc::alarm(PATIENCE.as_secs() as u32);
-            libc::_exit(bind(addr));
+            libc::_exit(bind(addr, 0));
         }
     }
     let took = start.elapsed();
@@ -272,6 +277,51 @@ fn a_process_that_is_stopped_delays_no_fork() {
         });
         assert!(is_quick, "bound to {addr}: {SLOW}");
     }
+}
+
+/// What `the_port_of_a_process_that_was_killed_is_free_beside_its_child` runs: binds to a port, and to a
+/// free one before where it has to wait until its input ends.
+#[test]
+#[ignore = "a process of another test"]
+fn binds_a_port() {
+    let wait = || std::io::stdin().read_to_end(&mut Vec::new());
+    let bind = |port| bind(Ipv4Addr::new(127, 0, 42, 13), port);
+    if std::env::var_os("RISER_TEST_LATE").is_some() {
+        report(bind(0));
+        let _ = wait();
+    }
+    let result = bind(7471);
+    if std::env::var_os("RISER_TEST_FORK").is_none() {
+        report(result);
+        return;
+    }
+    // SAFETY: the child does what this process would, and ends.
+    let is_child = unsafe { libc::fork() } == 0;
+    if is_child {
+        report(result);
+    }
+    let _ = wait();
+    // SAFETY: it ends this process.
+    unsafe { libc::_exit(0) };
+}
+
+#[test]
+fn the_port_of_a_process_that_was_killed_is_free_beside_its_child() {
+    let devices = "riser0=127.0.42.13";
+    let binds = |variable| {
+        let mut process = process_of("binds_a_port", devices, "");
+        process.env(variable, "1");
+        process
+    };
+    let mut other = Holder::run(binds("RISER_TEST_LATE"));
+    let mut killed = Holder::run(binds("RISER_TEST_FORK"));
+    assert_eq!(outcome(binds("NONE")).0, libc::EADDRINUSE);
+    // The child ends when this does.
+    let _input = killed.0.stdin.take();
+    drop(killed);
+    drop(other.0.stdin.take());
+    let mut lines = BufReader::new(other.0.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap() == "opened: 0"));
 }
 
 #[test]

@@ -215,7 +215,7 @@ fn a_restart_over_a_file_whose_lock_is_still_held_fails_nothing() {
         faults: None,
     };
     let held = eventually_ok("the daemon's lock is free", PATIENCE, || {
-        open_in_time(&spec)
+        open_in_time(&spec, false)
     });
     pair.serve();
     let log = pair.dir.join("riserd.log");

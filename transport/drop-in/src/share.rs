@@ -44,6 +44,7 @@ use crate::lock::unpoisoned;
 pub(crate) use crate::port_table::{BITS, Port};
 use crate::port_table::{Owner, PortTable, SLOTS};
 
+use arrayvec::ArrayVec;
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::nic::IpFields;
@@ -57,7 +58,7 @@ use rustix::io::Errno as Os;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect,
-    recvfrom, recvmsg, send, sendmsg, sendmsg_addr, sendto, socket_with, sockopt,
+    recvfrom, recvmsg, send, sendmsg, sendmsg_addr, socket_with, socketpair, sockopt,
 };
 use tracing::{debug, warn};
 
@@ -152,9 +153,9 @@ struct Early {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Message {
-    /// Asks for the sockets and the table.
+    /// Asks for the sockets and the table, with the socket that they are to go to.
     Join = 1,
-    /// They come with it.
+    /// They come with it. It goes to no name, which may be another user's by now.
     Welcome = 2,
     /// The address is another user's.
     Refusal = 3,
@@ -194,9 +195,7 @@ impl Share {
                 let why = format!("{} processes have the address already", SLOTS - 1);
                 Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
             })?;
-        let mut inquiry = Inquiry::new(&mailbox, addr, Message::Join, silent);
-        inquiry.rest.retain(|other| *other != slot);
-        let (group, table) = match join(inquiry)? {
+        let (group, table) = match join(&mailbox, addr, slot, silent)? {
             Joined::Welcome(group, table) => (group, table),
             Joined::Nothing { silent } => begin(addr).map_err(|error| match (error.kind(), silent) {
                 (io::ErrorKind::AddrInUse, Some(slot)) => in_use(&format!(
@@ -511,21 +510,26 @@ impl Share {
 
     /// Reads a message; `None` where there is none.
     fn read_mail(&self, buffer: &mut [u8]) -> Option<Mail> {
-        let (message, body, from) = match receive(&self.mailbox, buffer)? {
+        let mut with = Vec::new();
+        let (message, body, from) = match receive_with(&self.mailbox, buffer, &mut with)? {
             Received::Message { kind, len, from } => (kind, &buffer[1..len], from),
             Received::OfAnotherUser(from) => {
-                reply(&self.mailbox, from.as_ref(), Message::Refusal, &[]);
+                reply(&self.mailbox, from.as_ref(), Message::Refusal);
                 return Some(Mail::Other);
             }
             Received::Nothing => return Some(Mail::Other),
         };
         if message == Message::Ask as u8 {
-            reply(&self.mailbox, from.as_ref(), Message::Here, &[]);
+            reply(&self.mailbox, from.as_ref(), Message::Here);
         }
-        if message == Message::Join as u8 {
+        if message == Message::Join as u8
+            && let Some(to) = with.first()
+        {
             let mut all: Vec<BorrowedFd<'_>> = self.group.iter().map(AsFd::as_fd).collect();
             all.push(self.ports.memory());
-            reply(&self.mailbox, from.as_ref(), Message::Welcome, &all);
+            if let Err(error) = send_with(to, None, Message::Welcome, &all) {
+                debug!(%error, "cannot answer a process");
+            }
         }
         if message == Message::Packet as u8
             && let Some((head, bytes)) = body.split_first_chunk::<20>()
@@ -590,7 +594,8 @@ impl Share {
         self.ports.set_listening(port, true);
         for slot in (1..SLOTS).filter(|slot| self.ports.has_process(*slot)) {
             let to = name(self.addr, Some(slot)).map_err(io::Error::from);
-            if let Err(error) = to.and_then(|to| is_there(&self.mailbox, &to, Message::Probe)) {
+            if let Err(error) = to.and_then(|to| is_there(&self.mailbox, &to, Message::Probe, &[]))
+            {
                 debug!(%error, slot, "cannot wake a process");
             }
         }
@@ -779,7 +784,7 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
         Instant::now()
     })?;
     let mailbox = new_mailbox()?;
-    let mut inquiry = Inquiry::new(&mailbox, addr, Message::Ask, Silent::default());
+    let mut inquiry = Inquiry::new(&mailbox, addr, None, Silent::default());
     let mut foreign = Vec::new();
     loop {
         match inquiry.poll()? {
@@ -803,7 +808,8 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
 struct Inquiry<'a> {
     mailbox: &'a OwnedFd,
     addr: IpAddr,
-    question: Message,
+    /// Where the sockets of the address come, if it asks for them.
+    answers: Option<&'a Answers>,
     /// Slots that have not been asked.
     rest: VecDeque<u8>,
     /// Those with processes that have been, and have not answered.
@@ -815,7 +821,7 @@ struct Inquiry<'a> {
 
 /// What comes of an [`Inquiry`] in the time of a [`REMINDER`].
 enum Inquired {
-    /// The mailbox may have a message.
+    /// The mailbox may have a message, or the answers.
     Mail,
     /// No slot has a process that could answer.
     Vacant,
@@ -824,11 +830,16 @@ enum Inquired {
 }
 
 impl<'a> Inquiry<'a> {
-    fn new(mailbox: &'a OwnedFd, addr: IpAddr, question: Message, silent: Silent) -> Self {
+    fn new(
+        mailbox: &'a OwnedFd,
+        addr: IpAddr,
+        answers: Option<&'a Answers>,
+        silent: Silent,
+    ) -> Self {
         Self {
             mailbox,
             addr,
-            question,
+            answers,
             rest: (1..SLOTS).collect(),
             asked: Vec::new(),
             silent,
@@ -872,17 +883,21 @@ impl<'a> Inquiry<'a> {
             tv_sec: 0,
             tv_nsec: REMINDER.subsec_nanos().into(),
         };
+        let inputs = [self.mailbox]
+            .into_iter()
+            .chain(self.answers.map(|answers| &answers.from));
+        let mut inputs: ArrayVec<_, 2> = inputs.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
         // A signal ends it early, and then there is no message.
-        let _ = poll(
-            &mut [PollFd::new(self.mailbox, PollFlags::IN)],
-            Some(&pause),
-        );
+        let _ = poll(&mut inputs, Some(&pause));
         Ok(Inquired::Mail)
     }
 
     /// Asks a slot; answers whether it has a process.
     fn ask(&mut self, slot: u8) -> io::Result<bool> {
-        let is_there = is_there(self.mailbox, &name(self.addr, Some(slot))?, self.question)?;
+        let to = self.answers.map(|answers| answers.to.as_fd());
+        let question = to.map_or(Message::Ask, |_| Message::Join);
+        let name = name(self.addr, Some(slot))?;
+        let is_there = is_there(self.mailbox, &name, question, to.as_slice())?;
         if is_there {
             self.asked.push(slot);
         }
@@ -903,16 +918,20 @@ impl<'a> Inquiry<'a> {
     }
 }
 
-/// Sends a message without a body to a name; answers whether a process has it. It may have ended before it
+/// Sends a message to a name, with descriptors; answers whether a process has it. It may have ended before it
 /// could answer, or have a full mailbox.
 ///
 /// # Errors
 /// Those of sending.
-fn is_there(mailbox: &OwnedFd, to: &SocketAddrUnix, message: Message) -> io::Result<bool> {
-    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    match sendto(mailbox, &[message as u8], flags, to) {
+fn is_there(
+    mailbox: &OwnedFd,
+    to: &SocketAddrUnix,
+    message: Message,
+    with: &[BorrowedFd<'_>],
+) -> io::Result<bool> {
+    match send_with(mailbox, Some(to), message, with) {
         // One that is connected to another, and hears that one only, is there as well.
-        Ok(_) | Err(Os::AGAIN | Os::PERM) => Ok(true),
+        Ok(()) | Err(Os::AGAIN | Os::PERM) => Ok(true),
         Err(Os::CONNREFUSED) => Ok(false),
         Err(error) => Err(error.into()),
     }
@@ -926,13 +945,31 @@ enum Joined {
     Nothing { silent: Option<u8> },
 }
 
-/// Asks the processes of an address for the sockets and the table.
+/// A pair of sockets for the answers of processes, which go to no other than the one that has asked.
+struct Answers {
+    /// Each process that is asked gets it.
+    to: OwnedFd,
+    from: OwnedFd,
+}
+
+impl Answers {
+    fn new() -> io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (to, from) = socketpair(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+        sockopt::set_socket_passcred(&from, true)?;
+        Ok(Self { to, from })
+    }
+}
+
+/// Asks the processes of an address for the sockets and the table, for the one of a slot.
 ///
 /// # Errors
 /// `EADDRINUSE` where the only ones are another user's, `EMFILE` where this process may not have that many
 /// descriptors.
-fn join(mut inquiry: Inquiry<'_>) -> io::Result<Joined> {
-    let addr = inquiry.addr;
+fn join(mailbox: &OwnedFd, addr: IpAddr, slot: u8, silent: Silent) -> io::Result<Joined> {
+    let answers = Answers::new()?;
+    let mut inquiry = Inquiry::new(mailbox, addr, Some(&answers), silent);
+    inquiry.rest.retain(|other| *other != slot);
     let mut buffer = [0; MESSAGE];
     let mut is_refused = false;
     let silent = loop {
@@ -944,13 +981,12 @@ fn join(mut inquiry: Inquiry<'_>) -> io::Result<Joined> {
                 break Some(slot);
             }
         }
+        // Others that are no such process may write as well.
+        if let Some(Received::OfAnotherUser(Some(from))) = receive(mailbox, &mut buffer) {
+            is_refused |= inquiry.strike(&from).is_some();
+        }
         let mut all = Vec::new();
-        match receive_with(inquiry.mailbox, &mut buffer, &mut all) {
-            // Others that are no such process may write as well.
-            Some(Received::OfAnotherUser(Some(from))) => {
-                is_refused |= inquiry.strike(&from).is_some();
-                continue;
-            }
+        match receive_with(&answers.from, &mut buffer, &mut all) {
             Some(Received::Message { kind, .. }) if kind == Message::Welcome as u8 => {}
             _ => continue,
         }
@@ -1033,11 +1069,22 @@ fn receive_with(
     })
 }
 
-/// Answers a message. Whoever does not read its answer does not get it.
-fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message, fds: &[BorrowedFd<'_>]) {
-    let Some(to) = to else {
-        return;
-    };
+/// Answers a message. A process that does not read its answer does not get it.
+fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message) {
+    if let Some(to) = to
+        && let Err(error) = send_with(mailbox, Some(to), kind, &[])
+    {
+        debug!(%error, "cannot answer a process");
+    }
+}
+
+/// Sends a message without a body, but with descriptors, to a name or to what the socket is connected to.
+fn send_with(
+    socket: &OwnedFd,
+    to: Option<&SocketAddrUnix>,
+    kind: Message,
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), Os> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS as usize + 1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
@@ -1046,9 +1093,11 @@ fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message, fds: &[B
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let bytes = [kind as u8];
     let parts = [IoSlice::new(&bytes)];
-    if let Err(error) = sendmsg_addr(mailbox, to, &parts, &mut control, flags) {
-        debug!(%error, "cannot answer a process");
-    }
+    let sent = match to {
+        Some(to) => sendmsg_addr(socket, to, &parts, &mut control, flags),
+        None => sendmsg(socket, &parts, &mut control, flags),
+    };
+    sent.map(drop)
 }
 
 #[cfg(test)]
@@ -1410,6 +1459,23 @@ mod tests {
         assert_eq!(again.take_port(port.0, port.1).unwrap(), port.1);
     }
 
+    #[test]
+    fn the_sockets_of_an_address_go_to_the_process_that_has_asked_for_them() {
+        let first = open(addr(39), Silent::default()).unwrap();
+        let own = stopped(addr(39), 2);
+        let answers = Answers::new().unwrap();
+        let mut inquiry = Inquiry::new(&own, addr(39), Some(&answers), Silent::default());
+        assert!(inquiry.ask(1).unwrap() && inquiry.ask(1).unwrap());
+        // It is killed before it has an answer, and another has its name.
+        drop(own);
+        let taken = stopped(addr(39), 2);
+        assert!(first.poll_packet(Instant::now()).is_none());
+        assert!(receive(&taken, &mut [0; 1]).is_none());
+        let mut all = Vec::new();
+        assert!(receive_with(&answers.from, &mut [0; 1], &mut all).is_some());
+        assert_eq!(all.len(), usize::from(SLOTS) + 1);
+    }
+
     /// A packet for the process of a slot, with a number.
     fn numbered(slot: u8, number: usize) -> ForwardedPacket {
         ForwardedPacket {
@@ -1611,7 +1677,7 @@ mod tests {
     fn a_child_that_is_forked_while_another_opens_keeps_no_address() {
         let first = open(addr(27), Silent::default()).unwrap();
         let mailbox = new_mailbox().unwrap();
-        let mut inquiry = Inquiry::new(&mailbox, addr(27), Message::Ask, Silent::default());
+        let mut inquiry = Inquiry::new(&mailbox, addr(27), None, Silent::default());
         let asks = thread::scope(|scope| {
             let asks = scope.spawn(move || {
                 let asked = [inquiry.poll(), inquiry.poll()].map(Result::unwrap);
@@ -1662,7 +1728,7 @@ mod tests {
                 while !is_over.load(Ordering::Relaxed) {
                     let question = receive(&others, &mut [0; 1]);
                     if let Some(Received::OfAnotherUser(from)) = question {
-                        reply(&others, from.as_ref(), Message::Here, &[]);
+                        reply(&others, from.as_ref(), Message::Here);
                     }
                     thread::sleep(PAUSE);
                 }

@@ -1,0 +1,160 @@
+//! Messages between the processes of an address.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::IpAddr;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustix::io::Errno as Os;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
+    sendmsg_addr, socket_with, sockopt,
+};
+use tracing::debug;
+
+use crate::port_table::SLOTS;
+
+/// Room for a message with the longest packet.
+pub(super) const MESSAGE: usize = 8 << 10;
+
+/// A message between processes of an address: its first byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Message {
+    /// Asks for the sockets and the table, with the socket that they are to go to.
+    Join = 1,
+    /// They come with it. It goes to no name, which may be another user's by now.
+    Welcome = 2,
+    /// The address is another user's.
+    Refusal = 3,
+    /// A packet that has come to the wrong process, behind its source.
+    Packet = 4,
+    /// Nothing, but it wakes the process, if there is one.
+    Probe = 5,
+    /// Asks for [`Message::Here`].
+    Ask = 6,
+    /// The process answers, and gives nothing.
+    Here = 7,
+}
+
+/// The name of a slot, or that of the right to open the address.
+pub(super) fn name(addr: IpAddr, slot: Option<u8>) -> Result<SocketAddrUnix, Os> {
+    let name = match slot {
+        Some(slot) => format!("riser-{addr}-{slot}"),
+        None => format!("riser-{addr}"),
+    };
+    SocketAddrUnix::new_abstract_name(name.as_bytes())
+}
+
+pub(super) fn new_sender() -> Result<OwnedFd, Os> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)
+}
+
+pub(super) fn new_mailbox() -> io::Result<OwnedFd> {
+    let mailbox = new_sender()?;
+    // The kernel reports the sender.
+    sockopt::set_socket_passcred(&mailbox, true)?;
+    Ok(mailbox)
+}
+
+/// Sends a message to a name, with descriptors; answers whether a process has it. It may have ended before it
+/// could answer, or have a full mailbox.
+///
+/// # Errors
+/// Those of sending.
+pub(super) fn is_there(
+    mailbox: &OwnedFd,
+    to: &SocketAddrUnix,
+    message: Message,
+    with: &[BorrowedFd<'_>],
+) -> io::Result<bool> {
+    match send_with(mailbox, Some(to), message, with) {
+        // One that is connected to another, and hears that one only, is there as well.
+        Ok(()) | Err(Os::AGAIN | Os::PERM) => Ok(true),
+        Err(Os::CONNREFUSED) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What a mailbox got.
+pub(super) enum Received {
+    /// `len` bytes, the kind of message with them.
+    Message {
+        kind: u8,
+        len: usize,
+        from: Option<SocketAddrUnix>,
+    },
+    OfAnotherUser(Option<SocketAddrUnix>),
+    /// An empty message.
+    Nothing,
+}
+
+pub(super) fn receive(mailbox: &OwnedFd, buffer: &mut [u8]) -> Option<Received> {
+    receive_with(mailbox, buffer, &mut Vec::new())
+}
+
+/// Receives a message, and the descriptors that come with it; `None` where there is none.
+pub(super) fn receive_with(
+    mailbox: &OwnedFd,
+    buffer: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> Option<Received> {
+    let mut space = [MaybeUninit::uninit();
+        rustix::cmsg_space!(ScmRights(SLOTS as usize + 1), ScmCredentials(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(mailbox, &mut [IoSliceMut::new(buffer)], &mut control, flags).ok()?;
+    let mut user = None;
+    for message in control.drain() {
+        match message {
+            RecvAncillaryMessage::ScmRights(fds) => descriptors.extend(fds),
+            RecvAncillaryMessage::ScmCredentials(who) => user = Some(who.uid),
+            _ => {}
+        }
+    }
+    let from = got.address.and_then(|a| SocketAddrUnix::try_from(a).ok());
+    if user != Some(rustix::process::geteuid()) {
+        return Some(Received::OfAnotherUser(from));
+    }
+    Some(match got.bytes {
+        0 => Received::Nothing,
+        len => Received::Message {
+            kind: buffer[0],
+            len,
+            from,
+        },
+    })
+}
+
+/// Answers a message. A process that does not read its answer does not get it.
+pub(super) fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message) {
+    if let Some(to) = to
+        && let Err(error) = send_with(mailbox, Some(to), kind, &[])
+    {
+        debug!(%error, "cannot answer a process");
+    }
+}
+
+/// Sends a message without a body, but with descriptors, to a name or to what the socket is connected to.
+pub(super) fn send_with(
+    socket: &OwnedFd,
+    to: Option<&SocketAddrUnix>,
+    kind: Message,
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), Os> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS as usize + 1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let bytes = [kind as u8];
+    let parts = [IoSlice::new(&bytes)];
+    let sent = match to {
+        Some(to) => sendmsg_addr(socket, to, &parts, &mut control, flags),
+        None => sendmsg(socket, &parts, &mut control, flags),
+    };
+    sent.map(drop)
+}

@@ -166,13 +166,13 @@ impl Identities {
     /// Returns true if a backend was at this path when it was last found.
     pub(super) fn is_at(&self, backend: &str, path: &Path) -> bool {
         let names = self.backends.get(backend);
-        names.is_some_and(|names| names.path == Some(absolute(path)))
+        names.is_some_and(|names| names.place() == Some(absolute(path)))
     }
 
     /// Returns true if a backend had a file at its path before.
     pub fn knows(&self, backend: &Backend) -> bool {
         let known = self.backends.get(&backend.name);
-        known.is_some_and(|names| names.file.is_some() && names.path == path_of(backend))
+        known.is_some_and(|names| names.file.is_some() && names.place() == path_of(backend))
     }
 
     /// Gives a unit the names that it has had, as far as the configuration does not give them, and
@@ -329,8 +329,14 @@ impl Names {
             // It was memory, or was never found.
             (None, _) if self.path.is_none() => false,
             (None, Found::File(_)) => true,
-            _ => self.path != path_of(backend),
+            _ => self.place() != path_of(backend),
         }
+    }
+
+    /// Absolute path at which its file or device was last. A relative one is of an earlier version, and
+    /// still means the same one.
+    fn place(&self) -> Option<PathBuf> {
+        self.path.as_deref().map(absolute)
     }
 }
 
@@ -430,6 +436,10 @@ mod tests {
         assert!(!all.knows(backend));
         assert!(!all.is_at("d", Path::new("./disk.img")));
         assert!(all.is_at("d", Path::new("/elsewhere/disk.img")));
+        // And as an earlier version has left it.
+        all.backends.get_mut("d").unwrap().path = Some("disk.img".into());
+        assert!(all.knows(backend));
+        assert!(all.is_at("d", Path::new("./disk.img")));
     }
 
     #[test]

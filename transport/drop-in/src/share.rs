@@ -49,7 +49,7 @@ use mail::{
     MESSAGE, Message, Received, is_there, name, new_mailbox, new_sender, receive_with, reply,
     send_with,
 };
-use opening::{Joined, begin, in_use, join};
+use opening::{Joined, OTHER_VERSION, begin, in_use, join};
 pub(crate) use opening::{LONGEST, Opening, Silent, await_others};
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::nic::IpFields;
@@ -159,19 +159,12 @@ impl Share {
             })?;
         let (group, table) = match join(&mailbox, addr, slot, silent)? {
             Joined::Welcome(group, table) => (group, table),
-            Joined::Nothing { silent } => begin(addr).map_err(|error| match (error.kind(), silent) {
-                (io::ErrorKind::AddrInUse, Some(slot)) => in_use(&format!(
-                    "the process in slot {slot}, which has it, does not answer; it may be stopped"
-                )),
-                (io::ErrorKind::AddrInUse, None) => in_use(
-                    "a process without this library has it, such as riserd, or one as a further \
-                     address of its device, or the kernel for rdma_rxe, at all addresses",
-                ),
+            Joined::Nothing { why } => begin(addr).map_err(|error| match error.kind() {
+                io::ErrorKind::AddrInUse => in_use(&why),
                 _ => error,
             })?,
         };
-        let ports = PortTable::map(table, slot)?
-            .ok_or_else(|| in_use("a process with another version of this library has it"))?;
+        let ports = PortTable::map(table, slot)?.ok_or_else(|| in_use(OTHER_VERSION))?;
         debug!(%addr, slot, "opened the address");
         Ok(Self {
             addr,
@@ -633,6 +626,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::{iter, thread};
 
+    use riser_testkit::eventually_some;
     use riser_testkit::skip::skip;
     use riser_transport::verbs::PKey;
     use riser_transport::wire::ROCE_PORT;
@@ -641,7 +635,9 @@ mod tests {
     };
     use riser_transport::wire::mad::TransactionId;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    use rustix::net::SocketAddrUnix;
+    use rustix::net::{
+        self, AddressFamily, Shutdown, SocketAddrUnix, SocketType, shutdown, socket,
+    };
 
     use super::mail::receive;
     use super::opening::{Answers, Inquired, Inquiry, Opener, PATIENCE, PAUSE, await_openers};
@@ -995,9 +991,10 @@ mod tests {
     fn the_sockets_of_an_address_go_to_the_process_that_has_asked_for_them() {
         let first = open(addr(39), Silent::default()).unwrap();
         let own = stopped(addr(39), 2);
-        let answers = Answers::new().unwrap();
-        let mut inquiry = Inquiry::new(&own, addr(39), Some(&answers), Silent::default());
-        assert!(inquiry.ask(1).unwrap() && inquiry.ask(1).unwrap());
+        let (answers, to) = (Answers::new().unwrap(), name(addr(39), Some(1)).unwrap());
+        for _ in 0..2 {
+            assert!(is_there(&own, &to, Message::Join, &[answers.to.as_fd()]).unwrap());
+        }
         // It is killed before it has an answer, and another has its name.
         drop(own);
         let taken = stopped(addr(39), 2);
@@ -1006,6 +1003,73 @@ mod tests {
         let mut all = Vec::new();
         assert!(receive_with(&answers.from, &mut [0; 1], &mut all).is_some());
         assert_eq!(all.len(), usize::from(SLOTS) + 1);
+    }
+
+    /// The socket for an answer that comes with the next question to join an address.
+    fn asked(mailbox: &OwnedFd) -> OwnedFd {
+        eventually_some("a question", PATIENCE, || {
+            let mut with = Vec::new();
+            receive_with(mailbox, &mut [0; 1], &mut with)?;
+            with.pop()
+        })
+    }
+
+    #[test]
+    fn who_takes_the_name_of_a_slot_cannot_send_the_answers_of_others_elsewhere() {
+        let squat = stopped(addr(40), 1);
+        let first = open(addr(40), Silent(0b10)).unwrap();
+        while receive(&squat, &mut [0; 1]).is_some() {}
+        let [to, to_listener] = [&b"riser-test-sink-of-answers"[..], b"riser-test-listener"]
+            .map(|name| SocketAddrUnix::new_abstract_name(name).unwrap());
+        let sink = new_mailbox().unwrap();
+        bind(&sink, &to).unwrap();
+        let listener = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        bind(&listener, &to_listener).unwrap();
+        net::listen(&listener, 1).unwrap();
+        let second = thread::scope(|scope| {
+            let opens = scope.spawn(|| open(addr(40), Silent::default()));
+            let answer = asked(&squat);
+            assert!(connect(&answer, &to).is_err());
+            assert_eq!(connect(&answer, &to_listener), Err(Os::ISCONN));
+            shutdown(&answer, Shutdown::Both).unwrap();
+            while !opens.is_finished() {
+                assert!(first.poll_packet(Instant::now()).is_none());
+                thread::yield_now();
+            }
+            opens.join().unwrap()
+        });
+        assert_eq!(second.unwrap().slot, 3);
+        assert!(receive(&sink, &mut [0; 1]).is_none());
+        // The slot is asked no more.
+        assert!(receive(&squat, &mut [0; 1]).is_none());
+    }
+
+    #[test]
+    fn who_takes_the_name_of_a_slot_keeps_no_free_address_from_others() {
+        let squat = stopped(addr(41), 1);
+        let first = thread::scope(|scope| {
+            let opens = scope.spawn(|| open(addr(41), Silent::default()));
+            shutdown(asked(&squat), Shutdown::Both).unwrap();
+            opens.join().unwrap()
+        });
+        assert_eq!(first.unwrap().slot, 2);
+    }
+
+    #[test]
+    fn a_process_with_an_older_library_is_named() {
+        let old = stopped(addr(44), 1);
+        let _port = UdpSocket::bind((addr(44), ROCE_PORT)).unwrap();
+        let error = thread::scope(|scope| {
+            let opens = scope.spawn(|| open(addr(44), Silent::default()).map(drop));
+            let mut question = || receive(&old, &mut [0; 1]);
+            let question = eventually_some("a question", PATIENCE, &mut question);
+            let Received::Message { from, .. } = question else {
+                panic!("it is of this user");
+            };
+            reply(&old, from.as_ref(), Message::Welcome);
+            opens.join().unwrap().unwrap_err()
+        });
+        assert!(error.to_string().contains("another version"), "{error}");
     }
 
     /// A packet for the process of a slot, with a number.
@@ -1209,7 +1273,7 @@ mod tests {
     fn a_child_that_is_forked_while_another_opens_keeps_no_address() {
         let first = open(addr(27), Silent::default()).unwrap();
         let mailbox = new_mailbox().unwrap();
-        let mut inquiry = Inquiry::new(&mailbox, addr(27), None, Silent::default());
+        let mut inquiry = Inquiry::new(&mailbox, addr(27), Message::Ask, Silent::default());
         let asks = thread::scope(|scope| {
             let asks = scope.spawn(move || {
                 let asked = [inquiry.poll(), inquiry.poll()].map(Result::unwrap);

@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::iter;
 use std::mem;
 use std::net::IpAddr;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use arrayvec::ArrayVec;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::steer::Requests;
 use riser_transport::wire::ROCE_PORT;
@@ -137,7 +137,7 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
         Instant::now()
     })?;
     let mailbox = new_mailbox()?;
-    let mut inquiry = Inquiry::new(&mailbox, addr, None, Silent::default());
+    let mut inquiry = Inquiry::new(&mailbox, addr, Message::Ask, Silent::default());
     let mut foreign = Vec::new();
     loop {
         match inquiry.poll()? {
@@ -149,7 +149,8 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
                 _ => {}
             },
             Inquired::Vacant | Inquired::Silence(_) => {
-                let silent = inquiry.asked.iter().chain(&foreign);
+                let asked = inquiry.asked.iter().map(|asked| asked.slot);
+                let silent = asked.chain(foreign);
                 return Ok(Silent(silent.fold(0, |bits, slot| bits | 1 << slot)));
             }
         }
@@ -161,15 +162,22 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
 pub(super) struct Inquiry<'a> {
     mailbox: &'a OwnedFd,
     addr: IpAddr,
-    /// Where the sockets of the address come, if it asks for them.
-    answers: Option<&'a Answers>,
+    /// [`Message::Ask`] or [`Message::Join`].
+    question: Message,
     /// Slots that have not been asked.
     rest: VecDeque<u8>,
     /// Those with processes that have been, and have not answered.
-    asked: Vec<u8>,
+    asked: Vec<Asked>,
     /// Those that were silent before.
     silent: Silent,
     start: Instant,
+}
+
+/// A slot that has been asked.
+struct Asked {
+    slot: u8,
+    /// Where the sockets of the address come, if they are asked for.
+    answers: Option<Answers>,
 }
 
 /// What comes of an [`Inquiry`] in the time of a [`REMINDER`].
@@ -186,13 +194,13 @@ impl<'a> Inquiry<'a> {
     pub(super) fn new(
         mailbox: &'a OwnedFd,
         addr: IpAddr,
-        answers: Option<&'a Answers>,
+        question: Message,
         silent: Silent,
     ) -> Self {
         Self {
             mailbox,
             addr,
-            answers,
+            question,
             rest: (1..SLOTS).collect(),
             asked: Vec::new(),
             silent,
@@ -203,7 +211,7 @@ impl<'a> Inquiry<'a> {
     /// Time for the answers of those that have been asked. Where all were silent before, they are asked
     /// once more.
     fn patience(&self) -> Duration {
-        let was_silent = |slot: &u8| self.silent.0 >> slot & 1 == 1;
+        let was_silent = |asked: &Asked| self.silent.0 >> asked.slot & 1 == 1;
         match self.asked.iter().all(was_silent) {
             true => REMINDER,
             false => PATIENCE,
@@ -217,15 +225,16 @@ impl<'a> Inquiry<'a> {
     pub(super) fn poll(&mut self) -> io::Result<Inquired> {
         if self.rest.is_empty()
             && self.start.elapsed() >= self.patience()
-            && let Some(slot) = self.asked.first()
+            && let Some(asked) = self.asked.first()
         {
-            return Ok(Inquired::Silence(*slot));
+            return Ok(Inquired::Silence(asked.slot));
         }
-        for slot in mem::take(&mut self.asked) {
-            self.ask(slot)?;
+        for Asked { slot, answers } in mem::take(&mut self.asked) {
+            self.ask(slot, answers)?;
         }
         while let Some(slot) = self.rest.pop_front() {
-            if self.ask(slot)? {
+            let joins = self.question == Message::Join;
+            if self.ask(slot, joins.then(Answers::new).transpose()?)? {
                 break;
             }
         }
@@ -236,23 +245,21 @@ impl<'a> Inquiry<'a> {
             tv_sec: 0,
             tv_nsec: REMINDER.subsec_nanos().into(),
         };
-        let inputs = [self.mailbox]
-            .into_iter()
-            .chain(self.answers.map(|answers| &answers.from));
-        let mut inputs: ArrayVec<_, 2> = inputs.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        let answers = self.asked.iter().filter_map(|asked| asked.answers.as_ref());
+        let inputs = iter::once(self.mailbox).chain(answers.map(|answers| &answers.from));
+        let mut inputs: Vec<_> = inputs.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
         // A signal ends it early, and then there is no message.
         let _ = poll(&mut inputs, Some(&pause));
         Ok(Inquired::Mail)
     }
 
     /// Asks a slot; answers whether it has a process.
-    pub(super) fn ask(&mut self, slot: u8) -> io::Result<bool> {
-        let to = self.answers.map(|answers| answers.to.as_fd());
-        let question = to.map_or(Message::Ask, |_| Message::Join);
+    fn ask(&mut self, slot: u8, answers: Option<Answers>) -> io::Result<bool> {
+        let to = answers.as_ref().map(|answers| answers.to.as_fd());
         let name = name(self.addr, Some(slot))?;
-        let is_there = is_there(self.mailbox, &name, question, to.as_slice())?;
+        let is_there = is_there(self.mailbox, &name, self.question, to.as_slice())?;
         if is_there {
-            self.asked.push(slot);
+            self.asked.push(Asked { slot, answers });
         }
         Ok(is_there)
     }
@@ -260,13 +267,13 @@ impl<'a> Inquiry<'a> {
     /// Asks the slot no longer that has an address; answers which.
     fn strike(&mut self, from: &SocketAddrUnix) -> Option<u8> {
         let slot = self.slot(from);
-        self.asked.retain(|asked| Some(*asked) != slot);
+        self.asked.retain(|asked| Some(asked.slot) != slot);
         slot
     }
 
     /// The slot that has been asked and has an address.
     fn slot(&self, from: &SocketAddrUnix) -> Option<u8> {
-        let mut asked = self.asked.iter().copied();
+        let mut asked = self.asked.iter().map(|asked| asked.slot);
         asked.find(|slot| name(self.addr, Some(*slot)).is_ok_and(|name| name == *from))
     }
 }
@@ -275,13 +282,20 @@ impl<'a> Inquiry<'a> {
 pub(super) enum Joined {
     /// The sockets and the table.
     Welcome(Vec<OwnedFd>, OwnedFd),
-    /// None answers: neither does that of this slot, which is there.
-    Nothing { silent: Option<u8> },
+    /// Nothing. Where the port is in use, this is why.
+    Nothing { why: String },
 }
 
-/// A pair of sockets for the answers of processes, which go to no other than the one that has asked.
+/// Why an address is in use.
+const NO_LIBRARY: &str = "a process without this library has it, such as riserd, or one as a further \
+                          address of its device, or the kernel for rdma_rxe, at all addresses";
+pub(super) const OTHER_VERSION: &str = "a process with another version of this library has it";
+const OTHER_USER: &str = "a process of another user has it";
+
+/// A pair of sockets for the answer of one process. Who has taken the name of its slot gets an end of it as
+/// well: that is connected for good, and no other process answers there.
 pub(super) struct Answers {
-    /// Each process that is asked gets it.
+    /// The process that is asked gets it.
     pub(super) to: OwnedFd,
     pub(super) from: OwnedFd,
 }
@@ -289,7 +303,7 @@ pub(super) struct Answers {
 impl Answers {
     pub(super) fn new() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (to, from) = socketpair(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+        let (to, from) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         sockopt::set_socket_passcred(&from, true)?;
         Ok(Self { to, from })
     }
@@ -298,19 +312,18 @@ impl Answers {
 /// Asks the processes of an address for the sockets and the table, for the one of a slot.
 ///
 /// # Errors
-/// `EADDRINUSE` where the only ones are another user's, `EMFILE` where this process may not have that many
-/// descriptors.
+/// `EMFILE` where this process may not have that many descriptors.
 pub(super) fn join(
     mailbox: &OwnedFd,
     addr: IpAddr,
     slot: u8,
     silent: Silent,
 ) -> io::Result<Joined> {
-    let answers = Answers::new()?;
-    let mut inquiry = Inquiry::new(mailbox, addr, Some(&answers), silent);
+    let mut inquiry = Inquiry::new(mailbox, addr, Message::Join, silent);
     inquiry.rest.retain(|other| *other != slot);
     let mut buffer = [0; MESSAGE];
-    let mut is_refused = false;
+    // Names may be another user's, who answers as well: whether the port is free is for the kernel to say.
+    let mut refusal = None;
     let silent = loop {
         match inquiry.poll()? {
             Inquired::Mail => {}
@@ -321,14 +334,38 @@ pub(super) fn join(
             }
         }
         // Others that are no such process may write as well.
-        if let Some(Received::OfAnotherUser(Some(from))) = receive(mailbox, &mut buffer) {
-            is_refused |= inquiry.strike(&from).is_some();
+        let (from, why) = match receive(mailbox, &mut buffer) {
+            Some(Received::OfAnotherUser(from)) => (from, OTHER_USER),
+            Some(Received::Message { kind, from, .. }) if kind == Message::Welcome as u8 => {
+                (from, OTHER_VERSION)
+            }
+            _ => (None, ""),
+        };
+        if from.is_some_and(|from| inquiry.strike(&from).is_some()) {
+            refusal = Some(why);
         }
-        let mut all = Vec::new();
-        match receive_with(&answers.from, &mut buffer, &mut all) {
-            Some(Received::Message { kind, .. }) if kind == Message::Welcome as u8 => {}
-            _ => continue,
-        }
+        let mut welcome = None;
+        inquiry.asked.retain(|asked| {
+            let Some(answers) = &asked.answers else {
+                return true;
+            };
+            let mut all = Vec::new();
+            match receive_with(&answers.from, &mut buffer, &mut all) {
+                None => true,
+                Some(Received::Message { kind, .. }) if kind == Message::Welcome as u8 => {
+                    welcome = Some(all);
+                    true
+                }
+                // It is closed, or no process with this library has written.
+                Some(_) => {
+                    refusal = Some(OTHER_USER);
+                    false
+                }
+            }
+        });
+        let Some(mut all) = welcome else {
+            continue;
+        };
         if all.len() != usize::from(SLOTS) + 1 {
             // The kernel has left out those for which there was no room.
             return Err(Os::MFILE.into());
@@ -337,10 +374,14 @@ pub(super) fn join(
             return Ok(Joined::Welcome(all, table));
         }
     };
-    if is_refused {
-        return Err(in_use("a process of another user has it"));
-    }
-    Ok(Joined::Nothing { silent })
+    let why = match (refusal, silent) {
+        (Some(why), _) => why.into(),
+        (None, Some(slot)) => {
+            format!("the process in slot {slot}, which has it, does not answer; it may be stopped")
+        }
+        (None, None) => NO_LIBRARY.into(),
+    };
+    Ok(Joined::Nothing { why })
 }
 
 /// Makes the sockets and the table.

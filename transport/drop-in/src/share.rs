@@ -622,12 +622,13 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::UdpSocket;
+    use std::io::Write as _;
+    use std::net::{TcpListener, TcpStream, UdpSocket};
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::{iter, thread};
 
-    use riser_testkit::eventually_some;
     use riser_testkit::skip::skip;
+    use riser_testkit::{eventually, eventually_some};
     use riser_transport::verbs::PKey;
     use riser_transport::wire::ROCE_PORT;
     use riser_transport::wire::cm_msg::{
@@ -639,7 +640,7 @@ mod tests {
         self, AddressFamily, Shutdown, SocketAddrUnix, SocketType, shutdown, socket,
     };
 
-    use super::mail::receive;
+    use super::mail::{MAX_DESCRIPTORS, receive};
     use super::opening::{Answers, Inquired, Inquiry, Opener, PATIENCE, PAUSE, await_openers};
     use super::*;
 
@@ -1053,6 +1054,25 @@ mod tests {
             opens.join().unwrap()
         });
         assert_eq!(first.unwrap().slot, 2);
+    }
+
+    #[test]
+    fn a_socket_that_comes_with_mail_does_not_wait_for_its_peer() {
+        let first = open(addr(42), Silent::default()).unwrap();
+        let listener = TcpListener::bind((addr(43), 0)).unwrap();
+        let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _peer = listener.accept().unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while socket.write(&[0; 1 << 16]).is_ok() {}
+        sockopt::set_socket_linger(&socket, Some(PATIENCE * 10)).unwrap();
+        // The last of as many as may come.
+        let mut with = vec![listener.as_fd(); MAX_DESCRIPTORS - 1];
+        with.push(socket.as_fd());
+        let to = name(addr(42), Some(1)).unwrap();
+        send_with(&new_sender().unwrap(), Some(&to), Message::Probe, &with).unwrap();
+        drop(socket);
+        let polls = thread::spawn(move || first.poll_packet(Instant::now()));
+        eventually("the mail is read", PATIENCE, || polls.is_finished());
     }
 
     #[test]

@@ -13,10 +13,11 @@ use rustix::net::{
 };
 use tracing::debug;
 
-use crate::port_table::SLOTS;
-
 /// Room for a message with the longest packet.
 pub(super) const MESSAGE: usize = 8 << 10;
+
+/// Most descriptors that a message may have with it, by the kernel.
+pub(super) const MAX_DESCRIPTORS: usize = 253;
 
 /// A message between processes of an address: its first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,15 +102,19 @@ pub(super) fn receive_with(
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
 ) -> Option<Received> {
-    let mut space = [MaybeUninit::uninit();
-        rustix::cmsg_space!(ScmRights(SLOTS as usize + 1), ScmCredentials(1))];
+    // The kernel closes those for which there is no room.
+    let mut space =
+        [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let got = recvmsg(mailbox, &mut [IoSliceMut::new(buffer)], &mut control, flags).ok()?;
     let mut user = None;
     for message in control.drain() {
         match message {
-            RecvAncillaryMessage::ScmRights(fds) => descriptors.extend(fds),
+            RecvAncillaryMessage::ScmRights(fds) => descriptors.extend(fds.inspect(|fd| {
+                // Who has sent it may have it wait at its close. Most have no such option.
+                let _ = sockopt::set_socket_linger(fd, None);
+            })),
             RecvAncillaryMessage::ScmCredentials(who) => user = Some(who.uid),
             _ => {}
         }
@@ -144,7 +149,7 @@ pub(super) fn send_with(
     kind: Message,
     fds: &[BorrowedFd<'_>],
 ) -> Result<(), Os> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS as usize + 1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
         control.push(SendAncillaryMessage::ScmRights(fds));

@@ -71,10 +71,13 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
         _ => accept(tcp),
     };
     match made {
-        None => (!change(fd, own, Kind::File)).then_some(CLOSED),
+        None => {
+            let is_kept = change(fd, own, Kind::File) && is_same(fd, tcp);
+            (!is_kept).then_some(CLOSED)
+        }
         Some(n) => {
             prepare(tcp, n);
-            if put(fd, n) {
+            if put(fd, tcp, n) {
                 return Some(n);
             }
             // Closed: it has no socket any more.
@@ -82,6 +85,21 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
             Some(CLOSED)
         }
     }
+}
+
+/// Whether two descriptors are the same socket. The C library closes descriptors also without a call of `close`, as in
+/// `fclose`, and the number is another file's then, of which the table says nothing.
+fn is_same(fd: c_int, copy: c_int) -> bool {
+    let file = |fd| {
+        // SAFETY: all-zero bytes are valid, and the place is alive.
+        unsafe {
+            let mut stat: libc::stat = zeroed();
+            let is_open = real::fstat(fd, &raw mut stat) == 0;
+            is_open.then_some((stat.st_dev, stat.st_ino))
+        }
+    };
+    let found = file(fd);
+    found.is_some() && found == file(copy)
 }
 
 /// Gives an rsocket the options of a TCP socket.
@@ -96,11 +114,19 @@ fn prepare(tcp: c_int, n: c_int) {
 }
 
 /// Puts an rsocket in the place of the TCP socket that this thread makes it of, and ends that one. Answers whether the
-/// descriptor was still the socket's.
-fn put(fd: c_int, n: c_int) -> bool {
+/// descriptor was still the same socket as its copy.
+fn put(fd: c_int, tcp: c_int, n: c_int) -> bool {
     let own = Kind::Forking(Stage::settling());
     let replacing = Kind::Forking(Stage::Replacing);
-    let begin = || change(fd, own, replacing);
+    let begin = || {
+        let begins = change(fd, own, replacing);
+        // After the change, from which on no call of `close` is made.
+        let is_replaced = begins && is_same(fd, tcp);
+        if begins && !is_replaced {
+            change(fd, replacing, Kind::File);
+        }
+        is_replaced
+    };
     let replace = || {
         // SAFETY: the calls take any numbers.
         unsafe {
@@ -570,7 +596,6 @@ fn clear_port(addr: &mut sockaddr_storage) {
 mod tests {
     use std::fs::File;
     use std::io::{ErrorKind, Read as _};
-    use std::os::fd::IntoRawFd as _;
     use std::os::unix::net::UnixStream;
     use std::sync::mpsc;
     use std::thread;
@@ -619,26 +644,40 @@ mod tests {
         path.to_str() == Some("/dev/null")
     }
 
-    #[test]
-    fn a_number_that_another_file_gets_is_not_replaced() {
-        let (fd, _peer) = socket(900);
+    /// Gives a number to another file while a thread is about to put an rsocket there, after the socket is closed.
+    fn give_to_another_file(number: c_int, close: impl FnOnce(c_int) -> c_int) {
+        let (fd, _peer) = socket(number);
         let sets = epoll::hold_sets();
         let settler = start(move || {
             let own = Kind::Forking(Stage::settling());
             assert!(change(fd, Kind::Forking(Stage::Passive), own));
-            put(fd, RSOCKET)
+            let copy = Private::copy(fd).unwrap();
+            put(fd, copy.as_raw_fd(), RSOCKET)
         });
         // SAFETY: the descriptors are this test's.
         unsafe {
-            let file = File::open("/proc/self/exe").unwrap().into_raw_fd();
-            assert_eq!(libc::close(fd), 0);
-            assert_eq!(libc::fcntl(file, libc::F_DUPFD, fd), fd);
+            let file = File::open("/proc/self/exe").unwrap();
+            assert_eq!(close(fd), 0);
+            assert_eq!(real::fcntl(file.as_raw_fd(), libc::F_DUPFD, fd.into()), fd);
             drop(sets);
             assert!(!settler.join().unwrap());
             assert!(!is_null(fd));
             assert_eq!(kind(fd), Kind::File);
             libc::close(fd);
         }
+    }
+
+    #[test]
+    fn a_number_that_another_file_gets_is_not_replaced() {
+        // SAFETY: the descriptor is the test's.
+        give_to_another_file(900, |fd| unsafe { libc::close(fd) });
+    }
+
+    #[test]
+    fn a_number_that_another_file_gets_unseen_is_not_replaced() {
+        // As `fclose` closes it.
+        // SAFETY: as above.
+        give_to_another_file(920, |fd| unsafe { real::close(fd) });
     }
 
     #[test]

@@ -315,8 +315,8 @@ fn servers_that_say_little_by_tcp() {
     assert_eq!(&text, b"hello");
 }
 
-#[test]
-fn sockets_that_are_closed_while_they_wait() {
+/// Closes a socket while a thread waits for its client, and gives its number to another file.
+fn close_while_it_waits(test: &str, close: impl FnOnce(c_int) -> c_int) {
     let file_of = |process| env::temp_dir().join(format!("riser-preload-closed-{process}"));
     if is_inside() {
         let port: u16 = env::var("PORT").unwrap().parse().unwrap();
@@ -324,7 +324,6 @@ fn sockets_that_are_closed_while_they_wait() {
         let (stream, _) = listener.accept().unwrap();
         let path = file_of(std::process::id());
         fs::write(&path, "secret").unwrap();
-        let file = fs::File::open(&path).unwrap();
         let fd = stream.into_raw_fd();
         let reader = thread::spawn(move || {
             let mut text = [0_u8; 16];
@@ -333,20 +332,17 @@ fn sockets_that_are_closed_while_they_wait() {
             (n, io::Error::last_os_error().raw_os_error())
         });
         wait_for_word();
-        // SAFETY: the descriptor is the test's.
-        unsafe {
-            assert_eq!(libc::close(fd), 0);
-            assert_eq!(libc::dup(file.as_raw_fd()), fd, "the number is a file's");
-        }
+        assert_eq!(close(fd), 0);
+        let file = fs::File::open(&path).unwrap();
+        assert_eq!(file.as_raw_fd(), fd, "the number is a file's");
         let _ = fs::remove_file(&path);
         assert_eq!(reader.join().unwrap(), (-1, Some(libc::EBADF)));
         return;
     }
-    const TEST: &str = "sockets_that_are_closed_while_they_wait";
-    let links = Links::new(TEST);
+    let links = Links::new(test);
     let port = free_port();
     let variables = [FORK_SAFE, PATIENT, ("PORT", &port.to_string())];
-    let mut server = links.start(TEST, ADDR, &variables);
+    let mut server = links.start(test, ADDR, &variables);
     let mut silent = connect_to_server(CLIENT, port);
     await_ready(&mut silent);
     let file = file_of(server.id());
@@ -356,6 +352,23 @@ fn sockets_that_are_closed_while_they_wait() {
     // The wait ends, and the call does not go on with the file.
     drop(silent);
     finish(server);
+}
+
+#[test]
+fn sockets_that_are_closed_while_they_wait() {
+    const TEST: &str = "sockets_that_are_closed_while_they_wait";
+    // SAFETY: the descriptor is the test's.
+    close_while_it_waits(TEST, |fd| unsafe { libc::close(fd) });
+}
+
+#[test]
+fn streams_that_are_closed_while_they_wait() {
+    const TEST: &str = "streams_that_are_closed_while_they_wait";
+    // The C library closes it without a call of `close`.
+    // SAFETY: as above, and the mode ends with a zero byte.
+    close_while_it_waits(TEST, |fd| unsafe {
+        libc::fclose(libc::fdopen(fd, c"r".as_ptr()))
+    });
 }
 
 #[test]

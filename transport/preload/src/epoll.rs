@@ -8,8 +8,8 @@
 //! list without an rsocket. The kernel knows whether it has reported one that is to be reported once.
 //!
 //! Copies of a descriptor have one set in the kernel, and one list here. Event loops make them before there is
-//! a list, register by one and wait by another. So the kernel is asked, once for each descriptor that is used:
-//! it knows whether a bell is in a set.
+//! a list, register by one and wait by another. So the kernel is asked when there is one, for all descriptors, and
+//! once for each that is used later on: it knows whether a bell is in a set.
 //!
 //! The lists have a lock, which `fork` takes, so that a child finds it free. Closing a descriptor that is
 //! neither a set, a bell nor an rsocket takes none: that is done by signal handlers, and between `fork` and `exec`.
@@ -72,7 +72,8 @@ impl Interest {
 
 /// The rsockets of a set.
 struct Set {
-    /// Descriptors of the set, of which there is one at least.
+    /// Descriptors of the set, of which there is one at least. Without `/proc`, copies that were made before the list
+    /// are known from their first use on.
     descriptors: Vec<c_int>,
     interests: Vec<Interest>,
     bell: Bell,
@@ -129,7 +130,8 @@ extern "C" fn after_fork() {
     SETS.release(|_| {});
 }
 
-/// The place of a descriptor's set among all. A copy is one more descriptor of its set from its first use on.
+/// The place of a descriptor's set among all. A copy that has come by another way is one more descriptor of its set from
+/// its first use on.
 fn find(sets: &mut Sets, epoll: c_int) -> Option<usize> {
     let part = place(&PARTS, epoll)?;
     match part.load(Ordering::Relaxed) {
@@ -269,8 +271,18 @@ impl Set {
         {
             part.store(0, Ordering::Relaxed);
         }
+        // Another thread may close one meanwhile. Either it finds the note afterwards, or the second look finds it closed.
+        let is_copy = |fd: &c_int| {
+            let is_noted = *fd != set && bell.hangs_in(*fd) && note(*fd, SET);
+            let is_open = is_noted && bell.hangs_in(*fd);
+            if is_noted && !is_open {
+                note(*fd, 0);
+            }
+            is_open
+        };
+        let copies = open_descriptors().filter(is_copy);
         Ok(Self {
-            descriptors: vec![set],
+            descriptors: std::iter::once(set).chain(copies).collect(),
             interests: Vec::new(),
             bell,
             process: process(),
@@ -392,6 +404,12 @@ fn is_reported(epoll: c_int, fd: c_int) -> bool {
     is_reported
 }
 
+/// Descriptors of this process, none without `/proc`.
+fn open_descriptors() -> impl Iterator<Item = c_int> {
+    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
 /// What the kernel says of a descriptor of this process (`proc_pid_fdinfo(5)`), as far as it can be read. The
 /// calls are the C library's: ours may take the lock.
 fn fdinfo(fd: c_int) -> String {
@@ -431,7 +449,22 @@ pub(crate) fn closing(first: c_int, last: c_int, call: impl FnOnce() -> c_int) -
     }
     // A child of `vfork` closes no descriptor of its parent's.
     if !has_part || !is_own() {
-        return call();
+        let result = call();
+        // A copy of which another thread has made a set meanwhile.
+        if result >= 0 && (first..=last).any(|fd| part(fd) == SET) && is_own() {
+            sets().retain_mut(|set| {
+                let bell = &set.bell;
+                set.descriptors.retain(|fd| {
+                    let is_left = !is_in(fd) || bell.hangs_in(*fd);
+                    if !is_left {
+                        note(*fd, 0);
+                    }
+                    is_left
+                });
+                !set.descriptors.is_empty()
+            });
+        }
+        return result;
     }
     // The lock is held during the call: no other thread rings a bell whose number another file has
     // by now, or takes the closed set for a new one.
@@ -751,5 +784,39 @@ unsafe extern "C" fn epoll_pwait2(
             Some(timeout) => epoll_pwait(epoll, events, room, timeout, mask),
             None => fail(libc::EINVAL),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_that_is_closed_while_a_list_begins() {
+        // SAFETY: the calls may be made at any time.
+        let (epoll, copy) = unsafe {
+            let epoll = libc::epoll_create1(0);
+            (epoll, libc::fcntl(epoll, libc::F_DUPFD, 700))
+        };
+        // The tables are this process's.
+        crate::table::set(epoll, Kind::File);
+        assert_eq!(copy, 700);
+        let closed = closing(copy, copy, || {
+            let mut sets = sets();
+            let set = sets.push_mut(Set::new(epoll).unwrap());
+            assert_eq!(set.descriptors, [epoll, copy]);
+            // SAFETY: the descriptor is the test's.
+            unsafe { real::close(copy) }
+        });
+        assert_eq!(closed, 0);
+        assert_eq!(part(copy), 0);
+        let descriptors: Vec<c_int> = sets()
+            .iter()
+            .flat_map(|set| set.descriptors.clone())
+            .collect();
+        assert_eq!(descriptors, [epoll]);
+        // SAFETY: as above.
+        assert_eq!(closing(epoll, epoll, || unsafe { real::close(epoll) }), 0);
+        assert_eq!(sets().len(), 0);
     }
 }

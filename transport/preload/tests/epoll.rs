@@ -631,6 +631,48 @@ fn copies_of_a_set() {
 }
 
 #[test]
+fn a_set_whose_first_descriptor_is_closed_before_its_copy_is_used() {
+    const TEST: &str = "a_set_whose_first_descriptor_is_closed_before_its_copy_is_used";
+    if !is_preloaded(TEST, &[]) {
+        return;
+    }
+    let (_listener, mut client, server) = pair();
+    let fd = server.as_raw_fd();
+    // Closed, as event loops close a clone of their registry, and replaced.
+    // SAFETY: the descriptors are the test's.
+    let sets = [true, false].map(|is_closed| unsafe {
+        let epoll = libc::epoll_create1(0);
+        let copy = libc::fcntl(epoll, libc::F_DUPFD_CLOEXEC, 0);
+        let ((), bell) = with_bell(|| {
+            let added = control(epoll, libc::EPOLL_CTL_ADD, fd, libc::EPOLLIN, 7);
+            assert_eq!(added, 0);
+        });
+        let result = match is_closed {
+            true => libc::close(epoll),
+            false => libc::dup2(copy, epoll) - epoll,
+        };
+        assert_eq!(result, 0);
+        (copy, epoll, bell)
+    });
+    client.write_all(b"x").unwrap();
+    let [(first, _, first_bell), (second, new, second_bell)] = sets;
+    for set in [first, second, new] {
+        assert_eq!(wait(set, 5000), [(libc::EPOLLIN as u32, 7)]);
+        let changed = control(set, libc::EPOLL_CTL_MOD, fd, libc::EPOLLIN, 7);
+        assert_eq!(changed, 0);
+    }
+    // SAFETY: as above.
+    unsafe {
+        for set in [first, second, new] {
+            assert_eq!(libc::close(set), 0);
+        }
+        for bell in [first_bell, second_bell] {
+            assert_eq!(libc::fcntl(bell, libc::F_GETFD), -1, "all are closed");
+        }
+    }
+}
+
+#[test]
 fn a_first_rsocket_by_a_copy_while_a_thread_waits_for_files() {
     const TEST: &str = "a_first_rsocket_by_a_copy_while_a_thread_waits_for_files";
     if !is_preloaded(TEST, &[]) {

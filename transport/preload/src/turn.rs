@@ -14,6 +14,9 @@
 //!   has the port, so these stay with TCP: the first one after a moment, and the others at once. Where all of
 //!   them are paused, no time passes.
 //!
+//! Processes of a server that are several users' have no turns among them: to each other they are as another program at
+//! the port.
+//!
 //! All is kept in a file of the user, at places that ports and hosts have there. Each place has a queue: a process
 //! draws a number, locks the byte of that number, and has its turn when no byte of a lower number is locked.
 //! Ports of different servers have nothing in common. The kernel releases the locks of a process that is killed,
@@ -81,7 +84,7 @@ pub(crate) struct Turns {
 
 /// A turn, which ends when it is dropped.
 pub(crate) struct Turn {
-    /// `None` where there is no file: processes then are in each other's way, and no worse.
+    /// `None` where there is no file: processes then have no turns, and each waits for the port while others have it.
     file: Option<Queues>,
     /// Places of the host and of the port.
     places: [u64; 2],
@@ -130,11 +133,13 @@ impl Turn {
     }
 
     /// Time in which the port may become free. A process that is out of turn has it for a moment; what has had it for
-    /// longer within the last minute, such as one that is stopped or another program, is not waited for again.
+    /// longer within the last minute, such as one that is stopped or another program, is not waited for again. Without
+    /// turns, one of the server's has it for as long as its client may take.
     pub(crate) fn wait_for_port(&self) -> Duration {
-        let is_occupied = self.file.as_ref().is_some_and(|Queues(file)| {
-            now().abs_diff(word(file, self.places[1] + OCCUPIED)) < MEMORY.as_secs()
-        });
+        let Some(Queues(file)) = &self.file else {
+            return self.longest;
+        };
+        let is_occupied = now().abs_diff(word(file, self.places[1] + OCCUPIED)) < MEMORY.as_secs();
         let wait = self.longest / (1 << MAX_HALVINGS);
         if is_occupied { Duration::ZERO } else { wait }
     }
@@ -422,6 +427,16 @@ mod tests {
         assert_eq!(turn.patience(), PATIENCE, "no client has let it pass");
         turn.note_port(true);
         assert_eq!(turn.wait_for_port(), Duration::from_millis(250));
+    }
+
+    #[test]
+    fn processes_without_a_file_wait_for_the_port() {
+        let path = "/nonexistent/queues".into();
+        let turn = Turns {
+            path,
+            patience: PATIENCE,
+        };
+        assert_eq!(turn.take(1, HOST).wait_for_port(), PATIENCE);
     }
 
     #[test]

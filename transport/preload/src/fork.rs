@@ -49,17 +49,30 @@ const CLOSED: c_int = c_int::MAX;
 
 /// Makes an rsocket of a TCP socket that waits for its use; answers it, or `None` where the socket stays.
 pub(crate) fn settle(fd: c_int) -> Option<c_int> {
-    let own = Kind::Forking(Stage::settling());
+    let [settling, offered] = stages();
     let stage = loop {
         match kind(fd) {
             Kind::Rsocket(n) => return Some(n),
             Kind::File | Kind::Forking(Stage::New | Stage::Listening) => return None,
-            // A handler of a signal that interrupts it.
-            settling if settling == own => return None,
+            // A handler of a signal that interrupts it. Behind what it says by TCP, the client would take an offer for
+            // data.
+            now if now == settling => {
+                change(fd, settling, Kind::File);
+                return None;
+            }
+            now if now == offered => return None,
             // Another thread of the program uses it as well.
-            Kind::Forking(Stage::Settling(_) | Stage::Replacing) => std::thread::sleep(LOOK),
-            Kind::Forking(stage) if change(fd, Kind::Forking(stage), own) => break stage,
-            Kind::Forking(_) => {}
+            Kind::Forking(Stage::Settling(_) | Stage::Offered(_) | Stage::Replacing) => {
+                std::thread::sleep(LOOK);
+            }
+            Kind::Forking(stage @ (Stage::Active | Stage::Passive)) => {
+                // The server of an active one may have made its offer.
+                let is_active = stage == Stage::Active;
+                let own = if is_active { offered } else { settling };
+                if change(fd, Kind::Forking(stage), own) {
+                    break stage;
+                }
+            }
         }
     };
     // Another thread may close the socket meanwhile, and its number may be another file's. A child has no copy:
@@ -68,12 +81,15 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
     let tcp = copy.as_ref().map_or(fd, |copy| copy.as_raw_fd());
     let made = match stage {
         Stage::Active => join(tcp),
-        _ => accept(tcp),
+        _ => accept(tcp, || change(fd, settling, offered)),
     };
     match made {
         None => {
-            let is_kept = change(fd, own, Kind::File) && is_same(fd, tcp);
-            (!is_kept).then_some(CLOSED)
+            // A handler may have done that.
+            for own in [settling, offered] {
+                change(fd, own, Kind::File);
+            }
+            (!is_same(fd, tcp)).then_some(CLOSED)
         }
         Some(n) => {
             prepare(tcp, n);
@@ -85,6 +101,13 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
             Some(CLOSED)
         }
     }
+}
+
+/// Kinds of a socket of which this thread makes an rsocket, before and after it has offered that.
+fn stages() -> [Kind; 2] {
+    // SAFETY: the call cannot fail.
+    let thread = unsafe { libc::gettid() };
+    [Stage::Settling(thread), Stage::Offered(thread)].map(Kind::Forking)
 }
 
 /// Whether two descriptors are the same socket. The C library closes descriptors also without a call of `close`, as in
@@ -116,10 +139,10 @@ fn prepare(tcp: c_int, n: c_int) {
 /// Puts an rsocket in the place of the TCP socket that this thread makes it of, and ends that one. Answers whether the
 /// descriptor was still the same socket as its copy.
 fn put(fd: c_int, tcp: c_int, n: c_int) -> bool {
-    let own = Kind::Forking(Stage::settling());
+    let [_, offered] = stages();
     let replacing = Kind::Forking(Stage::Replacing);
     let begin = || {
-        let begins = change(fd, own, replacing);
+        let begins = change(fd, offered, replacing);
         // After the change, from which on no call of `close` is made.
         let is_replaced = begins && is_same(fd, tcp);
         if begins && !is_replaced {
@@ -139,11 +162,16 @@ fn put(fd: c_int, tcp: c_int, n: c_int) -> bool {
         change(fd, replacing, Kind::Rsocket(n));
     };
     // A handler of this thread would wait for it, or for the lock of the sets, without end.
+    undisturbed(|| epoll::settle(fd, n, begin, replace))
+}
+
+/// Calls without a handler of a signal in between.
+fn undisturbed<T>(call: impl FnOnce() -> T) -> T {
     // SAFETY: all-zero bytes are a valid set, which is alive.
     unsafe {
         let mut all: libc::sigset_t = zeroed();
         libc::sigfillset(&raw mut all);
-        masked(&raw const all, || epoll::settle(fd, n, begin, replace))
+        masked(&raw const all, call)
     }
 }
 
@@ -283,8 +311,8 @@ fn is_connected(rsocket: c_int) -> bool {
     }
 }
 
-/// The server: listens at the port of the TCP socket, says so, and accepts.
-fn accept(fd: c_int) -> Option<c_int> {
+/// The server: listens at the port of the TCP socket, says so unless `offer` answers that it is too late, and accepts.
+fn accept(fd: c_int, offer: impl FnOnce() -> bool) -> Option<c_int> {
     let (addr, length) = address(fd, real::getsockname)?;
     let (peer, _) = address(fd, real::getpeername)?;
     let ((own, port), (peer, _)) = (parts(&addr), parts(&peer));
@@ -316,7 +344,7 @@ fn accept(fd: c_int) -> Option<c_int> {
     // SAFETY: the address has that length.
     let is_bound = unsafe { reception.bind(&any(addr), length, turn.wait_for_port()) };
     turn.note_port(is_bound);
-    let is_ready = is_bound && reception.ask();
+    let is_ready = is_bound && reception.ask(offer);
     // From when the client knows of it.
     let mut watch = Watch::new(Instant::now());
     let accepted = is_ready
@@ -419,18 +447,17 @@ impl Reception {
         }
     }
 
-    /// Listens, and asks the client to connect. Answers whether that was done.
-    fn ask(&self) -> bool {
+    /// Listens, and asks the client to connect, unless a call answers that it is too late. Answers whether that was done.
+    fn ask(&self, offer: impl FnOnce() -> bool) -> bool {
         // SAFETY: the bytes are alive, and the calls take any numbers.
         unsafe {
+            let send = || {
+                let (bytes, length) = (READY.as_ptr().cast(), READY.len());
+                real::send(self.tcp, bytes, length, libc::MSG_NOSIGNAL) == length as isize
+            };
             rdma::rlisten(self.listener, BACKLOG) == 0
                 && rdma::rfcntl(self.listener, libc::F_SETFL, libc::O_NONBLOCK) == 0
-                && real::send(
-                    self.tcp,
-                    READY.as_ptr().cast(),
-                    READY.len(),
-                    libc::MSG_NOSIGNAL,
-                ) == READY.len() as isize
+                && undisturbed(|| offer() && send())
         }
     }
 
@@ -649,8 +676,8 @@ mod tests {
         let (fd, _peer) = socket(number);
         let sets = epoll::hold_sets();
         let settler = start(move || {
-            let own = Kind::Forking(Stage::settling());
-            assert!(change(fd, Kind::Forking(Stage::Passive), own));
+            let [_, offered] = stages();
+            assert!(change(fd, Kind::Forking(Stage::Passive), offered));
             let copy = Private::copy(fd).unwrap();
             put(fd, copy.as_raw_fd(), RSOCKET)
         });

@@ -41,23 +41,21 @@ pub(crate) enum Stage {
     /// A thread of this process, by its number, makes the rsocket. To a child, which has no such thread, the
     /// socket stays one of TCP.
     Settling(c_int),
+    /// The same, and the peer may know of it: a handler that interrupts the thread cannot have the socket stay one of
+    /// TCP any more.
+    Offered(c_int),
     /// The rsocket takes the place of the socket. No thread closes the descriptor meanwhile: the number would be
     /// another file's, whose place the rsocket took. No child begins either.
     Replacing,
-}
-
-impl Stage {
-    /// This thread makes the rsocket.
-    pub(crate) fn settling() -> Self {
-        // SAFETY: the call cannot fail.
-        Self::Settling(unsafe { libc::gettid() })
-    }
 }
 
 /// Kinds by descriptor: 0 for a file, a number above it for the rsocket before that, and below it for a
 /// stage: from [`SETTLING`] downwards by process and thread.
 static KINDS: [AtomicI64; MAX] = [const { AtomicI64::new(0) }; MAX];
 const SETTLING: i64 = -6;
+
+/// Beside a thread's number, which is lower: [`Stage::Offered`].
+const OFFERED: c_int = 1 << 30;
 
 /// Descriptors of each rsocket.
 static USERS: [AtomicU32; MAX] = [const { AtomicU32::new(0) }; MAX];
@@ -94,13 +92,22 @@ fn decode(word: i64) -> Kind {
         1.. => Kind::Rsocket((word - 1) as c_int),
         _ => {
             let ids = SETTLING - word;
-            let is_own = ids >> 32 == i64::from(PROCESS.load(Ordering::Relaxed));
-            match is_own {
-                true => Kind::Forking(Stage::Settling(ids as c_int)),
-                false => Kind::File,
+            let thread = ids as c_int;
+            if ids >> 32 != i64::from(PROCESS.load(Ordering::Relaxed)) {
+                Kind::File
+            } else if thread & OFFERED != 0 {
+                Kind::Forking(Stage::Offered(thread & !OFFERED))
+            } else {
+                Kind::Forking(Stage::Settling(thread))
             }
         }
     }
+}
+
+/// The word of a thread of this process.
+fn by_thread(thread: c_int) -> i64 {
+    let process = PROCESS.load(Ordering::Relaxed);
+    SETTLING - (i64::from(process) << 32 | i64::from(thread))
 }
 
 fn encode(kind: Kind) -> i64 {
@@ -111,10 +118,8 @@ fn encode(kind: Kind) -> i64 {
         Kind::Forking(Stage::Active) => -3,
         Kind::Forking(Stage::Passive) => -4,
         Kind::Forking(Stage::Replacing) => -5,
-        Kind::Forking(Stage::Settling(thread)) => {
-            let process = PROCESS.load(Ordering::Relaxed);
-            SETTLING - (i64::from(process) << 32 | i64::from(thread))
-        }
+        Kind::Forking(Stage::Settling(thread)) => by_thread(thread),
+        Kind::Forking(Stage::Offered(thread)) => by_thread(thread | OFFERED),
         Kind::Rsocket(n) => i64::from(n) + 1,
     }
 }

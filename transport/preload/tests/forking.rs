@@ -477,6 +477,47 @@ fn handlers_of_signals_in_a_server_that_waits() {
 }
 
 #[test]
+fn handlers_of_signals_in_a_server_that_has_no_turn_yet() {
+    if is_inside() {
+        let port: u16 = env::var("PORT").unwrap().parse().unwrap();
+        let listener = TcpListener::bind((ADDR, port)).unwrap();
+        let (mut first, _) = listener.accept().unwrap();
+        thread::spawn(move || first.read(&mut [0]));
+        let (second, _) = listener.accept().unwrap();
+        let read = interrupt(second, |thread| {
+            let call = format!("/proc/self/task/{thread}/syscall");
+            let is_it = format!("{} ", libc::SYS_clock_nanosleep);
+            eventually("it is in the queue", Duration::from_secs(20), || {
+                fs::read_to_string(&call).is_ok_and(|line| line.starts_with(&is_it))
+            });
+        });
+        assert_eq!(read, 7);
+        return;
+    }
+    const TEST: &str = "handlers_of_signals_in_a_server_that_has_no_turn_yet";
+    let links = Links::new(TEST);
+    let port = free_port();
+    let variables = [FORK_SAFE, PATIENT, ("PORT", &port.to_string())];
+    let server = links.start(TEST, ADDR, &variables);
+    let mut silent = connect_to_server(CLIENT, port);
+    await_ready(&mut silent);
+    let mut second = connect_from(CLIENT, port).unwrap();
+    let timeout = |secs| Some(Duration::from_secs(secs));
+    second.set_read_timeout(timeout(20)).unwrap();
+    let mut text = [0; 5];
+    second.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"hello");
+    // It has its turn.
+    drop(silent);
+    second.set_read_timeout(timeout(1)).unwrap();
+    let more = second.read(&mut text).unwrap_err().kind();
+    assert_eq!(more, io::ErrorKind::WouldBlock, "no offer");
+    second.write_all(b"welcome").unwrap();
+    assert_eq!(second.read(&mut text).unwrap(), 0);
+    finish(server);
+}
+
+#[test]
 fn handlers_of_signals_in_a_client_that_waits() {
     if is_inside() {
         let port: u16 = env::var("PORT").unwrap().parse().unwrap();

@@ -77,6 +77,10 @@ struct Set {
     descriptors: Vec<c_int>,
     interests: Vec<Interest>,
     bell: Bell,
+    /// Changes so far, of which the bell wakes waiters.
+    changes: u64,
+    /// Threads that wait, by their numbers, each with the changes that it knows.
+    waiting: Vec<(c_int, u64)>,
     /// The process that has made it.
     process: c_int,
 }
@@ -85,6 +89,12 @@ struct Set {
 fn process() -> c_int {
     // SAFETY: the call cannot fail.
     unsafe { libc::getpid() }
+}
+
+/// This thread.
+fn thread() -> c_int {
+    // SAFETY: the call cannot fail.
+    unsafe { libc::gettid() }
 }
 
 type Sets = Vec<Set>;
@@ -130,6 +140,11 @@ extern "C" fn after_fork() {
     SETS.release(|_| {});
 }
 
+extern "C" fn in_child() {
+    // It has none of the threads.
+    SETS.release(|sets| sets.iter_mut().for_each(|set| set.waiting.clear()));
+}
+
 /// The place of a descriptor's set among all. A copy that has come by another way is one more descriptor of its set from
 /// its first use on.
 fn find(sets: &mut Sets, epoll: c_int) -> Option<usize> {
@@ -164,7 +179,7 @@ fn install() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
         // SAFETY: the handlers may be called at any time.
-        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_child)) };
     });
 }
 
@@ -285,6 +300,8 @@ impl Set {
             descriptors: std::iter::once(set).chain(copies).collect(),
             interests: Vec::new(),
             bell,
+            changes: 0,
+            waiting: Vec::new(),
             process: process(),
         })
     }
@@ -295,13 +312,31 @@ impl Set {
         (first..=last).contains(&self.bell.0) && self.process == process()
     }
 
-    fn ring(&self) {
+    /// Wakes those who wait, for their lists are old.
+    fn ring(&mut self) {
+        self.changes += 1;
         let one = 1_u64;
         // SAFETY: the number is alive.
         unsafe { real::write(self.bell.0, (&raw const one).cast(), size_of_val(&one)) };
     }
 
+    /// Notes that this thread waits, with a list of now.
+    fn enter(&mut self) {
+        self.leave();
+        self.waiting.push((thread(), self.changes));
+    }
+
+    /// Notes that this thread waits no longer.
+    fn leave(&mut self) {
+        let own = thread();
+        self.waiting.retain(|(thread, _)| *thread != own);
+    }
+
+    /// Has the bell ring no longer, unless it has to wake a thread with an old list.
     fn calm(&self) {
+        if self.waiting.iter().any(|(_, known)| *known != self.changes) {
+            return;
+        }
         let mut count = 0_u64;
         // SAFETY: there is room for the count.
         unsafe { real::read(self.bell.0, (&raw mut count).cast(), size_of_val(&count)) };
@@ -608,7 +643,8 @@ fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
     }
     let mut sets = sets();
     let at = find(&mut sets, epoll)?;
-    let set = &sets[at];
+    let set = &mut sets[at];
+    set.enter();
     let own = pollfd {
         fd: epoll,
         events: libc::POLLIN,
@@ -624,6 +660,14 @@ fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
     Some(std::iter::once(own).chain(rsockets).collect())
 }
 
+/// This thread waits for a set no longer, and has polled nothing.
+fn leave(epoll: c_int) {
+    let mut sets = sets();
+    if let Some(at) = find(&mut sets, epoll) {
+        sets[at].leave();
+    }
+}
+
 /// Takes the events of rsockets that have been polled.
 fn collect(epoll: c_int, polled: &[pollfd], into: &mut [epoll_event]) -> usize {
     let mut sets = sets();
@@ -631,6 +675,7 @@ fn collect(epoll: c_int, polled: &[pollfd], into: &mut [epoll_event]) -> usize {
         return 0;
     };
     let set = &mut sets[at];
+    set.leave();
     set.calm();
     let mut n = 0;
     for interest in &mut set.interests {
@@ -715,7 +760,9 @@ fn wait(epoll: c_int, into: &mut [epoll_event], deadline: Option<Instant>) -> c_
         // SAFETY: the entries are alive.
         let result = unsafe { rdma::rpoll(polled.as_mut_ptr(), polled.len() as u64, ms) };
         if result < 0 {
-            return result;
+            let errno = crate::errno();
+            leave(epoll);
+            return fail(errno);
         }
         let of_rsockets = collect(epoll, &polled, into);
         let of_files = take_files(epoll, &mut into[of_rsockets..]);
@@ -789,7 +836,47 @@ unsafe extern "C" fn epoll_pwait2(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
+
+    #[test]
+    fn a_bell_rings_until_all_who_wait_know_of_a_change() {
+        // SAFETY: the call may be made at any time.
+        let epoll = unsafe { libc::epoll_create1(0) };
+        crate::table::set(epoll, Kind::File);
+        sets().push(Set::new(epoll).unwrap());
+        let change = || sets().iter_mut().for_each(Set::ring);
+        let rings = || {
+            let mut event = Bell::event();
+            // SAFETY: there is room for an event.
+            unsafe { real::epoll_pwait(epoll, &raw mut event, 1, 0, std::ptr::null()) == 1 }
+        };
+        let wake = || collect(epoll, &[], &mut []);
+        std::thread::scope(|scope| {
+            let (wakes, woken) = mpsc::channel();
+            let (waits, waiting) = mpsc::channel();
+            let other = scope.spawn(move || {
+                assert!(entries(epoll).is_some());
+                waits.send(()).unwrap();
+                woken.recv().unwrap();
+                wake();
+            });
+            waiting.recv().unwrap();
+            assert!(entries(epoll).is_some());
+            change();
+            wake();
+            assert!(rings(), "the other has an old list");
+            // This thread has a new one.
+            assert!(entries(epoll).is_some());
+            wakes.send(()).unwrap();
+            other.join().unwrap();
+            assert!(!rings());
+        });
+        wake();
+        // SAFETY: the descriptor is the test's.
+        assert_eq!(closing(epoll, epoll, || unsafe { real::close(epoll) }), 0);
+    }
 
     #[test]
     fn a_copy_that_is_closed_while_a_list_begins() {
@@ -810,13 +897,15 @@ mod tests {
         });
         assert_eq!(closed, 0);
         assert_eq!(part(copy), 0);
-        let descriptors: Vec<c_int> = sets()
-            .iter()
-            .flat_map(|set| set.descriptors.clone())
-            .collect();
-        assert_eq!(descriptors, [epoll]);
+        let with = |fd| {
+            let sets = sets();
+            sets.iter()
+                .filter(|set| set.descriptors.contains(&fd))
+                .count()
+        };
+        assert_eq!([epoll, copy].map(with), [1, 0]);
         // SAFETY: as above.
         assert_eq!(closing(epoll, epoll, || unsafe { real::close(epoll) }), 0);
-        assert_eq!(sets().len(), 0);
+        assert_eq!(with(epoll), 0);
     }
 }

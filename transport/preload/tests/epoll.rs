@@ -673,6 +673,50 @@ fn a_set_whose_first_descriptor_is_closed_before_its_copy_is_used() {
 }
 
 #[test]
+fn two_threads_that_wait_for_a_set_that_changes() {
+    if !is_preloaded("two_threads_that_wait_for_a_set_that_changes", &[]) {
+        return;
+    }
+    let [silent, mut first, mut second] = [(); 3].map(|()| pair());
+    let fds = [&silent, &first, &second].map(|(_, _, server)| server.as_raw_fd());
+    // SAFETY: the call may be made at any time.
+    let epoll = unsafe { libc::epoll_create1(0) };
+    let add = |n: usize| {
+        control(
+            epoll,
+            libc::EPOLL_CTL_ADD,
+            fds[n],
+            libc::EPOLLIN | libc::EPOLLET,
+            n as u64,
+        )
+    };
+    assert_eq!(add(0), 0);
+    for _ in 0..30 {
+        let waiters = [(); 2].map(|()| start_waiter(epoll));
+        assert_eq!([1, 2].map(add), [0, 0]);
+        // One of them has the first, and the other one the second.
+        let mut came = Vec::new();
+        for (at, (_, client, _)) in [&mut first, &mut second].into_iter().enumerate() {
+            client.write_all(b"x").unwrap();
+            eventually("it is reported", Duration::from_secs(10), || {
+                waiters.iter().filter(|waiter| waiter.is_finished()).count() > at
+            });
+        }
+        for waiter in waiters {
+            came.extend(waiter.join().unwrap());
+        }
+        came.sort_unstable();
+        assert_eq!(came, [1, 2].map(|data| (libc::EPOLLIN as u32, data)));
+        for fd in [fds[1], fds[2]] {
+            // SAFETY: there is room for a byte.
+            let n = unsafe { libc::read(fd, [0_u8].as_mut_ptr().cast(), 1) };
+            assert_eq!(n, 1);
+            assert_eq!(control(epoll, libc::EPOLL_CTL_DEL, fd, 0, 0), 0);
+        }
+    }
+}
+
+#[test]
 fn a_first_rsocket_by_a_copy_while_a_thread_waits_for_files() {
     const TEST: &str = "a_first_rsocket_by_a_copy_while_a_thread_waits_for_files";
     if !is_preloaded(TEST, &[]) {

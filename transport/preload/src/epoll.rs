@@ -97,6 +97,12 @@ fn thread() -> c_int {
     unsafe { libc::gettid() }
 }
 
+/// Whether this process has a thread.
+fn is_alive(thread: c_int) -> bool {
+    // SAFETY: the call takes any numbers, and sends no signal.
+    unsafe { libc::syscall(libc::SYS_tgkill, process(), thread, 0) == 0 }
+}
+
 type Sets = Vec<Set>;
 
 static SETS: ForkLock<Sets> = ForkLock::new(Vec::new());
@@ -333,8 +339,12 @@ impl Set {
     }
 
     /// Has the bell ring no longer, unless it has to wake a thread with an old list.
-    fn calm(&self) {
-        if self.waiting.iter().any(|(_, known)| *known != self.changes) {
+    fn calm(&mut self) {
+        // One that was cancelled does not wait.
+        let changes = self.changes;
+        self.waiting
+            .retain(|(thread, known)| *known == changes || is_alive(*thread));
+        if self.waiting.iter().any(|(_, known)| *known != changes) {
             return;
         }
         let mut count = 0_u64;
@@ -838,6 +848,8 @@ unsafe extern "C" fn epoll_pwait2(
 mod tests {
     use std::sync::mpsc;
 
+    use riser_testkit::eventually;
+
     use super::*;
 
     #[test]
@@ -873,7 +885,15 @@ mod tests {
             other.join().unwrap();
             assert!(!rings());
         });
-        wake();
+        // One that ends while it waits is not waited for.
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(entries(epoll).is_some()));
+        });
+        change();
+        eventually("the thread is gone", Duration::from_secs(20), || {
+            wake();
+            !rings()
+        });
         // SAFETY: the descriptor is the test's.
         assert_eq!(closing(epoll, epoll, || unsafe { real::close(epoll) }), 0);
     }

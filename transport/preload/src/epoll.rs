@@ -79,8 +79,7 @@ struct Set {
     bell: Bell,
     /// Changes so far, of which the bell wakes waiters.
     changes: u64,
-    /// Threads that wait, by their numbers, each with the changes that it knows.
-    waiting: Vec<(c_int, u64)>,
+    waiting: Vec<Waiter>,
     /// The process that has made it.
     process: c_int,
 }
@@ -89,6 +88,15 @@ struct Set {
 fn process() -> c_int {
     // SAFETY: the call cannot fail.
     unsafe { libc::getpid() }
+}
+
+/// A thread that waits for a set.
+struct Waiter {
+    thread: c_int,
+    /// The descriptor by which it waits, which may be closed meanwhile.
+    epoll: c_int,
+    /// The changes that it knows.
+    known: u64,
 }
 
 /// This thread.
@@ -326,16 +334,21 @@ impl Set {
         unsafe { real::write(self.bell.0, (&raw const one).cast(), size_of_val(&one)) };
     }
 
-    /// Notes that this thread waits, with a list of now.
-    fn enter(&mut self) {
-        self.leave();
-        self.waiting.push((thread(), self.changes));
+    /// Notes that this thread waits by a descriptor, with a list of now.
+    fn enter(&mut self, epoll: c_int) {
+        self.leave(epoll);
+        self.waiting.push(Waiter {
+            thread: thread(),
+            epoll,
+            known: self.changes,
+        });
     }
 
-    /// Notes that this thread waits no longer.
-    fn leave(&mut self) {
-        let own = thread();
-        self.waiting.retain(|(thread, _)| *thread != own);
+    /// Notes that this thread waits by a descriptor no longer.
+    fn leave(&mut self, epoll: c_int) {
+        let own = (thread(), epoll);
+        self.waiting
+            .retain(|waiter| (waiter.thread, waiter.epoll) != own);
     }
 
     /// Has the bell ring no longer, unless it has to wake a thread with an old list.
@@ -343,8 +356,8 @@ impl Set {
         // One that was cancelled does not wait.
         let changes = self.changes;
         self.waiting
-            .retain(|(thread, known)| *known == changes || is_alive(*thread));
-        if self.waiting.iter().any(|(_, known)| *known != changes) {
+            .retain(|waiter| waiter.known == changes || is_alive(waiter.thread));
+        if self.waiting.iter().any(|waiter| waiter.known != changes) {
             return;
         }
         let mut count = 0_u64;
@@ -641,9 +654,8 @@ fn change(
     Ok(())
 }
 
-/// What a thread that waits for a set polls: the set itself, then its rsockets that have something new
-/// to say. `None` for a set that has never had one.
-fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
+/// The lists, with the place of a set's; `None` for a set that has never had one.
+fn list_of(epoll: c_int) -> Option<(MutexGuard<'static, Sets>, usize)> {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return None;
     }
@@ -653,8 +665,19 @@ fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
     }
     let mut sets = sets();
     let at = find(&mut sets, epoll)?;
+    Some((sets, at))
+}
+
+fn has_list(epoll: c_int) -> bool {
+    list_of(epoll).is_some()
+}
+
+/// What a thread that waits for a set polls: the set itself, then its rsockets that have something new
+/// to say. `None` for a set that has never had one.
+fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
+    let (mut sets, at) = list_of(epoll)?;
     let set = &mut sets[at];
-    set.enter();
+    set.enter(epoll);
     let own = pollfd {
         fd: epoll,
         events: libc::POLLIN,
@@ -670,22 +693,19 @@ fn entries(epoll: c_int) -> Option<Vec<pollfd>> {
     Some(std::iter::once(own).chain(rsockets).collect())
 }
 
-/// This thread waits for a set no longer, and has polled nothing.
-fn leave(epoll: c_int) {
-    let mut sets = sets();
-    if let Some(at) = find(&mut sets, epoll) {
-        sets[at].leave();
-    }
+/// This thread waits by a descriptor no longer, whose set it may not be any more.
+fn leave(sets: &mut Sets, epoll: c_int) {
+    sets.iter_mut().for_each(|set| set.leave(epoll));
 }
 
 /// Takes the events of rsockets that have been polled.
 fn collect(epoll: c_int, polled: &[pollfd], into: &mut [epoll_event]) -> usize {
     let mut sets = sets();
+    leave(&mut sets, epoll);
     let Some(at) = find(&mut sets, epoll) else {
         return 0;
     };
     let set = &mut sets[at];
-    set.leave();
     set.calm();
     let mut n = 0;
     for interest in &mut set.interests {
@@ -771,7 +791,7 @@ fn wait(epoll: c_int, into: &mut [epoll_event], deadline: Option<Instant>) -> c_
         let result = unsafe { rdma::rpoll(polled.as_mut_ptr(), polled.len() as u64, ms) };
         if result < 0 {
             let errno = crate::errno();
-            leave(epoll);
+            leave(&mut sets(), epoll);
             return fail(errno);
         }
         let of_rsockets = collect(epoll, &polled, into);
@@ -805,7 +825,7 @@ unsafe extern "C" fn epoll_pwait(
         let left = u64::try_from(timeout).ok().map(Duration::from_millis);
         let deadline = left.and_then(|left| Instant::now().checked_add(left));
         // The first rsocket of a set may come while this thread waits for files.
-        if entries(epoll).is_none()
+        if !has_list(epoll)
             && let Some(n) = wait_for_files(epoll, into, timeout, mask)
         {
             return n;
@@ -852,13 +872,19 @@ mod tests {
 
     use super::*;
 
+    /// Rings the bell of the test's own set.
+    fn ring(epoll: c_int) {
+        let is_own = |set: &&mut Set| set.descriptors.contains(&epoll);
+        sets().iter_mut().find(is_own).unwrap().ring();
+    }
+
     #[test]
     fn a_bell_rings_until_all_who_wait_know_of_a_change() {
         // SAFETY: the call may be made at any time.
         let epoll = unsafe { libc::epoll_create1(0) };
         crate::table::set(epoll, Kind::File);
         sets().push(Set::new(epoll).unwrap());
-        let change = || sets().iter_mut().for_each(Set::ring);
+        let change = || ring(epoll);
         let rings = || {
             let mut event = Bell::event();
             // SAFETY: there is room for an event.
@@ -896,6 +922,41 @@ mod tests {
         });
         // SAFETY: the descriptor is the test's.
         assert_eq!(closing(epoll, epoll, || unsafe { real::close(epoll) }), 0);
+    }
+
+    #[test]
+    fn a_thread_that_waits_by_a_descriptor_that_is_closed_is_not_waited_for() {
+        // SAFETY: the calls may be made at any time.
+        let [epoll, copy] = unsafe {
+            let epoll = libc::epoll_create1(0);
+            [epoll, libc::dup(epoll)]
+        };
+        for fd in [epoll, copy] {
+            crate::table::set(fd, Kind::File);
+        }
+        sets().push(Set::new(epoll).unwrap());
+        assert!(has_list(copy));
+        assert!(entries(epoll).is_some());
+        // SAFETY: the descriptors are the test's, here and below.
+        let close = |fd| closing(fd, fd, || unsafe { real::close(fd) });
+        assert_eq!(close(epoll), 0);
+        ring(copy);
+        // It returns, as its descriptor is closed.
+        assert_eq!(collect(epoll, &[], &mut []), 0);
+        assert!(entries(epoll).is_none());
+        // Another that waits by the copy.
+        let rings = std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                assert!(entries(copy).is_some());
+                collect(copy, &[], &mut []);
+                let mut event = Bell::event();
+                // SAFETY: there is room for an event.
+                unsafe { real::epoll_pwait(copy, &raw mut event, 1, 0, std::ptr::null()) }
+            });
+            other.join().unwrap()
+        });
+        assert_eq!(rings, 0);
+        assert_eq!(close(copy), 0);
     }
 
     #[test]

@@ -674,11 +674,12 @@ mod tests {
     /// Gives a number to another file while a thread is about to put an rsocket there, after the socket is closed.
     fn give_to_another_file(number: c_int, close: impl FnOnce(c_int) -> c_int) {
         let (fd, _peer) = socket(number);
+        // Before the thread starts, which may sleep for the lock of the copies as well.
+        let copy = Private::copy(fd).unwrap();
         let sets = epoll::hold_sets();
         let settler = start(move || {
             let [_, offered] = stages();
             assert!(change(fd, Kind::Forking(Stage::Passive), offered));
-            let copy = Private::copy(fd).unwrap();
             put(fd, copy.as_raw_fd(), RSOCKET)
         });
         // SAFETY: the descriptors are this test's.

@@ -22,8 +22,9 @@ use std::time::{Duration, Instant};
 use libc::{epoll_event, pollfd, sigset_t, timespec};
 
 use crate::fork_lock::ForkLock;
-use crate::table::{Kind, LOOK, MAX, Stage, is_own, kind, place};
+use crate::table::{Kind, MAX, Stage, is_own, kind, place, thread};
 use crate::wait::{masked, of_timespec};
+use crate::watch::LOOK;
 use crate::{fail, rdma, real};
 
 /// Bits of `epoll_event` that are no events.
@@ -97,12 +98,6 @@ struct Waiter {
     epoll: c_int,
     /// The changes that it knows.
     known: u64,
-}
-
-/// This thread.
-fn thread() -> c_int {
-    // SAFETY: the call cannot fail.
-    unsafe { libc::gettid() }
 }
 
 /// Whether this process has a thread.

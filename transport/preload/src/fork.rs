@@ -23,10 +23,10 @@ use std::time::{Duration, Instant};
 use libc::{pollfd, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use crate::private::Private;
-use crate::table::{Kind, LOOK, Stage, change, kind, placeholder};
+use crate::table::{Kind, Stage, change, kind, placeholder, thread};
 use crate::turn::Turns;
 use crate::wait::masked;
-use crate::watch::{self, Watch};
+use crate::watch::{LOOK, Watch};
 use crate::{config, connect, epoll, errno, rdma, real};
 
 /// What a server says when it listens.
@@ -105,9 +105,7 @@ pub(crate) fn settle(fd: c_int) -> Option<c_int> {
 
 /// Kinds of a socket of which this thread makes an rsocket, before and after it has offered that.
 fn stages() -> [Kind; 2] {
-    // SAFETY: the call cannot fail.
-    let thread = unsafe { libc::gettid() };
-    [Stage::Settling(thread), Stage::Offered(thread)].map(Kind::Forking)
+    [Stage::Settling(thread()), Stage::Offered(thread())].map(Kind::Forking)
 }
 
 /// Whether two descriptors are the same socket. The C library closes descriptors also without a call of `close`, as in
@@ -278,11 +276,9 @@ fn is_taken(rsocket: c_int, tcp: c_int) -> bool {
     let patience = config::patience().max(PATIENCE) * UNDECIDED;
     let mut watch = Watch::new(Instant::now());
     loop {
-        let left = patience.saturating_sub(watch.look(Instant::now()));
-        if left.is_zero() {
+        let Some(ms) = watch.wait(Instant::now(), patience) else {
             return false;
-        }
-        let ms = left.min(watch::WAIT).as_millis() as c_int + 1;
+        };
         let mut entries = [entry(rsocket, libc::POLLIN), entry(tcp, libc::POLLRDHUP)];
         // SAFETY: the places are alive.
         unsafe {
@@ -464,12 +460,8 @@ impl Reception {
     /// Waits for the client's rsocket, for that time.
     fn run(&mut self, watch: &mut Watch, patience: Duration) -> Option<c_int> {
         loop {
-            let left = patience.saturating_sub(watch.look(Instant::now()));
-            if left.is_zero() {
-                return None;
-            }
+            let ms = watch.wait(Instant::now(), patience)?;
             let mut entries = self.entries();
-            let ms = left.min(watch::WAIT).as_millis() as c_int + 1;
             // SAFETY: the entries are alive.
             let n = unsafe { rdma::rpoll(entries.as_mut_ptr(), entries.len() as u64, ms) };
             if n < 0 && errno() != libc::EINTR {

@@ -6,15 +6,12 @@
 use std::ffi::c_int;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU32, Ordering};
-use std::time::Duration;
 
+use crate::watch::LOOK;
 use crate::{rdma, real};
 
 /// Descriptors that can be rsockets. Sockets with higher numbers stay ordinary ones.
 pub(crate) const MAX: usize = 1 << 16;
-
-/// Time between two looks at what another thread does.
-pub(crate) const LOOK: Duration = Duration::from_millis(1);
 
 /// What a descriptor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +59,12 @@ static USERS: [AtomicU32; MAX] = [const { AtomicU32::new(0) }; MAX];
 
 /// The process that the table is of, 0 before it has a socket.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
+
+/// This thread.
+pub(crate) fn thread() -> c_int {
+    // SAFETY: the call cannot fail.
+    unsafe { libc::gettid() }
+}
 
 /// Whether the table is this process's. A child of `vfork` has its parent's memory until it calls `exec`:
 /// the descriptors that it closes are still open in the parent.

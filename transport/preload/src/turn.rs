@@ -35,7 +35,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::private::Private;
-use crate::watch::Watch;
+use crate::watch::{LOOK, Watch};
 use crate::{config, errno, real};
 
 /// Times that patience is halved: what is left is enough for a client that is there.
@@ -71,8 +71,7 @@ const LAYOUT: u32 = 3;
 const QUEUES: u64 = PORTS * (1 + HOSTS) * PLACE;
 const QUEUE: u64 = 1 << 40;
 
-/// Time between two looks at a queue, for each number that is before one's own, and the most of them.
-const LOOK: Duration = Duration::from_millis(1);
+/// Most [`LOOK`]s between two looks at a queue: one for each number that is before one's own.
 const MAX_LOOKS: u64 = 20;
 
 /// The turns of a user's processes.

@@ -1,29 +1,30 @@
-//! State machines that change their state through one checked function.
+//! State machines that use a single checked function to change their state.
 //!
-//! A machine's states list their legal transitions in [`State::may_become`]. [`become_state`] is
-//! the only assignment of a state, so a transition that the table lacks is a bug of ours and panics
-//! where it happens, in production as in tests.
+//! The valid transitions of a state machine are listed in [`State::may_become`]. [`become_state`]
+//! is the only place where a state is assigned. A transition that is not in the table is a bug in
+//! our code, so this will panic immediately, both in production and in tests.
 //!
-//! A test of the machine compares its table with its diagram (`testing::table`) and takes every
-//! transition of it (`testing::assert_all_taken`); both need the feature `testing`, as does a
-//! simulation that counts what it has reached (`testing::recorded`).
+//! The test of a state machine should compare its table with its diagram (`testing::table`) and
+//! verify that every transition is covered (`testing::assert_all_taken`). Both require the
+//! `testing` feature, which is also used by simulations to get their coverage
+//! (`testing::recorded`).
 
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
 
-/// A state of a machine whose transitions are listed.
+/// A state with a list of valid transitions.
 pub trait State: Debug {
-    /// Returns whether the machine may go from this state to `next`.
+    /// Returns whether `next` is a valid next state.
     fn may_become(&self, next: &Self) -> bool;
 }
 
-/// Changes a machine's state.
+/// Sets a new state.
 ///
 /// # Panics
-/// If the table has no such transition. While the thread unwinds from another panic nothing is
-/// checked: a machine may be dropped in the middle of a step then, and a second panic would abort
-/// the process, with all threads that were to go on.
+/// Panics if the transition is not valid. We don't check this if the thread is already panicking: a
+/// state machine could then be dropped in the middle of a step, and a second panic would abort the
+/// process, including all other threads.
 #[inline]
 pub fn become_state<S: State>(state: &mut S, next: S) {
     let is_legal = state.may_become(&next) || std::thread::panicking();
@@ -54,7 +55,7 @@ mod tests {
         }
     }
 
-    /// A machine that is idle once its owner has dropped it.
+    /// A state machine that must be idle after its owner was dropped.
     struct Machine(Step);
 
     impl Drop for Machine {
@@ -70,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn an_illegal_transition_panics() {
+    fn invalid_transition_panics() {
         let mut step = Step::Begun;
         assert_eq!(
             message(|| become_state(&mut step, Step::Idle)),
@@ -80,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_dropped_in_any_state_while_its_thread_unwinds() {
+    fn unwinding_skips_transition_check() {
         let first = message(|| {
             let mut machine = Machine(Step::Idle);
             become_state(&mut machine.0, Step::Begun);

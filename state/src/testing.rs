@@ -1,4 +1,4 @@
-//! What the tests of a machine need, and a recorder of transitions.
+//! Test support for state machines, including a recorder for transitions.
 
 use std::any::type_name;
 use std::cell::RefCell;
@@ -10,23 +10,23 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use super::State;
 
-/// The tables of all machines: the name of a type, and below it a line for each state with those
-/// that may follow it. [`table`] holds them against the machines.
+/// Tables of all state machines: the type name, followed by a line for each state with all valid
+/// next states. [`table`] is used to verify this.
 pub const TABLES: &str = include_str!("../tables.txt");
 
-/// A transition: the name of the machine's type, and of its states before and after.
+/// A transition: the type name of the state machine, the previous state and the new state.
 pub type Transition = (&'static str, Name, Name);
 
 thread_local! {
-    /// The transitions of this thread, while they are recorded.
+    /// Transitions of the current thread, if recording is enabled.
     static TAKEN: RefCell<Option<BTreeSet<Transition>>> = const { RefCell::new(None) };
 }
 
-/// Name of the variable with a file's path: a process that has it appends each transition to that
-/// file when it takes it first, as three words of a line.
+/// Environment variable with the path of a file. If this is set, the process appends each new
+/// transition to this file as a line with three words.
 pub const FILE: &str = "RISER_TRANSITIONS";
 
-/// That file, and what is in it.
+/// The file and its current contents.
 static WRITTEN: LazyLock<Option<Mutex<Written>>> = LazyLock::new(|| {
     let path = std::env::var_os(FILE)?;
     let file = File::options().create(true).append(true).open(path).ok()?;
@@ -47,14 +47,14 @@ fn write_first(transition: impl FnOnce() -> Transition) {
     let (machine, from, to) = transition();
     if written.transitions.insert((machine, from, to)) {
         let line = format!("{machine} {} {}\n", from.as_str(), to.as_str());
-        // A line less is no reason to end the process that is looked at.
+        // If a line can't be written, this should not affect the process.
         let _ = written.file.write_all(line.as_bytes());
     }
 }
 
 pub(super) fn record<S: Debug>(from: &S, to: &S) {
     write_first(|| (machine::<S>(), Name::of(from), Name::of(to)));
-    // A thread that ends may have lost it already.
+    // If the thread is about to exit, this may have been destroyed.
     let _ = TAKEN.try_with(|taken| {
         if let Some(taken) = &mut *taken.borrow_mut() {
             taken.insert((machine::<S>(), Name::of(from), Name::of(to)));
@@ -62,13 +62,13 @@ pub(super) fn record<S: Debug>(from: &S, to: &S) {
     });
 }
 
-/// Names a machine by the type of its states, without generic arguments.
+/// Returns the type name used for a state machine, without generic arguments.
 fn machine<S>() -> &'static str {
     let name = type_name::<S>();
     name.split('<').next().unwrap_or(name)
 }
 
-/// Calls a function; returns its result, and the transitions that it took on this thread.
+/// Calls a function. Returns its result and all transitions made by this thread.
 pub fn recorded<T>(f: impl FnOnce() -> T) -> (T, BTreeSet<Transition>) {
     let before = TAKEN.replace(Some(BTreeSet::new()));
     let result = f();
@@ -76,8 +76,8 @@ pub fn recorded<T>(f: impl FnOnce() -> T) -> (T, BTreeSet<Transition>) {
     (result, taken.unwrap_or_default())
 }
 
-/// The name of a state's variant, without what it carries, unless that is a variant as well.
-/// Recorders make many, so it is cut off before it is rendered as a whole, and allocates nothing.
+/// Name of an enum variant used as a state. Data is not included, unless it's also an enum variant.
+/// A recorder creates many of these, so we stop formatting as early as possible and never allocate.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Name {
     bytes: [u8; 40],
@@ -90,20 +90,20 @@ impl Name {
             bytes: [0; 40],
             len: 0,
         };
-        // An error says that the rest of the text is not wanted.
+        // An error is used to indicate that we don't need the rest of the text.
         let is_plain = write!(name, "{state:?}").is_ok();
         let is_plain = is_plain && !name.as_str().contains(|c: char| c.is_ascii_digit());
         if let Some(at) = name.as_str().find('(')
             && !is_plain
         {
-            // Names are compared with all of their bytes.
+            // We need to clear the rest because all bytes are compared.
             name.bytes[at..].fill(0);
             name.len = at;
         }
         name
     }
 
-    /// The name as text.
+    /// Returns the name as a string.
     #[must_use]
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.bytes[..self.len]).expect("made of letters")
@@ -130,10 +130,10 @@ impl Debug for Name {
     }
 }
 
-/// Renders a machine's table: a line for each state, with the states that may follow it.
+/// Formats the table of a state machine: a line for each state with all valid next states.
 ///
 /// # Panics
-/// If it is not in [`TABLES`], from which simulations know what there is to reach.
+/// Panics if this is not in [`TABLES`], because simulations use it to check their coverage.
 pub fn table<S: State>(all: &[S]) -> String {
     let row = |from: &S| {
         let next = all.iter().filter(|to| from.may_become(to)).map(Name::of);
@@ -151,10 +151,10 @@ pub fn table<S: State>(all: &[S]) -> String {
     rows.concat()
 }
 
-/// Runs scripts and asserts that they take every transition of a machine's table.
+/// Runs scripts and verifies that they cover all transitions of a state machine.
 ///
 /// # Panics
-/// If they do not.
+/// Panics if a transition is not covered.
 pub fn assert_all_taken<S: State>(all: &[S], scripts: impl FnOnce()) {
     let ((), taken) = recorded(scripts);
     let rows = all.iter().flat_map(|from| {

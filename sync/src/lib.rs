@@ -1,13 +1,14 @@
-//! Threads, locks, channels and atomics of state that threads share.
+//! Threads, locks, channels and atomics to be used for shared state.
 //!
-//! They are those of the standard library. With the feature `shuttle` they are those of the crate
-//! of that name, which runs threads one at a time and decides at each access to a lock, a channel
-//! or an atomic which one goes on. So a test (`testing::explore`) sees thousands of interleavings
-//! of the code that ships, and a failure can be repeated. All accesses are sequentially consistent
-//! there: what an ordering is too weak for is for ThreadSanitizer and Miri to find.
+//! By default, these are the types in the standard library. If the `shuttle` feature is set, we use
+//! the types from the `shuttle` crate instead. It runs one thread at a time, and selects the next
+//! thread on each access to a lock, channel or atomic. This way, a test (`testing::explore`) can
+//! check thousands of interleavings using the same code as in production, and a failure can be
+//! reproduced. Note that all accesses are sequentially consistent in this case. To find an ordering
+//! that is too weak, we need to use ThreadSanitizer and Miri.
 //!
-//! A module whose state is shared on purpose, and has such a test, takes its types from here;
-//! others have no reason to.
+//! This crate should be used in modules with shared state that is covered by such a test. Other
+//! modules don't need it.
 
 #![forbid(unsafe_code)]
 
@@ -28,16 +29,16 @@ pub use shuttle::{
     thread,
 };
 
-/// What tests of interleavings need.
+/// Test support for interleavings.
 #[cfg(feature = "testing")]
 pub mod testing {
-    /// The value of an environment variable.
+    /// Returns the value of an environment variable.
     #[cfg(feature = "shuttle")]
     fn number(name: &str) -> Option<u64> {
         std::env::var(name).ok()?.parse().ok()
     }
 
-    /// Number of interleavings that have begun, over both schedulers; says so when a test fails.
+    /// Number of interleavings started by both schedulers. This is printed if a test fails.
     #[cfg(feature = "shuttle")]
     struct Count(std::sync::Arc<std::sync::atomic::AtomicUsize>);
 
@@ -52,10 +53,11 @@ pub mod testing {
         }
     }
 
-    /// Runs a test in many interleavings of the threads that it starts: `RISER_INTERLEAVINGS` by
-    /// each of two schedulers, from the seed `RISER_INTERLEAVINGS_SEED`. A failure names its
-    /// schedule and says how many it took, and the same seed finds it again. Without the feature
-    /// `shuttle` the test runs a few times, and the system decides.
+    /// Runs a test with many interleavings of its threads: `RISER_INTERLEAVINGS` is the number for
+    /// each of the two schedulers, and `RISER_INTERLEAVINGS_SEED` is the seed. If the test fails,
+    /// it prints the schedule and the number of interleavings, and it can be reproduced with the
+    /// same seed. Without the `shuttle` feature, the test is run a few times using the scheduler of
+    /// the operating system.
     pub fn explore(run: impl Fn() + Send + Sync + 'static) {
         #[cfg(not(feature = "shuttle"))]
         (0..20).for_each(|_| run());
@@ -69,11 +71,12 @@ pub mod testing {
             let runs = number("RISER_INTERLEAVINGS").unwrap_or(1000) as usize;
             let seed = number("RISER_INTERLEAVINGS_SEED").unwrap_or(1);
             let mut config = shuttle::Config::new();
-            // Builds without optimization have large frames.
+            // Unoptimized builds use large stack frames.
             config.stack_size = 1 << 20;
-            // Random choices reach most states soon. The other one changes priorities a few times
-            // only, which finds what takes one thread that is held up for long (Burckhardt et al.,
-            // "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", 2010).
+            // A random scheduler will quickly reach most of the states. The other scheduler only
+            // changes thread priorities a few times. This finds bugs that need a thread to be
+            // delayed for a long time (Burckhardt et al., "A Randomized Scheduler with
+            // Probabilistic Guarantees of Finding Bugs", 2010).
             let count = Count(Arc::new(AtomicUsize::new(0)));
             let begun = Arc::clone(&count.0);
             let run = Arc::new(move || {

@@ -1,19 +1,20 @@
-//! Sizes and durations as users write them, by one rule for configurations and command lines: a
-//! decimal number, perhaps with a fraction, and perhaps a unit behind it. A value is taken exactly
-//! or not at all, so none is rounded without a word.
+//! Parses sizes and durations as written by users, with the same rules for configurations and the
+//! command line: a decimal number that can be a fraction, followed by an optional unit. A value
+//! must be exact. If it would have to be rounded, we return an error.
 
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
 
-/// Longest duration, so that sums of a few durations and the clock never overflow.
+/// Maximum duration, so that adding a few durations to the current time will never overflow.
 const MAX_DURATION: Duration = Duration::from_secs(366 * 86_400);
 
-/// Reads a number of bytes: `1048576`, `512KiB`, `1.5 GiB`, `2TB`. K and KiB are 1024 bytes, KB is
-/// 1000; letters of either case are taken.
+/// Parses a size in bytes: `1048576`, `512KiB`, `1.5 GiB`, `2TB`. K and KiB are 1024 bytes, KB is
+/// 1000. Units are not case-sensitive.
 ///
 /// # Errors
-/// Says why the text is no number of bytes: its form, a part of a byte, or 2^64 bytes and more.
+/// Returns an error message if the format is invalid, if the value is not an integer number of
+/// bytes, or if it's 2^64 bytes or more.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text);
     let unit: u64 = match unit.to_ascii_lowercase().as_str() {
@@ -40,7 +41,8 @@ fn no_size(text: &str) -> String {
     format!("`{text}` is not a size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB")
 }
 
-/// Shows a number of bytes in the largest unit that has no fraction, as [`parse_size`] reads it.
+/// Formats a size using the largest unit that doesn't need a fraction. This can be parsed by
+/// [`parse_size`].
 #[must_use]
 pub fn show_size(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
@@ -53,10 +55,12 @@ pub fn show_size(bytes: u64) -> String {
     }
 }
 
-/// Reads a duration of at most a year: `500ms`, `2s`, `1.5m`, `1h`; a number alone is seconds.
+/// Parses a duration of up to one year: `500ms`, `2s`, `1.5m`, `1h`. A number without a unit is in
+/// seconds.
 ///
 /// # Errors
-/// Says why the text is no duration: its form, a part of a nanosecond, or more than a year.
+/// Returns an error message if the format is invalid, if the value is not an integer number of
+/// nanoseconds, or if it's more than a year.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = split(text);
     let nanos: u64 = match unit {
@@ -79,8 +83,8 @@ fn no_duration(text: &str) -> String {
     format!("`{text}` is not a duration; write seconds, or a number with ms, s, m or h")
 }
 
-/// Shows a duration in seconds or milliseconds, whole where it can be, as [`parse_duration`] reads
-/// it.
+/// Formats a duration in seconds or milliseconds, using an integer if possible. This can be parsed
+/// by [`parse_duration`].
 #[must_use]
 pub fn show_duration(time: Duration) -> String {
     let nanos = time.as_nanos();
@@ -94,25 +98,25 @@ pub fn show_duration(time: Duration) -> String {
     format!("{}.{}ms", time.as_millis(), fraction.trim_end_matches('0'))
 }
 
-/// The number that a text begins with, and the unit behind it.
+/// Splits a text after the number and returns the number and the unit.
 fn split(text: &str) -> (&str, &str) {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
     let (number, unit) = text.split_at(end.unwrap_or(text.len()));
     (number, unit.trim())
 }
 
-/// Reasons for which a decimal number of units is no whole number.
+/// Reasons why a decimal number of units is not an integer.
 #[derive(Debug, PartialEq, Eq)]
 enum Inexact {
-    /// It is no decimal number.
+    /// This is not a decimal number.
     Form,
-    /// A fraction is left.
+    /// The result has a fraction.
     Fraction,
-    /// It has more than 64 bits.
+    /// The result doesn't fit in 64 bits.
     Range,
 }
 
-/// A decimal number times a unit.
+/// Multiplies a decimal number by a unit.
 fn multiply(number: &str, unit: u64) -> Result<u64, Inexact> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if (whole.is_empty() && fraction.is_empty()) || fraction.contains('.') {
@@ -120,8 +124,8 @@ fn multiply(number: &str, unit: u64) -> Result<u64, Inexact> {
     }
     let whole = whole.trim_start_matches('0');
     let fraction = fraction.trim_end_matches('0');
-    // 2^64 has 20 digits; 20 and 18 fit into 128 bits. With the unit they only do not where the
-    // result has more than 64 bits anyway.
+    // 2^64 has 20 digits, and numbers with 20 and 18 digits fit in 128 bits. If multiplying by the
+    // unit overflows, the result would not fit in 64 bits anyway.
     if whole.len() > 20 {
         return Err(Inexact::Range);
     }
@@ -221,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_reads_back() {
+    fn formatted_values_parse_back() {
         for (bytes, text) in [
             (0, "0"),
             (1000, "1000"),

@@ -1,43 +1,43 @@
-//! How a command sees the bytes of its data buffer.
+//! Access to the data buffer of a command.
 //!
-//! A command's buffer belongs to the target: it is a list of registered segments shared by the
-//! network and the disk. A command never holds it; it copies out of it and into it through
-//! [`DataAccess`] while it decides its next step. No reference into the buffer exists, since a
-//! device may write there at any time. Block data passes by untouched; only parameter lists,
-//! comparison and pattern writes look inside.
+//! The buffer is owned by the target. It's a list of registered memory segments which are shared
+//! between the network and the disk. A command never owns the buffer. It only uses [`DataAccess`]
+//! to copy bytes from and to the buffer when it has to decide on the next step. We cannot create a
+//! reference to the buffer contents, because a device could write to it at any time. Block data is
+//! never accessed here, except to compare it or to write a pattern.
 
-/// Bytes of the pieces in which a command looks at more.
+/// Number of bytes to process at once when a command needs to access more data.
 const PIECE: usize = 4096;
 
-/// The bytes of one command's data buffer, possibly in several segments.
+/// The data buffer of a single command, which may use multiple segments.
 ///
-/// Offsets count bytes from the start of the buffer. A buffer is at least
-/// [`buffer_len`](crate::device_server::Command::buffer_len) bytes long.
+/// All offsets are in bytes from the start of the buffer. The buffer size must be at least
+/// [`buffer_len`](crate::device_server::Command::buffer_len) bytes.
 pub trait DataAccess {
-    /// Length of the buffer in bytes.
+    /// Returns the size of the buffer, in bytes.
     fn len(&self) -> u32;
 
-    /// Whether the buffer holds no bytes.
+    /// Returns whether the buffer is empty.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Copies bytes out of the buffer, from `offset` on.
+    /// Copies bytes from the buffer, starting at `offset`.
     ///
     /// # Panics
-    /// If `into` is longer than what the buffer has from there on.
+    /// If `into` extends past the end of the buffer.
     fn read(&self, offset: u32, into: &mut [u8]);
 
-    /// Copies bytes into the buffer, from `offset` on.
+    /// Copies bytes to the buffer, starting at `offset`.
     ///
     /// # Panics
-    /// If `from` is longer than what the buffer has from there on.
+    /// If `from` extends past the end of the buffer.
     fn write(&mut self, offset: u32, from: &[u8]);
 }
 
 impl DataAccess for Vec<u8> {
     fn len(&self) -> u32 {
-        u32::try_from(self.as_slice().len()).expect("a data buffer is shorter than 4 GiB")
+        u32::try_from(self.as_slice().len()).expect("data buffer is smaller than 4 GiB")
     }
 
     fn read(&self, offset: u32, into: &mut [u8]) {
@@ -49,7 +49,7 @@ impl DataAccess for Vec<u8> {
     }
 }
 
-/// The buffer of a command that needs none.
+/// Used as a buffer for commands without any data.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoData;
 
@@ -59,22 +59,22 @@ impl DataAccess for NoData {
     }
 
     fn read(&self, _offset: u32, into: &mut [u8]) {
-        assert!(into.is_empty(), "a command without data reads some");
+        assert!(into.is_empty(), "read from a command without data");
     }
 
     fn write(&mut self, _offset: u32, from: &[u8]) {
-        assert!(from.is_empty(), "a command without data writes some");
+        assert!(from.is_empty(), "write to a command without data");
     }
 }
 
-/// Ranges of the pieces of a range of `len` bytes, which counts from 0.
+/// Splits a range of `len` bytes into pieces, starting at offset 0.
 fn pieces(len: u32) -> impl Iterator<Item = (u32, usize)> {
     (0..len)
         .step_by(PIECE)
         .map(move |at| (at, PIECE.min((len - at) as usize)))
 }
 
-/// Compares two ranges of the buffer; the index of the first byte that differs.
+/// Compares two ranges in the buffer. Returns the index of the first different byte.
 pub(crate) fn first_difference(
     data: &dyn DataAccess,
     left_offset: u32,
@@ -86,8 +86,8 @@ pub(crate) fn first_difference(
         let (left, right) = (&mut left[..take], &mut right[..take]);
         data.read(left_offset + at, left);
         data.read(right_offset + at, right);
-        // Whole pieces are compared first, which is fast; only in the one that differs are the
-        // bytes looked at.
+        // It's faster to compare an entire piece first, so we only check the bytes if it is
+        // different.
         if left != right {
             let index = left.iter().zip(&*right).position(|(a, b)| a != b)?;
             return Some(at + index as u32);
@@ -96,8 +96,7 @@ pub(crate) fn first_difference(
     None
 }
 
-/// Sets in one range of the buffer the bits that another one has. The ranges do
-/// not overlap.
+/// Sets all bits in one range that are set in another range. The ranges must not overlap.
 pub(crate) fn or_into(data: &mut dyn DataAccess, into: u32, from: u32, len: u32) {
     let (mut bits, mut more) = ([0; PIECE], [0; PIECE]);
     for (at, take) in pieces(len) {
@@ -111,7 +110,7 @@ pub(crate) fn or_into(data: &mut dyn DataAccess, into: u32, from: u32, len: u32)
     }
 }
 
-/// Whether every byte of a range is zero.
+/// Returns whether all bytes in a range are zero.
 pub(crate) fn is_zero(data: &dyn DataAccess, offset: u32, len: u32) -> bool {
     let mut piece = [0; PIECE];
     pieces(len).all(|(at, take)| {
@@ -126,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_of_a_buffer_compare_differ_and_join() {
+    fn buffer_ranges_compare_and_combine() {
         let mut data = vec![0; 21];
         assert!(is_zero(&data, 0, 21));
         data.write(2, &[1, 2, 3, 4, 5, 6, 7]);
@@ -145,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_a_later_piece_is_seen() {
+    fn later_pieces_are_compared_too() {
         let len = 2 * PIECE as u32 + 9;
         let mut data = vec![0; 2 * len as usize];
         for at in [0, PIECE as u32 - 1, PIECE as u32, len - 1] {
@@ -161,7 +160,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "out of range")]
-    fn a_range_past_the_end_panics() {
+    fn read_past_buffer_end_panics() {
         vec![0; 4].read(2, &mut [0; 3]);
     }
 }

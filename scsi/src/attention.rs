@@ -1,19 +1,18 @@
 //! Unit attention conditions (SAM-5 5.14).
 //!
-//! Each I_T nexus has a set of pending conditions, not a queue: a condition
-//! that is already pending is not established twice, and the set reports in
-//! the order of [`Attention`], so a nexus that never asks costs a fixed two
-//! bytes.
+//! For each I_T nexus we keep a set of pending conditions instead of a queue. A condition that is
+//! already pending is not added again, and conditions are reported in the order of [`Attention`].
+//! This only needs two bytes per nexus, even if it never sends a command.
 
 use crate::data::mode::provisioning;
 use crate::nexus::NexusId;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 
-/// A unit attention condition, in the order of reporting.
+/// A unit attention condition, sorted by the order in which they are reported.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(u8)]
 pub enum Attention {
-    /// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED: the nexus is new.
+    /// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED: this is a new nexus.
     PowerOn,
     /// BUS DEVICE RESET FUNCTION OCCURRED: a logical unit reset.
     DeviceReset,
@@ -21,11 +20,11 @@ pub enum Attention {
     NexusLoss,
     /// COMMANDS CLEARED BY ANOTHER INITIATOR.
     CommandsCleared,
-    /// RESERVATIONS PREEMPTED (2Ah/03h), for the registrants that CLEAR removed.
+    /// RESERVATIONS PREEMPTED (2Ah/03h), for all registrants that were removed by CLEAR.
     ReservationsPreempted,
-    /// RESERVATIONS RELEASED (2Ah/04h), for registrants, of a reservation that ended.
+    /// RESERVATIONS RELEASED (2Ah/04h), for all registrants when a reservation is released.
     ReservationsReleased,
-    /// REGISTRATIONS PREEMPTED (2Ah/05h), for a registrant that another one removed.
+    /// REGISTRATIONS PREEMPTED (2Ah/05h), for a registrant that was removed by another nexus.
     RegistrationsPreempted,
     /// REPORTED LUNS DATA HAS CHANGED.
     LunsChanged,
@@ -33,7 +32,7 @@ pub enum Attention {
     InquiryChanged,
     /// CAPACITY DATA HAS CHANGED.
     CapacityChanged,
-    /// MODE PARAMETERS CHANGED (2Ah/01h), for the nexuses that did not change them.
+    /// MODE PARAMETERS CHANGED (2Ah/01h), for all nexuses except the one which made the change.
     ModeChanged,
     /// THIN PROVISIONING SOFT THRESHOLD REACHED (SBC-3 4.7.3.8).
     SoftThreshold,
@@ -55,7 +54,7 @@ impl Attention {
         Self::SoftThreshold,
     ];
 
-    /// The sense data that report it.
+    /// Returns the sense data used to report this condition.
     #[must_use]
     pub const fn sense(self) -> Sense {
         let sense = Sense::new(
@@ -82,14 +81,14 @@ impl Attention {
     }
 }
 
-/// The nexuses that a condition is established for.
+/// The nexuses for which a condition is established.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AttentionScope {
-    /// Every nexus of the unit.
+    /// All nexuses of the LU.
     All,
-    /// Every nexus but the one that caused it.
+    /// All nexuses except for this one, which was the cause.
     AllBut(NexusId),
-    /// One nexus of the unit.
+    /// A single nexus.
     One(NexusId),
 }
 
@@ -103,15 +102,15 @@ impl AttentionScope {
     }
 }
 
-/// The pending conditions of one nexus.
+/// The pending conditions of a nexus.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Attentions(u16);
 
 impl Attentions {
-    /// Establishes a condition. A power on or reset says everything that the
-    /// lesser conditions would, and replaces them (SAM-5 5.14.2).
+    /// Adds a condition. A power on or reset already includes all lesser conditions, so it will
+    /// replace these (SAM-5 5.14.2).
     pub(crate) fn raise(&mut self, attention: Attention) {
-        // Power on and reset are the first two variants, so one comparison names both.
+        // The first two variants are power on and reset, so we only need a single comparison.
         if attention <= Attention::DeviceReset {
             self.0 = 0;
         }
@@ -122,7 +121,7 @@ impl Attentions {
         self.0 &= !(1 << attention as u8);
     }
 
-    /// Takes the condition to report next.
+    /// Removes and returns the next condition to report.
     pub(crate) fn take(&mut self) -> Option<Attention> {
         let next = Attention::ALL
             .into_iter()
@@ -152,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_replaces_what_came_before() {
+    fn reset_replaces_earlier_conditions() {
         let mut set = Attentions::default();
         set.raise(Attention::ModeChanged);
         set.raise(Attention::DeviceReset);

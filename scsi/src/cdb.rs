@@ -1,25 +1,25 @@
-//! The fields of a command descriptor block.
+//! Access to the fields of a command descriptor block.
 //!
-//! A [`Cdb`] exists only after the opcode table has fixed its length, so its accessors cannot miss.
-//! The layouts of block commands differ by length only (SPC-4 4.2.2): [`Cdb::extent`] knows all
-//! four.
+//! A [`Cdb`] is only created after the length has been checked against the opcode table, so reading
+//! a field cannot fail. Block commands use one of four layouts, depending on the length (SPC-4
+//! 4.2.2), which are all handled in [`Cdb::extent`].
 
 use crate::data::cdb::block_16;
 use crate::data::field::{Field, Value};
 use crate::sense::Sense;
 
-/// The longest CDB in the opcode table, in bytes.
+/// Maximum length of a CDB in the opcode table, in bytes.
 pub(crate) const CDB_MAX: usize = 16;
 
-/// The SERVICE ACTION field in byte 1.
+/// Mask for the SERVICE ACTION field in byte 1.
 pub(crate) const ACTION_MASK: u8 = 0x1f;
 
 /// Length and CDB usage bitmap of a command (SPC-4 6.35).
 ///
-/// A bit of the bitmap is one if it is evaluated. A bit that is zero in the bitmap must be zero in
-/// the CDB: fields that are not supported (RDPROTECT, GROUP NUMBER, ANCHOR, NACA and the like) are
-/// refused by that rule alone. Obsolete bits that old initiators still set (FUA_NV, SYNC_NV) are
-/// allowed.
+/// A bit is set in the bitmap if we evaluate it. All other bits must be zero in the CDB, which is
+/// the only check needed to refuse any field that is not supported (RDPROTECT, GROUP NUMBER,
+/// ANCHOR, NACA etc.). We still allow obsolete bits that are set by old initiators (FUA_NV,
+/// SYNC_NV).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Usage {
     bytes: [u8; CDB_MAX],
@@ -27,21 +27,21 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// Of a command that is not known, whose CDB can mean anything.
+    /// Used for an unknown command, where any value is possible.
     pub(crate) const UNKNOWN: Self = Self {
         bytes: [0xff; CDB_MAX],
         len: 0,
     };
 
-    /// The usage of an operation code, whose group gives the length (SPC-4 4.2.5.1). `rest` is the
-    /// bitmap after the operation code in hexadecimal.
+    /// Creates the usage for an operation code. The length is based on the group code (SPC-4
+    /// 4.2.5.1). `rest` is the bitmap after the operation code, as a hex string.
     pub(crate) const fn new(code: u8, rest: &str) -> Self {
         let len = match code >> 5 {
             0 => 6,
             1 | 2 => 10,
             4 => 16,
             5 => 12,
-            _ => panic!("the group has no fixed length"),
+            _ => panic!("operation code group without a fixed length"),
         };
         let mut bytes = [0; CDB_MAX];
         bytes[0] = code;
@@ -49,59 +49,58 @@ impl Usage {
         let (mut at, mut digits) = (0, 2);
         while at < rest.len() {
             if rest[at] != b' ' {
-                let digit = (rest[at] as char)
-                    .to_digit(16)
-                    .expect("a hexadecimal digit");
+                let digit = (rest[at] as char).to_digit(16).expect("hex digit");
                 bytes[digits / 2] = bytes[digits / 2] << 4 | digit as u8;
                 digits += 1;
             }
             at += 1;
         }
-        assert!(digits == 2 * len, "the bitmap is as long as the CDB");
+        assert!(digits == 2 * len, "bitmap and CDB have different sizes");
         Self { bytes, len }
     }
 
-    /// Bitmap of the bits that the device server evaluates, one byte for each of the CDB.
+    /// Returns the bitmap of bits that are evaluated, with the same size as the CDB.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
 }
 
-/// A CDB of known length.
+/// A CDB with a known length.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Cdb {
     bytes: [u8; CDB_MAX],
     len: usize,
 }
 
-/// A run of logical blocks named by a CDB, before any check.
+/// A range of logical blocks in a CDB. This has not been checked yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Extent {
     /// LBA of the first block.
     pub(crate) lba: u64,
-    /// Number of blocks, of the unit's length.
+    /// Number of blocks, using the block size of the LU.
     pub(crate) blocks: u64,
-    /// Byte of the CDB where the length field starts, for field pointers.
+    /// Offset of the length field in the CDB, used for field pointers.
     pub(crate) length_byte: u16,
 }
 
 impl Cdb {
-    /// Takes as many bytes of what the transport delivered as the command has, and checks that no
-    /// reserved bit is set.
+    /// Creates a CDB from the bytes received by the transport, and checks that all reserved bits
+    /// are zero. Any bytes after the length of the command are ignored.
     ///
-    /// Fails with a pointer behind the end where bytes are missing, or at the first reserved bit.
+    /// If the CDB is too short, the error will point to the first missing byte, otherwise to the
+    /// first reserved bit.
     pub(crate) fn parse(received: &[u8], usage: &Usage) -> Result<Self, Sense> {
-        // Missing bytes are pointed at behind the end, where the initiator would have to go on.
+        // Point to the first byte after the end if the CDB is too short.
         let cdb =
             Self::take(received, usage.len).ok_or(Sense::cdb_field(received.len() as u16, None))?;
-        // One comparison for all bytes but the operation code.
+        // Use a single comparison for all bytes except for the operation code.
         let reserved =
             u128::from_be_bytes(cdb.bytes) & !u128::from_be_bytes(usage.bytes) & (u128::MAX >> 8);
         if reserved == 0 {
             return Ok(cdb);
         }
-        // Big-endian, so the leading zeroes count from the first bit of the CDB to the first wrong
-        // one.
+        // This is a big-endian value, so the number of leading zeros is the position of the first
+        // invalid bit.
         let position = reserved.leading_zeros();
         Err(Sense::cdb_field(
             (position / 8) as u16,
@@ -109,8 +108,8 @@ impl Cdb {
         ))
     }
 
-    /// The CDB without its reserved bits, for those who look at it before it is checked; `None`
-    /// where bytes are missing.
+    /// Returns the CDB with all reserved bits cleared, which is used before the CDB is checked.
+    /// Returns `None` if it's too short.
     pub(crate) fn masked(received: &[u8], usage: &Usage) -> Option<Self> {
         let mut cdb = Self::take(received, usage.len)?;
         let used = u128::from_be_bytes(cdb.bytes) & u128::from_be_bytes(usage.bytes);
@@ -118,7 +117,7 @@ impl Cdb {
         Some(cdb)
     }
 
-    /// The CDB of a command to send: OPERATION CODE, SERVICE ACTION and zeroes.
+    /// Creates a CDB to be sent, using zero for all other fields.
     pub(crate) fn new(code: u8, service_action: Option<u8>, usage: &Usage) -> Self {
         let mut bytes = [0; CDB_MAX];
         bytes[0] = code;
@@ -129,27 +128,25 @@ impl Cdb {
         }
     }
 
-    /// The CDB with another value of a field.
+    /// Sets the value of a field.
     ///
     /// # Panics
-    /// The field has no room for the value.
+    /// If the value is too large for the field.
     #[must_use]
     pub fn with<T: Value>(mut self, field: Field<T>, value: T) -> Self {
         field.set(&mut self.bytes[..self.len], value);
         self
     }
 
-    /// Bytes of the CDB, without padding.
+    /// Returns the CDB as bytes, without padding.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
 
-    /// The value of a field.
+    /// Returns the value of a field.
     pub(crate) fn get<T: Value>(&self, field: Field<T>) -> T {
-        field
-            .get(&self.bytes)
-            .expect("the opcode table has fixed the length of the CDB")
+        field.get(&self.bytes).expect("field is within the CDB")
     }
 
     fn take(received: &[u8], len: usize) -> Option<Self> {
@@ -174,9 +171,9 @@ impl Cdb {
         u32::from(self.be16(index)) << 16 | u32::from(self.be16(index + 2))
     }
 
-    /// LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.
+    /// Returns the LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.
     ///
-    /// In the 6-byte form a length of zero means 256 blocks (SBC-3 5.7).
+    /// For a 6-byte CDB, a length of zero is handled as 256 blocks (SBC-3 5.7).
     pub(crate) fn extent(&self) -> Extent {
         match self.len {
             6 => Extent {
@@ -211,12 +208,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn extents_of_the_four_lengths() {
+    fn extents_for_all_cdb_lengths() {
         let extent = |bytes: &[u8]| {
             let e = Cdb::take(bytes, bytes.len()).unwrap().extent();
             (e.lba, e.blocks, e.length_byte)
         };
-        // READ(6), LBA 1f0203h, 4 blocks; then length 0.
+        // READ(6), LBA 1f0203h, 4 blocks, then a length of zero.
         assert_eq!(
             extent(&[0x08, 0x1f, 0x02, 0x03, 0x04, 0]),
             (0x1f_0203, 4, 4)
@@ -240,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_bits_are_pointed_at() {
+    fn reserved_bits_set_field_pointer() {
         let usage = Usage::new(0x28, "1a ffffffff 00 ffff 00");
         let cdb = [0x28, 0x20, 0, 0, 0, 0, 0, 0, 0, 0];
         assert_eq!(Cdb::parse(&cdb, &usage), Err(Sense::cdb_field(1, Some(5))));

@@ -2,17 +2,17 @@
 
 use crate::data::designator::Naa;
 
-/// Size of a logical block.
+/// The size of a logical block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum BlockSize {
-    /// Blocks of 512 bytes.
+    /// 512 bytes.
     B512,
-    /// Blocks of 4096 bytes.
+    /// 4096 bytes.
     B4096,
 }
 
 impl BlockSize {
-    /// Bytes in a block.
+    /// Returns the size in bytes.
     #[must_use]
     pub const fn bytes(self) -> u32 {
         match self {
@@ -21,7 +21,7 @@ impl BlockSize {
         }
     }
 
-    /// The block size of a number of bytes, if it is one we offer.
+    /// Returns the block size for a number of bytes, if this is supported.
     #[must_use]
     pub const fn from_bytes(bytes: u32) -> Option<Self> {
         match bytes {
@@ -32,55 +32,66 @@ impl BlockSize {
     }
 }
 
-/// Provisioning: full, or thin, with blocks that can be given back to the backend.
+/// Provisioning: either full or thin, which allows the backend to deallocate blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Provisioning {
-    /// Fully provisioned: no UNMAP, no GET LBA STATUS.
+    /// Fully provisioned, without support for UNMAP and GET LBA STATUS.
     Thick,
-    /// Thin: UNMAP and WRITE SAME with UNMAP work, unmapped blocks read zeroes.
+    /// Thin provisioned, with support for UNMAP and WRITE SAME with UNMAP. Unmapped blocks are read
+    /// as zeros.
     Thin {
-        /// OPTIMAL UNMAP GRANULARITY in blocks, at least 1.
+        /// OPTIMAL UNMAP GRANULARITY in blocks, must be at least 1.
         granularity: u32,
     },
 }
 
-/// Names a logical unit shows to the world.
+/// Default T10 VENDOR IDENTIFICATION, if not set in the configuration. Also used for LUNs without a
+/// logical unit.
+pub const DEFAULT_VENDOR: &str = "RISER";
+
+/// Default PRODUCT IDENTIFICATION.
+pub const DEFAULT_PRODUCT: &str = "VIRTUAL DISK";
+
+/// Default PRODUCT REVISION LEVEL.
+pub const DEFAULT_REVISION: &str = "0001";
+
+/// Names and identifiers of a logical unit.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Identity {
-    /// T10 VENDOR IDENTIFICATION, at most 8 printable ASCII characters.
+    /// T10 VENDOR IDENTIFICATION, up to 8 printable ASCII characters.
     pub vendor: String,
-    /// PRODUCT IDENTIFICATION, at most 16 printable ASCII characters.
+    /// PRODUCT IDENTIFICATION, up to 16 printable ASCII characters.
     pub product: String,
-    /// PRODUCT REVISION LEVEL, at most 4 printable ASCII characters.
+    /// PRODUCT REVISION LEVEL, up to 4 printable ASCII characters.
     pub revision: String,
-    /// Unit serial number, 1 to 64 printable ASCII characters.
+    /// Unit serial number, from 1 to 64 printable ASCII characters.
     pub serial: String,
-    /// World-wide name, for VPD page 83h.
+    /// World-wide name for VPD page 83h.
     pub naa: Naa,
 }
 
-/// Limits announced in the Block Limits page and enforced.
+/// Limits that are reported in the Block Limits page. Commands that exceed these are refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// MAXIMUM TRANSFER LENGTH in bytes; a multiple of the block size.
+    /// MAXIMUM TRANSFER LENGTH in bytes, must be a multiple of the block size.
     pub max_transfer: u32,
-    /// Bytes of a transfer that are in a command's buffer at a time; a multiple of the block size.
-    /// A longer READ, WRITE, WRITE AND VERIFY, VERIFY or ORWRITE goes in pieces of this length.
+    /// Maximum number of bytes of a transfer to store in the command buffer at once, must be a
+    /// multiple of the block size. A larger READ, WRITE, WRITE AND VERIFY, VERIFY or ORWRITE is
+    /// split into pieces of this size.
     pub window: u32,
-    /// OPTIMAL TRANSFER LENGTH in bytes, reported up to the maximum; 0 says
-    /// nothing.
+    /// OPTIMAL TRANSFER LENGTH in bytes, limited to the maximum. Not reported if this is zero.
     pub optimal_transfer: u32,
-    /// MAXIMUM UNMAP LBA COUNT in blocks, for one UNMAP command.
+    /// MAXIMUM UNMAP LBA COUNT in blocks, per UNMAP command.
     pub max_unmap_blocks: u32,
     /// MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT.
     pub max_unmap_descriptors: u32,
     /// MAXIMUM WRITE SAME LENGTH in blocks.
     pub max_write_same_blocks: u32,
-    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks, at least 1; less where two of
-    /// them do not fit a window.
+    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks, must be at least 1. The actual value is smaller
+    /// if the data to compare and the data to write don't fit into a window.
     pub max_compare_write_blocks: u8,
-    /// Scratch a VERIFY or WRITE SAME works through at a time, in bytes; a
-    /// multiple of 4096.
+    /// Size of the scratch space used for VERIFY or WRITE SAME, in bytes. Must be a multiple of
+    /// 4096.
     pub segment: u32,
 }
 
@@ -99,69 +110,70 @@ impl Default for Limits {
     }
 }
 
-/// Everything a logical unit needs to know at creation.
+/// Configuration used to create a logical unit.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Config {
-    /// Capacity in logical blocks, at least 1.
+    /// Capacity in logical blocks, must be at least 1.
     pub blocks: u64,
-    /// Length of a logical block, in bytes.
+    /// Size of a logical block.
     pub block_size: BlockSize,
-    /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT: 3 for 512 bytes on 4096.
+    /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT, e.g. 3 for 512-byte blocks on a disk with
+    /// 4096-byte sectors.
     pub physical_exponent: u8,
-    /// Writes are refused with WRITE PROTECTED.
+    /// If set, all writes will fail with WRITE PROTECTED.
     pub read_only: bool,
     /// Thin or thick provisioning (SBC-3 4.7).
     pub provisioning: Provisioning,
-    /// The share of the unit's space, in percent from 1 to 99, that is in use when the soft
-    /// threshold is reached: see [`LogicalUnit::note_space`](crate::lu::LogicalUnit::note_space).
-    /// Of thin units only.
+    /// Percentage of space used when the soft threshold is reached, from 1 to 99. See
+    /// [`LogicalUnit::note_space`](crate::lu::LogicalUnit::note_space). Only supported for thin
+    /// provisioning.
     pub threshold: Option<u8>,
-    /// Writes may stay in a volatile cache until flushed (WCE).
+    /// If set, written data may be stored in a volatile cache until the next flush (WCE).
     pub write_cache: bool,
-    /// START STOP UNIT stops the unit, for all initiators.
+    /// If set, START STOP UNIT will stop the LU for all initiators.
     pub stoppable: bool,
-    /// The medium rotates; otherwise it is reported as solid state.
+    /// If set, report a rotating medium instead of a solid state device.
     pub rotational: bool,
-    /// Names of the unit for INQUIRY data.
+    /// Names to return in INQUIRY data.
     pub identity: Identity,
-    /// Limits of transfers, for VPD page B0h.
+    /// Transfer limits for VPD page B0h.
     pub limits: Limits,
-    /// Names what data live in that are in the volatile cache: another one means that they may be
-    /// lost. Offered in page C0h.
+    /// Identifies the contents of the volatile cache, for page C0h. If this changes, cached data
+    /// may have been lost.
     pub cache_generation: Option<[u8; 16]>,
 }
 
-/// A configuration that no logical unit can be made of.
+/// An error in the configuration of a logical unit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The capacity is zero, or its byte count does not fit 63 bits.
+    /// The capacity is zero, or the number of bytes is more than 63 bits.
     #[error("the capacity must be between 1 block and 2^63 bytes")]
     Capacity,
-    /// A name is too long, empty where it may not be, or not printable ASCII.
+    /// A name is too long, must not be empty, or contains non-printable characters.
     #[error("{0} is empty, too long, or not printable ASCII")]
     Text(&'static str),
-    /// A limit is zero or not a multiple of what it must be.
+    /// A limit is zero or not a valid multiple.
     #[error("the limit {0} is zero, too large or misaligned")]
     Limit(&'static str),
-    /// The exponent of the physical block size is above 15.
+    /// The physical block size exponent is more than 15.
     #[error("the physical block exponent must be at most 15")]
     PhysicalExponent,
-    /// The NAA identifier uses more bits than its format has.
+    /// The NAA identifier does not fit the format.
     #[error("the NAA identifier does not fit its format")]
     Naa,
 }
 
 impl Config {
-    /// Checks everything that the logical unit relies on.
+    /// Checks that the configuration is valid.
     ///
     /// # Errors
     ///
-    /// The first rule that is broken.
+    /// The first error that was found.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let block = self.block_size.bytes();
         self.blocks
             .checked_mul(u64::from(block))
-            // Offsets of files and devices are signed numbers of 64 bits.
+            // Both files and block devices use signed 64-bit offsets.
             .filter(|&bytes| bytes > 0 && bytes <= i64::MAX as u64)
             .ok_or(ConfigError::Capacity)?;
         text(&self.identity.vendor, 8, "vendor")?;
@@ -180,7 +192,7 @@ impl Config {
         limit(limits.max_unmap_blocks, 1, "max_unmap_blocks")?;
         limit(limits.max_unmap_descriptors, 1, "max_unmap_descriptors")?;
         if limits.max_unmap_descriptors > 4095 {
-            // The list's length field has 16 bits.
+            // The list uses a 16-bit length field.
             return Err(ConfigError::Limit("max_unmap_descriptors"));
         }
         limit(limits.max_write_same_blocks, 1, "max_write_same_blocks")?;
@@ -189,9 +201,9 @@ impl Config {
             1,
             "max_compare_write_blocks",
         )?;
-        // A segment holds whole blocks, of either size.
+        // A segment must be a multiple of any block size.
         limit(limits.segment, 4096, "segment")?;
-        // A VERIFY has both in one buffer, whose length has 32 bits.
+        // VERIFY needs space for both in a single buffer, which has a 32-bit length.
         if limits.window.checked_add(limits.segment).is_none() {
             return Err(ConfigError::Limit("window"));
         }
@@ -211,8 +223,9 @@ impl Config {
             .ok_or(ConfigError::Naa)
     }
 
-    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks: the configured limit, as far as both halves of
-    /// the data fit one transfer and one window, since they are compared and written as a whole.
+    /// Returns the MAXIMUM COMPARE AND WRITE LENGTH in blocks. This is the configured limit, but
+    /// must be small enough for the data to compare and the data to write to fit into a single
+    /// transfer and a single window, because this command is never split.
     pub(crate) fn max_compare_write(&self) -> u8 {
         let limits = &self.limits;
         let fit = limits.max_transfer.min(limits.window) / (2 * self.block_size.bytes());
@@ -220,7 +233,7 @@ impl Config {
         limits.max_compare_write_blocks.min(fit)
     }
 
-    /// Whether the unit is thin provisioned.
+    /// Returns whether this is thin provisioned.
     #[must_use]
     pub fn is_thin(&self) -> bool {
         matches!(self.provisioning, Provisioning::Thin { .. })

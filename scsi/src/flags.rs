@@ -1,39 +1,41 @@
-//! Properties of commands that decide whether one may run.
+//! Command flags, used to check whether a command is allowed.
 //!
-//! The opcode table has them for every command; the device server and the rules of reservations
-//! look at nothing else.
+//! These are set for each command in the opcode table, and are the only property used by the device
+//! server and the reservation rules.
 
 use bitflags::bitflags;
 
 bitflags! {
-    /// Properties of a command.
+    /// Flags of a command.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub(crate) struct CommandFlags: u16 {
-        /// Runs although a unit attention is pending (SAM-5 5.14.1).
+        /// Can be executed while a unit attention is pending (SAM-5 5.14.1).
         const UNDER_ATTENTION = 1 << 0;
-        /// Needs a medium, and a unit that is started.
+        /// Requires a medium, and that the LU is started.
         const READY = 1 << 1;
         /// The command changes the medium.
         const WRITES = 1 << 2;
-        /// Exists on thin provisioned units only.
+        /// Only supported by thin provisioned LUs.
         const THIN = 1 << 3;
-        /// Writes by what it reads from the medium, which nothing else may change meanwhile.
+        /// Reads from the medium and then writes based on this data, so the blocks must not be
+        /// changed in between.
         const ATOMIC = 1 << 4;
-        /// Runs although another nexus has the unit by RESERVE (SPC-2 5.5.1).
+        /// Can be executed while the LU is reserved by another nexus with RESERVE (SPC-2 5.5.1).
         const UNDER_RESERVE = 1 << 5;
-        /// Reads the medium or the mode parameters: conflicts with exclusive access (SPC-4 5.13).
+        /// Reads the medium or the mode parameters, so it conflicts with exclusive access (SPC-4
+        /// 5.13).
         const READS = 1 << 6;
-        /// Conflicts with any persistent reservation of others, as a write does.
+        /// Conflicts with any persistent reservation held by another nexus, as a write does.
         const CHANGES = 1 << 7;
-        /// Changes the state of the unit, or its reservations, for every nexus. Refused through a
-        /// read-only LUN, although the medium need not be writable: an initiator that may not write
-        /// must not block those that may. (SPC-4 lets a write-protected medium be reserved, but has
-        /// no rule for LUNs.)
+        /// Changes the state or the reservations of the LU for all nexuses. This is refused if the
+        /// LUN is read-only, even though the medium doesn't need to be writable, because an
+        /// initiator without write access must not be able to block other initiators. (In SPC-4, a
+        /// write-protected medium can be reserved, but there is no rule for LUNs.)
         const SETTINGS = 1 << 8;
-        /// Reports or changes persistent reservations: they must be known, and the command conflicts
-        /// with RESERVE of any nexus, its own included (SPC-2 5.5.1).
+        /// Reads or changes persistent reservations. These must be known, and the command conflicts
+        /// with RESERVE from any nexus, even the same one (SPC-2 5.5.1).
         const RESERVATIONS = 1 << 9;
-        /// Writes the one block that it takes to all of its blocks.
+        /// Writes the same block of data to each of its blocks.
         const REPEATS = 1 << 10;
     }
 }

@@ -1,9 +1,9 @@
-//! SCSI with no transport in it, and the wire formats of the SCSI transports.
+//! A SCSI implementation that is independent of the transport, and the wire formats of SCSI
+//! transports.
 //!
-//! The heart is a direct-access logical unit after SAM-5, SPC-4 and SBC-3 that
-//! does no input or output of its own. A transport hands it a [`Request`]; the
-//! resulting [`Command`] says step by step what it wants done with a data
-//! buffer and a backend, and ends in a [`Response`].
+//! The main type is a direct-access logical unit according to SAM-5, SPC-4 and SBC-3. It does not
+//! perform any I/O. A transport creates a [`Request`], and the resulting [`Command`] returns the
+//! steps to be executed with a data buffer and a backend. The last step is a [`Response`].
 //!
 //! ```text
 //!   transport                     this crate                     backend
@@ -19,20 +19,21 @@
 //!
 //! # Modules
 //!
-//! From the bottom up; a module uses only what stands above it here, its own children apart.
+//! Sorted from bottom to top. A module should only use the modules above it in this table, and its
+//! own children.
 //!
 //! | module | role |
 //! | --- | --- |
 //! | [`lun`], [`nexus`], [`sense`] | addresses, ports and errors |
-//! | [`data`] | layouts of parameter data, for both ends |
-//! | [`config`], [`attention`], [`reservation`] | what a unit is made of, and what it keeps per nexus |
-//! | [`access`], [`step`] | the words between command, transport and backend |
-//! | [`lu`] | the logical unit: the state that its commands share |
-//! | `commands` | a module for each family of commands, which plans them and decides their steps |
-//! | [`opcode`] | the table that drives parsing and reporting |
+//! | [`data`] | layouts of parameter data, used by initiators and targets |
+//! | [`config`], [`attention`], [`reservation`] | configuration of a unit, and state per nexus |
+//! | [`access`], [`step`] | interface between command, transport and backend |
+//! | [`lu`] | the logical unit: state shared between commands |
+//! | `commands` | planning and execution of commands, with a module for each family |
+//! | [`opcode`] | the table used for parsing and reporting |
 //! | [`device_server`] | requests, checks, and the [`Command`] in flight |
 //!
-//! Beside these:
+//! Other modules:
 //!
 //! | module | role |
 //! | --- | --- |
@@ -43,22 +44,19 @@
 //!
 //! # Invariants
 //!
-//! - No byte of a CDB or parameter list makes this crate panic; a failure is
-//!   always a status with sense data.
-//! - Every block operation lies inside the capacity at the time of planning
-//!   and is a multiple of the block size.
-//! - No command needs a larger buffer than MAXIMUM TRANSFER LENGTH plus one
-//!   segment, or 64 KiB for a parameter list, and it says how large before its
-//!   first step.
-//! - READ and WRITE allocate nothing, and take no lock unless a unit attention
-//!   is pending.
+//! - This crate must not panic for any CDB or parameter list. All errors result in a status with
+//!   sense data.
+//! - Each block operation is within the capacity when it is planned, and a multiple of the block
+//!   size.
+//! - The buffer size of a command is never more than MAXIMUM TRANSFER LENGTH plus a segment, or 64
+//!   KiB for a parameter list, and is known before the first step.
+//! - READ and WRITE don't allocate any memory, and only need a lock if a unit attention is pending.
 //!
 //! # Not implemented
 //!
-//! Asymmetric access commands, third-party copy,
-//! protection information, auto contingent allegiance, removable media,
-//! power conditions other than active, saved mode pages. The commands are
-//! refused as SPC-4 says.
+//! Asymmetric access commands, third-party copy, protection information, auto contingent
+//! allegiance, removable media, power conditions other than active, and saved mode pages. These
+//! commands are refused as specified in SPC-4.
 //!
 //! [`Request`]: device_server::Request
 //! [`Response`]: step::Response

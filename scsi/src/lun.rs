@@ -1,46 +1,46 @@
-//! Logical unit numbers: the eight bytes of SAM-5 4.7 and what they mean.
+//! Logical unit numbers: parsing and encoding of the 8-byte format (SAM-5 4.7).
 //!
-//! Single-level addresses only: peripheral device addressing (bus 0), flat
-//! space, extended flat space, and the well-known logical units. Hierarchies
-//! are refused, since this target device has no second level.
+//! We only support single-level addresses: peripheral device addressing (bus 0), flat space,
+//! extended flat space, and well-known logical units. Hierarchical addresses are refused, because a
+//! target doesn't have a second level.
 
 use zerocopy::byteorder::big_endian::U64;
 
-/// A logical unit number in its eight-byte form (SAM-5 4.7), as the wire carries it.
+/// A logical unit number in the 8-byte wire format (SAM-5 4.7).
 pub type WireLun = [u8; 8];
 
-/// The number of a logical unit, at most 24 bits.
+/// A logical unit number, up to 24 bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct LunId(u32);
 
-/// Meaning of an eight-byte LUN.
+/// The address in an 8-byte LUN.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LunAddress {
-    /// An ordinary logical unit.
+    /// A normal logical unit.
     Unit(LunId),
-    /// A well-known logical unit; 1 is REPORT LUNS (SPC-4 8.2).
+    /// A well-known logical unit, e.g. 1 for REPORT LUNS (SPC-4 8.2).
     WellKnown(u8),
 }
 
-/// A LUN that names nothing here.
+/// An invalid LUN.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LunError {
-    /// A second level is addressed.
-    #[error("the LUN addresses a second level")]
+    /// The address uses a second level.
+    #[error("unsupported hierarchical LUN")]
     Hierarchical,
-    /// The addressing method is reserved, or is one without meaning here.
-    #[error("the LUN uses address method byte {0:#04x}")]
+    /// The addressing method is either reserved or not supported.
+    #[error("unsupported LUN address method {0:#04x}")]
     Method(u8),
 }
 
 impl LunId {
-    /// LUN 0, which takes REPORT LUNS even without a unit.
+    /// LUN 0, which must support REPORT LUNS even if there is no logical unit.
     pub const ZERO: Self = Self(0);
 
-    /// The highest LUN that extended flat space addressing can express.
+    /// Maximum LUN that can be encoded with extended flat space addressing.
     pub const MAX: u32 = 0x00ff_ffff;
 
-    /// A LUN by number, if it fits 24 bits.
+    /// Creates a LUN from a number, if this is at most 24 bits.
     #[must_use]
     pub const fn new(number: u32) -> Option<Self> {
         if number <= Self::MAX {
@@ -50,7 +50,7 @@ impl LunId {
         }
     }
 
-    /// The number of the logical unit that an eight-byte LUN addresses; none if it is another
+    /// Returns the number of the logical unit for an 8-byte LUN, or `None` for any other type of
     /// address.
     #[must_use]
     pub fn addressed(lun: WireLun) -> Option<Self> {
@@ -60,14 +60,14 @@ impl LunId {
         }
     }
 
-    /// Number of the unit, without the addressing method.
+    /// Returns the number of the logical unit, without the addressing method.
     #[must_use]
     pub const fn number(self) -> u32 {
         self.0
     }
 
-    /// The shortest form: peripheral below 256, flat below 16384, then
-    /// extended flat.
+    /// Encodes this using the shortest format: peripheral below 256, flat below 16384, extended
+    /// flat otherwise.
     #[must_use]
     pub const fn encode(self) -> [u8; 8] {
         let [_, high, middle, low] = self.0.to_be_bytes();
@@ -86,18 +86,18 @@ impl std::fmt::Display for LunId {
 }
 
 impl LunAddress {
-    /// Reads the LUN field of a command.
+    /// Parses the LUN field of a command.
     ///
     /// # Errors
     ///
-    /// The address has a second level or an unknown method; to the initiator
-    /// such a logical unit does not exist.
+    /// If the address has a second level or the method is unknown. For the initiator, this LUN does
+    /// not exist.
     pub fn parse(lun: [u8; 8]) -> Result<Self, LunError> {
         let [method, b1, b2, b3, ..] = lun;
         let flat = |number: u32| Self::Unit(LunId(number));
         let (address, used) = match method >> 6 {
-            // Peripheral device addressing: a bus identifier other than zero
-            // would select the next level.
+            // Peripheral device addressing. If the bus identifier is not zero, this would select
+            // the next level.
             0 if method == 0 => (flat(u32::from(b1)), 2),
             0 => return Err(LunError::Hierarchical),
             1 => (flat(u32::from_be_bytes([0, 0, method & 0x3f, b1])), 2),
@@ -105,8 +105,8 @@ impl LunAddress {
             3 if method == 0xd2 => (flat(u32::from_be_bytes([0, b1, b2, b3])), 4),
             _ => return Err(LunError::Method(method)),
         };
-        // What follows the first level must be zero: ignored, a unit would answer to many
-        // addresses.
+        // All bytes after the first level must be zero. If we ignored these, there would be
+        // multiple addresses for the same logical unit.
         if U64::from_bytes(lun).get() << (8 * used) != 0 {
             return Err(LunError::Hierarchical);
         }
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_method_reads_as_in_sam5() {
+    fn addressing_methods_match_sam5() {
         let unit = |n| Ok(LunAddress::Unit(LunId(n)));
         let cases = [
             ([0, 0, 0, 0, 0, 0, 0, 0], unit(0)),
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn encoding_reads_back() {
+    fn encoded_luns_roundtrip() {
         for number in [0, 1, 255, 256, 16383, 16384, LunId::MAX] {
             let lun = LunId::new(number).unwrap();
             assert_eq!(LunAddress::parse(lun.encode()), Ok(LunAddress::Unit(lun)));

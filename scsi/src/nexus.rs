@@ -1,7 +1,7 @@
-//! Who is talking: I_T nexuses and the ports at their ends.
+//! I_T nexuses, and the initiator and target ports used to create them.
 //!
-//! Every entry point of a logical unit takes a [`NexusId`], because unit
-//! attentions, and all else that SAM-5 ties to an I_T nexus, belong to one.
+//! All public functions of a logical unit need a [`NexusId`], because unit attentions and some
+//! other state are defined per I_T nexus in SAM-5.
 
 use std::fmt;
 
@@ -9,25 +9,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::srp::InitiatorPortId;
 
-/// A number the target hands out for one I_T nexus (SAM-5 4.7).
+/// An ID assigned to an I_T nexus by the target (SAM-5 4.7).
 ///
-/// It must not be reused while any logical unit still knows the old nexus.
+/// This must not be reused as long as the old nexus is known to any logical unit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct NexusId(pub u64);
 
-/// The name of a SCSI port in the form its transport defines.
+/// The name of a SCSI port, in the format used by the transport.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PortName {
-    /// An SRP port identifier: 16 bytes, identifier extension then GUID
-    /// (SRP r16a 4.4, SPC-4 7.6.4 TransportID format for SRP).
+    /// A 16-byte SRP port identifier: identifier extension, then GUID (SRP r16a 4.4, or SPC-4 7.6.4
+    /// for the TransportID format).
     Srp([u8; 16]),
-    /// An iSCSI port name as text: `<iSCSI name>,i,0x<ISID>` for an initiator,
-    /// `<iSCSI name>,t,0x<tag>` for a target (RFC 7143 4.4.2).
+    /// An iSCSI port name: `<iSCSI name>,i,0x<ISID>` for an initiator, or `<iSCSI name>,t,0x<tag>`
+    /// for a target (RFC 7143 4.4.2).
     Iscsi(String),
 }
 
 impl PortName {
-    /// The PROTOCOL IDENTIFIER of the port's transport (SPC-4 7.6.1).
+    /// Returns the PROTOCOL IDENTIFIER for the transport (SPC-4 7.6.1).
     #[must_use]
     pub fn protocol_identifier(&self) -> u8 {
         match self {
@@ -37,34 +37,34 @@ impl PortName {
     }
 }
 
-/// An SRP port identifier as its two halves in hexadecimal, `<identifier extension>:<GUID>`; an
-/// iSCSI port name as it is.
+/// An SRP port identifier is formatted as two hex values, `<identifier extension>:<GUID>`. An iSCSI
+/// port name is not changed.
 impl fmt::Display for PortName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // Identifiers of both sides are written alike.
+            // The same format is used for both initiator and target.
             Self::Srp(id) => InitiatorPortId(*id).fmt(f),
             Self::Iscsi(name) => f.write_str(name),
         }
     }
 }
 
-/// A port of this target device, as VPD page 83h names it.
+/// A port of the target, used in VPD page 83h.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TargetPort {
-    /// The port's own name.
+    /// The name of this port.
     pub name: PortName,
-    /// RELATIVE TARGET PORT IDENTIFIER, from 1 (SPC-4 4.5).
+    /// RELATIVE TARGET PORT IDENTIFIER, starting at 1 (SPC-4 4.5).
     pub relative_id: u16,
-    /// Target port group, for designators and asymmetric access.
+    /// Target port group, used for designators and asymmetric access.
     pub group: u16,
 }
 
-/// The two ports of an I_T nexus.
+/// The initiator and target port of an I_T nexus.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Nexus {
-    /// The initiator port that logged in.
+    /// The initiator port.
     pub initiator: PortName,
-    /// The target port it logged in to.
+    /// The target port used for the login.
     pub target: TargetPort,
 }

@@ -1,8 +1,8 @@
-//! Sense data: what went wrong, and the two wire formats that say so.
+//! Sense data, used to report errors and other information in one of two wire formats.
 //!
-//! [`Sense`] is the meaning. [`Sense::encode`] writes the fixed format (SPC-4
-//! 4.5.3) or the descriptor format (4.5.2), as D_SENSE in the Control mode page
-//! chooses; [`Sense::parse`] reads either, for initiators.
+//! [`Sense`] is the parsed value. [`Sense::encode`] will create either fixed format (SPC-4 4.5.3)
+//! or descriptor format (4.5.2), depending on D_SENSE in the Control mode page. For initiators,
+//! [`Sense::parse`] supports both of them.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use nom::number::complete::be_u8;
 use nom::{IResult, Parser};
 use num_enum::{IntoPrimitive, TryFromPrimitive};
 
-/// The longest sense data this crate produces, in bytes.
+/// Maximum size of encoded sense data, in bytes.
 pub const SENSE_MAX: usize = 32;
 
 /// Encoded sense data, in either format.
@@ -22,7 +22,7 @@ pub type SenseData = ArrayVec<u8, SENSE_MAX>;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum SenseKey {
-    /// NO SENSE: there is nothing to report.
+    /// NO SENSE: no information available.
     NoSense = 0x0,
     /// RECOVERED ERROR: the command succeeded with recovery.
     RecoveredError = 0x1,
@@ -30,27 +30,27 @@ pub enum SenseKey {
     NotReady = 0x2,
     /// The medium is flawed.
     MediumError = 0x3,
-    /// HARDWARE ERROR: the device itself failed.
+    /// HARDWARE ERROR: the device has failed.
     HardwareError = 0x4,
-    /// The CDB or a parameter was not legal.
+    /// Invalid value in the CDB or a parameter.
     IllegalRequest = 0x5,
-    /// The unit's state changed behind the initiator's back.
+    /// The state of the LU was changed by something else.
     UnitAttention = 0x6,
-    /// The medium may not be written.
+    /// The medium is write protected.
     DataProtect = 0x7,
-    /// A blank block was met.
+    /// A blank block was found.
     BlankCheck = 0x8,
-    /// VENDOR SPECIFIC: a condition of a vendor's own.
+    /// VENDOR SPECIFIC: a condition defined by the vendor.
     VendorSpecific = 0x9,
     /// A copy was aborted.
     CopyAborted = 0xa,
     /// The device server aborted the command; it may be retried.
     AbortedCommand = 0xb,
-    /// Data ran over the end of the medium.
+    /// Reached the end of the medium.
     VolumeOverflow = 0xd,
-    /// MISCOMPARE: data do not equal those on the medium.
+    /// MISCOMPARE: the data is different from the medium.
     Miscompare = 0xe,
-    /// Sense data follow successful completion.
+    /// The command was successful, with additional sense data.
     Completed = 0xf,
 }
 
@@ -79,7 +79,7 @@ impl fmt::Display for SenseKey {
 /// ADDITIONAL SENSE CODE and its qualifier (SPC-4 table 28).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct AdditionalSense {
-    /// ADDITIONAL SENSE CODE, byte 12 of fixed format.
+    /// ADDITIONAL SENSE CODE, in byte 12 of the fixed format.
     pub code: u8,
     /// ADDITIONAL SENSE CODE QUALIFIER.
     pub qualifier: u8,
@@ -90,12 +90,12 @@ macro_rules! additional_sense {
         impl AdditionalSense {
             $(#[doc = $text] pub const $name: Self = Self { code: $code, qualifier: $qualifier };)*
 
-            /// Its name in SPC-4, if it is one of those here.
+            /// Returns the name in SPC-4, if the code is known.
             #[must_use]
             pub fn name(self) -> Option<&'static str> {
                 let named: &[(Self, &'static str)] = &[$((Self::$name, $text)),*];
                 let (_, text) = named.iter().find(|(sense, _)| *sense == self)?;
-                // What follows a colon explains the name.
+                // Anything after a colon is just a note.
                 let name = text.split_once(':').map_or(*text, |(name, _)| name);
                 Some(name.trim().trim_end_matches('.'))
             }
@@ -204,41 +204,45 @@ additional_sense! {
     INSUFFICIENT_REGISTRATION_RESOURCES = 0x55, 0x04;
 }
 
-/// Place of the field in error (SPC-4 4.5.2.4.2, sense key specific data).
+/// Position of an invalid field (SPC-4 4.5.2.4.2, sense key specific data).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct FieldPointer {
-    /// The field lies in the CDB; otherwise in the parameter list.
+    /// Set when the field is in the CDB instead of the parameter list.
     pub in_cdb: bool,
-    /// Byte of the CDB or parameter list, from 0.
+    /// Offset in the CDB or parameter list, starting at 0.
     pub byte: u16,
-    /// Highest bit of the field, when the field does not start at bit 7.
+    /// The most significant bit of the field, if this is not bit 7.
     pub bit: Option<u8>,
 }
 
-/// The meaning of sense data.
+/// Parsed sense data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sense {
-    /// SENSE KEY, four bits.
+    /// SENSE KEY, 4 bits.
     pub key: SenseKey,
     /// ADDITIONAL SENSE CODE and qualifier.
     pub additional: AdditionalSense,
-    /// INFORMATION: an LBA or an offset, as the command defines.
+    /// INFORMATION: an LBA or offset, depending on the command.
     pub information: Option<u64>,
-    /// The field in error, for ILLEGAL REQUEST.
+    /// The invalid field, used for ILLEGAL REQUEST.
     pub field: Option<FieldPointer>,
+    /// Set for a deferred error. This is for an earlier command which has already returned GOOD,
+    /// and the command used to report it has not been executed (SPC-4 4.5). Only used when parsing,
+    /// and ignored by [`Self::encode`].
+    pub is_deferred: bool,
 }
 
-/// Wire format to write (the D_SENSE bit).
+/// The wire format to use (D_SENSE bit).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SenseFormat {
-    /// Response code 70h, 18 bytes.
+    /// Fixed format, response code 70h, 18 bytes.
     Fixed,
     /// Descriptor format, response code 72h.
     Descriptor,
 }
 
 impl Sense {
-    /// Sense with a key and a code and nothing more.
+    /// Creates sense data without any additional fields.
     #[must_use]
     pub const fn new(key: SenseKey, additional: AdditionalSense) -> Self {
         Self {
@@ -246,22 +250,23 @@ impl Sense {
             additional,
             information: None,
             field: None,
+            is_deferred: false,
         }
     }
 
-    /// NO SENSE: there is nothing to say.
+    /// Creates NO SENSE, used when there is nothing to report.
     #[must_use]
     pub const fn none() -> Self {
         Self::new(SenseKey::NoSense, AdditionalSense::NONE)
     }
 
-    /// ILLEGAL REQUEST with a code that points nowhere.
+    /// Creates an ILLEGAL REQUEST without a field pointer.
     #[must_use]
     pub const fn illegal(additional: AdditionalSense) -> Self {
         Self::new(SenseKey::IllegalRequest, additional)
     }
 
-    /// ILLEGAL REQUEST, INVALID FIELD IN CDB, at a byte and a field's top bit.
+    /// Creates an ILLEGAL REQUEST with INVALID FIELD IN CDB, for the field at this byte and bit.
     #[must_use]
     pub const fn cdb_field(byte: u16, bit: Option<u8>) -> Self {
         let mut sense = Self::illegal(AdditionalSense::INVALID_FIELD_IN_CDB);
@@ -273,7 +278,8 @@ impl Sense {
         sense
     }
 
-    /// ILLEGAL REQUEST, INVALID FIELD IN PARAMETER LIST, at a byte and bit.
+    /// Creates an ILLEGAL REQUEST with INVALID FIELD IN PARAMETER LIST, for the field at this byte
+    /// and bit.
     #[must_use]
     pub const fn parameter_field(byte: u16, bit: Option<u8>) -> Self {
         let mut sense = Self::illegal(AdditionalSense::INVALID_FIELD_IN_PARAMETER_LIST);
@@ -285,17 +291,17 @@ impl Sense {
         sense
     }
 
-    /// The same sense with an INFORMATION value.
+    /// Sets the INFORMATION value.
     #[must_use]
     pub const fn with_information(mut self, information: u64) -> Self {
         self.information = Some(information);
         self
     }
 
-    /// Writes the sense data in one of the two formats.
+    /// Encodes the sense data in the given format.
     ///
-    /// The fixed format has 32 bits for INFORMATION; a larger value leaves
-    /// VALID at zero, as SPC-4 4.5.3 demands.
+    /// The fixed format uses a 32-bit field for INFORMATION. If the value is larger, VALID is set
+    /// to zero as required by SPC-4 4.5.3.
     #[must_use]
     pub fn encode(&self, format: SenseFormat) -> SenseData {
         match format {
@@ -315,14 +321,13 @@ impl Sense {
     fn encode_fixed(&self) -> SenseData {
         let mut out = [0_u8; 18];
         out[0] = 0x70;
-        // Half of an LBA would name another block, so one that does not fit is left out.
+        // If we truncated an LBA, this would be a different block, so only set this if it fits.
         if let Some(Ok(information)) = self.information.map(u32::try_from) {
             out[0] |= 0x80;
             out[3..7].copy_from_slice(&information.to_be_bytes());
         }
         out[2] = self.key.into();
-        // ADDITIONAL SENSE LENGTH: all of the 18 bytes are sent, so it does not depend on what is
-        // in them.
+        // ADDITIONAL SENSE LENGTH. We always send all of the 18 bytes.
         out[7] = 10;
         out[12] = self.additional.code;
         out[13] = self.additional.qualifier;
@@ -348,28 +353,50 @@ impl Sense {
             out.extend(self.key_specific());
             out.push(0);
         }
-        // At last, when it is known which descriptors there are.
+        // Set this last, because we don't know the number of descriptors before.
         out[7] = (out.len() - 8) as u8;
         out
     }
 
-    /// Reads sense data of either format, current or deferred.
+    /// Parses sense data in either format, for both current and deferred errors.
     ///
-    /// `None` when the bytes are too short or bear another response code.
+    /// Returns `None` if there are not enough bytes, or if the response code is unknown.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
-        match bytes.first()? & 0x7f {
-            0x70 | 0x71 => Self::parse_fixed(bytes),
-            0x72 | 0x73 => Self::parse_descriptor(bytes),
-            _ => None,
-        }
+        let (sense, is_deferred) = match bytes.first()? & 0x7f {
+            code @ (0x70 | 0x71) => (Self::parse_fixed(bytes)?, code == 0x71),
+            code @ (0x72 | 0x73) => (Self::parse_descriptor(bytes)?, code == 0x73),
+            _ => return None,
+        };
+        Some(Self {
+            is_deferred,
+            ..sense
+        })
+    }
+
+    /// Returns whether the command that has returned this was successful. NO SENSE and RECOVERED
+    /// ERROR are used for commands that were executed (SPC-4 table 48), unless this is a deferred
+    /// error.
+    #[must_use]
+    pub fn is_success(&self) -> bool {
+        !self.is_deferred && self.is_harmless()
+    }
+
+    /// Returns whether a previous command failed after it had already returned GOOD.
+    #[must_use]
+    pub fn is_deferred_failure(&self) -> bool {
+        self.is_deferred && !self.is_harmless()
+    }
+
+    fn is_harmless(&self) -> bool {
+        matches!(self.key, SenseKey::NoSense | SenseKey::RecoveredError)
     }
 
     fn parse_fixed(bytes: &[u8]) -> Option<Self> {
         let key = SenseKey::try_from(bytes.get(2)? & 0x0f).ok()?;
         let additional = AdditionalSense {
-            // A target may cut its sense data anywhere behind the key. What is missing counts as
-            // zero, for the key alone is worth reporting.
+            // A target may truncate sense data after the key. We use zero for missing bytes,
+            // because it's still useful to know the key.
             code: bytes.get(12).copied().unwrap_or(0),
             qualifier: bytes.get(13).copied().unwrap_or(0),
         };
@@ -378,7 +405,8 @@ impl Sense {
             .flatten()
             .and_then(|field| field.try_into().ok())
             .map(|field| u64::from(u32::from_be_bytes(field)));
-        // Of other keys these bytes mean other things, as the progress of a format.
+        // For other keys these bytes have a different format, e.g. for the progress of a FORMAT
+        // UNIT.
         let field = (key == SenseKey::IllegalRequest)
             .then(|| bytes.get(15..18).and_then(parse_field_pointer))
             .flatten();
@@ -387,6 +415,7 @@ impl Sense {
             additional,
             information,
             field,
+            is_deferred: false,
         })
     }
 
@@ -398,7 +427,7 @@ impl Sense {
         };
         let mut sense = Self::new(key, additional);
         let declared = 8 + usize::from(*bytes.get(7)?);
-        // A target may declare more than it sent, or a transport deliver more than was declared.
+        // The length may be more than the target has sent, or less than we have received.
         let list = &bytes[8..declared.min(bytes.len())];
         let (_, descriptors) = many0(descriptor).parse(list).ok()?;
         for (kind, body) in descriptors {
@@ -416,14 +445,14 @@ impl Sense {
     }
 }
 
-/// DESCRIPTOR TYPE of sense data descriptors (SPC-4 4.5.2.1).
+/// DESCRIPTOR TYPE values for sense data (SPC-4 4.5.2.1).
 const INFORMATION: u8 = 0x00;
 const KEY_SPECIFIC: u8 = 0x02;
 
-/// Type and body of a sense data descriptor that was received whole.
+/// Returns the type and contents of a sense data descriptor, if it is complete.
 ///
-/// Nothing follows what was received. `parse` would ask for the rest of a descriptor that is cut,
-/// which ends the list with an error instead of at the descriptor before.
+/// This must use `parse_complete`. Otherwise, `length_data` would request more data for a truncated
+/// descriptor, and `parse` would fail instead of returning the previous descriptors.
 fn descriptor(data: &[u8]) -> IResult<&[u8], (u8, &[u8]), ()> {
     (be_u8, length_data(be_u8)).parse_complete(data)
 }
@@ -444,7 +473,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fixed_format_points_at_a_cdb_field() {
+    fn fixed_format_encodes_cdb_field() {
         let sense = Sense::cdb_field(2, Some(3)).encode(SenseFormat::Fixed);
         assert_eq!(
             sense.as_slice(),
@@ -457,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptor_format_carries_64_bits_of_information() {
+    fn descriptor_format_encodes_64bit_information() {
         let sense = Sense::new(
             SenseKey::MediumError,
             AdditionalSense::UNRECOVERED_READ_ERROR,
@@ -470,14 +499,14 @@ mod tests {
                 0x00, 0x0a, 0x80, 0x00, 0, 0, 0, 1, 0, 0, 0, 2, // information descriptor
             ]
         );
-        // Too large for the fixed format: VALID stays zero.
+        // This value is too large for the fixed format, so VALID should be zero.
         let fixed = sense.encode(SenseFormat::Fixed);
         assert_eq!(fixed[0], 0x70);
         assert_eq!(&fixed[3..7], [0; 4]);
     }
 
     #[test]
-    fn both_formats_read_back() {
+    fn sense_formats_roundtrip() {
         for format in [SenseFormat::Fixed, SenseFormat::Descriptor] {
             for sense in [
                 Sense::none(),
@@ -497,9 +526,30 @@ mod tests {
         assert_eq!(Sense::parse(&[0x72, 5, 0x24]), None);
     }
 
-    /// Documentation of a code begins with its name, which users read.
     #[test]
-    fn names_are_those_of_spc() {
+    fn deferred_and_current_errors_differ() {
+        for (code, key, is_success, is_failure) in [
+            (0x70, 3, false, false),
+            (0x71, 3, false, true),
+            (0x70, 1, true, false),
+            (0x71, 1, false, false),
+            (0x70, 0, true, false),
+        ] {
+            let fixed = [
+                code, 0, key, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0,
+            ];
+            let descriptor = [code + 2, key, 0x0c, 0, 0, 0, 0, 0];
+            for bytes in [&fixed[..], &descriptor] {
+                let sense = Sense::parse(bytes).unwrap();
+                let found = (sense.is_success(), sense.is_deferred_failure());
+                assert_eq!(found, (is_success, is_failure), "{bytes:02x?}");
+            }
+        }
+    }
+
+    /// The documentation of each code must start with the name, because this is visible to users.
+    #[test]
+    fn sense_code_names_match_spc() {
         let names = (0..=u16::MAX).filter_map(|n| {
             let [code, qualifier] = n.to_be_bytes();
             AdditionalSense { code, qualifier }.name()
@@ -512,10 +562,10 @@ mod tests {
         assert!(names.count() > 30);
     }
 
-    /// A target or a transport cuts sense data at the initiator's allocation length (SPC-4 4.5.1),
-    /// in the middle of a descriptor, too.
+    /// A target or transport may truncate sense data at the allocation length of the initiator
+    /// (SPC-4 4.5.1), which can be in the middle of a descriptor.
     #[test]
-    fn a_descriptor_that_is_cut_leaves_the_ones_before_it() {
+    fn truncated_descriptor_keeps_previous_descriptors() {
         let whole = Sense::cdb_field(7, None).with_information(513);
         let bytes = whole.encode(SenseFormat::Descriptor);
         let unpointed = Sense {

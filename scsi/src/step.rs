@@ -1,8 +1,7 @@
-//! The vocabulary between a command and the target that carries it out.
+//! The interface between a command and the target that executes it.
 //!
-//! A [`Command`](crate::device_server::Command) says what it wants next with a
-//! [`Step`]; the target does it and answers with a [`StepResult`]; the last
-//! step of every command is a [`Response`].
+//! A [`Command`](crate::device_server::Command) returns a [`Step`]. The target executes this and
+//! passes a [`StepResult`] back to the command. The last step of each command is a [`Response`].
 
 use crate::reservation::{ReservationChange, ReservationError};
 use crate::sense::{Sense, SenseData, SenseFormat};
@@ -10,23 +9,23 @@ use crate::sense::{Sense, SenseData, SenseFormat};
 /// Task attribute of a command (SAM-5 8.6).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum TaskAttribute {
-    /// May be reordered with other SIMPLE commands.
+    /// Can be reordered with other SIMPLE commands.
     #[default]
     Simple,
-    /// Waits for everything older; everything newer waits for it.
+    /// Waits for all older commands, and all newer commands have to wait for it.
     Ordered,
-    /// HEAD OF QUEUE: starts at once.
+    /// HEAD OF QUEUE: starts immediately.
     HeadOfQueue,
-    /// Only meaningful under auto contingent allegiance; refused.
+    /// Only valid with an auto contingent allegiance. Always refused.
     Aca,
 }
 
-/// Bytes the transport expects to move (the initiator's buffer lengths).
+/// Number of bytes that the transport expects to transfer (buffer sizes at the initiator).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Expected {
-    /// Data-Out: from the initiator to us.
+    /// Data-Out: from the initiator to the target.
     pub data_out: u32,
-    /// Data-In: from us to the initiator.
+    /// Data-In: from the target to the initiator.
     pub data_in: u32,
 }
 
@@ -34,106 +33,106 @@ pub struct Expected {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Step {
-    /// Bring a piece of Data-Out to offset 0 of the buffer. Pieces come in order, without gaps.
+    /// Receive a piece of Data-Out into the buffer, at offset 0. This is done in order and without
+    /// gaps.
     ReceiveData {
-        /// Offset in Data-Out, in bytes.
+        /// Offset in the Data-Out, in bytes.
         from: u32,
-        /// Bytes; the piece lies inside the initiator's Data-Out buffer.
+        /// Number of bytes. The piece is always within the initiator's buffer.
         len: u32,
     },
-    /// Send a piece of Data-In, which lies at offset 0 of the buffer. More follows, at last with
-    /// the response; the buffer must not be needed any more when this step is reported as done.
+    /// Send a piece of Data-In from the buffer, at offset 0. More data will follow, and the last
+    /// piece is sent with the response. The buffer must no longer be in use when this step is done.
     SendData {
-        /// Offset in Data-In, in bytes.
+        /// Offset in the Data-In, in bytes.
         from: u32,
-        /// Bytes; the piece lies inside the initiator's Data-In buffer.
+        /// Number of bytes. The piece is always within the initiator's buffer.
         len: u32,
     },
-    /// Do a block operation.
+    /// Execute a block operation.
     Block(BlockOp),
-    /// Answer the initiator; the command is over.
+    /// Send the response to the initiator. This is the last step of the command.
     Respond(Response),
 }
 
-/// Data-Out that a command begins with, in bytes.
+/// Initial Data-Out of a command, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct DataOut {
-    /// The first piece of the data, at least one byte.
+    /// Length of the first piece, at least 1.
     pub len: u32,
-    /// The whole buffer that the command needs.
+    /// Size of the buffer required for the command.
     pub buffer_len: u32,
 }
 
-/// An operation on the medium. Offsets and lengths are bytes, always multiples
-/// of the logical block size and always inside the capacity.
+/// An operation on the medium. All offsets and lengths are in bytes. They are always a multiple of
+/// the logical block size, and within the capacity.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockOp {
-    /// Transfer from the medium to the buffer.
+    /// Read from the medium to the buffer.
     Read {
         /// Offset on the medium.
         offset: u64,
-        /// Length of the transfer in bytes.
+        /// Number of bytes to read.
         len: u32,
-        /// Offset in the command's buffer.
+        /// Offset in the command buffer.
         buffer_offset: u32,
-        /// The data must come from stable storage: dirty cached data for the
-        /// range are made stable first.
+        /// If set, the data must be read from stable storage. If there is dirty data for this range
+        /// in the cache, it must be flushed first.
         fua: bool,
     },
-    /// Transfer from the buffer to the medium.
+    /// Write from the buffer to the medium.
     Write {
         /// Offset on the medium.
         offset: u64,
-        /// Length of the transfer in bytes.
+        /// Number of bytes to write.
         len: u32,
-        /// Offset in the command's buffer.
+        /// Offset in the command buffer.
         buffer_offset: u32,
-        /// Complete only when the data are on stable storage.
+        /// If set, only complete this when the data is on stable storage.
         fua: bool,
     },
-    /// Make everything written in the range stable.
+    /// Flush all data written in this range to stable storage.
     Flush {
         /// Offset on the medium.
         offset: u64,
-        /// Length, up to the whole capacity.
+        /// Number of bytes, up to the entire capacity.
         len: u64,
     },
-    /// Deallocate; afterwards the range reads zeroes. Parts of it that are less than what the
-    /// backend can deallocate stay as they are.
+    /// Deallocate a range, after which it's read as zeros. If some part of it is too small for the
+    /// backend to deallocate, the data in this part is not changed.
     Discard {
         /// Offset on the medium.
         offset: u64,
-        /// Length of the range in bytes.
+        /// Number of bytes to deallocate.
         len: u64,
     },
-    /// Make the range read zeroes.
+    /// Fill a range with zeros.
     WriteZeroes {
         /// Offset on the medium.
         offset: u64,
-        /// Length of the range in bytes.
+        /// Number of bytes to write.
         len: u64,
-        /// Deallocating is welcome; otherwise space stays allocated.
+        /// If set, the range can be deallocated. Otherwise the space must stay allocated.
         unmap: bool,
-        /// Complete only when the zeroes are on stable storage.
+        /// If set, only complete this when the zeros are on stable storage.
         fua: bool,
     },
-    /// Call [`LogicalUnit::save_reservations`] where it may block; the answer is
-    /// [`StepResult::Reservations`]. The medium has no part in it.
+    /// Call [`LogicalUnit::save_reservations`] from a context where it may block. The result is
+    /// [`StepResult::Reservations`]. This does not access the medium.
     ///
     /// [`LogicalUnit::save_reservations`]: crate::lu::LogicalUnit::save_reservations
     ChangeReservations(ReservationChange),
-    /// Find the state of the extent at `offset`; the answer is
-    /// [`StepResult::Status`].
+    /// Get the state of the extent at `offset`. The result is [`StepResult::Status`].
     Status {
         /// Offset on the medium.
         offset: u64,
-        /// Maximum length to look at.
+        /// Maximum number of bytes to check.
         len: u64,
     },
 }
 
 impl BlockOp {
-    /// End of the blocks that it reads or changes, in bytes.
+    /// Returns the end of the blocks that are read or changed, in bytes.
     pub(crate) fn end(&self) -> Option<u64> {
         match *self {
             Self::Read { offset, len, .. } | Self::Write { offset, len, .. } => {
@@ -150,109 +149,111 @@ impl BlockOp {
 /// Provisioning state of an extent.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Allocation {
-    /// Space is allocated, or the backend does not know.
+    /// Space is allocated, or this is not known by the backend.
     Mapped,
-    /// No space is allocated; reads give zeroes.
+    /// No space is allocated, and the blocks are read as zeros.
     Deallocated,
 }
 
 /// Result of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StepResult {
-    /// The data arrived, or the block operation completed in full.
+    /// The data was transferred, or the block operation was completed.
     Done,
-    /// The answer to [`BlockOp::Status`]: `len` bytes from the offset asked,
-    /// at least one block unless the backend looks at nothing, are alike.
+    /// The result of [`BlockOp::Status`]. The state is the same for `len` bytes from the given
+    /// offset. This should be at least a block, unless the backend has a smaller allocation unit.
     Status {
-        /// State of these blocks.
+        /// State of the blocks.
         allocation: Allocation,
-        /// Bytes from the offset that share it.
+        /// Number of bytes with this state.
         len: u64,
     },
-    /// The answer to [`BlockOp::ChangeReservations`].
+    /// The result of [`BlockOp::ChangeReservations`].
     Reservations(Result<(), ReservationError>),
-    /// It did not work.
+    /// The step has failed.
     Failed(BackendError),
 }
 
-/// Reason of a failed step, in the few ways that a SCSI initiator can distinguish.
+/// The reason why a step has failed. There are only as many reasons as can be reported to an
+/// initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BackendError {
-    /// The medium gave an error; byte offset of the first bad byte if known.
+    /// Error on the medium, with the offset of the first bad byte if known.
     Medium {
-        /// Byte offset on the medium.
+        /// Offset on the medium, in bytes.
         offset: Option<u64>,
     },
-    /// No space left to allocate.
+    /// No space left.
     NoSpace,
-    /// The backend turned out to be read-only.
+    /// The backend is read-only.
     ReadOnly,
-    /// The backend is not there at the moment.
+    /// The backend is currently not available.
     NotReady,
-    /// The backend gave the operation up; it may be retried.
+    /// The operation was aborted by the backend and can be retried.
     Aborted,
-    /// Moving data between initiator and buffer failed.
+    /// Error when transferring data between the initiator and the buffer.
     Transfer(TransferError),
-    /// A failure of our own.
+    /// Internal error in this target.
     Internal,
 }
 
-/// Reasons for which data did not come from the initiator to a buffer, or did not go to it. All but
-/// the first are conditions of iSCSI (RFC 7143 11.4.7.2).
+/// The reason why data could not be transferred between the initiator and a buffer. All of these
+/// except for the first are defined for iSCSI (RFC 7143 11.4.7.2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum TransferError {
-    /// The transport could not move them, or they came in a wrong order.
+    /// Error in the transport, or data was received out of order.
     Failed,
-    /// A digest was wrong, or PDUs are missing, which a digest error explains (RFC 7143 7.9).
+    /// Digest error, or PDUs are missing because of a digest error (RFC 7143 7.9).
     Crc,
-    /// More data came unsolicited than may.
+    /// Received more unsolicited data than allowed.
     Unsolicited,
-    /// Another amount came than an R2T had asked for.
+    /// The amount of data received is different from the R2T.
     Amount,
-    /// The initiator lacks data that cannot be sent once more.
+    /// The initiator has requested data again that we can no longer send.
     SnackRejected,
 }
 
-/// Status of a finished command (SAM-5 5.3.1).
+/// Status of a completed command (SAM-5 5.3.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Status {
-    /// GOOD: the command succeeded.
+    /// GOOD: the command was successful.
     Good = 0x00,
     /// CHECK CONDITION, with sense data.
     CheckCondition = 0x02,
-    /// CONDITION MET: a PRE-FETCH fits the cache.
+    /// CONDITION MET: the blocks of a PRE-FETCH fit into the cache.
     ConditionMet = 0x04,
-    /// BUSY: the initiator repeats the command later.
+    /// BUSY: the initiator should retry the command later.
     Busy = 0x08,
-    /// RESERVATION CONFLICT: another nexus holds the unit.
+    /// RESERVATION CONFLICT: the LU is reserved by another nexus.
     ReservationConflict = 0x18,
-    /// TASK SET FULL: the initiator has too many commands.
+    /// TASK SET FULL: the initiator has sent too many commands.
     TaskSetFull = 0x28,
-    /// ACA ACTIVE: an auto contingent allegiance is in effect.
+    /// ACA ACTIVE: the nexus has an auto contingent allegiance.
     AcaActive = 0x30,
-    /// TASK ABORTED: another nexus ended the command.
+    /// TASK ABORTED: the command was aborted by another nexus.
     TaskAborted = 0x40,
 }
 
-/// Data to send to the initiator with the status.
+/// The data to send with the status.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum DataIn {
-    /// No Data-In with the status.
+    /// No data.
     None,
-    /// Data-In that is not in the command's buffer.
+    /// Data that is not in the command buffer.
     Inline(Vec<u8>),
-    /// This many bytes from offset 0 of the command's buffer.
+    /// Data in the command buffer, starting at offset 0.
     Buffer {
-        /// Offset in Data-In: what is before it was sent by [`Step::SendData`].
+        /// Offset in the Data-In. Everything before this has already been sent with
+        /// [`Step::SendData`].
         from: u32,
-        /// Number of bytes from its start.
+        /// Number of bytes to send.
         len: u32,
     },
 }
 
 impl DataIn {
-    /// Bytes that go to the initiator with the status.
+    /// Returns the number of bytes to send with the status.
     #[must_use]
     pub fn len(&self) -> u32 {
         match self {
@@ -262,7 +263,7 @@ impl DataIn {
         }
     }
 
-    /// Their offset in Data-In.
+    /// Returns the offset in the Data-In.
     #[must_use]
     pub fn from(&self) -> u32 {
         match self {
@@ -271,26 +272,26 @@ impl DataIn {
         }
     }
 
-    /// Whether nothing goes to the initiator with the status.
+    /// Returns whether no data will be sent with the status.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The difference between what a command moves and what the transport expects.
+/// Difference between the number of bytes of a command and the number expected by the transport.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Residual {
-    /// As many bytes as expected.
+    /// No difference.
     None,
-    /// The command moved this many bytes less.
+    /// Number of bytes less than expected.
     Underflow(u32),
-    /// The command wanted to move this many bytes more.
+    /// Number of bytes more than expected.
     Overflow(u32),
 }
 
 impl Residual {
-    /// Compares the length a command asks for with the initiator's buffer.
+    /// Compares the length requested in a command with the size of the initiator's buffer.
     #[must_use]
     pub fn between(wanted: u32, expected: u32) -> Self {
         match wanted.cmp(&expected) {
@@ -301,25 +302,25 @@ impl Residual {
     }
 }
 
-/// The answer to a command.
+/// The response for a command.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub struct Response {
     /// SCSI status of the command.
     pub status: Status,
-    /// Sense data in the format the unit is set to; empty unless CHECK CONDITION.
+    /// Sense data in the format set for the LU. This is empty except for CHECK CONDITION.
     pub sense: SenseData,
-    /// Data for the initiator that were not sent before, never longer than it expects.
+    /// The remaining data to send to the initiator. This is never longer than expected.
     pub data_in: DataIn,
-    /// Residual of Data-In, in bytes.
+    /// Residual for Data-In, in bytes.
     pub residual_in: Residual,
-    /// Residual of Data-Out, in bytes.
+    /// Residual for Data-Out, in bytes.
     pub residual_out: Residual,
 }
 
 impl Response {
-    /// A response with a status, no data and no sense: BUSY, TASK SET FULL and
-    /// the like, or TASK ABORTED.
+    /// Creates a new response without data and sense data, e.g. for BUSY, TASK SET FULL or TASK
+    /// ABORTED.
     pub fn status_only(status: Status, expected: Expected) -> Self {
         Self {
             status,
@@ -330,8 +331,8 @@ impl Response {
         }
     }
 
-    /// CHECK CONDITION with the given sense data, for refusals that a transport
-    /// or a task set decides: overlapped commands, broken information units.
+    /// Creates a CHECK CONDITION response with the given sense data. Used when a command is refused
+    /// by a transport or a task set, e.g. for overlapped commands or invalid information units.
     pub fn check_condition(sense: &Sense, format: SenseFormat, expected: Expected) -> Self {
         Self {
             sense: sense.encode(format),
@@ -339,7 +340,7 @@ impl Response {
         }
     }
 
-    /// The meaning of the sense data, if there are any.
+    /// Returns the parsed sense data, if available.
     #[must_use]
     pub fn parsed_sense(&self) -> Option<Sense> {
         Sense::parse(&self.sense)

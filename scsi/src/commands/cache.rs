@@ -5,12 +5,12 @@ use crate::cdb::Cdb;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// A flush on its way, and what its completion means.
+/// A flush in flight, and the reason for it.
 #[derive(Debug)]
 pub(crate) enum Flush {
-    /// Nothing more than that.
+    /// SYNCHRONIZE CACHE: we only need the flush itself.
     Cache,
-    /// The unit stops, so its cache goes to the medium first.
+    /// The LU is being stopped, so the cache must be flushed first.
     Stop,
 }
 
@@ -26,17 +26,17 @@ impl Flush {
 
 impl Steps for Flush {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
-        // Stopped only when the flush has succeeded: after an error data may still be in the
-        // cache, and the unit goes on.
+        // Only stop after a successful flush. On an error, there may still be data in the cache, so
+        // the LU has to keep running.
         if matches!(self, Self::Stop) {
-            context.lu.set_stopped(true);
+            context.lu.set_stopped(true)?;
         }
         Ok(Next::Answer(DataIn::None))
     }
 }
 
-/// SYNCHRONIZE CACHE (10) and (16). A number of zero blocks means the rest of
-/// the medium. IMMED allows an early status; ours comes after the flush.
+/// SYNCHRONIZE CACHE (10) and (16). If the number of blocks is zero, we flush up to the end of the
+/// medium. IMMED would allow us to return status early, but we always wait for the flush.
 pub(crate) fn plan_synchronize_cache<M: From<Flush>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
@@ -53,8 +53,8 @@ pub(crate) fn plan_synchronize_cache<M: From<Flush>>(
     Ok(Flush::Cache.plan(offset, len))
 }
 
-/// PRE-FETCH (10) and (16) (SBC-3 5.8). GOOD says that not everything fitted the
-/// cache: the cache is the backend's, which reads ahead as it sees fit.
+/// PRE-FETCH (10) and (16) (SBC-3 5.8). We return GOOD, which means that not all blocks fit into
+/// the cache, because the backend owns the cache and decides when to read ahead.
 pub(crate) fn plan_prefetch<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     planner.byte_range(cdb.extent())?;
     Ok(Plan::good())

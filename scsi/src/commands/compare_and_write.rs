@@ -1,8 +1,8 @@
 //! COMPARE AND WRITE (SBC-3 5.2).
 //!
-//! What it reads must still be true when it writes. It takes no lock for that: the opcode table
-//! marks it as atomic, and the task set lets nothing else change its blocks while it runs (see
-//! [`task`](crate::task)).
+//! The data must not change between our read and our write. We don't need a lock for this because
+//! the opcode table marks the command as atomic, so the task set will not run any other command
+//! that changes the same blocks (see [`task`](crate::task)).
 
 use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
 use super::read_write::Write;
@@ -12,14 +12,14 @@ use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::StepResult;
 
-/// First byte of NUMBER OF LOGICAL BLOCKS.
+/// Byte offset of NUMBER OF LOGICAL BLOCKS in the CDB.
 const BLOCKS_BYTE: u16 = 13;
 
-/// A COMPARE AND WRITE. The buffer holds what is expected, what is to be
-/// written instead, and scratch for the medium, in this order.
+/// A COMPARE AND WRITE. The buffer contains the expected data, then the new data, then scratch
+/// space for reading from the medium.
 #[derive(Debug)]
 pub(crate) struct CompareAndWrite {
-    /// The comparison, until it has succeeded.
+    /// The comparison, until it succeeds.
     verify: Option<Verify>,
     write: Write,
 }
@@ -30,18 +30,18 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
 ) -> PlanResult<M> {
     let (offset, len) = planner.byte_range(cdb.extent())?;
     let blocks = cdb.byte(BLOCKS_BYTE.into());
-    // Data for no blocks: an initiator means more blocks than the field can say.
+    // Data without any blocks: the initiator wants more blocks than the field can specify.
     let is_empty = blocks == 0 && planner.expected.data_out > 0;
     if blocks > planner.lu.config().max_compare_write() || is_empty {
         return Err(Sense::cdb_field(BLOCKS_BYTE, None).into());
     }
-    // No blocks and no data: there is nothing to do, which is no error.
+    // With no blocks and no data there is nothing to do. This is not an error.
     if blocks == 0 {
         return Ok(Plan::good());
     }
     let len = u32::try_from(len).expect("255 blocks at most");
     let received = 2 * len;
-    // Half a comparison compares nothing: there must be exactly as much.
+    // We can't compare with only some of the data, so the buffer size must match exactly.
     if planner.expected.data_out != received {
         return Err(Planner::short_data_out(received));
     }
@@ -61,8 +61,8 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
         first: Next::receive(received),
         machine: Some(
             CompareAndWrite {
-                // What a READ would give is compared, which needs no flush: other initiators
-                // decide by READs, too.
+                // We compare with the data that a READ would return, which doesn't require a flush:
+                // other initiators also use READ to make their decisions.
                 verify: Some(verify.after_receive().of_cache()),
                 write: Write::from_buffer(offset, len, len, fua),
             }
@@ -75,8 +75,8 @@ impl Steps for CompareAndWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
         if let Some(verify) = &mut self.verify {
             match verify.advance(context, result)? {
-                // Equal. The write begins by the `advance` below, since its data are in the buffer
-                // already.
+                // The data is equal. The `advance` call below starts the write, because the new
+                // data is already in the buffer.
                 Next::Answer(_) => self.verify = None,
                 next => return Ok(next),
             }

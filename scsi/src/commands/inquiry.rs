@@ -1,9 +1,9 @@
-//! INQUIRY (SPC-4 6.6): standard data, and the way to the VPD pages.
+//! INQUIRY (SPC-4 6.6): standard data, and dispatch of VPD page requests.
 
 use super::plan::{Plan, PlanResult, Planner};
 use super::vpd;
 use crate::cdb::Cdb;
-use crate::config::Identity;
+use crate::config::{DEFAULT_PRODUCT, DEFAULT_REVISION, DEFAULT_VENDOR, Identity};
 use crate::data::cdb::inquiry::{ALLOCATION_LENGTH, EVPD, PAGE_CODE};
 use crate::data::inquiry::{
     ADDITIONAL_LENGTH, CMDQUE, HISUP, LEN, MIN_LEN, MULTIP, PERIPHERAL_DEVICE_TYPE,
@@ -14,7 +14,7 @@ use crate::lu::NO_MEDIUM;
 use crate::nexus::{Nexus, PortName};
 use crate::sense::Sense;
 
-/// VERSION of standard data: the unit claims SPC-4 (SPC-4 6.6.2).
+/// VERSION field of the standard data: we claim SPC-4 (SPC-4 6.6.2).
 const SPC_4: u8 = 6;
 /// Version descriptors (SPC-4 table 147).
 const SAM_5: u16 = 0x00a0;
@@ -28,15 +28,15 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     let allocation_length = u32::from(cdb.get(ALLOCATION_LENGTH));
     let nexus = planner.lu.nexus(planner.nexus);
     if !cdb.get(EVPD) {
-        // Without EVPD a page code has no meaning.
+        // The page code must be zero if EVPD is not set.
         if page != 0 {
             return Err(Sense::cdb_field(2, Some(7)).into());
         }
         let data = standard(&planner.lu.config().identity, nexus.as_deref());
         return Ok(Plan::data(data, allocation_length));
     }
-    // An initiator distinguishes disks by these pages. With an invented name it would take this
-    // one for another disk, or for a new one.
+    // Initiators use these pages to identify a disk. If we made up a name here, the initiator would
+    // see a different disk or a new one.
     if !planner.lu.has_names() && vpd::NAMING.contains(&page) {
         return Err(NO_MEDIUM.into());
     }
@@ -45,10 +45,10 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     Ok(Plan::data(data, allocation_length))
 }
 
-/// Standard INQUIRY data of a connected direct-access unit.
+/// Returns the standard INQUIRY data for a connected direct-access LU.
 fn standard(identity: &Identity, nexus: Option<&Nexus>) -> Vec<u8> {
     let mut data = with_len(LEN);
-    // Portals may be added at any time.
+    // A portal can be added at any time.
     MULTIP.set(&mut data, true);
     CMDQUE.set(&mut data, true);
     VENDOR.set(&mut data, &identity.vendor);
@@ -66,18 +66,22 @@ fn standard(identity: &Identity, nexus: Option<&Nexus>) -> Vec<u8> {
     data
 }
 
-/// Standard INQUIRY data of a logical unit number behind which there is nothing.
+/// Returns the standard INQUIRY data for a LUN without a logical unit.
+///
+/// This uses the target's default names. Linux before 4.4 will look up an empty name in its table
+/// of quirky devices, where it matches the first entry, and then fail to find any LU of this
+/// target.
 pub(crate) fn absent() -> Vec<u8> {
     let mut data = with_len(MIN_LEN);
     PERIPHERAL_QUALIFIER.set(&mut data, QUALIFIER_INCAPABLE);
     PERIPHERAL_DEVICE_TYPE.set(&mut data, TYPE_NONE);
-    for text in [VENDOR, PRODUCT, REVISION] {
-        text.set(&mut data, "");
-    }
+    VENDOR.set(&mut data, DEFAULT_VENDOR);
+    PRODUCT.set(&mut data, DEFAULT_PRODUCT);
+    REVISION.set(&mut data, DEFAULT_REVISION);
     data
 }
 
-/// Returns what all standard INQUIRY data here begin with.
+/// Returns the first bytes, which are common to all standard INQUIRY data.
 fn with_len(len: usize) -> Vec<u8> {
     let mut data = vec![0; len];
     VERSION.set(&mut data, SPC_4);

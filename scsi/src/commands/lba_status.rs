@@ -8,17 +8,17 @@ use crate::lu::LogicalUnit;
 use crate::sense::Sense;
 use crate::step::{Allocation, BlockOp, DataIn, StepResult};
 
-/// Most descriptors one GET LBA STATUS answers with.
+/// Maximum number of descriptors to return for a single GET LBA STATUS.
 const STATUS_DESCRIPTORS: u32 = 256;
 
-/// A GET LBA STATUS that gathers descriptors.
+/// A GET LBA STATUS, used to collect the descriptors.
 #[derive(Debug)]
 pub(crate) struct GetLbaStatus {
     runs: Vec<LbaStatus>,
     allocation_length: u32,
-    /// Byte on the medium to ask about next.
+    /// Offset on the medium to query next, in bytes.
     offset: u64,
-    /// Descriptors there is still room for.
+    /// Number of descriptors that still fit into the response.
     room: u32,
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
 ) -> PlanResult<M> {
-    // The starting LBA itself must exist.
+    // The starting LBA must be valid.
     let start = Extent {
         lba: cdb.get(STARTING_LBA),
         blocks: 1,
@@ -34,8 +34,9 @@ pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
     };
     let (offset, _) = planner.byte_range(start)?;
     let allocation_length = cdb.get(ALLOCATION_LENGTH);
-    // No more than the initiator has room for, since each descriptor is a question to the backend;
-    // one at least, to have anything to report; and a number that bounds the answer.
+    // Each descriptor requires a call to the backend, so don't collect more than the initiator has
+    // room for. We always return at least one to have something to report, and limit the total to
+    // keep the response small.
     let room = allocation_length
         .saturating_sub(HEADER_LEN as u32)
         .div_ceil(DESCRIPTOR_LEN as u32)
@@ -68,24 +69,24 @@ impl Steps for GetLbaStatus {
         let rest = context.lu.capacity_bytes().saturating_sub(self.offset);
         let (allocation, len) = match result {
             StepResult::Status { allocation, len } => (allocation, len),
-            // A backend that does not know counts as having allocated everything.
+            // If the backend doesn't know, report all blocks as allocated.
             _ => (Allocation::Mapped, rest),
         };
         let len = len.min(rest);
-        // A backend may see smaller units than blocks: a block that is mapped
-        // in part is mapped.
+        // The backend's allocation unit may be smaller than a block. If only some of a block is
+        // mapped, we report the block as mapped.
         let len = match allocation {
             Allocation::Mapped => len.next_multiple_of(block),
             Allocation::Deallocated => len - len % block,
         };
-        // A backend that reports less than a block as deallocated would make no progress, so that
-        // block counts as mapped.
+        // If the backend reports less than a block as deallocated, we would never make progress.
+        // Report this block as mapped instead.
         let (allocation, len) = if len == 0 {
             (Allocation::Mapped, block)
         } else {
             (allocation, len)
         };
-        // The field has 32 bits. What is beyond is the next descriptor.
+        // This is a 32-bit field, so any remaining blocks will go into the next descriptor.
         let blocks = (len.min(rest) / block).min(u64::from(u32::MAX)) as u32;
         self.runs.push(LbaStatus {
             lba: self.offset / block,
@@ -97,8 +98,8 @@ impl Steps for GetLbaStatus {
         });
         self.offset += u64::from(blocks) * block;
         self.room -= 1;
-        // No blocks means that the unit has shrunk to before this place: asking again would not
-        // end.
+        // If there are no blocks, the capacity has been reduced to below the current offset. We
+        // must not query again because this would loop forever.
         if self.room > 0 && self.offset < context.lu.capacity_bytes() && blocks > 0 {
             return Ok(self.ask(context.lu));
         }

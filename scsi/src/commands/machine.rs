@@ -1,4 +1,4 @@
-//! The machines of all families of commands as one type, so that a command allocates nothing.
+//! A single type for the state machines of all commands, so that we don't need to allocate.
 
 use super::cache::Flush;
 use super::compare_and_write::CompareAndWrite;
@@ -15,12 +15,12 @@ use crate::cdb::Cdb;
 use crate::sense::Sense;
 use crate::step::StepResult;
 
-/// Function that checks a CDB and makes the command's machine.
+/// A function that checks a CDB and creates the state machine of the command.
 pub(crate) type PlanFn = fn(&Planner<'_>, &Cdb) -> PlanResult<Machine>;
 
 macro_rules! machines {
     ($($name:ident),* $(,)?) => {
-        /// The rest of a command after its first step.
+        /// State of a command after the first step.
         #[derive(Debug)]
         pub(crate) enum Machine {
             $($name($name)),*

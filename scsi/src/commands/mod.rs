@@ -1,4 +1,5 @@
-//! The commands, by family: each plans its commands from CDBs and has a machine for their steps.
+//! The commands, grouped by family. Each family validates CDBs and provides a state machine to
+//! execute the steps of a command.
 
 pub(crate) mod cache;
 pub(crate) mod capacity;

@@ -1,8 +1,8 @@
-//! The mode pages of a unit (SPC-4 7.5, SBC-3 6.5).
+//! The mode pages that we support (SPC-4 7.5, SBC-3 6.5).
 //!
-//! A page is rendered from the few flags that can change, so that current, default and changeable
-//! values come from one place: the changeable mask is the difference between a page with all of
-//! them and a page with none.
+//! We create a page from the few flags that can be changed, so that the current, default and
+//! changeable values always match. The mask of changeable bits is the difference between a page
+//! with all flags set and a page with all flags clear.
 
 use crate::data::field::Field;
 use crate::data::mode::{
@@ -11,12 +11,12 @@ use crate::data::mode::{
 };
 use crate::lu::Flags;
 
-/// Flags that MODE SELECT may change.
+/// Flags that can be changed via MODE SELECT.
 pub(crate) const CHANGEABLE: Flags = Flags::D_SENSE
     .union(Flags::SOFTWARE_WRITE_PROTECT)
     .union(Flags::WRITE_CACHE);
 
-/// Page and field of each flag that MODE SELECT may change.
+/// Page and field for each flag that can be changed via MODE SELECT.
 pub(crate) const FLAGS: [(u8, Field<bool>, Flags); 3] = [
     (CACHING, caching::WCE, Flags::WRITE_CACHE),
     (CONTROL, control::D_SENSE, Flags::D_SENSE),
@@ -31,9 +31,9 @@ pub(crate) const PAGES: [u8; 4] = [
     INFORMATIONAL_EXCEPTIONS,
 ];
 
-/// The fixed part of a page, if there is such a page.
+/// Returns the fixed contents of a page, if the page exists.
 fn fixed(code: u8) -> Option<Vec<u8>> {
-    /// The order of SIMPLE commands is not restricted.
+    /// SIMPLE commands can be reordered without restriction.
     const UNRESTRICTED: u8 = 1;
     let len = match code {
         CACHING => caching::LEN,
@@ -48,7 +48,7 @@ fn fixed(code: u8) -> Option<Vec<u8>> {
             control::GLTSD.set(&mut page, true);
             control::QUEUE_ALGORITHM_MODIFIER.set(&mut page, UNRESTRICTED);
             control::TAS.set(&mut page, true);
-            // Not limited.
+            // Unlimited.
             control::BUSY_TIMEOUT_PERIOD.set(&mut page, u16::MAX);
         }
         INFORMATIONAL_EXCEPTIONS => exceptions::DEXCPT.set(&mut page, true),
@@ -57,7 +57,7 @@ fn fixed(code: u8) -> Option<Vec<u8>> {
     Some(page)
 }
 
-/// A page with the given flags, if there is such a page.
+/// Returns a page with the given flags set, if the page exists.
 pub(crate) fn render(code: u8, flags: Flags) -> Option<Vec<u8>> {
     let mut page = fixed(code)?;
     for (_, field, flag) in FLAGS.into_iter().filter(|(page, ..)| *page == code) {
@@ -66,7 +66,8 @@ pub(crate) fn render(code: u8, flags: Flags) -> Option<Vec<u8>> {
     Some(page)
 }
 
-/// The changeable mask of a page: its header, then a one for every bit that MODE SELECT may change.
+/// Returns the mask of changeable bits in a page: the page header, then a one for each bit that can
+/// be changed via MODE SELECT.
 pub(crate) fn changeable(code: u8) -> Option<Vec<u8>> {
     let with = render(code, CHANGEABLE)?;
     let without = render(code, Flags::empty())?;

@@ -1,7 +1,7 @@
 //! MODE SELECT (6) and (10) (SPC-4 6.11, 6.12).
 //!
-//! The whole parameter list is checked before anything changes. A bit that
-//! cannot change must bear its current value.
+//! We check the entire parameter list before we change anything. If a bit cannot be changed, it
+//! must be sent with the current value.
 
 use super::mode_pages::{FLAGS, changeable, render};
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
@@ -11,25 +11,25 @@ use crate::data::field::Field;
 use crate::data::mode::{
     PAGE_HEADER_LEN, PS, SPF, header_6, header_10, long_descriptor, short_descriptor,
 };
-use crate::lu::{Flags, LogicalUnit};
+use crate::lu::{CacheEpoch, Flags, LogicalUnit};
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// A MODE SELECT that waits for its list.
+/// A MODE SELECT, waiting for the parameter list.
 #[derive(Debug)]
 pub(crate) struct ModeSelect {
     list_len: u32,
     header: Header,
-    /// The parameters are in force; only the cache must still be emptied.
-    flushing: bool,
+    /// The parameters have been updated, and we are only waiting for the required flush to succeed.
+    flushing: Option<CacheEpoch>,
 }
 
-/// Mode parameter header that the list starts with (SPC-4 7.5.5).
+/// The mode parameter header at the start of the list (SPC-4 7.5.5).
 #[derive(Clone, Copy, Debug)]
 enum Header {
-    /// Four bytes, MODE SELECT (6).
+    /// MODE SELECT (6): 4 bytes.
     Six,
-    /// Eight bytes, MODE SELECT (10).
+    /// MODE SELECT (10): 8 bytes.
     Ten,
 }
 
@@ -56,36 +56,38 @@ fn plan<M: From<ModeSelect>>(
     if list_len == 0 {
         return Ok(Plan::good());
     }
-    // Without PF the list would be vendor specific.
+    // If PF is not set, the format of the list is vendor specific.
     if !cdb.bit(1, 4) {
         return Err(Sense::cdb_field(1, Some(4)).into());
     }
     let select = ModeSelect {
         list_len,
         header,
-        flushing: false,
+        flushing: None,
     };
     planner.list(list_len, select.into())
 }
 
 impl Steps for ModeSelect {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
-        if self.flushing {
+        // We never get here if the flush has failed, in which case it is still owed.
+        if let Some(epoch) = self.flushing {
+            context.lu.cache_flushes().complete(epoch);
             return Ok(Next::Answer(DataIn::None));
         }
         let mut list = vec![0; self.list_len as usize];
         context.data.read(0, &mut list);
         let (mask, values) = parse(&list, self.header, context.lu)?;
-        let before = context.lu.flags();
-        // First the bit, then the flush: writes that start from here on go through, and those
-        // under way flush for themselves. The other order would leave what is written between the
-        // two in the cache.
+        // Set the bit first, then flush. Any write that starts after this point will be written
+        // through, and a write in flight will do a flush. If we flushed first, data written between
+        // the two steps could stay in the cache.
         context.lu.change_mode(mask, values, context.nexus)?;
-        let cache_off = (mask - values).contains(Flags::WRITE_CACHE);
-        if cache_off && before.contains(Flags::WRITE_CACHE) {
-            // The target answers for what the cache holds: an initiator that knows of no cache
-            // sends no flush.
-            self.flushing = true;
+        // This is required even if the cache was already disabled: the previous flush may have
+        // failed or may still be in flight, and GOOD must also mean for this initiator that the
+        // cache is empty.
+        let disables = (mask - values).contains(Flags::WRITE_CACHE);
+        self.flushing = context.lu.cache_flushes().owed().filter(|_| disables);
+        if self.flushing.is_some() {
             let len = context.lu.capacity_bytes();
             return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
         }
@@ -95,7 +97,7 @@ impl Steps for ModeSelect {
 
 const LENGTH_ERROR: Sense = Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR);
 
-/// Reads a parameter list: which flags it sets, and to what.
+/// Parses a parameter list. Returns a mask of the flags that should be set, and the new values.
 fn parse(list: &[u8], header: Header, lu: &LogicalUnit) -> Result<(Flags, Flags), Sense> {
     let (header_len, long_lba, descriptor_len) = match header {
         Header::Six => {
@@ -109,15 +111,15 @@ fn parse(list: &[u8], header: Header, lu: &LogicalUnit) -> Result<(Flags, Flags)
         }
     };
     let (long_lba, descriptor_len) = long_lba.zip(descriptor_len).ok_or(LENGTH_ERROR)?;
-    // The list is cut by its own lengths, each of which is compared with what came.
+    // Lengths come from the list, so each must be checked against the received size.
     let at = header_len + descriptor_len;
     let descriptor = list.get(header_len..at).ok_or(LENGTH_ERROR)?;
     check_descriptor(descriptor, header_len, long_lba, lu)?;
     parse_pages(list, at, lu)
 }
 
-/// A block descriptor must describe the medium as it is; zero blocks, or all
-/// ones, mean the capacity as it is (SBC-3 6.5.2).
+/// Checks that a block descriptor matches the current medium. If the number of blocks is zero or
+/// all ones, the capacity should not be changed (SBC-3 6.5.2).
 fn check_descriptor(
     descriptor: &[u8],
     at: usize,
@@ -126,7 +128,7 @@ fn check_descriptor(
 ) -> Result<(), Sense> {
     let field = |len: Field<u32>| len.get(descriptor).unwrap_or_default();
     let (blocks, unchanged, len) = match (descriptor.len(), long_lba) {
-        // Without a descriptor the medium stays as it is.
+        // The medium is not changed if there is no descriptor.
         (0, _) => return Ok(()),
         (short_descriptor::LEN, false) => (
             u64::from(field(short_descriptor::BLOCKS)),
@@ -138,7 +140,7 @@ fn check_descriptor(
             u64::MAX,
             long_descriptor::BLOCK_LENGTH,
         ),
-        // The length field is the last of the header, in both forms.
+        // The length is the last field of the header in both formats.
         _ => return Err(Sense::parameter_field(at as u16 - 1, Some(7))),
     };
     if blocks != 0 && blocks != unchanged && blocks != lu.capacity_blocks() {
@@ -157,12 +159,12 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
         let &[first, len, ..] = rest else {
             return Err(LENGTH_ERROR);
         };
-        // Reserved in MODE SELECT. MODE SENSE never sets it here, so an initiator that sends a
-        // page back has it at zero.
+        // This bit is reserved in MODE SELECT. We never set it in MODE SENSE, so it will be zero if
+        // an initiator sends back a page that it has received.
         if PS.get(rest) == Some(true) {
             return Err(Sense::parameter_field(at as u16, Some(7)));
         }
-        // Nothing of the only subpage can be changed.
+        // We only have a single subpage, and nothing in it can be changed.
         if SPF.get(rest) == Some(true) {
             let page = threshold::page(lu, false).filter(|page| page[..2] == [first, len]);
             let page = page.ok_or(Sense::parameter_field(at as u16, Some(6)))?;
@@ -175,15 +177,15 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
         }
         let current =
             render(first, lu.flags()).ok_or(Sense::parameter_field(at as u16, Some(5)))?;
-        // A page of another length is of another version of the standard, and its fields may lie
-        // elsewhere.
+        // If the length is different, the page is from some other version of the standard, and the
+        // fields could be at other offsets.
         if current[1] != len {
             return Err(Sense::parameter_field(at as u16 + 1, Some(7)));
         }
         let page = list.get(at..at + current.len()).ok_or(LENGTH_ERROR)?;
         check_page(page, &current, at)?;
-        // Nothing takes effect here. A later page may be illegal, and then the whole list changes
-        // nothing.
+        // Don't update anything yet. If a page after this is invalid, the entire list must be
+        // ignored.
         for (_, field, flag) in FLAGS.into_iter().filter(|(code, ..)| *code == first) {
             mask |= flag;
             values.set(flag, field.get(page) == Some(true));
@@ -193,7 +195,7 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
     Ok((mask, values))
 }
 
-/// Refuses a page that differs from the current one in a bit that is fixed.
+/// Checks that a page is the same as the current one, except for bits that can be changed.
 fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
     let mask = changeable(page[0]).unwrap_or_default();
     for (index, ((new, old), mask)) in page
@@ -203,8 +205,8 @@ fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
         .enumerate()
         .skip(PAGE_HEADER_LEN)
     {
-        // A bit that cannot change may be sent as it is: initiators read a page, change one bit,
-        // and send it back.
+        // Initiators read a page, change a single bit and send the page back, so we need to accept
+        // the current value for any bit that can't be changed.
         let wrong = (new ^ old) & !mask;
         if wrong != 0 {
             let bit = 7 - wrong.leading_zeros() as u8;

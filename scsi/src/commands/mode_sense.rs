@@ -10,7 +10,7 @@ use crate::data::mode::{ALL_PAGES, header_6, header_10, long_descriptor, short_d
 use crate::lu::LogicalUnit;
 use crate::sense::{AdditionalSense, Sense};
 
-/// SUBPAGE CODE: a page and all of its subpages.
+/// SUBPAGE CODE to request a page with all subpages.
 const ALL_SUBPAGES: u8 = 0xff;
 
 /// PAGE CONTROL: current values.
@@ -18,7 +18,7 @@ const CURRENT: u8 = 0;
 const CHANGEABLE: u8 = 1;
 const SAVED: u8 = 3;
 
-/// A short mode parameter block descriptor.
+/// Returns a short mode parameter block descriptor.
 fn short_descriptor(lu: &LogicalUnit) -> Vec<u8> {
     use short_descriptor::{BLOCK_LENGTH, BLOCKS, LEN};
     let mut data = vec![0; LEN];
@@ -28,7 +28,7 @@ fn short_descriptor(lu: &LogicalUnit) -> Vec<u8> {
     data
 }
 
-/// A long LBA mode parameter block descriptor.
+/// Returns a long LBA mode parameter block descriptor.
 fn long_descriptor(lu: &LogicalUnit) -> Vec<u8> {
     use long_descriptor::{BLOCK_LENGTH, BLOCKS, LEN};
     let mut data = vec![0; LEN];
@@ -37,7 +37,7 @@ fn long_descriptor(lu: &LogicalUnit) -> Vec<u8> {
     data
 }
 
-/// Whether the nexus may not write (WP).
+/// Returns whether writes are not allowed for this nexus (WP bit).
 fn is_protected(planner: &Planner<'_>) -> bool {
     planner.read_only || planner.lu.write_protection().is_some()
 }
@@ -55,7 +55,7 @@ pub(crate) fn plan_mode_sense_6<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResu
     BLOCK_DESCRIPTOR_LENGTH.set(&mut data, descriptor.len() as u8);
     data.extend(descriptor);
     data.extend(pages);
-    // All pages with a descriptor are far below 256 bytes, so the length fits.
+    // All pages with a descriptor use much less than 256 bytes, so this can't overflow.
     let len = data.len() as u8;
     DATA_LENGTH.set(&mut data, len - 1);
     Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH).into()))
@@ -83,13 +83,13 @@ pub(crate) fn plan_mode_sense_10<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanRes
     Ok(Plan::data(data, allocation_length.into()))
 }
 
-/// The pages a MODE SENSE asks for.
+/// Returns the pages that were requested in a MODE SENSE.
 fn pages(lu: &LogicalUnit, cdb: &Cdb) -> Result<Vec<u8>, Sense> {
     let (code, subpage, values) = (cdb.get(PAGE_CODE), cdb.get(SUBPAGE_CODE), cdb.get(PC));
     let one = |code: u8| match values {
         CURRENT => render(code, lu.flags()),
         CHANGEABLE => changeable(code),
-        // Default values: those of the configuration, to which a reset returns.
+        // Default values are from the configuration. A reset will restore them.
         _ => render(code, lu.default_flags()),
     };
     if values == SAVED {
@@ -106,7 +106,7 @@ fn pages(lu: &LogicalUnit, cdb: &Cdb) -> Result<Vec<u8>, Sense> {
         ALL_PAGES => PAGES.into_iter().filter_map(one).flatten().collect(),
         _ => one(code).ok_or(Sense::cdb_field(2, Some(5)))?,
     };
-    // The only subpage is of the last page.
+    // Only the last page has a subpage.
     if subpage == ALL_SUBPAGES && (code == ALL_PAGES || code == threshold::PAGE.0) {
         pages.extend(threshold().into_iter().flatten());
     }

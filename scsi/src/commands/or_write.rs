@@ -1,4 +1,5 @@
-//! ORWRITE (16) (SBC-3 5.15), atomic as [COMPARE AND WRITE](super::compare_and_write) is.
+//! ORWRITE (16) (SBC-3 5.15), which is atomic in the same way as [COMPARE AND
+//! WRITE](super::compare_and_write).
 
 use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
 use super::read_write::Write;
@@ -8,37 +9,37 @@ use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::{BlockOp, StepResult};
 
-/// An ORWRITE. The buffer holds a piece of the data, and scratch for the medium
-/// behind it. One piece after the other is brought, read, and written; the task
-/// set keeps the blocks of all of them for the command.
+/// An ORWRITE. The buffer contains a piece of the data, then scratch space for reading from the
+/// medium. We receive, read and write the data in pieces, and the task set reserves the blocks for
+/// this command until the last piece has been written.
 #[derive(Debug)]
 pub(crate) struct OrWrite {
     offset: u64,
     data: Pieces,
-    /// Offset of the scratch space in the buffer.
+    /// Offset of the scratch space in the buffer, in bytes.
     scratch_offset: u32,
     scratch_len: u32,
-    /// Bytes of the piece that have the medium's bits in them.
+    /// Number of bytes in this piece that have been updated with the bits from the medium.
     done: u32,
     fua: bool,
     stage: OrStage,
 }
 
 /// ```text
-/// Receiving -> Reading (segment after segment) -> Writing -> (answer)
-///     ^-------------- the next piece ----------------/
+/// Receiving -> Reading (segment by segment) -> Writing -> (response)
+///     ^-------------- next piece ------------------/
 /// ```
 #[derive(Debug)]
 enum OrStage {
-    /// Data-Out is on its way.
+    /// Waiting for Data-Out.
     Receiving,
-    /// A segment of the medium is being read.
+    /// Reading a segment from the medium.
     Reading,
-    /// The result is being written.
+    /// Writing the result.
     Writing(Write),
 }
 
-/// Plans ORWRITE, a CDB of 16 bytes.
+/// Plans an ORWRITE (16).
 pub(crate) fn plan_or_write<M: From<OrWrite>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
     let len = planner.data_out(wanted)?;
@@ -68,7 +69,7 @@ pub(crate) fn plan_or_write<M: From<OrWrite>>(planner: &Planner<'_>, cdb: &Cdb) 
 }
 
 impl OrWrite {
-    /// Byte on the medium at which the present piece begins.
+    /// Returns the offset on the medium at which the current piece starts, in bytes.
     fn start(&self) -> u64 {
         self.offset + u64::from(self.data.from())
     }
@@ -88,8 +89,8 @@ impl Steps for OrWrite {
                 self.done += segment;
             }
             OrStage::Writing(write) => {
-                // The answer of one piece's write is the end of the command for the last piece
-                // only.
+                // When the write returns a response, the command is only complete if this was the
+                // last piece.
                 let next = write.advance(context, result)?;
                 if !matches!(next, Next::Answer(_)) || !self.data.advance() {
                     return Ok(next);
@@ -99,8 +100,8 @@ impl Steps for OrWrite {
                 return Ok(self.data.receive());
             }
         }
-        // The result is written over the blocks that it was made of. None of them can have changed
-        // since: the command is atomic, and the task set keeps others away.
+        // Write the result to the blocks that we have read. They can't have been changed since,
+        // because this command is atomic and the task set will not run any conflicting command.
         if self.done == self.data.len() {
             let mut write = Write::from_buffer(self.start(), self.data.len(), 0, self.fua);
             let next = write.advance(context, result);
@@ -111,7 +112,7 @@ impl Steps for OrWrite {
             offset: self.start() + u64::from(self.done),
             len: self.segment(),
             buffer_offset: self.scratch_offset,
-            // What a READ gives is what counts, in the cache or not.
+            // We use the data that a READ would return, whether or not it's from the cache.
             fua: false,
         }))
     }

@@ -1,7 +1,8 @@
 //! PERSISTENT RESERVE IN and OUT (SPC-4 6.15, 6.16).
 //!
-//! What changes reservations waits for no other command. PREEMPT AND ABORT has the commands of the
-//! preempted nexuses aborted when it has taken effect, and is answered when they are gone.
+//! A change to reservations does not wait for other commands. For PREEMPT AND ABORT, the commands
+//! from preempted nexuses are aborted after the change has been made, and we send the response once
+//! these commands have been removed.
 
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use crate::cdb::Cdb;
@@ -23,19 +24,19 @@ use crate::step::{BlockOp, DataIn, StepResult};
 /// A PERSISTENT RESERVE OUT.
 ///
 /// ```text
-/// parameters arrive -> (answer)
-///                  \-> the change is saved -> preempted commands are aborted -> (answer)
+/// parameters received -> (response)
+///                    \-> change saved -> preempted commands aborted -> (response)
 /// ```
 #[derive(Debug)]
 pub(crate) struct ReserveOut {
-    /// The service action; a registration's APTPL bit comes with the parameters.
+    /// The service action. For a registration, APTPL is set when the parameters are received.
     action: Action,
 }
 
-/// Plans PERSISTENT RESERVE OUT (SPC-4 6.16).
+/// Plans a PERSISTENT RESERVE OUT (SPC-4 6.16).
 pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    // SCOPE and TYPE are ignored by REGISTER and CLEAR, and those of a RELEASE are compared with
-    // the reservation (SPC-4 6.16.2), so they are no errors of the CDB there.
+    // REGISTER and CLEAR ignore SCOPE and TYPE, and RELEASE checks them against the reservation
+    // (SPC-4 6.16.2), so for these service actions we must not return a CDB error.
     let kind = ReservationType::try_from(cdb.get(TYPE)).ok();
     let is_unit = cdb.get(SCOPE) == 0;
     let scoped = || {
@@ -62,7 +63,7 @@ pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) ->
         },
     };
     let len = cdb.get(PARAMETER_LIST_LENGTH);
-    // Without SPEC_I_PT, which is not supported, the list has no variable part.
+    // The parameter list has a fixed size because we don't support SPEC_I_PT.
     if len != out::LEN as u32 {
         return Err(Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR).into());
     }
@@ -70,7 +71,7 @@ pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) ->
 }
 
 impl ReserveOut {
-    /// The change that the parameters ask for.
+    /// Returns the change that was requested in the parameters.
     fn parse(&mut self, context: &Context<'_>) -> Result<ReservationChange, Sense> {
         let mut list = [0; out::LEN];
         context.data.read(0, &mut list);
@@ -78,17 +79,17 @@ impl ReserveOut {
             Sense::parameter_field(field.at() as u16, Some(field.highest_bit()))
         };
         let has = |field: Field<bool>| field.get(&list) == Some(true);
-        // Refused rather than ignored: the initiator would believe that it has registered others.
+        // If we just ignored this bit, the initiator would assume that other initiators have been
+        // registered.
         if has(out::SPEC_I_PT) {
             return Err(refused(out::SPEC_I_PT));
         }
-        // The other two mean nothing but in a registration.
+        // The other two bits are only used for a registration.
         if let Action::Register { persists, .. } = &mut self.action {
             if has(out::ALL_TG_PT) {
                 return Err(refused(out::ALL_TG_PT));
             }
-            // Refused rather than ignored: a cluster would count on a fence that a restart takes
-            // away.
+            // If we just ignored this bit, a cluster would rely on a fence that is lost on restart.
             if has(out::APTPL) && !context.lu.can_persist() {
                 return Err(refused(out::APTPL));
             }
@@ -118,8 +119,8 @@ impl ReserveOut {
                 Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES))
             }
             Err(ReservationError::Retired) => Err(BECOMING_READY),
-            // The initiator learns of the lack in the words of its request. RELEASE and CLEAR take
-            // nothing up, so there it can only be a failure.
+            // Use the sense code that matches the request. RELEASE and CLEAR don't need any new
+            // resources, so for these it can only be a failure.
             Err(ReservationError::NotSaved) => Err(match self.action {
                 Action::Register { .. } => {
                     Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES)
@@ -137,13 +138,13 @@ impl ReserveOut {
 
 impl Steps for ReserveOut {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
-        // The second step: the change was carried out elsewhere, since it had to be saved or to
-        // abort commands.
+        // This is the second step. The target has made the change, because it needed to be saved or
+        // to abort commands.
         if let StepResult::Reservations(outcome) = result {
             return self.answer(outcome);
         }
-        // The parameters are read when they are here, so the checks of a change happen when it
-        // takes place, and not when the command was planned.
+        // The parameters have only now been received, so we check the change when we make it
+        // instead of when the command was planned.
         let change = self.parse(context)?;
         match context.lu.change_reservations(&change) {
             Some(outcome) => self.answer(outcome),
@@ -152,10 +153,10 @@ impl Steps for ReserveOut {
     }
 }
 
-/// Plans PERSISTENT RESERVE IN (SPC-4 6.15).
+/// Plans a PERSISTENT RESERVE IN (SPC-4 6.15).
 pub(crate) fn plan_in<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let action = cdb.get(SERVICE_ACTION);
-    // All of it under one lock: PRGENERATION and the list must be of the same moment.
+    // Use a single lock, because PRGENERATION and the list must be consistent.
     let data = planner.lu.with_reservations(|all| match action {
         0 => read_keys(all),
         1 => read_reservation(all),
@@ -165,7 +166,7 @@ pub(crate) fn plan_in<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH).into()))
 }
 
-/// A list behind its header.
+/// Returns a list with a header.
 fn listed(all: &Reservations, entries: Vec<u8>) -> Vec<u8> {
     let mut data = vec![0; list::LEN];
     list::PRGENERATION.set(&mut data, all.generation);
@@ -208,7 +209,7 @@ fn read_full_status(all: &Reservations) -> Vec<u8> {
     };
     let mut entries = Vec::new();
     for registrant in &all.registrants {
-        // TYPE is that of the reservation, and is reported of its holders only.
+        // TYPE is the type of the reservation, and only reported for a holder.
         let holds = all.is_holder(&registrant.ports);
         let kind = all
             .held
@@ -228,7 +229,7 @@ fn read_full_status(all: &Reservations) -> Vec<u8> {
     listed(all, entries)
 }
 
-/// The TransportID of an initiator port.
+/// Returns the TransportID for an initiator port.
 fn transport_id(port: &PortName) -> Vec<u8> {
     use transport_id::{
         ADDITIONAL_LENGTH, FORMAT_CODE, ISCSI_NAME_AT, LEN, PORT, PROTOCOL_IDENTIFIER, SRP_PORT_AT,
@@ -238,7 +239,7 @@ fn transport_id(port: &PortName) -> Vec<u8> {
     match port {
         PortName::Srp(id) => data[SRP_PORT_AT..].copy_from_slice(id),
         PortName::Iscsi(name) => {
-            // Ended and padded by zeroes, to a multiple of four bytes and 20 at least.
+            // Terminated and padded with zeros, up to a multiple of 4 bytes, and at least 20 bytes.
             let len = (name.len() + 1).next_multiple_of(4).max(20);
             data.resize(ISCSI_NAME_AT + len, 0);
             data[ISCSI_NAME_AT..][..name.len()].copy_from_slice(name.as_bytes());

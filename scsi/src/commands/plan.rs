@@ -1,11 +1,13 @@
-//! What a CDB turns into: either a refusal, or a plan whose machine runs on.
+//! Planning of commands: a CDB is either refused, or results in a plan and a state machine.
 //!
-//! Every row of the opcode table names a function that makes a [`Plan`] from a CDB that has already
-//! passed the checks all commands share. The plan says how much data the command would move, how
-//! large a buffer it needs, its first step, and the machine that decides the following ones.
+//! Each row in the opcode table has a function to create a [`Plan`] from a CDB. When this is
+//! called, the checks that are common to all commands have already been done. The plan contains the
+//! amount of data to transfer, the buffer size, the first step, and a state machine that will
+//! return the following steps.
 //!
-//! A family of commands makes plans for any `M` that its own machine fits in, and so knows nothing
-//! of the others; the opcode table chooses [`Machine`](super::machine::Machine).
+//! A command family can create a plan for any `M` that its own state machine can be converted to,
+//! so it does not depend on the other families. The opcode table uses
+//! [`Machine`](super::machine::Machine).
 
 use crate::access::DataAccess;
 use crate::cdb::Extent;
@@ -15,7 +17,8 @@ use crate::nexus::NexusId;
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn, Expected, StepResult};
 
-/// Bytes a CDB asks to move, regardless of the initiator's buffers.
+/// Number of bytes to transfer according to the CDB, independent of the buffer sizes at the
+/// initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Transfer {
     pub(crate) data_in: u32,
@@ -38,20 +41,20 @@ impl Transfer {
     }
 }
 
-/// Reason of a refusal.
+/// The reason why a command is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reason {
-    /// CHECK CONDITION with this.
+    /// CHECK CONDITION status, with the given sense data.
     Sense(Sense),
     /// RESERVATION CONFLICT status, without sense data.
     Conflict,
 }
 
-/// A command that is refused before its first step.
+/// A command that was refused before the first step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Refusal {
     pub(crate) reason: Reason,
-    /// Bytes that it would have moved, for residuals.
+    /// Number of bytes that would have been transferred, used for the residuals.
     pub(crate) transfer: Transfer,
 }
 
@@ -65,7 +68,7 @@ impl From<Sense> for Refusal {
 }
 
 impl Refusal {
-    /// Another nexus has reserved the unit.
+    /// The unit is reserved by some other nexus.
     pub(crate) fn conflict() -> Self {
         Self {
             reason: Reason::Conflict,
@@ -74,15 +77,15 @@ impl Refusal {
     }
 }
 
-/// A command's next wish, from its machine.
+/// The next step of a command, as requested by the state machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
-    /// A piece of Data-Out to the start of the buffer.
+    /// Receive a piece of Data-Out into the buffer, at offset 0.
     Receive {
         from: u32,
         len: u32,
     },
-    /// A piece of Data-In from the start of the buffer.
+    /// Send a piece of Data-In from the buffer, at offset 0.
     Send {
         from: u32,
         len: u32,
@@ -94,24 +97,24 @@ pub(crate) enum Next {
 }
 
 impl Next {
-    /// All of the Data-Out of a command that needs it in one piece.
+    /// Receives all of the Data-Out at once.
     pub(crate) fn receive(len: u32) -> Self {
         Self::Receive { from: 0, len }
     }
 }
 
-/// The piece of a command's data that is in its buffer. Data that are longer than the window go
-/// through the buffer in pieces, first to last.
+/// The piece of data that is currently in the buffer. If the data is longer than the window, we
+/// process it in pieces, in order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Pieces {
     total: u32,
     window: u32,
-    /// Offset of the present piece in the data.
+    /// Offset of the current piece in the data.
     from: u32,
 }
 
 impl Pieces {
-    /// The first piece of `total` bytes.
+    /// Returns the first piece of `total` bytes.
     pub(crate) fn new(total: u32, window: u32) -> Self {
         Self {
             total,
@@ -120,34 +123,35 @@ impl Pieces {
         }
     }
 
-    /// All of the data as one piece.
+    /// Returns a single piece with all of the data.
     pub(crate) fn whole(total: u32) -> Self {
         Self::new(total, total)
     }
 
-    /// Bytes of all pieces.
+    /// Returns the total number of bytes in all pieces.
     pub(crate) fn total(self) -> u32 {
         self.total
     }
 
-    /// Offset of the piece in the data.
+    /// Returns the offset of the current piece in the data.
     pub(crate) fn from(self) -> u32 {
         self.from
     }
 
-    /// Its length; no piece is longer than the first one.
+    /// Returns the length of the current piece. This is never more than the length of the first
+    /// piece.
     pub(crate) fn len(self) -> u32 {
         (self.total - self.from).min(self.window)
     }
 
-    /// Offset of the end of the piece in the data.
+    /// Returns the offset in the data at which this piece ends.
     pub(crate) fn end(self) -> u32 {
         self.from + self.len()
     }
 
-    /// Goes on to the next piece, if there is one.
+    /// Moves to the next piece. Returns `false` if this is the last piece.
     pub(crate) fn advance(&mut self) -> bool {
-        // It never leaves the last piece, so the length is always that of a piece, and not zero.
+        // We stay at the last piece, so that the length is always valid and never zero.
         let more = self.end() < self.total;
         if more {
             self.from = self.end();
@@ -155,7 +159,7 @@ impl Pieces {
         more
     }
 
-    /// The step that brings the piece.
+    /// Returns the step to receive this piece.
     pub(crate) fn receive(self) -> Next {
         Next::Receive {
             from: self.from,
@@ -164,26 +168,27 @@ impl Pieces {
     }
 }
 
-/// A legal command, ready to run.
+/// A valid command that is ready to run.
 #[derive(Debug)]
 pub(crate) struct Plan<M> {
     pub(crate) transfer: Transfer,
-    /// Bytes of data buffer.
+    /// Required size of the data buffer, in bytes.
     pub(crate) buffer_len: u32,
     pub(crate) first: Next,
-    /// The machine for the steps after the first one; `None` where that is the answer.
+    /// State machine for the steps after the first one, or `None` if the first step is the
+    /// response.
     pub(crate) machine: Option<M>,
 }
 
 pub(crate) type PlanResult<M> = Result<Plan<M>, Refusal>;
 
 impl<M> Plan<M> {
-    /// Done at once, nothing to move.
+    /// Returns GOOD status immediately, without any data to transfer.
     pub(crate) fn good() -> Self {
         Self::nothing(Transfer::default())
     }
 
-    /// Done at once: there is nothing to move of what the CDB asks for.
+    /// Returns GOOD status immediately. No data is transferred, even if the CDB requested some.
     pub(crate) fn nothing(transfer: Transfer) -> Self {
         Self {
             transfer,
@@ -193,7 +198,7 @@ impl<M> Plan<M> {
         }
     }
 
-    /// A parameter list of `len` bytes, in one piece, for `machine`.
+    /// Receives a parameter list of `len` bytes at once, then runs `machine`.
     pub(crate) fn list(len: u32, machine: M) -> Self {
         Self {
             transfer: Transfer::data_out(len),
@@ -203,7 +208,7 @@ impl<M> Plan<M> {
         }
     }
 
-    /// Done at once with parameter data, cut to the ALLOCATION LENGTH.
+    /// Returns parameter data immediately, truncated to the ALLOCATION LENGTH.
     pub(crate) fn data(mut bytes: Vec<u8>, allocation_length: u32) -> Self {
         bytes.truncate(allocation_length as usize);
         Self {
@@ -215,43 +220,43 @@ impl<M> Plan<M> {
     }
 }
 
-/// The steps of a command after its first one.
+/// State machine for the steps of a command after the first one.
 pub(crate) trait Steps {
-    /// Takes the result of the last step, decides the next.
+    /// Handles the result of the previous step and returns the next step.
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense>;
 }
 
-/// The view of a machine while it decides.
+/// Context for a state machine when it needs to return the next step.
 pub(crate) struct Context<'a> {
     pub(crate) lu: &'a LogicalUnit,
     pub(crate) nexus: NexusId,
     pub(crate) data: &'a mut dyn DataAccess,
 }
 
-/// The view of a planning function, besides the CDB.
+/// Context for a planning function, in addition to the CDB.
 pub(crate) struct Planner<'a> {
     pub(crate) lu: &'a LogicalUnit,
     pub(crate) nexus: NexusId,
-    /// The initiator's buffer lengths.
+    /// Buffer sizes at the initiator.
     pub(crate) expected: Expected,
-    /// The logical units that the nexus may see.
+    /// Logical units that are visible to the nexus.
     pub(crate) luns: &'a [LunId],
-    /// The LUN by which the unit is addressed is read-only.
+    /// The LUN used to address this LU is read-only.
     pub(crate) read_only: bool,
 }
 
 impl Planner<'_> {
-    /// Bytes per logical block.
+    /// Returns the size of a logical block, in bytes.
     pub(crate) fn block(&self) -> u32 {
         self.lu.config().block_size.bytes()
     }
 
-    /// Byte range of an extent that lies inside the capacity.
+    /// Converts an extent to a byte range. Returns an error if this is not within the capacity.
     ///
-    /// A run of zero blocks may start right behind the last block.
+    /// If the extent is empty, it can start immediately after the last block.
     pub(crate) fn byte_range(&self, extent: Extent) -> Result<(u64, u64), Sense> {
-        // The sum is checked, since an LBA of 64 bits may wrap it. The products below cannot: a
-        // unit has 2^63 bytes at most.
+        // The LBA is a 64-bit value, so the sum could overflow. The multiplications below are safe
+        // because the capacity is limited to 2^63 bytes.
         let capacity = self.lu.capacity_blocks();
         extent
             .lba
@@ -262,8 +267,8 @@ impl Planner<'_> {
         Ok((extent.lba * block, extent.blocks * block))
     }
 
-    /// Byte range of an extent that moves through the data buffer, so that
-    /// MAXIMUM TRANSFER LENGTH applies.
+    /// Converts an extent to a byte range to be transferred via the data buffer, which is limited
+    /// by MAXIMUM TRANSFER LENGTH.
     pub(crate) fn transfer_range(&self, extent: Extent) -> Result<(u64, u32), Sense> {
         let (offset, len) = self.byte_range(extent)?;
         u32::try_from(len)
@@ -273,13 +278,13 @@ impl Planner<'_> {
             .ok_or(Sense::cdb_field(extent.length_byte, None))
     }
 
-    /// Bytes of Data-Out to fetch for a command that wants `wanted` bytes.
+    /// Returns the number of Data-Out bytes to receive for a command that needs `wanted` bytes.
     ///
-    /// Without an initiator buffer for all of it, only what the initiator
-    /// offers is processed, as long as these are whole blocks; a part of a
-    /// block is refused (as FCP-4 9.4.2.9 does, which libiscsi demands too).
+    /// If the initiator's buffer is too small, we only process the data in this buffer. This must
+    /// be a multiple of the block size, because a partial block is an error (see FCP-4 9.4.2.9,
+    /// which is also required by libiscsi).
     pub(crate) fn data_out(&self, wanted: u32) -> Result<u32, Refusal> {
-        // A longer buffer is no error: what the command does not take is a residual.
+        // A larger buffer is not an error. The remaining bytes are reported as a residual.
         let offered = self.expected.data_out;
         if offered >= wanted {
             return Ok(wanted);
@@ -290,17 +295,17 @@ impl Planner<'_> {
         Err(Self::short_data_out(wanted))
     }
 
-    /// A parameter list in one piece: the initiator must offer all of it.
+    /// Plans to receive a parameter list at once. The initiator must send all of it.
     pub(crate) fn list<M>(&self, len: u32, machine: M) -> PlanResult<M> {
-        // A part of a list says nothing reliable, so it is not taken at all, unlike a part of the
-        // blocks of a WRITE.
+        // Unlike for WRITE, where we can process only some of the blocks, a truncated list is not
+        // reliable, so we don't receive it at all.
         if self.expected.data_out < len {
             return Err(Self::short_data_out(len));
         }
         Ok(Plan::list(len, machine))
     }
 
-    /// The Data-Out buffer does not fit what the CDB says.
+    /// Returns the error for a Data-Out buffer that does not match the CDB.
     pub(crate) fn short_data_out(wanted: u32) -> Refusal {
         Refusal {
             reason: Reason::Sense(Sense::illegal(
@@ -310,12 +315,13 @@ impl Planner<'_> {
         }
     }
 
-    /// The data of a transfer, piece by piece.
+    /// Splits the data of a transfer into pieces.
     pub(crate) fn pieces(&self, total: u32) -> Pieces {
         Pieces::new(total, self.lu.config().limits.window)
     }
 
-    /// Scratch for working through `total` bytes, at most one segment.
+    /// Returns the amount of scratch space to use for processing `total` bytes, up to the segment
+    /// size.
     pub(crate) fn segment(&self, total: u64) -> u32 {
         total.min(u64::from(self.lu.config().limits.segment)) as u32
     }

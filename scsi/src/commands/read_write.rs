@@ -1,7 +1,7 @@
-//! READ and WRITE (SBC-3 5.7 to 5.12, 5.40 to 5.43) and the write half of
-//! WRITE AND VERIFY (5.45 to 5.47).
+//! READ and WRITE (SBC-3 5.7 to 5.12, 5.40 to 5.43), and the write part of WRITE AND VERIFY (5.45
+//! to 5.47).
 //!
-//! What is longer than the window goes through the buffer in pieces.
+//! If the data is longer than the window, it is transferred via the buffer in pieces.
 
 use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
 use super::verify::{Compare, Verify};
@@ -10,23 +10,23 @@ use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// A READ whose block operation is on its way, or a piece of whose data is.
+/// A READ. Either the block operation or the transfer of a piece is in flight.
 #[derive(Debug)]
 pub(crate) struct Read {
     offset: u64,
     data: Pieces,
     fua: bool,
-    /// Whether the present piece is on its way to the initiator.
+    /// Set while the current piece is being sent to the initiator.
     is_sending: bool,
 }
 
 /// READ (6), (10), (12) and (16).
 pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
-    // In READ (6) this bit belongs to the LBA.
+    // For READ (6), this bit is used for the LBA.
     let fua = cdb.byte(0) != 0x08 && cdb.get(FUA);
     let block = planner.block();
-    // Blocks that the initiator has no room for are not read at all.
+    // Don't read any blocks that don't fit into the initiator's buffer.
     let len = wanted.min(
         planner
             .expected
@@ -35,7 +35,7 @@ pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> Plan
             .saturating_mul(block),
     );
     let transfer = Transfer::data_in(wanted);
-    // A transfer of no blocks is no error, even right behind the last block.
+    // A transfer length of zero is not an error, even if the LBA is just after the last block.
     if len == 0 {
         return Ok(Plan::nothing(transfer));
     }
@@ -66,15 +66,16 @@ impl Read {
 
 impl Steps for Read {
     fn advance(&mut self, _context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
-        // The buffer holds one piece, so the next one is read only when this one has been sent.
+        // There is only a single piece in the buffer, so wait until this has been sent before
+        // reading the next one.
         if self.is_sending {
             self.is_sending = false;
             self.data.advance();
             return Ok(self.read());
         }
         let (from, len) = (self.data.from(), self.data.len());
-        // The last piece goes with the response, which saves a step, and for most reads is the
-        // only one.
+        // The last piece is sent with the response, which avoids another step. For most reads, this
+        // is the only piece.
         if self.data.end() == self.data.total() {
             return Ok(Next::Answer(DataIn::Buffer { from, len }));
         }
@@ -83,40 +84,40 @@ impl Steps for Read {
     }
 }
 
-/// A WRITE that waits for its data, then for the medium.
+/// A WRITE. This first waits for the data, then for the medium.
 #[derive(Debug)]
 pub(crate) struct Write {
     offset: u64,
     data: Pieces,
-    /// Offset of the data in the command's buffer.
+    /// Offset of the data in the command buffer.
     buffer_offset: u32,
     fua: bool,
-    /// The verification of what was written, piece by piece.
+    /// Used to verify the written data, piece by piece.
     verify: Option<Verify>,
     stage: WriteStage,
 }
 
 /// ```text
-/// Receiving -> Writing -> (answer)
-///    ^           |-----> Verifying -> (answer)
-///    |           |-----> Flushing --> (answer)
-///    \-----------/ the next piece, verified where that is asked for
+/// Receiving -> Writing -> (response)
+///    ^           |-----> Verifying -> (response)
+///    |           |-----> Flushing --> (response)
+///    \-----------/ next piece, after it has been verified if requested
 /// ```
 #[derive(Clone, Copy, Debug)]
 enum WriteStage {
-    /// Data-Out is on its way.
+    /// Waiting for Data-Out.
     Receiving,
-    /// The block operation is on its way.
+    /// Waiting for the block operation.
     Writing,
-    /// The data that were written are being verified.
+    /// Verifying the written data.
     Verifying,
-    /// The cache was turned off while the write was on its way.
+    /// Flushing, because the cache was disabled during the write.
     Flushing,
 }
 
 /// WRITE (6), (10), (12) and (16).
 pub(crate) fn plan_write<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    // As in READ (6): the bit belongs to the LBA.
+    // For WRITE (6), this bit is used for the LBA.
     let fua = cdb.byte(0) != 0x0a && cdb.get(FUA);
     plan(planner, cdb, fua, None)
 }
@@ -131,7 +132,7 @@ pub(crate) fn plan_write_and_verify<M: From<Write>>(
         1 => Compare::Buffer,
         _ => return Err(Sense::cdb_field(1, Some(2)).into()),
     };
-    // The medium is what is to be verified, so the data must reach it first.
+    // We need to verify the data on the medium, so it must be written there first.
     plan(planner, cdb, true, Some(compare))
 }
 
@@ -148,8 +149,8 @@ fn plan<M: From<Write>>(
         return Ok(Plan::nothing(transfer));
     }
     let data = planner.pieces(len);
-    // The data stay in the buffer until they are compared with what was written, which is read
-    // behind them.
+    // The data has to stay in the buffer until we have compared it with the written data, which is
+    // read into the space after it.
     let scratch = if compare.is_some() {
         planner.segment(data.len().into())
     } else {
@@ -168,8 +169,8 @@ fn plan<M: From<Write>>(
                 offset,
                 data,
                 buffer_offset: 0,
-                // The initiator turns the cache off where it wants every status to mean stable
-                // data, so each write goes through as if it had FUA.
+                // An initiator disables the cache if it expects data to be stable for each status,
+                // so in this case we handle each write as if FUA was set.
                 fua: fua || !planner.lu.is_write_cache_enabled(),
                 verify,
                 stage: WriteStage::Receiving,
@@ -180,8 +181,8 @@ fn plan<M: From<Write>>(
 }
 
 impl Write {
-    /// The write half of a command whose data are in its buffer already; the
-    /// first `advance` begins it.
+    /// Returns the write part of a command if the data is already in the buffer. The first call to
+    /// `advance` will start it.
     pub(crate) fn from_buffer(offset: u64, len: u32, buffer_offset: u32, fua: bool) -> Self {
         Self {
             offset,
@@ -193,16 +194,16 @@ impl Write {
         }
     }
 
-    /// A piece is on the medium: the next one, or the end.
+    /// Called when a piece has been written. Returns the next piece, or completes the command.
     fn end_piece(&mut self, context: &Context<'_>) -> Next {
-        // Only now may the buffer be overwritten: the piece is on the medium, and verified where
-        // that is asked for.
+        // We can now overwrite the buffer, because the piece has been written, and also verified if
+        // this was requested.
         if self.data.advance() {
             self.stage = WriteStage::Receiving;
             return self.data.receive();
         }
-        // The flush of the MODE SELECT that turned the cache off may have come
-        // before this write, so it needs one of its own.
+        // The cache has been disabled via MODE SELECT. The flush for this may have been done before
+        // our write, so we need to flush again.
         if !self.fua && !context.lu.is_write_cache_enabled() {
             self.stage = WriteStage::Flushing;
             return Next::Block(BlockOp::Flush {

@@ -16,8 +16,8 @@ pub(crate) fn plan_reserve<M>(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M
 
 /// RELEASE (6) and (10).
 pub(crate) fn plan_release<M>(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
-    // GOOD would let the initiator believe that it has given up a unit which its persistent
-    // reservation may still hold.
+    // If we returned GOOD here, the initiator would assume that it has released the unit, but this
+    // may still be held by its persistent reservation.
     if planner.lu.with_reservations(Reservations::forbids_release) {
         return Err(Refusal::conflict());
     }

@@ -1,8 +1,8 @@
-//! The soft threshold of a thin unit (SBC-3 4.7.3.8): its place in the Logical Block Provisioning
-//! VPD page (6.6.4) and the Logical Block Provisioning mode page (6.5.9).
+//! The soft threshold for thin provisioned LUs (SBC-3 4.7.3.8), as reported in the Logical Block
+//! Provisioning VPD page (6.6.4) and the Logical Block Provisioning mode page (6.5.9).
 //!
-//! There is one threshold, which the configuration sets, for space in use that increases. It is
-//! notified to all nexuses ([`LogicalUnit::note_space`]).
+//! There is only a single threshold. This is set in the configuration and applies when the used
+//! space increases. All nexuses will be notified ([`LogicalUnit::note_space`]).
 
 use crate::data::mode::provisioning::{
     ENABLED, INCREASING, LEN, PAGE_LENGTH, SUBPAGE, SUBPAGE_CODE, THRESHOLD_ARMING,
@@ -14,16 +14,18 @@ use crate::lu::LogicalUnit;
 /// PAGE CODE and SUBPAGE CODE.
 pub(crate) const PAGE: (u8, u8) = (INFORMATIONAL_EXCEPTIONS, SUBPAGE);
 
-/// Bytes of the page before what MODE SELECT could change.
+/// Number of bytes in this page before the first field that MODE SELECT could change.
 const HEADER_LEN: usize = 4;
 
-/// The size of a threshold set, as a power of two of blocks: the unit has at least 512 of them,
-/// where it has as many pairs of blocks, and 2^32 only when it has grown by a factor of millions.
+/// Returns the size of a threshold set, as a power of two, in blocks. An LU with at least 512 pairs
+/// of blocks will have at least 512 sets. There cannot be 2^32 sets unless the LU has grown by a
+/// factor of millions.
 pub(crate) fn exponent(blocks: u64) -> u8 {
     (blocks.max(1).ilog2() as u8).saturating_sub(9).max(1)
 }
 
-/// The mode page, if the unit has a threshold; as a mask of what can be changed, which is nothing.
+/// Returns the mode page if a threshold is configured. If `is_mask` is set, this is the mask of
+/// changeable bits, which is always empty.
 pub(crate) fn page(lu: &LogicalUnit, is_mask: bool) -> Option<Vec<u8>> {
     let percent = lu.threshold()?;
     let mut page = vec![0; LEN];
@@ -36,7 +38,7 @@ pub(crate) fn page(lu: &LogicalUnit, is_mask: bool) -> Option<Vec<u8>> {
     }
     let blocks = u128::from(lu.capacity_blocks()) * u128::from(percent) / 100;
     let sets = blocks >> exponent(lu.config().blocks);
-    // SITUA is zero: every nexus is notified. THRESHOLD TYPE is zero: a soft threshold.
+    // SITUA is zero, to notify all nexuses. THRESHOLD TYPE is zero for a soft threshold.
     ENABLED.set(&mut page, true);
     THRESHOLD_ARMING.set(&mut page, INCREASING);
     THRESHOLD_RESOURCE.set(&mut page, USED);
@@ -57,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn every_nexus_is_notified_once_for_each_crossing() {
+    fn threshold_notifies_all_nexuses_once() {
         let mut rig = rig(80);
         let ready = [0; 6];
         let both = |rig: &mut Rig| {
@@ -76,7 +78,7 @@ mod tests {
             assert_eq!((code, sense.information), ((6, 0x38, 7), Some(16)));
         }
         assert_eq!(both(&mut rig), [None, None], "once");
-        // What goes to and fro about the threshold is not reported again and again.
+        // If the used space only varies around the threshold, we should not report it again.
         for used in [90, 79, 81, 76, 80] {
             assert_eq!(rig.lu.note_space(used, 100), None);
         }
@@ -88,9 +90,9 @@ mod tests {
     }
 
     #[test]
-    fn the_pages_have_the_threshold() {
+    fn mode_and_vpd_pages_report_threshold() {
         let mut rig = rig(75);
-        // A set has 2^11 blocks, the unit 512 of them.
+        // A set has 2^11 blocks, and there are 512 sets.
         let vpd = rig.send(&[0x12, 1, 0xb2, 0, 255, 0]).good().data;
         assert_eq!(vpd, [0, 0xb2, 0, 4, 11, 0xe4, 2, 0]);
         let mut page = [0; 24];
@@ -113,7 +115,7 @@ mod tests {
         );
         assert!(sense(&mut rig, 0x3f, 0xff).ends_with(&page));
         assert!(sense(&mut rig, 0x3f, 0).ends_with(&exceptions));
-        // It may be selected as it is, and not otherwise.
+        // The current values should be accepted in MODE SELECT, but not any other value.
         let select = |rig: &mut Rig, page: &[u8]| {
             let list = [&[0; 4], page].concat();
             rig.send_out(&[0x15, 0x10, 0, 0, list.len() as u8, 0], &list)
@@ -131,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_without_a_threshold_has_no_such_page() {
+    fn threshold_page_requires_threshold() {
         let mut rig = Rig::with(config(BlockSize::B512, 1 << 20));
         let cdb = [0x1a, 8, 0x1c, 2, 255, 0];
         assert_eq!(rig.send(&cdb).cdb_pointer(), (3, Some(7)));
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_are_fewer_than_their_count_can_say() {
+    fn threshold_set_count_fits_field() {
         for blocks in [1, 2, 1000, 1 << 20, 1 << 40, 1 << 54] {
             let exponent = exponent(blocks);
             assert!(exponent > 0 && blocks >> exponent < 1 << 32, "{blocks}");

@@ -1,4 +1,4 @@
-//! Commands about the state of the unit: TEST UNIT READY, REQUEST SENSE, START STOP UNIT.
+//! Commands for the state of the LU: TEST UNIT READY, REQUEST SENSE, START STOP UNIT.
 
 use super::cache::Flush;
 use super::plan::{Plan, PlanResult, Planner};
@@ -6,16 +6,16 @@ use crate::cdb::Cdb;
 use crate::data::cdb::request_sense::{ALLOCATION_LENGTH, DESC};
 use crate::sense::{Sense, SenseFormat};
 
-/// TEST UNIT READY: all that it reports has been checked already.
+/// TEST UNIT READY. Everything has already been checked at this point.
 pub(crate) fn plan_test_unit_ready<M>(_planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
     Ok(Plan::good())
 }
 
-/// REQUEST SENSE: a pending unit attention, or the state of the unit, as
-/// parameter data with GOOD status (SPC-4 6.39).
+/// REQUEST SENSE: returns either a pending unit attention or the LU state, as parameter data with
+/// GOOD status (SPC-4 6.39).
 pub(crate) fn plan_request_sense<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let lu = planner.lu;
-    // Taken and not only looked at: what is reported here, the next command must not meet again.
+    // We need to remove the unit attention here, so it's not reported again for the next command.
     let sense = match lu.take_attention(planner.nexus) {
         Some(attention) => attention.sense(),
         None => lu.not_ready().unwrap_or_else(Sense::none),
@@ -31,17 +31,19 @@ pub(crate) fn plan_request_sense<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanRes
     ))
 }
 
-/// START STOP UNIT (SBC-3 5.25). Only the active power condition exists, and
-/// the medium does not leave the drive.
+/// START STOP UNIT (SBC-3 5.25). We only support the active power condition, and the medium cannot
+/// be ejected.
 ///
-/// An initiator that shuts down may stop its disks, and others may go on using
-/// the unit: unless the configuration says otherwise, a stop only flushes.
+/// An initiator may stop all disks when it shuts down, but other initiators might still be using
+/// them. By default, a stop will therefore only flush the cache, which can be changed in the
+/// configuration.
 pub(crate) fn plan_start_stop_unit<M: From<Flush>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
 ) -> PlanResult<M> {
     let lu = planner.lu;
-    // Not left to READY, which would refuse START for a stopped unit, too.
+    // We can't use the READY flag to check this, because it would also refuse to start a unit that
+    // is stopped.
     if let Some(sense) = lu.no_medium() {
         return Err(sense.into());
     }
@@ -50,17 +52,17 @@ pub(crate) fn plan_start_stop_unit<M: From<Flush>>(
         0 => {}
         // ACTIVE.
         1 => {
-            lu.set_stopped(false);
+            lu.set_stopped(false)?;
             return Ok(Plan::good());
         }
         _ => return Err(Sense::cdb_field(4, Some(7)).into()),
     }
     let (start, no_flush) = (cdb.bit(4, 0), cdb.bit(4, 2));
     let may_stop = lu.config().stoppable;
-    // Neither of these has anything to flush: a start, and a stop whose initiator gives up what
-    // the cache holds.
+    // No flush is needed for a start, or if the initiator has set NO_FLUSH because it doesn't need
+    // the data in the cache.
     if start || no_flush {
-        lu.set_stopped(!start && may_stop);
+        lu.set_stopped(!start && may_stop)?;
         return Ok(Plan::good());
     }
     let flush = if may_stop { Flush::Stop } else { Flush::Cache };

@@ -10,20 +10,21 @@ use crate::lu::LogicalUnit;
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// An UNMAP: its list arrives, is checked whole, then worked through.
+/// An UNMAP. We receive the list, check all of it, and then process the descriptors.
 #[derive(Debug)]
 pub(crate) struct Unmap {
     list_len: u32,
-    /// Descriptors in the list, once it has been checked.
+    /// Number of descriptors in the list. This is set when the list has been checked.
     count: Option<u32>,
     next: u32,
-    /// A range was unmapped that is not stable yet.
+    /// Set when a range has been unmapped but is not stable yet.
     unstable: bool,
 }
 
 pub(crate) fn plan_unmap<M: From<Unmap>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let len = u32::from(cdb.get(PARAMETER_LIST_LENGTH));
-    // An empty list unmaps nothing, which is no error; one that ends within its header is.
+    // An empty list doesn't unmap anything, and is not an error. A list shorter than the header is
+    // an error.
     if len == 0 {
         return Ok(Plan::good());
     }
@@ -40,26 +41,26 @@ pub(crate) fn plan_unmap<M: From<Unmap>>(planner: &Planner<'_>, cdb: &Cdb) -> Pl
 }
 
 impl Unmap {
-    /// Checks the whole list before anything is unmapped; the descriptor count.
+    /// Checks the entire list before anything is unmapped. Returns the number of descriptors.
     fn check(&self, context: &Context<'_>) -> Result<u32, Sense> {
         let mut header = [0; HEADER_LEN];
         context.data.read(0, &mut header);
-        // The list may be shorter than its length fields say: what arrived
-        // counts. A part of a descriptor is ignored (SBC-3 5.28.2).
+        // The list may be shorter than indicated by the length fields, so use the received length.
+        // Incomplete descriptors are ignored (SBC-3 5.28.2).
         let declared = DESCRIPTORS_LENGTH.get(&header).unwrap_or_default();
         let count =
             u32::from(declared).min(self.list_len - HEADER_LEN as u32) / DESCRIPTOR_LEN as u32;
         let limits = &context.lu.config().limits;
-        // Both limits are those of the Block Limits page. Without them a list of 64 KiB could name
-        // the whole medium thousands of times.
+        // Both limits are reported in the Block Limits page. Without these, a list of 64 KiB could
+        // unmap the entire medium thousands of times.
         if count > limits.max_unmap_descriptors {
             return Err(Sense::parameter_field(DESCRIPTORS_LENGTH.at() as u16, None));
         }
         let mut total = 0_u64;
         for index in 0..count {
             let (lba, blocks) = descriptor(context, index);
-            // The list is the initiator's, so the sum may wrap. The total below cannot: 4095
-            // numbers of 32 bits.
+            // This value was received from the initiator, so the sum may overflow. The total can't,
+            // because there are at most 4095 values of 32 bits.
             let end = lba.checked_add(u64::from(blocks));
             if end.is_none_or(|end| end > context.lu.capacity_blocks()) {
                 return Err(Sense::illegal(AdditionalSense::LBA_OUT_OF_RANGE));
@@ -80,14 +81,14 @@ impl Steps for Unmap {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         let count = match self.count {
             Some(count) => count,
-            // Once, before the first range is unmapped: a list with a fault in its last descriptor
-            // must change nothing, since nothing could be undone.
+            // Do this once, before the first range is unmapped. If the last descriptor is invalid,
+            // we must not change anything, because this could not be reverted.
             None => *self.count.insert(self.check(context)?),
         };
         while self.next < count {
             let (lba, blocks) = descriptor(context, self.next);
             self.next += 1;
-            // A descriptor of no blocks is legal and has nothing to do.
+            // A descriptor without any blocks is valid, but we can ignore it.
             if blocks > 0 {
                 self.unstable = true;
                 let block = u64::from(context.lu.config().block_size.bytes());
@@ -97,7 +98,7 @@ impl Steps for Unmap {
                 }));
             }
         }
-        // BlockOp::Discard has no FUA. One flush at the end serves all ranges.
+        // There is no FUA flag in BlockOp::Discard, so do a single flush after the last range.
         if std::mem::take(&mut self.unstable) && needs_flush(context.lu) {
             let len = context.lu.capacity_bytes();
             return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
@@ -106,16 +107,16 @@ impl Steps for Unmap {
     }
 }
 
-/// Returns whether the backend has a volatile cache that the initiator has turned off, so that an
-/// operation without FUA must be followed by a flush.
+/// Returns whether the backend has a volatile cache that the initiator has disabled, so that we
+/// need to flush after an operation without FUA.
 fn needs_flush(lu: &LogicalUnit) -> bool {
     lu.config().write_cache && !lu.is_write_cache_enabled()
 }
 
-/// One UNMAP block descriptor: first block and number.
+/// Returns the first block and the number of blocks in an UNMAP block descriptor.
 fn descriptor(context: &Context<'_>, index: u32) -> (u64, u32) {
     let mut bytes = [0; DESCRIPTOR_LEN];
     let at = HEADER_LEN as u32 + index * DESCRIPTOR_LEN as u32;
     context.data.read(at, &mut bytes);
-    parse_descriptor(&bytes).expect("all of the descriptor was copied")
+    parse_descriptor(&bytes).expect("complete descriptor")
 }

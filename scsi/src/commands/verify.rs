@@ -1,9 +1,9 @@
-//! VERIFY (SBC-3 5.36 to 5.38), also as the second half of WRITE AND VERIFY.
+//! VERIFY (SBC-3 5.36 to 5.38), also used as the second part of WRITE AND VERIFY.
 //!
-//! The medium is read in segments into scratch space behind the Data-Out data
-//! and compared there, so a verification of any length needs a fixed buffer.
-//! Data-Out that is longer than the window comes in pieces, each of which is
-//! compared before the next one is asked for.
+//! We read from the medium in segments and compare them in scratch space, which is located after
+//! the Data-Out data in the buffer, so the buffer size doesn't depend on the length to verify. If
+//! Data-Out is longer than the window, it is received in pieces, and we compare each piece before
+//! we request the next one.
 
 use std::ops::Range;
 
@@ -13,37 +13,37 @@ use crate::cdb::Cdb;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn, StepResult};
 
-/// The other side of the comparison with the medium (the BYTCHK field).
+/// The data to compare the medium with (BYTCHK field).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Compare {
-    /// Nothing: it must only be readable (00b).
+    /// No data. The blocks only need to be readable (00b).
     Readable,
-    /// The Data-Out buffer, byte for byte (01b).
+    /// All bytes in the Data-Out buffer (01b).
     Buffer,
-    /// One block of Data-Out, with every block (11b).
+    /// A single block of Data-Out, which must be equal to each of the blocks (11b).
     OneBlock,
 }
 
-/// A verification in progress.
+/// A verify in progress.
 #[derive(Debug)]
 pub(crate) struct Verify {
-    /// Byte on the medium where the range starts.
+    /// Start of the range on the medium, as a byte offset.
     start: u64,
-    /// Bytes of the range.
+    /// Length of the range, in bytes.
     len: u64,
-    /// Number of bytes already verified.
+    /// Number of bytes that have been verified.
     done: u64,
-    /// End of what can be verified before the next piece of Data-Out.
+    /// End of the range that can be verified with the current piece of Data-Out.
     until: u64,
     compare: Compare,
-    /// Data-Out to compare with.
+    /// The Data-Out to compare with.
     data: Pieces,
-    /// Place of the scratch space in the command's buffer.
+    /// The scratch space in the command buffer.
     scratch: Range<u32>,
     block: u32,
-    /// Data-Out has not arrived yet.
+    /// Set when we are still waiting for Data-Out.
     receiving: bool,
-    /// Reads the stable medium, and not what a READ would give.
+    /// If set, read from stable storage instead of the data that a READ would return.
     stable: bool,
 }
 
@@ -56,7 +56,8 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
         3 => Compare::OneBlock,
         _ => return Err(Sense::cdb_field(1, Some(2)).into()),
     };
-    // Also what moves no data keeps to the limit (SBC-3 6.5.3): others may wait for its end.
+    // This limit is used even if no data is transferred (SBC-3 6.5.3), because other commands might
+    // have to wait for this one.
     let (offset, range) = planner.transfer_range(cdb.extent())?;
     let mut len = u64::from(range);
     let wanted = match compare {
@@ -64,10 +65,10 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
         Compare::Buffer => range,
         Compare::OneBlock => block.min(range),
     };
-    // VERIFY without Data-Out (BYTCHK zero) wants nothing, and so takes any buffer.
+    // VERIFY without Data-Out (BYTCHK is zero) doesn't need a buffer, so we can accept any size.
     let received = planner.data_out(wanted)?;
     if compare != Compare::Readable && received < wanted {
-        // Only whole blocks that the initiator offers can be compared.
+        // We can only compare complete blocks that are in the initiator's buffer.
         len = if compare == Compare::Buffer {
             u64::from(received)
         } else {
@@ -82,7 +83,8 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
     let buffer_len = data.len() + planner.segment(len);
     let scratch = data.len()..buffer_len;
     let mut verify = Verify::new(offset, len, compare, data, scratch, block);
-    // Data-Out comes first: with nothing to compare with, the medium would be read in vain.
+    // Receive Data-Out first, because we need something to compare with before reading from the
+    // medium.
     let first = if received > 0 {
         verify = verify.after_receive();
         data.receive()
@@ -98,8 +100,8 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
 }
 
 impl Verify {
-    /// A verification of `len` bytes from `start`, against Data-Out that lies at the start of the
-    /// buffer, with scratch space behind it.
+    /// Creates a new verification of `len` bytes at `start`. The Data-Out is at the start of the
+    /// buffer, and the scratch space is after it.
     pub(crate) fn new(
         start: u64,
         len: u64,
@@ -108,8 +110,8 @@ impl Verify {
         scratch: Range<u32>,
         block: u32,
     ) -> Self {
-        // Against Data-Out only the blocks of the piece in the buffer can be compared; the other
-        // forms need no further data.
+        // With Data-Out, we can only compare the blocks of the piece that is currently in the
+        // buffer. The other modes don't need any more data.
         let until = match compare {
             Compare::Buffer => data.end().into(),
             Compare::Readable | Compare::OneBlock => len,
@@ -128,13 +130,13 @@ impl Verify {
         }
     }
 
-    /// The same while Data-Out is still on its way.
+    /// Sets the state to wait for Data-Out first.
     pub(crate) fn after_receive(mut self) -> Self {
         self.receiving = true;
         self
     }
 
-    /// The same against what a READ would give.
+    /// Compares with the data that a READ would return.
     pub(crate) fn of_cache(mut self) -> Self {
         self.stable = false;
         self
@@ -144,9 +146,9 @@ impl Verify {
         (self.until - self.done).min(self.scratch.len() as u64) as u32
     }
 
-    /// The read of the next segment. What is verified is the medium, so the
-    /// first read makes cached data stable; once is enough for everything that
-    /// was written before the command.
+    /// Returns a step to read the next segment. We need to verify the medium, so the first read
+    /// will flush cached data to stable storage. It's enough to do this once for any data that was
+    /// written before this command.
     fn begin(&self) -> Next {
         Next::Block(BlockOp::Read {
             offset: self.start + self.done,
@@ -156,19 +158,19 @@ impl Verify {
         })
     }
 
-    /// Verifies only the blocks of one piece of Data-Out.
+    /// Starts to verify the blocks of a single piece of Data-Out.
     pub(crate) fn begin_piece(&mut self, data: Pieces) -> Next {
         self.data = data;
         self.until = data.end().into();
         self.begin()
     }
 
-    /// Compares the segment that was read: the read of the next one, or `None` where there is
-    /// nothing more to compare for the moment.
+    /// Compares the segment that was just read. Returns the read for the next segment, or `None` if
+    /// there is currently nothing left to compare.
     pub(crate) fn compare_segment(&mut self, context: &Context<'_>) -> Result<Option<Next>, Sense> {
         let segment = self.segment();
-        // INFORMATION is the offset from the first byte of the range, so that the initiator finds
-        // the byte without knowing our segments.
+        // INFORMATION is set to the offset in the range, so that the initiator doesn't need to know
+        // about our segments to find the byte.
         if let Some(index) = self.difference(context, segment) {
             return Err(Sense::new(
                 SenseKey::Miscompare,
@@ -180,15 +182,15 @@ impl Verify {
         Ok((self.done < self.until).then(|| self.begin()))
     }
 
-    /// Index in the segment of the first byte that differs.
+    /// Returns the index of the first different byte in the segment.
     fn difference(&self, context: &Context<'_>, segment: u32) -> Option<u32> {
         let scratch = self.scratch.start;
         match self.compare {
             Compare::Readable => None,
             Compare::Buffer => {
-                // The buffer holds the present piece only, so offsets in the data become offsets
-                // in it.
-                let done = u32::try_from(self.done).expect("Data-Out is below 4 GiB");
+                // The buffer only contains the current piece, so convert the offset in the data to
+                // an offset in the buffer.
+                let done = u32::try_from(self.done).expect("Data-Out is smaller than 4 GiB");
                 first_difference(context.data, scratch, done - self.data.from(), segment)
             }
             Compare::OneBlock => (0..segment).step_by(self.block as usize).find_map(|at| {
@@ -204,7 +206,7 @@ impl Steps for Verify {
             self.receiving = false;
             return Ok(self.begin());
         }
-        // The piece in the buffer is compared to its end before the next one takes its place.
+        // Compare all of the current piece before it's replaced with the next one.
         if let Some(next) = self.compare_segment(context)? {
             return Ok(next);
         }

@@ -1,4 +1,4 @@
-//! The pages of vital product data that a unit has (SPC-4 7.8, SBC-3 6.6).
+//! The VPD pages that we support (SPC-4 7.8, SBC-3 6.6).
 
 use super::threshold;
 use crate::config::{Config, Provisioning};
@@ -7,7 +7,7 @@ use crate::data::vpd::{self, block_limits, characteristics, extended_inquiry, pr
 use crate::nexus::{Nexus, PortName};
 use crate::sense::SENSE_MAX;
 
-/// The pages that identify the unit or its cache.
+/// Pages used to identify the LU or the cache.
 pub(crate) const NAMING: [u8; 3] = [
     vpd::UNIT_SERIAL_NUMBER,
     vpd::DEVICE_IDENTIFICATION,
@@ -16,7 +16,7 @@ pub(crate) const NAMING: [u8; 3] = [
 
 type Make = fn(&Config, Option<&Nexus>) -> Vec<u8>;
 
-/// Page codes in ascending order, and what makes each page.
+/// Page codes in ascending order, with a function to create each page.
 static PAGES: [(u8, Make); 8] = [
     (vpd::SUPPORTED_PAGES, |config, _| supported_pages(config)),
     (vpd::UNIT_SERIAL_NUMBER, |config, _| {
@@ -36,7 +36,7 @@ static PAGES: [(u8, Make); 8] = [
     }),
 ];
 
-/// The pages that a unit has.
+/// Returns the pages that are supported by an LU.
 fn pages(config: &Config) -> impl Iterator<Item = &'static (u8, Make)> {
     let has_generation = config.cache_generation.is_some();
     PAGES
@@ -44,7 +44,7 @@ fn pages(config: &Config) -> impl Iterator<Item = &'static (u8, Make)> {
         .filter(move |(code, _)| *code != vpd::CACHE_GENERATION || has_generation)
 }
 
-/// A whole VPD page; `None` where there is no such page.
+/// Returns a VPD page, or `None` if this page is not supported.
 pub(crate) fn page(code: u8, config: &Config, nexus: Option<&Nexus>) -> Option<Vec<u8>> {
     let (_, make) = pages(config).find(|(known, _)| *known == code)?;
     Some(make(config, nexus))
@@ -63,14 +63,14 @@ fn device_identification(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
     let identity = &config.identity;
     let mut body = Vec::new();
     Designator::new(BINARY, LOGICAL_UNIT, NAA, &identity.naa.bytes()).encode(&mut body);
-    // T10 VENDOR IDENTIFICATION has eight bytes here, too, so a shorter name is padded.
+    // T10 VENDOR IDENTIFICATION is an 8-byte field here too, so we need to pad a shorter name.
     let t10 = format!(
         "{:<8}{} {}",
         identity.vendor, identity.product, identity.serial
     );
     Designator::new(ASCII, LOGICAL_UNIT, T10_VENDOR, t10.as_bytes()).encode(&mut body);
-    // Ports are those of the nexus that asks: another path to the same unit reports other ones, by
-    // which multipath software knows the paths.
+    // Report the port of the nexus used for this request. Via any other path, the same LU will
+    // report a different port, which is how multipath software identifies the paths.
     if let Some(target) = nexus.map(|nexus| &nexus.target) {
         let protocol = target.name.protocol_identifier();
         let mut push = |code_set, association, kind, id: &[u8]| {
@@ -91,10 +91,10 @@ fn device_identification(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
             &number(target.group),
         );
         match &target.name {
-            // SRP ports are named by a 16-byte EUI-64 based designator.
+            // Use a 16-byte EUI-64 based designator for SRP ports.
             PortName::Srp(id) => push(BINARY, TARGET_PORT, EUI_64, id),
             PortName::Iscsi(name) => {
-                // A port's name begins with that of its device, before the first comma.
+                // The port name starts with the device name, up to the first comma.
                 let device = name.split(',').next().unwrap_or(name);
                 for (association, name) in [(TARGET_PORT, name.as_str()), (TARGET_DEVICE, device)] {
                     let name = designator::scsi_name_string(name);
@@ -124,7 +124,7 @@ fn block_limits(config: &Config) -> Vec<u8> {
     let page = &mut data;
     field::WSNZ.set(page, true);
     field::MAXIMUM_COMPARE_AND_WRITE_LENGTH.set(page, config.max_compare_write());
-    // A physical block.
+    // The physical block size.
     field::OPTIMAL_TRANSFER_LENGTH_GRANULARITY.set(page, 1 << config.physical_exponent);
     field::MAXIMUM_TRANSFER_LENGTH.set(page, limits.max_transfer / block);
     let optimal = limits.optimal_transfer.min(limits.max_transfer);
@@ -133,10 +133,11 @@ fn block_limits(config: &Config) -> Vec<u8> {
         field::MAXIMUM_UNMAP_LBA_COUNT.set(page, limits.max_unmap_blocks);
         field::MAXIMUM_UNMAP_BLOCK_DESCRIPTOR_COUNT.set(page, limits.max_unmap_descriptors);
         field::OPTIMAL_UNMAP_GRANULARITY.set(page, granularity);
-        // The alignment is zero.
+        // The alignment is set to zero.
         field::UGAVALID.set(page, true);
     }
-    // An initiator that goes by this takes as much of a limited rate at once as a transfer may.
+    // If an initiator uses this value, a single request will consume as much of a rate limit as the
+    // maximum transfer size.
     let same = limits
         .max_write_same_blocks
         .min(limits.max_transfer / block);
@@ -176,7 +177,7 @@ mod tests {
     use crate::config::BlockSize;
 
     #[test]
-    fn a_unit_offers_the_generation_of_its_cache_where_it_has_one() {
+    fn cache_generation_page_requires_generation() {
         let mut config = crate::tests::config(BlockSize::B512, 8);
         assert_eq!(page(0xc0, &config, None), None);
         config.cache_generation = Some([7; 16]);

@@ -15,28 +15,28 @@ pub(crate) struct WriteSame {
     len: u64,
     done: u64,
     unmap: bool,
-    /// Bytes of pattern copies to write at a time.
+    /// Number of bytes to write at once, filled with the pattern.
     segment: u32,
-    /// The write cache was on when a piece was sent.
+    /// Set if the write cache was enabled when a write was started.
     cached: bool,
     stage: WriteSameStage,
 }
 
 /// ```text
-/// Receiving -> Writing (segment after segment) -> (answer)
-///       |                        \-> Flushing --> (answer)
-///       \----> Zeroing -------------------------> (answer)
-///                  \---------------> Flushing --> (answer)
+/// Receiving -> Writing (segment by segment) -> (response)
+///       |                      \-> Flushing -> (response)
+///       \----> Zeroing ----------------------> (response)
+///                  \-------------> Flushing -> (response)
 /// ```
 #[derive(Debug)]
 enum WriteSameStage {
-    /// The block is on its way.
+    /// Waiting for the block.
     Receiving,
-    /// Copies of it are being written.
+    /// Writing copies of the block.
     Writing,
-    /// It was all zeroes, or there was none: the backend makes zeroes.
+    /// The block was all zeros or missing, so we use the backend to write zeros.
     Zeroing,
-    /// The write cache was turned off meanwhile.
+    /// Flushing, because the write cache was disabled in the meantime.
     Flushing,
 }
 
@@ -45,10 +45,11 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
 ) -> PlanResult<M> {
-    // The limit is one of blocks and not of MAXIMUM TRANSFER LENGTH: only one block moves.
+    // We check this against the limit in blocks instead of MAXIMUM TRANSFER LENGTH, because only a
+    // single block is transferred.
     let extent = cdb.extent();
     let (offset, len) = planner.byte_range(extent)?;
-    // WSNZ: zero does not mean the rest of the medium here.
+    // WSNZ is set, so a value of zero must not be handled as "up to the end of the medium".
     if extent.blocks == 0
         || extent.blocks > u64::from(planner.lu.config().limits.max_write_same_blocks)
     {
@@ -58,7 +59,7 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
     if unmap && !planner.lu.config().is_thin() {
         return Err(Sense::cdb_field(1, Some(UNMAP.highest_bit())).into());
     }
-    // Reserved in the 10-byte form, and so never set there.
+    // This bit is reserved in the 10-byte CDB, so it's never set there.
     let no_data = cdb.get(NDOB);
     let block = planner.block();
     let mut same = WriteSame {
@@ -78,7 +79,8 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
             ..Plan::good()
         });
     }
-    // One block is the pattern; with more or less, initiator and unit disagree about its length.
+    // The pattern must be a single block. For any other size, the initiator and the target don't
+    // have the same block size.
     if planner.expected.data_out != block {
         return Err(Planner::short_data_out(block));
     }
@@ -93,8 +95,8 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
 impl WriteSame {
     fn zero(&mut self, lu: &LogicalUnit) -> Next {
         self.stage = WriteSameStage::Zeroing;
-        // Looked at when the operation is sent: MODE SELECT may turn the cache off while it is
-        // under way.
+        // Check this when we send the operation, because the cache may be disabled via MODE SELECT
+        // before it completes.
         self.cached = lu.is_write_cache_enabled();
         Next::Block(BlockOp::WriteZeroes {
             offset: self.offset,
@@ -104,8 +106,8 @@ impl WriteSame {
         })
     }
 
-    /// The answer, after a flush if the write cache has been turned off since
-    /// something went into it.
+    /// Completes the command. This does a flush first if the write cache was disabled after it has
+    /// been used for this command.
     fn end(&mut self, lu: &LogicalUnit) -> Next {
         if self.cached && !lu.is_write_cache_enabled() {
             self.stage = WriteSameStage::Flushing;
@@ -121,9 +123,9 @@ impl WriteSame {
         (self.len - self.done).min(u64::from(self.segment)) as u32
     }
 
-    /// Fills the buffer with copies of its first block.
+    /// Fills the buffer with copies of the first block.
     fn fill(&self, context: &mut Context<'_>, block: u32) {
-        // As long as the longest logical block, on the stack, so that nothing is allocated.
+        // Large enough for any block size. We use the stack here to avoid an allocation.
         let mut pattern = [0; 4096];
         let pattern = &mut pattern[..block as usize];
         context.data.read(0, pattern);
@@ -138,9 +140,9 @@ impl Steps for WriteSame {
         match self.stage {
             WriteSameStage::Receiving => {
                 let block = context.lu.config().block_size.bytes();
-                // Zeroes are left to the backend, which may make them without writing. Any other
-                // pattern is written although UNMAP is set: that bit is a permission, and unmapped
-                // blocks would read as zeroes.
+                // Let the backend handle zeros, because it may not need to write them. Any other
+                // pattern is written, even if UNMAP is set: this bit only allows us to unmap, and
+                // blocks would be read as zeros after that.
                 if is_zero(context.data, 0, block) {
                     return Ok(self.zero(context.lu));
                 }
@@ -154,8 +156,8 @@ impl Steps for WriteSame {
         if self.done == self.len {
             return Ok(self.end(context.lu));
         }
-        // Each segment goes by the state of its moment. If one of them went into the cache, the
-        // end flushes for all.
+        // Use the current state for each segment. If any of these was written to the cache, we do a
+        // single flush at the end.
         let cache = context.lu.is_write_cache_enabled();
         self.cached |= cache;
         Ok(Next::Block(BlockOp::Write {

@@ -1,38 +1,48 @@
-//! Fields of CDBs, for the initiator that sets them and the unit that reads them.
+//! CDB fields, used by the initiator to set them and by the target to read them.
 
 use super::field::{Field, be16, be32, be64, bit, bits, byte};
 
-/// Of commands with a CDB of 16 bytes for blocks, as READ (16) (SBC-3 5.11).
+/// 16-byte CDB of a block command, e.g. READ (16) (SBC-3 5.11).
 pub mod block_16 {
     use super::{Field, be32, be64, bit};
 
-    /// FUA; also in the 10-byte and 12-byte forms.
+    /// FUA, also used in a 10-byte or 12-byte CDB.
     pub const FUA: Field<bool> = bit(1, 3);
-    /// LOGICAL BLOCK ADDRESS, eight bytes.
+    /// LOGICAL BLOCK ADDRESS, 8 bytes.
     pub const LOGICAL_BLOCK_ADDRESS: Field<u64> = be64(2);
     /// TRANSFER LENGTH or NUMBER OF LOGICAL BLOCKS.
     pub const TRANSFER_LENGTH: Field<u32> = be32(10);
+}
+
+/// 10-byte CDB of a block command, e.g. READ (10) (SBC-3 5.8).
+pub mod block_10 {
+    use super::{Field, be16, be32};
+
+    /// LOGICAL BLOCK ADDRESS, 4 bytes.
+    pub const LOGICAL_BLOCK_ADDRESS: Field<u32> = be32(2);
+    /// TRANSFER LENGTH or NUMBER OF LOGICAL BLOCKS.
+    pub const TRANSFER_LENGTH: Field<u16> = be16(7);
 }
 
 /// REQUEST SENSE (SPC-4 6.39).
 pub mod request_sense {
     use super::{Field, bit, byte};
 
-    /// DESC: sense data in descriptor format.
+    /// DESC: return sense data in descriptor format.
     pub const DESC: Field<bool> = bit(1, 0);
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u8> = byte(4);
 }
 
-/// INQUIRY, a CDB of 6 bytes (SPC-4 6.6.1).
+/// INQUIRY, with a 6-byte CDB (SPC-4 6.6.1).
 pub mod inquiry {
     use super::{Field, be16, bit, byte};
 
-    /// EVPD: a page of vital product data.
+    /// EVPD: return a VPD page.
     pub const EVPD: Field<bool> = bit(1, 0);
-    /// PAGE CODE of the VPD page, with EVPD.
+    /// PAGE CODE of the VPD page, if EVPD is set.
     pub const PAGE_CODE: Field<u8> = byte(2);
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u16> = be16(3);
 }
 
@@ -40,15 +50,15 @@ pub mod inquiry {
 pub mod mode_sense_6 {
     use super::{Field, bit, bits, byte};
 
-    /// DBD: no block descriptors; also in the 10-byte form.
+    /// DBD: don't return any block descriptors. Also used in the 10-byte CDB.
     pub const DBD: Field<bool> = bit(1, 3);
-    /// PC: which values; also in the 10-byte form.
+    /// PC: the type of values to return. Also used in the 10-byte CDB.
     pub const PC: Field<u8> = bits(2, 7, 6);
-    /// PAGE CODE; also in the 10-byte form.
+    /// PAGE CODE. Also used in the 10-byte CDB.
     pub const PAGE_CODE: Field<u8> = bits(2, 5, 0);
-    /// SUBPAGE CODE; also in the 10-byte form.
+    /// SUBPAGE CODE. Also used in the 10-byte CDB.
     pub const SUBPAGE_CODE: Field<u8> = byte(3);
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u8> = byte(4);
 }
 
@@ -56,12 +66,12 @@ pub mod mode_sense_6 {
 pub(crate) mod mode_sense_10 {
     use super::{Field, be16, bit};
 
-    /// LLBAA: long block descriptors are accepted.
+    /// LLBAA: allow long block descriptors.
     pub(crate) const LLBAA: Field<bool> = bit(1, 4);
     pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
 }
 
-/// UNMAP, a CDB of 10 bytes (SBC-3 5.28.1).
+/// UNMAP, with a 10-byte CDB (SBC-3 5.28.1).
 pub mod unmap {
     use super::{Field, be16};
 
@@ -73,9 +83,9 @@ pub mod unmap {
 pub mod write_same_16 {
     use super::{Field, bit};
 
-    /// UNMAP; also in the 10-byte form.
+    /// UNMAP. Also used in the 10-byte CDB.
     pub const UNMAP: Field<bool> = bit(1, 3);
-    /// NDOB: there is no Data-Out; the blocks become zeroes.
+    /// NDOB: write zeros without any Data-Out.
     pub const NDOB: Field<bool> = bit(1, 0);
 }
 
@@ -84,13 +94,13 @@ pub(crate) mod persistent_reserve {
     use super::{Field, be16, be32, bits};
 
     pub(crate) const SERVICE_ACTION: Field<u8> = bits(1, 4, 0);
-    /// SCOPE of PERSISTENT RESERVE OUT, four bits.
+    /// SCOPE for PERSISTENT RESERVE OUT, 4 bits.
     pub(crate) const SCOPE: Field<u8> = bits(2, 7, 4);
-    /// TYPE of PERSISTENT RESERVE OUT, four bits.
+    /// TYPE for PERSISTENT RESERVE OUT, 4 bits.
     pub(crate) const TYPE: Field<u8> = bits(2, 3, 0);
-    /// PARAMETER LIST LENGTH, of OUT.
+    /// PARAMETER LIST LENGTH for PERSISTENT RESERVE OUT.
     pub(crate) const PARAMETER_LIST_LENGTH: Field<u32> = be32(5);
-    /// ALLOCATION LENGTH, of IN.
+    /// ALLOCATION LENGTH for PERSISTENT RESERVE IN.
     pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
 }
 
@@ -98,7 +108,7 @@ pub(crate) mod persistent_reserve {
 pub mod read_capacity_16 {
     use super::{Field, be32};
 
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(10);
 }
 
@@ -108,7 +118,7 @@ pub mod get_lba_status {
 
     /// STARTING LOGICAL BLOCK ADDRESS.
     pub const STARTING_LBA: Field<u64> = be64(2);
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(10);
 }
 
@@ -116,9 +126,9 @@ pub mod get_lba_status {
 pub mod report_luns {
     use super::{Field, be32, byte};
 
-    /// SELECT REPORT: the logical units to list (SPC-4 6.33).
+    /// SELECT REPORT: which logical units to return (SPC-4 6.33).
     pub const SELECT_REPORT: Field<u8> = byte(2);
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(6);
 }
 
@@ -126,6 +136,6 @@ pub mod report_luns {
 pub mod report_target_port_groups {
     use super::{Field, be32};
 
-    /// ALLOCATION LENGTH, in bytes.
+    /// ALLOCATION LENGTH in bytes.
     pub const ALLOCATION_LENGTH: Field<u32> = be32(6);
 }

@@ -1,4 +1,4 @@
-//! Names of logical units and ports, and the descriptors of page 83h that carry them (SPC-4 7.8.6).
+//! Names of logical units and ports, and the designation descriptors in VPD page 83h (SPC-4 7.8.6).
 
 use nom::bytes::complete::take;
 use nom::combinator::map;
@@ -6,7 +6,7 @@ use nom::multi::many0;
 use nom::number::complete::be_u32;
 use nom::{IResult, Parser};
 
-/// An NAA identifier of the logical unit (SPC-4 7.8.6.6).
+/// NAA identifier of a logical unit (SPC-4 7.8.6.6).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Naa {
     /// NAA 6h, IEEE Registered Extended: 16 bytes on the wire.
@@ -20,7 +20,7 @@ pub enum Naa {
     },
     /// NAA 3h, Locally Assigned: 8 bytes on the wire.
     LocallyAssigned(
-        /// The administrator's 60 bits.
+        /// 60 bits, assigned by the administrator.
         u64,
     ),
 }
@@ -37,7 +37,7 @@ impl Naa {
         }
     }
 
-    /// Bytes of the designator, without its header.
+    /// Returns the designator as bytes, without the header.
     #[must_use]
     pub fn bytes(self) -> Vec<u8> {
         match self {
@@ -54,27 +54,27 @@ impl Naa {
     }
 }
 
-/// PROTOCOL IDENTIFIER of Fibre Channel (SPC-4 7.6.1).
+/// PROTOCOL IDENTIFIER for Fibre Channel (SPC-4 7.6.1).
 pub const FIBRE_CHANNEL: u8 = 0;
-/// PROTOCOL IDENTIFIER of SRP.
+/// PROTOCOL IDENTIFIER for SRP.
 pub const SRP: u8 = 4;
-/// PROTOCOL IDENTIFIER of iSCSI.
+/// PROTOCOL IDENTIFIER for iSCSI.
 pub const ISCSI: u8 = 5;
-/// PROTOCOL IDENTIFIER of SAS.
+/// PROTOCOL IDENTIFIER for SAS.
 pub const SAS: u8 = 6;
 
 /// CODE SET (SPC-4 7.8.6.1): binary.
 pub const BINARY: u8 = 1;
 /// CODE SET: printable ASCII.
 pub const ASCII: u8 = 2;
-/// CODE SET of UTF-8 text.
+/// CODE SET: UTF-8.
 pub const UTF8: u8 = 3;
 
-/// ASSOCIATION (SPC-4 7.8.6.1): of the logical unit.
+/// ASSOCIATION (SPC-4 7.8.6.1): the logical unit.
 pub const LOGICAL_UNIT: u8 = 0;
-/// ASSOCIATION: of the target port that received the command.
+/// ASSOCIATION: the target port that has received the command.
 pub const TARGET_PORT: u8 = 1;
-/// ASSOCIATION: of the target device.
+/// ASSOCIATION: the target device.
 pub const TARGET_DEVICE: u8 = 2;
 
 /// DESIGNATOR TYPE (SPC-4 7.8.6.1): vendor specific.
@@ -83,7 +83,7 @@ pub const VENDOR_SPECIFIC: u8 = 0;
 pub const T10_VENDOR: u8 = 1;
 /// DESIGNATOR TYPE: EUI-64 based.
 pub const EUI_64: u8 = 2;
-/// DESIGNATOR TYPE of NAA names.
+/// DESIGNATOR TYPE: NAA.
 pub const NAA: u8 = 3;
 /// DESIGNATOR TYPE: relative target port identifier.
 pub const RELATIVE_TARGET_PORT: u8 = 4;
@@ -99,24 +99,24 @@ pub const SCSI_NAME_STRING: u8 = 8;
 /// A designation descriptor (SPC-4 7.8.6.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Designator<'a> {
-    /// PROTOCOL IDENTIFIER, where PIV says that it is valid.
+    /// PROTOCOL IDENTIFIER, if PIV is set.
     pub protocol: Option<u8>,
-    /// CODE SET of the designator, four bits.
+    /// CODE SET of the designator, 4 bits.
     pub code_set: u8,
-    /// ASSOCIATION of the designator, two bits.
+    /// ASSOCIATION of the designator, 2 bits.
     pub association: u8,
-    /// DESIGNATOR TYPE, four bits.
+    /// DESIGNATOR TYPE, 4 bits.
     pub kind: u8,
-    /// DESIGNATOR, as far as it was received.
+    /// DESIGNATOR, which may be truncated.
     pub id: &'a [u8],
-    /// Whether all of it was received.
+    /// Set when the designator is not truncated.
     pub is_whole: bool,
 }
 
 const PIV: u8 = 0x80;
 
 impl<'a> Designator<'a> {
-    /// A designator to send.
+    /// Creates a new designator to be sent.
     pub(crate) fn new(code_set: u8, association: u8, kind: u8, id: &'a [u8]) -> Self {
         Self {
             protocol: None,
@@ -128,7 +128,7 @@ impl<'a> Designator<'a> {
         }
     }
 
-    /// The same, of a port or device of this protocol.
+    /// Sets the protocol of the port or device.
     pub(crate) fn of_protocol(self, protocol: u8) -> Self {
         Self {
             protocol: Some(protocol),
@@ -136,13 +136,13 @@ impl<'a> Designator<'a> {
         }
     }
 
-    /// Appends the descriptor.
+    /// Appends the descriptor to `out`.
     ///
     /// # Panics
-    /// The designator is longer than 255 bytes.
+    /// If the designator is longer than 255 bytes.
     pub(crate) fn encode(&self, out: &mut Vec<u8>) {
         let piv = self.protocol.map_or(0, |_| PIV);
-        let len = u8::try_from(self.id.len()).expect("a designator fits its descriptor");
+        let len = u8::try_from(self.id.len()).expect("designator fits into a descriptor");
         out.extend([
             self.protocol.unwrap_or(0) << 4 | self.code_set,
             piv | self.association << 4 | self.kind,
@@ -155,8 +155,8 @@ impl<'a> Designator<'a> {
     fn parse(data: &'a [u8]) -> IResult<&'a [u8], Self, ()> {
         let (data, [first, second, _, len]) = header(data)?;
         let declared = usize::from(len);
-        // The last descriptor is cut where the initiator's ALLOCATION LENGTH ended. A part of a
-        // name is worth showing, and marked as one.
+        // The last descriptor may be truncated at the initiator's ALLOCATION LENGTH. It's still
+        // useful to show the first part of a name, so return it and mark it as truncated.
         let (data, id) = take(declared.min(data.len()))(data)?;
         let designator = Self {
             protocol: (second & PIV != 0).then_some(first >> 4),
@@ -174,7 +174,8 @@ fn header(data: &[u8]) -> IResult<&[u8], [u8; 4], ()> {
     map(be_u32, u32::to_be_bytes).parse(data)
 }
 
-/// The designation descriptors in the body of page 83h. The last one may be cut.
+/// Parses the designation descriptors in the body of VPD page 83h. The last descriptor may be
+/// truncated.
 pub fn parse(body: &[u8]) -> Vec<Designator<'_>> {
     let parsed = many0(Designator::parse).parse(body);
     parsed
@@ -182,10 +183,11 @@ pub fn parse(body: &[u8]) -> Vec<Designator<'_>> {
         .unwrap_or_default()
 }
 
-/// A SCSI name string: UTF-8, ended and padded to four bytes by zeroes (SPC-4 7.8.6).
+/// Returns a SCSI name string. This is UTF-8, terminated with zero and padded to a multiple of 4
+/// bytes (SPC-4 7.8.6).
 pub(crate) fn scsi_name_string(name: &str) -> Vec<u8> {
     let mut bytes = name.as_bytes().to_vec();
-    // With its NUL and the padding it must fit the one byte of the descriptor's length.
+    // With the zero byte and padding, this must fit into a descriptor with a 1-byte length.
     bytes.truncate(248);
     bytes.push(0);
     bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -197,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptors_come_back_and_the_last_one_may_be_cut() {
+    fn designators_roundtrip_with_truncated_last() {
         let naa = Naa::LocallyAssigned(7).bytes();
         let sent = [
             Designator::new(BINARY, LOGICAL_UNIT, NAA, &naa),
@@ -210,7 +212,7 @@ mod tests {
         let cut = &body[..body.len() - 3];
         let last = parse(cut)[1];
         assert_eq!((last.id, last.is_whole), (&b"iqn.a"[..], false));
-        assert_eq!(parse(&body[..15]).len(), 1, "half a header is none");
+        assert_eq!(parse(&body[..15]).len(), 1, "incomplete header is ignored");
         assert_eq!(parse(&[]), []);
     }
 }

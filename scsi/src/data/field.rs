@@ -1,19 +1,19 @@
-//! Places of fields in parameter data and CDBs.
+//! Locations of fields in parameter data and CDBs.
 //!
-//! A field is written and read by the same constant. What was received decides whether a field is
-//! there: reading one that lies beyond the end gives nothing.
+//! The same constant is used to read and write a field. A field can only be read if it's within the
+//! received data, so reading past the end returns `None`.
 
 use std::marker::PhantomData;
 
-/// A big-endian number, or some bits of a byte.
+/// A big-endian number, or some of the bits in a byte.
 #[derive(Debug)]
 pub struct Field<T> {
     at: usize,
-    /// Length of the text in bytes.
+    /// Size of the field, in bytes.
     len: usize,
-    /// Lowest bit of a field within a byte.
+    /// The least significant bit, if this is a bit field.
     low: u8,
-    /// Length of the field in bits.
+    /// Size of the field, in bits.
     bits: u8,
     value: PhantomData<fn() -> T>,
 }
@@ -26,12 +26,13 @@ impl<T> Clone for Field<T> {
 
 impl<T> Copy for Field<T> {}
 
-/// A value that a field can have.
+/// Type of a value that can be stored in a field.
 pub trait Value: Copy {
-    /// Takes a number that the field has room for.
+    /// Creates a new value from a number. The caller must ensure that the number is in the range of
+    /// the field.
     fn from_number(number: u64) -> Self;
 
-    /// The number in the field.
+    /// Returns the value as a number.
     fn number(self) -> u64;
 }
 
@@ -61,37 +62,37 @@ macro_rules! numbers {
 
 numbers!(u8, u16, u32, u64);
 
-/// A bit of a byte.
+/// A single bit.
 pub(crate) const fn bit(at: usize, bit: u8) -> Field<bool> {
     Field::new(at, 1, bit, 1)
 }
 
-/// Bits `high` to `low` of a byte.
+/// Bits `high` to `low` in a byte.
 pub(crate) const fn bits(at: usize, high: u8, low: u8) -> Field<u8> {
     Field::new(at, 1, low, high - low + 1)
 }
 
-/// Field of one byte at this offset.
+/// A single byte.
 pub(crate) const fn byte(at: usize) -> Field<u8> {
     Field::new(at, 1, 0, 8)
 }
 
-/// A number of 16 bits.
+/// A 16-bit number.
 pub(crate) const fn be16(at: usize) -> Field<u16> {
     Field::new(at, 2, 0, 16)
 }
 
-/// A number of 24 bits.
+/// A 24-bit number.
 pub(crate) const fn be24(at: usize) -> Field<u32> {
     Field::new(at, 3, 0, 24)
 }
 
-/// A number of 32 bits.
+/// A 32-bit number.
 pub(crate) const fn be32(at: usize) -> Field<u32> {
     Field::new(at, 4, 0, 32)
 }
 
-/// A number of 64 bits.
+/// A 64-bit number.
 pub(crate) const fn be64(at: usize) -> Field<u64> {
     Field::new(at, 8, 0, 64)
 }
@@ -107,19 +108,19 @@ impl<T> Field<T> {
         }
     }
 
-    /// The same place, for any number.
+    /// Returns the same location with a number as its type.
     #[must_use]
     pub const fn as_number(self) -> Field<u64> {
         Field::new(self.at, self.len, self.low, self.bits)
     }
 
-    /// First byte of the field.
+    /// Returns the offset of the first byte.
     #[must_use]
     pub const fn at(self) -> usize {
         self.at
     }
 
-    /// Highest bit of a field that does not fill its bytes, for field pointers.
+    /// Returns the most significant bit for a bit field, used for field pointers.
     pub(crate) const fn highest_bit(self) -> u8 {
         (self.low + self.bits - 1) & 7
     }
@@ -130,13 +131,14 @@ impl<T> Field<T> {
 }
 
 impl<T: Value> Field<T> {
-    /// The value; `None` where the field is not in the data.
+    /// Returns the value, or `None` if the field is not within the data.
     #[inline]
     #[must_use]
     pub fn get(self, data: &[u8]) -> Option<T> {
         let field = data.get(self.at..)?.get(..self.len)?;
         let mut bytes = [0; 8];
-        // To the right of eight bytes: a big-endian number of any length is read alike.
+        // Right-align the bytes, so that the same code can be used for a big-endian number of any
+        // size.
         bytes[8 - self.len..].copy_from_slice(field);
         let number = u64::from_be_bytes(bytes);
         Some(T::from_number(number >> self.low & self.mask()))
@@ -145,14 +147,14 @@ impl<T: Value> Field<T> {
     /// Sets the value.
     ///
     /// # Panics
-    /// The field is not in the data, or has no room for the value.
+    /// If the field is not within the data, or the value is too large.
     #[inline]
     pub fn set(self, data: &mut [u8], value: T) {
         let number = value.number();
-        assert!(number <= self.mask(), "a value that the field has room for");
+        assert!(number <= self.mask(), "value is too large for the field");
         let field = &mut data[self.at..][..self.len];
         if self.len == 1 {
-            // Other fields share the byte, and what they were set to stays.
+            // Don't change any other fields in the same byte.
             let others = field[0] & !((self.mask() << self.low) as u8);
             field[0] = others | (number << self.low) as u8;
         } else {
@@ -161,7 +163,7 @@ impl<T: Value> Field<T> {
     }
 }
 
-/// ASCII text, padded with spaces (SPC-4 4.3.1).
+/// An ASCII string, padded with spaces (SPC-4 4.3.1).
 #[derive(Clone, Copy, Debug)]
 pub struct Text {
     at: usize,
@@ -173,16 +175,16 @@ impl Text {
         Self { at, len }
     }
 
-    /// The bytes with their padding; `None` where the field is not in the data.
+    /// Returns the bytes with padding, or `None` if the field is not within the data.
     #[must_use]
     pub fn get(self, data: &[u8]) -> Option<&[u8]> {
         data.get(self.at..)?.get(..self.len)
     }
 
-    /// Sets the text, cut to the field.
+    /// Sets the text, which is truncated to the size of the field.
     ///
     /// # Panics
-    /// The field is not in the data.
+    /// If the field is not within the data.
     pub fn set(self, data: &mut [u8], text: &str) {
         let field = &mut data[self.at..][..self.len];
         let len = text.len().min(field.len());
@@ -196,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_field_is_read_where_it_is_written() {
+    fn field_roundtrips_at_same_offset() {
         let mut data = [0xff; 12];
         bit(0, 3).set(&mut data, false);
         bits(1, 6, 4).set(&mut data, 2);
@@ -212,15 +214,15 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_was_not_received_has_no_value() {
+    fn missing_field_returns_none() {
         assert_eq!(be32(8).get(&[0; 11]), None);
         assert_eq!(bit(0, 0).get(&[]), None);
         assert_eq!(Text::new(4, 4).get(&[0; 7]), None);
     }
 
     #[test]
-    #[should_panic(expected = "room for")]
-    fn a_field_takes_no_more_than_its_bits() {
+    #[should_panic(expected = "too large")]
+    fn oversized_field_value_panics() {
         bits(0, 2, 0).set(&mut [0], 8);
     }
 }

@@ -2,40 +2,40 @@
 
 use super::field::{Field, Text, be16, bit, bits, byte};
 
-/// Bytes that every device sends at least.
+/// Minimum number of bytes, must be sent by all devices.
 pub const MIN_LEN: usize = 36;
-/// Bytes up to the last version descriptor and what is reserved behind it.
+/// Number of bytes up to the last version descriptor, with the reserved bytes after it.
 pub const LEN: usize = 96;
 
-/// PERIPHERAL QUALIFIER: 000b where a unit is connected.
+/// PERIPHERAL QUALIFIER: 000b if a logical unit is connected.
 pub const PERIPHERAL_QUALIFIER: Field<u8> = bits(0, 7, 5);
-/// No unit can be connected.
+/// There cannot be a logical unit for this LUN.
 pub const QUALIFIER_INCAPABLE: u8 = 0b011;
-/// PERIPHERAL DEVICE TYPE; 0 is a disk.
+/// PERIPHERAL DEVICE TYPE, zero for a disk.
 pub const PERIPHERAL_DEVICE_TYPE: Field<u8> = bits(0, 4, 0);
 /// A direct-access block device.
 pub const TYPE_DISK: u8 = 0x00;
-/// Unknown, or no device.
+/// Unknown type, or no device.
 pub const TYPE_NONE: u8 = 0x1f;
-/// RMB: the medium is removable.
+/// RMB: the medium can be removed.
 pub const RMB: Field<bool> = bit(1, 7);
-/// VERSION of SPC that is claimed; 6 is SPC-4.
+/// VERSION of the SPC standard, 6 for SPC-4.
 pub const VERSION: Field<u8> = byte(2);
-/// HISUP: LUNs as in REPORT LUNS.
+/// HISUP: LUNs have the same format as in REPORT LUNS.
 pub const HISUP: Field<bool> = bit(3, 4);
 /// RESPONSE DATA FORMAT, always 2.
 pub const RESPONSE_DATA_FORMAT: Field<u8> = bits(3, 3, 0);
-/// ADDITIONAL LENGTH: bytes after this field.
+/// ADDITIONAL LENGTH: number of bytes after this field.
 pub const ADDITIONAL_LENGTH: Field<u8> = byte(4);
-/// TPGS: kinds of asymmetric access.
+/// TPGS: supported types of asymmetric access.
 pub const TPGS: Field<u8> = bits(5, 5, 4);
-/// 3PC: the unit takes third-party copy commands.
+/// 3PC: third-party copy commands are supported.
 pub const THIRD_PARTY_COPY: Field<bool> = bit(5, 3);
-/// PROTECT: the unit supports protection information.
+/// PROTECT: protection information is supported.
 pub const PROTECT: Field<bool> = bit(5, 0);
-/// MULTIP: several target ports.
+/// MULTIP: there can be multiple target ports.
 pub const MULTIP: Field<bool> = bit(6, 4);
-/// CMDQUE: the unit queues commands.
+/// CMDQUE: command queueing is supported.
 pub const CMDQUE: Field<bool> = bit(7, 1);
 /// T10 VENDOR IDENTIFICATION, left-aligned ASCII.
 pub const VENDOR: Text = Text::new(8, 8);
@@ -43,7 +43,7 @@ pub const VENDOR: Text = Text::new(8, 8);
 pub const PRODUCT: Text = Text::new(16, 16);
 /// PRODUCT REVISION LEVEL, left-aligned ASCII.
 pub const REVISION: Text = Text::new(32, 4);
-/// VERSION DESCRIPTOR, up to the eighth.
+/// The 8 VERSION DESCRIPTOR fields.
 pub const VERSION_DESCRIPTORS: [Field<u16>; 8] = [
     be16(58),
     be16(60),
@@ -55,12 +55,12 @@ pub const VERSION_DESCRIPTORS: [Field<u16>; 8] = [
     be16(72),
 ];
 
-/// The data that were received, without what is behind their ADDITIONAL LENGTH; `None` if they are
-/// shorter than every device's.
+/// Returns the received data up to the ADDITIONAL LENGTH, or `None` if it's shorter than required
+/// for any device.
 #[must_use]
 pub fn received(data: &[u8]) -> Option<&[u8]> {
     let additional = ADDITIONAL_LENGTH.get(data.get(..MIN_LEN)?)?;
-    // The fixed part was received, so it counts even where the length field says less.
+    // We have received the fixed part, so return this even if the length field is too small.
     let declared = ADDITIONAL_LENGTH.at() + 1 + usize::from(additional);
     Some(&data[..declared.max(MIN_LEN).min(data.len())])
 }

@@ -6,23 +6,23 @@ use nom::{IResult, Parser};
 
 use super::field::{Field, be32, be64, bits};
 
-/// Bytes before the first descriptor.
+/// Size of the header before the first descriptor, in bytes.
 pub const HEADER_LEN: usize = 8;
-/// Bytes of a descriptor.
+/// Size of a descriptor, in bytes.
 pub const DESCRIPTOR_LEN: usize = 16;
 
-/// PARAMETER DATA LENGTH: bytes after this field.
+/// PARAMETER DATA LENGTH: number of bytes after this field.
 const DATA_LENGTH: Field<u32> = be32(0);
-/// LBA STATUS LOGICAL BLOCK ADDRESS of a descriptor.
+/// LBA STATUS LOGICAL BLOCK ADDRESS in a descriptor.
 const LBA: Field<u64> = be64(0);
-/// NUMBER OF LOGICAL BLOCKS of a descriptor.
+/// NUMBER OF LOGICAL BLOCKS in a descriptor.
 const BLOCKS: Field<u32> = be32(8);
-/// PROVISIONING STATUS of a descriptor.
+/// PROVISIONING STATUS in a descriptor.
 const STATUS: Field<u8> = bits(12, 3, 0);
 
 /// PROVISIONING STATUS: mapped, or unknown.
 pub const MAPPED: u8 = 0;
-/// PROVISIONING STATUS of deallocated blocks.
+/// PROVISIONING STATUS: deallocated.
 pub const DEALLOCATED: u8 = 1;
 
 /// An LBA status descriptor.
@@ -30,13 +30,13 @@ pub const DEALLOCATED: u8 = 1;
 pub struct LbaStatus {
     /// LBA of the first block.
     pub lba: u64,
-    /// Number of blocks that are alike.
+    /// Number of blocks with the same status.
     pub blocks: u32,
     /// PROVISIONING STATUS: 0 mapped or unknown, 1 deallocated, 2 anchored.
     pub status: u8,
 }
 
-/// The data with these descriptors.
+/// Creates the data with the given descriptors.
 pub(crate) fn encode(runs: &[LbaStatus]) -> Vec<u8> {
     let mut data = vec![0; HEADER_LEN + DESCRIPTOR_LEN * runs.len()];
     let counted = (data.len() - 4) as u32;
@@ -52,10 +52,11 @@ pub(crate) fn encode(runs: &[LbaStatus]) -> Vec<u8> {
     data
 }
 
-/// The descriptors that were received whole, in order.
+/// Returns all complete descriptors, in order.
 #[must_use]
 pub fn parse(data: &[u8]) -> Vec<LbaStatus> {
-    // The length counts from behind itself, and four reserved bytes come before the descriptors.
+    // The length starts after this field, and there are 4 reserved bytes before the first
+    // descriptor.
     let declared = DATA_LENGTH.get(data).unwrap_or(0).saturating_sub(4) as usize;
     let list = data.get(HEADER_LEN..).unwrap_or_default();
     let parsed = many0(descriptor).parse(&list[..declared.min(list.len())]);
@@ -77,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptors_come_back_as_far_as_they_were_received() {
+    fn complete_descriptors_roundtrip() {
         let runs = [(0, 8, MAPPED), (8, 0xffff_ffff, DEALLOCATED)];
         let runs = runs.map(|(lba, blocks, status)| LbaStatus {
             lba,

@@ -8,15 +8,15 @@ use nom::{IResult, Parser};
 use super::field::{Field, be32};
 use crate::lun::LunId;
 
-/// Bytes before the list.
+/// Size of the header before the list, in bytes.
 pub const HEADER_LEN: usize = 8;
-/// Bytes of a LUN.
+/// Size of a LUN, in bytes.
 pub const LUN_LEN: usize = 8;
 
-/// LUN LIST LENGTH, in bytes.
+/// LUN LIST LENGTH in bytes.
 const LIST_LENGTH: Field<u32> = be32(0);
 
-/// The list of these LUNs.
+/// Creates the data for a list of LUNs.
 pub(crate) fn encode(luns: &[LunId]) -> Vec<u8> {
     let mut data = vec![0; HEADER_LEN];
     LIST_LENGTH.set(&mut data, (LUN_LEN * luns.len()) as u32);
@@ -24,14 +24,13 @@ pub(crate) fn encode(luns: &[LunId]) -> Vec<u8> {
     data
 }
 
-/// The LUNs of ordinary units that have one of the simple forms, in order.
+/// Returns the LUNs of all normal logical units that use a simple format, in order.
 #[must_use]
 pub fn parse(data: &[u8]) -> Vec<LunId> {
     let Ok((_, luns)) = list(data) else {
         return Vec::new();
     };
-    // Well-known units and hierarchies are passed over: an initiator of ours can do nothing with
-    // them.
+    // Skip any well-known LUNs and hierarchical addresses, because our initiator can't use these.
     let luns = luns.into_iter().map(u64::to_be_bytes);
     luns.filter_map(LunId::addressed).collect()
 }

@@ -1,9 +1,9 @@
-//! Layouts of parameter data and CDBs, each at one place for both ends: the unit writes what the
-//! initiator reads, and the other way round.
+//! Layouts of parameter data and CDBs. These are used on both sides: data written by the target is
+//! read by the initiator, and the other way around.
 //!
-//! A structure of fixed layout is a module of [fields](field). What has a variable length is a
-//! function that writes it and one that parses it. What was received is the only authority:
-//! a length in the data never reaches behind its end.
+//! A structure with a fixed layout is implemented as a module with [fields](field). If the length
+//! is variable, there is a function to write it and a function to parse it. When parsing, a length
+//! in the data must never be used to read past the end of the received data.
 
 pub mod capacity;
 pub mod cdb;

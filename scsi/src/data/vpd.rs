@@ -1,8 +1,8 @@
-//! Vital product data (SPC-4 7.8, SBC-3 6.6). Fields count from the first byte of the page.
+//! Vital product data (SPC-4 7.8, SBC-3 6.6). Field offsets are from the start of the page.
 
 use super::field::{Field, be16, be32, be64, bit, bits, byte};
 
-/// Bytes before the body of a page.
+/// Size of the header before the page body, in bytes.
 pub const HEADER_LEN: usize = 4;
 
 /// Supported VPD Pages (SPC-4 7.8).
@@ -19,23 +19,24 @@ pub const BLOCK_LIMITS: u8 = 0xb0;
 pub const BLOCK_DEVICE_CHARACTERISTICS: u8 = 0xb1;
 /// Logical Block Provisioning (SBC-3 6.6.4).
 pub const LOGICAL_BLOCK_PROVISIONING: u8 = 0xb2;
-/// A page of ours, in the vendor specific range: the generation of the volatile cache. An initiator
-/// that finds another generation after a new login knows that writes may be lost which it has not
-/// flushed.
+/// A vendor-specific page that we have defined. It contains the generation of the volatile cache.
+/// If an initiator gets a different generation after a login, any writes that it hasn't flushed may
+/// have been lost.
 pub const CACHE_GENERATION: u8 = 0xc0;
 
-/// Start of the Cache Generation page, since other vendors' pages of that code mean other things.
+/// Magic at the start of the Cache Generation page, because other vendors use this code for
+/// different pages.
 const GENERATION_MARK: &[u8; 8] = b"RISERGEN";
 
-/// PAGE CODE of this page.
+/// PAGE CODE for this page.
 const PAGE_CODE: Field<u8> = byte(1);
-/// PAGE LENGTH: bytes after this field.
+/// PAGE LENGTH: number of bytes after this field.
 const PAGE_LENGTH: Field<u16> = be16(2);
 
-/// A page of a direct-access block device with this body.
+/// Creates a new page for a direct-access block device, with the given body.
 ///
 /// # Panics
-/// The body is longer than 65535 bytes.
+/// If the body is longer than 65535 bytes.
 #[must_use]
 pub fn with_body(code: u8, body: &[u8]) -> Vec<u8> {
     let mut page = with_len(code, HEADER_LEN + body.len());
@@ -43,39 +44,40 @@ pub fn with_body(code: u8, body: &[u8]) -> Vec<u8> {
     page
 }
 
-/// A page of a direct-access block device of `len` bytes in all, whose fields are zero.
+/// Creates a new page for a direct-access block device, with a total size of `len` bytes. All
+/// fields are set to zero.
 pub(crate) fn with_len(code: u8, len: usize) -> Vec<u8> {
     let mut page = vec![0; len];
-    let body = u16::try_from(len - HEADER_LEN).expect("the length of a page fits its field");
+    let body = u16::try_from(len - HEADER_LEN).expect("page length fits into its field");
     PAGE_CODE.set(&mut page, code);
     PAGE_LENGTH.set(&mut page, body);
     page
 }
 
-/// The code of a page that was received; `None` if its header is not complete.
+/// Returns the code of a received page, or `None` if the header is incomplete.
 #[must_use]
 pub fn code(data: &[u8]) -> Option<u8> {
     PAGE_CODE.get(data.get(..HEADER_LEN)?)
 }
 
-/// A page that was received, without what is behind its PAGE LENGTH; `None` if it is another page
-/// or its header is not complete.
+/// Returns a received page up to the PAGE LENGTH, or `None` if this is a different page or the
+/// header is incomplete.
 #[must_use]
 pub fn received(data: &[u8], code: u8) -> Option<&[u8]> {
-    // A target that does not know the page may answer with standard INQUIRY data, whose second
-    // byte is another code.
+    // If a target doesn't support this page, it may return standard INQUIRY data, where the second
+    // byte is different.
     (self::code(data)? == code).then_some(())?;
     let declared = HEADER_LEN + usize::from(PAGE_LENGTH.get(data)?);
     Some(&data[..declared.min(data.len())])
 }
 
-/// The body of a page that was received, as [`received`].
+/// Returns the body of a received page. See [`received`].
 #[must_use]
 pub fn body(data: &[u8], code: u8) -> Option<&[u8]> {
     received(data, code)?.get(HEADER_LEN..)
 }
 
-/// The Cache Generation page.
+/// Creates the Cache Generation page.
 pub(crate) fn cache_generation_page(generation: [u8; 16]) -> Vec<u8> {
     with_body(
         CACHE_GENERATION,
@@ -83,8 +85,8 @@ pub(crate) fn cache_generation_page(generation: [u8; 16]) -> Vec<u8> {
     )
 }
 
-/// The generation in the body of a Cache Generation page; `None` if it is the page of another
-/// vendor.
+/// Returns the generation in the body of a Cache Generation page, or `None` if this is a page from
+/// some other vendor.
 #[must_use]
 pub fn cache_generation(body: &[u8]) -> Option<[u8; 16]> {
     body.strip_prefix(GENERATION_MARK)?.first_chunk().copied()
@@ -96,94 +98,94 @@ pub mod extended_inquiry {
 
     pub(crate) const LEN: usize = 64;
 
-    /// ACTIVATE MICROCODE: when new microcode takes effect.
+    /// ACTIVATE MICROCODE: when new microcode is activated.
     pub const ACTIVATE_MICROCODE: Field<u8> = bits(4, 7, 6);
-    /// SPT: types of protection that can be formatted.
+    /// SPT: supported protection types.
     pub const SPT: Field<u8> = bits(4, 5, 3);
-    /// GRD_CHK: the LOGICAL BLOCK GUARD is checked.
+    /// GRD_CHK: checks the LOGICAL BLOCK GUARD.
     pub const GRD_CHK: Field<bool> = bit(4, 2);
-    /// APP_CHK: the LOGICAL BLOCK APPLICATION TAG is checked.
+    /// APP_CHK: checks the LOGICAL BLOCK APPLICATION TAG.
     pub const APP_CHK: Field<bool> = bit(4, 1);
-    /// REF_CHK: the LOGICAL BLOCK REFERENCE TAG is checked.
+    /// REF_CHK: checks the LOGICAL BLOCK REFERENCE TAG.
     pub const REF_CHK: Field<bool> = bit(4, 0);
-    /// UASK_SUP: unit attentions with sense key specific data.
+    /// UASK_SUP: unit attentions can contain sense key specific data.
     pub const UASK_SUP: Field<bool> = bit(5, 5);
-    /// GROUP_SUP: CDBs may have a GROUP NUMBER.
+    /// GROUP_SUP: supports GROUP NUMBER in CDBs.
     pub const GROUP_SUP: Field<bool> = bit(5, 4);
-    /// PRIOR_SUP: commands may have a priority.
+    /// PRIOR_SUP: supports command priorities.
     pub const PRIOR_SUP: Field<bool> = bit(5, 3);
-    /// HEADSUP: HEAD OF QUEUE.
+    /// HEADSUP: supports HEAD OF QUEUE.
     pub const HEADSUP: Field<bool> = bit(5, 2);
-    /// ORDSUP: the ORDERED attribute is supported.
+    /// ORDSUP: supports the ORDERED attribute.
     pub const ORDSUP: Field<bool> = bit(5, 1);
-    /// SIMPSUP: the SIMPLE attribute is supported.
+    /// SIMPSUP: supports the SIMPLE attribute.
     pub const SIMPSUP: Field<bool> = bit(5, 0);
-    /// WU_SUP: WRITE LONG marks blocks as uncorrectable.
+    /// WU_SUP: WRITE LONG can mark a block as uncorrectable.
     pub const WU_SUP: Field<bool> = bit(6, 3);
-    /// CRD_SUP: correction of data can be disabled.
+    /// CRD_SUP: error correction can be disabled.
     pub const CRD_SUP: Field<bool> = bit(6, 2);
     /// NV_SUP: there is a non-volatile cache.
     pub const NV_SUP: Field<bool> = bit(6, 1);
-    /// V_SUP: there is a volatile cache.
+    /// V_SUP: supports a volatile cache.
     pub const V_SUP: Field<bool> = bit(6, 0);
-    /// P_I_I_SUP: protection information intervals.
+    /// P_I_I_SUP: supports protection information intervals.
     pub const P_I_I_SUP: Field<bool> = bit(7, 4);
-    /// LUICLR: unit attentions of an I_T nexus loss are kept per logical unit.
+    /// LUICLR: for an I_T nexus loss, unit attentions are kept per logical unit.
     pub const LUICLR: Field<bool> = bit(7, 0);
-    /// R_SUP: referrals are supported.
+    /// R_SUP: supports referrals.
     pub const R_SUP: Field<bool> = bit(8, 4);
-    /// CBCS: capability-based command security.
+    /// CBCS: supports capability-based command security.
     pub const CBCS: Field<bool> = bit(8, 0);
     /// MULTI I_T NEXUS MICROCODE DOWNLOAD.
     pub const MULTI_NEXUS_MICROCODE: Field<u8> = bits(9, 3, 0);
     /// EXTENDED SELF-TEST COMPLETION MINUTES.
     pub const EXTENDED_SELF_TEST_MINUTES: Field<u16> = be16(10);
-    /// POA_SUP: microcode activation at power on.
+    /// POA_SUP: microcode can be activated at power on.
     pub const POA_SUP: Field<bool> = bit(12, 7);
-    /// HRA_SUP: microcode activation at a hard reset.
+    /// HRA_SUP: microcode can be activated with a hard reset.
     pub const HRA_SUP: Field<bool> = bit(12, 6);
-    /// VSA_SUP: microcode activation by a vendor specific event.
+    /// VSA_SUP: microcode can be activated with a vendor-specific event.
     pub const VSA_SUP: Field<bool> = bit(12, 5);
     /// MAXIMUM SUPPORTED SENSE DATA LENGTH.
     pub const MAXIMUM_SENSE_LENGTH: Field<u8> = byte(13);
 }
 
-/// Block Limits page (SBC-3 6.6). Zero means that no limit is reported, or that the operation is
-/// not supported, as the standard says for each field.
+/// Block Limits page (SBC-3 6.6). If a value is zero, either there is no limit or the operation is
+/// not supported, as defined for each field in the standard.
 pub mod block_limits {
     use super::{Field, be16, be32, be64, bit, byte};
 
     pub(crate) const LEN: usize = 64;
 
-    /// WSNZ: WRITE SAME must name a number of blocks.
+    /// WSNZ: WRITE SAME requires a non-zero number of blocks.
     pub const WSNZ: Field<bool> = bit(4, 0);
-    /// MAXIMUM COMPARE AND WRITE LENGTH, in blocks.
+    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks.
     pub const MAXIMUM_COMPARE_AND_WRITE_LENGTH: Field<u8> = byte(5);
-    /// OPTIMAL TRANSFER LENGTH GRANULARITY, in blocks.
+    /// OPTIMAL TRANSFER LENGTH GRANULARITY in blocks.
     pub const OPTIMAL_TRANSFER_LENGTH_GRANULARITY: Field<u16> = be16(6);
-    /// MAXIMUM TRANSFER LENGTH, in blocks.
+    /// MAXIMUM TRANSFER LENGTH in blocks.
     pub const MAXIMUM_TRANSFER_LENGTH: Field<u32> = be32(8);
-    /// OPTIMAL TRANSFER LENGTH, in blocks.
+    /// OPTIMAL TRANSFER LENGTH in blocks.
     pub const OPTIMAL_TRANSFER_LENGTH: Field<u32> = be32(12);
-    /// MAXIMUM PREFETCH LENGTH, in blocks.
+    /// MAXIMUM PREFETCH LENGTH in blocks.
     pub const MAXIMUM_PREFETCH_LENGTH: Field<u32> = be32(16);
     /// MAXIMUM UNMAP LBA COUNT.
     pub const MAXIMUM_UNMAP_LBA_COUNT: Field<u32> = be32(20);
     /// MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT.
     pub const MAXIMUM_UNMAP_BLOCK_DESCRIPTOR_COUNT: Field<u32> = be32(24);
-    /// OPTIMAL UNMAP GRANULARITY, in blocks.
+    /// OPTIMAL UNMAP GRANULARITY in blocks.
     pub const OPTIMAL_UNMAP_GRANULARITY: Field<u32> = be32(28);
-    /// UGAVALID: the alignment is reported.
+    /// UGAVALID: the alignment is valid.
     pub const UGAVALID: Field<bool> = bit(32, 7);
-    /// UNMAP GRANULARITY ALIGNMENT, in blocks, with UGAVALID as its highest bit.
+    /// UNMAP GRANULARITY ALIGNMENT in blocks. The most significant bit is UGAVALID.
     pub const UNMAP_GRANULARITY_ALIGNMENT: Field<u32> = be32(32);
-    /// MAXIMUM WRITE SAME LENGTH, in blocks.
+    /// MAXIMUM WRITE SAME LENGTH in blocks.
     pub const MAXIMUM_WRITE_SAME_LENGTH: Field<u64> = be64(36);
-    /// MAXIMUM ATOMIC TRANSFER LENGTH, in blocks (SBC-4).
+    /// MAXIMUM ATOMIC TRANSFER LENGTH in blocks (SBC-4).
     pub const MAXIMUM_ATOMIC_TRANSFER_LENGTH: Field<u32> = be32(44);
-    /// ATOMIC ALIGNMENT, in blocks (SBC-4).
+    /// ATOMIC ALIGNMENT in blocks (SBC-4).
     pub const ATOMIC_ALIGNMENT: Field<u32> = be32(48);
-    /// ATOMIC TRANSFER LENGTH GRANULARITY, in blocks (SBC-4).
+    /// ATOMIC TRANSFER LENGTH GRANULARITY in blocks (SBC-4).
     pub const ATOMIC_TRANSFER_LENGTH_GRANULARITY: Field<u32> = be32(52);
 }
 
@@ -192,24 +194,24 @@ pub mod characteristics {
     use super::{Field, be16, bit, bits, byte};
 
     pub(crate) const LEN: usize = 64;
-    /// No medium that rotates.
+    /// The medium does not rotate.
     pub(crate) const NON_ROTATING: u16 = 1;
 
-    /// MEDIUM ROTATION RATE, per minute; 1 is a medium that does not rotate.
+    /// MEDIUM ROTATION RATE in rotations per minute, or 1 if the medium does not rotate.
     pub const MEDIUM_ROTATION_RATE: Field<u16> = be16(4);
-    /// PRODUCT TYPE, of a removable medium.
+    /// PRODUCT TYPE of a removable medium.
     pub const PRODUCT_TYPE: Field<u8> = byte(6);
-    /// WABEREQ: reads after a block erase.
+    /// WABEREQ: the result of reads after a block erase.
     pub const WABEREQ: Field<u8> = bits(7, 7, 6);
-    /// WACEREQ: reads after a cryptographic erase.
+    /// WACEREQ: the result of reads after a cryptographic erase.
     pub const WACEREQ: Field<u8> = bits(7, 5, 4);
-    /// NOMINAL FORM FACTOR, an enumeration of four bits.
+    /// NOMINAL FORM FACTOR, a 4-bit enum.
     pub const NOMINAL_FORM_FACTOR: Field<u8> = bits(7, 3, 0);
-    /// ZONED block device kind (SBC-4).
+    /// ZONED: type of a zoned block device (SBC-4).
     pub const ZONED: Field<u8> = bits(8, 5, 4);
-    /// FUAB: SYNCHRONIZE CACHE covers writes before it only.
+    /// FUAB: SYNCHRONIZE CACHE only flushes writes before it.
     pub const FUAB: Field<bool> = bit(8, 1);
-    /// VBULS: VERIFY accepts unmapped blocks.
+    /// VBULS: VERIFY can be used for unmapped blocks.
     pub const VBULS: Field<bool> = bit(8, 0);
 }
 
@@ -218,26 +220,26 @@ pub mod provisioning {
     use super::{Field, bit, bits, byte};
 
     pub(crate) const LEN: usize = 8;
-    /// Deallocated blocks read as zeroes (LBPRZ).
+    /// Deallocated blocks are read as zeros (LBPRZ).
     pub(crate) const READS_ZEROES: u8 = 0b001;
     /// PROVISIONING TYPE: thin provisioned.
     pub(crate) const THIN: u8 = 2;
 
-    /// THRESHOLD EXPONENT: blocks of a threshold set, as a power of two.
+    /// THRESHOLD EXPONENT: number of blocks in a threshold set, as a power of two.
     pub const THRESHOLD_EXPONENT: Field<u8> = byte(4);
-    /// LBPU: UNMAP is supported.
+    /// LBPU: supports UNMAP.
     pub const LBPU: Field<bool> = bit(5, 7);
-    /// LBPWS: WRITE SAME (16) with UNMAP is supported.
+    /// LBPWS: supports WRITE SAME (16) with UNMAP.
     pub const LBPWS: Field<bool> = bit(5, 6);
-    /// LBPWS10: WRITE SAME (10) with UNMAP is supported.
+    /// LBPWS10: supports WRITE SAME (10) with UNMAP.
     pub const LBPWS10: Field<bool> = bit(5, 5);
-    /// LBPRZ: what deallocated blocks read as; one bit in SBC-3.
+    /// LBPRZ: the result of reading deallocated blocks. This is a single bit in SBC-3.
     pub const LBPRZ: Field<u8> = bits(5, 4, 2);
-    /// ANC_SUP: anchored blocks are supported.
+    /// ANC_SUP: supports anchored blocks.
     pub const ANC_SUP: Field<bool> = bit(5, 1);
-    /// DP: a descriptor follows.
+    /// DP: followed by a descriptor.
     pub const DP: Field<bool> = bit(5, 0);
-    /// PROVISIONING TYPE: 1 resource, 2 thin.
+    /// PROVISIONING TYPE: 1 for resource provisioning, 2 for thin provisioning.
     pub const PROVISIONING_TYPE: Field<u8> = bits(6, 2, 0);
 }
 
@@ -246,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_cut_to_what_they_declare_and_what_came() {
+    fn pages_end_at_declared_or_received_length() {
         let data = [0, 0xb0, 0, 2, 1, 2, 3];
         assert_eq!(received(&data, BLOCK_LIMITS), Some(&data[..6]));
         assert_eq!(body(&data, BLOCK_LIMITS), Some(&[1, 2][..]));

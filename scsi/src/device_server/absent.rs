@@ -1,4 +1,4 @@
-//! Answers to commands for a LUN that has nothing behind it (SAM-5 5.11, SPC-4 6.6.2).
+//! Responses to commands for a LUN without a logical unit (SAM-5 5.11, SPC-4 6.6.2).
 
 use super::Request;
 use crate::cdb::Cdb;
@@ -9,18 +9,19 @@ use crate::opcode::Opcode;
 use crate::sense::{AdditionalSense, Sense, SenseFormat};
 use crate::step::{DataIn, Residual, Response, Status};
 
-/// The response to a command for a LUN that does not exist for this nexus.
+/// Returns the response to a command for a LUN that does not exist for this nexus.
 ///
-/// INQUIRY says so in its data, REQUEST SENSE in its sense data, REPORT LUNS
-/// works (a target answers it at LUN 0 and at the REPORT LUNS well-known unit,
-/// also where nothing is); everything else is LOGICAL UNIT NOT SUPPORTED.
+/// INQUIRY and REQUEST SENSE report this in their data. REPORT LUNS works as usual, because a
+/// target must support this for LUN 0 and the REPORT LUNS well-known LU, even if neither exists.
+/// Any other command will fail with LOGICAL UNIT NOT SUPPORTED.
 pub fn respond_absent(request: &Request<'_>) -> Response {
     match absent_data(request) {
         Ok((mut data, allocation_length)) => {
             data.truncate(allocation_length as usize);
             let wanted = data.len() as u32;
-            // ALLOCATION LENGTH is part of the command, so what it cuts off is no residual; what
-            // the initiator's buffer cuts off is one.
+            // ALLOCATION LENGTH is part of the command, so truncating the data to this length
+            // doesn't result in a residual. Truncating it to the size of the initiator's buffer
+            // does.
             data.truncate(request.expected.data_in as usize);
             Response {
                 data_in: DataIn::Inline(data),
@@ -28,7 +29,7 @@ pub fn respond_absent(request: &Request<'_>) -> Response {
                 ..Response::status_only(Status::Good, request.expected)
             }
         }
-        // Without a unit there is no D_SENSE that could ask for descriptors.
+        // There is no LU, so D_SENSE can't be set to request the descriptor format.
         Err(sense) => Response::check_condition(&sense, SenseFormat::Fixed, request.expected),
     }
 }
@@ -38,7 +39,8 @@ fn absent_data(request: &Request<'_>) -> Result<(Vec<u8>, u32), Sense> {
     const REQUEST_SENSE: &Opcode = Opcode::named("REQUEST SENSE");
     const REPORT_LUNS: &Opcode = Opcode::named("REPORT LUNS");
     let not_supported = Sense::illegal(AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED);
-    // The CDB of any other command is not looked at: no unit says what would be legal in it.
+    // Don't check the CDB of any other command, because there is no LU to define which values are
+    // valid.
     let row = request.opcode;
     if ![INQUIRY, REQUEST_SENSE, REPORT_LUNS]
         .iter()

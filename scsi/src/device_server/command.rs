@@ -1,31 +1,30 @@
-//! One command in flight.
+//! A single command in flight.
 //!
 //! ```text
 //!            LogicalUnit::start(request)
 //!                      |
 //!           +----------+-----------+
 //!           v          v           v
-//!     ReceiveData    Block      Respond  <--- refused, or answered at once
+//!     ReceiveData    Block      Respond  <--- refused or completed immediately
 //!     SendData         |           |
 //!           |          |           ^
 //!           |  Done    |  Done,    |
 //!           |          |  Status   |
-//!           +--> advance(result) --+     <--- last step done, or Failed
+//!           +--> advance(result) --+     <--- after the last step, or Failed
 //!                |           ^
-//!                +-----------+           <--- further steps
+//!                +-----------+           <--- next step
 //! ```
 //!
-//! Data that are longer than the window go through the buffer in pieces: a WRITE alternates between
-//! `ReceiveData` and `Block`, a READ between `Block` and `SendData`, and its last piece goes with
-//! the response.
+//! If the data is longer than the window, it is transferred via the buffer in pieces: a WRITE will
+//! alternate between `ReceiveData` and `Block`, and a READ between `Block` and `SendData`. The last
+//! piece of a READ is sent with the response.
 //!
-//! The target keeps the [`Command`] beside the task and calls
-//! [`advance`](Command::advance) once for every step that it carried out. It
-//! must have a buffer of [`buffer_len`](Command::buffer_len) bytes before it
-//! carries out the first step that is not [`Step::Respond`]. A command may be
-//! dropped at any time between two steps: an abort needs nothing else.
+//! The target stores the [`Command`] with the task and must call [`advance`](Command::advance) once
+//! for each completed step. A buffer with a size of [`buffer_len`](Command::buffer_len) bytes must
+//! be available before the first step that is not [`Step::Respond`]. To abort a command, just drop
+//! it between two steps.
 //!
-//! Reads and writes allocate nothing.
+//! We don't allocate any memory for reads and writes.
 
 use crate::access::DataAccess;
 use crate::commands::machine::Machine;
@@ -38,30 +37,30 @@ use crate::step::{
     TransferError,
 };
 
-/// A command between two steps.
+/// A command. It must be advanced after each step.
 #[derive(Debug)]
 pub struct Command {
     nexus: NexusId,
     expected: Expected,
     transfer: Transfer,
     buffer_len: u32,
-    /// Bytes of Data-Out that the initiator has been asked for.
+    /// Number of Data-Out bytes that have been requested from the initiator.
     received: u32,
-    /// Bytes of Data-In that were sent before the response.
+    /// Number of Data-In bytes that have been sent before the response.
     sent: u32,
     flight: Flight,
-    /// The machine for the next steps; `None` when it is answered.
+    /// State machine for the next steps, or `None` after the response.
     machine: Option<Machine>,
 }
 
-/// The step being carried out, as far as an error report needs it.
+/// The current step, with the information needed to report errors.
 #[derive(Clone, Copy, Debug)]
 enum Flight {
     /// Not a block operation.
     Other,
-    /// Reads from this byte.
+    /// Reading from the medium at this byte offset.
     Reading(u64),
-    /// Changes the medium from this byte.
+    /// Writing to the medium at this byte offset.
     Writing(u64),
 }
 
@@ -79,7 +78,7 @@ impl Flight {
 }
 
 impl Command {
-    /// Starts a plan: makes the command in its place, and returns its first step.
+    /// Starts a plan. This creates the command in place and returns the first step.
     pub(crate) fn begin(
         lu: &LogicalUnit,
         (nexus, expected): (NexusId, Expected),
@@ -104,8 +103,8 @@ impl Command {
                 command.emit(plan.first)
             }
             Err(refusal) => {
-                // A refused command counts as one that has taken its data, so that the residual is
-                // that of the CDB's length, as if it had run.
+                // If a command is refused, assume that it has received all data, so that the
+                // residual is based on the length in the CDB, as if the command had been executed.
                 command.transfer = refusal.transfer;
                 command.received = refusal.transfer.data_out;
                 match refusal.reason {
@@ -116,37 +115,35 @@ impl Command {
         }
     }
 
-    /// Bytes of data buffer the command needs before its first step that is
-    /// not a response. At most a window plus one segment, or 64 KiB for a
-    /// parameter list.
+    /// Returns the buffer size that is needed before the first step other than a response, in
+    /// bytes. This is at most a window plus a segment, or 64 KiB for a parameter list.
     #[must_use]
     pub fn buffer_len(&self) -> u32 {
         self.buffer_len
     }
 
-    /// The nexus it came from.
+    /// Returns the nexus that sent this command.
     #[must_use]
     pub fn nexus(&self) -> NexusId {
         self.nexus
     }
 
-    /// Takes the result of the last step and says the next one.
+    /// Handles the result of the previous step and returns the next step.
     ///
-    /// `data` is the command's buffer. After [`Step::Respond`] the command
-    /// must not be advanced again.
+    /// `data` is the command buffer. This must not be called again after [`Step::Respond`].
     ///
     /// # Panics
     ///
-    /// When a command is advanced after its response, or the buffer is shorter
-    /// than [`buffer_len`](Self::buffer_len): both are bugs of the caller.
+    /// If this is called after the response, or if the buffer is smaller than
+    /// [`buffer_len`](Self::buffer_len). Both are bugs in the caller.
     pub fn advance(
         &mut self,
         lu: &LogicalUnit,
         result: StepResult,
         data: &mut dyn DataAccess,
     ) -> Step {
-        // The machines see no failed steps. All commands end alike then, with the sense of the
-        // step that was under way.
+        // Failed steps are not passed to the state machines. For all commands, we just return a
+        // response with the sense data for the current step.
         if let StepResult::Failed(error) = result {
             let sense = self.failure_sense(lu, error);
             return self.fail(lu, &sense);
@@ -159,9 +156,9 @@ impl Command {
         let machine = self
             .machine
             .as_mut()
-            .expect("an answered command has no further steps");
+            .expect("command has already been completed");
         match machine.advance(&mut context, result) {
-            // The capacity may have shrunk since the command was planned.
+            // The capacity may have been reduced since the command was planned.
             Ok(Next::Block(op)) if op.end().is_some_and(|end| end > lu.capacity_bytes()) => {
                 self.fail(lu, &Sense::illegal(AdditionalSense::LBA_OUT_OF_RANGE))
             }
@@ -170,8 +167,8 @@ impl Command {
         }
     }
 
-    /// The response to a command whose task is aborted with TASK ABORTED
-    /// status (TAS), or that the target must answer without running it.
+    /// Returns the response for a task that is aborted with TASK ABORTED status (TAS), or for a
+    /// command that the target needs to complete without running it.
     pub fn abandon(&mut self, status: Status) -> Response {
         self.machine = None;
         Response::status_only(status, self.expected)
@@ -181,8 +178,8 @@ impl Command {
         match next {
             Next::Receive { from, len } => {
                 self.received = from + len;
-                // A failure of this step is one of the transport, and says nothing of a place on
-                // the medium.
+                // If this step fails, it's a transport error, which doesn't have an offset on the
+                // medium.
                 self.flight = Flight::Other;
                 Step::ReceiveData { from, len }
             }
@@ -204,14 +201,14 @@ impl Command {
         self.machine = None;
         let expected = self.expected;
         let (data_in, wanted) = match data_in {
-            // Parameter data were cut to the ALLOCATION LENGTH when they were made, so their
-            // length is what the command wants to move.
+            // Parameter data has already been truncated to the ALLOCATION LENGTH, so this is the
+            // length that the command should transfer.
             DataIn::Inline(mut bytes) => {
                 let wanted = bytes.len() as u32;
                 bytes.truncate(expected.data_in as usize);
                 (DataIn::Inline(bytes), wanted)
             }
-            // The residual is that of the whole transfer, and not of this last piece.
+            // The residual must be based on the entire transfer instead of just the last piece.
             DataIn::Buffer { from, len } => {
                 let len = len.min(expected.data_in.saturating_sub(from));
                 (DataIn::Buffer { from, len }, self.transfer.data_in)
@@ -233,7 +230,8 @@ impl Command {
 
     fn fail(&mut self, lu: &LogicalUnit, sense: &Sense) -> Step {
         self.machine = None;
-        // Data beyond the initiator's buffer count once everything in the buffer has been received.
+        // If the initiator's buffer is too small, add the rest of the data once everything in the
+        // buffer has been received.
         let offered = self.transfer.data_out.min(self.expected.data_out);
         let out = if self.received > 0 && self.received >= offered {
             self.transfer.data_out
@@ -244,13 +242,13 @@ impl Command {
             status: Status::CheckCondition,
             sense: sense.encode(lu.sense_format()),
             data_in: DataIn::None,
-            // Pieces that were sent before the failure count as transferred.
+            // Any data that was sent before the failure has been transferred.
             residual_in: Residual::between(self.sent, self.expected.data_in),
             residual_out: Residual::between(out, self.expected.data_out),
         })
     }
 
-    /// The one place where backend errors become sense data.
+    /// Converts a backend error to sense data. This should not be done anywhere else.
     fn failure_sense(&self, lu: &LogicalUnit, error: BackendError) -> Sense {
         use AdditionalSense as Code;
         match (error, self.flight) {
@@ -268,8 +266,8 @@ impl Command {
             (BackendError::ReadOnly, _) => Sense::new(SenseKey::DataProtect, Code::WRITE_PROTECTED),
             (BackendError::NotReady, _) => Sense::new(SenseKey::NotReady, Code::NOT_READY),
             (BackendError::Aborted, _) => Sense::new(SenseKey::AbortedCommand, Code::NONE),
-            // The command may be tried again: unlike with HARDWARE ERROR, nothing of the unit is
-            // broken.
+            // Unlike with HARDWARE ERROR, there is nothing wrong with the LU, so the command can be
+            // retried.
             (BackendError::Transfer(error), _) => {
                 let code = match error {
                     TransferError::Failed => Code::DATA_PHASE_ERROR,

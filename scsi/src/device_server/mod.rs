@@ -1,9 +1,8 @@
-//! The device server: checks a command against the state of its unit, plans it, and carries it from
-//! step to step.
+//! The device server: checks a command against the state of the LU, plans it, and executes it step
+//! by step.
 //!
-//! It stands above everything else about SCSI here: the [`LogicalUnit`] has the state, the
-//! [`Opcode`] of the request says what the command needs, its family in `commands` decides the
-//! steps.
+//! This is the top layer of the SCSI implementation. The state is in the [`LogicalUnit`], the
+//! [`Opcode`] has the requirements of a command, and the steps are implemented in `commands`.
 
 mod absent;
 mod command;
@@ -22,24 +21,24 @@ use crate::opcode::{Direction, Opcode};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{DataOut, Expected, Step, TaskAttribute};
 
-/// One command as it came from a transport.
+/// A command received from a transport.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// The nexus that sent it.
+    /// The nexus that sent this command.
     pub nexus: NexusId,
-    /// The CDB, as long as the transport delivered it; bytes beyond the
-    /// command's own length are padding.
+    /// The CDB as received from the transport. Any bytes after the length of the command are
+    /// padding.
     pub cdb: &'a [u8],
-    /// The row of the CDB: [`Opcode::of`].
+    /// The row for this CDB, from [`Opcode::of`].
     pub opcode: &'static Opcode,
-    /// The initiator's buffer lengths.
+    /// Buffer sizes at the initiator.
     pub expected: Expected,
     /// Task attribute of the command.
     pub attribute: TaskAttribute,
-    /// The logical units this nexus may see, for REPORT LUNS.
+    /// Logical units that are visible to this nexus, for REPORT LUNS.
     pub luns: &'a [LunId],
-    /// The LUN by which the nexus addresses the unit is read-only, even if the unit
-    /// itself is not: WRITE PROTECTED.
+    /// The LUN used by the nexus is read-only, even if the LU is not. Writes will fail with WRITE
+    /// PROTECTED.
     pub read_only: bool,
 }
 
@@ -58,35 +57,35 @@ impl Request<'_> {
 impl LogicalUnit {
     /// Starts a command.
     ///
-    /// A command whose CDB is refused comes back with its response as first step. Nothing in the
-    /// request makes this panic.
+    /// If the command is refused, the first step is the response. This never panics for any
+    /// request.
     pub fn start(&self, request: &Request<'_>) -> (Command, Step) {
         let mut command = None;
         let step = self.start_in(request, &mut command);
-        (command.expect("the command was started"), step)
+        (command.expect("command was started"), step)
     }
 
-    /// Starts a command as [`start`](Self::start), in the place where it stays: it is large to
+    /// Same as [`start`](Self::start), but creates the command in place because it's expensive to
     /// move.
     pub fn start_in(&self, request: &Request<'_>, command: &mut Option<Command>) -> Step {
         let plan = plan(self, request);
         Command::begin(self, (request.nexus, request.expected), plan, command)
     }
 
-    /// The Data-Out that a command begins with, according to its CDB, so that its data can be
-    /// transferred before it takes its place in the order. All other checks are made when the
-    /// command starts.
+    /// Returns the size of the first Data-Out transfer according to the CDB, so that the data can
+    /// be received before the task is ordered. All other checks are made when the command is
+    /// started.
     #[must_use]
     pub fn data_out(&self, request: &Request<'_>) -> Option<DataOut> {
         let row = request.opcode;
         if request.expected.data_out == 0 || row.direction != Direction::Out {
             return None;
         }
-        // A command that is going to be refused takes no data. Its sense is made when it starts,
-        // after the checks that come before.
+        // Don't receive any data if the command will be refused. The sense data will be created
+        // when it's started, because some other check may have to be reported first.
         let cdb = Cdb::parse(request.cdb, &row.usage).ok()?;
-        // What takes data changes nothing as it is planned. RESERVE and START STOP UNIT do, and
-        // have another direction.
+        // For a command with Data-Out, planning doesn't change any state. It does for RESERVE and
+        // START STOP UNIT, but these have a different direction.
         let plan = (row.plan)(&request.planner(self), &cdb).ok()?;
         match plan.first {
             Next::Receive { len, .. } if len > 0 => Some(DataOut {
@@ -97,20 +96,21 @@ impl LogicalUnit {
         }
     }
 
-    /// Whether a command would be refused before its first step if it started now, unit attentions
-    /// apart. Of commands with an [`Opcode::volume`] only: some of the others take effect as they
-    /// are planned.
+    /// Returns whether a command would be refused if it were started now, ignoring unit attentions.
+    /// This must only be called for a command with an [`Opcode::volume`], because some other
+    /// commands are executed by the planning function.
     #[must_use]
     pub fn is_refused(&self, request: &Request<'_>) -> bool {
-        // A whole plan, so that no check of the start can be forgotten here.
+        // Create a full plan, so that we can't forget any check that is made on start.
         plan_allowed(self, request).is_err()
     }
 }
 
 fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
-    // Before the attention: a command that is refused in any state must not use it up.
+    // Check this before unit attentions, because a command that is refused in any case must not
+    // consume the unit attention.
     if request.attribute == TaskAttribute::Aca {
-        // There is never an auto contingent allegiance (NORMACA is zero).
+        // NORMACA is zero, so there can't be an auto contingent allegiance.
         return Err(Sense::illegal(AdditionalSense::INVALID_MESSAGE_ERROR).into());
     }
     if !request.opcode.is_free_of_attention()
@@ -121,28 +121,30 @@ fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
     plan_allowed(lu, request)
 }
 
-/// Plans a command that no unit attention stands before.
+/// Plans a command for which no unit attention has to be reported.
 ///
-/// The order of the checks is what initiators see where several apply: a reservation conflict says
-/// nothing of the CDB (SPC-4 5.13); a CDB that is not legal is never a matter of the medium's
-/// state; and the state comes before the range of blocks, which belongs to the plan.
+/// The order of these checks is visible to initiators if more than one of them fails. A reservation
+/// conflict must be reported independent of the CDB (SPC-4 5.13). An invalid CDB must be reported
+/// in any state of the medium. The state must be checked before the block range, which is part of
+/// the plan.
 fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
     let row = request.opcode;
     let flags = row.flags;
-    // The flag first, which is one atomic: without a reservation no command takes the mutex.
+    // Check the atomic flag first, so that we don't need to lock the mutex if there are no
+    // reservations.
     if lu.is_restricted() && lu.conflicts(request.nexus, row.flags_under_reservation(request.cdb)) {
         return Err(Refusal::conflict());
     }
-    // As an unknown command, and before its CDB is looked at: to a thick unit the operation code
-    // means nothing.
+    // Refuse this as an unknown command, and do it before we check the CDB: the operation code is
+    // not defined for a fully provisioned LU.
     if flags.contains(CommandFlags::THIN) && !lu.config().is_thin() {
         return Err(row.unsupported().into());
     }
     let cdb = Cdb::parse(request.cdb, &row.usage)?;
     let needs_reservations =
         CommandFlags::RESERVATIONS | CommandFlags::SETTINGS | CommandFlags::CHANGES;
-    // Where reservations could not be loaded, the unit does not know who may change it, and must
-    // not take new ones, which would contradict those.
+    // If the reservations could not be loaded, we don't know which nexus may change the LU. We also
+    // can't accept new reservations, because they might conflict with the saved ones.
     let needs_unit = flags.contains(CommandFlags::READY)
         || (!lu.knows_reservations() && flags.intersects(needs_reservations));
     if needs_unit && let Some(sense) = lu.not_ready() {
@@ -153,8 +155,8 @@ fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> 
     {
         return Err(sense.into());
     }
-    // SETTINGS, too: an initiator that may not write must not hold up the others by a mode or a
-    // reservation.
+    // This includes SETTINGS: an initiator without write access must not be able to block other
+    // initiators by changing a mode or a reservation.
     if request.read_only && flags.intersects(CommandFlags::WRITES | CommandFlags::SETTINGS) {
         return Err(Sense::new(SenseKey::DataProtect, AdditionalSense::WRITE_PROTECTED).into());
     }

@@ -1,4 +1,4 @@
-//! CHAP (RFC 1994, RFC 7143 12.1.3): digests, and the coding of binary values.
+//! CHAP (RFC 1994, RFC 7143 12.1.3): digests, and the encoding of binary values.
 
 use md5::Md5;
 use sha1::Digest;
@@ -7,30 +7,30 @@ use sha2::Sha256;
 use sha3::Sha3_256;
 use subtle::ConstantTimeEq;
 
-/// Longest binary value that is decoded, in bytes (RFC 7143 12.1.3: 1024).
+/// Maximum length of a binary value when decoded, in bytes (RFC 7143 12.1.3: 1024).
 pub const MAX_BINARY: usize = 1024;
 
-/// Longest CHAP response, in bytes.
+/// Maximum length of a CHAP response, in bytes.
 const MAX_RESPONSE: usize = 32;
 
-/// Bytes of the challenges that we make.
+/// Length of the challenges that we create, in bytes.
 pub const CHALLENGE_LEN: usize = 32;
 
-/// Digest algorithm, by its number in CHAP_A.
+/// Digest algorithm, identified by a number in CHAP_A.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Algorithm {
     /// MD5, number 5 (RFC 1994).
     Md5 = 5,
-    /// SHA-1, number 6 of IANA's PPP authentication algorithms.
+    /// SHA-1, number 6 in the IANA list of PPP authentication algorithms.
     Sha1 = 6,
-    /// SHA-256, number 7 of IANA's PPP authentication algorithms.
+    /// SHA-256, number 7 in the IANA list of PPP authentication algorithms.
     Sha256 = 7,
-    /// SHA3-256, number 8 of IANA's PPP authentication algorithms.
+    /// SHA3-256, number 8 in the IANA list of PPP authentication algorithms.
     Sha3_256 = 8,
 }
 
-/// All, the strongest first.
+/// All algorithms, sorted from strongest to weakest.
 pub const ALGORITHMS: [Algorithm; 4] = [
     Algorithm::Sha3_256,
     Algorithm::Sha256,
@@ -39,7 +39,7 @@ pub const ALGORITHMS: [Algorithm; 4] = [
 ];
 
 impl Algorithm {
-    /// Its name in configurations.
+    /// Returns the name used in the configuration.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -50,14 +50,14 @@ impl Algorithm {
         }
     }
 
-    /// The one with a number.
+    /// Returns the algorithm for a number.
     #[must_use]
     pub fn of(number: &str) -> Option<Self> {
         let number = number.parse::<u8>().ok()?;
         ALGORITHMS.into_iter().find(|a| *a as u8 == number)
     }
 
-    /// The response: the digest over identifier, secret and challenge.
+    /// Returns the response, which is a digest of the identifier, secret and challenge.
     #[must_use]
     pub fn respond(self, id: u8, secret: &[u8], challenge: &[u8]) -> Vec<u8> {
         fn over<D: Digest>(parts: [&[u8]; 3]) -> Vec<u8> {
@@ -75,18 +75,18 @@ impl Algorithm {
     }
 }
 
-/// Whether two secrets or responses are equal, in a time that does not depend on where they differ.
+/// Returns whether two secrets or responses are equal, using constant time.
 #[must_use]
 pub fn is_equal(a: &[u8], b: &[u8]) -> bool {
     a.ct_eq(b).into()
 }
 
-/// A name and the secret that goes with it. Debug output does not show the secret.
+/// A name with a secret. The secret is hidden in debug output.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credentials {
-    /// CHAP_N: the name, in UTF-8.
+    /// CHAP_N: the name, encoded as UTF-8.
     pub name: String,
-    /// Secret that both sides know.
+    /// The shared secret.
     pub secret: Vec<u8>,
 }
 
@@ -98,22 +98,23 @@ impl std::fmt::Debug for Credentials {
     }
 }
 
-/// A challenge that was sent.
+/// A challenge that has been sent.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Challenge {
-    /// The algorithm agreed on.
+    /// The negotiated algorithm.
     pub algorithm: Algorithm,
-    /// CHAP_I: the identifier of the challenge.
+    /// CHAP_I: identifier of the challenge.
     pub id: u8,
-    /// CHAP_C: the challenge itself.
+    /// CHAP_C: the challenge.
     pub bytes: [u8; CHALLENGE_LEN],
 }
 
 impl Challenge {
-    /// Whether a response in CHAP_R proves the knowledge of a secret.
+    /// Returns whether the peer has sent a valid response in CHAP_R for this secret.
     #[must_use]
     pub fn is_answered_by(&self, response: &str, secret: &[u8]) -> bool {
-        // No digest is longer. A longer response is wrong without being decoded whole.
+        // This is large enough for any digest. A longer response is invalid, so we don't need to
+        // decode all of it.
         let mut bytes = [0; MAX_RESPONSE];
         let Some(len) = decode_into(response, &mut bytes) else {
             return false;
@@ -125,13 +126,13 @@ impl Challenge {
     }
 }
 
-/// Reads CHAP_I: decimal or hexadecimal, one byte.
+/// Parses a CHAP_I value, which is a single byte in decimal or hex.
 #[must_use]
 pub fn parse_id(value: &str) -> Option<u8> {
     super::keys::parse_number(value).and_then(|n| u8::try_from(n).ok())
 }
 
-/// Writes a binary value in hexadecimal.
+/// Encodes a binary value as hex.
 #[must_use]
 pub fn encode(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
@@ -144,19 +145,20 @@ pub fn encode(bytes: &[u8]) -> String {
     out
 }
 
-/// Reads a binary value: `0x` and hexadecimal digits, or `0b` and base64. `None` where it is
-/// neither, is empty, or is longer than [`MAX_BINARY`].
+/// Decodes a binary value. This is either `0x` with a hex string, or `0b` with base64. Returns
+/// `None` for any other format, if the value is empty, or if it's longer than [`MAX_BINARY`].
 #[must_use]
 pub fn decode(value: &str) -> Option<Vec<u8>> {
     let mut bytes = [0; MAX_BINARY];
     decode_into(value, &mut bytes).map(|len| bytes[..len].to_vec())
 }
 
-/// Reads a binary value into `out`, never past its end; its length.
+/// Decodes a binary value to `out` and returns the length. This never writes past the end of the
+/// buffer.
 #[must_use]
 pub fn decode_into(value: &str, out: &mut [u8]) -> Option<usize> {
-    // Bytes, and not characters: a value may be any UTF-8, in which an index could lie within a
-    // character.
+    // Use bytes instead of characters, because the value can be any UTF-8 string, so this index may
+    // be in the middle of a character.
     let (form, digits) = value.as_bytes().split_at_checked(2)?;
     if digits.is_empty() {
         return None;
@@ -168,11 +170,12 @@ pub fn decode_into(value: &str, out: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// An odd number of digits has a leading zero left out.
+/// If the number of digits is odd, a leading zero is missing.
 fn decode_hex(digits: &[u8], out: &mut [u8]) -> Option<usize> {
     let len = digits.len().div_ceil(2);
     let out = out.get_mut(..len)?;
-    // RFC 7143 6.1: n digits stand for (n + 1) / 2 bytes, most significant digit first.
+    // RFC 7143 6.1: n digits are used for (n + 1) / 2 bytes, starting with the most significant
+    // digit.
     let (mut at, skipped) = (0, digits.len() % 2);
     out.fill(0);
     for (place, digit) in digits.iter().enumerate() {
@@ -191,7 +194,7 @@ fn decode_base64(digits: &[u8], out: &mut [u8]) -> Option<usize> {
         .position(|d| *d == b'=')
         .unwrap_or(digits.len());
     let (digits, pad) = digits.split_at(end);
-    // The padding may be left out, but not be wrong. A single digit has no whole byte.
+    // Padding is optional, but must not be invalid. A single digit is not enough for a byte.
     let pad_is_right = match digits.len() % 4 {
         0 => pad.is_empty(),
         2 => pad.is_empty() || pad == b"==",
@@ -221,6 +224,6 @@ fn decode_base64(digits: &[u8], out: &mut [u8]) -> Option<usize> {
             at += 1;
         }
     }
-    // Bits that belong to no byte are zero, or two texts would stand for one value.
+    // Any unused bits must be zero, otherwise there could be two strings for the same value.
     (bits & ((1 << held) - 1) == 0).then_some(len)
 }

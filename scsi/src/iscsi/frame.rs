@@ -1,51 +1,51 @@
-//! A stream of bytes into PDUs, and PDUs into bytes.
+//! Converts a byte stream to PDUs, and PDUs to bytes.
 //!
 //! ```text
 //!   BHS 48 | AHS 0..1020 | header digest 0/4 | data segment | pad 0..3 | data digest 0/4
 //! ```
 //!
-//! A [`Framer`] takes bytes that arrive split anyhow. A PDU that lies whole in the bytes given is
-//! looked at in place; one that does not is collected, and the memory for that grows with the bytes
-//! that came, never with the length that was declared.
+//! A [`Framer`] can process a stream split at any position. If the input contains a complete PDU,
+//! it is returned without a copy. Otherwise we need to buffer it, but only allocate memory for the
+//! bytes that have been received, never based on a length in the header.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
 use super::BHS_LEN;
 use super::raw::RawBhs;
 
-/// Longest sequence of additional header segments that is taken, in bytes: an extended CDB and an
-/// expected length with room to spare.
+/// Maximum size of all additional header segments, in bytes. This is more than enough for an
+/// extended CDB and an expected length.
 pub const MAX_AHS: usize = 320;
 
-/// Digests that a connection uses (RFC 7143 11.2.3).
+/// Digests used for a connection (RFC 7143 11.2.3).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Digests {
-    /// CRC-32C over BHS and AHS.
+    /// CRC-32C of BHS and AHS.
     pub header: bool,
-    /// CRC-32C over the data segment and its padding.
+    /// CRC-32C of the data segment with padding.
     pub data: bool,
 }
 
-/// An error of framing, after which the connection cannot be used any longer.
+/// A framing error. After this, the connection cannot be used any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FrameError {
-    /// DataSegmentLength is beyond our MaxRecvDataSegmentLength.
-    #[error("a data segment of {len} bytes where {limit} are allowed")]
+    /// DataSegmentLength is more than our MaxRecvDataSegmentLength.
+    #[error("data segment of {len} bytes exceeds the limit of {limit}")]
     DataSegmentLength {
-        /// Length in bytes, as declared.
+        /// Length in the header, in bytes.
         len: u32,
-        /// Our limit in bytes.
+        /// Our limit, in bytes.
         limit: u32,
     },
-    /// TotalAHSLength beyond what any PDU needs.
-    #[error("additional headers of {0} bytes")]
+    /// TotalAHSLength is more than needed for any PDU.
+    #[error("unsupported additional header segments of {0} bytes")]
     TotalAhsLength(usize),
     /// The header digest does not match.
-    #[error("the header digest is wrong")]
+    #[error("invalid header digest")]
     HeaderDigest,
 }
 
-/// One PDU as received.
+/// A received PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame<'a> {
     /// Basic header segment (RFC 7143 11.2.1).
@@ -54,21 +54,21 @@ pub struct Frame<'a> {
     pub ahs: &'a [u8],
     /// Data segment, without padding.
     pub data: &'a [u8],
-    /// Whether the data digest matched, where there is one.
+    /// Set when there is no data digest or it is valid.
     pub is_intact: bool,
 }
 
-/// Cuts a stream into PDUs.
+/// Splits a stream into PDUs.
 #[derive(Debug)]
 pub struct Framer {
     limit: u32,
     digests: Digests,
     held: Vec<u8>,
-    /// The frame was given out, and goes with the next call.
+    /// Set when the buffered PDU has been returned and must be removed on the next call.
     given: bool,
 }
 
-/// Lengths of a PDU's parts, checked against the limits.
+/// Lengths of the parts of a PDU. These have been checked against the limits.
 #[derive(Clone, Copy)]
 struct Layout {
     ahs: usize,
@@ -78,8 +78,8 @@ struct Layout {
 
 impl Layout {
     fn of(bhs: &[u8; BHS_LEN], limit: u32, digests: Digests) -> Result<Self, FrameError> {
-        // Both lengths are judged as soon as the basic header is here. A peer that declares 16 MiB
-        // must not have us wait for them, or keep them.
+        // Check both lengths immediately after receiving the basic header. If a peer sends a length
+        // of 16 MiB, we should not wait for the data or buffer it.
         let raw = RawBhs::of(bhs);
         let ahs = usize::from(raw.total_ahs_length) * 4;
         if ahs > MAX_AHS {
@@ -110,26 +110,26 @@ impl Layout {
     }
 
     fn total(self) -> usize {
-        // A PDU without data has no data digest (RFC 7143 11.2.3).
+        // There is no data digest if the PDU has no data (RFC 7143 11.2.3).
         let digest = self.digests.data && self.data > 0;
         self.padded_end() + if digest { 4 } else { 0 }
     }
 
-    /// Lays the layout over a PDU's bytes, of which there are exactly [`Self::total`].
+    /// Creates a new frame for a PDU. The size must be exactly [`Self::total`].
     fn frame(self, pdu: &[u8]) -> Result<Frame<'_>, FrameError> {
         let header = &pdu[..self.header_end()];
-        // The lengths by which the digest was found may themselves be wrong then, so the next PDU
-        // cannot be found: the connection is closed (RFC 7143 7.8).
+        // The length used to find this digest may be invalid, so we can't find the next PDU and
+        // have to close the connection (RFC 7143 7.8).
         if self.digests.header && digest(&[header]) != pdu[self.header_end()..][..4] {
             return Err(FrameError::HeaderDigest);
         }
         let padded = &pdu[self.data_start()..self.padded_end()];
-        // Wrong data are no error of framing: the lengths hold, so the PDU can be rejected, and
-        // the next one found.
+        // If the data digest is invalid, this is not a framing error. The length is still valid, so
+        // the PDU can be rejected and we can continue with the next one.
         let is_intact =
             self.total() == self.padded_end() || digest(&[padded]) == pdu[self.padded_end()..][..4];
         Ok(Frame {
-            bhs: header.first_chunk().expect("a header is 48 bytes"),
+            bhs: header.first_chunk().expect("basic header segment"),
             ahs: &header[BHS_LEN..],
             data: &padded[..self.data],
             is_intact,
@@ -138,7 +138,7 @@ impl Layout {
 }
 
 impl Framer {
-    /// A framer that takes data segments of up to `limit` bytes, without digests.
+    /// Creates a new framer for data segments up to `limit` bytes, without digests.
     #[must_use]
     pub fn new(limit: u32) -> Self {
         Self {
@@ -149,32 +149,33 @@ impl Framer {
         }
     }
 
-    /// Changes limit and digests, as a login ends. PDUs already given out are not concerned.
+    /// Updates the limit and digests after the login. This does not change PDUs that have already
+    /// been returned.
     pub fn set(&mut self, limit: u32, digests: Digests) {
         self.limit = limit;
         self.digests = digests;
     }
 
-    /// Bytes kept for a PDU that is not yet whole.
+    /// Returns the number of bytes buffered for an incomplete PDU.
     #[must_use]
     pub fn held(&self) -> usize {
         if self.given { 0 } else { self.held.len() }
     }
 
-    /// The next PDU at the front of `input`, and how many bytes of it were used; no PDU when all of
-    /// it was used and the PDU is not whole yet.
+    /// Parses the next PDU in `input`. Returns the number of bytes used, and the PDU if it is
+    /// complete. If it's not complete, all bytes have been used.
     ///
     /// # Errors
-    /// [`FrameError`]: there is no way to find the next PDU.
+    /// [`FrameError`]: we cannot find the next PDU.
     pub fn next<'a>(
         &'a mut self,
         input: &'a [u8],
     ) -> Result<(usize, Option<Frame<'a>>), FrameError> {
-        // The frame borrowed these bytes until this call.
+        // These bytes were in use until this call.
         if std::mem::take(&mut self.given) {
             self.held.clear();
         }
-        // The usual case: the PDU is whole in what was received, and nothing is copied.
+        // In most cases, the input contains a complete PDU, so we don't need to copy it.
         if self.held.is_empty()
             && let Some(bhs) = input.first_chunk()
         {
@@ -183,13 +184,13 @@ impl Framer {
                 return Ok((pdu.len(), Some(layout.frame(pdu)?)));
             }
         }
-        // First the header, which says how long the rest is, then exactly the rest: what follows
-        // belongs to the next PDU.
+        // Buffer the header to get the length, then buffer exactly the rest of this PDU. Anything
+        // after that is part of the next PDU.
         let mut rest = input;
         if !self.fill(&mut rest, BHS_LEN) {
             return Ok((input.len(), None));
         }
-        let bhs = self.held.first_chunk().expect("filled so far");
+        let bhs = self.held.first_chunk().expect("basic header segment");
         let layout = Layout::of(bhs, self.limit, self.digests)?;
         if !self.fill(&mut rest, layout.total()) {
             return Ok((input.len(), None));
@@ -198,7 +199,7 @@ impl Framer {
         Ok((input.len() - rest.len(), Some(layout.frame(&self.held)?)))
     }
 
-    /// Takes from `input` until `len` bytes are held; whether they are.
+    /// Copies from `input` until we have buffered `len` bytes. Returns whether this was successful.
     fn fill(&mut self, input: &mut &[u8], len: usize) -> bool {
         let want = len.saturating_sub(self.held.len()).min(input.len());
         let (taken, rest) = input.split_at(want);
@@ -208,7 +209,8 @@ impl Framer {
     }
 }
 
-/// CRC-32C over several pieces, as it is sent: least significant byte first (RFC 7143 13.1).
+/// Returns the CRC-32C of multiple pieces in wire format, least significant byte first (RFC 7143
+/// 13.1).
 #[must_use]
 pub fn digest(pieces: &[&[u8]]) -> [u8; 4] {
     let mut crc = DataDigest::new();
@@ -218,23 +220,23 @@ pub fn digest(pieces: &[&[u8]]) -> [u8; 4] {
     crc.finish()
 }
 
-/// A digest over data that lies in pieces.
+/// Used to calculate a digest for data that is split into pieces.
 #[derive(Debug)]
 pub struct DataDigest(Digest);
 
 impl DataDigest {
-    /// Digest of no bytes.
+    /// Creates a new digest without any data.
     #[must_use]
     pub fn new() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
-    /// Takes the next piece.
+    /// Adds the next piece of data.
     pub fn update(&mut self, piece: &[u8]) {
         self.0.update(piece);
     }
 
-    /// The digest as it is sent.
+    /// Returns the digest in wire format.
     #[must_use]
     pub fn finish(self) -> [u8; 4] {
         (self.0.finalize() as u32).to_le_bytes()
@@ -247,16 +249,17 @@ impl Default for DataDigest {
     }
 }
 
-/// Bytes of padding after a data segment of `len` bytes.
+/// Returns the number of padding bytes for a data segment of `len` bytes.
 #[must_use]
 pub fn padding(len: usize) -> usize {
     len.next_multiple_of(4) - len
 }
 
-/// Writes a header, whose lengths are set here, and its digest.
+/// Writes a header and its digest. The lengths in the header are set here.
 ///
 /// # Panics
-/// If the additional headers are no whole words or too long, or the data too long for its field.
+/// If the size of the additional headers is not a multiple of 4 or too large, or if there is too
+/// much data.
 pub fn put_header(
     mut bhs: [u8; BHS_LEN],
     ahs: &[u8],
@@ -266,8 +269,8 @@ pub fn put_header(
 ) {
     assert!(ahs.len().is_multiple_of(4) && ahs.len() <= 255 * 4);
     let [high, len @ ..] = data_len.to_be_bytes();
-    assert_eq!(high, 0, "a data segment is shorter than 16 MiB");
-    // Set here and nowhere else, so that a header cannot disagree with what is written behind it.
+    assert_eq!(high, 0, "data segment is smaller than 16 MiB");
+    // This must not be set anywhere else, so that the header always matches the data that we write.
     bhs[4] = (ahs.len() / 4) as u8;
     bhs[5..8].copy_from_slice(&len);
     out.extend_from_slice(&bhs);
@@ -277,12 +280,12 @@ pub fn put_header(
     }
 }
 
-/// Writes a whole PDU.
+/// Writes an entire PDU.
 ///
 /// # Panics
-/// As [`put_header`].
+/// Same as for [`put_header`].
 pub fn put(bhs: [u8; BHS_LEN], ahs: &[u8], data: &[u8], digests: Digests, out: &mut Vec<u8>) {
-    let len = u32::try_from(data.len()).expect("a data segment is shorter than 16 MiB");
+    let len = u32::try_from(data.len()).expect("data segment is smaller than 16 MiB");
     put_header(bhs, ahs, len, digests, out);
     let pad = &[0; 3][..padding(data.len())];
     out.extend_from_slice(data);

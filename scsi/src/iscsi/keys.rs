@@ -1,92 +1,92 @@
-//! The table of keys: what each is, and how its value is agreed on.
+//! The key table, with a negotiation rule for each key.
 //!
-//! One row per key drives parsing, the answer, the result and the defaults. Values are numbers
-//! here: a Boolean is 0 or 1, a choice of a list is its place in the list.
+//! A single row per key is used for parsing, the response, the result and the default value. All
+//! values are stored as numbers: a Boolean is 0 or 1, and a choice is the index in the list.
 
 use super::frame::Digests;
 use super::pdu::Stage;
 use super::text;
 
-/// Rule of negotiation (RFC 7143 6.2).
+/// Negotiation rule (RFC 7143 6.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rule {
-    /// Each side says a number of its own, in this range.
+    /// Each side declares its own number in this range.
     Declare(u32, u32),
-    /// Each side says a limit of its own, at least this, or zero for none.
+    /// Each side declares its own limit, which is either at least this value or zero for no limit.
     DeclareLimit(u32),
-    /// The smaller of two numbers in this range.
+    /// The minimum of two numbers in this range.
     Min(u32, u32),
-    /// The larger of two numbers in this range.
+    /// The maximum of two numbers in this range.
     Max(u32, u32),
-    /// Yes if both say so.
+    /// Yes if both sides send Yes.
     And,
-    /// Yes if one says so.
+    /// Yes if any side sends Yes.
     Or,
-    /// One side says Yes or No.
+    /// Yes or No, declared by one side.
     DeclareBool,
-    /// The first of a list that the other side takes.
+    /// The first value in the list that is supported by the other side.
     List(&'static [&'static str]),
-    /// One side says some text.
+    /// A string sent by one side.
     Text,
-    /// Not negotiated here: authentication, which has a machine of its own.
+    /// Used for authentication, which is implemented in a separate state machine.
     Security,
-    /// Was a key once; refused.
+    /// A key that no longer exists. Always rejected.
     Obsolete,
 }
 
-/// The side that may send a key.
+/// The side which can send a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sender {
-    /// Only the initiator may send it.
+    /// Only sent by the initiator.
     Initiator,
-    /// Only the target may send it.
+    /// Only sent by the target.
     Target,
-    /// Either of the two.
+    /// Sent by either side.
     Both,
 }
 
-/// Phase in which a key may be sent (RFC 7143 13).
+/// The phase in which a key can be sent (RFC 7143 13).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Use {
-    /// IO: in the login of every connection.
+    /// IO: during the login of any connection.
     Login,
-    /// LO: in the login of a session's first connection.
+    /// LO: during the login of the first connection in a session.
     LeadingLogin,
-    /// FFPO: in full-feature phase.
+    /// FFPO: during the full-feature phase.
     FullFeature,
     /// ALL: at any time.
     Any,
 }
 
-/// Whom a value binds.
+/// The scope of a value.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Scope {
     /// All connections of the session.
     Session,
-    /// The connection on which it was sent.
+    /// Only the connection used to send it.
     Connection,
 }
 
 /// A row of the table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Row {
-    /// Key of this row.
+    /// The key.
     pub key: Key,
-    /// Name on the wire, case-sensitive.
+    /// Case-sensitive name on the wire.
     pub name: &'static str,
-    /// Rule of its negotiation.
+    /// Negotiation rule.
     pub rule: Rule,
-    /// The value of a key that is not negotiated.
+    /// Default value if the key is not negotiated.
     pub default: u32,
-    /// Connections that its value binds.
+    /// Scope of the value.
     pub scope: Scope,
-    /// The side that may send it.
+    /// The side which can send this key.
     pub sender: Sender,
-    /// Phase in which it may be sent.
+    /// The phase in which this key can be sent.
     pub usage: Use,
-    /// The key has a meaning in a discovery session.
+    /// Set when the key is used in a discovery session.
     pub in_discovery: bool,
-    /// The clause that defines it.
+    /// The section that defines this key.
     pub clause: &'static str,
 }
 
@@ -102,7 +102,7 @@ macro_rules! keys {
             $(#[doc = concat!("`", $name, "` (", $clause, ").")] $key),*
         }
 
-        /// Every key of RFC 7143, RFC 7144 and RFC 7145, in the order of [`Key`].
+        /// All keys in RFC 7143, RFC 7144 and RFC 7145, in the same order as [`Key`].
         pub const TABLE: &[Row] = &[$(Row {
             key: Key::$key,
             name: $name,
@@ -167,16 +167,16 @@ keys! {
 }
 
 impl Key {
-    /// Number of keys, the rows of the table.
+    /// Number of keys in the table.
     pub const COUNT: usize = COUNT;
 
-    /// The key with a name. Names are case-sensitive.
+    /// Returns the key with the given name, which is case-sensitive.
     #[must_use]
     pub fn of(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.name == name).map(|row| row.key)
     }
 
-    /// Whether it means something on connections of iSER only (RFC 7145 6.4, 6.5, 6.7 to 6.10).
+    /// Returns whether this is only used for iSER connections (RFC 7145 6.4, 6.5, 6.7 to 6.10).
     #[must_use]
     pub fn is_for_rdma(self) -> bool {
         matches!(
@@ -190,14 +190,14 @@ impl Key {
         )
     }
 
-    /// Row of the table.
+    /// Returns the table row for this key.
     #[must_use]
     pub fn row(self) -> &'static Row {
         &TABLE[self as usize]
     }
 }
 
-/// Reads a number: decimal, or hexadecimal after `0x` (RFC 7143 6.1).
+/// Parses a number, either in decimal or in hex with a `0x` prefix (RFC 7143 6.1).
 #[must_use]
 pub fn parse_number(value: &str) -> Option<u32> {
     let (digits, radix) = match value
@@ -207,7 +207,7 @@ pub fn parse_number(value: &str) -> Option<u32> {
         Some(digits) => (digits, 16),
         None => (value, 10),
     };
-    // A sign would be taken by the conversion, and is none of the grammar.
+    // The conversion below would accept a sign, which is not valid here.
     let first = digits.chars().next()?;
     if !first.is_digit(radix) {
         return None;
@@ -223,25 +223,25 @@ fn parse_bool(value: &str) -> Option<u32> {
     }
 }
 
-/// Values of keys, by key.
+/// A value for each key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Values([u32; COUNT]);
 
 impl Default for Values {
-    /// The defaults of the table.
+    /// Returns the default values in the table.
     fn default() -> Self {
         Self(std::array::from_fn(|at| TABLE[at].default))
     }
 }
 
 impl Values {
-    /// The value of a key.
+    /// Returns the value of a key.
     #[must_use]
     pub fn of(&self, key: Key) -> u32 {
         self.0[key as usize]
     }
 
-    /// Returns whether a Boolean key is Yes.
+    /// Returns whether a Boolean key is set to Yes.
     #[must_use]
     pub fn is(&self, key: Key) -> bool {
         self.of(key) != 0
@@ -252,7 +252,7 @@ impl Values {
         self.0[key as usize] = value;
     }
 
-    /// Sets a value, for building offers.
+    /// Sets the value of a key, used to create an offer.
     #[must_use]
     pub fn with(mut self, key: Key, value: u32) -> Self {
         self.set(key, value);
@@ -260,17 +260,17 @@ impl Values {
     }
 }
 
-/// The values that a side is willing to agree on.
+/// The values that a side can accept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Offer {
-    /// Own values of numbers and Booleans.
+    /// Our values for numbers and Booleans.
     pub values: Values,
-    /// Per list key, a bit for each choice that is acceptable.
+    /// Bit mask of accepted choices for each key with a list.
     lists: [u8; COUNT],
 }
 
 impl Default for Offer {
-    /// The defaults of the table, and the first choice of every list only.
+    /// Returns the default values in the table. For a list, only the first choice is accepted.
     fn default() -> Self {
         Self {
             values: Values::default(),
@@ -280,28 +280,28 @@ impl Default for Offer {
 }
 
 impl Offer {
-    /// With a value of our own.
+    /// Sets our value for a key.
     #[must_use]
     pub fn with(mut self, key: Key, value: u32) -> Self {
         self.values.set(key, value);
         self
     }
 
-    /// With these choices of a list, a bit for each place.
+    /// Sets the accepted choices for a list, as a bit mask.
     #[must_use]
     pub fn with_list(mut self, key: Key, choices: u8) -> Self {
         self.lists[key as usize] = choices;
         self
     }
 
-    /// The text with which an initiator offers a key.
+    /// Returns the value used by an initiator to offer this key.
     #[must_use]
     pub fn text(&self, key: Key) -> String {
         match key.row().rule {
             List(names) => {
                 let bits = self.lists[key as usize];
-                // The best comes last in our lists, and first in an offer: the other side takes
-                // the first one that it supports (RFC 7143 6.2.1).
+                // Our lists are sorted with the best value last, but it must be sent first: the
+                // peer will use the first value that it supports (RFC 7143 6.2.1).
                 let offered = names.iter().enumerate().rev();
                 let offered: Vec<_> = offered
                     .filter(|(place, _)| bits & 1 << place != 0)
@@ -314,7 +314,7 @@ impl Offer {
     }
 }
 
-/// A value as text.
+/// Formats a value.
 fn value_text(key: Key, value: u32) -> String {
     match key.row().rule {
         And | Or | DeclareBool => if value == 0 { "No" } else { "Yes" }.into(),
@@ -323,62 +323,73 @@ fn value_text(key: Key, value: u32) -> String {
     }
 }
 
-/// A failure of the negotiation.
+/// A negotiation error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum KeyError {
-    /// A key came twice.
+    /// A key was sent twice.
     #[error("{0:?} was sent twice")]
     Twice(Key),
-    /// A key came from the wrong side.
-    #[error("{0:?} is not for this side to send")]
+    /// A key was sent by the wrong side.
+    #[error("{0:?} must not be sent by this side")]
     Sender(Key),
-    /// A key came at the wrong time.
-    #[error("{0:?} does not belong here")]
+    /// A key was sent in the wrong phase or stage.
+    #[error("{0:?} is not allowed in this stage")]
     Use(Key),
-    /// An answer does not follow from what was offered.
-    #[error("{0:?} has a result that was not offered")]
+    /// The result does not match our offer.
+    #[error("{0:?} has a result that does not match the offer")]
     Result(Key),
-    /// The answers would be longer than a peer may make us write.
+    /// The size of our response would exceed the limit.
     #[error("too many keys")]
     TooMany,
-    /// The text is malformed.
+    /// The text is invalid.
     #[error(transparent)]
     Text(#[from] text::TextError),
 }
 
-/// Context of a key: its sender, and the stage and session in which it comes.
+/// Context in which a key was sent: the sender, stage and session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KeyContext {
-    /// The side that sent it.
+    /// The side which has sent this key.
     pub from: Sender,
-    /// Stage of the login.
+    /// Current login stage.
     pub stage: Stage,
-    /// The connection is the session's first.
+    /// Set for the first connection in a session.
     pub leading: bool,
-    /// The session is one of discovery.
+    /// Set for a discovery session.
     pub discovery: bool,
 }
 
-/// Longest answer that a peer can make us write in one exchange, in bytes.
+impl KeyContext {
+    /// Returns whether this was sent by an initiator during login.
+    fn is_initiator_login(self) -> bool {
+        self.is_login() && self.from == Sender::Initiator
+    }
+
+    fn is_login(self) -> bool {
+        self.stage != Stage::FullFeature
+    }
+}
+
+/// Maximum size of the response that we create for a single request, in bytes.
 pub const MAX_ANSWER: usize = 8192;
 
-/// The negotiation of a connection's keys.
+/// Negotiation of the keys for a connection.
 #[derive(Clone, Debug)]
 pub struct Negotiation {
     offer: Offer,
     agreed: Values,
-    /// The peer's declarations, of keys that both sides declare.
+    /// Values declared by the peer, for keys that can be declared by both sides.
     peer: Values,
-    /// Keys that the peer sent.
+    /// Keys sent by the peer.
     seen: u64,
-    /// Keys that we sent.
+    /// Keys sent by us.
     sent: u64,
 }
 
 const _: () = assert!(COUNT <= 64);
 
 impl Negotiation {
-    /// Negotiation in which no side has sent a key.
+    /// Creates a new negotiation. No keys have been sent yet.
     #[must_use]
     pub fn new(offer: Offer) -> Self {
         Self {
@@ -390,53 +401,54 @@ impl Negotiation {
         }
     }
 
-    /// Values agreed on so far; the table's defaults for the others.
+    /// Returns the current negotiated values. Other keys are set to their default values.
     #[must_use]
     pub fn agreed(&self) -> &Values {
         &self.agreed
     }
 
-    /// Values that the peer has declared.
+    /// Returns the values declared by the peer.
     #[must_use]
     pub fn peer(&self) -> &Values {
         &self.peer
     }
 
-    /// Values that we offer.
+    /// Returns the values that we can accept.
     #[must_use]
     pub fn offer(&self) -> &Offer {
         &self.offer
     }
 
-    /// Whether we are on a connection of iSER, and so offer it.
+    /// Returns whether we offer iSER, which is the case for an iSER connection.
     #[must_use]
     pub fn is_rdma(&self) -> bool {
         self.offer.values.is(Key::RdmaExtensions)
     }
 
-    /// Returns whether the peer has sent a key.
+    /// Returns whether the peer has sent this key.
     #[must_use]
     pub fn has_seen(&self, key: Key) -> bool {
         self.seen & 1 << key as u32 != 0
     }
 
-    /// Says a key of ours, unless it was said.
+    /// Adds a key to `out`, unless it has already been sent.
     pub fn say(&mut self, key: Key, out: &mut Vec<u8>) {
         let bit = 1 << key as u32;
-        // A key may be said once in a login (RFC 7143 6.3); the stages ask for it in every round.
+        // A key can only be sent once during login (RFC 7143 6.3), but this is called for each
+        // request.
         if self.sent & bit == 0 {
             self.sent |= bit;
             text::put(out, key.row().name, &self.offer.text(key));
         }
     }
 
-    /// Takes a pair that is an offer or a declaration, and writes the answer if it wants one.
+    /// Handles an offer or a declaration, and adds the response to `out` if needed.
     ///
-    /// Keys of [`Rule::Text`] and [`Rule::Security`] are the caller's; they are checked for sender
-    /// and place only.
+    /// For [`Rule::Text`] and [`Rule::Security`] this only checks the sender, phase and stage. The
+    /// caller has to process these keys.
     ///
     /// # Errors
-    /// [`KeyError`]: the negotiation fails.
+    /// [`KeyError`]: the negotiation has failed.
     pub fn answer(
         &mut self,
         name: &str,
@@ -445,15 +457,23 @@ impl Negotiation {
         out: &mut Vec<u8>,
     ) -> Result<Option<Key>, KeyError> {
         let Some(key) = Key::of(name) else {
-            // An answer that repeats the key: it is bounded by the key's length, and their number
-            // by the limit below.
+            // The response contains the key, so the size depends on the peer. It's limited by the
+            // length of a key and the check below.
             text::put(out, name, "NotUnderstood");
             return bounded(None, out);
         };
         let row = key.row();
-        self.admit(row, context)?;
-        // The key is known but means nothing here. One that is negotiated wants an answer all the
-        // same (RFC 7143 6.2).
+        match self.admit(row, context) {
+            // Some initiators send a key in the wrong stage, or when joining a session, or a key
+            // that can only be sent by targets. We ignore this and send a NotUnderstood response.
+            Err(KeyError::Use(_) | KeyError::Sender(_)) if context.is_initiator_login() => {
+                text::put(out, row.name, "NotUnderstood");
+                return bounded(None, out);
+            }
+            admitted => admitted?,
+        }
+        // The key is valid but not used here. If it's negotiated, we still need to send a response
+        // (RFC 7143 6.2).
         let is_irrelevant =
             (context.discovery && !row.in_discovery) || (key.is_for_rdma() && !self.is_rdma());
         if is_irrelevant {
@@ -463,10 +483,10 @@ impl Negotiation {
         let ours = self.offer.values.of(key);
         let result = match row.rule {
             Text | Security => return Ok(Some(key)),
-            // The intervals of markers, which are never agreed on: Reject.
+            // These are for markers, which are never used: Reject.
             Obsolete => None,
             Declare(low, high) => {
-                // A declaration has no answer, unless it is not legal.
+                // No response for a declaration, unless it's invalid.
                 if let Some(n) = number_in(value, low, high) {
                     self.peer.set(key, n);
                     return Ok(Some(key));
@@ -495,23 +515,23 @@ impl Negotiation {
         };
         match result {
             Some(result) => {
-                // An answer of ours is said: it must not be offered again later.
+                // We have sent this key in the response, so we must not offer it again.
                 self.agreed.set(key, result);
                 self.sent |= 1 << key as u32;
                 text::put(out, row.name, &value_text(key, result));
             }
-            // The value was not legal, so the key keeps its default (RFC 7143 6.2). The login goes
-            // on: whether it can live with that is for the initiator to decide.
+            // The value was invalid, so we use the default (RFC 7143 6.2). Continue with the login,
+            // because the initiator has to decide whether it can use the default.
             None => text::put(out, row.name, "Reject"),
         }
         bounded(Some(key), out)
     }
 
-    /// Takes a pair that answers what we have offered, is a declaration of the peer, or is an offer
-    /// of the peer, whose answer it writes: each offer has one (RFC 7143 6.2).
+    /// Handles a pair sent by the target. This is either a response to our offer, a declaration, or
+    /// an offer from the target for which a response is added to `out` (RFC 7143 6.2).
     ///
     /// # Errors
-    /// [`KeyError`]: the negotiation fails.
+    /// [`KeyError`]: the negotiation has failed.
     pub fn conclude(
         &mut self,
         name: &str,
@@ -519,7 +539,8 @@ impl Negotiation {
         context: KeyContext,
         out: &mut Vec<u8>,
     ) -> Result<Option<Key>, KeyError> {
-        // Linux says so of declarations, too, which it does not know and only we may send.
+        // Linux also sends these for declarations if it doesn't support the key, even if this is a
+        // key that can only be sent by us.
         if matches!(value, "Irrelevant" | "NotUnderstood" | "Reject") {
             return Ok(Key::of(name));
         }
@@ -533,8 +554,8 @@ impl Negotiation {
         }
         self.admit(row, context)?;
         let ours = self.offer.values.of(key);
-        // A result that does not follow from our offer is a protocol error (RFC 7143 6.2.2): the
-        // target would go by a limit that we have not agreed to.
+        // It's a protocol error if the result doesn't match our offer (RFC 7143 6.2.2), because the
+        // target would use a limit that we can't accept.
         let fault = KeyError::Result(key);
         let agreed = match row.rule {
             Text | Security | Obsolete => return Ok(Some(key)),
@@ -562,8 +583,8 @@ impl Negotiation {
     }
 
     fn choose(&self, key: Key, names: &[&str], value: &str) -> Option<u32> {
-        // In the order of the side that offers (RFC 7143 6.2.1). Unknown names in its list are
-        // passed over.
+        // Use the order of the side that has sent the offer (RFC 7143 6.2.1), and skip any unknown
+        // values.
         let bits = self.offer.lists[key as usize];
         value.split(',').find_map(|choice| {
             let place = names.iter().position(|name| *name == choice)?;
@@ -572,21 +593,23 @@ impl Negotiation {
     }
 
     fn admit(&mut self, row: &Row, context: KeyContext) -> Result<(), KeyError> {
-        // Sender, time and stage before anything is noted: a key at a wrong place must not count
-        // as sent.
-        let is_login = context.stage != Stage::FullFeature;
+        // Check the sender, phase and stage first. If any of these is wrong, the key must not be
+        // added to `seen`.
+        let is_login = context.is_login();
         if row.sender != Sender::Both && row.sender != context.from {
             return Err(KeyError::Sender(row.key));
         }
         let right_time = match row.usage {
             Use::Login => is_login,
-            Use::LeadingLogin => is_login && context.leading,
+            // SessionType can be sent again by a connection that joins the session. It's part of
+            // the identity, which is checked against the session.
+            Use::LeadingLogin => is_login && (context.leading || row.rule == Text),
             Use::FullFeature => !is_login,
             Use::Any => true,
         };
         let right_stage = match row.rule {
             Security => context.stage == Stage::Security,
-            // Names and the like come with the first PDU, in any stage.
+            // Names etc. can be sent in the first PDU, in any stage.
             Text | Declare(..) | DeclareLimit(_) => true,
             _ => context.stage != Stage::Security,
         };
@@ -594,7 +617,8 @@ impl Negotiation {
             return Err(KeyError::Use(row.key));
         }
         let bit = 1 << row.key as u32;
-        // In full-feature phase each exchange is new; authentication takes several rounds.
+        // In the full-feature phase, each exchange is independent. Authentication keys can be sent
+        // in more than one request.
         if self.seen & bit != 0 && is_login && row.rule != Security {
             return Err(KeyError::Twice(row.key));
         }
@@ -602,7 +626,7 @@ impl Negotiation {
         Ok(())
     }
 
-    /// The digests agreed on.
+    /// Returns the negotiated digests.
     #[must_use]
     pub fn digests(&self) -> Digests {
         Digests {
@@ -621,7 +645,7 @@ fn limit_in(value: &str, low: u32) -> Option<u32> {
 }
 
 fn bounded(key: Option<Key>, out: &[u8]) -> Result<Option<Key>, KeyError> {
-    // A text of 16 KiB of short unknown keys would have an answer several times as long.
+    // A request of 16 KiB with many short unknown keys could result in a much larger response.
     if out.len() > MAX_ANSWER {
         return Err(KeyError::TooMany);
     }

@@ -1,23 +1,23 @@
-//! iSCSI (RFC 7143): its PDUs, text keys and login, with no connection in it.
+//! iSCSI (RFC 7143): PDUs, text keys and login, without any I/O.
 //!
 //! # Modules
-//! - [`frame`]: a stream of bytes into PDUs, and PDUs into bytes: padding, digests, limits.
-//! - [`pdu`], `raw`: each PDU as a value with [`parse`](pdu::FromInitiator::parse) and `header`.
-//! - [`text`]: key=value pairs, over several PDUs.
-//! - [`keys`]: the one table of keys that drives negotiation, with those of iSER (RFC 7145).
-//! - [`chap`]: CHAP with its digests and its coding of binary values.
-//! - [`login`]: the target's and the initiator's login as machines.
+//! - [`frame`]: conversion between a byte stream and PDUs, with padding, digests and limits.
+//! - [`pdu`], `raw`: PDU types with [`parse`](pdu::FromInitiator::parse) and `header`.
+//! - [`text`]: key=value pairs, which can be split over multiple PDUs.
+//! - [`keys`]: table of all keys with their negotiation rules, including iSER (RFC 7145).
+//! - [`chap`]: CHAP digests and encoding of binary values.
+//! - [`login`]: state machines for the login of a target and an initiator.
 //! - [`name`]: iSCSI names and SendTargets.
 //!
 //! # Invariants
-//! - The received length is the only authority: a declared length is compared with a limit before
-//!   anything is kept for it, and with the received bytes before anything is read.
-//! - What a peer can make us write is bounded, not only what it can make us read.
-//! - Text of a peer has no control characters once it has left [`text`]; names are checked besides.
-//! - Nothing here panics on a peer's bytes.
+//! - Never trust a length sent by the peer. It must be checked against a limit before we allocate
+//!   or buffer anything, and against the number of received bytes before we read any data.
+//! - A peer must not be able to make us send an unlimited amount of data.
+//! - Strings returned by [`text`] don't contain any control characters. Names are also checked.
+//! - No data sent by a peer can cause a panic.
 //!
 //! # Not implemented
-//! Authentication by Kerberos and by SRP; markers, which RFC 7143 removed.
+//! Kerberos and SRP authentication, and markers, which were removed in RFC 7143.
 
 pub mod chap;
 pub mod frame;
@@ -31,10 +31,10 @@ pub mod text;
 #[cfg(test)]
 mod tests;
 
-/// Length of a basic header segment, in bytes (RFC 7143 11.2.1).
+/// Size of a basic header segment, in bytes (RFC 7143 11.2.1).
 pub const BHS_LEN: usize = 48;
 
-/// The tag that names no task.
+/// Reserved tag, used when there is no task.
 pub const NO_TAG: u32 = 0xffff_ffff;
 
 /// Initiator Task Tag (RFC 7143 11.2.1.8).
@@ -42,7 +42,7 @@ pub const NO_TAG: u32 = 0xffff_ffff;
 pub struct Itt(pub u32);
 
 impl Itt {
-    /// The reserved tag, of PDUs that belong to no task.
+    /// Reserved tag, for PDUs that don't belong to a task.
     pub const NONE: Self = Self(NO_TAG);
 }
 
@@ -51,38 +51,37 @@ impl Itt {
 pub struct Ttt(pub u32);
 
 impl Ttt {
-    /// The reserved tag, FFFFFFFFh.
+    /// Reserved tag, FFFFFFFFh.
     pub const NONE: Self = Self(NO_TAG);
 }
 
 macro_rules! serial_number {
     ($(#[$meta:meta])* $name:ident) => {
         $(#[$meta])*
-        ///
-        /// It wraps; order is that of serial number arithmetic (RFC 1982).
+        /// This can wrap around. Use serial number arithmetic to compare two values (RFC 1982).
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
         pub struct $name(pub u32);
 
         impl $name {
-            /// The number after this one.
+            /// Returns the next number.
             #[must_use]
             pub fn next(self) -> Self {
                 self.plus(1)
             }
 
-            /// The number `n` after this one.
+            /// Adds `n` to this number.
             #[must_use]
             pub fn plus(self, n: u32) -> Self {
                 Self(self.0.wrapping_add(n))
             }
 
-            /// Whether this number comes before `other`.
+            /// Returns whether this is before `other`.
             #[must_use]
             pub fn is_before(self, other: Self) -> bool {
                 (self.0.wrapping_sub(other.0) as i32) < 0
             }
 
-            /// Steps from `start` to this number.
+            /// Returns the difference between `start` and this number.
             #[must_use]
             pub fn since(self, start: Self) -> u32 {
                 self.0.wrapping_sub(start.0)
@@ -92,15 +91,16 @@ macro_rules! serial_number {
 }
 
 serial_number! {
-    /// Command sequence number of a session.
+    /// Command sequence number in a session.
     CmdSn
 }
 serial_number! {
-    /// Status sequence number of a connection.
+    /// Status sequence number in a connection.
     StatSn
 }
 
-/// Initiator Session ID: with the initiator's name it makes the initiator port (RFC 7143 11.12.5).
+/// Initiator Session ID. The initiator port is identified by this and the initiator name (RFC 7143
+/// 11.12.5).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Isid(pub [u8; 6]);
 
@@ -110,7 +110,7 @@ impl std::fmt::Debug for Isid {
     }
 }
 
-/// Twelve hexadecimal digits after `0x`, as in port names (RFC 7143 4.4.2).
+/// Formatted as `0x` and 12 hex digits, as used in port names (RFC 7143 4.4.2).
 impl std::fmt::Display for Isid {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "0x")?;
@@ -118,21 +118,21 @@ impl std::fmt::Display for Isid {
     }
 }
 
-/// Target Session Identifying Handle; zero asks for a new session.
+/// Target Session Identifying Handle. Zero is used to request a new session.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Tsih(pub u16);
 
-/// Connection ID within a session.
+/// Connection ID in a session.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Cid(pub u16);
 
-/// Sequence numbers in every PDU of a target.
+/// Sequence numbers in a PDU sent by a target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Numbers {
-    /// StatSN, the number of a status on its connection.
+    /// StatSN, the status sequence number of this connection.
     pub stat_sn: StatSn,
-    /// Next command that is expected.
+    /// The next expected command.
     pub exp_cmd_sn: CmdSn,
-    /// Last command that may be sent.
+    /// The last command that can be sent.
     pub max_cmd_sn: CmdSn,
 }

@@ -5,32 +5,34 @@ use std::net::SocketAddr;
 
 use super::text;
 
-/// Longest name, in bytes.
+/// Maximum length of a name, in bytes.
 pub const MAX_NAME: usize = 223;
 
-/// An iSCSI name: `iqn.`, `eui.` or `naa.`, in lower case, and safe in paths and logs.
+/// An iSCSI name in lower case, which starts with `iqn.`, `eui.` or `naa.`. Safe to use in paths
+/// and logs.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct IscsiName(String);
 
-/// Reason for which a name is illegal.
+/// The reason why a name is invalid.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum NameError {
-    /// Empty, or longer than [`MAX_NAME`] bytes.
-    #[error("an iSCSI name has 1 to {MAX_NAME} bytes")]
+    /// The name is empty or longer than [`MAX_NAME`] bytes.
+    #[error("iSCSI name must have 1 to {MAX_NAME} bytes")]
     Length,
-    /// Neither `iqn.`, `eui.` nor `naa.`.
-    #[error("an iSCSI name begins with iqn., eui. or naa.")]
+    /// The name doesn't start with `iqn.`, `eui.` or `naa.`.
+    #[error("iSCSI name must start with iqn., eui. or naa.")]
     Type,
-    /// A character that names do not have.
-    #[error("an iSCSI name has letters, digits and . - : only")]
+    /// The name contains an invalid character.
+    #[error("iSCSI name must only contain letters, digits and . - :")]
     Character,
-    /// The part after the type is not as the type demands.
-    #[error("what follows the type is malformed")]
+    /// The part after the type has an invalid format.
+    #[error("malformed iSCSI name after the type")]
     Form,
 }
 
 impl IscsiName {
-    /// Checks a name. Capital ASCII letters become small ones, as the stringprep profile wants.
+    /// Parses a name. Upper case ASCII letters are converted to lower case, as required by the
+    /// stringprep profile.
     ///
     /// # Errors
     /// [`NameError`].
@@ -38,17 +40,17 @@ impl IscsiName {
         if !(1..=MAX_NAME).contains(&name.len()) {
             return Err(NameError::Length);
         }
-        // The profile also passes other scripts' letters. They are letters or digits for Unicode,
-        // and so neither control characters nor separators of a path.
+        // The profile also allows letters of other scripts. These are letters or digits in Unicode,
+        // so they can't be control characters or path separators.
         let legal = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | ':');
         if !name.chars().all(legal) {
             return Err(NameError::Character);
         }
-        // Names are compared byte for byte after this, and access rules depend on it. Letters of
-        // other scripts are left as they are: their profile (RFC 3722) is not implemented.
+        // Names are compared as bytes after this, which is also used for access control. Letters of
+        // other scripts are not changed, because we don't implement their profile (RFC 3722).
         let name = name.to_ascii_lowercase();
         let is_hex = |digits: &str| digits.chars().all(|c| c.is_ascii_hexdigit());
-        // By checked splitting: the fourth byte may lie within a character of another script.
+        // Use a checked split here, because the fourth byte may be in the middle of a character.
         let is_good = match name.split_at_checked(4) {
             Some(("iqn.", rest)) => is_date_and_domain(rest),
             Some(("eui.", rest)) => rest.len() == 16 && is_hex(rest),
@@ -61,14 +63,14 @@ impl IscsiName {
         Ok(Self(name))
     }
 
-    /// Name as text, normalized.
+    /// Returns the normalized name.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-/// `yyyy-mm.` and something after it.
+/// Checks for `yyyy-mm.`, which must not be at the end.
 fn is_date_and_domain(rest: &str) -> bool {
     let Some((date, domain)) = rest.split_once('.') else {
         return false;
@@ -86,22 +88,22 @@ impl fmt::Display for IscsiName {
     }
 }
 
-/// A portal of a target, as discovery reports it.
+/// A portal of a target, as reported in discovery.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TargetAddress {
-    /// Address or domain name; IPv6 in brackets.
+    /// Address or domain name. An IPv6 address is in brackets.
     pub host: String,
-    /// TCP port, 3260 by default.
+    /// TCP port, by default 3260.
     pub port: u16,
-    /// Portal group tag, if the address has one.
+    /// Portal group tag, if set.
     pub group: Option<u16>,
 }
 
-/// Well-known port of iSCSI (RFC 7143 15).
+/// Well-known iSCSI port (RFC 7143 15).
 pub const PORT: u16 = 3260;
 
 impl TargetAddress {
-    /// Of a socket address.
+    /// Creates this from a socket address.
     #[must_use]
     pub fn new(address: SocketAddr, group: u16) -> Self {
         let host = match address {
@@ -115,7 +117,7 @@ impl TargetAddress {
         }
     }
 
-    /// Reads `host[:port][,group]`; `None` for anything else.
+    /// Parses `host[:port][,group]`. Returns `None` for any other format.
     #[must_use]
     pub fn parse(value: &str) -> Option<Self> {
         let (address, group) = match value.split_once(',') {
@@ -124,8 +126,7 @@ impl TargetAddress {
         };
         let split = match address.strip_prefix('[') {
             Some(rest) => {
-                // Behind the bracket: one for the one that was stripped, one for the bracket
-                // itself.
+                // Position after the closing bracket, with one for each bracket.
                 let end = rest.find(']')? + 2;
                 address.split_at(end)
             }
@@ -137,8 +138,8 @@ impl TargetAddress {
             None => return None,
             Some(port) => port.parse().ok()?,
         };
-        // The address comes from a target and reaches logs and the resolver, so nothing else may
-        // be in it.
+        // The address was sent by a target, and is used for logging and for the resolver, so don't
+        // allow any other characters.
         let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | ':' | '[' | ']');
         (!host.is_empty() && host.len() <= 255 && host.chars().all(legal)).then(|| Self {
             host: host.to_owned(),
@@ -155,16 +156,16 @@ impl fmt::Display for TargetAddress {
     }
 }
 
-/// A target that discovery found.
+/// A target found in discovery.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Found {
-    /// Name of the target.
+    /// Target name.
     pub name: IscsiName,
-    /// Its portals; empty stands for the one that was asked.
+    /// Portals of the target. If this is empty, use the portal that was used for discovery.
     pub addresses: Vec<TargetAddress>,
 }
 
-/// Writes a target into an answer to SendTargets.
+/// Adds a target to a SendTargets response.
 pub fn put_target<'a>(
     out: &mut Vec<u8>,
     name: &IscsiName,
@@ -176,15 +177,15 @@ pub fn put_target<'a>(
     }
 }
 
-/// Reads an answer to SendTargets. Targets whose names or addresses are not legal are left out, and
-/// counted: nothing of them reaches a path or a log.
+/// Parses a SendTargets response. Targets with an invalid name or address are skipped and counted,
+/// so that these can never be used in a path or log.
 ///
 /// # Errors
-/// The text is malformed.
+/// If the text is invalid.
 pub fn parse_targets(answer: &[u8]) -> Result<(Vec<Found>, usize), text::TextError> {
     let mut found: Vec<Found> = Vec::new();
     let mut refused = 0;
-    // Addresses belong to the name before them, so those of a refused name are skipped.
+    // Each address belongs to the previous name, so skip the addresses after an invalid name.
     let mut is_wanted = false;
     for pair in text::pairs(answer) {
         match pair? {
@@ -203,7 +204,7 @@ pub fn parse_targets(answer: &[u8]) -> Result<(Vec<Found>, usize), text::TextErr
             },
             ("TargetAddress", value) if is_wanted => match TargetAddress::parse(value) {
                 Some(address) => {
-                    let last = found.last_mut().expect("a target is wanted");
+                    let last = found.last_mut().expect("address follows a target name");
                     last.addresses.push(address);
                 }
                 None => refused += 1,

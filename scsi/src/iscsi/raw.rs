@@ -1,4 +1,4 @@
-//! The basic header segments, laid over bytes. Nothing here judges a value.
+//! Layout of the basic header segments. Values are not checked here.
 
 use std::mem::size_of;
 
@@ -17,7 +17,7 @@ macro_rules! bhs {
             pub(super) flags: u8,
             pub(super) byte2: u8,
             pub(super) byte3: u8,
-            /// In words of four bytes.
+            /// In 4-byte words.
             pub(super) total_ahs_length: u8,
             /// In bytes, without padding.
             pub(super) data_segment_length: [u8; 3],
@@ -27,12 +27,12 @@ macro_rules! bhs {
         const _: () = assert!(size_of::<$name>() == BHS_LEN);
 
         impl $name {
-            /// The view of a header.
+            /// Returns this view of a header.
             pub(super) fn of(bhs: &[u8; BHS_LEN]) -> &Self {
                 zerocopy::transmute_ref!(bhs)
             }
 
-            /// Bytes on the wire.
+            /// Returns the wire format.
             #[allow(dead_code, reason = "the common header is only read")]
             pub(super) fn bytes(self) -> [u8; BHS_LEN] {
                 zerocopy::transmute!(self)
@@ -42,7 +42,7 @@ macro_rules! bhs {
 }
 
 bhs! {
-    /// The fields that all headers share.
+    /// Fields that are common to all headers.
     RawBhs { lun: [u8; 8], itt: U32, opcode_specific: [[u8; 4]; 7] }
 }
 bhs!(RawScsiCommand {
@@ -75,7 +75,8 @@ bhs!(RawTmfRequest {
     reserved: [u8; 8],
 });
 bhs! {
-    /// Task management response, text response, logout response, NOP-In: a tag and numbers.
+    /// Task management response, text response, logout response, NOP-In: a tag and sequence
+    /// numbers.
     RawTargetCommon {
         lun: [u8; 8],
         itt: U32,
@@ -89,7 +90,7 @@ bhs! {
     }
 }
 bhs! {
-    /// NOP-Out, text request: a tag, a transfer tag and numbers.
+    /// NOP-Out, text request: a tag, a transfer tag and sequence numbers.
     RawInitiatorCommon {
         lun: [u8; 8],
         itt: U32,

@@ -1,30 +1,31 @@
-//! key=value pairs (RFC 7143 6.1), and their way through several PDUs.
+//! Key=value pairs (RFC 7143 6.1), and how to split them over multiple PDUs.
 
-/// Longest key, in bytes.
+/// Maximum length of a key, in bytes.
 pub const MAX_KEY: usize = 63;
 
-/// Longest text that is collected over several PDUs, in bytes: two CHAP values of the longest kind
-/// and every key there is fit many times.
+/// Maximum size of a text received in multiple PDUs, in bytes. This is more than enough for two
+/// CHAP values of the maximum length and all existing keys.
 pub const MAX_TEXT: usize = 16 << 10;
 
-/// Reason for which text is not acceptable.
+/// The reason why a text is invalid.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TextError {
-    /// A pair without `=`.
-    #[error("a pair without =")]
+    /// Missing `=` in a pair.
+    #[error("missing = in a key=value pair")]
     NoEquals,
-    /// A key that is empty, too long, or has characters that no key has.
-    #[error("a key that is no key")]
+    /// The key is empty, too long, or contains an invalid character.
+    #[error("invalid key")]
     Key,
-    /// A value that is not UTF-8, or has control characters.
-    #[error("a value with control characters")]
+    /// The value is not valid UTF-8 or contains a control character.
+    #[error("invalid value: not UTF-8, or contains control characters")]
     Value,
-    /// The text is longer than [`MAX_TEXT`].
-    #[error("text of more than {MAX_TEXT} bytes")]
-    TooLong,
+    /// The text is larger than this limit.
+    #[error("text is longer than {0} bytes")]
+    TooLong(usize),
 }
 
-/// The pairs of a text, in order. Empty pairs, which some peers send as padding, are passed over.
+/// Returns the pairs in a text, in order. Empty pairs are ignored, because some peers send these as
+/// padding.
 pub fn pairs(text: &[u8]) -> impl Iterator<Item = Result<(&str, &str), TextError>> {
     text.split(|byte| *byte == 0)
         .filter(|pair| !pair.is_empty())
@@ -33,10 +34,11 @@ pub fn pairs(text: &[u8]) -> impl Iterator<Item = Result<(&str, &str), TextError
 
 fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
     let equals = bytes.iter().position(|byte| *byte == b'=');
-    // At the first `=`: the value may have more of them (RFC 7143 6.1), as base64 has at its end.
+    // Only split at the first `=`, because it can also be used in the value (RFC 7143 6.1), e.g. at
+    // the end of base64.
     let (key, value) = bytes.split_at(equals.ok_or(TextError::NoEquals)?);
-    // A key should begin with a capital letter (RFC 7143 6.1), but iSCSIProtocolLevel and
-    // iSERHelloRequired do not. `#` is for X#NodeArchitecture.
+    // A key should start with an upper case letter (RFC 7143 6.1), but this is not the case for
+    // iSCSIProtocolLevel and iSERHelloRequired. `#` is used in X#NodeArchitecture.
     let is_key = (1..=MAX_KEY).contains(&key.len())
         && key
             .iter()
@@ -46,14 +48,14 @@ fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
     }
     let key = std::str::from_utf8(key).map_err(|_| TextError::Key)?;
     let value = std::str::from_utf8(&value[1..]).map_err(|_| TextError::Value)?;
-    // Values reach logs and terminals.
+    // Values may be written to a log or terminal.
     if value.chars().any(char::is_control) {
         return Err(TextError::Value);
     }
     Ok((key, value))
 }
 
-/// Appends `key=value` and its NUL.
+/// Appends `key=value` and a NUL byte.
 pub fn put(out: &mut Vec<u8>, key: &str, value: &str) {
     out.extend_from_slice(key.as_bytes());
     out.push(b'=');
@@ -61,40 +63,58 @@ pub fn put(out: &mut Vec<u8>, key: &str, value: &str) {
     out.push(0);
 }
 
-/// Collects text that comes in several PDUs.
-#[derive(Debug, Default)]
-pub struct Collector(Vec<u8>);
+/// Used to receive a text in multiple PDUs.
+#[derive(Debug)]
+pub struct Collector {
+    text: Vec<u8>,
+    limit: usize,
+}
 
-impl Collector {
-    /// Takes the text of a PDU; the whole text once it does not go on.
-    ///
-    /// # Errors
-    /// The text is longer than [`MAX_TEXT`]; what was collected is gone.
-    pub fn take(&mut self, part: &[u8], continues: bool) -> Result<Option<Vec<u8>>, TextError> {
-        // Checked before it is kept: with the C bit set for ever, a peer could have us collect
-        // without end.
-        if self.0.len() + part.len() > MAX_TEXT {
-            self.0 = Vec::new();
-            return Err(TextError::TooLong);
-        }
-        self.0.extend_from_slice(part);
-        Ok((!continues).then(|| std::mem::take(&mut self.0)))
-    }
-
-    /// Number of bytes collected so far.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether nothing waits for its end.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+impl Default for Collector {
+    fn default() -> Self {
+        Self::with_limit(MAX_TEXT)
     }
 }
 
-/// Text that goes out in as many PDUs as it needs.
+impl Collector {
+    /// Creates a new collector with a limit of `limit` bytes.
+    #[must_use]
+    pub fn with_limit(limit: usize) -> Self {
+        Self {
+            text: Vec::new(),
+            limit,
+        }
+    }
+
+    /// Adds the text of a PDU. Returns the entire text if this was the last part.
+    ///
+    /// # Errors
+    /// If the limit is exceeded, in which case the previous parts are dropped.
+    pub fn take(&mut self, part: &[u8], continues: bool) -> Result<Option<Vec<u8>>, TextError> {
+        // Check this first, because a peer could always set the C bit and let us buffer an
+        // unlimited amount of data.
+        if self.text.len() + part.len() > self.limit {
+            self.text = Vec::new();
+            return Err(TextError::TooLong(self.limit));
+        }
+        self.text.extend_from_slice(part);
+        Ok((!continues).then(|| std::mem::take(&mut self.text)))
+    }
+
+    /// Returns the number of bytes received so far.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.text.len()
+    }
+
+    /// Returns whether no text is pending.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.text.is_empty()
+    }
+}
+
+/// Used to send a text in multiple PDUs.
 #[derive(Debug, Default)]
 pub struct Outgoing {
     text: Vec<u8>,
@@ -102,13 +122,13 @@ pub struct Outgoing {
 }
 
 impl Outgoing {
-    /// This text, from its beginning.
+    /// Creates this with a text to send.
     #[must_use]
     pub fn new(text: Vec<u8>) -> Self {
         Self { text, sent: 0 }
     }
 
-    /// The next part, of at most `limit` bytes, and whether more follows (C bit).
+    /// Returns the next part, up to `limit` bytes, and whether more text will follow (C bit).
     pub fn next_part(&mut self, limit: u32) -> (&[u8], bool) {
         let end = self
             .text
@@ -119,7 +139,7 @@ impl Outgoing {
         (part, end < self.text.len())
     }
 
-    /// Whether all was sent.
+    /// Returns whether everything has been sent.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.sent == self.text.len()

@@ -1,30 +1,30 @@
-//! What both sides say of iSER in the private data of the connection's CM messages (IBTA annex
-//! A12).
+//! The iSER header in the private data of CM messages (IBTA annex A12).
 
-/// Length of the header in the private data, in bytes.
+/// Size of the header in the private data, in bytes.
 pub const CM_HEADER_LEN: usize = 4;
 
-/// Zero-based addresses are not used.
+/// Zero-based addresses are not supported.
 const NO_ZERO_BASE: u8 = 0x80;
-/// SEND with invalidate is not used.
+/// SEND with invalidate is not supported.
 const NO_INVALIDATE: u8 = 0x40;
 
-/// Features that a side offers. On the wire these are exceptions: a set bit says that it does not.
+/// Features supported by one side. Note that these are inverted on the wire: a bit is set if a
+/// feature is not supported.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct CmHeader {
-    /// Buffers are addressed from zero, in a shorter iSER header.
+    /// Buffers can use zero-based addresses, with a shorter iSER header.
     pub zero_based: bool,
-    /// The target may invalidate a buffer's key with its answer.
+    /// The target can invalidate a remote key with the response.
     pub remote_invalidate: bool,
 }
 
 impl CmHeader {
-    /// Reads it from private data, which the CM fills up with zeros. Nothing at all is what the
-    /// first implementations said; it means that nothing is offered.
+    /// Parses the private data. The CM pads this with zeros. Early implementations don't send any
+    /// private data, which means that no features are supported.
     #[must_use]
     pub fn parse(private_data: &[u8]) -> Self {
-        // Padding of the CM reads as a byte of zero here, which offers both. The caller takes of
-        // that only what it offers itself.
+        // If the private data is only padding, this byte will be zero, so both features are set.
+        // The caller must only use the features that it has also set.
         match private_data.first() {
             Some(flags) => Self {
                 zero_based: flags & NO_ZERO_BASE == 0,
@@ -34,7 +34,7 @@ impl CmHeader {
         }
     }
 
-    /// Bytes on the wire.
+    /// Returns the wire format.
     #[must_use]
     pub fn bytes(self) -> [u8; CM_HEADER_LEN] {
         let zero_base = if self.zero_based { 0 } else { NO_ZERO_BASE };
@@ -46,7 +46,7 @@ impl CmHeader {
         [zero_base | invalidate, 0, 0, 0]
     }
 
-    /// The features that both offer.
+    /// Returns the features that are supported by both sides.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {

@@ -13,11 +13,11 @@ pub const VERSION: u8 = 10;
 const CONTROL: u8 = 0x10;
 const HELLO: u8 = 0x20;
 const HELLO_REPLY: u8 = 0x30;
-/// The Write STag means something.
+/// The Write STag is valid.
 const WRITE_VALID: u8 = 0x08;
-/// The Read STag means something.
+/// The Read STag is valid.
 const READ_VALID: u8 = 0x04;
-/// REJ of a HelloReply.
+/// REJ bit in a HelloReply.
 const REJECT: u8 = 0x01;
 
 /// Header of a control-type PDU.
@@ -32,7 +32,7 @@ struct RawControl {
     read_base: U64,
 }
 
-/// Hello and HelloReply: type and flags, two versions of four bits, a number of RDMA READs.
+/// Hello and HelloReply: type and flags, two 4-bit versions, and the number of RDMA READs.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 struct RawHello {
@@ -45,69 +45,69 @@ struct RawHello {
 const _: () = assert!(size_of::<RawControl>() == HEADER_LEN);
 const _: () = assert!(size_of::<RawHello>() == HEADER_LEN);
 
-/// A steering tag: the remote key of a buffer.
+/// A steering tag, which is the remote key of a buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Stag(pub u32);
 
-/// A buffer of the initiator's.
+/// A buffer at the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RemoteBuffer {
     /// STag of the buffer.
     pub stag: Stag,
-    /// Base Offset: the address of its first byte, as the initiator's device counts.
+    /// Base Offset: address of the first byte, used by the initiator's device.
     pub base: u64,
 }
 
-/// Buffers that a control-type PDU advertises.
+/// Buffers in the header of a control-type PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Buffers {
-    /// Buffer of the data that a command writes, which the target reads (W, Write STag, Write Base
+    /// Buffer with the data to write, which will be read by the target (W, Write STag, Write Base
     /// Offset).
     pub write: Option<RemoteBuffer>,
-    /// Buffer of the data that a command reads, which the target writes (R, Read STag, Read Base
+    /// Buffer for the data to read, which will be written by the target (R, Read STag, Read Base
     /// Offset).
     pub read: Option<RemoteBuffer>,
 }
 
-/// The first message of an initiator that declared iSERHelloRequired=Yes.
+/// The first message sent by an initiator if it has declared iSERHelloRequired=Yes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Hello {
-    /// Highest version that it speaks; 4 bits.
+    /// Highest version supported by the initiator, 4 bits.
     pub max_version: u8,
-    /// Lowest version that it speaks; 4 bits.
+    /// Lowest version supported by the initiator, 4 bits.
     pub min_version: u8,
-    /// iSER-IRD: RDMA READs that it takes at once.
+    /// iSER-IRD: number of RDMA READs that the initiator can handle at once.
     pub ird: u16,
 }
 
-/// The answer to a [`Hello`].
+/// The response to a [`Hello`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HelloReply {
-    /// REJ: the connection will be closed.
+    /// REJ: set if the connection will be closed.
     pub rejected: bool,
-    /// Highest version that the target speaks; 4 bits.
+    /// Highest version supported by the target, 4 bits.
     pub max_version: u8,
-    /// The version in use; 4 bits.
+    /// The version to use, 4 bits.
     pub current_version: u8,
-    /// iSER-ORD: RDMA READs that the target issues at once.
+    /// iSER-ORD: number of RDMA READs that the target will send at once.
     pub ord: u16,
 }
 
 /// An iSER header (RFC 7145 9).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Header {
-    /// A control-type PDU follows.
+    /// Followed by a control-type PDU.
     Control(Buffers),
-    /// Hello message (RFC 7145 9.3); no PDU follows.
+    /// Hello message (RFC 7145 9.3), not followed by a PDU.
     Hello(Hello),
-    /// HelloReply message (RFC 7145 9.4); no PDU follows.
+    /// HelloReply message (RFC 7145 9.4), not followed by a PDU.
     HelloReply(HelloReply),
 }
 
 impl Header {
-    /// Reads the header at the start of a message; what follows it.
+    /// Parses the header of a message. Returns the header and the remaining bytes.
     ///
-    /// A buffer whose bit is not set is ignored, with all of its fields.
+    /// A buffer is ignored if the corresponding bit is not set.
     ///
     /// # Errors
     /// [`IserError::Truncated`] or [`IserError::Opcode`].
@@ -120,7 +120,7 @@ impl Header {
                     need: HEADER_LEN,
                     have: message.len(),
                 })?;
-        // The two layouts have the same length, so the type can be looked at before it is known.
+        // Both formats have the same length, so we can read the type from either of them.
         let header = match bytes[0] & 0xf0 {
             CONTROL => Self::Control(control(zerocopy::transmute_ref!(bytes))),
             HELLO => {
@@ -145,7 +145,7 @@ impl Header {
         Ok((header, rest))
     }
 
-    /// Bytes on the wire.
+    /// Returns the wire format.
     #[must_use]
     pub fn bytes(&self) -> [u8; HEADER_LEN] {
         match self {
@@ -154,7 +154,8 @@ impl Header {
                     flags: CONTROL,
                     ..RawControl::default()
                 };
-                // A STag may be zero, so a flag says whether there is one (RFC 7145 9.2).
+                // An STag can be zero, so we need a flag to indicate that it's valid (RFC 7145
+                // 9.2).
                 if let Some(write) = buffers.write {
                     raw.flags |= WRITE_VALID;
                     raw.write_stag = write.stag.0.into();
@@ -184,7 +185,7 @@ impl Header {
 }
 
 fn control(raw: &RawControl) -> Buffers {
-    // Without its flag a STag is not looked at, even if it is not zero (RFC 7145 9.2).
+    // If the flag is not set, we must ignore the STag, even if it's not zero (RFC 7145 9.2).
     let buffer = |bit, stag: U32, base: U64| {
         (raw.flags & bit != 0).then(|| RemoteBuffer {
             stag: Stag(stag.get()),
@@ -198,14 +199,14 @@ fn control(raw: &RawControl) -> Buffers {
 }
 
 impl Hello {
-    /// The answer of a target that issues up to `ord` READs at once; it is refused where no version
-    /// is spoken by both, or where the target issues no READ and the initiator expects some (RFC
-    /// 7145 10.1.3.2).
+    /// Returns the response from a target which can send up to `ord` READs at once. This is a
+    /// reject if there is no common version, or if the target doesn't send any READs but the
+    /// initiator expects some (RFC 7145 10.1.3.2).
     #[must_use]
     pub fn answer(&self, ord: u16) -> HelloReply {
-        // RFC 5046 has version 1, whose messages are the same here, so an initiator that knows no
-        // newer one is not refused. Versions 2 to 9 are not assigned. A range whose bounds are
-        // swapped has none.
+        // Version 1 is RFC 5046. We also accept an initiator that only supports this version,
+        // because these messages are the same. Versions 2 to 9 are not assigned. If min and max are
+        // swapped, there is no common version.
         let offered = self.min_version..=self.max_version;
         let common = [VERSION, 1]
             .into_iter()
@@ -214,8 +215,8 @@ impl Hello {
             rejected: common.is_none() || (self.ird > 0 && ord == 0),
             max_version: VERSION,
             current_version: common.unwrap_or(VERSION),
-            // The smaller of both (RFC 7145 5.1.3): more READs at once than the initiator has room
-            // for would end the connection.
+            // Use the smaller value (RFC 7145 5.1.3). If we sent more READs than the initiator has
+            // resources for, the connection would fail.
             ord: ord.min(self.ird),
         }
     }

@@ -1,35 +1,35 @@
-//! A whole message: an iSER header, and the PDU that follows it.
+//! A complete message: an iSER header, followed by a PDU.
 
 use super::header::{Buffers, Header, Hello, HelloReply};
 use super::{HEADER_LEN, IserError};
 use crate::iscsi::BHS_LEN;
 use crate::iscsi::frame::{self, Digests, Frame, MAX_AHS};
 
-/// The bits of a PDU's first byte that are its opcode, and the opcode of a SCSI command.
+/// The opcode bits in the first byte of a PDU, and the opcode of a SCSI command.
 const OPCODE: u8 = 0x3f;
 const SCSI_COMMAND: u8 = 0x01;
 
-/// A message as received.
+/// A received message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Message<'a> {
-    /// A control-type PDU, and the buffers that go with it.
+    /// A control-type PDU with its buffers.
     Control {
-        /// Buffers of the initiator that the header advertises.
+        /// Buffers from the header.
         buffers: Buffers,
-        /// The PDU. It has no digests: it is as whole as RDMA delivers it.
+        /// The PDU. There is no digest, because RDMA already checks the data.
         frame: Frame<'a>,
     },
-    /// The initiator introduces itself.
+    /// Hello message from the initiator.
     Hello(Hello),
-    /// The target's answer to that.
+    /// HelloReply message from the target.
     HelloReply(HelloReply),
 }
 
 impl<'a> Message<'a> {
-    /// Reads the message that was received.
+    /// Parses a received message.
     ///
     /// # Errors
-    /// [`IserError`]: the connection cannot be used any longer.
+    /// [`IserError`]: the connection cannot be used any more.
     pub fn parse(message: &'a [u8]) -> Result<Self, IserError> {
         let (header, rest) = Header::parse(message)?;
         match header {
@@ -43,13 +43,13 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Reads the PDU that fills the rest of a message.
+/// Parses the PDU after the header.
 ///
-/// libiscsi announces immediate data where they were agreed on, but leaves all data in the buffer
-/// that it advertises. So a SCSI command with such a buffer may end where its announced data would
-/// begin: it has none then.
+/// If immediate data was negotiated, libiscsi sets a data length for it, but all of the data is
+/// still in the remote buffer. For a SCSI command with such a buffer, we therefore allow that the
+/// entire data segment is missing.
 fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
-    // Errors count from the start of the message, the iSER header included.
+    // Use the offset from the start of the message in errors, including the iSER header.
     let have = bytes.len() + HEADER_LEN;
     let truncated = |field, need| IserError::Truncated {
         field,
@@ -59,7 +59,7 @@ fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
     let (bhs, rest) = bytes
         .split_first_chunk::<BHS_LEN>()
         .ok_or(truncated("the basic header segment", BHS_LEN))?;
-    // Headers have no digests and no padding of data here, but declare lengths all the same.
+    // There are no header digests and no data padding here, but the header still contains lengths.
     let ahs_len = usize::from(bhs[4]) * 4;
     if ahs_len > MAX_AHS {
         return Err(IserError::TotalAhsLength(ahs_len));
@@ -70,14 +70,14 @@ fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
         BHS_LEN + ahs_len,
     ))?;
     let is_command = bhs[0] & OPCODE == SCSI_COMMAND;
-    // All or nothing: a part of the announced data is a message that was cut.
+    // Either all or nothing: if only some of the data is missing, the message was truncated.
     let is_tagged = is_command && buffers.write.is_some() && rest.is_empty();
     let data_len = if is_tagged { 0 } else { data_len };
     let (data, pad) = rest
         .split_at_checked(data_len)
         .ok_or(truncated("the data segment", BHS_LEN + ahs_len + data_len))?;
-    // Padding may be missing. What is more than it belongs to no field, so one of the lengths is
-    // wrong.
+    // Padding is optional. If there are more bytes than this, they don't belong to any field, so
+    // one of the lengths must be wrong.
     if pad.len() > frame::padding(data_len) {
         return Err(IserError::Trailing(pad.len()));
     }
@@ -92,7 +92,7 @@ fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
 /// Appends a control-type PDU as a message. The lengths in `bhs` are set here.
 ///
 /// # Panics
-/// As [`frame::put`].
+/// Same as for [`frame::put`].
 pub fn put_control(
     buffers: Buffers,
     bhs: [u8; BHS_LEN],

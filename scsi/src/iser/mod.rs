@@ -1,27 +1,28 @@
-//! iSER (RFC 7145): iSCSI PDUs over RDMA, with no connection in it.
+//! iSER (RFC 7145): iSCSI PDUs over RDMA, without any I/O.
 //!
-//! A control-type PDU travels as one SEND: an iSER header of 28 bytes, the basic header segment,
-//! its additional segments, the data segment. The header names the initiator's buffers, so that
-//! data move by RDMA READ and WRITE and no Data-In or R2T PDU exists.
+//! A control-type PDU is sent as a single SEND. This contains an iSER header of 28 bytes, the basic
+//! header segment, additional header segments, and the data segment. The header contains the
+//! initiator's buffers, so that data can be transferred with RDMA READ and WRITE instead of Data-In
+//! and R2T PDUs.
 //!
 //! ```text
 //!   iSER header 28 | BHS 48 | AHS 0..1020 | data segment | pad 0..3
 //! ```
 //!
 //! # Modules
-//! - `header`: the iSER header: control-type PDUs ([`Buffers`]), [`Hello`], [`HelloReply`].
-//! - `message`: a whole SEND ([`Message`]).
-//! - `cm`: the private data of connection requests and answers ([`CmHeader`]).
+//! - `header`: the iSER header for control-type PDUs ([`Buffers`]), [`Hello`], [`HelloReply`].
+//! - `message`: a complete SEND ([`Message`]).
+//! - `cm`: private data in connection requests and responses ([`CmHeader`]).
 //!
 //! # Invariants
-//! - The received length is the only authority: what the PDU declares is compared with it before
-//!   anything is read.
-//! - Nothing here panics on a peer's bytes.
+//! - Never trust a length sent by the peer. It must be checked against the number of received bytes
+//!   before we read any data.
+//! - No data sent by a peer can cause a panic.
 //!
 //! # Not implemented
-//! The header of 12 bytes that RFC 5046 has for zero-based buffers. It is used only where both
-//! sides offer it in their private data, and we never do. RFC 5046 peers that count from a virtual
-//! address, which are those on InfiniBand and RoCE, use the header above.
+//! The 12-byte header used in RFC 5046 for zero-based buffers. This is only used if both sides set
+//! it in their private data, and we never do. RFC 5046 peers which use virtual addresses, as is the
+//! case for InfiniBand and RoCE, use the same header as above.
 
 mod cm;
 mod header;
@@ -34,35 +35,37 @@ pub use cm::{CM_HEADER_LEN, CmHeader};
 pub use header::{Buffers, Header, Hello, HelloReply, RemoteBuffer, Stag, VERSION};
 pub use message::{Message, put_control};
 
-/// Length of an iSER header, in bytes.
+/// Size of an iSER header, in bytes.
 pub const HEADER_LEN: usize = 28;
 
-/// Length of both headers of a control-type PDU, in bytes: the least that such a message has.
+/// Size of both headers in a control-type PDU, in bytes. This is the minimum size of such a
+/// message.
 pub const HEADERS_LEN: usize = HEADER_LEN + super::iscsi::BHS_LEN;
 
-/// Port of an iSER target where none is said: that of iSCSI, since RFC 7145 names no other.
+/// Default port of an iSER target. RFC 7145 doesn't define a new port, so this is the same as for
+/// iSCSI.
 pub const DEFAULT_PORT: u16 = 3260;
 
-/// An illegal message. The connection it came on cannot be used any longer.
+/// An invalid message. After this, the connection cannot be used any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum IserError {
-    /// Shorter than its fixed parts.
-    #[error("{field} needs {need} bytes, {have} were received")]
+    /// The message is shorter than the fixed parts.
+    #[error("{field} requires {need} bytes, but only {have} were received")]
     Truncated {
-        /// Name of the incomplete field.
+        /// Name of the truncated field.
         field: &'static str,
-        /// Bytes that it needs.
+        /// Required number of bytes.
         need: usize,
-        /// Bytes that there are.
+        /// Available number of bytes.
         have: usize,
     },
-    /// No such type of message.
-    #[error("message of type {0:#x}")]
+    /// Unknown message type.
+    #[error("unknown message type {0:#x}")]
     Opcode(u8),
-    /// TotalAHSLength beyond what any PDU needs.
-    #[error("additional headers of {0} bytes")]
+    /// TotalAHSLength is more than needed for any PDU.
+    #[error("unsupported additional header segments of {0} bytes")]
     TotalAhsLength(usize),
-    /// More bytes than the PDU declares and pads.
-    #[error("{0} bytes after the data segment")]
+    /// Unexpected bytes after the PDU and padding.
+    #[error("{0} unexpected bytes after the data segment")]
     Trailing(usize),
 }

@@ -1,17 +1,17 @@
-//! Headers, messages and private data: bytes written out by hand, and properties.
+//! Tests for headers, messages and private data, using both fixed bytes and properties.
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::iscsi::BHS_LEN;
 
-/// What `ib_iser` sends with a command that reads 36 bytes.
+/// Header sent by `ib_iser` for a command that reads 36 bytes.
 const READ_36: [u8; 28] = [
     0x14, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0x38, 0xff, 0x2e, 0xc9, 0x6a, 0x1f,
     0x4e, 0xde, 0,
 ];
 
-/// What it sends with a write of 64 KiB of which 8 KiB came with the command.
+/// Header sent for a write of 64 KiB, with 8 KiB of immediate data.
 const WRITE_64K: [u8; 28] = [
     0x18, 0, 0, 0, 0, 0, 3, 0x51, 0xff, 0x2e, 0xc9, 0x6a, 3, 0x0c, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
     0, 0, 0,
@@ -25,7 +25,7 @@ fn buffer(stag: u32, base: u64) -> Option<RemoteBuffer> {
 }
 
 #[test]
-fn headers_of_a_kernel_read_as_they_are_meant() {
+fn kernel_headers_parse_correctly() {
     let cases = [
         (
             READ_36,
@@ -50,7 +50,7 @@ fn headers_of_a_kernel_read_as_they_are_meant() {
 }
 
 #[test]
-fn an_invalid_buffer_is_passed_over() {
+fn unflagged_buffer_is_ignored() {
     let mut bytes = READ_36;
     bytes[0] = 0x10;
     let header = Header::Control(Buffers::default());
@@ -58,7 +58,7 @@ fn an_invalid_buffer_is_passed_over() {
 }
 
 #[test]
-fn hellos_name_versions_and_reads() {
+fn hello_contains_versions_and_reads() {
     let mut hello = [0; 28];
     hello[..4].copy_from_slice(&[0x20, 0xa1, 1, 2]);
     let parsed = Hello {
@@ -84,9 +84,9 @@ fn hellos_name_versions_and_reads() {
     assert_eq!(Header::HelloReply(refused).bytes(), reply);
 }
 
-/// RFC 7145 10.1.3.2: versions have to overlap, and READs have to be possible.
+/// RFC 7145 10.1.3.2: there must be a common version, and READs must be possible.
 #[test]
-fn a_hello_without_a_common_version_is_refused() {
+fn hello_requires_common_version() {
     let answer = |max_version, min_version, (ird, ord)| {
         let hello = Hello {
             max_version,
@@ -113,7 +113,7 @@ fn a_hello_without_a_common_version_is_refused() {
 }
 
 #[test]
-fn other_types_of_message_are_refused() {
+fn unknown_message_types_are_refused() {
     for first in (0..=0xff_u8).filter(|b| !matches!(b >> 4, 1..=3)) {
         let mut bytes = READ_36;
         bytes[0] = first;
@@ -122,7 +122,7 @@ fn other_types_of_message_are_refused() {
 }
 
 #[test]
-fn private_data_say_what_is_not_used() {
+fn private_data_bits_are_inverted() {
     let offers = |zero_based, remote_invalidate| CmHeader {
         zero_based,
         remote_invalidate,
@@ -153,9 +153,9 @@ fn message(ahs_words: u8, declared: u32, follows: usize) -> Vec<u8> {
     bytes
 }
 
-/// CVE-2026-53176: a login PDU shorter than its 76 bytes of headers.
+/// CVE-2026-53176: a login PDU that is shorter than the 76 bytes of headers.
 #[test]
-fn cve_2026_53176_a_message_shorter_than_its_headers_is_refused() {
+fn cve_2026_53176_short_message_is_refused() {
     let whole = message(0, 0, 0);
     for len in 0..76 {
         let error = Message::parse(&whole[..len]).unwrap_err();
@@ -168,10 +168,11 @@ fn cve_2026_53176_a_message_shorter_than_its_headers_is_refused() {
     assert!(Message::parse(&whole).is_ok());
 }
 
-/// A command may announce data that stay in its buffer, but not bring a part of them, nor may
-/// another PDU, nor a command without a buffer.
+/// Only a command with a buffer can have a data length without including the data. It must not
+/// include only some of the data, and this is not allowed for any other PDU or for a command
+/// without a buffer.
 #[test]
-fn announced_data_may_stay_in_the_buffer_of_a_command() {
+fn immediate_data_may_stay_in_buffer() {
     let write = |opcode, follows| {
         let mut bytes = message(0, 512, follows);
         bytes[..28].copy_from_slice(&WRITE_64K);
@@ -180,7 +181,7 @@ fn announced_data_may_stay_in_the_buffer_of_a_command() {
     };
     let bytes = write(0x41, 0);
     let Ok(Message::Control { frame, .. }) = Message::parse(&bytes) else {
-        panic!("a command that leaves its data in its buffer");
+        panic!("expected a command without immediate data");
     };
     assert!(frame.data.is_empty());
     for bytes in [
@@ -194,9 +195,9 @@ fn announced_data_may_stay_in_the_buffer_of_a_command() {
     }
 }
 
-/// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength beyond what was received.
+/// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength that is larger than the received data.
 #[test]
-fn cve_2026_90413_and_2026_90414_a_data_segment_ends_with_what_was_received() {
+fn cve_2026_90413_and_2026_90414_data_length_is_checked() {
     let truncated = |bytes: &[u8], need| {
         let error = Message::parse(bytes).unwrap_err();
         assert!(
@@ -216,7 +217,7 @@ fn cve_2026_90413_and_2026_90414_a_data_segment_ends_with_what_was_received() {
         Message::parse(&message(0, 5, 9)),
         Err(IserError::Trailing(4))
     );
-    // With padding and without.
+    // With and without padding.
     for follows in 5..=8 {
         let bytes = message(0, 5, follows);
         let Ok(Message::Control { frame, .. }) = Message::parse(&bytes) else {
@@ -240,7 +241,7 @@ fn buffers() -> impl Strategy<Value = Buffers> {
 
 proptest! {
     #[test]
-    fn what_is_written_reads_back(
+    fn messages_roundtrip(
         buffers in buffers(),
         bhs in any::<[u8; BHS_LEN]>(),
         ahs in proptest::collection::vec(any::<u8>(), 0..80),
@@ -251,7 +252,7 @@ proptest! {
         put_control(buffers, bhs, ahs, &data, &mut out);
         prop_assert_eq!(out.len() % 4, 0);
         let Ok(Message::Control { buffers: read, frame }) = Message::parse(&out) else {
-            panic!("our own message");
+            panic!("expected a valid message");
         };
         prop_assert_eq!(read, buffers);
         prop_assert_eq!((frame.ahs, frame.data), (ahs, &data[..]));
@@ -260,7 +261,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_messages_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let _ = Message::parse(&bytes);
     }
 }

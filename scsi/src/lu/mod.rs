@@ -1,15 +1,16 @@
-//! The logical unit: the state that its commands share.
+//! The logical unit, with the state that is shared between commands.
 //!
-//! A [`LogicalUnit`] is shared by all workers. The mode bits that commands look at, the stopped
-//! state and the capacity are atomics; unit attentions and [nexuses] sit behind one mutex,
-//! [reservations] behind another.
+//! A [`LogicalUnit`] is shared by all workers. The mode bits, the stopped state and the capacity
+//! are atomics. Unit attentions and [nexuses] are protected by a mutex, and [reservations] by a
+//! second mutex.
 //!
-//! Invariant: the mode bits change only under the mutex of the nexuses, so that a change and its
-//! unit attentions are one event.
+//! Invariant: mode bits are only changed while holding the nexus mutex, so that a change and the
+//! resulting unit attentions are atomic.
 
 mod nexuses;
 mod reservations;
 mod state;
+mod write_cache;
 
 use std::sync::Arc;
 
@@ -25,42 +26,45 @@ use crate::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 
 pub use state::UnitState;
 
+pub(crate) use write_cache::CacheEpoch;
+
 use nexuses::{NexusTable, Nexuses};
+use write_cache::CacheFlushes;
 
 bitflags! {
-    /// State that commands read without a lock.
+    /// State that can be read without a lock.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub(crate) struct Flags: u8 {
-        /// D_SENSE of the Control mode page.
+        /// D_SENSE bit in the Control mode page.
         const D_SENSE = 1 << 0;
-        /// SWP of the Control mode page.
+        /// SWP bit in the Control mode page.
         const SOFTWARE_WRITE_PROTECT = 1 << 1;
-        /// WCE of the Caching mode page.
+        /// WCE bit in the Caching mode page.
         const WRITE_CACHE = 1 << 2;
-        /// START STOP UNIT has stopped the unit.
+        /// Stopped via START STOP UNIT.
         const STOPPED = 1 << 3;
     }
 }
 
-/// The sense of a unit that START STOP UNIT has stopped.
+/// Sense data if the LU was stopped via START STOP UNIT.
 pub(crate) const STOPPED: Sense = Sense::new(
     SenseKey::NotReady,
     AdditionalSense::INITIALIZING_COMMAND_REQUIRED,
 );
 
-/// The sense of a unit without a medium, which an administrator has to bring back.
+/// Sense data if there is no medium. An administrator needs to fix this.
 pub(crate) const NO_MEDIUM: Sense = Sense::new(
     SenseKey::NotReady,
     AdditionalSense::MANUAL_INTERVENTION_REQUIRED,
 );
 
-/// The sense of a unit that waits for its medium, or in whose place another one comes: initiators
-/// repeat the command.
+/// Sense data while we wait for the medium, or while this LU is being replaced with a new one.
+/// Initiators will retry the command.
 pub(crate) const BECOMING_READY: Sense =
     Sense::new(SenseKey::NotReady, AdditionalSense::BECOMING_READY);
 
-/// Percent of the space by which its use must recede before the soft threshold can be reached
-/// again.
+/// The used space must decrease by this percentage of the total before the soft threshold can be
+/// reached again.
 pub const HYSTERESIS: u8 = 5;
 
 /// A direct-access logical unit.
@@ -68,38 +72,41 @@ pub const HYSTERESIS: u8 = 5;
 pub struct LogicalUnit {
     config: Config,
     has_medium: bool,
-    /// Without a medium, one is expected within seconds.
+    /// There is no medium, but we expect it to be available within seconds.
     awaits_medium: AtomicBool,
     knows_reservations: bool,
     has_names: bool,
     capacity: AtomicU64,
     flags: AtomicU8,
+    cache_flushes: CacheFlushes,
     nexuses: Nexuses,
     reservations: Mutex<Reservations>,
-    /// Reservations may restrict some nexus.
+    /// Set when a reservation may restrict any nexus.
     restricted: AtomicBool,
-    /// Keeps reservations through power loss.
+    /// Used to save reservations across power loss.
     keeper: Option<Arc<dyn ReservationKeeper>>,
-    /// Whether the soft threshold has been reached, until the space in use recedes.
+    /// Set when the soft threshold has been reached, until the used space decreases.
     is_filling: AtomicBool,
-    /// Held while a change of reservations is saved.
+    /// Locked while a reservation change is being saved.
     saving: Mutex<()>,
-    /// Another unit takes its place. Set under the mutex of the nexuses, while nothing is saved.
+    /// This LU is being replaced with a new one. Only set while holding the nexus mutex, and while
+    /// no save is in progress.
     retired: AtomicBool,
 }
 
 impl LogicalUnit {
-    /// Makes a logical unit that is started and knows no nexus.
+    /// Creates a new logical unit in the started state, without any nexus.
     ///
     /// # Errors
     ///
-    /// The configuration breaks one of its rules.
+    /// If the configuration is invalid.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
         config.validate()?;
         let flags = initial_flags(&config);
         Ok(Self {
             capacity: AtomicU64::new(config.blocks),
             flags: AtomicU8::new(flags.bits()),
+            cache_flushes: CacheFlushes::default(),
             nexuses: Nexuses::new(),
             reservations: Mutex::default(),
             restricted: AtomicBool::new(false),
@@ -115,8 +122,8 @@ impl LogicalUnit {
         })
     }
 
-    /// The same unit without a medium: commands that need one end with NOT READY, MANUAL
-    /// INTERVENTION REQUIRED (SPC-4 annex F), and those about the unit itself work.
+    /// Removes the medium. Commands that need a medium will fail with NOT READY, MANUAL
+    /// INTERVENTION REQUIRED (SPC-4 annex F), but commands for the LU itself still work.
     #[must_use]
     pub fn without_medium(self) -> Self {
         Self {
@@ -125,9 +132,9 @@ impl LogicalUnit {
         }
     }
 
-    /// The same unit without a medium, which is expected within seconds: commands that need one end
-    /// with NOT READY, LOGICAL UNIT IS IN PROCESS OF BECOMING READY, until
-    /// [`Self::stop_awaiting_medium`].
+    /// Removes the medium, but expects it to be available within seconds. Commands that need a
+    /// medium will fail with NOT READY, LOGICAL UNIT IS IN PROCESS OF BECOMING READY, until
+    /// [`Self::stop_awaiting_medium`] is called.
     #[must_use]
     pub fn awaiting_medium(self) -> Self {
         Self {
@@ -136,19 +143,19 @@ impl LogicalUnit {
         }
     }
 
-    /// Returns whether it has no medium and expects one.
+    /// Returns whether we are still waiting for the medium.
     #[must_use]
     pub fn awaits_medium(&self) -> bool {
         self.awaits_medium.load(Ordering::Acquire)
     }
 
-    /// From now on, it is as after [`Self::without_medium`].
+    /// Stops waiting for the medium. This has the same effect as [`Self::without_medium`].
     pub fn stop_awaiting_medium(&self) {
         self.awaits_medium.store(false, Ordering::Release);
     }
 
-    /// The same unit without a medium, whose reservations are not known: commands that read or
-    /// change them are refused, too, and it leaves none to the unit that takes its place.
+    /// Removes the medium and the reservations. Commands that use or change reservations will also
+    /// be refused, and no reservations are passed on to the LU that replaces this one.
     #[must_use]
     pub fn without_reservations(self) -> Self {
         Self {
@@ -157,9 +164,9 @@ impl LogicalUnit {
         }
     }
 
-    /// The same unit without a medium, whose names are not known, so neither are its reservations:
-    /// the VPD pages that would have the names are refused as NOT READY (SPC-4 6.6.1: INQUIRY data
-    /// that cannot be returned).
+    /// Removes the medium and the names, for which reservations are also unknown. VPD pages that
+    /// contain the names will fail with NOT READY (SPC-4 6.6.1: INQUIRY data that cannot be
+    /// returned).
     #[must_use]
     pub fn without_names(self) -> Self {
         Self {
@@ -168,76 +175,78 @@ impl LogicalUnit {
         }
     }
 
-    /// Returns whether the names in its configuration are its own.
+    /// Returns whether the names in the configuration are valid.
     #[must_use]
     pub fn has_names(&self) -> bool {
         self.has_names
     }
 
-    /// Returns whether it has a medium.
+    /// Returns whether the medium is available.
     #[must_use]
     pub fn has_medium(&self) -> bool {
         self.has_medium
     }
 
-    /// The configuration it was made of. The capacity may have changed since.
+    /// Returns the initial configuration. Note that the capacity may have changed since then.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Capacity in logical blocks.
+    /// Returns the current capacity, in logical blocks.
     #[must_use]
     pub fn capacity_blocks(&self) -> u64 {
         self.capacity.load(Ordering::Acquire)
     }
 
-    /// Capacity of the medium in bytes.
+    /// Returns the current capacity, in bytes.
     #[must_use]
     pub fn capacity_bytes(&self) -> u64 {
         self.capacity_blocks() * u64::from(self.config.block_size.bytes())
     }
 
-    /// Changes the capacity and notifies every nexus.
+    /// Updates the capacity and notifies all nexuses.
     ///
     /// # Errors
     ///
-    /// The new capacity is not one a unit can have.
+    /// If the new capacity is invalid.
     pub fn set_capacity(&self, blocks: u64) -> Result<(), ConfigError> {
         let config = Config {
             blocks,
             ..self.config.clone()
         };
         config.validate()?;
-        // Before the attention: an initiator that meets it asks for the capacity, and must get the
-        // new one.
+        // Store this before raising the unit attention, because the initiator will then read the
+        // capacity and must get the new value.
         self.capacity.store(blocks, Ordering::Release);
         self.raise(Attention::CapacityChanged, AttentionScope::All);
         if self.threshold().is_some() {
-            // THRESHOLD COUNT goes with the capacity.
+            // THRESHOLD COUNT depends on the capacity.
             self.raise(Attention::ModeChanged, AttentionScope::All);
         }
         Ok(())
     }
 
-    /// The soft threshold in percent, of a thin unit that has one.
+    /// Returns the soft threshold as a percentage, if this is thin provisioned and a threshold is
+    /// set.
     #[must_use]
     pub fn threshold(&self) -> Option<u8> {
         self.config.threshold.filter(|_| self.config.is_thin())
     }
 
-    /// Takes the bytes in use of the space that is available to the unit. Every nexus is notified
-    /// when these reach the threshold (SBC-3 4.7.3.8), and again only after they have receded by
-    /// [`HYSTERESIS`] percent of the space.
+    /// Updates the number of bytes used and the total space available to this LU. All nexuses are
+    /// notified when the threshold is reached (SBC-3 4.7.3.8). They are only notified again if the
+    /// used space has decreased by [`HYSTERESIS`] percent of the total in between.
     ///
-    /// Returns the new state, if it has changed: whether the threshold is reached.
+    /// If the state changes, returns whether the threshold has been reached.
     pub fn note_space(&self, used: u64, space: u64) -> Option<bool> {
         let percent = self.threshold()?;
-        // Wider than 64 bits: a space of exabytes times a hundred does not fit.
+        // Use more than 64 bits, because multiplying exabytes by a hundred would overflow.
         let is_beyond =
             |percent: u8| u128::from(used) * 100 >= u128::from(space) * u128::from(percent);
-        // Use that goes to and fro about the threshold would notify every nexus each time, hence
-        // two marks. The lower one is 1 % at least: with 0 % the state could never end.
+        // If there was only a single limit, we would notify all nexuses each time the used space
+        // varies around it. The lower limit must be at least 1 %, because we could never reset this
+        // state with 0 %.
         let is_filling = match self.is_filling.load(Ordering::Relaxed) {
             true => is_beyond(percent.saturating_sub(HYSTERESIS).max(1)),
             false => is_beyond(percent),
@@ -251,35 +260,40 @@ impl LogicalUnit {
         Some(is_filling)
     }
 
-    /// Whether the soft threshold has been reached.
+    /// Returns whether the soft threshold has been reached.
     #[must_use]
     pub fn is_filling(&self) -> bool {
         self.is_filling.load(Ordering::Relaxed)
     }
 
-    /// Makes a nexus known. Its first command meets the POWER ON, RESET unit
-    /// attention (SAM-5 5.14.1).
+    /// Adds a nexus. The first command will fail with the POWER ON, RESET unit attention (SAM-5
+    /// 5.14.1).
     pub fn add_nexus(&self, id: NexusId, nexus: Nexus) {
         self.enter_nexus(id, nexus, Attention::PowerOn);
     }
 
-    /// Makes a nexus known that takes the place of one between the same ports. Its first command
-    /// meets the I_T NEXUS LOSS unit attention (SAM-5 6.3.4).
+    /// Adds a nexus to replace a previous one between the same ports. The first command will fail
+    /// with the I_T NEXUS LOSS unit attention (SAM-5 6.3.4).
     pub fn add_nexus_after_loss(&self, id: NexusId, nexus: Nexus) {
         self.enter_nexus(id, nexus, Attention::NexusLoss);
     }
 
     fn enter_nexus(&self, id: NexusId, nexus: Nexus, first: Attention) {
+        // Update the port numbers reported in READ FULL STATUS. This must be done before we lock
+        // the other mutex.
+        self.update_reservations(|all| all.renumber_port(&nexus.target));
         let mut nexuses = self.lock_nexuses();
-        // Under the lock: a crossing from here on raises it for this nexus too.
+        // Check this with the lock held, so that this nexus is also notified if the threshold is
+        // reached after this point.
         match self.is_filling() {
             true => nexuses.insert(id, nexus, &[first, Attention::SoftThreshold]),
             false => nexuses.insert(id, nexus, &[first]),
         }
     }
 
-    /// Forgets a nexus and what was pending for it (I_T nexus loss). The last one starts a unit
-    /// that was stopped: the next initiator to log in has not stopped it.
+    /// Removes a nexus and all pending unit attentions (I_T nexus loss). If this was the last
+    /// nexus, the LU is started if it was stopped, because the next initiator to log in does not
+    /// expect this.
     pub fn remove_nexus(&self, id: NexusId) {
         let mut nexuses = self.lock_nexuses();
         nexuses.remove(id);
@@ -287,18 +301,18 @@ impl LogicalUnit {
             self.store_flags(self.flags() - Flags::STOPPED);
         }
         drop(nexuses);
-        // RESERVE ends with its nexus, a persistent reservation does not. Last, for a RESERVE that
-        // has met the nexus.
+        // A RESERVE is released with the nexus, but a persistent reservation is not. Do this last,
+        // in case a concurrent RESERVE has still found the nexus.
         self.release_unit(id);
     }
 
-    /// The ports of a nexus that was added.
+    /// Returns the ports of a nexus.
     #[must_use]
     pub fn nexus(&self, id: NexusId) -> Option<Arc<Nexus>> {
         self.lock_nexuses().nexus(id)
     }
 
-    /// Returns the number of nexuses that are known.
+    /// Returns the number of nexuses.
     #[must_use]
     pub fn nexuses(&self) -> usize {
         self.lock_nexuses().len()
@@ -309,19 +323,30 @@ impl LogicalUnit {
         self.lock_nexuses().raise(attention, scope);
     }
 
-    /// Does to the unit itself what a LOGICAL UNIT RESET does (SAM-5 6.3.3): mode parameters return
-    /// to their defaults, a stopped unit starts, and every nexus is notified. Aborting the tasks is
-    /// the task set's part.
+    /// Resets the LU itself, as required for LOGICAL UNIT RESET (SAM-5 6.3.3): mode parameters are
+    /// reset to their defaults, the LU is started if it was stopped, and all nexuses are notified.
+    /// Tasks are aborted by the task set.
+    ///
+    /// If the write cache is disabled, it stays disabled. Initiators only read WCE when they
+    /// discover the LU, and an initiator that has disabled the cache will not send a flush, so a
+    /// reset from any other initiator would make its writes volatile. If the cache was enabled via
+    /// MODE SELECT, using the default is safe.
     pub fn reset(&self) {
         self.update_reservations(Reservations::reset);
-        // One lock for the modes and the attention, as in `change_mode`: a MODE SELECT comes
-        // before both or after both.
+        // Use a single lock for both the modes and the unit attention, as in `change_mode`, so that
+        // a MODE SELECT is either before or after both.
         let mut nexuses = self.lock_nexuses();
-        self.store_flags(initial_flags(&self.config));
+        let before = self.flags();
+        let mut after = initial_flags(&self.config);
+        after.set(
+            Flags::WRITE_CACHE,
+            (after & before).contains(Flags::WRITE_CACHE),
+        );
+        self.change_flags(before, after);
         nexuses.raise(Attention::DeviceReset, AttentionScope::All);
     }
 
-    /// The sense of commands that change the medium, where it is write protected.
+    /// Returns the sense data for commands that change the medium, if it is write protected.
     pub(crate) fn write_protection(&self) -> Option<Sense> {
         let protected = if self.config.read_only {
             AdditionalSense::WRITE_PROTECTED
@@ -333,13 +358,13 @@ impl LogicalUnit {
         Some(Sense::new(SenseKey::DataProtect, protected))
     }
 
-    /// Whether START STOP UNIT has stopped the unit.
+    /// Returns whether this was stopped via START STOP UNIT.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.flags().contains(Flags::STOPPED)
     }
 
-    /// The sense of commands that need the medium, where there is none.
+    /// Returns the sense data for commands that need the medium, if there is no medium.
     pub(crate) fn no_medium(&self) -> Option<Sense> {
         match self.awaits_medium() {
             _ if self.has_medium => None,
@@ -348,21 +373,21 @@ impl LogicalUnit {
         }
     }
 
-    /// The sense of commands that need the medium, where they are refused.
+    /// Returns the sense data for commands that need the medium, if it cannot be accessed.
     pub(crate) fn not_ready(&self) -> Option<Sense> {
-        // An initiator could start a stopped unit, and would try in vain without a medium, so that
-        // comes first.
+        // Check this first: an initiator could start a stopped unit, but this would not help if
+        // there is no medium.
         self.no_medium()
             .or_else(|| self.is_stopped().then_some(STOPPED))
     }
 
-    /// Whether writes may stay in a volatile cache (WCE).
+    /// Returns whether data can be stored in a volatile cache (WCE bit).
     #[must_use]
     pub fn is_write_cache_enabled(&self) -> bool {
         self.flags().contains(Flags::WRITE_CACHE)
     }
 
-    /// The sense format that D_SENSE asks for.
+    /// Returns the sense data format selected with the D_SENSE bit.
     #[must_use]
     pub fn sense_format(&self) -> SenseFormat {
         if self.flags().contains(Flags::D_SENSE) {
@@ -384,24 +409,45 @@ impl LogicalUnit {
         self.flags.store(flags.bits(), Ordering::Release);
     }
 
-    /// Takes over the flags of the unit before.
+    /// Updates the flags. If this disables the write cache, a flush is now required.
+    fn change_flags(&self, before: Flags, after: Flags) {
+        if (before - after).contains(Flags::WRITE_CACHE) {
+            self.cache_flushes.disable();
+        }
+        self.store_flags(after);
+    }
+
+    /// Restores the flags from the previous LU.
     pub(crate) fn restore_flags(&self, flags: Flags) {
         let _guard = self.lock_nexuses();
         self.store_flags(flags);
     }
 
-    pub(crate) fn set_stopped(&self, stopped: bool) {
+    /// Returns the state of flushes that are required after the write cache was disabled.
+    pub(crate) fn cache_flushes(&self) -> &CacheFlushes {
+        &self.cache_flushes
+    }
+
+    /// Starts or stops the LU.
+    ///
+    /// # Errors
+    /// If this LU is being replaced, because the new one would not see the change.
+    pub(crate) fn set_stopped(&self, stopped: bool) -> Result<(), Sense> {
         let _guard = self.lock_nexuses();
+        if self.is_retired() {
+            return Err(BECOMING_READY);
+        }
         let mut flags = self.flags();
         flags.set(Flags::STOPPED, stopped);
         self.store_flags(flags);
+        Ok(())
     }
 
-    /// Applies MODE SELECT: the bits of `mask` take their values from `values`.
-    /// Other nexuses are notified when anything changed.
+    /// Updates the bits in `mask` to the given `values`, for MODE SELECT. If there was a change,
+    /// all other nexuses are notified.
     ///
     /// # Errors
-    /// Another unit takes its place, which would not know of the change.
+    /// If this LU is being replaced, because the new one would not see the change.
     pub(crate) fn change_mode(&self, mask: Flags, values: Flags, by: NexusId) -> Result<(), Sense> {
         let mut nexuses = self.lock_nexuses();
         if self.is_retired() {
@@ -409,30 +455,30 @@ impl LogicalUnit {
         }
         let before = self.flags();
         let after = (before - mask) | (values & mask);
-        // Writing the value that is there already is no change, and notifies no nexus.
+        // If the new value is the same as the current value, don't notify any nexus.
         if before != after {
-            self.store_flags(after);
+            self.change_flags(before, after);
             nexuses.raise(Attention::ModeChanged, AttentionScope::AllBut(by));
         }
         Ok(())
     }
 
-    /// The state the mode bits return to.
+    /// Returns the default state of the mode bits.
     pub(crate) fn default_flags(&self) -> Flags {
         initial_flags(&self.config)
     }
 
-    /// Takes the next pending unit attention of a nexus.
+    /// Removes and returns the next pending unit attention for a nexus.
     pub(crate) fn take_attention(&self, id: NexusId) -> Option<Attention> {
         self.nexuses.take_attention(id)
     }
 
-    /// REPORT LUNS was answered, and with it the unit attention that asks for it (SPC-4 6.33).
+    /// Clears the unit attention that notifies a nexus to send REPORT LUNS (SPC-4 6.33).
     pub(crate) fn acknowledge_luns(&self, id: NexusId) {
         self.nexuses.clear_attention(id, Attention::LunsChanged);
     }
 
-    /// Locks the table of nexuses.
+    /// Locks the nexus table.
     pub(crate) fn lock_nexuses(&self) -> NexusTable<'_> {
         self.nexuses.lock()
     }

@@ -1,10 +1,10 @@
-//! The I_T nexuses of a unit with their pending unit attentions.
+//! The I_T nexuses of an LU, with their pending unit attentions.
 //!
-//! The table is behind a mutex. Hint bits, indexed by a hash of the nexus, say whether a command
-//! must look behind it at all: a READ or WRITE of a nexus without pending attention takes no lock.
+//! The table is protected by a mutex. To avoid this lock for each READ or WRITE, we use an array of
+//! hint bits, indexed by a hash of the nexus ID. The table must only be checked if this bit is set.
 //!
-//! Invariant: a hint bit is set while any nexus that hashes to it has a pending attention. Bits are
-//! cleared under the mutex only, so no attention can be raised in between.
+//! Invariant: a hint bit is set if there is a pending unit attention for any nexus with this hash.
+//! The mutex is required to clear a bit, so that we cannot miss a unit attention raised in between.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError};
@@ -15,31 +15,31 @@ use riser_sync::{Mutex, MutexGuard};
 use crate::attention::{Attention, AttentionScope, Attentions};
 use crate::nexus::{Nexus, NexusId};
 
-/// Number of 64-bit words of hint bits.
+/// Size of the hint array, in 64-bit words.
 const WORDS: usize = 16;
 
-/// A nexus that has logged in.
+/// A nexus that is logged in.
 #[derive(Debug)]
 struct Entry {
     nexus: Arc<Nexus>,
     pending: Attentions,
 }
 
-/// The nexuses of a unit.
+/// The nexuses of an LU.
 #[derive(Debug)]
 pub(crate) struct Nexuses {
     hints: Hints,
     table: Mutex<HashMap<NexusId, Entry>>,
 }
 
-/// Table of nexuses, locked as long as it lives.
+/// The nexus table. It is locked until this is dropped.
 pub(crate) struct NexusTable<'a> {
     hints: &'a Hints,
     entries: MutexGuard<'a, HashMap<NexusId, Entry>>,
 }
 
 impl Nexuses {
-    /// Table without any nexus.
+    /// Creates a new empty table.
     pub(super) fn new() -> Self {
         Self {
             hints: Hints([const { AtomicU64::new(0) }; WORDS]),
@@ -47,7 +47,8 @@ impl Nexuses {
         }
     }
 
-    /// Locks the table. A panic elsewhere cannot have left it half changed, so poison is ignored.
+    /// Locks the table. If another thread has panicked, the table is still consistent, so we can
+    /// ignore that the mutex is poisoned.
     pub(crate) fn lock(&self) -> NexusTable<'_> {
         NexusTable {
             hints: &self.hints,
@@ -55,11 +56,11 @@ impl Nexuses {
         }
     }
 
-    /// Takes the next pending unit attention of a nexus.
+    /// Removes and returns the next pending unit attention for a nexus.
     #[inline]
     pub(super) fn take_attention(&self, id: NexusId) -> Option<Attention> {
-        // The bit may be that of another nexus. Then the table is locked in vain, which costs time
-        // and nothing else.
+        // The bit may be set for some other nexus, in which case we lock the table for nothing.
+        // This takes some time but is otherwise safe.
         if !self.hints.is_set(id) {
             return None;
         }
@@ -69,7 +70,7 @@ impl Nexuses {
         taken
     }
 
-    /// Clears a unit attention of a nexus, if it is pending.
+    /// Clears a unit attention for a nexus, if it is pending.
     pub(super) fn clear_attention(&self, id: NexusId, attention: Attention) {
         if !self.hints.is_set(id) {
             return;
@@ -83,7 +84,7 @@ impl Nexuses {
 }
 
 impl NexusTable<'_> {
-    /// Adds a nexus with unit attentions.
+    /// Adds a nexus with initial unit attentions.
     pub(super) fn insert(&mut self, id: NexusId, nexus: Nexus, attentions: &[Attention]) {
         let mut pending = Attentions::default();
         attentions.iter().for_each(|&one| pending.raise(one));
@@ -92,23 +93,23 @@ impl NexusTable<'_> {
         self.hints.set(id);
     }
 
-    /// Removes a nexus and what is pending for it.
+    /// Removes a nexus and all pending unit attentions.
     pub(super) fn remove(&mut self, id: NexusId) {
         self.entries.remove(&id);
         self.update_hint(id);
     }
 
-    /// The number of nexuses.
+    /// Returns the number of nexuses.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there is no nexus.
+    /// Returns whether the table is empty.
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// The ports of a nexus.
+    /// Returns the ports of a nexus.
     pub(super) fn nexus(&self, id: NexusId) -> Option<Arc<Nexus>> {
         self.entries.get(&id).map(|entry| Arc::clone(&entry.nexus))
     }
@@ -118,7 +119,7 @@ impl NexusTable<'_> {
         self.raise_where(attention, |id, _| scope.covers(id));
     }
 
-    /// Establishes a unit attention condition for some nexuses.
+    /// Establishes a unit attention condition for some of the nexuses.
     pub(super) fn raise_where(
         &mut self,
         attention: Attention,
@@ -132,10 +133,11 @@ impl NexusTable<'_> {
         }
     }
 
-    /// Clears the hint of a nexus unless one that shares it has something pending.
+    /// Clears the hint bit for a nexus, unless a unit attention is pending for any nexus with this
+    /// bit.
     fn update_hint(&self, id: NexusId) {
-        // All nexuses are looked at. This happens after an attention was taken or a nexus has
-        // left, and not for reads and writes.
+        // This needs to check all nexuses, but it's only done after a unit attention was returned
+        // or a nexus was removed. It is never done for reads and writes.
         let is_needed = self
             .entries
             .iter()
@@ -146,7 +148,7 @@ impl NexusTable<'_> {
     }
 }
 
-/// A bit for each hash of a nexus.
+/// A hint bit for each hash value.
 #[derive(Debug)]
 struct Hints([AtomicU64; WORDS]);
 
@@ -168,7 +170,7 @@ impl Hints {
     }
 }
 
-/// Word and bit of a nexus.
+/// Returns the index of the word and the bit for a nexus.
 #[inline]
 fn bit_of(id: NexusId) -> (usize, u64) {
     let index = id.0 as usize % (WORDS * 64);
@@ -183,11 +185,11 @@ mod tests {
     use super::*;
     use crate::tests::srp_nexus;
 
-    /// Two nexuses that share a hint bit.
+    /// Two nexuses that use the same hint bit.
     const PAIR: [NexusId; 2] = [NexusId(1), NexusId(1 + 64 * WORDS as u64)];
 
     #[test]
-    fn interleavings_of_raising_and_taking_leave_each_attention_once() {
+    fn concurrent_raise_keeps_each_attention_once() {
         explore(|| {
             let nexuses = Arc::new(Nexuses::new());
             for id in PAIR {

@@ -1,4 +1,4 @@
-//! The reservations of a unit: who may send a command, and changes that are saved.
+//! The reservations of an LU: which nexus may send a command, and how changes are saved.
 
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -16,11 +16,11 @@ use crate::reservation::{
 };
 
 impl LogicalUnit {
-    /// The same unit with the reservations that `keeper` has of it, which also keeps those to come
-    /// if initiators ask for it. Without a keeper, APTPL is refused.
+    /// Loads the reservations for this LU from `keeper`, which is also used to save any change if
+    /// an initiator requests this. APTPL is refused without a keeper.
     ///
     /// # Errors
-    /// The keeper cannot read the saved reservations.
+    /// If the keeper is unable to read the saved reservations.
     pub fn with_keeper(mut self, keeper: Arc<dyn ReservationKeeper>) -> io::Result<Self> {
         if let Some(saved) = keeper.load(&self.config.identity)? {
             self.update_reservations(|all| *all = Reservations::restored(saved));
@@ -29,26 +29,27 @@ impl LogicalUnit {
         Ok(self)
     }
 
-    /// The registrations and reservations of the unit.
+    /// Returns the current registrations and reservations.
     #[must_use]
     pub fn registrations(&self) -> Registrations {
         self.with_reservations(Reservations::shown)
     }
 
-    /// Returns whether its reservations are what initiators have made them.
+    /// Returns whether the reservations set by initiators are known.
     pub(crate) fn knows_reservations(&self) -> bool {
         self.knows_reservations
     }
 
-    /// Whether reservations may restrict any nexus.
+    /// Returns whether a reservation may restrict any nexus.
     pub(crate) fn is_restricted(&self) -> bool {
         self.restricted.load(Ordering::Acquire)
     }
 
-    /// Returns whether the reservation of another nexus forbids a command with these flags.
+    /// Returns whether a command with the given flags conflicts with the reservation of another
+    /// nexus.
     pub(crate) fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
-        // Looked up before the reservations are locked: their mutex and that of the nexuses are
-        // never held together, so their order can never be wrong.
+        // Do this before locking the reservations, because we never hold this mutex and the nexus
+        // mutex at the same time. This avoids any problem with the lock order.
         let nexus = self.nexus(id);
         self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), flags))
     }
@@ -60,8 +61,8 @@ impl LogicalUnit {
     pub(crate) fn update_reservations<T>(&self, change: impl FnOnce(&mut Reservations) -> T) -> T {
         let mut all = self.lock_reservations();
         let result = change(&mut all);
-        // Under the mutex, so that the flag cannot fall behind a later change. A READ or WRITE
-        // that has seen it clear a moment before counts as older than the reservation.
+        // Update this while holding the mutex, so that we can't overwrite it with an older value.
+        // If a READ or WRITE has just read this flag as clear, it is older than the reservation.
         self.restricted.store(all.restricts(), Ordering::Release);
         result
     }
@@ -71,69 +72,69 @@ impl LogicalUnit {
         self.keeper.is_some()
     }
 
-    /// Carries out a PERSISTENT RESERVE OUT. `None` if the change has to be saved first or aborts
-    /// commands, which begins with [`LogicalUnit::save_reservations`].
+    /// Executes a PERSISTENT RESERVE OUT. Returns `None` if the change needs to be saved first, or
+    /// if it aborts commands. In this case, [`LogicalUnit::save_reservations`] must be used.
     pub(crate) fn change_reservations(
         &self,
         change: &ReservationChange,
     ) -> Option<Result<(), ReservationError>> {
         let nexus = self.nexus(change.nexus);
-        // The question and the change are one critical section: a save that began between them
-        // would replace what is changed here by its older copy.
+        // We need to check and make the change in the same critical section. If a save were started
+        // in between, it would then overwrite our change with an older copy.
         let outcome = self.update_reservations(|all| {
             if all.is_step(change) {
                 return None;
             }
-            // The nexus may have logged out while its command waited. It must not register any
-            // more: its ports are not known.
+            // The nexus may have logged out while the command was waiting. We don't know the ports
+            // any more, so it can't be registered.
             let nexus = nexus.ok_or(ReservationError::Conflict);
             Some(nexus.and_then(|nexus| all.change(&nexus, change)))
         })?;
         Some(outcome.map(|notices| self.notify(&notices)))
     }
 
-    /// Carries out a change of reservations that is a step of its own: saves it where it must
-    /// persist through power loss, lets it take effect when it is durable, and notifies the nexuses
-    /// concerned. Changes are saved one after another. What was begun so takes effect although its
-    /// command is aborted meanwhile.
+    /// Executes a reservation change as a separate step. If persistence through power loss is
+    /// enabled, the change is saved first and only used once it is durable. This then notifies the
+    /// affected nexuses. Changes are saved in order. Once started, a change will be completed even
+    /// if the command is aborted.
     ///
-    /// Returns whose commands are to be aborted, which the caller does before the command is
-    /// answered: those in the task set now may have been let through before, and later ones are
-    /// not.
+    /// Returns the nexuses for which commands should be aborted. The caller must do this before it
+    /// sends the response, because commands currently in the task set may have been checked before
+    /// the change. Commands received after this don't need to be aborted.
     ///
-    /// Blocks as long as the [`ReservationKeeper`] does.
+    /// This blocks until the [`ReservationKeeper`] returns.
     ///
     /// # Errors
-    /// [`ReservationError`]; nothing has changed.
+    /// [`ReservationError`], in which case nothing has been changed.
     pub fn save_reservations(
         &self,
         change: &ReservationChange,
     ) -> Result<Option<Preemption>, ReservationError> {
-        // Two mutexes: this one makes changes wait for each other as long as a save blocks; that
-        // of the reservations is held for moments, so that commands go on being checked against
-        // the state before.
+        // We use two mutexes: this one serializes the changes while a save is blocking. The one for
+        // the reservations is only held for a short time, so that we can continue to check commands
+        // against the previous state.
         let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
         if self.is_retired() {
             return Err(ReservationError::Retired);
         }
         let nexus = self.nexus(change.nexus).ok_or(ReservationError::Conflict)?;
-        // Only a copy is changed until it is durable. The other order would report a reservation
-        // that a power loss takes back.
+        // We only change a copy until it is durable. Otherwise, we might report a reservation that
+        // is then lost after a power failure.
         let mut after = self.update_reservations(Reservations::begin_saving);
         let before = after.saved();
         let outcome = after.change(&nexus, change).and_then(|notices| {
-            // PREEMPT AND ABORT comes here also where nothing persists; then there is nothing to
-            // save.
+            // We also get here for a PREEMPT AND ABORT without persistence, in which case there is
+            // no need to save anything.
             let is_new = after.saved() != before;
             let saved = !is_new || self.keep(&before, &after);
             saved.then_some(notices).ok_or(ReservationError::NotSaved)
         });
         let saved = outcome.is_ok().then_some(after);
-        // Also after a failure: every other change waits until the save is over.
+        // Also do this after an error, because other changes have to wait until the save is done.
         self.update_reservations(|all| all.end_saving(saved));
         let notices = outcome?;
-        // After the change: an initiator that is notified asks for the reservations and must see
-        // the new ones.
+        // Do this after the change, because an initiator will read the reservations when it's
+        // notified, and must get the new state.
         self.notify(&notices);
         Ok(change.aborts().then_some(Preemption {
             by: change.nexus,
@@ -141,32 +142,33 @@ impl LogicalUnit {
         }))
     }
 
-    /// Whether a PREEMPT AND ABORT aborts the commands of a nexus. Those of sessions that have
-    /// ended are among them: a preempted nexus may have logged out while a device held its
-    /// commands.
+    /// Returns whether a PREEMPT AND ABORT should abort the commands from a nexus. This includes
+    /// closed sessions, because a preempted nexus may have logged out while a device was still
+    /// executing its commands.
     #[must_use]
     pub fn is_preempted(&self, preempted: &Preemption, id: NexusId) -> bool {
         let is_meant = |nexus: Arc<Nexus>| preempted.ports.iter().any(|ports| ports.is_of(&nexus));
         id != preempted.by && self.nexus(id).is_none_or(is_meant)
     }
 
-    /// Saves a state in the place of another one; `false` if it could not.
+    /// Replaces the saved state. Returns `false` on error.
     fn keep(&self, before: &Option<SavedReservations>, after: &Reservations) -> bool {
         let saved = self.save(after.saved().as_ref());
         if !saved {
-            // The new state may be there all the same, and must not come back after a power loss.
+            // The new state may still have been written, but must not be restored after a power
+            // loss.
             self.save(before.as_ref());
         }
         saved
     }
 
-    /// Makes the keeper keep a state; `false` if it could not.
+    /// Saves a state via the keeper. Returns `false` on error.
     pub(crate) fn save(&self, state: Option<&SavedReservations>) -> bool {
         let keeper = self.keeper.as_ref();
         keeper.is_some_and(|keeper| keeper.save(&self.config.identity, state).is_ok())
     }
 
-    /// Raises the unit attentions of a change of reservations.
+    /// Raises the unit attentions for a reservation change.
     fn notify(&self, notices: &Notices) {
         let mut nexuses = self.lock_nexuses();
         for (attention, concerned) in [
@@ -189,11 +191,12 @@ impl LogicalUnit {
         }
     }
 
-    /// RESERVE. `false` where it conflicts, or the nexus is not known any more: its end would not
-    /// release the unit.
+    /// Handles RESERVE. Returns `false` if there is a conflict, or if the nexus has been removed,
+    /// because the LU would then never be released.
     pub(crate) fn reserve_unit(&self, id: NexusId) -> bool {
         let is_reserved = self.update_reservations(|all| all.reserve_unit(id));
-        // Afterwards: a nexus that leaves later releases it.
+        // Check this after the update. If a nexus is removed after this point, that will release
+        // the LU.
         let is_known = self.nexus(id).is_some();
         if is_reserved && !is_known {
             self.release_unit(id);
@@ -201,8 +204,8 @@ impl LogicalUnit {
         is_reserved && is_known
     }
 
-    /// RELEASE, or the end of a nexus.
-    pub(crate) fn release_unit(&self, id: NexusId) {
+    /// Handles RELEASE, or the removal of a nexus.
+    pub fn release_unit(&self, id: NexusId) {
         self.update_reservations(|all| all.release_unit(id));
     }
 

@@ -1,9 +1,10 @@
-//! The state that a unit hands over to the one that takes its place, when another program goes on
-//! serving the disk.
+//! Used to pass the state of an LU on to its replacement, when another process continues to serve
+//! the disk.
 //!
-//! The nexuses end with the old program, and initiators that log in again meet POWER ON. But
-//! registrations and persistent reservations belong to the names of ports, which stay; and an
-//! initiator that has switched the write cache off or protected the unit counts on it.
+//! The nexuses are removed with the old process, so initiators will get POWER ON after the next
+//! login. But registrations and persistent reservations are based on port names, which don't
+//! change. If an initiator has disabled the write cache or enabled write protection, it also relies
+//! on this.
 
 use std::sync::PoisonError;
 
@@ -13,47 +14,51 @@ use serde::{Deserialize, Serialize};
 use super::{Flags, LogicalUnit};
 use crate::reservation::Reservations;
 
-/// The state of a unit that outlives its nexuses.
+/// State that is independent of the nexuses.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct UnitState {
     modes: Modes,
-    /// `None` if they are not known.
+    /// `None` if the reservations are unknown.
     reservations: Option<Reservations>,
 }
 
-/// Modes, as MODE SELECT and START STOP UNIT have made them.
+/// Modes set via MODE SELECT and START STOP UNIT.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Modes {
     d_sense: bool,
     software_write_protect: bool,
     write_cache: bool,
     stopped: bool,
+    /// Set when a flush is still required after the write cache was disabled.
+    #[serde(default)]
+    owes_flush: bool,
 }
 
 impl LogicalUnit {
-    /// The state for the unit that takes its place in the same process, while initiators may still
-    /// reach this one: from here on it refuses changes of its reservations and modes as NOT READY,
-    /// as none may succeed that the other unit does not know.
+    /// Returns the state for a new LU that will replace this one in the same process, while
+    /// initiators can still send commands to this one. After this, we refuse any change to
+    /// reservations and modes with NOT READY, because the new LU would not see it.
     ///
-    /// Blocks as long as a change of reservations is saved.
+    /// This blocks while a reservation change is being saved.
     #[must_use]
     pub fn retire(&self) -> UnitState {
         let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
         let nexuses = self.lock_nexuses();
         self.retired.store(true, Ordering::Relaxed);
         drop(nexuses);
-        // Without an end: each change waits for its turn, and finds that the unit is retired.
+        // We never call `end_saving` here. Any other change has to wait for the mutex, and will
+        // then see that this LU is retired.
         self.update_reservations(|all| drop(all.begin_saving()));
         self.export_state()
     }
 
-    /// Returns whether another unit takes its place. Exact under the mutex of the nexuses, and in
-    /// turn for a save.
+    /// Returns whether this LU is being replaced. This is only exact while holding the nexus mutex,
+    /// and in the critical section of a save.
     pub(crate) fn is_retired(&self) -> bool {
         self.retired.load(Ordering::Relaxed)
     }
 
-    /// The state for the unit that takes its place.
+    /// Returns the state for the new LU.
     #[must_use]
     pub fn export_state(&self) -> UnitState {
         let flags = self.flags();
@@ -63,6 +68,7 @@ impl LogicalUnit {
                 software_write_protect: flags.contains(Flags::SOFTWARE_WRITE_PROTECT),
                 write_cache: flags.contains(Flags::WRITE_CACHE),
                 stopped: flags.contains(Flags::STOPPED),
+                owes_flush: self.cache_flushes().owed().is_some(),
             },
             reservations: self
                 .knows_reservations()
@@ -70,11 +76,12 @@ impl LogicalUnit {
         }
     }
 
-    /// Takes over the state of the unit before, before there is any nexus. It is newer than what
-    /// the keeper had, and is saved in its place: the program before may have had another keeper,
-    /// or none. Where saving fails, which the keeper reports, the unit serves all the same.
+    /// Restores the state of the previous LU. This must be called before the first nexus is added.
+    /// The state is newer than the state from the keeper, and is saved again because the previous
+    /// process may have used a different keeper or none at all. If this fails, the keeper will log
+    /// an error, but we can still use the LU.
     ///
-    /// Blocks as long as the keeper does.
+    /// This blocks until the keeper returns.
     pub fn import_state(&self, state: &UnitState) {
         let modes = state.modes;
         let mut flags = Flags::empty();
@@ -83,6 +90,9 @@ impl LogicalUnit {
         flags.set(Flags::WRITE_CACHE, modes.write_cache);
         flags.set(Flags::STOPPED, modes.stopped);
         self.restore_flags(flags);
+        if modes.owes_flush {
+            self.cache_flushes().disable();
+        }
         let Some(reservations) = &state.reservations else {
             return;
         };
@@ -90,13 +100,13 @@ impl LogicalUnit {
         let (kept, new) = self.update_reservations(|all| {
             let kept = all.saved();
             *all = reservations.clone();
-            // PTPL_A would promise what this unit cannot keep.
+            // We can't persist this, so PTPL_A must not be set.
             if !can_persist {
                 all.stop_persisting();
             }
             (kept, all.saved())
         });
-        // The keeper may be a disk, so what it has already is not written again.
+        // The keeper may be using a disk, so avoid writing the same state again.
         if kept != new {
             self.save(new.as_ref());
         }

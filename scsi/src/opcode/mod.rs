@@ -1,28 +1,28 @@
-//! The opcode table: what commands there are.
+//! The opcode table, with all commands that we support.
 //!
-//! One row per command, or per service action, says everything general about it: name, CDB length
-//! and usage bitmap, direction, what must hold before it may run, the recommended timeout, and the
-//! function that plans it. The same rows refuse reserved bits and answer REPORT SUPPORTED OPERATION
-//! CODES, so what is reported cannot differ from what is done.
+//! For each command or service action there is a row with the name, CDB length and usage bitmap,
+//! data direction, required state, recommended timeout, and the function used to plan the command.
+//! We use the same rows to check for reserved bits and to create the REPORT SUPPORTED OPERATION
+//! CODES response, so that the reported values always match the implementation.
 //!
-//! A CDB is looked up once, by [`Opcode::of`], where a transport delivers it; its row travels with
-//! the command from there.
+//! The transport calls [`Opcode::of`] for each CDB that it receives, and then passes the row on
+//! with the command.
 
 mod report;
 mod table;
 
 use crate::cdb::{ACTION_MASK, Cdb, Usage};
 use crate::commands::machine::PlanFn;
-use crate::data::cdb::{inquiry, unmap, write_same_16};
+use crate::data::cdb::{inquiry, unmap};
 use crate::data::vpd;
 use crate::flags::CommandFlags;
 use crate::sense::{AdditionalSense, Sense};
 use crate::task::{Blocks, Footprint};
 
-/// Direction of a command's data.
+/// Data direction of a command.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Direction {
-    /// No data in either direction.
+    /// No data transfer.
     None,
     /// Data-In: from the logical unit to the initiator.
     In,
@@ -30,67 +30,67 @@ pub enum Direction {
     Out,
 }
 
-/// Kind of a command, for counters.
+/// Type of a command, used for counters.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Kind {
-    /// Reads blocks, and changes nothing.
+    /// Reads blocks without changing them.
     Read,
-    /// Writes blocks, with data of their own or repeated ones.
+    /// Writes blocks, using either new or repeated data.
     Write,
-    /// Makes what was written durable.
+    /// Flushes written data to stable storage.
     Flush,
-    /// Deallocates blocks, whose content is lost.
+    /// Deallocates blocks. Their data is lost.
     Unmap,
     /// Compares or verifies blocks.
     Compare,
-    /// Everything that is not about blocks, and unknown commands.
+    /// Any command that does not access blocks, including unknown commands.
     Other,
 }
 
-/// Amount of data of a command.
+/// The amount of data transferred by a command.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Volume {
-    /// Whether it changes the medium.
+    /// Set when this changes the medium.
     pub is_write: bool,
-    /// Bytes that it reads from the medium, takes from the initiator, or writes many times.
+    /// Number of bytes to read from the medium, receive from the initiator, or write repeatedly.
     pub bytes: u64,
-    /// Whether they come from the initiator.
+    /// Set when the data is sent by the initiator.
     pub is_sent: bool,
 }
 
-/// One row of the table.
+/// A row in the table.
 #[derive(Debug)]
 pub struct Opcode {
-    /// OPERATION CODE, byte 0 of the CDB.
+    /// OPERATION CODE in byte 0 of the CDB.
     pub code: u8,
-    /// SERVICE ACTION, for operation codes that have them.
+    /// SERVICE ACTION, if used for this operation code.
     pub service_action: Option<u8>,
-    /// The command's name in its standard.
+    /// The name of the command in the standard.
     pub name: &'static str,
-    /// CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES.
+    /// CDB USAGE DATA for REPORT SUPPORTED OPERATION CODES.
     pub(crate) usage: Usage,
-    /// Direction of the data.
+    /// Data direction.
     pub direction: Direction,
     /// Recommended command timeout in seconds.
     pub timeout: u32,
-    /// Kind of the command.
+    /// Type of the command.
     pub kind: Kind,
     pub(crate) flags: CommandFlags,
     pub(crate) plan: PlanFn,
 }
 
-/// Stands for every operation code that is not in the table.
+/// Used for all operation codes that are not in the table.
 static UNKNOWN: Opcode =
     unknown(|_, _| Err(Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE).into()));
 
-/// Stands for every service action that is not in the table, of operation codes that are.
+/// Used for an operation code that is in the table, but without this service action.
 static UNKNOWN_ACTION: Opcode = unknown(|_, _| Err(INVALID_ACTION.into()));
 
 const INVALID_ACTION: Sense = Sense::cdb_field(1, Some(4));
 
-/// The row of a command that is refused, also where another nexus has reserved the unit, once the
-/// unit attentions before it are reported.
+/// Creates a new row for a command that is always refused, even if the LU is reserved by another
+/// nexus, but after any pending unit attention has been reported.
 const fn unknown(plan: PlanFn) -> Opcode {
     Opcode {
         code: 0xff,
@@ -105,12 +105,12 @@ const fn unknown(plan: PlanFn) -> Opcode {
     }
 }
 
-/// Row at which each operation code starts; `NO_ROW` where there is none.
+/// Index of the first row for each operation code, or `NO_ROW`.
 static FIRST: [u8; 256] = {
     let mut first = [NO_ROW; 256];
     let mut row = table::TABLE.len();
     while row > 0 {
-        // From the last row to the first, so that the first of an operation code stays.
+        // Use reverse order, so that the first row for an operation code is set last.
         row -= 1;
         first[table::TABLE[row].code as usize] = row as u8;
     }
@@ -119,7 +119,7 @@ static FIRST: [u8; 256] = {
 
 const NO_ROW: u8 = u8::MAX;
 
-/// The rows of an operation code.
+/// Returns the rows for an operation code.
 fn with_code(code: u8) -> impl Iterator<Item = &'static Opcode> {
     let first = usize::from(FIRST[usize::from(code)]);
     Opcode::all()
@@ -133,17 +133,18 @@ const INQUIRY: &Opcode = Opcode::named("INQUIRY");
 const START_STOP_UNIT: &Opcode = Opcode::named("START STOP UNIT");
 
 impl Opcode {
-    /// Every command, in ascending order of operation codes and service actions.
+    /// Returns all commands, sorted by operation code and service action.
     #[must_use]
     pub fn all() -> &'static [Self] {
         &table::TABLE
     }
 
-    /// The row of a CDB. That of a command that is not in the table refuses it.
+    /// Returns the row for a CDB. If the command is not in the table, this returns a row that will
+    /// refuse it.
     #[must_use]
     pub fn of(cdb: &[u8]) -> &'static Self {
-        // A transport may deliver nothing at all. Even that is refused by a row, so no caller
-        // needs a case of its own.
+        // The transport may even pass an empty CDB. We also return a row for this, so that the
+        // caller doesn't need to handle it.
         let Some(&code) = cdb.first() else {
             return &UNKNOWN;
         };
@@ -152,8 +153,8 @@ impl Opcode {
             None => &UNKNOWN,
             Some(row) if row.service_action.is_none() => row,
             Some(_) => {
-                // A CDB that ends before its service action finds no row, and is refused as an
-                // unknown one.
+                // If the CDB is too short for a service action, it's handled as an unknown service
+                // action.
                 let action = cdb.get(1).map(|byte| byte & ACTION_MASK);
                 with_code(code)
                     .find(|row| row.service_action == action)
@@ -162,8 +163,8 @@ impl Opcode {
         }
     }
 
-    /// The row of a CDB that an initiator sends: also that of a command that a unit of ours does
-    /// not offer.
+    /// Returns the row for a CDB sent by an initiator. This may be a command that is not supported
+    /// by our LUs.
     #[must_use]
     pub fn sent(cdb: &[u8]) -> &'static Self {
         let row = Self::of(cdb);
@@ -175,25 +176,25 @@ impl Opcode {
         }
     }
 
-    /// The row with a name, for constants.
+    /// Returns the row with the given name, used for constants.
     ///
     /// # Panics
-    /// No command has this name.
+    /// If no command has the given name.
     #[must_use]
     pub const fn named(name: &str) -> &'static Self {
         match find(&table::TABLE, name) {
             Some(row) => row,
-            None => find(&table::FOREIGN, name).expect("a command has this name"),
+            None => find(&table::FOREIGN, name).expect("unknown command name"),
         }
     }
 
-    /// A CDB of the command whose other fields are zero.
+    /// Creates a CDB for this command with all other fields set to zero.
     #[must_use]
     pub fn cdb(&self) -> Cdb {
         Cdb::new(self.code, self.service_action, &self.usage)
     }
 
-    /// Returns whether a command is known to change nothing, neither the medium nor the unit.
+    /// Returns whether a command is known not to change the medium or the state of the LU.
     #[must_use]
     pub fn changes_nothing(&self) -> bool {
         let changing = CommandFlags::WRITES
@@ -203,34 +204,34 @@ impl Opcode {
         !self.flags.intersects(changing)
     }
 
-    /// Whether it is a row of the table.
+    /// Returns whether this is a row in the table.
     #[must_use]
     pub fn is_known(&self) -> bool {
         !self.is(&UNKNOWN) && !self.is(&UNKNOWN_ACTION)
     }
 
-    /// Returns whether it is this row.
+    /// Returns whether this is the given row.
     #[must_use]
     pub fn is(&self, row: &Self) -> bool {
         std::ptr::eq(self, row)
     }
 
-    /// CDB usage bitmap, as long as the CDB (SPC-4 6.35). A bit is one if it is evaluated; one
-    /// that is zero must be zero in the CDB.
+    /// Returns the CDB usage bitmap, which has the same size as the CDB (SPC-4 6.35). A bit is set
+    /// if we evaluate it, and must be zero in the CDB otherwise.
     #[must_use]
     pub fn usage(&self) -> &[u8] {
         self.usage.bytes()
     }
 
-    /// Whether the command runs although a unit attention is pending.
+    /// Returns whether this command can be executed while a unit attention is pending.
     #[must_use]
     pub fn is_free_of_attention(&self) -> bool {
         self.flags.contains(CommandFlags::UNDER_ATTENTION)
     }
 
-    /// Returns whether the command asks for the names of the unit: INQUIRY of the page Unit Serial
-    /// Number or Device Identification (SPC-4 7.8). Standard INQUIRY data do not distinguish
-    /// units.
+    /// Returns whether a command requests the names of an LU. This is an INQUIRY for the Unit
+    /// Serial Number or Device Identification page (SPC-4 7.8), because the standard INQUIRY data
+    /// cannot be used to identify an LU.
     #[must_use]
     pub fn asks_for_names(&self, cdb: &[u8]) -> bool {
         const NAMES: [u8; 2] = [vpd::UNIT_SERIAL_NUMBER, vpd::DEVICE_IDENTIFICATION];
@@ -241,7 +242,7 @@ impl Opcode {
                 .is_some_and(|page| NAMES.contains(&page))
     }
 
-    /// The sense of a command that this unit does not offer.
+    /// Returns the sense data if this command is not supported by an LU.
     pub(crate) fn unsupported(&self) -> Sense {
         if self.service_action.is_some() {
             INVALID_ACTION
@@ -250,9 +251,10 @@ impl Opcode {
         }
     }
 
-    /// The flags as far as reservations look at them. Everyone may start a unit (SPC-4 table 51).
+    /// Returns the flags used to check for reservations. A START is always allowed (SPC-4 table
+    /// 51).
     pub(crate) fn flags_under_reservation(&self, cdb: &[u8]) -> CommandFlags {
-        // START, and no POWER CONDITION.
+        // START is set, and POWER CONDITION is zero.
         let starts = cdb.get(4).is_some_and(|byte| byte & 0xf1 == 0x01);
         if starts && self.is(START_STOP_UNIT) {
             return self.flags - CommandFlags::CHANGES;
@@ -260,16 +262,15 @@ impl Opcode {
         self.flags
     }
 
-    /// The blocks that the command changes on the medium, for the task set.
+    /// Returns the blocks that the command will change on the medium, used by the task set.
     #[must_use]
     pub fn footprint(&self, cdb: &[u8]) -> Footprint {
-        // Only what changes the medium can be in the way of an atomic command, or have to wait for
-        // one.
+        // An atomic command can only conflict with a command that changes the medium.
         if !self.flags.contains(CommandFlags::WRITES) {
             return Footprint::None;
         }
         let blocks = match self.kind {
-            // The blocks of an UNMAP are in its data.
+            // The blocks for an UNMAP are in the parameter list.
             Kind::Unmap => Some(Blocks::ALL),
             _ => self.blocks(cdb),
         };
@@ -280,27 +281,28 @@ impl Opcode {
         }
     }
 
-    /// The blocks that a CDB is about; `None` for commands without, and where it is too short.
+    /// Returns the blocks in a CDB. This is `None` if the command does not use any, or if the CDB
+    /// is too short.
     #[must_use]
     pub fn blocks(&self, cdb: &[u8]) -> Option<Blocks> {
         if matches!(self.kind, Kind::Unmap | Kind::Other) {
             return None;
         }
-        // Masked, and not parsed: this is asked before the CDB has been checked, and makes no
+        // Use a masked CDB here. This is called before the CDB is checked, so we can't return any
         // sense data.
         let extent = Cdb::masked(cdb, &self.usage)?.extent();
         Some(Blocks {
             first: extent.lba,
-            // Nothing has compared the LBA with the capacity yet. A run that would wrap reaches to
-            // the end of all blocks, so it overlaps what it could.
+            // The LBA has not been checked against the capacity yet. If the sum would overflow, use
+            // the maximum, so that this still overlaps with all possible blocks.
             end: extent.lba.saturating_add(extent.blocks),
         })
     }
 
-    /// The amount of data of a command by its CDB alone, for those who count it before it starts;
-    /// `None` for one that moves no blocks. VERIFY reads its blocks for any BYTCHK. WRITE
-    /// SAME writes all of its blocks, unless it has none to write (NDOB) and is to unmap them: one
-    /// that has a block may find that it cannot unmap.
+    /// Returns the amount of data based on the CDB, so that it can be counted before the command is
+    /// started. This is `None` if the command does not transfer any blocks. Note that VERIFY will
+    /// read the blocks for any value of BYTCHK. WRITE SAME is assumed to write all of its blocks,
+    /// even without data (NDOB) or with UNMAP, because the backend might not be able to unmap them.
     #[must_use]
     pub fn volume(&self, cdb: &[u8], block_size: u32) -> Option<Volume> {
         if matches!(self.kind, Kind::Flush | Kind::Other) {
@@ -310,25 +312,23 @@ impl Opcode {
         let is_write = self.flags.contains(CommandFlags::WRITES);
         let repeats = self.flags.contains(CommandFlags::REPEATS);
         let block = u64::from(block_size);
-        let (ndob, unmaps) = (cdb.get(write_same_16::NDOB), cdb.get(write_same_16::UNMAP));
         let bytes = match self.kind {
             Kind::Unmap => cdb.get(unmap::PARAMETER_LIST_LENGTH).into(),
-            // COMPARE AND WRITE: what is compared, and what is written.
+            // COMPARE AND WRITE has data to compare and data to write.
             Kind::Compare if is_write => 2 * cdb.extent().blocks * block,
-            _ if repeats && ndob && unmaps => block,
             _ => cdb.extent().blocks * block,
         };
         Some(Volume {
             is_write,
             bytes,
-            // WRITE SAME takes one block however many it writes, so the length of its Data-Out
-            // bounds nothing.
+            // WRITE SAME only receives a single block for any number of blocks to write, so the
+            // size of Data-Out is not a limit.
             is_sent: is_write && !repeats,
         })
     }
 }
 
-/// The row with a name, for constants.
+/// Returns the row with the given name, used for constants.
 const fn find(rows: &'static [Opcode], name: &str) -> Option<&'static Opcode> {
     let mut row = 0;
     while row < rows.len() {
@@ -340,7 +340,7 @@ const fn find(rows: &'static [Opcode], name: &str) -> Option<&'static Opcode> {
     None
 }
 
-/// Equality of strings, for constants.
+/// Compares two strings, used for constants.
 const fn is_same(a: &str, b: &str) -> bool {
     let (a, b) = (a.as_bytes(), b.as_bytes());
     let mut at = 0;
@@ -355,7 +355,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn volumes_are_those_of_blocks_and_of_data_that_are_taken() {
+    fn volume_counts_blocks_and_data() {
         let volume = |cdb: &[u8]| {
             Opcode::of(cdb)
                 .volume(cdb, 512)
@@ -369,7 +369,7 @@ mod tests {
         );
         let read = [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 1, 0, 0];
         assert_eq!(volume(&read), Some((false, 0xff00_0001 * 512)));
-        // VERIFY (10), with data and without.
+        // VERIFY (10), with and without data.
         assert_eq!(
             volume(&[0x2f, 2, 0, 0, 0, 4, 0, 0, 9, 0]),
             Some((false, 9 * 512))
@@ -390,15 +390,15 @@ mod tests {
         let same = [0x93, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 0, 0];
         assert_eq!(volume(&same), Some((true, 0x00ff_0000 * 512)));
         let same = |flags| [0x93, flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0];
-        // UNMAP, which needs a block of zeroes; NDOB; both.
+        // With UNMAP, with NDOB, and with both: if the medium can't unmap, all blocks are written.
         assert_eq!(volume(&same(0x08)), Some((true, 8 * 512)));
         assert_eq!(volume(&same(0x01)), Some((true, 8 * 512)));
-        assert_eq!(volume(&same(0x09)), Some((true, 512)));
+        assert_eq!(volume(&same(0x09)), Some((true, 8 * 512)));
         let same = [0x41, 0, 0, 0, 0, 0, 0, 0, 8, 0];
         assert_eq!(volume(&same), Some((true, 8 * 512)));
         let compare = [0x89, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0];
         assert_eq!(volume(&compare), Some((true, 6 * 512)));
-        // TEST UNIT READY, SYNCHRONIZE CACHE (10), one that is too short, one that is unknown.
+        // TEST UNIT READY, SYNCHRONIZE CACHE (10), a CDB that is too short, and an unknown command.
         assert_eq!(volume(&[0; 6]), None);
         assert_eq!(volume(&[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0]), None);
         assert_eq!(volume(&[0x28, 0, 0]), None);
@@ -412,7 +412,7 @@ mod tests {
             assert!(key(&pair[0]) < key(&pair[1]), "{}", pair[1].name);
         }
         for entry in Opcode::all() {
-            // SPC-4 4.2.5.1: the group code in bits 7 to 5 gives the length.
+            // The length is based on the group code in bits 7 to 5 (SPC-4 4.2.5.1).
             let len = match entry.code >> 5 {
                 0 => 6,
                 1 | 2 => 10,
@@ -431,8 +431,8 @@ mod tests {
         assert_eq!(UNKNOWN.kind, Kind::Other);
     }
 
-    /// The kind of a command that its name says. Metrics count by kinds, and nothing else would
-    /// notice a wrong one.
+    /// Returns the expected type for a command name. This is used for metrics, so no other test
+    /// would detect an invalid type.
     fn kind_of(name: &str) -> Kind {
         match name.split(' ').next().unwrap() {
             "READ" if name.starts_with("READ (") => Kind::Read,
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn initiators_know_commands_of_others() {
+    fn initiator_table_includes_foreign_commands() {
         let groups = [0xa3, 0x0a, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0];
         assert!(!Opcode::of(&groups).is_known());
         assert_eq!(Opcode::sent(&groups).name, "REPORT TARGET PORT GROUPS");
@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_nothing_may_be_sent_again() {
+    fn state_changing_commands_are_complete() {
         let changing = Opcode::all().iter().filter(|row| !row.changes_nothing());
         #[rustfmt::skip]
         assert_eq!(changing.map(|row| row.name).collect::<Vec<_>>(), [
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_codes_and_actions_are_distinguished() {
+    fn unknown_opcodes_and_actions_differ() {
         assert!(Opcode::of(&[]).is(&UNKNOWN));
         assert!(Opcode::of(&[0xff]).is(&UNKNOWN));
         assert!(Opcode::of(&[0x9e, 0x11]).is(&UNKNOWN_ACTION));

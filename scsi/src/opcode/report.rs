@@ -1,5 +1,5 @@
 //! REPORT SUPPORTED OPERATION CODES and REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4 6.35,
-//! 6.36), read from the opcode table.
+//! 6.36), based on the opcode table.
 
 use super::{INVALID_ACTION, Opcode, with_code};
 use crate::cdb::{ACTION_MASK, Cdb};
@@ -8,7 +8,7 @@ use crate::config::Config;
 use crate::flags::CommandFlags;
 use crate::sense::Sense;
 
-/// SUPPORT: not supported; supported as the standard says.
+/// SUPPORT field: not supported, or supported as in the standard.
 const NOT_SUPPORTED: u8 = 0x1;
 const STANDARD: u8 = 0x3;
 
@@ -23,7 +23,7 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     let data = match cdb.byte(2) & 0x7 {
         0 => all(config, timeouts),
         option @ 1..=3 => {
-            // A THIN command of a thick unit exists in the table, and not for this unit.
+            // A THIN command is in the table, but not supported by a fully provisioned LU.
             let entry = one(option, cdb.byte(3), cdb.be16(4))?;
             describe(entry.filter(|entry| is_offered(entry, config)), timeouts)
         }
@@ -32,31 +32,31 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     Ok(Plan::data(data, cdb.be32(6)))
 }
 
-/// Finds the command one descriptor is asked for.
+/// Returns the command for which a single descriptor was requested.
 ///
-/// Option 1 is for opcodes without service actions, option 2 for those with,
-/// option 3 for either.
+/// Option 1 is used for opcodes without service actions, option 2 for opcodes with service actions,
+/// and option 3 for both.
 fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sense> {
-    // An unknown command is no error here: that it is not supported is the answer.
+    // An unknown command is not an error. We need to report that it's not supported.
     let Some(first) = with_code(code).next() else {
         return Ok(None);
     };
     let has_actions = first.service_action.is_some();
     match option {
-        // An option that does not fit the command is an error of the initiator, which would take
-        // the answer for that of another command.
+        // If the option does not match the command, we need to return an error. Otherwise, the
+        // initiator would use the response for a different command.
         1 if has_actions => return Err(Sense::cdb_field(2, Some(2))),
         2 if !has_actions => return Err(Sense::cdb_field(2, Some(2))),
         _ => {}
     }
     if !has_actions {
-        // By option 3 a command without service actions has the action zero and no other.
+        // With option 3, a command without service actions must have an action of zero.
         return Ok((option == 1 || action == 0).then_some(first));
     }
     Ok(with_code(code).find(|entry| entry.service_action.map(u16::from) == Some(action)))
 }
 
-/// Refuses a command that only initiators know.
+/// Refuses a command that is only sent by initiators.
 pub(crate) fn plan_foreign<M>(_planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<M> {
     Err(INVALID_ACTION.into())
 }
@@ -64,7 +64,7 @@ pub(crate) fn plan_foreign<M>(_planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult<
 fn timeouts_descriptor(entry: &Opcode) -> [u8; 12] {
     let mut out = [0; 12];
     out[1] = 0x0a;
-    // The nominal time is not known; the recommended timeout is.
+    // We don't know the nominal time, so use the recommended timeout.
     out[8..].copy_from_slice(&entry.timeout.to_be_bytes());
     out
 }
@@ -98,7 +98,7 @@ fn describe(entry: Option<&Opcode>, timeouts: bool) -> Vec<u8> {
     let start = data.len();
     data.extend_from_slice(entry.usage());
     if let Some(action) = entry.service_action {
-        // The bitmap names the action itself where the action is.
+        // Replace the mask with the actual service action in this byte of the bitmap.
         data[start + 1] = data[start + 1] & !ACTION_MASK | action;
     }
     if timeouts {
@@ -109,11 +109,11 @@ fn describe(entry: Option<&Opcode>, timeouts: bool) -> Vec<u8> {
 
 /// REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS.
 pub(crate) fn plan_task_functions<M>(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    // ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET, QUERY TASK;
-    // then QUERY TASK SET, I_T NEXUS RESET.
+    // ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET, QUERY TASK, then QUERY TASK
+    // SET, I_T NEXUS RESET.
     let mut data = vec![0x80 | 0x40 | 0x10 | 0x08 | 0x04, 0x02 | 0x01, 0, 0];
     if cdb.bit(2, 7) {
-        // REPD: sixteen bytes, twelve of them additional; no timeouts known.
+        // REPD: the total size is 16 bytes, with 12 additional bytes. We don't report any timeouts.
         data[3] = 0x0c;
         data.resize(16, 0);
     }

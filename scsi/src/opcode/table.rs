@@ -10,7 +10,7 @@ use crate::commands::{
 };
 use crate::flags::CommandFlags;
 
-/// Writes the table: a command per line.
+/// Creates the table, with one command per line.
 macro_rules! table {
     (action) => { None };
     (action $action:literal) => { Some($action) };
@@ -32,13 +32,14 @@ macro_rules! table {
     };
 }
 
-/// Every command, in ascending order of operation codes and service actions.
+/// All commands, sorted by operation code and service action.
 ///
-/// The columns: operation code and service action, direction of the data, recommended command
-/// timeout in seconds, kind, properties, the function that plans the command, usage of the CDB
-/// after the operation code, name in the standard.
+/// Columns: operation code and service action, data direction, recommended command timeout in
+/// seconds, type, flags, planning function, CDB usage after the operation code, and the name in the
+/// standard.
 ///
-/// An array, not a slice: only then has a row one address, by which it is recognised.
+/// This must be an array instead of a slice, because rows are compared by address, which has to be
+/// unique.
 pub(super) static TABLE: [Opcode; 54] = table! {
     0x00      None  30 Other   [READY]             unit_state::plan_test_unit_ready          "00 0000 00 00"                      "TEST UNIT READY";
     0x03      In    30 Other   [UNDER_ATTENTION]   unit_state::plan_request_sense            "01 0000 ff 00"                      "REQUEST SENSE";
@@ -96,7 +97,7 @@ pub(super) static TABLE: [Opcode; 54] = table! {
     0xb7      In    30 Other   [READY|READS]       defects::plan_defects_12                  "1f ffffffff ffffffff 00 00"         "READ DEFECT DATA (12)";
 };
 
-/// Commands that an initiator sends to other targets, and that a unit of ours does not offer.
+/// Commands that can be sent to other targets, but are not supported by our LUs.
 pub(super) static FOREIGN: [Opcode; 2] = table! {
     0xa3/0x05 In    30 Other   []                      report::plan_foreign                      "1f 0000 0000 ffffffff fe 00" "REPORT IDENTIFYING INFORMATION";
     0xa3/0x0a In    30 Other   []                      report::plan_foreign                      "ff 0000 0000 ffffffff 00 00" "REPORT TARGET PORT GROUPS";

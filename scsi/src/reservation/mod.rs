@@ -1,26 +1,27 @@
-//! Reservations of a logical unit: persistent ones (SPC-4 5.13) and the older ones of RESERVE and
-//! RELEASE (SPC-2 5.5).
+//! Reservations of a logical unit: persistent reservations (SPC-4 5.13) and the older RESERVE and
+//! RELEASE commands (SPC-2 5.5).
 //!
-//! Both belong to I_T nexuses. A registration outlives its nexus: who logs in again by the same
-//! ports is registered still, so it is kept by the names of the ports. A reservation by RESERVE
-//! ends with its nexus.
+//! Both are associated with an I_T nexus. A registration is stored with the port names, so it is
+//! still valid if an initiator logs in again via the same ports. A reservation set with RESERVE is
+//! released when the nexus is removed.
 //!
-//! At a unit without reservation a command looks at one atomic.
+//! If there are no reservations, a command only needs to check a single atomic.
 //!
 //! # Invariants
-//! - A reservation that is not one of all registrants has a holder who is registered.
-//! - One of all registrants ends with the last registration.
+//! - Unless the type is "all registrants", a persistent reservation has a holder, which is
+//!   registered.
+//! - An "all registrants" reservation is released with the last registration.
 //!
 //! # Persistence through power loss (SPC-4 5.13.5)
-//! The APTPL bit of the last registration that succeeded governs the whole unit. While it is one,
-//! every change is saved before it takes effect, by the [`ReservationKeeper`] that the unit was
-//! made with. A save blocks, so such a change is a step of its own
-//! ([`BlockOp::ChangeReservations`](crate::step::BlockOp::ChangeReservations)) that the target
-//! carries out away from its data path. A unit without a keeper refuses APTPL.
+//! APTPL applies to the entire unit, and is set by the last successful registration. If it is set,
+//! each change must be saved before it takes effect, using the [`ReservationKeeper`] that was
+//! passed when the LU was created. Because saving may block, such a change is a separate step
+//! ([`BlockOp::ChangeReservations`](crate::step::BlockOp::ChangeReservations)), which the target
+//! should not execute on the data path. APTPL is refused if there is no keeper.
 //!
 //! # Not implemented
-//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are refused, as REPORT CAPABILITIES reports. At
-//! most [`MAX_REGISTRANTS`] nexuses can be registered.
+//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE. These are refused, as reported in REPORT
+//! CAPABILITIES. The number of registrations is limited to [`MAX_REGISTRANTS`].
 
 mod service_actions;
 
@@ -33,9 +34,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Identity;
 use crate::flags::CommandFlags;
-use crate::nexus::{Nexus, NexusId, PortName};
+use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
 
-/// Registrations of a unit at most: their list must fit one READ KEYS and READ FULL STATUS.
+/// Maximum number of registrations for an LU. The list must fit into a single READ KEYS or READ
+/// FULL STATUS response.
 pub(crate) const MAX_REGISTRANTS: usize = 256;
 
 /// TYPE of a persistent reservation (SPC-4 table 40).
@@ -53,7 +55,7 @@ pub(crate) enum ReservationType {
 }
 
 impl ReservationType {
-    /// Whether every registrant holds the reservation.
+    /// Returns whether all registrants hold the reservation.
     pub(crate) fn is_of_all(self) -> bool {
         matches!(
             self,
@@ -61,12 +63,12 @@ impl ReservationType {
         )
     }
 
-    /// Returns whether registrants may do what the holder may.
+    /// Returns whether registrants have the same access as the holder.
     fn favours_registrants(self) -> bool {
         !matches!(self, Self::WriteExclusive | Self::ExclusiveAccess)
     }
 
-    /// Returns whether others may not even read.
+    /// Returns whether reads are also denied for any other nexus.
     fn forbids_reads(self) -> bool {
         matches!(
             self,
@@ -77,13 +79,13 @@ impl ReservationType {
     }
 }
 
-/// The ports of an I_T nexus that is registered. They are the same ports if their names are.
+/// The ports of a registered I_T nexus. Only the names are used to compare them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Ports {
     pub(crate) initiator: PortName,
     pub(crate) target: PortName,
-    /// RELATIVE TARGET PORT IDENTIFIER at the time of the registration. Another configuration may
-    /// give the port another one.
+    /// RELATIVE TARGET PORT IDENTIFIER when this was registered. It may be different after a
+    /// configuration change.
     pub(crate) relative_id: u16,
 }
 
@@ -109,61 +111,62 @@ impl Ports {
     }
 }
 
-/// Registration of an I_T nexus, with its key.
+/// A registration of an I_T nexus with a key.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Registrant {
     pub(crate) ports: Ports,
     pub(crate) key: u64,
-    /// PRGENERATION before it got this key.
+    /// Value of PRGENERATION before this key was set.
     #[serde(default)]
     generation: u32,
 }
 
-/// Persistent reservation of the unit, with its holder.
+/// A persistent reservation of the LU.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Held {
     pub(crate) kind: ReservationType,
-    /// The registrant that made it. One of all registrants is held by every registrant.
+    /// The registrant that created the reservation. Note that an "all registrants" reservation is
+    /// held by all registrants.
     maker: Ports,
 }
 
-/// Reason for which a PERSISTENT RESERVE OUT changes nothing.
+/// The reason why a PERSISTENT RESERVE OUT did not change anything.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReservationError {
     /// RESERVATION CONFLICT status, without sense data.
     Conflict,
     /// INVALID RELEASE OF PERSISTENT RESERVATION.
     InvalidRelease,
-    /// The service action key may not be zero here.
+    /// The service action key must not be zero here.
     ZeroKey,
-    /// INSUFFICIENT REGISTRATION RESOURCES (55h/04h): the table is full.
+    /// INSUFFICIENT REGISTRATION RESOURCES (55h/04h): there are too many registrations.
     NoRoom,
-    /// The change must persist through power loss and could not be saved.
+    /// The change must persist through power loss but could not be saved.
     NotSaved,
-    /// Another unit takes the place of this one, and would not know of the change.
+    /// This LU is being replaced, and the new one would not see the change.
     Retired,
 }
 
 /// A service action of PERSISTENT RESERVE OUT (SPC-4 6.16.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Action {
-    /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
+    /// REGISTER, or REGISTER AND IGNORE EXISTING KEY if `ignore` is set.
     Register {
         ignore: bool,
-        /// APTPL bit: persistence through power loss is asked for.
+        /// APTPL bit, to request persistence through power loss.
         persists: bool,
     },
     Reserve(ReservationType),
     Release(Option<ReservationType>),
     Clear,
-    /// PREEMPT, and with `aborts` PREEMPT AND ABORT.
+    /// PREEMPT, or PREEMPT AND ABORT if `aborts` is set.
     Preempt {
         kind: ReservationType,
         aborts: bool,
     },
 }
 
-/// A PERSISTENT RESERVE OUT with its parameters.
+/// A PERSISTENT RESERVE OUT command with its parameters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReservationChange {
     pub(crate) nexus: NexusId,
@@ -172,109 +175,111 @@ pub struct ReservationChange {
 }
 
 impl ReservationChange {
-    /// The nexus that requests it.
+    /// Returns the nexus that sent the request.
     #[must_use]
     pub fn nexus(&self) -> NexusId {
         self.nexus
     }
 
-    /// Returns whether it asks for persistence through power loss.
+    /// Returns whether this requests persistence through power loss.
     fn wants_persistence(&self) -> bool {
         matches!(self.action, Action::Register { persists: true, .. })
     }
 
-    /// Returns whether commands of others are to be aborted when it has taken effect.
+    /// Returns whether commands from other nexuses should be aborted after this change.
     pub(crate) fn aborts(&self) -> bool {
         matches!(self.action, Action::Preempt { aborts: true, .. })
     }
 }
 
-/// Registrations and the persistent reservation of a unit, as they outlive a power loss.
+/// The registrations and the persistent reservation of an LU, as saved for power loss.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SavedReservations {
     registrants: Vec<Registrant>,
     held: Option<Held>,
 }
 
-/// Keeps the reservations of logical units through power loss.
+/// Storage used to save reservations of logical units across power loss.
 pub trait ReservationKeeper: fmt::Debug + Send + Sync {
-    /// Returns what is kept of the unit with these names.
+    /// Returns the saved state for the LU with these names.
     ///
     /// # Errors
-    /// It cannot be read, so it is not known who may use the unit.
+    /// If the state cannot be read, in which case we don't know which nexus may use the LU.
     fn load(&self, unit: &Identity) -> io::Result<Option<SavedReservations>>;
 
-    /// Replaces what is kept of a unit; `None` removes it. What was passed is durable when this
-    /// returns. Blocks.
+    /// Replaces the saved state for an LU, or removes it if `state` is `None`. The new state must
+    /// be durable when this returns. May block.
     ///
     /// # Errors
-    /// It could not be made durable; either state may be the one that is kept.
+    /// If the state could not be made durable. Either the previous or the new state may have been
+    /// kept.
     fn save(&self, unit: &Identity, state: Option<&SavedReservations>) -> io::Result<()>;
 }
 
-/// The nexuses whose commands a PREEMPT AND ABORT aborts (SPC-4 5.13.11.2.6).
+/// The nexuses for which commands are aborted by PREEMPT AND ABORT (SPC-4 5.13.11.2.6).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Preemption {
-    /// The nexus that preempted.
+    /// The nexus that sent the command.
     pub(crate) by: NexusId,
-    /// The ports of the nexuses that were registered.
+    /// The ports of the preempted registrations.
     pub(crate) ports: Vec<Ports>,
 }
 
-/// Whom a change concerns, with the unit attention it means for them.
+/// Nexuses that should be notified of a change, for each unit attention.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Notices {
-    /// Ports that get RESERVATIONS PREEMPTED.
+    /// Ports to notify with RESERVATIONS PREEMPTED.
     pub(crate) reservations_preempted: Vec<Ports>,
-    /// Ports that get RESERVATIONS RELEASED.
+    /// Ports to notify with RESERVATIONS RELEASED.
     pub(crate) reservations_released: Vec<Ports>,
-    /// Ports that get REGISTRATIONS PREEMPTED.
+    /// Ports to notify with REGISTRATIONS PREEMPTED.
     pub(crate) registrations_preempted: Vec<Ports>,
 }
 
-/// The keys of a PERSISTENT RESERVE OUT.
+/// The keys from a PERSISTENT RESERVE OUT.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Keys {
-    /// RESERVATION KEY of the nexus itself.
+    /// RESERVATION KEY of the nexus that sent the command.
     pub(crate) own: u64,
     /// SERVICE ACTION RESERVATION KEY.
     pub(crate) action: u64,
 }
 
-/// All reservations and registrations of a unit.
+/// All reservations and registrations of an LU.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Reservations {
     pub(crate) registrants: Vec<Registrant>,
     pub(crate) held: Option<Held>,
-    /// PRGENERATION: number of changes of registrations.
+    /// PRGENERATION: the number of times registrations have been changed.
     pub(crate) generation: u32,
-    /// Persistence through power loss is activated (PTPL_A).
+    /// Set when persistence through power loss is active (PTPL_A).
     #[serde(default)]
     persists: bool,
-    /// A change is being saved, which replaces registrations and reservation when it is.
+    /// Set while a change is being saved. The registrations and the reservation will be replaced
+    /// after that.
     #[serde(skip)]
     saving: bool,
-    /// The nexus that has it by RESERVE, which ends with the nexus.
+    /// The nexus that has reserved the LU with RESERVE. Released when this nexus is removed.
     #[serde(skip)]
     reserved: Option<NexusId>,
 }
 
-/// Registrations and reservations of a unit, to be shown.
+/// The current registrations and reservations of an LU, used for status output.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Registrations {
-    /// PRGENERATION: how many changes of registrations there were, modulo 2^32.
+    /// PRGENERATION: the number of times registrations have been changed, modulo 2^32.
     pub generation: u32,
-    /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
+    /// TYPE of the persistent reservation, if set (SPC-4 table 40).
     pub kind: Option<u8>,
-    /// Registrations persist through power loss (PTPL_A).
+    /// Set when registrations persist through power loss (PTPL_A).
     pub persists: bool,
-    /// The registrations, oldest first.
+    /// The registrations, in the order in which they were created.
     pub registrants: Vec<Registration>,
-    /// The nexus that has the unit by RESERVE.
+    /// The nexus that has reserved the LU with RESERVE.
     pub reserved: Option<NexusId>,
 }
 
-/// A registration, to be shown.
+/// A single registration, used for status output.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Registration {
     /// Name of the initiator port.
@@ -285,20 +290,30 @@ pub struct Registration {
     pub relative_id: u16,
     /// Reservation key of this registration.
     pub key: u64,
-    /// PRGENERATION before it got this key.
+    /// Value of PRGENERATION before this key was set.
     pub generation: u32,
-    /// The persistent reservation was made by it. Of one of all registrants, every other
-    /// registrant is a holder as well.
+    /// Set for the registrant that has created the persistent reservation. If the type is "all
+    /// registrants", all other registrants are holders too.
     pub has_reserved: bool,
 }
 
 impl Reservations {
-    /// Returns whether a command may conflict.
+    /// Returns whether any command may conflict.
     pub(crate) fn restricts(&self) -> bool {
         self.held.is_some() || self.reserved.is_some()
     }
 
-    /// The reservations that do not end with the nexuses.
+    /// Updates the RELATIVE TARGET PORT IDENTIFIER of a port, which may have changed since it was
+    /// registered.
+    pub(crate) fn renumber_port(&mut self, port: &TargetPort) {
+        for Registrant { ports, .. } in &mut self.registrants {
+            if ports.target == port.name {
+                ports.relative_id = port.relative_id;
+            }
+        }
+    }
+
+    /// Returns the reservations that don't depend on a nexus.
     pub(crate) fn lasting(&self) -> Self {
         Self {
             reserved: None,
@@ -307,8 +322,8 @@ impl Reservations {
         }
     }
 
-    /// Reservations that were kept through a power loss. PRGENERATION begins at zero (SPC-4
-    /// 6.15.2).
+    /// Restores the reservations that were saved before a power loss. PRGENERATION is initialized
+    /// to zero (SPC-4 6.15.2).
     pub(crate) fn restored(saved: SavedReservations) -> Self {
         let mut registrants = saved.registrants;
         for registrant in &mut registrants {
@@ -322,7 +337,7 @@ impl Reservations {
         }
     }
 
-    /// The state to keep through a power loss; `None` where nothing must be kept.
+    /// Returns the state that should be saved, or `None` if there is no need to save anything.
     pub(crate) fn saved(&self) -> Option<SavedReservations> {
         self.persists.then(|| SavedReservations {
             registrants: self.registrants.clone(),
@@ -330,43 +345,47 @@ impl Reservations {
         })
     }
 
-    /// Whether persistence through power loss is activated.
+    /// Returns whether persistence through power loss is active.
     pub(crate) fn is_persistent(&self) -> bool {
         self.persists
     }
 
-    /// Nothing keeps it through a power loss any longer.
+    /// Disables persistence through power loss.
     pub(crate) fn stop_persisting(&mut self) {
         self.persists = false;
     }
 
-    /// Whether a change is a step of its own: it has to be saved, to wait for one that is being
-    /// saved, or for commands that it aborts.
+    /// Returns whether a change must be handled as a separate step, because it either needs to be
+    /// saved, has to wait for another change to be saved, or has to wait for commands to be
+    /// aborted.
     pub(crate) fn is_step(&self, change: &ReservationChange) -> bool {
         self.persists || self.saving || change.wants_persistence() || change.aborts()
     }
 
-    /// A copy to change and save. Until [`Reservations::end_saving`] no other change may begin.
+    /// Returns a copy that can be changed and saved. No other change can be started until
+    /// [`Reservations::end_saving`] is called.
     pub(crate) fn begin_saving(&mut self) -> Self {
         self.saving = true;
         self.clone()
     }
 
-    /// The end of what [`Reservations::begin_saving`] began: a state that was saved takes effect.
+    /// Completes a change started with [`Reservations::begin_saving`], using the state that was
+    /// saved.
     pub(crate) fn end_saving(&mut self, saved: Option<Self>) {
         self.saving = false;
-        // Where the change failed, the state before it goes on, and the next change may begin.
+        // If this is `None`, the change has failed, so we keep the previous state and allow the
+        // next change.
         if let Some(saved) = saved {
             *self = Self {
                 saving: false,
-                // RESERVE and RELEASE go on meanwhile.
+                // RESERVE and RELEASE are still possible while a change is being saved.
                 reserved: self.reserved,
                 ..saved
             };
         }
     }
 
-    /// All of it, to be shown.
+    /// Returns the current state for status output.
     pub(crate) fn shown(&self) -> Registrations {
         let maker = self.held.as_ref().map(|held| &held.maker);
         let shown = |registrant: &Registrant| Registration {
@@ -386,14 +405,14 @@ impl Reservations {
         }
     }
 
-    /// Returns whether a nexus may not send a command with these flags now.
+    /// Returns whether a command with the given flags currently conflicts for a nexus.
     pub(crate) fn conflicts(
         &self,
         id: NexusId,
         nexus: Option<&Arc<Nexus>>,
         flags: CommandFlags,
     ) -> bool {
-        // RESERVE comes first: while a nexus has the unit by it, no nexus is registered.
+        // Check RESERVE first, because no nexus can be registered while it is active.
         if self.reserved.is_some() && flags.contains(CommandFlags::RESERVATIONS) {
             return true;
         }
@@ -403,15 +422,17 @@ impl Reservations {
         let Some(held) = &self.held else {
             return false;
         };
-        // The registrant that made a reservation of all registrants may have gone since, so to be
-        // its maker is not enough: only who is registered holds it.
+        // For an "all registrants" reservation, the registrant that created it may have been
+        // removed since, so we can't just check for that. Only a nexus that is registered is a
+        // holder.
         let registered = nexus.and_then(|nexus| self.registrant(nexus)).is_some();
         let holds = registered && nexus.is_some_and(|nexus| held.maker.is_of(nexus));
         if holds || (registered && held.kind.favours_registrants()) {
             return false;
         }
-        // What is in neither set is allowed under any reservation of others: INQUIRY, REPORT LUNS,
-        // PERSISTENT RESERVE IN and the like, by which an initiator finds out who holds the unit.
+        // Without any of these flags, a command is allowed under all reservations: INQUIRY, REPORT
+        // LUNS, PERSISTENT RESERVE IN etc. are needed to find out which initiator has reserved the
+        // LU.
         let forbidden = if held.kind.forbids_reads() {
             CommandFlags::CHANGES | CommandFlags::WRITES | CommandFlags::READS
         } else {
@@ -425,9 +446,9 @@ impl Reservations {
         all.position(|registrant| registrant.ports.is_of(nexus))
     }
 
-    /// RESERVE. `false` where it conflicts.
+    /// Handles RESERVE. Returns `false` if there is a conflict.
     pub(crate) fn reserve_unit(&mut self, id: NexusId) -> bool {
-        // What is being saved may be the first registration.
+        // The change currently being saved may be the first registration.
         let free = self.reserved.is_none_or(|holder| holder == id)
             && self.registrants.is_empty()
             && !self.saving;
@@ -437,37 +458,39 @@ impl Reservations {
         free
     }
 
-    /// Returns whether RELEASE conflicts, as it does while a nexus is registered (SPC-2 5.5.1).
+    /// Returns whether RELEASE conflicts. This is the case if any nexus is registered (SPC-2
+    /// 5.5.1).
     pub(crate) fn forbids_release(&self) -> bool {
         !self.registrants.is_empty()
     }
 
-    /// RELEASE, or the end of a nexus: of what others have, nothing changes.
+    /// Handles RELEASE, or the removal of a nexus. This never changes a reservation of any other
+    /// nexus.
     pub(crate) fn release_unit(&mut self, id: NexusId) {
-        // RELEASE from a nexus that does not hold the unit is no error, and changes nothing.
+        // It's not an error to send RELEASE if the LU is not reserved by this nexus.
         self.reserved = self.reserved.filter(|holder| *holder != id);
     }
 
-    /// A reset of the unit ends what RESERVE has made.
+    /// Releases a RESERVE when the LU is reset.
     pub(crate) fn reset(&mut self) {
         self.reserved = None;
     }
 
-    /// Whether a nexus holds the persistent reservation.
+    /// Returns whether a nexus holds the persistent reservation.
     pub(crate) fn is_holder(&self, ports: &Ports) -> bool {
         self.held.as_ref().is_some_and(|held| {
-            // As in `conflicts`: the maker of a reservation of all registrants need not be
-            // registered any longer.
+            // As in `conflicts`: for an "all registrants" reservation, the nexus that created it
+            // may no longer be registered.
             let registered = self.registrants.iter().any(|r| r.ports == *ports);
             registered && (held.kind.is_of_all() || held.maker == *ports)
         })
     }
 
-    /// The key that READ RESERVATION reports.
+    /// Returns the key to report in READ RESERVATION.
     pub(crate) fn held_key(&self) -> u64 {
         match &self.held {
-            // A reservation of all registrants has several holders and so no key of its own: zero
-            // is reported, and PREEMPT takes zero for it.
+            // An "all registrants" reservation can have multiple holders, so there is no single
+            // key. We report zero, which can also be used in PREEMPT for this type.
             Some(held) if !held.kind.is_of_all() => self
                 .registrants
                 .iter()

@@ -9,9 +9,9 @@ use crate::nexus::Nexus;
 type Outcome = Result<Notices, ReservationError>;
 
 impl Reservations {
-    /// Carries out a change that a nexus asks for.
+    /// Executes a change that was requested by a nexus.
     pub(crate) fn change(&mut self, nexus: &Nexus, change: &ReservationChange) -> Outcome {
-        // RESERVE may have come while the parameters were under way.
+        // A RESERVE may have been received while we were waiting for the parameters.
         if self.reserved.is_some() {
             return Err(ReservationError::Conflict);
         }
@@ -20,9 +20,9 @@ impl Reservations {
             Action::Register { ignore, persists } => {
                 let was_registered = self.registrant(nexus).is_some();
                 let notices = self.register(nexus, keys, ignore)?;
-                // Only a registration that succeeded decides about persistence, so this comes after
-                // the error. Where there is none to take away, nothing is done (SPC-4 5.13.7): a
-                // host that is not registered must not switch off what the others rely on.
+                // Only update this after a successful registration. If there was no registration to
+                // remove, we don't change it (SPC-4 5.13.7), because a host that is not registered
+                // must not be able to disable a feature that other hosts rely on.
                 if was_registered || keys.action != 0 {
                     self.persists = persists;
                 }
@@ -35,31 +35,31 @@ impl Reservations {
         }
     }
 
-    /// The registration of a nexus that has proved to know its key.
+    /// Returns the registration of a nexus, if the nexus has sent the correct key.
     fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, ReservationError> {
-        // One answer for a wrong key and for no registration: it must not say which of them it
-        // was.
+        // Use the same error for an invalid key and a missing registration, so that a nexus can't
+        // use this to find out which it was.
         self.registrant(nexus)
             .filter(|at| self.registrants[*at].key == key)
             .ok_or(ReservationError::Conflict)
     }
 
-    /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
+    /// REGISTER, or REGISTER AND IGNORE EXISTING KEY if `ignore` is set.
     fn register(&mut self, nexus: &Nexus, keys: Keys, ignore: bool) -> Outcome {
-        // The key of a nexus that is not registered is zero (SPC-4 5.13).
+        // If a nexus is not registered, use a key of zero (SPC-4 5.13).
         let at = self.registrant(nexus);
         let known = at.map_or(0, |at| self.registrants[at].key);
         if !ignore && known != keys.own {
             return Err(ReservationError::Conflict);
         }
         match (at, keys.action) {
-            // Zero takes a registration away. Where there is none, nothing changes, PRGENERATION
-            // included.
+            // Zero is used to remove a registration. If the nexus is not registered, nothing is
+            // changed, including PRGENERATION.
             (None, 0) => return Ok(Notices::default()),
             (None, key) => {
-                // A registration outlives its nexus, and an iSCSI initiator chooses its own ISID,
-                // so one that registers under ever new ports would fill the memory without this
-                // bound.
+                // A registration is still there after the nexus has been removed, and an iSCSI
+                // initiator can use any ISID. Without a limit, an initiator could register with
+                // more and more ports until we run out of memory.
                 if self.registrants.len() == MAX_REGISTRANTS {
                     return Err(ReservationError::NoRoom);
                 }
@@ -82,22 +82,23 @@ impl Reservations {
         Ok(Notices::default())
     }
 
-    /// Takes a registration away, and the reservation with it where it was the holder's.
+    /// Removes a registration. This also releases the reservation if it was held by this
+    /// registrant.
     fn unregister(&mut self, at: usize) -> Notices {
         let removed = self.registrants.remove(at);
         let mut notices = Notices::default();
         let Some(held) = &self.held else {
             return notices;
         };
-        // A reservation must not be left without a holder who could release it.
+        // There must always be a registered holder that can release the reservation.
         let ends = if held.kind.is_of_all() {
             self.registrants.is_empty()
         } else {
             held.maker == removed.ports
         };
         if ends {
-            // The other registrants shared this reservation and lose what it gave them, so they
-            // are notified. A plain one was the holder's alone.
+            // With this type, the other registrants also had access and have now lost it, so we
+            // need to notify them. For other types, only the holder had access.
             if held.kind.favours_registrants() {
                 notices.reservations_released = self.others(None);
             }
@@ -106,13 +107,13 @@ impl Reservations {
         notices
     }
 
-    /// The registrants but one.
+    /// Returns all registrants except for the given one.
     fn others(&self, but: Option<&Ports>) -> Vec<Ports> {
         let all = self.registrants.iter().map(|r| &r.ports);
         all.filter(|ports| Some(*ports) != but).cloned().collect()
     }
 
-    /// RESERVE service action: the nexus becomes the holder.
+    /// RESERVE service action: makes the nexus the holder.
     fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: ReservationType) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
@@ -121,28 +122,28 @@ impl Reservations {
                 self.held = Some(Held { kind, maker: ports });
                 Ok(Notices::default())
             }
-            // An initiator that did not see the first answer repeats the command. Another type is
-            // a conflict: PREEMPT changes that.
+            // An initiator will retry the command if it didn't receive the first response. To use a
+            // different type would be a conflict, because it needs PREEMPT to change this.
             Some(held) if held.kind == kind && self.is_holder(&ports) => Ok(Notices::default()),
             Some(_) => Err(ReservationError::Conflict),
         }
     }
 
-    /// RELEASE service action: the reservation ends, the registrations stay.
+    /// RELEASE service action: releases the reservation, but keeps the registrations.
     fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<ReservationType>) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
-        // Who does not hold it has nothing to release, which is no error: it may have been
-        // preempted a moment ago.
+        // If the nexus is not the holder, there is nothing to release. This is not an error,
+        // because it may just have been preempted.
         let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
             return Ok(Notices::default());
         };
-        // A holder that names another type does not know what it would give up.
+        // If the type is wrong, the holder doesn't know which reservation it is about to release.
         if kind != Some(held.kind) {
             return Err(ReservationError::InvalidRelease);
         }
         let mut notices = Notices::default();
-        // As in `unregister`; the nexus that releases knows it already.
+        // As in `unregister`. There is no need to notify the nexus that has sent this.
         if held.kind.favours_registrants() {
             notices.reservations_released = self.others(Some(&ports));
         }
@@ -150,10 +151,11 @@ impl Reservations {
         Ok(notices)
     }
 
-    /// CLEAR service action: reservation and all registrations end.
+    /// CLEAR service action: removes the reservation and all registrations.
     fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
         self.proved(nexus, keys.own)?;
-        // Taken before the list is emptied: all of these lose their registration.
+        // Create this before we clear the list, because all of these are about to lose their
+        // registration.
         let notices = Notices {
             reservations_preempted: self.others(Some(&Ports::of(nexus))),
             ..Notices::default()
@@ -169,30 +171,31 @@ impl Reservations {
         self.proved(nexus, keys.own)?;
         let own = Ports::of(nexus);
         let all = self.held.as_ref().is_some_and(|held| held.kind.is_of_all());
-        // Whether the key names the holder of the reservation, which is then replaced; otherwise
-        // only registrations are removed. Zero names the holders of one of all registrants.
+        // Check whether this is the key of the reservation holder, in which case we replace it.
+        // Otherwise, we only remove registrations. For an "all registrants" reservation, zero is
+        // used for all holders.
         let takes = match &self.held {
             None => false,
             Some(_) if all => keys.action == 0,
             Some(_) => keys.action == self.held_key(),
         };
-        // No registration has the key zero, so it could only be a mistake.
+        // There can't be a registration with a key of zero, so this must be a mistake.
         if keys.action == 0 && !all {
             return Err(ReservationError::ZeroKey);
         }
         let meant = |r: &Registrant| {
-            // Who takes the reservation stays registered.
+            // The new holder stays registered.
             let spared = takes && r.ports == own;
             !spared && (r.key == keys.action || (takes && all))
         };
         let (gone, left): (Vec<_>, Vec<_>) = self.registrants.drain(..).partition(meant);
         self.registrants = left;
-        // Nothing has changed so far: the list has been divided and is whole again.
+        // At this point nothing has changed, because both parts of the list have been put back.
         if gone.is_empty() && !takes {
             return Err(ReservationError::Conflict);
         }
         self.generation = self.generation.wrapping_add(1);
-        // A nexus that removes its own registration by its key needs no notice of it.
+        // If a nexus has used its own key to remove itself, don't notify it.
         let mut notices = Notices {
             registrations_preempted: gone
                 .into_iter()
@@ -206,12 +209,13 @@ impl Reservations {
                 kind,
                 maker: own.clone(),
             });
-            // A change of the type is reported to all remaining registrants, for any pair of types.
+            // If the type is changed, notify all remaining registrants, for any combination of
+            // types.
             if old.is_some_and(|old| old.kind != kind) {
                 notices.reservations_released = self.others(Some(&own));
             }
         } else if self.registrants.is_empty() {
-            // The last registrant of all has preempted itself.
+            // The last of all registrants has preempted itself.
             self.held = None;
         } else if let Some(held) = &self.held
             && !held.kind.is_of_all()

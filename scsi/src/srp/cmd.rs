@@ -9,11 +9,11 @@ use super::raw::{Cursor, RawCmd, expect};
 use super::{CMD_LEN, ImmediateDataOffset, Opcode, SrpError, Tag};
 use crate::lun::WireLun;
 
-/// The longest additional CDB that the ADDITIONAL CDB LENGTH field can name, in bytes.
+/// Maximum size of an additional CDB with the ADDITIONAL CDB LENGTH field, in bytes.
 pub const MAX_ADDITIONAL_CDB: usize = 0xfc;
 
 bitflags! {
-    /// Solicited-notification wishes of a request.
+    /// Solicited notifications requested by the sender.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub(super) struct SolNt: u8 {
         const SOLNT = 0x01;
@@ -22,7 +22,8 @@ bitflags! {
     }
 }
 
-/// A memory descriptor: a range of the initiator's registered memory (SRP r16a, memory descriptor).
+/// A memory descriptor, which is a range in the registered memory of the initiator (SRP r16a,
+/// memory descriptor).
 #[derive(
     Clone,
     Copy,
@@ -46,10 +47,11 @@ pub struct MemDesc {
 const _: () = assert!(size_of::<MemDesc>() == MemDesc::LEN);
 
 impl MemDesc {
-    /// Length of a memory descriptor, in bytes.
+    /// Size of a memory descriptor, in bytes.
     pub const LEN: usize = 16;
 
-    /// A range of `len` bytes at virtual address `va`, under memory handle (remote key) `key`.
+    /// Creates a new range of `len` bytes at virtual address `va`, using the memory handle (remote
+    /// key) `key`.
     #[must_use]
     pub fn new(va: u64, key: u32, len: u32) -> Self {
         Self {
@@ -59,69 +61,71 @@ impl MemDesc {
         }
     }
 
-    /// Virtual address of the first byte.
+    /// Returns the virtual address of the first byte.
     #[must_use]
     pub fn va(&self) -> u64 {
         self.va.get()
     }
 
-    /// Memory handle: the remote key.
+    /// Returns the memory handle (remote key).
     #[must_use]
     pub fn key(&self) -> u32 {
         self.key.get()
     }
 
-    /// Length of the range, in bytes.
+    /// Returns the length of the range, in bytes.
     #[must_use]
     pub fn data_len(&self) -> u32 {
         self.len.get()
     }
 }
 
-/// An indirect table: descriptors within the command, the whole table, or both.
+/// An indirect table. The descriptors can be included in the command, or in a separate table, or
+/// both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndirectTable<'a> {
-    /// Range of the whole table in the initiator's memory. Its length is that of the table, a
-    /// multiple of [`MemDesc::LEN`].
+    /// Range of the full table in the initiator's memory. The length is the size of the table,
+    /// which is a multiple of [`MemDesc::LEN`].
     pub table: MemDesc,
-    /// Length of the data that the table describes, in bytes.
+    /// Total length of the data, in bytes.
     pub len: u32,
-    /// The first descriptors of the table, as many as the command carries.
+    /// The first descriptors in the table that are included in the command.
     pub inline: &'a [MemDesc],
 }
 
 impl IndirectTable<'_> {
-    /// Descriptors in the whole table.
+    /// Returns the total number of descriptors.
     #[must_use]
     pub fn entries(&self) -> u32 {
         self.table.data_len() / MemDesc::LEN as u32
     }
 
-    /// Whether the command carries the whole table. Otherwise it must be read from the initiator.
+    /// Returns whether all descriptors are included in the command. If not, the table must be read
+    /// from the initiator.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.inline.len() as u64 == u64::from(self.entries())
     }
 }
 
-/// A data buffer of a command, in one direction.
+/// A data buffer for a single direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DataBuffer<'a> {
-    /// No data goes in this direction.
+    /// No data for this direction.
     #[default]
     None,
-    /// One range of memory.
+    /// A single range.
     Direct(MemDesc),
     /// A table of ranges.
     Indirect(IndirectTable<'a>),
-    /// The data itself travels in the command (SRP-2; data-out only).
+    /// The data is included in the command (SRP-2, only for data-out).
     Immediate {
-        /// Offset at which it begins.
+        /// Offset of the data.
         offset: ImmediateDataOffset,
-        /// Its length, in bytes.
+        /// Length of the data, in bytes.
         len: u32,
-        /// The bytes. A sender that gathers them from elsewhere leaves this empty and uses
-        /// [`Cmd::emit_header`].
+        /// The data. If the sender has the data in a different buffer, this should be empty, and
+        /// [`Cmd::emit_header`] must be used.
         data: &'a [u8],
     },
 }
@@ -132,7 +136,7 @@ impl DataBuffer<'_> {
     const INDIRECT: u8 = 2;
     const IMMEDIATE: u8 = 3;
 
-    /// Length of the buffer, in bytes.
+    /// Returns the length of the buffer, in bytes.
     #[must_use]
     pub fn data_len(&self) -> u32 {
         match self {
@@ -152,7 +156,8 @@ impl DataBuffer<'_> {
         }
     }
 
-    /// The DESCRIPTOR COUNT field: entries carried inline for an indirect table, otherwise zero.
+    /// Returns the value for the DESCRIPTOR COUNT field. This is the number of inline entries for
+    /// an indirect table, and zero otherwise.
     fn count(&self) -> u8 {
         match self {
             Self::Indirect(table) => {
@@ -187,7 +192,7 @@ impl DataBuffer<'_> {
     }
 }
 
-/// Names of one direction's fields, for errors.
+/// Field names for each direction, used in errors.
 struct Names {
     format: &'static str,
     descriptor: &'static str,
@@ -216,21 +221,21 @@ fn parse_indirect<'a>(
     let table = *at.view::<MemDesc>(names.descriptor)?;
     let len = at.view::<U32>(names.descriptor)?.get();
     let bytes = at.take(names.descriptor, u64::from(count) * MemDesc::LEN as u64)?;
-    // A view of the received bytes: the descriptors are not copied, and there is no bound to
-    // choose for an array of them.
-    let inline = <[MemDesc]>::ref_from_bytes(bytes).expect("a whole number of descriptors");
+    // Create a view of the received bytes, so that we don't need to copy the descriptors and don't
+    // need an array with a maximum size.
+    let inline = <[MemDesc]>::ref_from_bytes(bytes).expect("multiple of the descriptor size");
     let illegal = |field, value| Err(SrpError::Illegal { field, value });
     if !(table.data_len() as usize).is_multiple_of(MemDesc::LEN) {
         return illegal(names.table, table.data_len().into());
     }
     let indirect = IndirectTable { table, len, inline };
-    // More descriptors in the command than in the table: one of the two numbers is wrong, and with
-    // it the data they lead to.
+    // There can't be more descriptors in the command than in the table. One of these two numbers
+    // must be invalid, so we can't use this data.
     if u32::from(count) > indirect.entries() {
         return illegal(names.count, count.into());
     }
-    // In 64 bits: 255 lengths of 32 bits do not wrap there. A table that is read later is checked
-    // when it is here.
+    // Use 64 bits, which can't overflow for 255 lengths of 32 bits. If the table has to be read
+    // later, it's checked after that.
     let described: u64 = inline.iter().map(|d| u64::from(d.data_len())).sum();
     if indirect.is_complete() && described < u64::from(len) {
         return illegal(names.descriptor, len.into());
@@ -238,52 +243,57 @@ fn parse_indirect<'a>(
     Ok(indirect)
 }
 
-/// Task attribute (SAM-5 clause 8.9) as SRP_CMD codes it.
+/// Task attribute (SAM-5 clause 8.9), encoded as in SRP_CMD.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum TaskAttr {
-    /// No order among simple tasks.
+    /// Can be reordered with other simple tasks.
     #[default]
     Simple = 0,
-    /// HEAD OF QUEUE: before all others.
+    /// HEAD OF QUEUE: executed before all other tasks.
     HeadOfQueue = 1,
-    /// After all older ones, before all younger ones.
+    /// Executed after all older tasks and before newer tasks.
     Ordered = 2,
-    /// While an auto contingent allegiance holds.
+    /// Used while there is an auto contingent allegiance.
     Aca = 4,
 }
 
 /// SRP_CMD: a SCSI command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cmd<'a> {
-    /// Chosen by the initiator, unique among its outstanding requests of the channel.
+    /// Tag selected by the initiator. This must be unique for all outstanding requests in a
+    /// channel.
     pub tag: Tag,
-    /// Logical unit number, as eight bytes of SAM-5.
+    /// Logical unit number, in the 8-byte SAM-5 format.
     pub lun: WireLun,
     /// Task attribute of the command.
     pub task_attr: TaskAttr,
-    /// SCSOLNT: notify when the command succeeds.
+    /// SCSOLNT: request a notification on success.
     pub notify_success: bool,
-    /// UCSOLNT: notify when it does not.
+    /// UCSOLNT: request a notification on failure.
     pub notify_failure: bool,
-    /// The first sixteen bytes of the CDB, zero-padded.
+    /// The first 16 bytes of the CDB, padded with zeros.
     pub cdb: [u8; 16],
-    /// CDB bytes after the sixteenth: a multiple of four, at most [`MAX_ADDITIONAL_CDB`].
+    /// The remaining bytes of the CDB. The size is a multiple of 4, and at most
+    /// [`MAX_ADDITIONAL_CDB`].
     pub additional_cdb: &'a [u8],
-    /// Data from the initiator.
+    /// Data sent by the initiator.
     pub data_out: DataBuffer<'a>,
-    /// Data to the initiator.
+    /// Data sent to the initiator.
     pub data_in: DataBuffer<'a>,
 }
 
 impl<'a> Cmd<'a> {
-    /// Parses an SRP_CMD. `immediate` is the offset that the login agreed on, if it did.
+    /// Parses an SRP_CMD. `immediate` is the offset for immediate data, if this was negotiated in
+    /// the login.
     ///
     /// # Errors
-    /// A wrong type; fewer bytes than the header, CDB, descriptors or immediate data need; an
-    /// undefined task attribute or format; an indirect table whose length is not a whole number of
-    /// descriptors, or that carries more of them than it has, or describes less than it says;
-    /// immediate data without agreement, for data-in, or overlapping the descriptors.
+    /// Returns an error if the type is unexpected, the buffer is too short for the header, CDB,
+    /// descriptors or immediate data, or the task attribute or format is undefined. For an indirect
+    /// table, if the size is not a multiple of the descriptor size, if there are more inline
+    /// descriptors than descriptors in the table, or if the total length is too small. For
+    /// immediate data, if it was not negotiated, is used for data-in, or overlaps with the
+    /// descriptors.
     pub fn parse(iu: &'a [u8], immediate: Option<ImmediateDataOffset>) -> Result<Self, SrpError> {
         let (raw, _) = RawCmd::split(iu)?;
         expect(raw.opcode, Opcode::Cmd)?;
@@ -292,19 +302,19 @@ impl<'a> Cmd<'a> {
             field: "TASK ATTRIBUTE",
             value: task_attr.into(),
         })?;
-        // The additional CDB, the data-out descriptors and the data-in descriptors follow each
-        // other without offsets, so each is found by the lengths of those before it.
+        // There is no offset for the additional CDB, the data-out descriptors and the data-in
+        // descriptors, so we need to parse all of them in order.
         let mut at = Cursor::new(iu, CMD_LEN);
-        // The field counts words of four bytes in its upper six bits. With the lower two masked it
-        // is the number of bytes.
+        // The upper 6 bits of this field are the length in 4-byte words. If we mask the lower 2
+        // bits, this is the number of bytes.
         let additional_cdb = at.take("additional CDB", u64::from(raw.add_cdb_len & 0xfc))?;
         let out_format = raw.buf_fmt >> 4;
         let data_out = match out_format {
             DataBuffer::IMMEDIATE => {
-                // The data lies behind every descriptor; it is cut out below, when they are known.
+                // The data is after all descriptors, so we can only get it below.
                 let len = at.view::<U32>(DATA_OUT.descriptor)?.get();
-                // Only where the login agreed on it. Without that SRP r16a has no such format, and
-                // nothing says where the data begin.
+                // This must be negotiated in the login. The format does not exist in SRP r16a, and
+                // we need the offset to find the data.
                 let offset = immediate.ok_or(SrpError::Illegal {
                     field: DATA_OUT.format,
                     value: out_format.into(),
@@ -317,22 +327,22 @@ impl<'a> Cmd<'a> {
             }
             format => parse_buffer(&mut at, format, raw.data_out_desc_cnt, &DATA_OUT)?,
         };
-        // Immediate data are no format of data-in, which `parse_buffer` refuses: they travel in
-        // the command, and that goes the other way.
+        // Immediate data is sent with the command, so it can't be used for data-in. This will be
+        // refused in `parse_buffer`.
         let data_in = parse_buffer(&mut at, raw.buf_fmt & 0x0f, raw.data_in_desc_cnt, &DATA_IN)?;
         let data_out = match data_out {
             DataBuffer::Immediate { offset, len, .. } => {
-                // The offset was agreed on before the number of descriptors was known, so they may
-                // reach into the data.
+                // The offset was set before the number of descriptors was known, so the data may
+                // overlap with the descriptors.
                 if offset.bytes() < at.position() {
                     return Err(SrpError::Illegal {
                         field: "immediate data offset",
                         value: offset.bytes() as u64,
                     });
                 }
-                // The cursor must begin within what was received. The gap to the offset is then
-                // taken like a field, so that a short information unit is reported, and not read
-                // beyond.
+                // The cursor must start within the received bytes. We then skip the gap before the
+                // data like any other field, so that we report an error instead of reading past the
+                // end if the message is too short.
                 let header = iu.len().min(offset.bytes());
                 let mut at = Cursor::new(iu, header);
                 at.take("immediate data", (offset.bytes() - header) as u64)?;
@@ -355,8 +365,8 @@ impl<'a> Cmd<'a> {
         })
     }
 
-    /// Length of everything before immediate data, in bytes: header, additional CDB and
-    /// descriptors; with immediate data, up to the agreed offset.
+    /// Returns the size of everything before the immediate data, in bytes. This is the header,
+    /// additional CDB and descriptors. If there is immediate data, it is the negotiated offset.
     #[must_use]
     pub fn header_len(&self) -> usize {
         let described = CMD_LEN
@@ -369,7 +379,7 @@ impl<'a> Cmd<'a> {
         }
     }
 
-    /// Length of the whole information unit, immediate data included, in bytes.
+    /// Returns the total size including immediate data, in bytes.
     #[must_use]
     pub fn wire_len(&self) -> usize {
         match self.data_out {
@@ -378,13 +388,13 @@ impl<'a> Cmd<'a> {
         }
     }
 
-    /// Writes everything but immediate data, and returns the length; immediate data is to follow
-    /// directly.
+    /// Writes everything except for immediate data to `out`, and returns the number of bytes. If
+    /// there is immediate data, this must be sent directly after it.
     ///
     /// # Panics
-    /// If `out` is too short, the additional CDB's length is not a multiple of four or too large,
-    /// there are more than 255 inline descriptors, immediate data would overlap the descriptors, or
-    /// data-in is immediate.
+    /// If `out` is too short, the size of the additional CDB is not a multiple of 4 or too large,
+    /// there are more than 255 inline descriptors, immediate data would overlap with the
+    /// descriptors, or immediate data is used for data-in.
     pub fn emit_header(&self, out: &mut [u8]) -> usize {
         let additional = self.additional_cdb.len();
         assert!(additional.is_multiple_of(4) && additional <= MAX_ADDITIONAL_CDB);
@@ -408,8 +418,8 @@ impl<'a> Cmd<'a> {
             ..RawCmd::default()
         }
         .put(out);
-        // The parts after the fixed one are in this order, without gaps; only
-        // immediate data have an offset of their own.
+        // These parts must be written in this order and without gaps. Only immediate data uses an
+        // offset.
         out[at..at + additional].copy_from_slice(self.additional_cdb);
         at += additional;
         at += self.data_out.put_descriptor(&mut out[at..]);
@@ -417,21 +427,21 @@ impl<'a> Cmd<'a> {
         if let DataBuffer::Immediate { offset, .. } = self.data_out {
             assert!(at <= offset.bytes(), "immediate data overlaps descriptors");
         }
-        // The gap before immediate data goes over the wire, and must not carry what the buffer
-        // held before.
+        // The gap before the immediate data is also sent to the peer, so it must not contain old
+        // data from this buffer.
         out[at..].fill(0);
         len
     }
 
-    /// Writes the whole information unit and returns its length.
+    /// Writes the entire IU to `out` and returns the number of bytes.
     ///
     /// # Panics
-    /// As [`Self::emit_header`]; also if the immediate data's bytes are not given.
+    /// Same as for [`Self::emit_header`], and if there is immediate data that was not provided.
     pub fn emit(&self, out: &mut [u8]) -> usize {
         let header = self.emit_header(out);
         match self.data_out {
             DataBuffer::Immediate { len, data, .. } => {
-                assert_eq!(data.len(), len as usize, "immediate data is given");
+                assert_eq!(data.len(), len as usize, "missing immediate data");
                 out[header..header + data.len()].copy_from_slice(data);
                 header + data.len()
             }

@@ -1,4 +1,4 @@
-//! Login: SRP_LOGIN_REQ in both of its forms, SRP_LOGIN_RSP, SRP_LOGIN_REJ.
+//! Login messages: both formats of SRP_LOGIN_REQ, SRP_LOGIN_RSP, and SRP_LOGIN_REJ.
 
 use bitflags::bitflags;
 use num_enum::{FromPrimitive, IntoPrimitive, TryFromPrimitive};
@@ -7,7 +7,7 @@ use super::raw::{RawLoginRej, RawLoginReq, RawLoginReqRdma, RawLoginRsp, expect}
 use super::{CMD_LEN, InitiatorPortId, Opcode, SrpError, Tag, TargetPortId};
 
 bitflags! {
-    /// Data-buffer descriptor formats a port asks for, or supports (SRP r16a, REQUIRED BUFFER
+    /// Data buffer descriptor formats requested or supported by a port (SRP r16a, REQUIRED BUFFER
     /// FORMATS and SUPPORTED BUFFER FORMATS).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct BufferFormats: u16 {
@@ -19,83 +19,83 @@ bitflags! {
 }
 
 bitflags! {
-    /// Flags of SRP_LOGIN_REQ besides the multi-channel action.
+    /// Flags in SRP_LOGIN_REQ, except for the multi-channel action.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct LoginReqFlags: u8 {
-        /// LOSOLNT: solicited notification of target logouts is wanted.
+        /// LOSOLNT: request solicited notifications for target logouts.
         const LOSOLNT = 0x10;
-        /// CRSOLNT: solicited notification of credit requests is wanted.
+        /// CRSOLNT: request solicited notifications for credit requests.
         const CRSOLNT = 0x20;
-        /// AESOLNT: solicited notification of asynchronous events is wanted.
+        /// AESOLNT: request solicited notifications for asynchronous events.
         const AESOLNT = 0x40;
     }
 }
 
-/// MULTI-CHANNEL ACTION: what a login does to existing channels of the same I_T nexus.
+/// MULTI-CHANNEL ACTION: how to handle existing channels of the same I_T nexus.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum MultiChannelAction {
-    /// Existing channels of this nexus are to be terminated.
+    /// Terminate existing channels of this nexus.
     #[default]
     Single = 0,
-    /// Existing channels are to stay; this one is independent of them.
+    /// Keep existing channels, which are independent of the new one.
     Multi = 1,
 }
 
-/// MULTI-CHANNEL RESULT: what the login did to existing channels of the same I_T nexus.
+/// MULTI-CHANNEL RESULT: how existing channels of the same I_T nexus were handled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum MultiChannelResult {
-    /// The initiator had no other channel.
+    /// No other channels were found.
     #[default]
     NoChannels = 0,
-    /// Other channels of the initiator were terminated.
+    /// Other channels of this initiator were terminated.
     Terminated = 1,
-    /// Other channels of the initiator were kept.
+    /// Other channels of this initiator were kept.
     Maintained = 2,
 }
 
-/// Offset of immediate data, in bytes from the start of an SRP_CMD; at least the length of its
-/// fixed part.
+/// Offset of immediate data from the start of an SRP_CMD, in bytes. This is at least the size of
+/// the fixed part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImmediateDataOffset(u16);
 
 impl ImmediateDataOffset {
-    /// The offset, or `None` where it would lie within the fixed part of SRP_CMD.
+    /// Creates a new offset. Returns `None` if it's within the fixed part of SRP_CMD.
     #[must_use]
     pub fn new(bytes: u16) -> Option<Self> {
         (usize::from(bytes) >= CMD_LEN).then_some(Self(bytes))
     }
 
-    /// Bytes from the start of the SRP_CMD.
+    /// Returns the number of bytes from the start of the SRP_CMD.
     #[must_use]
     pub fn bytes(self) -> usize {
         usize::from(self.0)
     }
 }
 
-/// SRP_LOGIN_REQ: asks for a channel (SRP r16a, SRP_LOGIN_REQ request).
+/// SRP_LOGIN_REQ: requests a new channel (SRP r16a, SRP_LOGIN_REQ request).
 ///
-/// IB/CM private data carries the 64-byte information unit ([`Self::parse`], [`Self::emit`]);
-/// RDMA/CM leaves 56 bytes only, for which Linux defined a shorter arrangement of the same fields
-/// ([`Self::parse_rdma`], [`Self::emit_rdma`]).
+/// With the IB/CM, the private data contains the 64-byte information unit ([`Self::parse`],
+/// [`Self::emit`]). With the RDMA/CM there are only 56 bytes available, so Linux has defined a
+/// shorter format with the same fields ([`Self::parse_rdma`], [`Self::emit_rdma`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginReq {
-    /// Returned in the answer.
+    /// Tag to be returned in the response.
     pub tag: Tag,
-    /// The longest information unit that the initiator wants to send, in bytes.
+    /// Maximum size of an IU to be sent by the initiator, in bytes.
     pub req_it_iu_len: u32,
-    /// Formats the initiator needs.
+    /// Formats required by the initiator.
     pub formats: BufferFormats,
-    /// Action on other channels of this nexus.
+    /// Action for other channels of this nexus.
     pub multi_channel: MultiChannelAction,
-    /// Bits of REQ FLAGS: multichannel action and notifications.
+    /// REQ FLAGS: multi-channel action and notifications.
     pub flags: LoginReqFlags,
-    /// Immediate data is wanted, and would begin here (SRP-2). `None`: not wanted.
+    /// Requested offset of immediate data, or `None` if this is not used (SRP-2).
     pub immediate: Option<ImmediateDataOffset>,
-    /// The initiator port that logs in.
+    /// The initiator port.
     pub initiator_port: InitiatorPortId,
-    /// The target port that it logs in to.
+    /// The target port used for the login.
     pub target_port: TargetPortId,
 }
 
@@ -103,15 +103,16 @@ const IMMED_REQUESTED: u8 = 0x80;
 const MULTI_CHANNEL_MASK: u8 = 0x03;
 
 impl LoginReq {
-    /// Parses the 64-byte information unit.
+    /// Parses a 64-byte IU.
     ///
     /// # Errors
-    /// A wrong type, too few bytes, a reserved multi-channel action, or an immediate-data offset
-    /// within the fixed part of SRP_CMD.
+    /// Returns an error if the type is unexpected, the buffer is too short, the multi-channel
+    /// action is reserved, or the immediate data offset is within the fixed part of SRP_CMD.
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawLoginReq::split(iu)?;
         expect(raw.opcode, Opcode::LoginReq)?;
-        // The same fields in another arrangement. One place judges them for both.
+        // Convert this to the other format with the same fields, so that we only need to check them
+        // in a single function.
         Self::from_fields(&RawLoginReqRdma {
             tag: raw.tag,
             req_buf_fmt: raw.req_buf_fmt,
@@ -128,7 +129,7 @@ impl LoginReq {
     /// Parses the 56-byte RDMA/CM private data.
     ///
     /// # Errors
-    /// As [`Self::parse`].
+    /// Same as for [`Self::parse`].
     pub fn parse_rdma(private_data: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawLoginReqRdma::split(private_data)?;
         expect(raw.opcode, Opcode::LoginReq)?;
@@ -141,8 +142,8 @@ impl LoginReq {
             field: "MULTI-CHANNEL ACTION",
             value: code.into(),
         })?;
-        // The offset counts only with its flag. An initiator of SRP without immediate data has
-        // reserved bytes there.
+        // Only use the offset if the flag is set. Otherwise, these bytes are reserved for an SRP
+        // initiator without immediate data.
         let immediate = if raw.req_flags & IMMED_REQUESTED == 0 {
             None
         } else {
@@ -177,7 +178,7 @@ impl LoginReq {
         self.immediate.map_or(0, |offset| offset.0)
     }
 
-    /// Writes the 64-byte information unit and returns its length.
+    /// Writes the 64-byte IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -196,7 +197,7 @@ impl LoginReq {
         .put(out)
     }
 
-    /// Writes the 56-byte RDMA/CM form and returns its length.
+    /// Writes the 56-byte RDMA/CM format to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -216,24 +217,24 @@ impl LoginReq {
     }
 }
 
-/// SRP_LOGIN_RSP: the login is accepted.
+/// SRP_LOGIN_RSP: the login was accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRsp {
-    /// REQUEST LIMIT DELTA: the initial request limit.
+    /// REQUEST LIMIT DELTA: initial value of the request limit.
     pub req_lim_delta: i32,
-    /// Tag of the login request.
+    /// Tag from the login request.
     pub tag: Tag,
-    /// The longest information unit the initiator may send, in bytes.
+    /// Maximum size of an IU that the initiator can send, in bytes.
     pub max_it_iu_len: u32,
-    /// The longest information unit the target will send, in bytes.
+    /// Maximum size of an IU that the target will send, in bytes.
     pub max_ti_iu_len: u32,
-    /// Formats the target supports.
+    /// Formats supported by the target.
     pub formats: BufferFormats,
     /// Result for other channels of this nexus.
     pub multi_channel: MultiChannelResult,
-    /// SOLNTSUP: the target honours solicited-notification wishes.
+    /// SOLNTSUP: the target supports solicited notifications.
     pub solicited_notification: bool,
-    /// Immediate data is accepted, at the offset that the request named (SRP-2).
+    /// Set when immediate data can be used with the offset from the request (SRP-2).
     pub immediate: bool,
 }
 
@@ -244,7 +245,8 @@ impl LoginRsp {
     /// Parses an SRP_LOGIN_RSP.
     ///
     /// # Errors
-    /// A wrong type, too few bytes, or a reserved multi-channel result.
+    /// Returns an error if the type is unexpected, the buffer is too short, or the multi-channel
+    /// result is reserved.
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawLoginRsp::split(iu)?;
         expect(raw.opcode, Opcode::LoginRsp)?;
@@ -265,7 +267,7 @@ impl LoginRsp {
         })
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -286,31 +288,31 @@ impl LoginRsp {
     }
 }
 
-/// Reason of a refused login (SRP r16a, SRP_LOGIN_REJ reason codes).
+/// The reason why a login was rejected (SRP r16a, SRP_LOGIN_REJ reason codes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u32)]
 pub enum LoginRejReason {
-    /// No channel can be established, no reason given.
+    /// Can't establish a channel, without a specific reason.
     UnableToEstablishChannel = 0x0001_0000,
-    /// The target lacks resources for another channel.
+    /// Not enough resources for another channel.
     InsufficientResources = 0x0001_0001,
-    /// The requested information-unit length is too large.
+    /// The requested IU size is too large.
     ReqItIuLengthTooLarge = 0x0001_0002,
     /// The channel cannot be associated with the I_T nexus.
     UnableToAssociateChannel = 0x0001_0003,
     /// A required buffer descriptor format is not supported.
     UnsupportedDescriptorFormat = 0x0001_0004,
-    /// Several channels per I_T nexus are not supported.
+    /// Multiple channels per I_T nexus are not supported.
     MultiChannelUnsupported = 0x0001_0005,
-    /// This initiator has as many channels as it may have.
+    /// This initiator already has the maximum number of channels.
     ChannelLimitReached = 0x0001_0006,
-    /// A code that the standard does not define.
+    /// Unknown code.
     #[num_enum(catch_all)]
     Other(u32),
 }
 
 impl LoginRejReason {
-    /// Its name, for counters.
+    /// Returns the name used for counters.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -331,26 +333,28 @@ impl std::fmt::Display for LoginRejReason {
         f.write_str(match self {
             Self::UnableToEstablishChannel => "the target cannot establish a channel",
             Self::InsufficientResources => "the target lacks resources for another channel",
-            Self::ReqItIuLengthTooLarge => "the requested information unit length is too large",
+            Self::ReqItIuLengthTooLarge => "the requested information unit size is too large",
             Self::UnableToAssociateChannel => {
                 "the channel cannot be associated with this initiator and target port"
             }
             Self::UnsupportedDescriptorFormat => "a required buffer format is not supported",
-            Self::MultiChannelUnsupported => "several channels are not supported",
-            Self::ChannelLimitReached => "this initiator has as many channels as it may have",
+            Self::MultiChannelUnsupported => "multiple channels are not supported",
+            Self::ChannelLimitReached => {
+                "this initiator already has the maximum number of channels"
+            }
             Self::Other(code) => return write!(f, "reason {code:#010x}"),
         })
     }
 }
 
-/// SRP_LOGIN_REJ: the login is refused. Travels in the private data of a CM REJ.
+/// SRP_LOGIN_REJ: the login was rejected. This is sent in the private data of a CM REJ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRej {
-    /// Reason of the refusal.
+    /// The reason for this.
     pub reason: LoginRejReason,
-    /// Tag of the login request.
+    /// Tag from the login request.
     pub tag: Tag,
-    /// Formats the target supports.
+    /// Formats supported by the target.
     pub formats: BufferFormats,
 }
 
@@ -358,7 +362,7 @@ impl LoginRej {
     /// Parses an SRP_LOGIN_REJ.
     ///
     /// # Errors
-    /// A wrong type or too few bytes.
+    /// Returns an error if the type is unexpected or the buffer is too short.
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawLoginRej::split(iu)?;
         expect(raw.opcode, Opcode::LoginRej)?;
@@ -369,7 +373,7 @@ impl LoginRej {
         })
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.

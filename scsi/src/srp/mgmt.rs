@@ -1,4 +1,6 @@
-//! Task management, logouts, credit and asynchronous-event messages.
+//! Task management, logout, credit and asynchronous event messages.
+
+use std::fmt;
 
 use num_enum::{FromPrimitive, IntoPrimitive};
 
@@ -6,40 +8,40 @@ use super::raw::{Cursor, RawAerReq, RawNumbered, RawTagOnly, RawTskMgmt, expect}
 use super::{AER_REQ_LEN, Opcode, SrpError, Tag};
 use crate::lun::WireLun;
 
-/// Task-management function (SRP r16a, TASK MANAGEMENT FUNCTION).
+/// Task management function (SRP r16a, TASK MANAGEMENT FUNCTION).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TskMgmtFunction {
-    /// Abort the task that the request names.
+    /// Abort the task specified in the request.
     AbortTask = 0x01,
-    /// Abort this nexus's tasks in the logical unit.
+    /// Abort all tasks of this nexus in the logical unit.
     AbortTaskSet = 0x02,
-    /// Abort every task in the logical unit's task set.
+    /// Abort all tasks in the logical unit.
     ClearTaskSet = 0x04,
     /// Reset the logical unit.
     LogicalUnitReset = 0x08,
     /// Clear an auto contingent allegiance.
     ClearAca = 0x40,
-    /// A code that the standard does not define. It is answered, not refused: see
+    /// Unknown function. This is not a parse error, and the response should be
     /// [`super::RspCode::TskMgmtNotSupported`].
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// SRP_TSK_MGMT: asks for a task-management function. An [`super::Rsp`] answers it.
+/// SRP_TSK_MGMT: requests a task management function. The response is an [`super::Rsp`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TskMgmt {
-    /// Tag of this request.
+    /// Tag for this request.
     pub tag: Tag,
-    /// SCSOLNT: notify when the function succeeds.
+    /// SCSOLNT: request a notification on success.
     pub notify_success: bool,
-    /// UCSOLNT: notify when it does not.
+    /// UCSOLNT: request a notification on failure.
     pub notify_failure: bool,
-    /// Logical unit number, as eight bytes of SAM-5.
+    /// Logical unit number, in the 8-byte SAM-5 format.
     pub lun: WireLun,
-    /// Function that is asked for.
+    /// The requested function.
     pub function: TskMgmtFunction,
-    /// Tag of the task that [`TskMgmtFunction::AbortTask`] means.
+    /// Tag of the task for [`TskMgmtFunction::AbortTask`].
     pub task_tag: Tag,
 }
 
@@ -47,7 +49,7 @@ impl TskMgmt {
     /// Parses an SRP_TSK_MGMT.
     ///
     /// # Errors
-    /// A wrong type or too few bytes.
+    /// Returns an error if the type is unexpected or the buffer is too short.
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawTskMgmt::split(iu)?;
         expect(raw.opcode, Opcode::TskMgmt)?;
@@ -61,7 +63,7 @@ impl TskMgmt {
         })
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -84,22 +86,22 @@ macro_rules! tag_only {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct $name {
-            /// Of the request, or of the request that is answered.
+            /// Tag for this request, or from the request if this is a response.
             pub tag: Tag,
         }
 
         impl $name {
-            /// Parses the information unit.
+            /// Parses the IU.
             ///
             /// # Errors
-            /// A wrong type or too few bytes.
+            /// Returns an error if the type is unexpected or the buffer is too short.
             pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
                 let (raw, _) = RawTagOnly::split(iu)?;
                 expect(raw.opcode, Opcode::$name)?;
                 Ok(Self { tag: Tag(raw.tag.get()) })
             }
 
-            /// Writes the information unit and returns its length.
+            /// Writes the IU to `out` and returns the number of bytes.
             ///
             /// # Panics
             /// If `out` is too short.
@@ -116,56 +118,73 @@ macro_rules! tag_only {
 }
 
 tag_only! {
-    /// SRP_I_LOGOUT: the initiator logs out. The target disconnects without an answer.
+    /// SRP_I_LOGOUT: the initiator logs out. There is no response, the target just disconnects.
     ILogout
 }
 tag_only! {
-    /// SRP_CRED_RSP, which answers a [`CredReq`].
+    /// SRP_CRED_RSP, the response to a [`CredReq`].
     CredRsp
 }
 tag_only! {
-    /// SRP_AER_RSP, which answers an [`AerReq`].
+    /// SRP_AER_RSP, the response to an [`AerReq`].
     AerRsp
 }
 
-/// Reason for which a target logs an initiator out (SRP r16a, SRP_T_LOGOUT reason codes).
+/// The reason for a logout by the target (SRP r16a, SRP_T_LOGOUT reason codes).
 ///
-/// Implementations in the field disagree about the codes above four; an initiator should act alike
-/// on all of them.
+/// Existing implementations use different codes above 4, so an initiator should handle all of them
+/// in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u32)]
 pub enum TLogoutReason {
-    /// No reason is given.
+    /// No specific reason.
     NoReason = 0,
-    /// The channel was inactive and its resources are reclaimed.
+    /// The channel was inactive, so the resources are freed.
     InactiveChannel = 1,
-    /// The target received an information unit of an invalid type.
+    /// The target has received an unknown type of information unit.
     InvalidIuType = 2,
-    /// The initiator answered a request that was never made.
+    /// The initiator has sent a response without a request.
     SpuriousResponse = 3,
-    /// A new login of the same nexus terminates this channel.
+    /// This channel is terminated by a new login from the same nexus.
     MultiChannelAction = 4,
-    /// A data-out buffer descriptor has an unsupported format.
+    /// Unsupported format of a data-out buffer descriptor.
     UnsupportedDataOutFormat = 6,
-    /// A data-in buffer descriptor has an unsupported format.
+    /// Unsupported format of a data-in buffer descriptor.
     UnsupportedDataInFormat = 7,
-    /// The data-out buffer descriptor count is invalid.
+    /// Invalid data-out buffer descriptor count.
     InvalidDataOutCount = 8,
-    /// The data-in buffer descriptor count is invalid.
+    /// Invalid data-in buffer descriptor count.
     InvalidDataInCount = 9,
-    /// A code that SRP does not define.
+    /// Unknown code.
     #[num_enum(catch_all)]
     Other(u32),
 }
 
-/// SRP_T_LOGOUT: the target logs the initiator out and will disconnect.
+impl fmt::Display for TLogoutReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoReason => "no reason given",
+            Self::InactiveChannel => "the channel was inactive",
+            Self::InvalidIuType => "invalid type of information unit",
+            Self::SpuriousResponse => "response to a request that was never made",
+            Self::MultiChannelAction => "another login of the same initiator port",
+            Self::UnsupportedDataOutFormat => "unsupported format of a data-out descriptor",
+            Self::UnsupportedDataInFormat => "unsupported format of a data-in descriptor",
+            Self::InvalidDataOutCount => "invalid number of data-out descriptors",
+            Self::InvalidDataInCount => "invalid number of data-in descriptors",
+            Self::Other(code) => return write!(f, "reason {code:#x}"),
+        })
+    }
+}
+
+/// SRP_T_LOGOUT: the target logs out the initiator and will then disconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TLogout {
-    /// SOLNT: the login asked to be notified of this.
+    /// SOLNT: set if notifications were requested in the login.
     pub solicited: bool,
-    /// Reason of the logout.
+    /// The reason for the logout.
     pub reason: TLogoutReason,
-    /// Chosen by the target.
+    /// Tag selected by the target.
     pub tag: Tag,
 }
 
@@ -173,7 +192,7 @@ impl TLogout {
     /// Parses an SRP_T_LOGOUT.
     ///
     /// # Errors
-    /// A wrong type or too few bytes.
+    /// Returns an error if the type is unexpected or the buffer is too short.
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawNumbered::split(iu)?;
         expect(raw.opcode, Opcode::TLogout)?;
@@ -184,7 +203,7 @@ impl TLogout {
         })
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -200,14 +219,14 @@ impl TLogout {
     }
 }
 
-/// SRP_CRED_REQ: the target changes the request limit. [`CredRsp`] answers it.
+/// SRP_CRED_REQ: the target updates the request limit. The response is a [`CredRsp`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CredReq {
-    /// SOLNT: the login asked to be notified of this.
+    /// SOLNT: set if notifications were requested in the login.
     pub solicited: bool,
-    /// Added to the request limit.
+    /// Value to add to the request limit.
     pub req_lim_delta: i32,
-    /// Chosen by the target.
+    /// Tag selected by the target.
     pub tag: Tag,
 }
 
@@ -215,7 +234,7 @@ impl CredReq {
     /// Parses an SRP_CRED_REQ.
     ///
     /// # Errors
-    /// A wrong type or too few bytes.
+    /// Returns an error if the type is unexpected or the buffer is too short.
     pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawNumbered::split(iu)?;
         expect(raw.opcode, Opcode::CredReq)?;
@@ -226,7 +245,7 @@ impl CredReq {
         })
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -242,18 +261,18 @@ impl CredReq {
     }
 }
 
-/// SRP_AER_REQ: the target reports an asynchronous event. [`AerRsp`] answers it.
+/// SRP_AER_REQ: the target reports an asynchronous event. The response is an [`AerRsp`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AerReq<'a> {
-    /// SOLNT: the login asked to be notified of this.
+    /// SOLNT: set if notifications were requested in the login.
     pub solicited: bool,
-    /// Added to the request limit.
+    /// Value to add to the request limit.
     pub req_lim_delta: i32,
-    /// Chosen by the target.
+    /// Tag selected by the target.
     pub tag: Tag,
-    /// Logical unit that the event concerns.
+    /// Logical unit number for this event.
     pub lun: WireLun,
-    /// The event, as sense data.
+    /// Sense data for this event.
     pub sense: &'a [u8],
 }
 
@@ -261,7 +280,8 @@ impl<'a> AerReq<'a> {
     /// Parses an SRP_AER_REQ.
     ///
     /// # Errors
-    /// A wrong type, or fewer bytes than header and declared sense data need.
+    /// Returns an error if the type is unexpected, or the buffer is too short for the header and
+    /// sense data.
     pub fn parse(iu: &'a [u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawAerReq::split(iu)?;
         expect(raw.opcode, Opcode::AerReq)?;
@@ -275,7 +295,7 @@ impl<'a> AerReq<'a> {
         })
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.

@@ -1,26 +1,27 @@
-//! SCSI RDMA Protocol (T10 SRP r16a, with SRP-2's immediate data): every information unit.
+//! SCSI RDMA Protocol (T10 SRP r16a, with immediate data from SRP-2): all information units.
 //!
-//! Two layers. The private `raw` module lays fixed headers over received bytes and judges nothing.
-//! The types here hold legal values only: `parse` makes one from a received information unit and
-//! refuses the rest, `emit` writes one into the caller's buffer and returns its length. Parsing
-//! allocates nothing; variable parts are slices of the received bytes.
+//! There are two layers. The private `raw` module has the layout of the fixed headers, without
+//! checking any values. The types in this module can only contain valid values: use `parse` to
+//! create a value from a received information unit, which returns an error if it's invalid, and
+//! `emit` to write it to a buffer, which returns the number of bytes. Parsing never allocates any
+//! memory, because the variable parts are slices of the received bytes.
 //!
-//! - From the initiator ([`FromInitiator`]): [`LoginReq`] (also in the 56-byte form that RDMA/CM
-//!   private data carries), [`Cmd`], [`TskMgmt`], [`ILogout`], [`CredRsp`], [`AerRsp`].
+//! - From the initiator ([`FromInitiator`]): [`LoginReq`] (also in the 56-byte format for RDMA/CM
+//!   private data), [`Cmd`], [`TskMgmt`], [`ILogout`], [`CredRsp`], [`AerRsp`].
 //! - From the target ([`FromTarget`]): [`LoginRsp`], [`LoginRej`], [`Rsp`], [`CredReq`],
 //!   [`AerReq`], [`TLogout`].
 //!
 //! # Invariants
-//! - The received length is the only authority. Every length, count and offset that a peer declares
-//!   is compared with it, in arithmetic that cannot wrap.
-//! - Bytes after the end of an information unit are ignored: CM private data is padded, and receive
-//!   buffers may be longer than what was sent.
-//! - Reserved fields are ignored on receipt and written as zero.
-//! - Tags are opaque. They travel as eight bytes and are read here as a big-endian number.
+//! - Never trust a length, count or offset sent by the peer. It must be checked against the number
+//!   of received bytes, without any overflow.
+//! - Any bytes after the end of an IU are ignored, because CM private data is padded and receive
+//!   buffers can be larger than the message.
+//! - Reserved fields are ignored when parsing, and set to zero when writing.
+//! - Tags are opaque 8-byte values. They are stored as a big-endian number.
 //!
 //! # Not implemented
-//! Format codes of SRP other than direct, indirect and immediate do not exist; bidirectional
-//! commands parse, but immediate data is refused for data-in.
+//! There are no other format codes in SRP except for direct, indirect and immediate. Bidirectional
+//! commands can be parsed, but immediate data is refused for data-in.
 
 mod cmd;
 mod login;
@@ -45,92 +46,93 @@ use std::fmt;
 
 use num_enum::{TryFromPrimitive, TryFromPrimitiveError};
 
-/// Length of [`LoginReq`] as an information unit, in IB/CM private data; in bytes.
+/// Size of [`LoginReq`] as an information unit in IB/CM private data, in bytes.
 pub const LOGIN_REQ_LEN: usize = 64;
-/// Length of [`LoginReq`] in RDMA/CM private data, in bytes.
+/// Size of [`LoginReq`] in RDMA/CM private data, in bytes.
 pub const LOGIN_REQ_RDMA_LEN: usize = 56;
-/// Length of [`LoginRsp`], in bytes.
+/// Size of [`LoginRsp`], in bytes.
 pub const LOGIN_RSP_LEN: usize = 52;
-/// Length of [`LoginRej`], in bytes.
+/// Size of [`LoginRej`], in bytes.
 pub const LOGIN_REJ_LEN: usize = 32;
-/// Length of [`Cmd`] before its additional CDB and descriptors, in bytes.
+/// Size of [`Cmd`] without the additional CDB and descriptors, in bytes.
 pub const CMD_LEN: usize = 48;
-/// Length of [`Rsp`] before response data and sense data, in bytes.
+/// Size of [`Rsp`] without response data and sense data, in bytes.
 pub const RSP_LEN: usize = 36;
-/// Length of [`TskMgmt`], in bytes.
+/// Size of [`TskMgmt`], in bytes.
 pub const TSK_MGMT_LEN: usize = 48;
-/// Length of [`AerReq`] before its sense data, in bytes.
+/// Size of [`AerReq`] without sense data, in bytes.
 pub const AER_REQ_LEN: usize = 36;
-/// Length of logouts, credit messages and [`AerRsp`], in bytes.
+/// Size of logout and credit messages and [`AerRsp`], in bytes.
 pub const SHORT_IU_LEN: usize = 16;
-/// The smallest maximum length of an initiator's information units that may be asked for in a
-/// login, in bytes (SRP r16a, SRP_LOGIN_REQ).
+/// Minimum value for the maximum IU size requested by an initiator in a login, in bytes (SRP r16a,
+/// SRP_LOGIN_REQ).
 pub const MIN_MAX_IU_LEN: u32 = 64;
 
-/// An illegal information unit.
+/// An invalid information unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SrpError {
-    /// The information unit ends before a field or a declared range does.
-    #[error("{field} ends at byte {need}, but {have} bytes were received")]
+    /// The IU is too short for a field or range.
+    #[error("{field} ends at byte {need}, but only {have} bytes were received")]
     Truncated {
-        /// The field or range that does not fit.
+        /// Name of the field or range.
         field: &'static str,
-        /// Offset at which it would end, in bytes from the start of the information unit.
+        /// Required number of bytes from the start of the IU.
         need: u64,
         /// Number of bytes received.
         have: usize,
     },
-    /// Byte 0 is no information-unit type of SRP.
+    /// Byte 0 is not an IU type in SRP.
     #[error("unknown information unit type {0:#04x}")]
     UnknownOpcode(u8),
-    /// Byte 0 is a type that this direction, or this place, does not allow.
-    #[error("information unit type {0:?} is not allowed here")]
+    /// Byte 0 is a type that is not allowed here, or not for this direction.
+    #[error("unexpected information unit type {0:?}")]
     UnexpectedOpcode(Opcode),
-    /// A field holds a value that the standard does not define or allow.
-    #[error("{field} is {value:#x}, which is not legal")]
+    /// A field has a value that is not defined or not allowed.
+    #[error("invalid {field}: {value:#x}")]
     Illegal {
         /// Name of the field.
         field: &'static str,
-        /// Value that was received.
+        /// The received value.
         value: u64,
     },
 }
 
-/// Information-unit type: byte 0 of every information unit (SRP r16a, table of information units).
+/// Information unit type in byte 0 of an information unit (SRP r16a, table of information units).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum Opcode {
-    /// Initiator asks for a login. Travels in CM private data.
+    /// Login request from the initiator, sent in CM private data.
     LoginReq = 0x00,
-    /// Initiator asks for a task-management function.
+    /// Task management request from the initiator.
     TskMgmt = 0x01,
-    /// Initiator sends a command.
+    /// Command from the initiator.
     Cmd = 0x02,
     /// SRP_I_LOGOUT: the initiator logs out.
     ILogout = 0x03,
-    /// Initiator answers a credit request.
+    /// Response from the initiator for a credit request.
     CredRsp = 0x41,
-    /// Initiator answers an asynchronous-event request.
+    /// Response from the initiator for an asynchronous event request.
     AerRsp = 0x42,
-    /// Target logs the initiator out.
+    /// SRP_T_LOGOUT: the target logs out the initiator.
     TLogout = 0x80,
-    /// Target changes the request limit.
+    /// The target updates the request limit.
     CredReq = 0x81,
-    /// Target reports an asynchronous event.
+    /// The target reports an asynchronous event.
     AerReq = 0x82,
-    /// Target accepts a login.
+    /// The target has accepted a login.
     LoginRsp = 0xc0,
-    /// Target answers a command or a task-management function.
+    /// Response from the target for a command or a task management request.
     Rsp = 0xc1,
-    /// Target refuses a login.
+    /// The target has rejected a login.
     LoginRej = 0xc2,
 }
 
 impl Opcode {
-    /// The type of a received information unit.
+    /// Returns the type of a received IU.
     ///
     /// # Errors
-    /// [`SrpError::Truncated`] for no bytes, [`SrpError::UnknownOpcode`] for an undefined type.
+    /// [`SrpError::Truncated`] if this is empty, or [`SrpError::UnknownOpcode`] if the type is not
+    /// defined.
     pub fn of(iu: &[u8]) -> Result<Self, SrpError> {
         let &byte = iu.first().ok_or(SrpError::Truncated {
             field: "type",
@@ -147,8 +149,8 @@ impl From<TryFromPrimitiveError<Opcode>> for SrpError {
     }
 }
 
-/// Identifies a request on its channel; chosen by the sender of the request, returned in the
-/// answer.
+/// Identifies a request in a channel. This is selected by the sender of the request and returned in
+/// the response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(pub u64);
 
@@ -193,51 +195,52 @@ macro_rules! port_id {
     };
 }
 
-/// The sixteen bytes of a port identifier.
+/// A 16-byte port identifier.
 pub type SrpPortId = [u8; 16];
 
-/// The two halves of a port identifier in the form of SRP r16a (I/O class 0x0100).
+/// A port identifier split into two parts, using the format in SRP r16a (I/O class 0x0100).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PortIdParts {
-    /// Identifier extension: the first eight bytes.
+    /// Identifier extension, in the first 8 bytes.
     pub extension: u64,
-    /// EUI-64 of the channel adapter or I/O controller: the last eight bytes.
+    /// EUI-64 of the channel adapter or I/O controller, in the last 8 bytes.
     pub guid: u64,
 }
 
 port_id! {
-    /// Names an SRP initiator port (SRP r16a Annex B: identifier extension, then GUID).
+    /// Identifies an SRP initiator port (SRP r16a Annex B: identifier extension, then GUID).
     InitiatorPortId, "the initiator's identifier extension", "its GUID"
 }
 port_id! {
-    /// Names an SRP target port (SRP r16a Annex B: service identifier extension, then the I/O
-    /// controller's GUID).
+    /// Identifies an SRP target port (SRP r16a Annex B: service identifier extension, then the GUID
+    /// of the I/O controller).
     TargetPortId, "the identifier extension", "the I/O controller GUID"
 }
 
-/// An information unit that an initiator sends.
+/// An IU sent by an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FromInitiator<'a> {
-    /// Login request in its 64-byte form.
+    /// Login request in the 64-byte format.
     LoginReq(LoginReq),
     /// SRP_CMD: a SCSI command.
     Cmd(Cmd<'a>),
-    /// SRP_TSK_MGMT: a task-management request.
+    /// SRP_TSK_MGMT: a task management request.
     TskMgmt(TskMgmt),
     /// SRP_I_LOGOUT: the initiator logs out.
     ILogout(ILogout),
-    /// Answer to a [`CredReq`].
+    /// Response to a [`CredReq`].
     CredRsp(CredRsp),
-    /// Answer to an [`AerReq`].
+    /// Response to an [`AerReq`].
     AerRsp(AerRsp),
 }
 
 impl<'a> FromInitiator<'a> {
-    /// Parses an information unit that an initiator sent. `immediate` is what the login agreed on.
+    /// Parses an IU sent by an initiator. `immediate` is the offset that was negotiated in the
+    /// login.
     ///
     /// # Errors
-    /// Those of the information unit's own `parse`; [`SrpError::UnexpectedOpcode`] for one that
-    /// only targets send.
+    /// Same as for `parse` of the IU, or [`SrpError::UnexpectedOpcode`] if this can only be sent by
+    /// targets.
     pub fn parse(iu: &'a [u8], immediate: Option<ImmediateDataOffset>) -> Result<Self, SrpError> {
         Ok(match Opcode::of(iu)? {
             Opcode::LoginReq => Self::LoginReq(LoginReq::parse(iu)?),
@@ -250,7 +253,7 @@ impl<'a> FromInitiator<'a> {
         })
     }
 
-    /// Writes the information unit to the start of `out` and returns its length in bytes.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -266,29 +269,29 @@ impl<'a> FromInitiator<'a> {
     }
 }
 
-/// An information unit that a target sends.
+/// An IU sent by a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FromTarget<'a> {
-    /// SRP_LOGIN_RSP: the login is accepted.
+    /// SRP_LOGIN_RSP: the login was accepted.
     LoginRsp(LoginRsp),
-    /// SRP_LOGIN_REJ: the login is refused.
+    /// SRP_LOGIN_REJ: the login was rejected.
     LoginRej(LoginRej),
-    /// Answer to a command or task-management request.
+    /// Response to a command or a task management request.
     Rsp(Rsp<'a>),
-    /// Change of the request limit.
+    /// Update of the request limit.
     CredReq(CredReq),
     /// SRP_AER_REQ: an asynchronous event.
     AerReq(AerReq<'a>),
-    /// SRP_T_LOGOUT: the target logs out.
+    /// SRP_T_LOGOUT: the target logs out the initiator.
     TLogout(TLogout),
 }
 
 impl<'a> FromTarget<'a> {
-    /// Parses an information unit that a target sent.
+    /// Parses an IU sent by a target.
     ///
     /// # Errors
-    /// Those of the information unit's own `parse`; [`SrpError::UnexpectedOpcode`] for one that
-    /// only initiators send.
+    /// Same as for `parse` of the IU, or [`SrpError::UnexpectedOpcode`] if this can only be sent by
+    /// initiators.
     pub fn parse(iu: &'a [u8]) -> Result<Self, SrpError> {
         Ok(match Opcode::of(iu)? {
             Opcode::LoginRsp => Self::LoginRsp(LoginRsp::parse(iu)?),
@@ -301,7 +304,7 @@ impl<'a> FromTarget<'a> {
         })
     }
 
-    /// Writes the information unit to the start of `out` and returns its length in bytes.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.

@@ -1,4 +1,4 @@
-//! The fixed parts of information units, laid over bytes. Nothing here judges a value.
+//! Layout of the fixed parts of information units. Values are not checked here.
 
 use std::mem::size_of;
 
@@ -16,7 +16,7 @@ macro_rules! raw {
         const _: () = assert!(size_of::<$name>() == $len);
 
         impl $name {
-            /// The header at the start of `iu`, and the bytes after it.
+            /// Returns the header at the start of `iu` and the remaining bytes.
             pub(super) fn split(iu: &[u8]) -> Result<(&Self, &[u8]), SrpError> {
                 Self::ref_from_prefix(iu).map_err(|_| SrpError::Truncated {
                     field: $iu,
@@ -25,7 +25,7 @@ macro_rules! raw {
                 })
             }
 
-            /// Writes the header to the start of `out` and returns its length.
+            /// Writes the header to the start of `out` and returns the number of bytes.
             pub(super) fn put(&self, out: &mut [u8]) -> usize {
                 out[..$len].copy_from_slice(self.as_bytes());
                 $len
@@ -157,7 +157,7 @@ raw!(RawAerReq, 36, "SRP_AER_REQ" {
     reserved3: [u8; 4],
 });
 
-/// Refuses an information unit whose type is not `expected`.
+/// Checks that an IU has the `expected` type.
 pub(super) fn expect(byte: u8, expected: Opcode) -> Result<(), SrpError> {
     let found = Opcode::try_from(byte)?;
     if found == expected {
@@ -167,8 +167,8 @@ pub(super) fn expect(byte: u8, expected: Opcode) -> Result<(), SrpError> {
     }
 }
 
-/// Walks the variable part of an information unit. It knows how far from the start it is, so that
-/// errors name positions in the information unit, and it never moves past the received bytes.
+/// Used to parse the variable part of an IU. This keeps track of the offset from the start of the
+/// IU, so that it can be included in errors, and never moves past the end.
 #[derive(Clone, Copy)]
 pub(super) struct Cursor<'a> {
     iu: &'a [u8],
@@ -176,21 +176,21 @@ pub(super) struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// Starts at byte `at`, which the caller has seen to lie within `iu`.
+    /// Starts at offset `at`. The caller must check that this is within `iu`.
     pub(super) fn new(iu: &'a [u8], at: usize) -> Self {
         debug_assert!(at <= iu.len());
         Self { iu, at }
     }
 
-    /// Distance from the start of the information unit, in bytes.
+    /// Returns the offset from the start of the IU, in bytes.
     pub(super) fn position(&self) -> usize {
         self.at
     }
 
-    /// The next `len` bytes.
+    /// Returns the next `len` bytes.
     pub(super) fn take(&mut self, field: &'static str, len: u64) -> Result<&'a [u8], SrpError> {
-        // In 64 bits and saturating: `len` is a peer's, up to the product of a count and a length,
-        // and must not wrap to a place inside.
+        // Use a saturating 64-bit addition: `len` was sent by the peer, and may be the product of a
+        // count and a size, so this must not wrap around to a valid offset.
         let need = (self.at as u64).saturating_add(len);
         let short = SrpError::Truncated {
             field,
@@ -203,12 +203,12 @@ impl<'a> Cursor<'a> {
         Ok(bytes)
     }
 
-    /// The next fixed structure.
+    /// Returns a view of the next structure with a fixed size.
     pub(super) fn view<T: FromBytes + KnownLayout + Immutable + Unaligned>(
         &mut self,
         field: &'static str,
     ) -> Result<&'a T, SrpError> {
         let bytes = self.take(field, size_of::<T>() as u64)?;
-        Ok(T::ref_from_bytes(bytes).expect("taken with the structure's own length"))
+        Ok(T::ref_from_bytes(bytes).expect("slice has the size of the structure"))
     }
 }

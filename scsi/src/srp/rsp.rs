@@ -1,4 +1,4 @@
-//! SRP_RSP: the answer to a command or a task-management request.
+//! SRP_RSP: the response to a command or a task management request.
 
 use num_enum::{FromPrimitive, IntoPrimitive};
 
@@ -12,18 +12,18 @@ const DOUNDER: u8 = 0x08;
 const DIOVER: u8 = 0x10;
 const DIUNDER: u8 = 0x20;
 
-/// Length of response data, in bytes.
+/// Size of the response data, in bytes.
 const RESPONSE_DATA_LEN: usize = 4;
 
-/// Difference between a data buffer's length and what the command moved.
+/// Difference between the length of a data buffer and the number of bytes transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Residual {
-    /// No residual is reported.
+    /// There is no residual.
     #[default]
     None,
-    /// Bytes of the buffer that were not used.
+    /// Number of bytes in the buffer that were not used.
     Under(u32),
-    /// Bytes that the command would have moved beyond the buffer.
+    /// Number of additional bytes that did not fit into the buffer.
     Over(u32),
 }
 
@@ -40,7 +40,7 @@ impl Residual {
         }
     }
 
-    /// The flag to set and the count to write.
+    /// Returns the flag and the count to write.
     fn fields(self, under: u8, over: u8) -> (u8, u32) {
         match self {
             Self::None => (0, 0),
@@ -50,59 +50,60 @@ impl Residual {
     }
 }
 
-/// The flags byte and the two bits of it that concern one direction.
+/// The flags byte, with the two bits used for a direction.
 struct Bits {
     flags: u8,
     under: u8,
     over: u8,
 }
 
-/// RSP_CODE of response data (SRP r16a, response data): how a task-management function ended, or
-/// what was wrong with a request that never became a task.
+/// RSP_CODE in response data (SRP r16a, response data). This is either the result of a task
+/// management function, or the error for a request that never became a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum RspCode {
-    /// No failure, or the function is complete.
+    /// No failure, or the function was completed.
     Complete = 0x00,
-    /// A field of the request is invalid.
+    /// A field in the request is invalid.
     RequestFieldsInvalid = 0x02,
     /// The function is not supported.
     TskMgmtNotSupported = 0x04,
-    /// TASK MANAGEMENT FUNCTION FAILED: it has had no effect.
+    /// TASK MANAGEMENT FUNCTION FAILED: nothing was changed.
     TskMgmtFailed = 0x05,
-    /// A code that the standard reserves.
+    /// A reserved code.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Fields of an SRP_RSP.
+/// The fields of an SRP_RSP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rsp<'a> {
-    /// SOLNT: the request asked to be notified of this answer.
+    /// SOLNT: set if a notification was requested.
     pub solicited: bool,
-    /// Added to the request limit.
+    /// Value to add to the request limit.
     pub req_lim_delta: i32,
-    /// Tag of the request that it answers.
+    /// Tag from the request.
     pub tag: Tag,
-    /// SCSI status (SAM-5 clause 5.3). Without meaning when `response` is present.
+    /// SCSI status (SAM-5 clause 5.3). This is not valid if `response` is set.
     pub status: u8,
-    /// Of the data-out buffer.
+    /// Residual for the data-out buffer.
     pub data_out: Residual,
-    /// Of the data-in buffer.
+    /// Residual for the data-in buffer.
     pub data_in: Residual,
-    /// Response data, if any (RSPVALID).
+    /// Response data, if available (RSPVALID).
     pub response: Option<RspCode>,
-    /// Sense data, if any (SNSVALID).
+    /// Sense data, if available (SNSVALID).
     pub sense: Option<&'a [u8]>,
 }
 
 impl<'a> Rsp<'a> {
-    /// Parses an SRP_RSP. Length fields count only when their flag is set; what they declare must
-    /// have been received.
+    /// Parses an SRP_RSP. A length field is only used when the corresponding flag is set. The data
+    /// must have been received.
     ///
     /// # Errors
-    /// A wrong type, too few bytes for the header or the declared data, over- and underflow of one
-    /// buffer at once, or response data shorter than its four bytes.
+    /// Returns an error if the type is unexpected, the buffer is too short for the header or the
+    /// data, both overflow and underflow are set for a buffer, or the response data is shorter than
+    /// 4 bytes.
     pub fn parse(iu: &'a [u8]) -> Result<Self, SrpError> {
         let (raw, _) = RawRsp::split(iu)?;
         expect(raw.opcode, Opcode::Rsp)?;
@@ -119,14 +120,14 @@ impl<'a> Rsp<'a> {
             over: DIOVER,
         };
         let data_in = Residual::parse("DIUNDER and DIOVER", into, raw.data_in_res_cnt.get())?;
-        // Response data come first; a length counts only where its flag says that the part is
-        // there.
+        // The response data is first. Only use the length if the flag indicates that the data is
+        // available.
         let mut at = Cursor::new(iu, RSP_LEN);
         let mut response = None;
         if flags & RSPVALID != 0 {
             let len = raw.resp_data_len.get();
-            // As long as it says, though four bytes are all that is defined: sense data begin
-            // behind it.
+            // Use the length from the header, even though only 4 bytes are defined, because the
+            // sense data is located after this.
             let data = at.take("response data", len.into())?;
             let code = data.get(3).ok_or(SrpError::Illegal {
                 field: "RESPONSE DATA LENGTH",
@@ -150,13 +151,13 @@ impl<'a> Rsp<'a> {
         })
     }
 
-    /// Length of the information unit, in bytes.
+    /// Returns the size of the IU, in bytes.
     #[must_use]
     pub fn wire_len(&self) -> usize {
         RSP_LEN + self.response.map_or(0, |_| RESPONSE_DATA_LEN) + self.sense.map_or(0, <[u8]>::len)
     }
 
-    /// Writes the information unit and returns its length.
+    /// Writes the IU to `out` and returns the number of bytes.
     ///
     /// # Panics
     /// If `out` is too short.
@@ -189,7 +190,7 @@ impl<'a> Rsp<'a> {
             ..RawRsp::default()
         }
         .put(out);
-        // Response data come before sense data, where there are both.
+        // If we have both, the response data is before the sense data.
         if let Some(code) = self.response {
             out[at..at + RESPONSE_DATA_LEN].copy_from_slice(&[0, 0, 0, code.into()]);
             at += RESPONSE_DATA_LEN;

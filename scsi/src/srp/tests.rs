@@ -8,7 +8,7 @@ fn offset() -> Option<ImmediateDataOffset> {
     ImmediateDataOffset::new(OFFSET)
 }
 
-/// A 64-byte SRP_CMD: READ (10), one direct descriptor for data-in.
+/// Returns a 64-byte SRP_CMD with READ (10) and a direct descriptor for data-in.
 fn direct_read() -> [u8; 64] {
     let mut iu = [0; 64];
     iu[0] = 0x02;
@@ -21,8 +21,8 @@ fn direct_read() -> [u8; 64] {
     iu
 }
 
-/// An SRP_CMD with an indirect data-in table: `entries` in the table, `inline` of 512 bytes each in
-/// the command, `len` bytes of data.
+/// Returns an SRP_CMD with an indirect table for data-in. There are `entries` in the table, of
+/// which `inline` with 512 bytes each are in the command, and `len` bytes of data.
 fn indirect(entries: u32, inline: u8, len: u32) -> Vec<u8> {
     let mut iu = vec![0; 48];
     iu[0] = 0x02;
@@ -41,7 +41,7 @@ fn indirect(entries: u32, inline: u8, len: u32) -> Vec<u8> {
 }
 
 #[test]
-fn a_direct_descriptor_is_read_in_place() {
+fn direct_descriptor_is_parsed_in_place() {
     let iu = direct_read();
     let cmd = Cmd::parse(&iu, None).unwrap();
     assert_eq!(cmd.tag, Tag(7));
@@ -53,7 +53,7 @@ fn a_direct_descriptor_is_read_in_place() {
 }
 
 #[test]
-fn a_command_cut_anywhere_is_refused() {
+fn truncated_command_is_refused() {
     for iu in [direct_read().to_vec(), indirect(3, 3, 1536)] {
         for len in 0..iu.len() {
             let error = Cmd::parse(&iu[..len], None).unwrap_err();
@@ -67,7 +67,7 @@ fn a_command_cut_anywhere_is_refused() {
 }
 
 #[test]
-fn an_additional_cdb_beyond_the_end_is_refused() {
+fn additional_cdb_past_end_is_refused() {
     let mut iu = direct_read();
     iu[31] = 0xff;
     assert_eq!(
@@ -81,7 +81,7 @@ fn an_additional_cdb_beyond_the_end_is_refused() {
 }
 
 #[test]
-fn a_partial_table_says_so() {
+fn partial_table_is_not_complete() {
     let iu = indirect(10, 2, 5120);
     let DataBuffer::Indirect(table) = Cmd::parse(&iu, None).unwrap().data_in else {
         panic!("indirect");
@@ -100,21 +100,18 @@ fn inconsistent_tables_are_refused() {
     let illegal = |iu: &[u8]| matches!(Cmd::parse(iu, None), Err(SrpError::Illegal { .. }));
     assert!(
         illegal(&indirect(1, 2, 512)),
-        "more inline than the table has"
+        "more inline descriptors than in the table"
     );
     assert!(
         illegal(&indirect(2, 2, 1025)),
-        "describes less than it says"
+        "descriptors are shorter than the data length"
     );
     let mut odd = indirect(2, 2, 1024);
     odd[63] = 33;
-    assert!(
-        illegal(&odd),
-        "a table that is no whole number of descriptors"
-    );
+    assert!(illegal(&odd), "not a multiple of the descriptor size");
     let mut format = direct_read();
     format[5] = 0x04;
-    assert!(illegal(&format), "an undefined format");
+    assert!(illegal(&format), "undefined format");
     format[5] = 0x03;
     assert!(illegal(&format), "immediate data-in");
 }
@@ -129,7 +126,7 @@ fn immediate_write(len: u32, sent: usize) -> Vec<u8> {
 }
 
 #[test]
-fn immediate_data_is_found_at_the_agreed_offset() {
+fn immediate_data_uses_negotiated_offset() {
     let iu = immediate_write(512, 512);
     let cmd = Cmd::parse(&iu, offset()).unwrap();
     let DataBuffer::Immediate { data, len, .. } = cmd.data_out else {
@@ -139,9 +136,10 @@ fn immediate_data_is_found_at_the_agreed_offset() {
     assert!(data.iter().all(|&b| b == 0x5a));
 }
 
-/// CVE-2026-74394: the sum of offset and length wraps, and passes a check made on the sum.
+/// CVE-2026-74394: the sum of offset and length overflows, so a check of the sum would be
+/// successful.
 #[test]
-fn cve_2026_74394_immediate_length_that_wraps_is_refused() {
+fn cve_2026_74394_immediate_length_overflow_fails() {
     for len in [513, u32::MAX, u32::MAX - 67, u32::MAX - 68, 1 << 31] {
         let iu = immediate_write(len, 512);
         assert_eq!(
@@ -156,7 +154,7 @@ fn cve_2026_74394_immediate_length_that_wraps_is_refused() {
 }
 
 #[test]
-fn immediate_data_needs_agreement_and_room_for_descriptors() {
+fn immediate_data_requires_negotiation_and_space() {
     let iu = immediate_write(512, 512);
     assert!(matches!(
         Cmd::parse(&iu, None),
@@ -174,10 +172,10 @@ fn immediate_data_needs_agreement_and_room_for_descriptors() {
     assert!(ImmediateDataOffset::new(47).is_none());
 }
 
-/// CVE-2026-53186, CVE-2026-74556, CVE-2026-74557: an initiator that believes the lengths of a
-/// response reads sense data from beyond what it received.
+/// CVE-2026-53186, CVE-2026-74556, CVE-2026-74557: an initiator that trusts the lengths in a
+/// response would read sense data past the end of the received bytes.
 #[test]
-fn cve_2026_53186_2026_74556_and_2026_74557_response_lengths_are_checked() {
+fn cve_2026_53186_2026_74556_and_2026_74557_lengths_are_checked() {
     let mut iu = [0; 36 + 4 + 18];
     iu[0] = 0xc1;
     iu[18] = 0x03;
@@ -206,7 +204,7 @@ fn cve_2026_53186_2026_74556_and_2026_74557_response_lengths_are_checked() {
 }
 
 #[test]
-fn a_buffer_cannot_be_over_and_under_at_once() {
+fn residual_cannot_overflow_and_underflow() {
     let mut iu = [0; 36];
     iu[0] = 0xc1;
     for (flags, legal) in [(0x0c, false), (0x30, false), (0x28, true), (0x14, true)] {
@@ -216,7 +214,7 @@ fn a_buffer_cannot_be_over_and_under_at_once() {
 }
 
 #[test]
-fn an_event_with_more_sense_than_came_is_refused() {
+fn truncated_event_sense_is_refused() {
     let mut iu = [0; 36 + 18];
     iu[0] = 0x82;
     iu[31] = 18;
@@ -229,7 +227,7 @@ fn an_event_with_more_sense_than_came_is_refused() {
 }
 
 #[test]
-fn the_direction_of_a_message_is_checked() {
+fn message_direction_is_checked() {
     let mut iu = [0; 64];
     iu[0] = 0xc1;
     assert_eq!(
@@ -264,7 +262,7 @@ fn reserved_multi_channel_codes_are_refused() {
 }
 
 #[test]
-fn port_ids_are_made_of_two_halves() {
+fn port_ids_split_into_two_parts() {
     let parts = PortIdParts {
         extension: 0x0102_0304_0506_0708,
         guid: 0x1112_1314_1516_1718,
@@ -352,7 +350,7 @@ proptest! {
     }
 
     #[test]
-    fn commands_of_arbitrary_bytes_emit_what_they_parsed(
+    fn parsed_commands_roundtrip(
         mut iu in proptest::collection::vec(any::<u8>(), 48..400),
         format in 0u8..64,
         counts in (0u8..8, 0u8..8),
@@ -370,7 +368,7 @@ proptest! {
     }
 
     #[test]
-    fn commands_survive_the_wire(
+    fn commands_roundtrip(
         tag: u64,
         lun: [u8; 8],
         cdb: [u8; 16],
@@ -397,7 +395,7 @@ proptest! {
     }
 
     #[test]
-    fn responses_survive_the_wire(
+    fn responses_roundtrip(
         solicited: bool,
         req_lim_delta: i32,
         tag: u64,
@@ -423,7 +421,7 @@ proptest! {
     }
 
     #[test]
-    fn logins_survive_the_wire(
+    fn logins_roundtrip(
         tag: u64,
         lens: (u32, u32),
         delta: i32,
@@ -469,7 +467,7 @@ proptest! {
     }
 
     #[test]
-    fn management_survives_the_wire(tags: (u64, u64), lun: [u8; 8], number: u32, code: u8, sense: Vec<u8>) {
+    fn management_messages_roundtrip(tags: (u64, u64), lun: [u8; 8], number: u32, code: u8, sense: Vec<u8>) {
         let tag = Tag(tags.0);
         let mut wire = vec![0xee; 64 + sense.len()];
         for iu in [

@@ -1,4 +1,4 @@
-//! A task in a set.
+//! A single task in a set.
 
 use riser_state::State;
 
@@ -16,17 +16,17 @@ use crate::step::TaskAttribute;
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TaskState {
-    /// Its Data-Out is on its way.
+    /// Waiting for Data-Out.
     Arriving,
-    /// Waits for older commands of its nexus whose data are on their way.
+    /// Waiting for older commands from the same nexus which are still receiving data.
     Held,
-    /// Waits for tasks that must end first.
+    /// Waiting for other tasks to complete.
     Dormant,
-    /// Waits for older commands that change the same blocks.
+    /// Waiting for older commands that change the same blocks.
     Blocked,
-    /// Enabled task: its command runs.
+    /// The command is running.
     Enabled,
-    /// Marked by task management.
+    /// Aborted by task management.
     Aborted,
 }
 
@@ -43,14 +43,14 @@ impl State for TaskState {
     }
 }
 
-/// Links of a task: commands of its nexus that are not in the order yet; later, ORDERED commands.
+/// Link used for tasks of a nexus that have not been ordered yet, then for ORDERED tasks.
 pub(super) const GATE: usize = 0;
-/// Links of a task: all in the order, those of HEAD OF QUEUE apart.
+/// Link used for all tasks that have been ordered, except for HEAD OF QUEUE.
 pub(super) const ORDER: usize = 1;
-/// Links of a task: what changes the medium.
+/// Link used for tasks that change the medium.
 pub(super) const MEDIUM: usize = 2;
-/// Links of a task: the queue in which it waits; before it is in the order, the tasks of its nexus
-/// that hold others.
+/// Link used for the queue in which a task is waiting. Before a task is ordered, it's used for the
+/// tasks of a nexus that hold other tasks.
 pub(super) const QUEUE: usize = 3;
 
 #[derive(Clone, Copy, Debug)]
@@ -60,15 +60,15 @@ pub(super) struct Task {
     pub(super) attribute: TaskAttribute,
     pub(super) footprint: Footprint,
     pub(super) state: TaskState,
-    /// Another nexus has ended it, and not its own.
+    /// Set when this was aborted by another nexus, but not by its own nexus.
     pub(super) is_cleared: bool,
-    /// Position in the order of arrival.
+    /// Increasing number, set when the task is registered.
     pub(super) id: u64,
-    /// Position in the order in which tasks start, once it has one.
+    /// Increasing number in the order in which tasks can start, set when the task is ordered.
     pub(super) age: Option<u64>,
-    /// Position among those that the order has let start, once it did.
+    /// Increasing number, set when the task has passed all ordering checks.
     pub(super) pass: Option<u64>,
-    /// Older commands in the way, which change the same blocks.
+    /// Number of older commands that change the same blocks.
     pub(super) blockers: u32,
     pub(super) links: [Neighbours; 4],
 }
@@ -80,7 +80,7 @@ impl Linked for Task {
 }
 
 impl Task {
-    /// A task that is in no list yet.
+    /// Creates a new task that is not in any list yet.
     pub(super) fn new(nexus: NexusId, tag: TaskTag, new: NewTask, id: u64) -> Self {
         Self {
             nexus,
@@ -105,15 +105,15 @@ impl Task {
         self.attribute == TaskAttribute::Ordered
     }
 
-    /// Returns whether newer commands of its nexus wait until it is in the order.
+    /// Returns whether newer commands from the same nexus have to wait until this has been ordered.
     pub(super) fn holds(&self) -> bool {
         self.is_head() || self.is_ordered()
     }
 
     pub(super) fn conflicts(&self, other: &Self) -> bool {
-        // Two plain writes of the same blocks do not conflict: their order is the initiator's
-        // business, which it settles by ORDERED or by waiting for the first status. Only an atomic
-        // command relies on what it has read.
+        // There is no conflict between two normal writes to the same blocks. If the initiator needs
+        // them in order, it can use ORDERED or wait for the first status. Only an atomic command
+        // depends on the data that it has read.
         (self.footprint.is_atomic() || other.footprint.is_atomic())
             && self
                 .footprint

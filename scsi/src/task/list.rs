@@ -1,10 +1,10 @@
-//! Lists of tasks, linked through the tasks themselves: no list allocates, and taking a task out of
-//! the middle takes constant time.
+//! Linked lists of tasks. The links are stored in the tasks, so we don't need to allocate, and a
+//! task can be removed from any position in constant time.
 
-/// Index that stands for no task.
+/// Used as an index if there is no task.
 pub(super) const NIL: u32 = u32::MAX;
 
-/// A task's neighbours in a list.
+/// The previous and next tasks in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Neighbours {
     pub(super) prev: u32,
@@ -30,13 +30,13 @@ impl Neighbours {
     }
 }
 
-/// Table whose entries can be in lists.
+/// A type that can be stored in multiple lists.
 pub(super) trait Linked {
-    /// Its neighbours in the list of this number.
+    /// Returns the link with this number.
     fn link_mut(&mut self, link: usize) -> &mut Neighbours;
 }
 
-/// The ends of a list.
+/// A linked list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct List {
     head: u32,
@@ -61,7 +61,7 @@ impl List {
         (self.tail != NIL).then_some(self.tail)
     }
 
-    /// Appends a task, by its neighbours of this number.
+    /// Appends a task to this list, using the given link.
     pub(super) fn push<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
         *link_of(tasks, link, slot) = Neighbours {
             prev: self.tail,
@@ -75,7 +75,7 @@ impl List {
         self.tail = slot;
     }
 
-    /// Takes a task out that is in this list.
+    /// Removes a task from this list, using the given link.
     pub(super) fn remove<T: Linked>(&mut self, tasks: &mut [Option<T>], link: usize, slot: u32) {
         let Neighbours { prev, next } = std::mem::take(link_of(tasks, link, slot));
         if prev == NIL {
@@ -93,6 +93,5 @@ impl List {
 
 fn link_of<T: Linked>(tasks: &mut [Option<T>], link: usize, slot: u32) -> &mut Neighbours {
     let task = tasks[slot as usize].as_mut();
-    task.expect("lists name tasks that are in the set")
-        .link_mut(link)
+    task.expect("listed task is in the set").link_mut(link)
 }

@@ -1,5 +1,5 @@
-//! Task sets: which commands are in flight, in what order they may start, and
-//! what task management does to them (SAM-5 chapters 7 and 8).
+//! Task sets: keep track of commands in flight, the order in which they may start, and the effects
+//! of task management (SAM-5 chapters 7 and 8).
 //!
 //! ```text
 //!   register -> Arriving -data_arrived-> (Held) -> Dormant -> (Blocked) -> Enabled
@@ -9,47 +9,44 @@
 //!                                                   remove
 //! ```
 //!
-//! A [`TaskSet`] is pure bookkeeping. It never ends a task: task management
-//! marks tasks and names them, the caller stops their work and then removes
-//! them, and only then answers the function. TAS is one (SPC-4 7.5.8): a task that
-//! another nexus ended is answered with TASK ABORTED status, one that its own nexus
-//! ended gets no status.
+//! A [`TaskSet`] never aborts a task. For task management, it marks and returns the tasks, and the
+//! caller then has to stop and remove each of them before it sends the response to the function.
+//! TAS is set (SPC-4 7.5.8): if a task was aborted by another nexus, it should be completed with
+//! TASK ABORTED status. If it was aborted by its own nexus, no status is sent.
 //!
 //! # Order
 //!
-//! Queueing follows QUEUE ALGORITHM MODIFIER 1 (unrestricted reordering) of
-//! our Control mode page: SIMPLE commands start at once unless an older HEAD OF
-//! QUEUE or ORDERED command is in the set. HEAD OF QUEUE commands start at once.
+//! The order is based on QUEUE ALGORITHM MODIFIER 1 (unrestricted reordering) in our Control mode
+//! page: SIMPLE commands can start immediately unless there is an older HEAD OF QUEUE or ORDERED
+//! command in the set. HEAD OF QUEUE commands always start immediately.
 //!
-//! This departs from the command attributes of SAM-5 chapter 8 in one respect. There a
-//! dormant SIMPLE or ORDERED command waits until no HEAD OF QUEUE command is in the set
-//! at all, newer ones included. All initiators share the set (TST is zero), so with that
-//! rule one initiator that always has a HEAD OF QUEUE command under way would stop the
-//! others. Here only older HEAD OF QUEUE commands count, of which there is a bounded
-//! number. So a command that was already waiting when a HEAD OF QUEUE command came may
-//! start before the latter has ended; what comes later waits as in SAM-5.
+//! There is one difference to the task attributes in SAM-5 chapter 8: there, a dormant SIMPLE or
+//! ORDERED command has to wait until there is no HEAD OF QUEUE command in the set, even a newer
+//! one. Because all initiators share a single set (TST is zero), an initiator which always has a
+//! HEAD OF QUEUE command in flight would then block all other initiators. We only wait for older
+//! HEAD OF QUEUE commands, and the number of these is limited. If a command was already waiting
+//! when a HEAD OF QUEUE command was received, it may therefore start before this has completed.
+//! Newer commands will wait, as in SAM-5.
 //!
-//! A command whose Data-Out is still on its way can be named and aborted, but
-//! takes part in that order only against commands of its own nexus: those that
-//! came after it wait behind it (`Held`) where its attribute or theirs asks for
-//! that. To other nexuses it is as old as its data. So every initiator sees its
-//! own commands ordered by their arrival, and none can hold up another one by
-//! sending a command without its data.
+//! While a command is waiting for Data-Out, it can be found and aborted, but it's only ordered
+//! against commands from the same nexus. Newer commands will wait for it (`Held`) if this is
+//! required by one of their attributes. For any other nexus, the command is only ordered when its
+//! data has been received. This means that each initiator will see its own commands in the order in
+//! which they were sent, but cannot block other initiators by sending a command without the data.
 //!
-//! Data-Out that goes in pieces is here when the first piece is. The task keeps its
-//! place in the order, and its blocks, until it is removed.
+//! If Data-Out is received in pieces, the command is ordered after the first piece. The task then
+//! keeps its position and its blocks until it is removed.
 //!
 //! # Blocks
 //!
-//! A command that reads blocks, decides and writes them (a [`Footprint::Atomic`])
-//! runs when no older command changes any of these blocks, and newer ones that
-//! do wait for it (`Blocked`). Commands for other blocks are not affected.
+//! If a command reads blocks and then updates them based on the data ([`Footprint::Atomic`]), it
+//! has to wait until no older command will change these blocks, and newer commands that change them
+//! have to wait for it (`Blocked`). Commands for other blocks can run at the same time.
 //!
 //! # Bounds
 //!
-//! The set is as large as it was made and never grows. Registering, starting and
-//! removing a task take constant time, except that an atomic command looks at the
-//! commands under way that change the medium.
+//! The set has a fixed capacity. It takes constant time to register, start or remove a task, except
+//! that an atomic command needs to check all commands in flight that change the medium.
 
 mod entry;
 mod list;
@@ -59,22 +56,22 @@ pub use set::TaskSet;
 
 use crate::step::TaskAttribute;
 
-/// A command identifier, unique per nexus. Wide enough for a name that the caller
-/// makes up where the tags of a transport are unique within less than that.
+/// A command identifier, which is unique per nexus. This has enough bits for the caller to extend a
+/// transport tag if these tags are only unique within some smaller context.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct TaskTag(pub u128);
 
-/// A run of logical blocks.
+/// A range of logical blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Blocks {
     /// LBA of the first block.
     pub first: u64,
-    /// The block after the last one.
+    /// The LBA after the last block.
     pub end: u64,
 }
 
 impl Blocks {
-    /// The whole medium, for any capacity.
+    /// The entire medium, for any capacity.
     pub const ALL: Self = Self {
         first: 0,
         end: u64::MAX,
@@ -85,15 +82,16 @@ impl Blocks {
     }
 }
 
-/// The blocks that a command changes on the medium.
+/// Blocks on the medium that are changed by a command.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Footprint {
-    /// Changes nothing on the medium.
+    /// No blocks are changed.
     #[default]
     None,
-    /// Changes these blocks of the medium.
+    /// These blocks are changed.
     Writes(Blocks),
-    /// These blocks, by what it reads there: nothing else may change them meanwhile.
+    /// These blocks are changed based on the data that was read from them, so no other command may
+    /// change them at the same time.
     Atomic(Blocks),
 }
 
@@ -110,18 +108,18 @@ impl Footprint {
     }
 }
 
-/// A command that enters a [`TaskSet`].
+/// A command to be added to a [`TaskSet`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NewTask {
     /// Task attribute of the command.
     pub attribute: TaskAttribute,
-    /// The blocks that it changes on the medium.
+    /// Blocks on the medium that will be changed.
     pub footprint: Footprint,
-    /// Its Data-Out is yet to come; [`TaskSet::data_arrived`] follows then.
+    /// Set when [`TaskSet::data_arrived`] will be called when Data-Out has been received.
     pub awaits_data: bool,
 }
 
-/// A task in a [`TaskSet`]; never valid for another task of the same set.
+/// Identifies a task in a [`TaskSet`]. The key is never reused for another task in this set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct TaskKey {
     slot: u32,
@@ -129,70 +127,70 @@ pub struct TaskKey {
 }
 
 impl TaskKey {
-    /// The task's place, below the capacity of its set: an index for what the
-    /// caller keeps beside the task.
+    /// Returns the slot for this task, which is less than the capacity of the set. It can be used
+    /// as an index for data that the caller needs to store for the task.
     #[must_use]
     pub fn slot(self) -> usize {
         self.slot as usize
     }
 }
 
-/// Reason for which a task was not taken into the set.
+/// The reason why a task could not be added to the set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum RegisterError {
-    /// The nexus already has a task with this tag (SAM-5 5.10). The old task
-    /// and all others of the nexus are to be aborted.
-    #[error("the task tag is in use")]
+    /// The nexus is already using this tag for another task (SAM-5 5.10). The caller must abort
+    /// this and all other tasks of the nexus.
+    #[error("task tag is already in use")]
     Overlapped(TaskKey),
-    /// The set is full, or the nexus has as many tasks as it may: TASK SET FULL status.
-    #[error("the task set is full")]
+    /// The set is full, or there are too many tasks for this nexus: return TASK SET FULL status.
+    #[error("task set is full")]
     Full,
 }
 
 /// A task management function.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum TaskManagement {
-    /// ABORT TASK of the task with this tag.
+    /// ABORT TASK, for the task with the given tag.
     AbortTask(TaskTag),
-    /// ABORT TASK SET: the tasks of this nexus.
+    /// ABORT TASK SET, for all tasks of this nexus.
     AbortTaskSet,
-    /// CLEAR TASK SET: the tasks of all nexuses.
+    /// CLEAR TASK SET, for all tasks of any nexus.
     ClearTaskSet,
-    /// LOGICAL UNIT RESET, for all nexuses.
+    /// LOGICAL UNIT RESET, for all tasks of any nexus.
     LogicalUnitReset,
-    /// I_T NEXUS RESET, of the asking nexus.
+    /// I_T NEXUS RESET, for the nexus that has sent this.
     NexusReset,
-    /// CLEAR ACA: rejected, as there never is one.
+    /// CLEAR ACA. This is always rejected.
     ClearAca,
-    /// QUERY TASK: is the task with this tag in the set?
+    /// QUERY TASK, to check if a task with the given tag exists.
     QueryTask(TaskTag),
-    /// QUERY TASK SET: is there any task of this nexus.
+    /// QUERY TASK SET, to check if this nexus has any tasks.
     QueryTaskSet,
 }
 
-/// SERVICE RESPONSE of a task management function (SAM-5 7.1).
+/// SERVICE RESPONSE for a task management function (SAM-5 7.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum TmfResponse {
     /// FUNCTION COMPLETE (SAM-5 7.1).
     Complete,
-    /// FUNCTION SUCCEEDED: a queried task is there.
+    /// FUNCTION SUCCEEDED: the task was found.
     Succeeded,
     /// FUNCTION REJECTED: not supported (SAM-5 7.1).
     Rejected,
-    /// The referenced task is not in the set. SAM-5 calls this FUNCTION
-    /// COMPLETE; iSCSI has an answer of its own for it.
+    /// The task was not found. This is FUNCTION COMPLETE in SAM-5, but a separate response in
+    /// iSCSI.
     TaskDoesNotExist,
-    /// INCORRECT LOGICAL UNIT NUMBER; for callers that find no unit.
+    /// INCORRECT LOGICAL UNIT NUMBER, used by the caller if there is no LU.
     IncorrectLun,
 }
 
-/// The work that a task management function leaves to the caller.
+/// The result of a task management function.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TmfOutcome {
-    /// The answer, to be sent when the aborted tasks are gone.
+    /// The response. This must only be sent after the aborted tasks have been removed.
     pub response: TmfResponse,
-    /// Tasks to stop and remove: with TASK ABORTED status where
-    /// [`TaskSet::is_cleared`] says so, otherwise without a status.
+    /// Tasks that the caller must stop and remove. If [`TaskSet::is_cleared`] returns true, send
+    /// TASK ABORTED status, otherwise don't send any status.
     pub aborted: Vec<TaskKey>,
 }
 

@@ -1,4 +1,4 @@
-//! The task set itself.
+//! Implementation of the task set.
 
 use riser_state::become_state;
 use rustc_hash::FxHashMap;
@@ -11,19 +11,19 @@ use super::{
 use crate::nexus::NexusId;
 use crate::step::TaskAttribute;
 
-/// The tasks of one nexus.
+/// The tasks of a single nexus.
 #[derive(Clone, Copy, Debug, Default)]
 struct NexusTasks {
     tasks: u32,
-    /// The tasks that are not in the order yet, oldest first.
+    /// Tasks that have not been ordered yet, oldest first.
     arriving: List,
-    /// The ones of them that hold newer tasks.
+    /// The tasks in `arriving` that hold newer tasks.
     holding: List,
 }
 
 impl NexusTasks {
-    /// Returns whether a command that is newer than these is held by some of them: as
-    /// [`TaskSet::settle`] decides.
+    /// Returns whether a new command has to wait for any of these tasks. This must match
+    /// [`TaskSet::settle`].
     fn holds(&self, attribute: TaskAttribute) -> bool {
         match attribute {
             TaskAttribute::HeadOfQueue => false,
@@ -35,45 +35,46 @@ impl NexusTasks {
 
 /// The tasks of a logical unit.
 ///
-/// Its tables grow to the most tasks that it has held: few units ever hold what they may, and one
-/// that is idle takes no memory for it.
+/// The tables grow as needed up to the maximum, because most LUs never use all of it. This saves
+/// memory if an LU is idle.
 #[derive(Debug)]
 pub struct TaskSet {
     slots: Vec<Option<Task>>,
-    /// Slots that were in use and are not.
+    /// Slots that are not in use.
     free: Vec<u32>,
-    /// Tasks at most.
+    /// Maximum number of tasks.
     capacity: usize,
-    /// By numbers of ours, as below: no peer can choose them for their hashes. Tags of one nexus on
-    /// several connections may collide, at most one of each connection.
+    /// We can use a fast hash here, and below, because IDs are allocated by us, so a peer cannot
+    /// cause collisions. If the same tag is used on multiple connections of a nexus, there is at
+    /// most one collision per connection.
     by_tag: FxHashMap<(NexusId, TaskTag), u32>,
     nexuses: FxHashMap<NexusId, NexusTasks>,
-    /// Tasks of one nexus at most.
+    /// Maximum number of tasks per nexus.
     share: u32,
     next_id: u64,
     next_age: u64,
     next_pass: u64,
-    /// HEAD OF QUEUE tasks in the order, by age.
+    /// HEAD OF QUEUE tasks, ordered by age.
     heads: List,
-    /// All others in the order, by age.
+    /// All other tasks, ordered by age.
     order: List,
-    /// The ORDERED ones among them.
+    /// The ORDERED tasks in `order`.
     ordered: List,
-    /// Dormant tasks by age, those of HEAD OF QUEUE apart.
+    /// Dormant tasks ordered by age, except for HEAD OF QUEUE.
     dormant: List,
     dormant_heads: List,
-    /// Tasks that the order has let start and that change the medium, in that order.
+    /// Tasks that have passed the ordering checks and will change the medium.
     writers: List,
     atomics: List,
-    /// Blocked tasks whose blocks are free.
+    /// Tasks which were blocked but can now start.
     unblocked: List,
-    /// Looks at tasks so far: the work that the unit's lock is held for.
+    /// Number of times a task was accessed, to measure the work done while the LU lock is held.
     #[cfg(test)]
     looks: std::cell::Cell<u64>,
 }
 
 impl TaskSet {
-    /// An empty set for at most `capacity` tasks, `share` of them of one nexus.
+    /// Creates a new empty set for at most `capacity` tasks, and at most `share` tasks per nexus.
     #[must_use]
     pub fn new(capacity: u32, share: u32) -> Self {
         Self {
@@ -99,23 +100,23 @@ impl TaskSet {
         }
     }
 
-    /// Number of tasks in the set.
+    /// Returns the number of tasks in the set.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Whether there are no tasks.
+    /// Returns whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Takes in a command that has arrived. It waits until started.
+    /// Adds a new command, without starting it.
     ///
     /// # Errors
     ///
-    /// Its tag is in use by the same nexus, or there is no room.
+    /// If the tag is already used by this nexus, or if the set is full.
     pub fn register(
         &mut self,
         nexus: NexusId,
@@ -129,13 +130,13 @@ impl TaskSet {
         Ok(key)
     }
 
-    /// Takes in a command that has arrived, and starts it if it may start; returns whether it did.
-    /// The same as [`register`](Self::register) and [`try_start`](Self::try_start), but a command
-    /// that starts at once enters no queue.
+    /// Adds a new command and starts it if possible. Returns whether it was started. This is the
+    /// same as calling [`register`](Self::register) and then [`try_start`](Self::try_start), but
+    /// avoids adding the command to a queue if it can start immediately.
     ///
     /// # Errors
     ///
-    /// Those of [`register`](Self::register).
+    /// Same as for [`register`](Self::register).
     pub fn register_and_start(
         &mut self,
         nexus: NexusId,
@@ -150,7 +151,7 @@ impl TaskSet {
         Ok((key, is_due && self.pass(key.slot)))
     }
 
-    /// Enters a command. Returns whether it has its place in the order; it is in no queue then.
+    /// Adds a new command. Returns whether it has been ordered. If so, it is not in any queue yet.
     fn insert(
         &mut self,
         nexus: NexusId,
@@ -158,19 +159,19 @@ impl TaskSet {
         new: NewTask,
     ) -> Result<(TaskKey, bool), RegisterError> {
         let own = self.nexuses.get_mut(&nexus);
-        // Without a share, one initiator that never lets its commands end could fill the set, and
-        // every other one would get TASK SET FULL.
+        // Without this limit, an initiator could fill the set with commands that never complete,
+        // and all other initiators would get TASK SET FULL.
         let has_share = own.as_ref().map_or(0, |own| own.tasks) < self.share;
         let slot = self.free.last().copied();
         let slot = slot.unwrap_or(self.slots.len() as u32);
         let has_room = has_share && (slot as usize) < self.capacity;
         let old = match has_room {
-            // One look-up both for the other task and for this one's entry.
+            // Use a single lookup to check for an existing task and to add the new one.
             true => self.by_tag.insert((nexus, tag), slot),
             false => self.by_tag.get(&(nexus, tag)).copied(),
         };
-        // The tag counts before the share: with TASK SET FULL an initiator would send the command
-        // once more, and never learn that it uses a tag twice.
+        // Check the tag before the limit. If we returned TASK SET FULL, the initiator would just
+        // send the command again and not find out that it's using a tag twice.
         if let Some(old) = old {
             self.by_tag.insert((nexus, tag), old);
             return Err(RegisterError::Overlapped(self.key(old)));
@@ -187,12 +188,12 @@ impl TaskSet {
         if self.free.pop().is_none() {
             self.slots.push(None);
         }
-        // Slots are used again and ids are not, so a key that outlives its task names none.
+        // Slots are reused but IDs are not, so an old key will never match a new task.
         let id = self.next_id;
         self.next_id += 1;
         self.slots[slot as usize] = Some(Task::new(nexus, tag, new, id));
-        // Most commands bring their data and are held by nothing: they never are in the lists of
-        // those that are not in the order yet.
+        // Most commands don't wait for data or other commands, so we don't need to add them to the
+        // list of tasks to be ordered later.
         if new.awaits_data || is_held {
             self.push_arriving(slot);
             if !new.awaits_data {
@@ -204,28 +205,28 @@ impl TaskSet {
         Ok((TaskKey { slot, id }, true))
     }
 
-    /// Returns whether a command of a nexus that comes now could not take its place in the order
-    /// before other commands of the nexus, whose data are on their way.
+    /// Returns whether a new command from this nexus would have to wait for other commands which
+    /// are still receiving data.
     #[must_use]
     pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
         let own = self.nexuses.get(&nexus);
         own.is_some_and(|own| own.holds(attribute))
     }
 
-    /// The tag of the task in a slot.
+    /// Returns the tag of the task in a slot.
     #[must_use]
     pub fn tag_at(&self, slot: usize) -> Option<TaskTag> {
         Some(self.slots.get(slot)?.as_ref()?.tag)
     }
 
-    /// Whether a nexus has tasks in the set.
+    /// Returns whether a nexus has any tasks.
     #[must_use]
     pub fn has_tasks_of(&self, nexus: NexusId) -> bool {
         self.nexuses.contains_key(&nexus)
     }
 
-    /// The Data-Out of a command has come. Tasks may start now: see
-    /// [`poll_start`](Self::poll_start).
+    /// Must be called when the Data-Out of a command has been received. This may allow other tasks
+    /// to start, see [`poll_start`](Self::poll_start).
     pub fn data_arrived(&mut self, key: TaskKey) {
         let is_arriving = |task: &Task| task.state == TaskState::Arriving;
         if self.task(key).is_some_and(is_arriving) {
@@ -233,7 +234,7 @@ impl TaskSet {
         }
     }
 
-    /// The task of a nexus with a tag.
+    /// Returns the task with the given tag, if any.
     #[must_use]
     pub fn find(&self, nexus: NexusId, tag: TaskTag) -> Option<TaskKey> {
         let slot = *self.by_tag.get(&(nexus, tag))?;
@@ -241,12 +242,12 @@ impl TaskSet {
         Some(TaskKey { slot, id })
     }
 
-    /// Starts a task if it may start:
+    /// Starts a task if possible:
     ///
-    /// - HEAD OF QUEUE: at once.
-    /// - SIMPLE: when no older HEAD OF QUEUE or ORDERED task is in the set.
-    /// - ORDERED: when no older task is in the set.
-    /// - Any: when its data are here, and no older task conflicts with it about blocks.
+    /// - HEAD OF QUEUE: immediately.
+    /// - SIMPLE: if there is no older HEAD OF QUEUE or ORDERED task in the set.
+    /// - ORDERED: if there is no older task in the set.
+    /// - All: only if the data has been received, and no older task conflicts with the blocks.
     pub fn try_start(&mut self, key: TaskKey) -> bool {
         let may = self
             .task(key)
@@ -257,17 +258,17 @@ impl TaskSet {
         may && self.pass(key.slot)
     }
 
-    /// Starts a task that may start, if there is one. To be asked again after every
-    /// [`data_arrived`](Self::data_arrived) and [`remove`](Self::remove) until it has none.
+    /// Starts the next task that can be started. After [`data_arrived`](Self::data_arrived) and
+    /// [`remove`](Self::remove), this should be called until it returns `None`.
     pub fn poll_start(&mut self) -> Option<TaskKey> {
-        // The order has let these start before any that is dormant, and nothing has their blocks.
+        // These have been ordered before any dormant task, and their blocks are no longer in use.
         if let Some(slot) = self.unblocked.first() {
             self.unlink(QUEUE, slot, |set| &mut set.unblocked);
             become_state(&mut self.at_mut(slot).state, TaskState::Enabled);
             return Some(self.key(slot));
         }
-        // The oldest one decides for all: what it waits for is in the way of the newer ones as
-        // well, or it is in their way itself.
+        // Only check the oldest task. If it has to wait, the newer tasks will also have to wait,
+        // either for the same task or for this one.
         while let Some(slot) = self.dormant_heads.first().or(self.dormant.first()) {
             if !self.is_due(self.at(slot)) {
                 break;
@@ -280,31 +281,50 @@ impl TaskSet {
         None
     }
 
-    /// Whether task management has marked a task: its work is to be stopped.
+    /// Returns whether a task has been aborted by task management and should be stopped.
     #[must_use]
     pub fn is_aborted(&self, key: TaskKey) -> bool {
         self.task(key)
             .is_some_and(|task| task.state == TaskState::Aborted)
     }
 
-    /// Whether another nexus has ended a task, so that it is to be answered with TASK
-    /// ABORTED. Not if its own has ended it, too, which expects no status.
+    /// Returns whether a task has been aborted by another nexus and should be completed with TASK
+    /// ABORTED. If it was also aborted by its own nexus, no status is expected.
     #[must_use]
     pub fn is_cleared(&self, key: TaskKey) -> bool {
         self.task(key).is_some_and(|task| task.is_cleared)
     }
 
-    /// Removes a task that has ended, or whose abort is done. `false` when it
-    /// was not in the set.
+    /// Returns whether tasks from other nexuses are waiting for a running task to complete, because
+    /// of the order or its blocks. This has to check all tasks.
+    #[must_use]
+    pub fn holds_others(&self, key: TaskKey) -> bool {
+        let Some(task) = self.task(key).filter(|t| t.state == TaskState::Enabled) else {
+            return false;
+        };
+        let mut foreign = self
+            .slots
+            .iter()
+            .flatten()
+            .filter(|t| t.nexus != task.nexus);
+        foreign.any(|other| match other.state {
+            // Either this or a waiting task is ORDERED, so it has to wait for all older tasks.
+            TaskState::Dormant => true,
+            TaskState::Blocked => other.conflicts(task),
+            _ => false,
+        })
+    }
+
+    /// Removes a completed or aborted task. Returns `false` if it was not in the set.
     pub fn remove(&mut self, key: TaskKey) -> bool {
-        // A task is large, so only what is needed of it is copied, here and below.
+        // A task is large, so only copy the fields that we need, both here and below.
         let Some(task) = self.task(key) else {
             return false;
         };
         let (nexus, tag) = (task.nexus, task.tag);
         let (has_place, has_passed) = (task.age.is_some(), task.pass.is_some());
-        // A task can end in any state, so it is taken out of every list that it may be in: the
-        // queue in which it waits, what stands for its place in the order, and what changes the
+        // We can get here in any state, so we need to remove the task from all lists: the queue in
+        // which it is waiting, the list used for ordering, and the list of tasks that change the
         // medium.
         let slot = key.slot;
         self.leave_queue(slot);
@@ -319,7 +339,7 @@ impl TaskSet {
         self.slots[slot as usize] = None;
         self.free.push(slot);
         self.by_tag.remove(&(nexus, tag));
-        let own = self.nexuses.get_mut(&nexus).expect("it has a task");
+        let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
         own.tasks -= 1;
         if own.tasks == 0 {
             self.nexuses.remove(&nexus);
@@ -327,18 +347,18 @@ impl TaskSet {
         true
     }
 
-    /// Marks every task of some nexuses: those that a reservation was preempted of.
+    /// Marks all tasks of some nexuses as aborted, used when their reservation was preempted.
     pub fn abort_nexuses(&mut self, matches: impl Fn(NexusId) -> bool) -> Vec<TaskKey> {
         self.abort(None, |task| matches(task.nexus))
     }
 
-    /// Carries out a task management function for a nexus.
+    /// Executes a task management function for a nexus.
     ///
-    /// With [`TaskManagement::LogicalUnitReset`] the caller also calls
+    /// For [`TaskManagement::LogicalUnitReset`], the caller must also call
     /// [`LogicalUnit::reset`](crate::lu::LogicalUnit::reset).
     pub fn manage(&mut self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
         match function {
-            // Tags belong to a nexus, so the search cannot find a task of another one.
+            // Tags are per nexus, so this will never return a task of some other nexus.
             TaskManagement::AbortTask(tag) => match self.find(nexus, tag) {
                 None => TmfOutcome::answer(TmfResponse::TaskDoesNotExist),
                 Some(key) => {
@@ -355,7 +375,7 @@ impl TaskSet {
             TaskManagement::ClearTaskSet | TaskManagement::LogicalUnitReset => {
                 self.aborting(nexus, |_| true)
             }
-            // NORMACA is zero: no command can have asked for such an allegiance.
+            // NORMACA is zero, so there can't be an auto contingent allegiance.
             TaskManagement::ClearAca => TmfOutcome::answer(TmfResponse::Rejected),
             TaskManagement::QueryTask(tag) => {
                 TmfOutcome::answer(presence(self.find(nexus, tag).is_some()))
@@ -373,20 +393,20 @@ impl TaskSet {
         }
     }
 
-    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another
-    /// one. A task that is marked already is named again, because this function must wait for it,
-    /// too.
+    /// Marks tasks as aborted, oldest first. `by` is the nexus that has requested this, or `None`
+    /// if it should be handled as a different nexus. This also returns tasks that were already
+    /// marked, because this function needs to wait for them too.
     fn abort(&mut self, by: Option<NexusId>, matches: impl Fn(&Task) -> bool) -> Vec<TaskKey> {
         let mut keys: Vec<TaskKey> = self
             .tasks()
             .filter(|(_, task)| matches(task))
             .map(|(slot, task)| TaskKey { slot, id: task.id })
             .collect();
-        // Slots come in no order; ids are the order of arrival.
+        // Slots are not in any order, so sort by ID to get the order in which tasks were added.
         keys.sort_unstable_by_key(|key| key.id);
         for key in &keys {
-            // By CLEAR TASK SET a nexus also ends tasks of its own, for which it expects no
-            // status.
+            // With CLEAR TASK SET, a nexus may also abort its own tasks. It doesn't expect a status
+            // for these.
             let is_other = by != Some(self.at(key.slot).nexus);
             self.mark(key.slot, is_other);
         }
@@ -396,9 +416,9 @@ impl TaskSet {
     fn mark(&mut self, slot: u32, is_other: bool) {
         self.leave_queue(slot);
         let task = self.at_mut(slot);
-        // Where both have ended it, its own nexus decides, in either order. That initiator takes
-        // the response to its function for the end of the task and may use the tag again: a TASK
-        // ABORTED that follows would seem to answer the new command.
+        // If a task is aborted by both, don't send a status, whichever was first. The initiator may
+        // reuse the tag after it has received the response to its function, so if we still sent
+        // TASK ABORTED, this would look like the status for a new command.
         let was_aborted = task.state == TaskState::Aborted;
         let was_ended_by_own = was_aborted && !task.is_cleared;
         task.is_cleared = is_other && !was_ended_by_own;
@@ -407,13 +427,12 @@ impl TaskSet {
         }
     }
 
-    /// Whether the order lets a dormant task start now.
+    /// Returns whether a dormant task can currently start according to the order.
     fn is_due(&self, task: &Task) -> bool {
         if task.is_head() {
             return true;
         }
-        // The lists are in the order of age, so one look at the first of each is enough: if that
-        // is not older, none is.
+        // These lists are sorted by age, so it's enough to check the first entry in each of them.
         let is_older = |slot: u32| self.at(slot).age < task.age;
         let others = if task.is_ordered() {
             self.order
@@ -423,15 +442,16 @@ impl TaskSet {
         !self.heads.first().is_some_and(is_older) && !others.first().is_some_and(is_older)
     }
 
-    /// A command whose data are here goes into the order, unless older ones of its nexus are to
-    /// come first. Those that it held follow.
+    /// Orders a task after its data has been received, unless it has to wait for older tasks of the
+    /// same nexus. This may also release tasks that were held by it.
     fn settle(&mut self, slot: u32) {
         let task = *self.at(slot);
         let own = self.nexuses[&task.nexus];
-        // ACA queues as SIMPLE here. The device server refuses it when its turn comes.
+        // ACA is handled like SIMPLE here, and refused by the device server when the task is
+        // started.
         let is_held = match task.attribute {
             TaskAttribute::HeadOfQueue => false,
-            // It waits for all that came before it, whether those hold others or not.
+            // ORDERED has to wait for all older tasks, even if these don't hold any other task.
             TaskAttribute::Ordered => own.arriving.first() != Some(slot),
             TaskAttribute::Simple | TaskAttribute::Aca => own
                 .holding
@@ -448,20 +468,20 @@ impl TaskSet {
     fn push_arriving(&mut self, slot: u32) {
         let nexus = self.at(slot).nexus;
         let holds = self.at(slot).holds();
-        let own = self.nexuses.get_mut(&nexus).expect("it has a task");
+        let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
         own.arriving.push(&mut self.slots, GATE, slot);
         if holds {
             own.holding.push(&mut self.slots, QUEUE, slot);
         }
     }
 
-    /// A command waits for its data no longer: they are here and it goes into the order, or it is
-    /// going altogether. What it held follows.
+    /// Removes a task from the list of arriving tasks, either to order it or because it's being
+    /// removed from the set. This may also release tasks that were held by it.
     fn leave_arriving(&mut self, slot: u32, enters: bool) {
         let task = *self.at(slot);
-        // Read before the removal clears its neighbours: what this one held is behind it.
+        // Read this before the link is cleared. Any task that was held by this one is after it.
         let next = task.links[GATE].next;
-        let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+        let own = self.nexuses.get_mut(&task.nexus).expect("nexus has a task");
         let was_first = own.arriving.first() == Some(slot);
         own.arriving.remove(&mut self.slots, GATE, slot);
         if task.holds() {
@@ -470,24 +490,25 @@ impl TaskSet {
         if enters {
             self.enter(slot);
         }
-        // A task that holds others frees all up to the next one that does. A plain one holds only
-        // an ORDERED one directly behind it, and only where nothing older is arriving.
+        // If newer tasks were held by this task, release all tasks up to the next holding task.
+        // Otherwise, it can only have been holding an ORDERED task directly after it, and only if
+        // it was first.
         if task.holds() || was_first {
             self.release_held(next, task.holds());
         }
     }
 
-    /// Lets held commands of a nexus into the order, from one on: as far as the next that holds
-    /// others, or only the first where `all` are not concerned.
+    /// Orders tasks that were held, starting at `slot`. This stops at the next holding task, or
+    /// after the first task if `all` is not set.
     fn release_held(&mut self, mut slot: u32, mut all: bool) {
         while slot != NIL {
             let task = *self.at(slot);
             let is_first = task.links[GATE].prev == NIL;
-            // What is still arriving is passed over and keeps its place. An ORDERED one may go
-            // only when nothing older of its nexus is left here.
+            // Skip any task that is still receiving data. An ORDERED task can only be released if
+            // there is no older task left in this list.
             let may = task.state == TaskState::Held && (!task.is_ordered() || is_first);
             if may {
-                let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+                let own = self.nexuses.get_mut(&task.nexus).expect("nexus has a task");
                 own.arriving.remove(&mut self.slots, GATE, slot);
                 if task.holds() {
                     own.holding.remove(&mut self.slots, QUEUE, slot);
@@ -497,21 +518,21 @@ impl TaskSet {
             } else if task.holds() || !all {
                 break;
             }
-            // From the copy: in the set the link may belong to `ordered` by now.
+            // Use the copy here, because the link may already have been used for `ordered`.
             slot = task.links[GATE].next;
         }
     }
 
-    /// Gives a task its place in the order, and has it wait for its turn.
+    /// Orders a task and adds it to a queue.
     fn enter(&mut self, slot: u32) {
         self.take_place(slot);
         self.push_dormant(slot);
     }
 
-    /// Gives a task its place in the order.
+    /// Orders a task.
     fn take_place(&mut self, slot: u32) {
-        // The age is that of the entry, and not of the arrival: to other nexuses a command is as
-        // old as its data, so none can hold them up by withholding its own.
+        // The age is based on this point instead of when the command was received, so that an
+        // initiator can't block other initiators by not sending data.
         let age = self.next_age;
         self.next_age += 1;
         let task = self.at_mut(slot);
@@ -528,8 +549,7 @@ impl TaskSet {
         }
     }
 
-    /// Puts a task that has its place in the order into the queue of those that wait for their
-    /// turn.
+    /// Adds a task that has been ordered to the queue of dormant tasks.
     fn push_dormant(&mut self, slot: u32) {
         let queue = match self.at(slot).is_head() {
             true => &mut self.dormant_heads,
@@ -550,7 +570,7 @@ impl TaskSet {
         }
     }
 
-    /// Takes a task out of the list of what it waits in.
+    /// Removes a task from the queue in which it is waiting.
     fn leave_queue(&mut self, slot: u32) {
         let task = self.at(slot);
         match task.state {
@@ -561,26 +581,26 @@ impl TaskSet {
             TaskState::Blocked if task.blockers == 0 => {
                 self.unlink(QUEUE, slot, |set| &mut set.unblocked);
             }
-            // Before a task has its place in the order, the link is that of `holding`, which
-            // `leave_arriving` serves; a running task waits nowhere, nor does one whose blockers
-            // are still to leave.
+            // Before a task is ordered, this link is used for `holding`, which is handled in
+            // `leave_arriving`. A running task is not in any queue, and neither is a task that
+            // still has blockers.
             _ => {}
         }
     }
 
-    /// The order lets a dormant task start, which is in no queue any more: whether its blocks do,
-    /// too.
+    /// Called when a dormant task can start according to the order and has been removed from the
+    /// queue. Returns whether it can also start according to its blocks.
     fn pass(&mut self, slot: u32) -> bool {
         let pass = self.next_pass;
         self.next_pass += 1;
-        // Blockers are counted once. Each of them takes itself off when it leaves, so no pass
-        // looks again at tasks that still wait.
+        // We only count the blockers once. Each of them will update the count when it's removed, so
+        // we never have to check waiting tasks again.
         let mut blockers = 0;
         if self.at(slot).footprint != Footprint::None {
             let task = *self.at(slot);
             blockers = self.conflicts(&task, self.atomics);
-            // It enters its list although it may be blocked itself: newer commands wait for it
-            // then. Otherwise a steady stream of writes would keep it waiting for ever.
+            // Add this to the list even if it's blocked, so that newer commands will wait for it.
+            // Otherwise, it could be blocked forever by a continuous stream of writes.
             if task.footprint.is_atomic() {
                 blockers += self.conflicts(&task, self.writers);
                 self.atomics.push(&mut self.slots, MEDIUM, slot);
@@ -600,7 +620,7 @@ impl TaskSet {
         may
     }
 
-    /// Tasks of a list that are in the way of a task.
+    /// Returns the number of tasks in a list that conflict with this task.
     fn conflicts(&self, task: &Task, list: List) -> u32 {
         let mut found = 0;
         let mut at = list.first();
@@ -612,7 +632,7 @@ impl TaskSet {
         found
     }
 
-    /// A task that changed the medium goes: those that it was in the way of may start.
+    /// Removes a task that changes the medium. Tasks that were blocked by it may now start.
     fn leave_medium(&mut self, slot: u32) {
         let task = match self.at(slot).footprint {
             Footprint::None => return,
@@ -622,8 +642,8 @@ impl TaskSet {
             Footprint::None => {}
             Footprint::Writes(_) => self.unlink(MEDIUM, slot, |set| &mut set.writers),
             Footprint::Atomic(_) => {
-                // Plain writes have waited for atomic commands only, so only the end of one of
-                // these frees them.
+                // Normal writes are only blocked by atomic commands, so we only need to unblock
+                // them here.
                 self.unlink(MEDIUM, slot, |set| &mut set.atomics);
                 self.unblock(&task, self.writers);
             }
@@ -632,7 +652,8 @@ impl TaskSet {
     }
 
     fn unblock(&mut self, gone: &Task, list: List) {
-        // Newest first: nothing that passed before it has waited for it.
+        // Start with the newest task. We can stop at the first task that has passed before this
+        // one.
         let mut at = list.last();
         while let Some(slot) = at {
             let other = *self.at(slot);
@@ -642,8 +663,8 @@ impl TaskSet {
             if other.conflicts(gone) {
                 let left = other.blockers - 1;
                 self.at_mut(slot).blockers = left;
-                // One that was aborted meanwhile counts on, since it is in the list until it is
-                // removed, but it never starts.
+                // If the task has been aborted in the meantime, we still update the count because
+                // it's in the list until it is removed, but it will never be started.
                 if left == 0 && other.state == TaskState::Blocked {
                     self.unblocked.push(&mut self.slots, QUEUE, slot);
                 }
@@ -653,8 +674,8 @@ impl TaskSet {
     }
 
     fn unlink(&mut self, link: usize, slot: u32, list: impl Fn(&mut Self) -> &mut List) {
-        // The ends of the list go out and in again, since both they and the tasks are parts of the
-        // set.
+        // Copy the list here and store it again below, because we can't borrow both the list and
+        // the tasks from the set.
         let mut taken = *list(self);
         taken.remove(&mut self.slots, link, slot);
         *list(self) = taken;
@@ -670,13 +691,13 @@ impl TaskSet {
         self.looks.set(self.looks.get() + 1);
         self.slots[slot as usize]
             .as_ref()
-            .expect("lists name tasks that are in the set")
+            .expect("listed task is in the set")
     }
 
     fn at_mut(&mut self, slot: u32) -> &mut Task {
         self.slots[slot as usize]
             .as_mut()
-            .expect("lists name tasks that are in the set")
+            .expect("listed task is in the set")
     }
 
     fn task(&self, key: TaskKey) -> Option<&Task> {

@@ -1,4 +1,4 @@
-//! Commands that read, decide and write.
+//! Tests for commands that read data and then write based on it.
 
 use super::{A, Rig, config};
 use crate::config::BlockSize;
@@ -20,7 +20,7 @@ fn or_write(lba: u8, blocks: u8) -> [u8; 16] {
 }
 
 #[test]
-fn compare_and_write_writes_where_everything_is_equal() {
+fn compare_and_write_writes_if_equal() {
     for blocks in [1_u8, 2, 15, 17, 64] {
         let mut rig = Rig::with(config(BlockSize::B512, 128));
         let len = usize::from(blocks) * 512;
@@ -45,7 +45,7 @@ fn compare_and_write_writes_where_everything_is_equal() {
 }
 
 #[test]
-fn compare_and_write_reports_where_the_first_difference_is() {
+fn compare_and_write_reports_first_difference() {
     for at in [0_usize, 511, 512, 8191, 8192, 20 * 512 - 1] {
         let mut rig = Rig::new();
         let before = rig.disk.clone();
@@ -63,11 +63,11 @@ fn compare_and_write_reports_where_the_first_difference_is() {
 }
 
 #[test]
-fn compare_and_write_refuses_what_it_cannot_do_whole() {
+fn compare_and_write_refuses_partial_data() {
     let mut rig = Rig::new();
     let before = rig.disk.clone();
-    // VPD page B0h, MAXIMUM COMPARE AND WRITE LENGTH: two of 64 blocks are the
-    // 64 KiB of the rig's longest transfer.
+    // VPD page B0h, MAXIMUM COMPARE AND WRITE LENGTH: two times 64 blocks is the maximum transfer
+    // size of 64 KiB.
     let page = rig.send(&[0x12, 1, 0xb0, 0, 255, 0]).good().data;
     assert_eq!(page[5], 64);
     let outcome = rig.send_out(&compare_and_write(0, 65), &[0; 130 * 512]);
@@ -82,13 +82,13 @@ fn compare_and_write_refuses_what_it_cannot_do_whole() {
     }
     let outcome = rig.send_out(&compare_and_write(0, 0), &[0; 1024]);
     assert_eq!(outcome.check(), INVALID_FIELD);
-    // Nothing is compared with nothing.
+    // Without any blocks, there is nothing to compare.
     rig.send_out(&compare_and_write(5, 0), &[]).good();
     assert_eq!(rig.disk, before);
 }
 
 #[test]
-fn compare_and_write_honours_fua_and_failures() {
+fn compare_and_write_respects_fua_and_errors() {
     let mut rig = Rig::new();
     let same = [&rig.disk[..512], &rig.disk[..512]].concat();
     let mut cdb = compare_and_write(0, 1);
@@ -122,7 +122,7 @@ fn or_write_sets_bits() {
 }
 
 #[test]
-fn what_a_command_changes_is_in_its_cdb() {
+fn footprint_matches_cdb() {
     let footprint = |cdb: &[u8]| Opcode::of(cdb).footprint(cdb);
     let blocks = |first, end| Blocks { first, end };
     assert_eq!(
@@ -151,7 +151,7 @@ fn prefetch_checks_its_range() {
 }
 
 #[test]
-fn there_are_no_defects() {
+fn defect_lists_are_empty() {
     let mut rig = Rig::new();
     let ten = rig.send(&[0x37, 0, 0x1d, 0, 0, 0, 0, 0, 32, 0]).good();
     assert_eq!(ten.data, [0, 0x1d, 0, 0]);

@@ -1,4 +1,4 @@
-//! INQUIRY, VPD, REPORT LUNS, READ CAPACITY, and LUNs with nothing behind them.
+//! Tests for INQUIRY, VPD, REPORT LUNS, READ CAPACITY, and LUNs without a logical unit.
 
 use super::{A, Rig, config};
 use crate::config::{BlockSize, Provisioning};
@@ -26,7 +26,7 @@ fn standard_inquiry() {
 }
 
 #[test]
-fn inquiry_obeys_the_allocation_length() {
+fn inquiry_respects_allocation_length() {
     let mut rig = Rig::new();
     for len in [0_u16, 1, 5, 36, 95, 96, 97, 511, 512] {
         let [high, low] = len.to_be_bytes();
@@ -36,7 +36,7 @@ fn inquiry_obeys_the_allocation_length() {
 }
 
 #[test]
-fn a_page_code_needs_evpd() {
+fn page_code_requires_evpd() {
     let mut rig = Rig::new();
     let outcome = rig.send(&[0x12, 0, 0x83, 0, 0xff, 0]);
     assert_eq!(outcome.check(), (5, 0x24, 0));
@@ -58,7 +58,7 @@ fn vpd(rig: &mut Rig, page: u8) -> Vec<u8> {
 }
 
 #[test]
-fn supported_pages_are_sorted_and_all_readable() {
+fn supported_pages_are_sorted_and_readable() {
     let mut rig = Rig::new();
     let pages = vpd(&mut rig, 0x00);
     assert_eq!(pages, [0x00, 0x80, 0x83, 0x86, 0xb0, 0xb1, 0xb2]);
@@ -120,7 +120,7 @@ fn device_identification_on_iscsi() {
     assert!(page.windows(port.len()).any(|window| window == port));
     let device = [&[0x53, 0xa8, 0, 8][..], b"iqn.a:t\0"].concat();
     assert!(page.ends_with(&device));
-    // iSCSI, not SRP, in the version descriptors.
+    // The version descriptors contain iSCSI instead of SRP.
     let data = rig.run(nexus, &[0x12, 0, 0, 0, 96, 0], &[], 96).good().data;
     assert_eq!(data[64..66], [0x09, 0x60]);
 }
@@ -133,7 +133,7 @@ fn block_limits_and_provisioning() {
     assert_eq!(limits[0], 1, "WSNZ");
     assert_eq!(limits[2..4], [0, 8], "4096 physical");
     assert_eq!(limits[4..8], [0, 0, 0, 128], "64 KiB in blocks");
-    assert_eq!(limits[8..12], [0, 0, 0, 128], "no more than the maximum");
+    assert_eq!(limits[8..12], [0, 0, 0, 128], "limited to the maximum");
     assert_eq!(limits[16..20], [0, 0, 0, 100], "MAXIMUM UNMAP LBA COUNT");
     assert_eq!(limits[20..24], [0, 0, 0, 4]);
     assert_eq!(
@@ -195,7 +195,7 @@ fn report_luns() {
 }
 
 #[test]
-fn a_lun_with_nothing_behind_it() {
+fn absent_lun_reports_unsupported() {
     let luns = [LunId::ZERO];
     let send = |cdb: &[u8]| {
         let expected = Expected {
@@ -218,8 +218,9 @@ fn a_lun_with_nothing_behind_it() {
         panic!()
     };
     assert_eq!((data[0], data.len()), (0x7f, 36));
+    assert_eq!(&data[8..], b"RISER   VIRTUAL DISK    0001");
     assert_eq!(inquiry.residual_in, Residual::Underflow(255 - 36));
-    // A zero allocation length is no error.
+    // An allocation length of zero is not an error.
     assert_eq!(send(&[0x12, 0, 0, 0, 0, 0]).status, Status::Good);
     let ready = send(&[0, 0, 0, 0, 0, 0]);
     let sense = ready.parsed_sense().unwrap();

@@ -1,4 +1,4 @@
-//! A unit that several workers share, in many interleavings of what they do.
+//! Tests for a logical unit that is shared between workers, using many different interleavings.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::lu::LogicalUnit;
 use crate::nexus::NexusId;
 use crate::reservation::Reservations;
 
-/// Runs two things at once.
+/// Runs two functions at the same time.
 fn both(
     lu: &Arc<LogicalUnit>,
     one: impl FnOnce(&LogicalUnit) + Send + 'static,
@@ -32,7 +32,7 @@ fn pending(lu: &LogicalUnit, id: NexusId) -> Vec<Attention> {
 }
 
 #[test]
-fn interleavings_of_reserve_and_release_leave_the_flag_as_the_reservations() {
+fn concurrent_reserve_and_release_update_flag() {
     explore(|| {
         let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
         lu.add_nexus(A, srp_nexus(1));
@@ -40,7 +40,7 @@ fn interleavings_of_reserve_and_release_leave_the_flag_as_the_reservations() {
         let visit = |id| {
             move |lu: &LogicalUnit| {
                 if lu.reserve_unit(id) {
-                    assert!(lu.is_restricted(), "commands of others must look");
+                    assert!(lu.is_restricted(), "other nexuses must check reservations");
                     lu.release_unit(id);
                 }
             }
@@ -53,7 +53,7 @@ fn interleavings_of_reserve_and_release_leave_the_flag_as_the_reservations() {
 }
 
 #[test]
-fn interleavings_of_reserve_and_the_end_of_its_nexus_leave_the_unit_free() {
+fn concurrent_nexus_removal_releases_reserve() {
     explore(|| {
         let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
         lu.add_nexus(A, srp_nexus(1));
@@ -69,7 +69,7 @@ fn interleavings_of_reserve_and_the_end_of_its_nexus_leave_the_unit_free() {
 }
 
 #[test]
-fn interleavings_of_a_login_with_the_threshold_notify_the_new_nexus() {
+fn concurrent_login_gets_threshold_attention() {
     explore(|| {
         let thin = Config {
             threshold: Some(80),
@@ -87,7 +87,7 @@ fn interleavings_of_a_login_with_the_threshold_notify_the_new_nexus() {
 }
 
 #[test]
-fn interleavings_of_capacity_changes_notify_of_the_last_one() {
+fn concurrent_capacity_changes_report_latest() {
     explore(|| {
         let lu = Arc::new(LogicalUnit::new(config(BlockSize::B512, 128)).unwrap());
         lu.add_nexus(A, srp_nexus(1));
@@ -98,7 +98,8 @@ fn interleavings_of_capacity_changes_notify_of_the_last_one() {
             &lu,
             |lu| lu.set_capacity(256).unwrap(),
             move |lu| {
-                // An initiator that meets the attention finds the new capacity.
+                // When an initiator gets the unit attention, it should be able to read the new
+                // capacity.
                 if lu.take_attention(A) == Some(Attention::CapacityChanged) {
                     assert_eq!(lu.capacity_blocks(), 256);
                     meets.store(true, Ordering::Relaxed);

@@ -1,8 +1,9 @@
-//! Data-Out buffers that do not fit what the CDB says (SAM-5 5.4.3, SPC-4 4.2.5.6, RFC 7143
+//! Tests for Data-Out buffers that don't match the CDB (SAM-5 5.4.3, SPC-4 4.2.5.6, RFC 7143
 //! 11.4.5).
 //!
-//! What cannot be done with fewer data is refused. More than a command wants stays where it is, and
-//! the residual says so; unless the length itself says that the initiator means something else.
+//! A command is refused if it cannot be executed with less data. If there is too much data, the
+//! remaining bytes are ignored and reported as a residual, unless the length shows that the
+//! initiator wanted to do something else.
 
 use super::{Outcome, Rig};
 use crate::step::Residual;
@@ -10,10 +11,10 @@ use crate::step::Residual;
 /// INVALID FIELD IN COMMAND INFORMATION UNIT.
 const REFUSED: (u8, u8, u8) = (5, 0x0e, 0x03);
 
-/// Zeroes: in a list, they ask for nothing.
+/// Send zeros, which is a valid list without any requests.
 fn send(cdb: &[u8], len: usize) -> Outcome {
     let mut rig = Rig::new();
-    // What is compared is there.
+    // Set the same data on the medium, so that a compare is successful.
     rig.disk.fill(0);
     rig.send_out(cdb, &vec![0; len])
 }
@@ -22,7 +23,7 @@ const fn cdb16(opcode: u8, flags: u8, blocks: u8) -> [u8; 16] {
     [opcode, flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, blocks, 0, 0]
 }
 
-/// Lists and single blocks: nothing can be done with a part.
+/// Lists and single blocks, which cannot be processed partially.
 const WHOLE: [(&str, &[u8], u32); 6] = [
     ("MODE SELECT (6)", &[0x15, 0x10, 0, 0, 4, 0], 4),
     ("MODE SELECT (10)", &[0x55, 0x10, 0, 0, 0, 0, 0, 0, 8, 0], 8),
@@ -37,7 +38,7 @@ const WHOLE: [(&str, &[u8], u32); 6] = [
 ];
 
 #[test]
-fn lists_that_do_not_arrive_whole_are_refused() {
+fn truncated_lists_are_refused() {
     for (name, cdb, len) in WHOLE {
         let exact = send(cdb, len as usize).good();
         assert_eq!(exact.response.residual_out, Residual::None, "{name}");
@@ -52,13 +53,13 @@ fn lists_that_do_not_arrive_whole_are_refused() {
 }
 
 #[test]
-fn data_beyond_a_list_are_left_and_counted() {
+fn data_after_list_is_residual() {
     for (name, cdb, len) in WHOLE {
         let long = send(cdb, len as usize + 512);
         let residual = Residual::Underflow(512);
         assert_eq!(long.response.residual_out, residual, "{name}");
         if matches!(name, "WRITE SAME (16)" | "COMPARE AND WRITE") {
-            // The initiator means other blocks than the CDB names.
+            // The initiator has sent data for different blocks than specified in the CDB.
             assert_eq!(long.check(), REFUSED, "{name}");
             assert!(long.ops.is_empty(), "{name}");
         } else {
@@ -67,9 +68,9 @@ fn data_beyond_a_list_are_left_and_counted() {
     }
 }
 
-/// As FCP-4 9.4.2.9, and as libiscsi's Residuals tests demand.
+/// Required by FCP-4 9.4.2.9, and by the Residuals tests in libiscsi.
 #[test]
-fn blocks_that_arrive_are_processed_and_a_part_of_one_is_refused() {
+fn whole_blocks_are_processed_partial_refused() {
     let commands: [(&str, [u8; 16]); 4] = [
         ("WRITE (16)", cdb16(0x8a, 0, 4)),
         ("ORWRITE (16)", cdb16(0x8b, 0, 4)),
@@ -93,8 +94,8 @@ fn blocks_that_arrive_are_processed_and_a_part_of_one_is_refused() {
 }
 
 #[test]
-fn data_for_a_command_that_takes_none_are_left() {
-    // WRITE SAME with NDOB, VERIFY without BYTCHK, UNMAP and MODE SELECT without a list.
+fn unneeded_data_is_ignored() {
+    // WRITE SAME with NDOB, VERIFY without BYTCHK, UNMAP and MODE SELECT without any list.
     let commands: [&[u8]; 4] = [
         &cdb16(0x93, 1, 4),
         &cdb16(0x8f, 0, 4),
@@ -108,9 +109,9 @@ fn data_for_a_command_that_takes_none_are_left() {
     }
 }
 
-/// SBC-4: BYTCHK 11b is reserved in WRITE AND VERIFY, and means one block in VERIFY.
+/// In SBC-4, BYTCHK 11b is a single block for VERIFY, but reserved for WRITE AND VERIFY.
 #[test]
-fn one_block_for_all_is_for_verify_alone() {
+fn single_block_compare_requires_verify() {
     send(&cdb16(0x8f, 6, 4), 512).good();
     let refused = send(&cdb16(0x8e, 6, 4), 512);
     assert_eq!(refused.cdb_pointer(), (1, Some(2)));

@@ -1,4 +1,4 @@
-//! Commands that touch the medium.
+//! Tests for commands that access the medium.
 
 use super::{A, Rig, config};
 use crate::config::{BlockSize, Provisioning};
@@ -10,7 +10,7 @@ const OUT_OF_RANGE: (u8, u8, u8) = (5, 0x21, 0);
 const INVALID_FIELD: (u8, u8, u8) = (5, 0x24, 0);
 
 #[test]
-fn reads_of_every_length() {
+fn reads_with_all_cdb_lengths() {
     let mut rig = Rig::new();
     let expected = rig.disk[512 * 5..512 * 7].to_vec();
     let cdbs: [&[u8]; 4] = [
@@ -34,7 +34,7 @@ fn reads_of_every_length() {
 }
 
 #[test]
-fn writes_of_every_length() {
+fn writes_with_all_cdb_lengths() {
     let cdbs: [&[u8]; 4] = [
         &[0x0a, 0, 0, 5, 2, 0],
         &[0x2a, 0, 0, 0, 0, 5, 0, 0, 2, 0],
@@ -87,7 +87,7 @@ fn fua_and_the_write_cache() {
         fua_of(&mut rig, &[0x2a, 0x1a, 0, 0, 0, 0, 0, 0, 1, 0]),
         "DPO, FUA, FUA_NV"
     );
-    // Bit 3 of a 6-byte CDB's byte 1 belongs to the LBA.
+    // For a 6-byte CDB, bit 3 in byte 1 is used for the LBA.
     let cdb = [0x08, 0x08, 0, 0, 1, 0];
     assert_eq!(rig.send(&cdb).check(), OUT_OF_RANGE);
     let mut through = config(BlockSize::B512, 8);
@@ -109,7 +109,7 @@ fn protection_fields_are_refused() {
             assert_eq!(outcome.cdb_pointer().0, 1);
         }
     }
-    // GROUP NUMBER, then NACA in CONTROL.
+    // GROUP NUMBER, then NACA in the CONTROL byte.
     let group = [0x28, 0, 0, 0, 0, 0, 0x01, 0, 1, 0];
     assert_eq!(rig.send(&group).cdb_pointer(), (6, Some(0)));
     let naca = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0x04];
@@ -117,7 +117,7 @@ fn protection_fields_are_refused() {
 }
 
 #[test]
-fn ranges_end_at_the_last_block() {
+fn ranges_must_end_within_capacity() {
     let mut rig = Rig::new();
     let send = |rig: &mut Rig, lba: u32, blocks: u8| {
         let [a, b, c, d] = lba.to_be_bytes();
@@ -141,12 +141,12 @@ fn ranges_end_at_the_last_block() {
             "{lba} {blocks}"
         );
     }
-    // LBA plus length wraps 64 bits.
+    // The sum of LBA and length is more than 64 bits.
     let wraps = [
         0x88, 0, 255, 255, 255, 255, 255, 255, 255, 255, 0, 0, 0, 2, 0, 0,
     ];
     assert_eq!(rig.send(&wraps).check(), OUT_OF_RANGE);
-    // Inside the medium, beyond the transfer limit.
+    // This is within the capacity, but larger than the transfer limit.
     let mut rig = Rig::with(config(BlockSize::B512, 1024));
     let outcome = rig.send(&[0x28, 0, 0, 0, 0, 0, 0, 0, 129, 0]);
     assert_eq!(outcome.check(), INVALID_FIELD);
@@ -171,7 +171,7 @@ fn residuals_of_reads() {
         assert_eq!(outcome.data, rig.disk[..outcome.data.len()]);
         assert_eq!(outcome.response.residual_out, Residual::None);
     }
-    // Data-Out that a READ does not want.
+    // Data-Out that is not needed for a READ.
     let outcome = rig.run(A, &one, &[0; 512], 0).good();
     assert_eq!(outcome.response.residual_in, Residual::Overflow(512));
     assert_eq!(outcome.response.residual_out, Residual::Underflow(512));
@@ -186,12 +186,12 @@ fn residuals_of_writes() {
         let before = rig.disk.clone();
         let outcome = rig.send_out(&one, &[]).good();
         assert_eq!(outcome.response.residual_out, Residual::Overflow(512));
-        // A part of a block is refused and nothing is written.
+        // An incomplete block is refused, and nothing should be written.
         let outcome = rig.send_out(&one, &[9; 200]);
         assert_eq!(outcome.check(), (5, 0x0e, 0x03));
         assert_eq!(outcome.response.residual_out, Residual::Overflow(312));
         assert_eq!(rig.disk, before);
-        // Whole blocks are written as far as there are any.
+        // If there are only complete blocks, these should be written.
         let outcome = rig.send_out(&two, &[9; 512]).good();
         assert_eq!(outcome.response.residual_out, Residual::Overflow(512));
         assert_eq!(rig.disk[..512], [9; 512]);
@@ -206,7 +206,7 @@ fn residuals_of_writes() {
 #[test]
 fn verify_compares_with_data_out() {
     let mut rig = Rig::new();
-    // VERIFY (10), BYTCHK 01b, 40 blocks from LBA 3: more than two segments.
+    // VERIFY (10), BYTCHK 01b, 40 blocks at LBA 3, which is more than two segments.
     let cdb = [0x2f, 0x02, 0, 0, 0, 3, 0, 0, 40, 0];
     let mut data = rig.disk[3 * 512..43 * 512].to_vec();
     let outcome = rig.send_out(&cdb, &data).good();
@@ -242,7 +242,7 @@ fn verify_without_data_only_reads() {
 }
 
 #[test]
-fn a_verification_keeps_to_the_longest_transfer() {
+fn verify_respects_maximum_transfer() {
     let mut unit = config(BlockSize::B512, 1024);
     unit.limits.max_transfer = 128 * 512;
     for byte_check in [0, 1, 3] {
@@ -256,7 +256,7 @@ fn a_verification_keeps_to_the_longest_transfer() {
 fn verify_compares_one_block_with_many() {
     let mut rig = Rig::new();
     rig.disk[512..512 * 60].fill(0x77);
-    // VERIFY (12), BYTCHK 11b, 59 blocks from LBA 1.
+    // VERIFY (12), BYTCHK 11b, 59 blocks at LBA 1.
     let cdb = [0xaf, 0x06, 0, 0, 0, 1, 0, 0, 0, 59, 0, 0];
     let outcome = rig.send_out(&cdb, &[0x77; 512]).good();
     assert_eq!(outcome.response.residual_out, Residual::None);
@@ -264,12 +264,12 @@ fn verify_compares_one_block_with_many() {
     let outcome = rig.send_out(&cdb, &[0x77; 512]);
     assert_eq!(outcome.check(), (0xe, 0x1d, 0));
     assert_eq!(outcome.sense().information, Some(49 * 512 + 7));
-    // Part of a block cannot be compared.
+    // We can't compare with an incomplete block.
     assert_eq!(rig.send_out(&cdb, &[0x77; 100]).check(), (5, 0x0e, 3));
 }
 
 #[test]
-fn write_and_verify_writes_through_and_reads_back() {
+fn write_and_verify_reads_back_data() {
     let mut rig = Rig::new();
     let cdb = [0x2e, 0x02, 0, 0, 0, 0, 0, 0, 20, 0];
     let outcome = rig.send_out(&cdb, &[3; 20 * 512]).good();
@@ -292,7 +292,7 @@ fn write_and_verify_writes_through_and_reads_back() {
 }
 
 #[test]
-fn synchronize_cache_flushes_the_range() {
+fn synchronize_cache_flushes_range() {
     let mut rig = Rig::new();
     let whole = rig.send(&[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0]).good().ops;
     assert_eq!(
@@ -325,7 +325,7 @@ fn synchronize_cache_flushes_the_range() {
     );
 }
 
-/// UNMAP parameter data from descriptors.
+/// Creates UNMAP parameter data with the given descriptors.
 fn unmap_list(descriptors: &[(u64, u32)]) -> Vec<u8> {
     let len = 16 * descriptors.len() as u16;
     let mut list = vec![];
@@ -394,7 +394,7 @@ fn unmap_checks_everything_first() {
 fn write_same_repeats_a_block() {
     let mut rig = Rig::new();
     let before = rig.disk.clone();
-    // WRITE SAME (10), 40 blocks from LBA 2.
+    // WRITE SAME (10), 40 blocks at LBA 2.
     let cdb = [0x41, 0, 0, 0, 0, 2, 0, 0, 40, 0];
     let pattern: Vec<u8> = (0..512).map(|at| (at % 255) as u8).collect();
     let outcome = rig.send_out(&cdb, &pattern).good();
@@ -403,7 +403,7 @@ fn write_same_repeats_a_block() {
         assert_eq!(block, pattern);
     }
     assert_eq!(rig.disk[21_504..], before[21_504..]);
-    // A block of zeroes is left to the backend; UNMAP lets it deallocate.
+    // The backend should write a block of zeros. If UNMAP is set, it can also deallocate.
     let ops = rig.send_out(&cdb, &[0; 512]).good().ops;
     let zero = |unmap| BlockOp::WriteZeroes {
         offset: 1024,
@@ -417,7 +417,7 @@ fn write_same_repeats_a_block() {
         .good()
         .ops;
     assert_eq!(ops, [zero(true)]);
-    // NDOB: no block at all.
+    // NDOB: write zeros without receiving a block.
     let cdb = [0x93, 0x09, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 40, 0, 0];
     assert_eq!(rig.send_out(&cdb, &[]).good().ops, [zero(true)]);
 }
@@ -467,7 +467,7 @@ fn write_same_refusals() {
 fn lba_status_reports_extents() {
     let mut rig = Rig::new();
     unmap(&mut rig, &[(4, 2)]).good();
-    // GET LBA STATUS from LBA 1, room for three descriptors.
+    // GET LBA STATUS at LBA 1, with space for three descriptors.
     let cdb = [0x9e, 0x12, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 56, 0, 0];
     let data = rig.send(&cdb).good().data;
     let mut expected = vec![0, 0, 0, 52, 0, 0, 0, 0];
@@ -475,7 +475,7 @@ fn lba_status_reports_extents() {
     expected.extend([0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 2, 1, 0, 0, 0]);
     expected.extend([0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, 122, 0, 0, 0, 0]);
     assert_eq!(data, expected);
-    // Room for one.
+    // With space for a single descriptor.
     let cdb = [0x9e, 0x12, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 24, 0, 0];
     let data = rig.send(&cdb).good().data;
     assert_eq!(data[8..], [0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 1, 1, 0, 0, 0]);
@@ -536,13 +536,13 @@ fn backend_errors_become_sense() {
         assert_eq!(
             outcome.response.residual_out,
             Residual::None,
-            "the data were taken"
+            "data was received"
         );
     }
 }
 
 #[test]
-fn a_read_only_unit_refuses_every_write() {
+fn read_only_unit_refuses_writes() {
     let mut config = config(BlockSize::B512, 8);
     config.read_only = true;
     let mut rig = Rig::with(config);
@@ -559,7 +559,7 @@ fn a_read_only_unit_refuses_every_write() {
 }
 
 #[test]
-fn a_read_only_number_of_a_writable_unit_changes_nothing() {
+fn read_only_lun_refuses_changes() {
     let mut rig = Rig::with(config(BlockSize::B512, 8));
     rig.read_only = true;
     for entry in Opcode::all() {
@@ -577,7 +577,7 @@ fn a_read_only_number_of_a_writable_unit_changes_nothing() {
     rig.send(&[0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0]).good();
     let header = rig.send(&[0x1a, 8, 0x08, 0, 4, 0]).good().data;
     assert_eq!(header[2] & 0x80, 0x80, "WP");
-    // By another number the same unit is written to.
+    // Writes to the same LU should work if a different LUN is used.
     rig.read_only = false;
     let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     rig.send_out(&write, &[0; 512]).good();
@@ -596,8 +596,7 @@ fn six_byte_commands_have_no_fua() {
         data_out: 512,
         data_in: 512,
     };
-    // READ (6) and WRITE (6) of LBA 080001h: the bit that is FUA in longer
-    // CDBs belongs to the address.
+    // READ (6) and WRITE (6) at LBA 080001h. The FUA bit of other CDBs is part of this address.
     for opcode in [0x08, 0x0a] {
         let cdb = [opcode, 0x08, 0x00, 0x01, 1, 0];
         let (mut command, mut step) = lu.start(&Request {
@@ -625,7 +624,7 @@ fn six_byte_commands_have_no_fua() {
 fn unmap_at_its_limits() {
     let mut rig = Rig::new();
     unmap(&mut rig, &[(0, 25); 4]).good();
-    // The list's own length field claims a second descriptor that is not there.
+    // The length field of the list includes a second descriptor, which is missing.
     let mut list = unmap_list(&[(3, 1)]);
     list[3] = 32;
     let outcome = rig
@@ -635,7 +634,7 @@ fn unmap_at_its_limits() {
 }
 
 #[test]
-fn lba_status_rounds_what_a_backend_says_to_blocks() {
+fn lba_status_is_rounded_to_blocks() {
     use crate::device_server::Request;
     use crate::step::{Allocation, DataIn, Expected, Step, StepResult, TaskAttribute};
     let rig = Rig::new();
@@ -672,7 +671,7 @@ fn lba_status_rounds_what_a_backend_says_to_blocks() {
     assert_eq!(
         answer(Allocation::Deallocated, 100),
         (1, 0),
-        "in part mapped"
+        "partially mapped"
     );
     assert_eq!(answer(Allocation::Deallocated, u64::MAX), (28, 1));
     assert_eq!(answer(Allocation::Mapped, u64::MAX), (28, 0));

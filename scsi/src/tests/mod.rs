@@ -1,8 +1,7 @@
-//! Whole commands against a model disk.
+//! Tests that run commands on a simulated disk.
 //!
-//! [`Rig`] plays transport and backend at once: it starts a command, carries
-//! out its steps on a byte array with a scattered data buffer, and checks on
-//! the way what every step must obey.
+//! [`Rig`] is used as both transport and backend: it starts a command, executes the steps using a
+//! byte array and a scattered data buffer, and checks that each step is valid.
 
 mod atomic;
 mod identity;
@@ -35,7 +34,7 @@ use crate::step::{
 pub(crate) const A: NexusId = NexusId(1);
 pub(crate) const B: NexusId = NexusId(2);
 
-/// A buffer in pieces of 1000 bytes, so that blocks straddle segments.
+/// A buffer split into pieces of 1000 bytes, so that a block can be in more than one segment.
 struct Scatter {
     pieces: Vec<Vec<u8>>,
     len: u32,
@@ -67,7 +66,7 @@ impl DataAccess for Scatter {
     }
 }
 
-/// What came of a command.
+/// Result of a command.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) response: Response,
@@ -88,7 +87,7 @@ impl Outcome {
         self
     }
 
-    /// Asserts CHECK CONDITION; key, code and qualifier.
+    /// Checks that the status is CHECK CONDITION, and returns the key, code and qualifier.
     #[track_caller]
     pub(crate) fn check(&self) -> (u8, u8, u8) {
         assert_eq!(self.response.status, Status::CheckCondition);
@@ -105,10 +104,10 @@ impl Outcome {
         self.response.parsed_sense().expect("sense data")
     }
 
-    /// Byte and bit of the CDB that the sense data point at.
+    /// Returns the byte and bit in the CDB from the sense data.
     #[track_caller]
     pub(crate) fn cdb_pointer(&self) -> (u16, Option<u8>) {
-        let field = self.sense().field.expect("a field pointer");
+        let field = self.sense().field.expect("field pointer");
         assert!(field.in_cdb);
         (field.byte, field.bit)
     }
@@ -117,15 +116,15 @@ impl Outcome {
 pub(crate) struct Rig {
     pub(crate) lu: LogicalUnit,
     pub(crate) disk: Vec<u8>,
-    /// Per block: whether space is allocated.
+    /// Whether space is allocated, for each block.
     pub(crate) mapped: Vec<bool>,
     pub(crate) luns: Vec<LunId>,
-    /// The next block operation fails with this, or one after it.
+    /// Let a block operation fail with this error.
     pub(crate) fail: Option<BackendError>,
-    /// Block operations that succeed before.
+    /// Number of block operations that are successful before this.
     pub(crate) passes: usize,
     pub(crate) attribute: TaskAttribute,
-    /// Commands come by a number that is read-only.
+    /// Use a read-only LUN for all commands.
     pub(crate) read_only: bool,
 }
 
@@ -172,8 +171,8 @@ pub(crate) fn srp_nexus(initiator: u8) -> Nexus {
 }
 
 impl Rig {
-    /// 128 blocks of 512 bytes, thin, with cache; nexuses A and B, whose first
-    /// unit attention has been taken.
+    /// Creates a new thin provisioned LU with 128 blocks of 512 bytes and a write cache. The
+    /// initial unit attentions of nexus A and B have already been cleared.
     pub(crate) fn new() -> Self {
         Self::with(config(BlockSize::B512, 128))
     }
@@ -186,17 +185,17 @@ impl Rig {
         rig
     }
 
-    /// The same before any unit attention has been taken.
+    /// Same as `with`, but the initial unit attentions are still pending.
     pub(crate) fn raw(config: Config) -> Self {
-        Self::of(LogicalUnit::new(config).expect("a valid configuration"))
+        Self::of(LogicalUnit::new(config).expect("valid configuration"))
     }
 
-    /// This unit, before any unit attention has been taken.
+    /// Uses this LU. The initial unit attentions are still pending.
     pub(crate) fn of(lu: LogicalUnit) -> Self {
         let config = lu.config();
         let blocks = config.blocks as usize;
         let block = config.block_size.bytes() as usize;
-        // Of a large disk only the beginning is filled, as no test reads the rest.
+        // For a large disk, we only fill the start of it because no test reads the rest.
         let mut disk = vec![0; blocks * block];
         for (at, byte) in disk.iter_mut().enumerate().take(1 << 20) {
             *byte = (at / block + at % 251) as u8;
@@ -219,17 +218,17 @@ impl Rig {
         self.lu.config().block_size.bytes() as usize
     }
 
-    /// A command without Data-Out and with room for any Data-In.
+    /// Sends a command without Data-Out, with enough space for any Data-In.
     pub(crate) fn send(&mut self, cdb: &[u8]) -> Outcome {
         self.run(A, cdb, &[], 1 << 20)
     }
 
-    /// A command with Data-Out.
+    /// Sends a command with Data-Out.
     pub(crate) fn send_out(&mut self, cdb: &[u8], data_out: &[u8]) -> Outcome {
         self.run(A, cdb, data_out, 0)
     }
 
-    /// Runs a command to its response.
+    /// Runs a command until the response.
     pub(crate) fn run(&mut self, nexus: NexusId, cdb: &[u8], out: &[u8], data_in: u32) -> Outcome {
         let expected = Expected {
             data_out: out.len() as u32,
@@ -259,13 +258,13 @@ impl Rig {
                     return finish(response, sent, &buffer, ops, expected);
                 }
                 Step::ReceiveData { from, len } => {
-                    assert_eq!(from, received, "pieces come in order");
+                    assert_eq!(from, received, "pieces are received in order");
                     received += len;
                     buffer.write(0, &out[from as usize..received as usize]);
                     StepResult::Done
                 }
                 Step::SendData { from, len } => {
-                    assert_eq!(from as usize, sent.len(), "pieces go in order");
+                    assert_eq!(from as usize, sent.len(), "pieces are sent in order");
                     let mut bytes = vec![0; len as usize];
                     buffer.read(0, &mut bytes);
                     sent.extend(bytes);
@@ -286,7 +285,7 @@ impl Rig {
         panic!("the command {cdb:02x?} does not end");
     }
 
-    /// The range of a block operation, which must be whole blocks inside.
+    /// Returns the range of a block operation. This must be whole blocks within the capacity.
     fn blocks(&self, offset: u64, len: u64) -> std::ops::Range<usize> {
         let block = self.block() as u64;
         assert!(len > 0 && offset.is_multiple_of(block) && len.is_multiple_of(block));
@@ -352,7 +351,7 @@ impl Rig {
     }
 }
 
-/// Collects Data-In and checks what every response obeys.
+/// Collects the Data-In and checks that the response is valid.
 fn finish(
     response: Response,
     mut data: Vec<u8>,
@@ -364,7 +363,7 @@ fn finish(
         DataIn::None => {}
         DataIn::Inline(bytes) => data.extend(bytes),
         DataIn::Buffer { from, len } => {
-            assert_eq!(*from as usize, data.len(), "pieces go in order");
+            assert_eq!(*from as usize, data.len(), "pieces are sent in order");
             let mut bytes = vec![0; *len as usize];
             buffer.read(0, &mut bytes);
             data.extend(bytes);

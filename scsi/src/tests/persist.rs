@@ -1,4 +1,4 @@
-//! Reservations that persist through power loss (APTPL).
+//! Tests for reservations that persist through power loss (APTPL).
 
 use std::collections::HashMap;
 use std::io;
@@ -25,12 +25,12 @@ const APTPL: u8 = 1;
 const READY: [u8; 6] = [0; 6];
 const WRITE: [u8; 10] = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
 
-/// Keeps what is saved as a file would, in JSON.
+/// Stores the saved state as JSON, in the same way as a file.
 #[derive(Debug, Default)]
 struct Keeper {
     files: Mutex<HashMap<String, String>>,
     saves: Mutex<u32>,
-    /// Saves fail; and after a failure the new state is there.
+    /// If set, saving fails, but the new state is stored anyway.
     fails: AtomicBool,
 }
 
@@ -59,7 +59,7 @@ impl ReservationKeeper for Keeper {
     }
 }
 
-/// A unit as it is after a start, with nexuses A and B.
+/// Returns an LU after a restart, with nexus A and B.
 fn started(keeper: &Arc<Keeper>) -> Rig {
     started_as(keeper, config(BlockSize::B512, 128))
 }
@@ -135,14 +135,14 @@ fn write_status(rig: &mut Rig, who: NexusId) -> Status {
 }
 
 #[test]
-fn registrations_and_the_holder_outlive_a_power_loss() {
+fn registrations_persist_through_power_loss() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     assert_eq!(capabilities(&mut rig), [1, 0x80]);
     let first = register(&mut rig, A, 0xa, APTPL).good();
     assert!(
         matches!(first.ops[..], [BlockOp::ChangeReservations(_)]),
-        "the target saves it before the command is answered"
+        "saved before the response"
     );
     register(&mut rig, B, 0xb, APTPL).good();
     change(&mut rig, A, RESERVE, 5, 0xa, 0).good();
@@ -157,7 +157,7 @@ fn registrations_and_the_holder_outlive_a_power_loss() {
     let status = write_status(&mut rig, stranger);
     assert_eq!(status, Status::ReservationConflict);
     assert_eq!(write_status(&mut rig, B), Status::Good);
-    // The holder can be preempted by one who was registered before.
+    // The holder can be preempted by a nexus that was already registered.
     change(&mut rig, B, PREEMPT, 5, 0xb, 0xa).good();
     assert_eq!(rig.run(A, &READY, &[], 0).check(), (6, 0x2a, 0x05));
     let mut rig = started(&keeper);
@@ -171,10 +171,10 @@ fn registrations_and_the_holder_outlive_a_power_loss() {
     assert_eq!(rig.lu.registrations().kind, None);
 }
 
-/// A relative port identifier is no name: a configuration with other portals may number them
-/// otherwise.
+/// The relative port identifier is not part of the name, because it may be different in a
+/// configuration with other portals.
 #[test]
-fn a_holder_is_known_by_the_names_of_its_ports() {
+fn holder_is_identified_by_port_names() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     register(&mut rig, A, 0xa, APTPL).good();
@@ -190,9 +190,24 @@ fn a_holder_is_known_by_the_names_of_its_ports() {
     assert_eq!(write_status(&mut rig, B), Status::Good);
 }
 
-/// What a program that knows no persistence has left is newer than what was saved before it.
 #[test]
-fn what_is_inherited_replaces_what_was_saved() {
+fn full_status_reports_current_port_identifier() {
+    let keeper = Arc::new(Keeper::default());
+    let mut rig = started(&keeper);
+    register(&mut rig, A, 0xa, APTPL).good();
+    let mut rig = started(&keeper);
+    let mut nexus = srp_nexus(0xaa);
+    nexus.target.relative_id = 7;
+    rig.lu.add_nexus(A, nexus);
+    rig.lu.take_attention(A);
+    let status = rig.run(A, &[0x5e, 3, 0, 0, 0, 0, 0, 0, 0xff, 0], &[], 255);
+    // RELATIVE TARGET PORT IDENTIFIER in the only descriptor (SPC-4 6.15.5).
+    assert_eq!(status.good().data[8 + 18..8 + 20], [0, 7]);
+}
+
+/// If the previous process didn't support persistence, its state is newer than the saved state.
+#[test]
+fn imported_state_replaces_saved_state() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     register(&mut rig, A, 0xa, APTPL).good();
@@ -207,23 +222,23 @@ fn what_is_inherited_replaces_what_was_saved() {
     assert_eq!(write_status(&mut rig, B), Status::Good);
 }
 
-/// SPC-4 5.13.5: the last registration says whether anything persists.
+/// SPC-4 5.13.5: persistence is set by the last registration.
 #[test]
-fn the_last_registration_switches_persistence_off() {
+fn last_registration_disables_persistence() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     register(&mut rig, B, 0, APTPL).good();
     assert_eq!(capabilities(&mut rig), [1, 0x80]);
     register(&mut rig, A, 0xa, APTPL).good();
-    // The bit of another service action means nothing.
+    // This bit should be ignored for any other service action.
     change(&mut rig, A, RESERVE, 3, 0xa, 0).good();
     assert_eq!(capabilities(&mut rig), [1, 0x81]);
-    // Nor does that of a registration that fails.
+    // It should also be ignored if the registration has failed.
     let refused = change(&mut rig, B, REGISTER, 0, 0xbad, 0xb);
     assert_eq!(refused.response.status, Status::ReservationConflict);
     assert_eq!(capabilities(&mut rig), [1, 0x81]);
-    // Nor that of one with which a nexus that is not registered would take its registration away:
-    // nothing is done (SPC-4 5.13.7).
+    // It should also be ignored if a nexus that is not registered tries to remove its registration,
+    // because nothing is changed in this case (SPC-4 5.13.7).
     for action in [REGISTER, IGNORE] {
         change(&mut rig, B, action, 0, 0, 0).good();
         assert_eq!(capabilities(&mut rig), [1, 0x81], "service action {action}");
@@ -231,14 +246,14 @@ fn the_last_registration_switches_persistence_off() {
     register(&mut rig, B, 0xb, 0).good();
     assert_eq!(capabilities(&mut rig), [1, 0x80]);
     let ops = register(&mut rig, B, 0xbb, 0).good().ops;
-    assert!(ops.is_empty(), "nothing is saved any longer");
+    assert!(ops.is_empty(), "no longer persistent");
     let mut rig = started(&keeper);
     assert_eq!(keys(&mut rig).1, [] as [u64; 0]);
     assert_eq!(write_status(&mut rig, B), Status::Good);
 }
 
 #[test]
-fn a_change_that_cannot_be_saved_changes_nothing() {
+fn failed_save_changes_nothing() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     register(&mut rig, A, 0xa, APTPL).good();
@@ -265,7 +280,7 @@ fn a_change_that_cannot_be_saved_changes_nothing() {
         );
         assert_eq!(refused.check(), sense, "service action {action}");
         assert_eq!(rig.lu.registrations(), before);
-        // Nor does it come back with the next start.
+        // It should not be restored after the next start either.
         let next = started(&keeper);
         assert_eq!(next.lu.registrations().kind, Some(1));
         assert_eq!(next.lu.registrations().registrants[0].key, 0xa);
@@ -275,7 +290,7 @@ fn a_change_that_cannot_be_saved_changes_nothing() {
 }
 
 #[test]
-fn what_stays_the_same_is_not_saved_again() {
+fn unchanged_state_is_not_saved() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     register(&mut rig, A, 0xa, APTPL).good();
@@ -288,7 +303,7 @@ fn what_stays_the_same_is_not_saved_again() {
 }
 
 #[test]
-fn a_unit_of_other_names_does_not_inherit() {
+fn renamed_unit_does_not_inherit_reservations() {
     let keeper = Arc::new(Keeper::default());
     let mut rig = started(&keeper);
     register(&mut rig, A, 0xa, APTPL).good();
@@ -304,13 +319,13 @@ fn a_unit_of_other_names_does_not_inherit() {
 }
 
 #[test]
-fn a_unit_without_a_keeper_refuses_persistence() {
+fn persistence_requires_keeper() {
     let mut rig = Rig::new();
     assert_eq!(capabilities(&mut rig), [0, 0x80]);
     let refused = register(&mut rig, A, 0xa, APTPL);
     assert_eq!(refused.check(), (5, 0x26, 0));
     assert_eq!(keys(&mut rig).1, [] as [u64; 0]);
-    // What another program has kept ends where nothing keeps it.
+    // If there is no keeper, the state saved by a previous process is no longer persistent.
     let keeper = Arc::new(Keeper::default());
     let mut kept = started(&keeper);
     register(&mut kept, A, 0xa, APTPL).good();
@@ -320,9 +335,9 @@ fn a_unit_without_a_keeper_refuses_persistence() {
     change(&mut rig, A, RESERVE, 1, 0xa, 0).good();
 }
 
-/// Two changes at once: each takes effect on what the other has left.
+/// For two changes at the same time, each should be based on the result of the other.
 #[test]
-fn changes_of_several_workers_are_saved_one_after_another() {
+fn concurrent_changes_are_saved_in_order() {
     let keeper = Arc::new(Keeper::default());
     let rig = started(&keeper);
     let ids: Vec<_> = (10..26).map(NexusId).collect();
@@ -353,9 +368,9 @@ fn changes_of_several_workers_are_saved_one_after_another() {
     assert_eq!(again.registrants.len(), ids.len());
 }
 
-/// A unit in whose place there is another one acknowledges nothing that the other does not know.
+/// If an LU has been replaced, it must not accept any change, because the new LU would not see it.
 #[test]
-fn nothing_changes_at_a_unit_in_whose_place_there_is_another() {
+fn retired_unit_refuses_changes() {
     for persists in [0, APTPL] {
         let keeper = Arc::new(Keeper::default());
         let mut rig = started(&keeper);

@@ -1,9 +1,9 @@
-//! REPORT SUPPORTED OPERATION CODES and TASK MANAGEMENT FUNCTIONS.
+//! Tests for REPORT SUPPORTED OPERATION CODES and REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS.
 
 use super::{Rig, config};
 use crate::config::{BlockSize, Provisioning};
 
-/// The command with reporting options, opcode and service action.
+/// Sends the command with these reporting options, opcode and service action.
 fn report(rig: &mut Rig, options: u8, opcode: u8, action: u8) -> super::Outcome {
     rig.send(&[
         0xa3, 0x0c, options, opcode, 0, action, 0, 0, 0xff, 0xff, 0, 0,
@@ -11,7 +11,7 @@ fn report(rig: &mut Rig, options: u8, opcode: u8, action: u8) -> super::Outcome 
 }
 
 #[test]
-fn all_commands_have_descriptors() {
+fn reported_commands_have_descriptors() {
     let mut rig = Rig::new();
     let data = report(&mut rig, 0, 0, 0).good().data;
     let listed = u32::from_be_bytes(data[..4].try_into().unwrap()) as usize;
@@ -24,7 +24,7 @@ fn all_commands_have_descriptors() {
         "SERVACTV"
     );
     assert!(rows.contains(&&[0xa3, 0, 0, 0x0c, 0, 1, 0, 12][..]));
-    // With timeouts: CTDP and twelve bytes more each.
+    // With timeouts: CTDP is set and there are 12 more bytes for each command.
     let timed = report(&mut rig, 0x80, 0, 0).good().data;
     assert_eq!(timed.len() - 4, rows.len() * 20);
     for row in timed[4..].chunks(20) {
@@ -34,7 +34,7 @@ fn all_commands_have_descriptors() {
 }
 
 #[test]
-fn every_reported_command_can_be_asked_for_alone() {
+fn reported_commands_can_be_queried() {
     let mut rig = Rig::new();
     let data = report(&mut rig, 0, 0, 0).good().data;
     for row in data[4..].chunks(8) {
@@ -46,7 +46,7 @@ fn every_reported_command_can_be_asked_for_alone() {
         );
         for option in [right, 3] {
             let one = report(&mut rig, option, opcode, action).good().data;
-            assert_eq!(one[1], 3, "as the standard says");
+            assert_eq!(one[1], 3, "supported as in the standard");
             let len = usize::from(u16::from_be_bytes([one[2], one[3]]));
             assert_eq!(one.len(), 4 + len);
             assert_eq!(len, usize::from(row[7]));
@@ -59,7 +59,7 @@ fn every_reported_command_can_be_asked_for_alone() {
 }
 
 #[test]
-fn one_command_with_bitmap_and_timeout() {
+fn single_command_reports_bitmap_and_timeout() {
     let mut rig = Rig::new();
     let read = report(&mut rig, 0x81, 0x28, 0).good().data;
     assert_eq!(read[..4], [0, 0x83, 0, 10]);
@@ -85,10 +85,10 @@ fn thick_units_do_not_report_unmap() {
     assert_eq!(report(&mut rig, 1, 0x42, 0).good().data[1], 1);
 }
 
-/// CVE-2020-28374, CVE-2021-3139: no unit copies for an initiator what it may not read itself. There
-/// is no third-party copy here: neither the commands, nor a word of them.
+/// CVE-2020-28374, CVE-2021-3139: an LU must not copy data for an initiator that cannot read this
+/// data. We don't support third-party copy at all, and don't report it anywhere.
 #[test]
-fn cve_2020_28374_and_2021_3139_units_offer_no_third_party_copy() {
+fn cve_2020_28374_and_2021_3139_copy_is_unsupported() {
     let mut rig = Rig::new();
     let inquiry = rig.send(&[0x12, 0, 0, 0, 96, 0]).good().data;
     assert_eq!(inquiry[5] & 0x08, 0, "3PC");

@@ -1,4 +1,4 @@
-//! Reservations, as two nexuses see them.
+//! Tests for reservations, using two nexuses.
 
 use super::{A, B, Outcome, Rig, srp_nexus};
 use crate::lu::Flags;
@@ -49,7 +49,7 @@ fn keys(rig: &mut Rig) -> (u32, Vec<u64>) {
     (number(0), keys.collect())
 }
 
-/// Key and type of the reservation.
+/// Returns the key and type of the reservation.
 fn reservation(rig: &mut Rig) -> Option<(u64, u8)> {
     let data = rig.send(&[0x5e, 1, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
     (data.len() > 8).then(|| {
@@ -59,7 +59,7 @@ fn reservation(rig: &mut Rig) -> Option<(u64, u8)> {
     })
 }
 
-/// Whether a nexus may read, and write.
+/// Returns whether a nexus can read and write.
 fn access(rig: &mut Rig, who: NexusId) -> (bool, bool) {
     let read = rig.run(who, &READ, &[], 512).response.status;
     let write = rig.run(who, &WRITE, &[0; 512], 0).response.status;
@@ -73,9 +73,9 @@ fn registered() -> Rig {
     rig
 }
 
-/// What registered and unregistered others may do, by type (SPC-4 table 40).
+/// Access for other nexuses with and without a registration, for each type (SPC-4 table 40).
 #[test]
-fn types_give_others_their_rights() {
+fn reservation_types_restrict_other_nexuses() {
     let types = [
         (1, (true, false), (true, false)),
         (3, (false, false), (false, false)),
@@ -103,7 +103,7 @@ fn types_give_others_their_rights() {
 }
 
 #[test]
-fn registrations_need_their_keys() {
+fn registration_requires_valid_key() {
     let mut rig = Rig::new();
     conflict(&out(&mut rig, A, REGISTER, 0, 1, 2));
     conflict(&out(&mut rig, A, RESERVE, 1, 0, 0));
@@ -118,14 +118,14 @@ fn registrations_need_their_keys() {
     conflict(&out(&mut rig, A, RESERVE, 1, 6, 0));
     out(&mut rig, A, REGISTER, 0, 7, 0).good();
     assert_eq!(keys(&mut rig), (4, vec![]));
-    // The length of a list is reported whole however little there is room for.
+    // The full length of a list should be returned, even if the buffer is small.
     out(&mut rig, A, REGISTER, 0, 0, 5).good();
     let short = rig.send(&[0x5e, 0, 0, 0, 0, 0, 0, 0, 8, 0]).good();
     assert_eq!(short.data[4..], [0, 0, 0, 8]);
 }
 
 #[test]
-fn a_registration_outlives_its_nexus() {
+fn registration_survives_nexus_removal() {
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
     rig.lu.remove_nexus(A);
@@ -142,17 +142,20 @@ fn releases_notify_the_registrants() {
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 5, 0xa, 0).good();
     out(&mut rig, B, RELEASE, 5, 0xb, 0).good();
-    assert!(reservation(&mut rig).is_some(), "not the holder's");
+    assert!(
+        reservation(&mut rig).is_some(),
+        "removed registrant was not the holder"
+    );
     let wrong = out(&mut rig, A, RELEASE, 6, 0xa, 0);
     assert_eq!(wrong.check(), INVALID_RELEASE);
     out(&mut rig, A, RELEASE, 5, 0xa, 0).good();
     assert_eq!(rig.run(B, &READY, &[], 0).check(), RELEASED);
-    // So does the end of the holder's registration.
+    // It's also released if the holder is unregistered.
     out(&mut rig, A, RESERVE, 6, 0xa, 0).good();
     out(&mut rig, A, REGISTER, 0, 0xa, 0).good();
     assert_eq!(reservation(&mut rig), None);
     assert_eq!(rig.run(B, &READY, &[], 0).check(), RELEASED);
-    // One of all registrants stays with the last of them.
+    // An "all registrants" reservation is kept until the last registrant is removed.
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 8, 0xa, 0).good();
     out(&mut rig, A, REGISTER, 0, 0xa, 0).good();
@@ -163,7 +166,7 @@ fn releases_notify_the_registrants() {
 }
 
 #[test]
-fn clear_and_preempt_take_registrations_away() {
+fn clear_and_preempt_remove_registrations() {
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
     out(&mut rig, B, CLEAR, 0, 0xb, 0).good();
@@ -180,12 +183,12 @@ fn clear_and_preempt_take_registrations_away() {
         assert_eq!(reservation(&mut rig), Some((0xb, 1)));
         assert_eq!(access(&mut rig, A), (true, false));
     }
-    // Without a reservation, only registrations go.
+    // If there is no reservation, this only removes registrations.
     let mut rig = registered();
     out(&mut rig, B, PREEMPT, 3, 0xb, 0xa).good();
     assert_eq!(rig.run(A, &READY, &[], 0).check(), UNREGISTERED);
     assert_eq!(reservation(&mut rig), None);
-    // A key of zero means the reservation of all registrants, and nothing else.
+    // A key of zero can only be used for an "all registrants" reservation.
     let mut rig = registered();
     assert_eq!(out(&mut rig, B, PREEMPT, 3, 0xb, 0).check(), (5, 0x26, 0));
     out(&mut rig, A, RESERVE, 7, 0xa, 0).good();
@@ -196,7 +199,7 @@ fn clear_and_preempt_take_registrations_away() {
 }
 
 #[test]
-fn full_status_names_the_ports() {
+fn full_status_reports_ports() {
     let mut rig = registered();
     out(&mut rig, B, RESERVE, 1, 0xb, 0).good();
     let data = rig.send(&[0x5e, 3, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
@@ -212,7 +215,7 @@ fn full_status_names_the_ports() {
 }
 
 #[test]
-fn registrations_and_holders_are_shown() {
+fn status_output_lists_registrations() {
     let mut rig = registered();
     assert_eq!(rig.lu.registrations().kind, None);
     out(&mut rig, B, RESERVE, 7, 0xb, 0).good();
@@ -232,7 +235,7 @@ fn registrations_and_holders_are_shown() {
 }
 
 #[test]
-fn what_is_not_offered_is_refused() {
+fn unsupported_reservation_features_are_refused() {
     let mut rig = registered();
     for kind in [0, 2, 4, 9, 0x11] {
         let outcome = out(&mut rig, A, RESERVE, kind, 0xa, 0);
@@ -253,10 +256,10 @@ fn what_is_not_offered_is_refused() {
     }
 }
 
-/// SPC-4 5.13.11.2.4: the remaining registrants are notified when PREEMPT changes the type, for any
-/// pair of types.
+/// SPC-4 5.13.11.2.4: if PREEMPT changes the type, the remaining registrants are notified, for any
+/// combination of types.
 #[test]
-fn a_preemption_that_changes_the_type_is_announced() {
+fn preempt_notifies_type_change() {
     for (old, new, notified) in [
         (1, 3, true),
         (3, 1, true),
@@ -282,7 +285,7 @@ fn a_preemption_that_changes_the_type_is_announced() {
 
 /// SPC-4 table 51.
 #[test]
-fn everyone_may_start_a_reserved_unit() {
+fn reserved_unit_may_be_started() {
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
     rig.run(B, &[0x1b, 0, 0, 0, 0x01, 0], &[], 0).good();
@@ -292,7 +295,7 @@ fn everyone_may_start_a_reserved_unit() {
 }
 
 #[test]
-fn reserve_and_release_of_old() {
+fn spc2_reserve_and_release() {
     let reserve = [0x16, 0, 0, 0, 0, 0];
     let release = [0x17, 0, 0, 0, 0, 0];
     let sense = [0x1a, 0, 0x3f, 0, 255, 0];
@@ -303,7 +306,8 @@ fn reserve_and_release_of_old() {
     rig.run(B, &release, &[], 0).good();
     conflict(&rig.run(B, &sense, &[], 255));
     conflict(&rig.run(B, &READY, &[], 0));
-    // Commands for persistent reservations conflict meanwhile, from the holder too (SPC-2 5.5.1).
+    // In this state, commands for persistent reservations conflict, even if sent by the holder
+    // (SPC-2 5.5.1).
     for who in [A, B] {
         conflict(&out(&mut rig, who, REGISTER, 0, 0, 1));
         for action in 0..4 {
@@ -314,7 +318,7 @@ fn reserve_and_release_of_old() {
     rig.run(B, &[0x03, 0, 0, 0, 18, 0], &[], 18).good();
     rig.send(&[0x57, 0, 0, 0, 0, 0, 0, 0, 0, 0]).good();
     rig.run(B, &sense, &[], 255).good();
-    // It ends with the nexus, and with a reset.
+    // This should be released when the nexus is removed, and by a reset.
     rig.run(B, &reserve, &[], 0).good();
     rig.lu.remove_nexus(B);
     rig.send(&reserve).good();
@@ -325,21 +329,21 @@ fn reserve_and_release_of_old() {
     rig.run(B, &[0x56, 0, 0, 0, 0, 0, 0, 0, 0, 0], &[], 0)
         .good();
     rig.run(B, &release, &[], 0).good();
-    // The two kinds exclude each other.
+    // Both types of reservation can't be used at the same time.
     out(&mut rig, A, REGISTER, 0, 0, 1).good();
     conflict(&rig.run(B, &reserve, &[], 0));
     conflict(&rig.run(B, &release, &[], 0));
     conflict(&rig.send(&release));
 }
 
-/// What the unit would leave, as it travels.
+/// Returns the state that would be passed to a new LU, after encoding and decoding it.
 fn left_by(rig: &Rig) -> UnitState {
     let written = serde_json::to_string(&rig.lu.export_state()).unwrap();
     serde_json::from_str(&written).unwrap()
 }
 
 #[test]
-fn the_unit_in_its_place_keeps_what_belongs_to_ports() {
+fn replacement_unit_keeps_port_reservations() {
     let mut rig = registered();
     out(&mut rig, B, RESERVE, 5, 0xb, 0).good();
     rig.lu
@@ -362,7 +366,7 @@ fn the_unit_in_its_place_keeps_what_belongs_to_ports() {
 }
 
 #[test]
-fn a_nexus_that_has_ended_reserves_nothing() {
+fn removed_nexus_cannot_reserve() {
     let rig = Rig::new();
     rig.lu.remove_nexus(A);
     assert!(!rig.lu.reserve_unit(A));
@@ -370,7 +374,7 @@ fn a_nexus_that_has_ended_reserves_nothing() {
 }
 
 #[test]
-fn a_reservation_that_ends_with_its_nexus_is_not_left_to_anybody() {
+fn reserve_is_not_exported() {
     let rig = Rig::new();
     assert!(rig.lu.reserve_unit(A));
     let mut next = Rig::new();
@@ -378,10 +382,10 @@ fn a_reservation_that_ends_with_its_nexus_is_not_left_to_anybody() {
     assert_eq!(access(&mut next, B), (true, true));
 }
 
-/// What a PREEMPT AND ABORT aborts: commands of those whose registrations it took away, and of
-/// those who are gone and may have had one.
+/// A PREEMPT AND ABORT should abort commands from nexuses whose registration it has removed, and
+/// from nexuses that have been removed and may have been registered.
 #[test]
-fn preempt_and_abort_names_the_preempted() {
+fn preempt_and_abort_returns_preempted_nexuses() {
     let mut rig = Rig::new();
     let (c, gone) = (NexusId(3), NexusId(4));
     rig.lu.add_nexus(c, srp_nexus(0xcc));

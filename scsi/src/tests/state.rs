@@ -1,4 +1,4 @@
-//! Unit attentions, REQUEST SENSE, START STOP UNIT, task attributes, capacity.
+//! Tests for unit attentions, REQUEST SENSE, START STOP UNIT, task attributes and capacity.
 
 use std::sync::Arc;
 
@@ -15,27 +15,27 @@ use crate::step::{BlockOp, Expected, Step, StepResult, TaskAttribute};
 const READY: [u8; 6] = [0; 6];
 
 #[test]
-fn a_new_nexus_meets_power_on_once() {
+fn new_nexus_gets_power_on_once() {
     let mut rig = Rig::raw(config(BlockSize::B512, 8));
-    // INQUIRY and REPORT LUNS run and leave it pending.
+    // INQUIRY and REPORT LUNS should be executed, without clearing it.
     rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
     rig.send(&[0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]).good();
     assert_eq!(rig.run(A, &READY, &[], 0).check(), (6, 0x29, 0));
     rig.run(A, &READY, &[], 0).good();
-    // It comes before any judgement of the CDB.
+    // It should be reported before the CDB is checked.
     assert_eq!(rig.run(B, &[0xff], &[], 0).check(), (6, 0x29, 0));
     assert_eq!(rig.run(B, &[0xff], &[], 0).check(), (5, 0x20, 0));
 }
 
 #[test]
-fn request_sense_takes_the_attention() {
+fn request_sense_clears_attention() {
     let mut rig = Rig::raw(config(BlockSize::B512, 8));
     let sense = rig.send(&[0x03, 0, 0, 0, 252, 0]).good().data;
     assert_eq!(sense[..3], [0x70, 0, 6]);
     assert_eq!(sense[12..14], [0x29, 0]);
     let none = rig.send(&[0x03, 0, 0, 0, 252, 0]).good().data;
     assert_eq!((none[2], none.len()), (0, 18));
-    // DESC: descriptor format, cut to the allocation length.
+    // DESC: use descriptor format, truncated to the allocation length.
     assert_eq!(
         rig.send(&[0x03, 1, 0, 0, 252, 0]).good().data,
         [0x72, 0, 0, 0, 0, 0, 0, 0]
@@ -45,7 +45,7 @@ fn request_sense_takes_the_attention() {
 }
 
 #[test]
-fn attentions_reach_their_scope() {
+fn attention_scope_selects_nexuses() {
     let mut rig = Rig::new();
     rig.lu
         .raise(Attention::CommandsCleared, AttentionScope::AllBut(A));
@@ -70,7 +70,7 @@ fn report_luns_acknowledges_its_attention() {
 }
 
 #[test]
-fn nexuses_that_share_a_hint_keep_their_own_attentions() {
+fn shared_hint_keeps_attentions_separate() {
     let mut rig = Rig::new();
     let twin = NexusId(A.0 + 1024);
     rig.lu.add_nexus(twin, srp_nexus(1));
@@ -84,7 +84,7 @@ fn nexuses_that_share_a_hint_keep_their_own_attentions() {
 }
 
 #[test]
-fn a_changed_capacity_is_announced_and_used() {
+fn capacity_change_notifies_and_applies() {
     let mut rig = Rig::new();
     rig.lu.set_capacity(64).unwrap();
     assert_eq!(rig.send(&READY).check(), (6, 0x2a, 9));
@@ -97,7 +97,7 @@ fn a_changed_capacity_is_announced_and_used() {
 }
 
 #[test]
-fn a_stop_takes_the_unit_from_no_initiator_unless_configured() {
+fn stop_only_flushes_by_default() {
     let mut rig = Rig::new();
     let flush = BlockOp::Flush {
         offset: 0,
@@ -117,7 +117,7 @@ fn stoppable() -> Rig {
 }
 
 #[test]
-fn a_reset_or_the_last_logout_starts_a_stopped_unit() {
+fn reset_or_last_logout_starts_unit() {
     let mut rig = stoppable();
     rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good();
     assert_eq!(rig.run(B, &READY, &[], 0).check(), (2, 0x04, 2));
@@ -131,7 +131,7 @@ fn a_reset_or_the_last_logout_starts_a_stopped_unit() {
     assert!(!rig.lu.is_stopped());
 }
 
-/// A unit of nexuses whose first unit attention has been taken.
+/// Creates an LU with nexuses for which the initial unit attention has already been cleared.
 fn absent(change: impl FnOnce(LogicalUnit) -> LogicalUnit) -> Rig {
     let lu = LogicalUnit::new(config(BlockSize::B512, 128)).unwrap();
     let rig = Rig::of(change(lu));
@@ -143,7 +143,7 @@ fn absent(change: impl FnOnce(LogicalUnit) -> LogicalUnit) -> Rig {
 
 const MANUAL_INTERVENTION: (u8, u8, u8) = (2, 0x04, 3);
 
-/// PERSISTENT RESERVE OUT, REGISTER.
+/// Sends PERSISTENT RESERVE OUT with REGISTER.
 fn register(rig: &mut Rig) -> Outcome {
     let mut list = [0; 24];
     list[15] = 0xa;
@@ -151,7 +151,7 @@ fn register(rig: &mut Rig) -> Outcome {
 }
 
 #[test]
-fn a_unit_without_a_medium_answers_for_itself() {
+fn unit_without_medium_handles_unit_commands() {
     let mut rig = absent(LogicalUnit::without_medium);
     let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
@@ -170,7 +170,7 @@ fn a_unit_without_a_medium_answers_for_itself() {
 }
 
 #[test]
-fn a_unit_that_awaits_its_medium_is_becoming_ready() {
+fn unit_awaiting_medium_is_becoming_ready() {
     let mut rig = absent(LogicalUnit::awaiting_medium);
     let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     let start = [0x1b, 0, 0, 0, 1, 0];
@@ -184,7 +184,7 @@ fn a_unit_that_awaits_its_medium_is_becoming_ready() {
 }
 
 #[test]
-fn reservations_that_are_not_known_are_neither_changed_nor_left() {
+fn unknown_reservations_refuse_changes() {
     let mut rig = absent(LogicalUnit::without_reservations);
     assert_eq!(rig.send(&READY).check(), MANUAL_INTERVENTION);
     assert_eq!(register(&mut rig).check(), MANUAL_INTERVENTION);
@@ -195,7 +195,7 @@ fn reservations_that_are_not_known_are_neither_changed_nor_left() {
         assert_eq!(rig.send(cdb).check(), MANUAL_INTERVENTION, "{cdb:x?}");
     }
     rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
-    // The unit in its place has what it could read.
+    // The reservations of the new LU should be kept if it imports this state.
     let mut next = Rig::new();
     register(&mut next).good();
     next.lu.import_state(&rig.lu.export_state());
@@ -204,7 +204,7 @@ fn reservations_that_are_not_known_are_neither_changed_nor_left() {
 }
 
 #[test]
-fn names_that_are_not_known_are_not_shown() {
+fn unknown_names_are_not_reported() {
     let mut rig = absent(LogicalUnit::without_names);
     assert_eq!(rig.send(&READY).check(), MANUAL_INTERVENTION);
     assert_eq!(register(&mut rig).check(), MANUAL_INTERVENTION);
@@ -219,9 +219,9 @@ fn names_that_are_not_known_are_not_shown() {
 }
 
 #[test]
-fn a_stopped_unit_is_not_ready() {
+fn stopped_unit_is_not_ready() {
     let mut rig = stoppable();
-    // START STOP UNIT, START zero: flush, then stop.
+    // START STOP UNIT with START set to zero: flush, then stop.
     let ops = rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good().ops;
     assert_eq!(
         ops,
@@ -239,12 +239,12 @@ fn a_stopped_unit_is_not_ready() {
     assert_eq!((sense[2], sense[12], sense[13]), (2, 4, 2));
     assert!(rig.send(&[0x1b, 1, 0, 0, 0x01, 0]).good().ops.is_empty());
     rig.send(&read).good();
-    // NO_FLUSH; then ACTIVE starts it again.
+    // NO_FLUSH, then start it again with ACTIVE.
     assert!(rig.send(&[0x1b, 0, 0, 0, 0x04, 0]).good().ops.is_empty());
     assert!(rig.lu.is_stopped());
     rig.send(&[0x1b, 0, 0, 0, 0x10, 0]).good();
     assert!(!rig.lu.is_stopped());
-    // STANDBY and LOEJ do not exist here.
+    // STANDBY and LOEJ are not supported.
     assert_eq!(
         rig.send(&[0x1b, 0, 0, 0, 0x30, 0]).cdb_pointer(),
         (4, Some(7))
@@ -256,7 +256,7 @@ fn a_stopped_unit_is_not_ready() {
 }
 
 #[test]
-fn commands_that_do_not_exist() {
+fn unknown_commands_are_refused() {
     let mut rig = Rig::new();
     // PREVENT ALLOW, SEND DIAGNOSTIC, LOG SENSE, WRITE ATOMIC.
     for opcode in [0x1e, 0x1d, 0x4d, 0x9c] {
@@ -269,7 +269,7 @@ fn commands_that_do_not_exist() {
 }
 
 #[test]
-fn the_aca_attribute_is_refused() {
+fn aca_attribute_is_refused() {
     let mut rig = Rig::new();
     rig.attribute = TaskAttribute::Aca;
     assert_eq!(rig.send(&READY).check(), (5, 0x49, 0));
@@ -280,7 +280,7 @@ fn the_aca_attribute_is_refused() {
 }
 
 #[test]
-fn a_unit_is_shared_between_threads() {
+fn unit_is_shared_between_threads() {
     fn shareable<T: Send + Sync + 'static>(_: &T) {}
     let rig = Rig::new();
     shareable(&rig.lu);
@@ -301,13 +301,13 @@ fn a_unit_is_shared_between_threads() {
         })
         .collect();
     for thread in threads {
-        // No attention is lost by what others do to the table meanwhile.
+        // We should never lose a unit attention because of a concurrent change to the table.
         assert_eq!(thread.join().unwrap(), 1000);
     }
 }
 
 #[test]
-fn bad_configurations_are_named() {
+fn invalid_configurations_are_refused() {
     let good = || config(BlockSize::B4096, 8);
     let check = |config: crate::config::Config| config.validate();
     assert_eq!(check(good()), Ok(()));
@@ -331,9 +331,9 @@ fn bad_configurations_are_named() {
     assert_eq!(check(c), Err(ConfigError::Naa));
 }
 
-/// The lock is held all the while: a command that takes it would hang.
+/// The lock is held during this test, so the command would hang if it needed the lock.
 #[test]
-fn reads_and_writes_take_no_lock() {
+fn reads_and_writes_are_lock_free() {
     let rig = Rig::with(config(BlockSize::B512, 64));
     let _held = rig.lu.lock_nexuses();
     let expected = Expected {

@@ -1,4 +1,4 @@
-//! Commands that are longer than the window.
+//! Tests for commands that are larger than the window.
 
 use super::{A, Rig, config};
 use crate::config::{BlockSize, Config};
@@ -10,7 +10,7 @@ use crate::step::{
 };
 use crate::task::{NewTask, TaskSet, TaskTag};
 
-/// 128 blocks of 512 bytes, of which four fit a window and two a segment.
+/// 128 blocks of 512 bytes, with a window of four blocks and a segment of two blocks.
 fn narrow() -> Config {
     let mut config = config(BlockSize::B512, 128);
     config.limits.window = 2048;
@@ -44,7 +44,7 @@ fn read(at: u64, len: u32, buffer_offset: u32, fua: bool) -> BlockOp {
     }
 }
 
-/// The steps of a command that works, with its response last.
+/// Returns the steps of a successful command. The last step is the response.
 fn steps_of(rig: &Rig, cdb: &[u8], data_out: u32, data_in: u32) -> Vec<Step> {
     let (mut command, mut step) = rig.lu.start(&Request {
         nexus: A,
@@ -68,7 +68,7 @@ fn steps_of(rig: &Rig, cdb: &[u8], data_out: u32, data_in: u32) -> Vec<Step> {
 }
 
 #[test]
-fn a_write_alternates_between_its_data_and_the_medium() {
+fn write_alternates_receive_and_block() {
     let rig = Rig::with(narrow());
     let steps = steps_of(&rig, &ten(0x2a, 0x08, 7, 9), 9 * 512, 0);
     let receive = |from, len| Step::ReceiveData { from, len };
@@ -87,9 +87,9 @@ fn a_write_alternates_between_its_data_and_the_medium() {
 }
 
 #[test]
-fn a_read_sends_its_last_piece_with_the_response() {
+fn read_sends_last_piece_with_response() {
     let rig = Rig::with(narrow());
-    // The initiator has room for half of the last block.
+    // The initiator only has space for half of the last block.
     let steps = steps_of(&rig, &ten(0x28, 0, 7, 9), 0, 8 * 512 + 256);
     let send = |from, len| Step::SendData { from, len };
     assert_eq!(
@@ -114,7 +114,7 @@ fn a_read_sends_its_last_piece_with_the_response() {
 }
 
 #[test]
-fn what_is_as_long_as_the_window_is_one_piece() {
+fn window_sized_transfer_is_single_piece() {
     let mut rig = Rig::with(narrow());
     let data = vec![0x5a; 2048];
     let outcome = rig.send_out(&ten(0x2a, 0, 3, 4), &data).good();
@@ -128,7 +128,7 @@ fn what_is_as_long_as_the_window_is_one_piece() {
 }
 
 #[test]
-fn each_piece_is_verified_before_the_next_one_is_written() {
+fn pieces_are_verified_before_next_write() {
     let mut rig = Rig::with(narrow());
     let data: Vec<u8> = (0..9 * 512).map(|at| (at * 3) as u8).collect();
     // WRITE AND VERIFY (10), BYTCHK 01b.
@@ -145,9 +145,9 @@ fn each_piece_is_verified_before_the_next_one_is_written() {
     assert_eq!(rig.disk[7 * 512..16 * 512], data);
 }
 
-/// The same command does the same on a unit with a window as on one without, and says the same.
+/// A command should have the same result for the initiator, with or without a window.
 #[test]
-fn a_window_changes_nothing_that_an_initiator_sees() {
+fn window_is_invisible_to_initiator() {
     let wide = config(BlockSize::B512, 128);
     let length = 13 * 512;
     let fresh: Vec<u8> = (0..length + 512)
@@ -171,7 +171,7 @@ fn a_window_changes_nothing_that_an_initiator_sees() {
         (&orwrite(5, 13), &fresh),
     ];
     for (cdb, out) in cdbs {
-        // Exactly the data, more, whole blocks less, a part of a block less, and none.
+        // The exact size, too much data, fewer blocks, an incomplete block, and no data.
         for offered in [length, length + 100, length - 1024, length - 100, 0] {
             let out = &out[..out.len().min(offered)];
             let data_in = if out.is_empty() { offered as u32 } else { 0 };
@@ -181,7 +181,7 @@ fn a_window_changes_nothing_that_an_initiator_sees() {
                 (outcome, rig.disk)
             });
             let [(whole, whole_disk), (pieces, pieces_disk)] = &mut outcomes;
-            // Where the last data are does not matter.
+            // Ignore the location of the last piece.
             pieces.response.data_in = DataIn::None;
             whole.response.data_in = DataIn::None;
             assert_eq!(pieces.response, whole.response, "{cdb:02x?} {offered}");
@@ -193,7 +193,7 @@ fn a_window_changes_nothing_that_an_initiator_sees() {
 }
 
 #[test]
-fn a_write_that_fails_in_the_middle_names_the_block_and_what_came() {
+fn failed_write_reports_block_and_residual() {
     let medium = |offset| Some(BackendError::Medium { offset });
     let cdb = ten(0x2a, 0, 7, 9);
     for (fail, block) in [(medium(None), 11), (medium(Some(13 * 512 + 9)), 13)] {
@@ -203,7 +203,7 @@ fn a_write_that_fails_in_the_middle_names_the_block_and_what_came() {
         let outcome = rig.send_out(&cdb, &[0x5a; 9 * 512]);
         assert_eq!(outcome.check(), (3, 0x0c, 0));
         assert_eq!(outcome.sense().information, Some(block));
-        // Two of three pieces were asked for.
+        // Only two of the three pieces were requested.
         assert_eq!(outcome.response.residual_out, Residual::Underflow(512));
         assert_eq!(rig.disk[7 * 512..11 * 512], [0x5a; 2048]);
         assert_eq!(rig.disk[11 * 512..], before[11 * 512..], "nothing after it");
@@ -212,11 +212,15 @@ fn a_write_that_fails_in_the_middle_names_the_block_and_what_came() {
     (rig.fail, rig.passes) = (Some(BackendError::NoSpace), 2);
     let outcome = rig.send_out(&cdb, &[0x5a; 9 * 512]);
     assert_eq!(outcome.check(), (7, 0x27, 7));
-    assert_eq!(outcome.response.residual_out, Residual::None, "all came");
+    assert_eq!(
+        outcome.response.residual_out,
+        Residual::None,
+        "all data was received"
+    );
 }
 
 #[test]
-fn a_read_that_fails_in_the_middle_names_the_block_and_what_was_sent() {
+fn failed_read_reports_block_and_residual() {
     let mut rig = Rig::with(narrow());
     let offset = Some(16 * 512 + 1);
     (rig.fail, rig.passes) = (Some(BackendError::Medium { offset }), 2);
@@ -226,7 +230,7 @@ fn a_read_that_fails_in_the_middle_names_the_block_and_what_was_sent() {
     assert_eq!(
         outcome.data,
         rig.disk[7 * 512..15 * 512],
-        "what was sent before"
+        "data sent before the error"
     );
     assert_eq!(
         outcome.response.residual_in,
@@ -235,7 +239,7 @@ fn a_read_that_fails_in_the_middle_names_the_block_and_what_was_sent() {
 }
 
 #[test]
-fn data_that_do_not_come_in_the_middle_end_the_command() {
+fn missing_piece_fails_command() {
     let rig = Rig::with(narrow());
     let cdb = ten(0x2a, 0, 0, 9);
     let (mut command, _) = rig.lu.start(&Request {
@@ -261,15 +265,15 @@ fn data_that_do_not_come_in_the_middle_end_the_command() {
     let Step::Respond(response) = advance(StepResult::Failed(BackendError::Transfer(
         TransferError::Failed,
     ))) else {
-        panic!("it ends");
+        panic!("expected a response");
     };
     let sense = response.parsed_sense().expect("sense data");
     assert_eq!((sense.key as u8, sense.additional.code), (0xb, 0x4b));
 }
 
-/// A piece that is beyond the end of the medium by now is neither read nor written.
+/// If a piece is now past the end of the medium, it must not be read or written.
 #[test]
-fn a_medium_that_shrinks_ends_a_command_in_the_middle() {
+fn shrunk_medium_fails_running_command() {
     let cdbs: [(&[u8], u32); 3] = [
         (&ten(0x28, 0, 120, 8), 0),
         (&ten(0x2a, 0, 120, 8), 8 * 512),
@@ -293,8 +297,8 @@ fn a_medium_that_shrinks_ends_a_command_in_the_middle() {
         let mut ends = Vec::new();
         let response = loop {
             if let Step::Block(op) = &step {
-                ends.push(op.end().expect("a read or a write"));
-                rig.lu.set_capacity(125).expect("a legal capacity");
+                ends.push(op.end().expect("read or write"));
+                rig.lu.set_capacity(125).expect("valid capacity");
             }
             match step {
                 Step::Respond(response) => break response,
@@ -310,9 +314,10 @@ fn a_medium_that_shrinks_ends_a_command_in_the_middle() {
     }
 }
 
-/// A medium that has shrunk is not made longer again by zeroing or deallocating what was its end.
+/// If the medium has been truncated, we must not extend it again by writing zeros or deallocating
+/// past the end.
 #[test]
-fn nothing_is_zeroed_beyond_a_medium_that_has_shrunk() {
+fn shrunk_medium_is_not_extended() {
     let mut write_same = [0; 16];
     write_same[0] = 0x93;
     write_same[9] = 120;
@@ -331,7 +336,7 @@ fn nothing_is_zeroed_beyond_a_medium_that_has_shrunk() {
         read_only: false,
     });
     assert!(matches!(step, Step::ReceiveData { .. }), "{step:?}");
-    rig.lu.set_capacity(125).expect("a legal capacity");
+    rig.lu.set_capacity(125).expect("valid capacity");
     let mut buffer = vec![0; command.buffer_len() as usize];
     let step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
     let Step::Respond(response) = step else {
@@ -341,10 +346,10 @@ fn nothing_is_zeroed_beyond_a_medium_that_has_shrunk() {
     assert_eq!((sense.key as u8, sense.additional.code), (5, 0x21));
 }
 
-/// An ORWRITE has its blocks to itself until its last piece is written: a WRITE to the blocks of
-/// the first piece comes after it, one to other blocks goes on.
+/// The blocks of an ORWRITE are reserved until the last piece has been written. A WRITE to the
+/// blocks in the first piece has to wait for it, but a WRITE to other blocks can continue.
 #[test]
-fn an_atomic_command_keeps_all_its_blocks_from_piece_to_piece() {
+fn or_write_keeps_blocks_between_pieces() {
     let mut rig = Rig::with(narrow());
     rig.disk.fill(0);
     let mut tasks = TaskSet::new(8, 8);
@@ -353,7 +358,9 @@ fn an_atomic_command_keeps_all_its_blocks_from_piece_to_piece() {
             footprint: Opcode::of(cdb).footprint(cdb),
             ..NewTask::default()
         };
-        tasks.register(A, TaskTag(tag), new).expect("there is room")
+        tasks
+            .register(A, TaskTag(tag), new)
+            .expect("task set is not full")
     };
     let long = register(1, &orwrite(8, 12));
     let inside = register(2, &ten(0x2a, 0, 9, 1));

@@ -1,4 +1,4 @@
-//! The initiator's side.
+//! Login state machine for an initiator.
 
 use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
 use super::super::keys::{Key, KeyContext, KeyError, MAX_ANSWER, Negotiation, Offer, Sender};
@@ -8,91 +8,91 @@ use super::super::text::{self, Collector, TextError};
 use super::super::{Cid, CmdSn, Isid, Itt, StatSn, Tsih};
 use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, session_params};
 
-/// Configuration of an initiator's login.
+/// Login configuration of an initiator.
 #[derive(Clone, Debug)]
 pub struct InitiatorConfig {
-    /// Name of the initiator.
+    /// Initiator name.
     pub name: IscsiName,
-    /// The target; none for a discovery session.
+    /// Target name, or `None` for a discovery session.
     pub target: Option<IscsiName>,
-    /// ISID of the session.
+    /// ISID of this session.
     pub isid: Isid,
-    /// The session to join; zero for a new one.
+    /// The session to join, or zero to create a new session.
     pub tsih: Tsih,
-    /// CID of the connection.
+    /// CID of this connection.
     pub cid: Cid,
-    /// CmdSN that the session begins with.
+    /// Initial CmdSN of the session.
     pub cmd_sn: CmdSn,
-    /// With what it proves who it is.
+    /// Credentials used to authenticate the initiator.
     pub credentials: Option<Credentials>,
-    /// Credentials that the target has to prove; only together with `credentials`.
+    /// Credentials used to authenticate the target. This requires `credentials`.
     pub target_credentials: Option<Credentials>,
-    /// The values that it agrees on.
+    /// The values that can be accepted.
     pub offer: Offer,
-    /// Keys that it offers, besides MaxRecvDataSegmentLength.
+    /// Keys to offer in addition to MaxRecvDataSegmentLength.
     pub keys: Vec<Key>,
 }
 
-/// Reason of a failed login.
+/// The reason why a login has failed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LoginError {
-    /// The target refused it.
+    /// The login was refused by the target.
     #[error("the target refused the login: {why} (status {0})", why = .0.meaning())]
     Refused(LoginStatus),
-    /// The target did not prove who it is.
+    /// The target was not authenticated.
     #[error("the target failed to authenticate itself")]
     TargetNotProved,
-    /// The target wants what we have no credentials for.
-    #[error("the target asks for authentication in a way that is not configured")]
+    /// The target requires a method for which we don't have any credentials.
+    #[error("the target requires an authentication method that is not configured")]
     Method,
-    /// A response that does not fit the request.
-    #[error("the response breaks the protocol: {0}")]
+    /// The response does not match the request.
+    #[error("invalid login response: {0}")]
     Protocol(&'static str),
-    /// Keys that are not legal.
+    /// Failed to negotiate a key.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// Text that is not legal.
+    /// The text is invalid.
     #[error(transparent)]
     Text(#[from] TextError),
 }
 
-/// The step after a response.
+/// The next step after a response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LoginStep {
-    /// Send the request of [`InitiatorLogin::poll_request`].
+    /// Send the request returned by [`InitiatorLogin::poll_request`].
     Send,
-    /// The full-feature phase begins.
+    /// Start the full-feature phase.
     FullFeature {
-        /// TSIH that the target has given the session.
+        /// TSIH assigned by the target.
         tsih: Tsih,
-        /// The portal group that the session is with, if the target declared it (RFC 7143 13.9).
+        /// Portal group of the session, if this was declared by the target (RFC 7143 13.9).
         portal_group: Option<u16>,
-        /// Parameters of the session.
+        /// Session parameters.
         session: SessionParams,
-        /// Parameters of the connection.
+        /// Connection parameters.
         connection: ConnectionParams,
     },
-    /// Log in at another address.
+    /// Log in at a different address.
     Redirect {
-        /// Address of the other portal.
+        /// Address of the new portal.
         to: TargetAddress,
-        /// The target has moved permanently.
+        /// Set when the target has moved permanently.
         permanent: bool,
     },
 }
 
-/// The login of one connection.
+/// State of the login for a single connection.
 #[derive(Debug)]
 pub struct InitiatorLogin {
     config: InitiatorConfig,
     stage: Stage,
     wants: Option<Stage>,
     keys: Negotiation,
-    /// Digests that it takes for CHAP, the best first.
+    /// CHAP algorithms that we accept, sorted from strongest to weakest.
     algorithms: Vec<Algorithm>,
     challenge: Challenge,
     challenged: bool,
-    /// The target asks for no proof.
+    /// Set when the target doesn't require authentication.
     is_unasked: bool,
     proved: bool,
     next: Option<Vec<u8>>,
@@ -101,7 +101,7 @@ pub struct InitiatorLogin {
 }
 
 impl InitiatorLogin {
-    /// A login that has sent nothing. `random` must be unpredictable.
+    /// Creates a new login. `random` must be unpredictable.
     #[must_use]
     pub fn new(config: InitiatorConfig, random: [u8; CHALLENGE_LEN + 1]) -> Self {
         let [id, bytes @ ..] = random;
@@ -111,15 +111,16 @@ impl InitiatorLogin {
         match &config.target {
             Some(target) => {
                 text::put(&mut first, "TargetName", target.as_str());
-                // A connection that joins a session has its type.
+                // If this connection joins a session, the type is already known.
                 if config.tsih == Tsih(0) {
                     text::put(&mut first, "SessionType", "Normal");
                 }
             }
             None => text::put(&mut first, "SessionType", "Discovery"),
         }
-        // Who asks no proof of the target loses nothing by going without where it asks for none, as
-        // portals do in discovery that want proof in normal sessions.
+        // If we don't need to authenticate the target, we can also log in without authentication if
+        // this is allowed. For example, a portal may not require it for discovery, but only for
+        // normal sessions.
         let (method, wants) = match (&config.credentials, &config.target_credentials) {
             (Some(_), Some(_)) => ("CHAP", None),
             (Some(_), None) => ("CHAP,None", None),
@@ -146,15 +147,15 @@ impl InitiatorLogin {
         }
     }
 
-    /// The same, with no other digests for CHAP than these, the best first. Some targets know
-    /// others by the numbers of the newer ones.
+    /// Sets the CHAP algorithms that can be used, sorted from strongest to weakest. Some targets
+    /// use the numbers of the newer algorithms for something else.
     #[must_use]
     pub fn with_algorithms(mut self, algorithms: Vec<Algorithm>) -> Self {
         self.algorithms = algorithms;
         self
     }
 
-    /// The next request and its text, once.
+    /// Returns the next request with its text. This is only returned once.
     pub fn poll_request(&mut self) -> Option<(LoginRequest, Vec<u8>)> {
         let text = self.next.take()?;
         let request = LoginRequest {
@@ -175,54 +176,55 @@ impl InitiatorLogin {
         Some((request, text))
     }
 
-    /// Takes a response and its text.
+    /// Handles a response with its text.
     ///
     /// # Errors
-    /// [`LoginError`]: the connection cannot be used any longer.
+    /// [`LoginError`]: the connection cannot be used any more.
     pub fn handle_response(
         &mut self,
         response: &LoginResponse,
         data: &[u8],
     ) -> Result<LoginStep, LoginError> {
-        // What this response brings may ask for another stage, but with the next request only.
+        // This response may change the requested stage, but only for the next request.
         let asked = self.wants;
         self.rounds += 1;
-        // A target that answers for ever without T would keep the login going, each answer in
-        // time.
+        // Without this limit, a target could keep the login going forever by never setting T, even
+        // if each response is received before the timeout.
         if self.rounds > MAX_ROUNDS {
-            return Err(LoginError::Protocol("a login without end"));
+            return Err(LoginError::Protocol("too many rounds"));
         }
-        // A refusal comes first: of its other fields only TSIH and the numbers need be valid.
+        // Check for errors first, because in this case only TSIH and the sequence numbers must be
+        // valid.
         if response.status != LoginStatus::SUCCESS {
             return refused(response.status, data);
         }
         if response.isid != self.config.isid || response.version_active != 0 {
-            return Err(LoginError::Protocol("another session or version"));
+            return Err(LoginError::Protocol("unexpected ISID or version"));
         }
-        // A stage is left by T and NSG only, so the response to a request is of the stage of that
-        // request.
+        // The stage can only be changed using T and NSG, so the response must be for the same stage
+        // as the request.
         if response.flags.current != self.stage {
-            return Err(LoginError::Protocol("another stage"));
+            return Err(LoginError::Protocol("unexpected stage"));
         }
-        // More of the text follows, and is asked for by an empty request (RFC 7143 6.2).
+        // There is more text, so send an empty request to receive it (RFC 7143 6.2).
         let Some(text) = self.collector.take(data, response.flags.continues)? else {
             self.next = Some(Vec::new());
             return Ok(LoginStep::Send);
         };
         let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>()?;
-        // Keys come before the stage changes: they belong to the stage that is about to end.
+        // Process the keys before the stage is changed, because they are for the current stage.
         let mut answer = self.take_keys(&pairs)?;
         if response.flags.transit == Some(Stage::FullFeature) && !is_settled(&answer, &pairs) {
-            return Err(LoginError::Protocol("an offer without time for an answer"));
+            return Err(LoginError::Protocol("offer that requires another response"));
         }
         if self.stage == Stage::Security {
             self.authenticate(&pairs, &mut answer)?;
         }
         match response.flags.transit {
-            // A target must not go on where it was not asked to (RFC 7143 11.13.6), and could skip
-            // CHAP so.
+            // A target must not change the stage if this was not requested (RFC 7143 11.13.6). This
+            // could be used to skip CHAP.
             Some(next) if Some(next) != asked => {
-                Err(LoginError::Protocol("a stage that was not asked for"))
+                Err(LoginError::Protocol("stage transition was not requested"))
             }
             Some(next) => self.enter(next, response.tsih, answer),
             None => {
@@ -232,7 +234,7 @@ impl InitiatorLogin {
         }
     }
 
-    /// Takes keys of the target; returns the answers to those that it offers.
+    /// Processes keys sent by the target. Returns the responses to keys that were offered.
     fn take_keys(&mut self, pairs: &[(&str, &str)]) -> Result<Vec<u8>, LoginError> {
         let context = KeyContext {
             from: Sender::Target,
@@ -262,8 +264,8 @@ impl InitiatorLogin {
                     let numbers = self.algorithms.iter().map(|a| (*a as u8).to_string());
                     text::put(out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
                 }
-                // Only where no proof of the target is wanted: otherwise any target could get out
-                // of it by this answer.
+                // Only accept this if we don't need to authenticate the target. Otherwise, a target
+                // could just send this to avoid it.
                 "None" if self.config.target_credentials.is_none() => {
                     self.is_unasked = true;
                     self.wants = Some(Stage::Operational);
@@ -275,28 +277,31 @@ impl InitiatorLogin {
             return Ok(());
         };
         if let Some(challenge) = value("CHAP_C") {
-            // A target that may ask again and again could have many challenges of others answered.
+            // If this was allowed more than once, a target could use us to get responses to
+            // challenges that it has received from other targets.
             if std::mem::replace(&mut self.challenged, true) {
-                return Err(LoginError::Protocol("a second challenge"));
+                return Err(LoginError::Protocol("second CHAP challenge"));
             }
             let algorithm = value("CHAP_A").and_then(Algorithm::of);
-            // It must be one that was offered, or a target could choose a weaker digest.
+            // This must be an algorithm that we have offered, otherwise the target could select a
+            // weaker one.
             let algorithm = algorithm.filter(|a| self.algorithms.contains(a));
             let id = value("CHAP_I").and_then(chap::parse_id);
             let (Some(algorithm), Some(id), Some(bytes)) = (algorithm, id, chap::decode(challenge))
             else {
-                return Err(LoginError::Protocol("a challenge that is none"));
+                return Err(LoginError::Protocol("malformed CHAP challenge"));
             };
-            // One secret proves one side only: a target that knows ours could be any.
+            // Note that this only authenticates the initiator. Our secret may be known to other
+            // targets too, so this says nothing about the target.
             self.challenge.algorithm = algorithm;
             let proof = algorithm.respond(id, &own.secret, &bytes);
             text::put(out, "CHAP_N", &own.name);
             text::put(out, "CHAP_R", &chap::encode(&proof));
             if self.config.target_credentials.is_some() {
-                // RFC 7143 9.2.1: a target that does not know the secret could have us answer the
-                // challenge that we are about to send.
+                // A target that doesn't know the secret could send back our challenge to get a
+                // valid response (RFC 7143 9.2.1).
                 if chap::is_equal(&bytes, &self.challenge.bytes) {
-                    return Err(LoginError::Protocol("our own challenge"));
+                    return Err(LoginError::Protocol("reflected CHAP challenge"));
                 }
                 text::put(out, "CHAP_I", &self.challenge.id.to_string());
                 text::put(out, "CHAP_C", &chap::encode(&self.challenge.bytes));
@@ -304,8 +309,8 @@ impl InitiatorLogin {
             self.wants = Some(Stage::Operational);
         }
         if let (Some(response), Some(theirs)) = (value("CHAP_R"), &self.config.target_credentials) {
-            // The name is checked with the response: a secret of another target proves nothing
-            // about this one.
+            // The name must also match, because the secret of some other target can't be used to
+            // authenticate this target.
             let is_named = value("CHAP_N") == Some(theirs.name.as_str());
             self.proved = self.challenged
                 && is_named
@@ -314,14 +319,16 @@ impl InitiatorLogin {
         Ok(())
     }
 
-    /// Goes on to the next stage, with answers to what the target offered in the one before.
+    /// Starts the next stage. `out` already contains the responses to keys that were offered by the
+    /// target.
     fn enter(
         &mut self,
         next: Stage,
         tsih: Tsih,
         mut out: Vec<u8>,
     ) -> Result<LoginStep, LoginError> {
-        // A target that skips CHAP must not pass for the one that was meant (RFC 7143 12.1.3).
+        // Don't allow a target to skip CHAP, because it could be a different target (RFC 7143
+        // 12.1.3).
         if self.stage == Stage::Security {
             if self.config.credentials.is_some() && !self.challenged && !self.is_unasked {
                 return Err(LoginError::TargetNotProved);
@@ -343,8 +350,8 @@ impl InitiatorLogin {
             });
         }
         self.wants = Some(Stage::FullFeature);
-        // Over RDMA two other keys take its place (RFC 7145 6.2), except in discovery sessions,
-        // where those have no meaning.
+        // With RDMA, this is replaced by two other keys (RFC 7145 6.2), except for discovery
+        // sessions, in which these can't be used.
         if discovery || !self.keys.is_rdma() {
             self.keys.say(Key::MaxRecvDataSegmentLength, &mut out);
         }
@@ -353,7 +360,7 @@ impl InitiatorLogin {
                 self.keys.say(*key, &mut out);
             }
         }
-        // What a target takes before it has declared more (RFC 7143 13.12).
+        // This is the default limit for a target until it declares a larger value (RFC 7143 13.12).
         if out.len() > MAX_ANSWER {
             return Err(KeyError::TooMany.into());
         }
@@ -362,8 +369,8 @@ impl InitiatorLogin {
     }
 }
 
-/// Returns whether a negotiation is over, though these answers to the target's offers cannot be
-/// sent: they agree, or are about keys that mean nothing here.
+/// Returns whether the negotiation is complete, even though we cannot send these responses. This is
+/// the case if the responses are the same as the offers, or if the keys are not used here.
 fn is_settled(answers: &[u8], offers: &[(&str, &str)]) -> bool {
     text::pairs(answers).all(|answer| {
         answer.is_ok_and(|(name, value)| {
@@ -372,10 +379,10 @@ fn is_settled(answers: &[u8], offers: &[(&str, &str)]) -> bool {
     })
 }
 
-/// A refusal, or the way to where the target has gone.
+/// Handles a failed login or a redirection.
 fn refused(status: LoginStatus, data: &[u8]) -> Result<LoginStep, LoginError> {
-    // Class 1 is a redirection and must name an address (RFC 7143 11.13.5); every other one ends
-    // the login.
+    // Class 1 is used for redirection, which must contain an address (RFC 7143 11.13.5). In any
+    // other case, the login has failed.
     if status.class != 1 {
         return Err(LoginError::Refused(status));
     }
@@ -383,7 +390,7 @@ fn refused(status: LoginStatus, data: &[u8]) -> Result<LoginStep, LoginError> {
         .filter_map(Result::ok)
         .find(|(name, _)| *name == "TargetAddress")
         .and_then(|(_, value)| TargetAddress::parse(value));
-    let to = address.ok_or(LoginError::Protocol("a redirection to nowhere"))?;
+    let to = address.ok_or(LoginError::Protocol("missing or invalid TargetAddress"))?;
     Ok(LoginStep::Redirect {
         to,
         permanent: status == LoginStatus::MOVED_PERMANENTLY,

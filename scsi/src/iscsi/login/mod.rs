@@ -1,4 +1,4 @@
-//! Login, as a machine for each side.
+//! Login state machines for both sides.
 //!
 //! ```text
 //!             ┌─────────────────────────────┐
@@ -14,79 +14,83 @@
 //!             └─────────────────────────────┘
 //! ```
 //!
-//! Neither side has a clock: who runs a machine limits its time. Both limit the rounds, the text
-//! taken and the text given. Randomness comes from outside.
+//! There is no clock in these state machines, so the caller must implement a timeout. The number of
+//! requests and the amount of text received and sent are limited. Random data must be provided by
+//! the caller.
 
 mod initiator;
 mod target;
 
 pub use initiator::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 pub use target::{
-    Answer, Auth, CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, TargetLogin, Terms,
+    Answer, Auth, CompletedLogin, Gatekeeper, Identity, LoginFault, Outcome, Refusal, TargetLogin,
+    Terms,
 };
 
 use super::frame::Digests;
 use super::keys::{Key, Negotiation, Sender};
 
-/// Rounds of a login at most: an honest one takes five.
+/// Maximum number of requests in a login. A normal login only needs five.
 pub const MAX_ROUNDS: u32 = 32;
 
-/// Parameters of a session that a login agreed on.
+/// Session parameters that were negotiated in a login.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SessionParams {
-    /// The session is one of discovery.
+    /// Set for a discovery session.
     pub discovery: bool,
-    /// Largest number of connections in the session.
+    /// Maximum number of connections in this session.
     pub max_connections: u16,
-    /// All data but immediate data wait for an R2T.
+    /// If set, an R2T is required for all data except for immediate data.
     pub initial_r2t: bool,
-    /// Commands may carry data.
+    /// If set, commands can contain immediate data.
     pub immediate_data: bool,
-    /// Longest sequence of data PDUs, in bytes.
+    /// Maximum size of a data sequence, in bytes.
     pub max_burst: u32,
-    /// Unsolicited data of a command at most, in bytes; `max_burst` at most.
+    /// Maximum size of unsolicited data per command, in bytes. This is never more than `max_burst`.
     pub first_burst: u32,
-    /// R2Ts of a command outstanding at most.
+    /// Maximum number of outstanding R2Ts per command.
     pub max_outstanding_r2t: u16,
-    /// Seconds to wait before reconnecting.
+    /// Time to wait before reconnecting, in seconds.
     pub time2wait: u16,
-    /// Seconds that tasks are kept after that.
+    /// Time for which tasks are kept after that, in seconds.
     pub time2retain: u16,
     /// Error recovery level, from 0 to 2.
     pub error_recovery_level: u8,
-    /// Offsets grow within a sequence.
+    /// Offsets must be increasing in a sequence.
     pub data_pdu_in_order: bool,
-    /// Offsets grow from sequence to sequence.
+    /// Offsets must be increasing between sequences.
     pub data_sequence_in_order: bool,
-    /// The connection is one of iSER.
+    /// Set for an iSER connection.
     pub rdma_extensions: bool,
-    /// Answer of the initiator about the buffer that it advertises for a write (RFC 7145 6.9):
-    /// whether it begins with the first solicited byte, rather than with the first byte of all.
+    /// Value declared by the initiator for write buffers (RFC 7145 6.9). If true, a buffer starts
+    /// with the first solicited byte instead of the first byte.
     pub tagged_solicited_only: Option<bool>,
-    /// Whether the initiator begins full-feature phase with a Hello (RFC 7145 6.10); `None` if it
-    /// has not said so, as one of RFC 5046, which may or may not.
+    /// Set when the initiator will send a Hello at the start of the full-feature phase (RFC 7145
+    /// 6.10). This is `None` if it wasn't declared, in which case an RFC 5046 initiator may or may
+    /// not send it.
     pub hello_required: Option<bool>,
-    /// iSCSIProtocolLevel: from 2 on, RFC 7144 applies.
+    /// iSCSIProtocolLevel. RFC 7144 can be used when this is at least 2.
     pub protocol_level: u8,
 }
 
-/// Parameters of a connection that a login agreed on.
+/// Connection parameters that were negotiated in a login.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConnectionParams {
-    /// Digests of this connection.
+    /// Digests for this connection.
     pub digests: Digests,
-    /// Longest data segment that we send, in bytes.
+    /// Maximum size of a data segment that we can send, in bytes.
     pub max_send_segment: u32,
-    /// Longest data segment that we take, in bytes.
+    /// Maximum size of a data segment that we can receive, in bytes.
     pub max_recv_segment: u32,
-    /// Unexpected PDUs that the peer takes at once (RFC 7145 6.7); zero where it sets no limit.
+    /// Maximum number of unexpected PDUs that the peer can receive (RFC 7145 6.7), or zero if there
+    /// is no limit.
     pub max_unexpected_pdus: u32,
 }
 
 fn session_params(keys: &Negotiation, discovery: bool) -> SessionParams {
     let agreed = keys.agreed();
-    // Both burst lengths are minima of two sides, so each may be legal while the pair is not:
-    // FirstBurstLength must not exceed MaxBurstLength (RFC 7143 13.14).
+    // Each burst length is the minimum of two values, so both can be valid even if the combination
+    // is not: FirstBurstLength must not be more than MaxBurstLength (RFC 7143 13.14).
     let max_burst = agreed.of(Key::MaxBurstLength);
     SessionParams {
         discovery,
@@ -112,10 +116,11 @@ fn session_params(keys: &Negotiation, discovery: bool) -> SessionParams {
     }
 }
 
-/// The parameters of the connection, as `side` sees them.
+/// Returns the connection parameters for the given `side`.
 ///
-/// Over RDMA the lengths of data segments are negotiated for each direction, and
-/// MaxRecvDataSegmentLength means nothing (RFC 7145 6.2). A discovery session has no such keys.
+/// With RDMA, the data segment length is negotiated for each direction, and
+/// MaxRecvDataSegmentLength is not used (RFC 7145 6.2). The new keys are not used in a discovery
+/// session.
 fn connection_params(keys: &Negotiation, side: Sender, discovery: bool) -> ConnectionParams {
     let (max_send_segment, max_recv_segment) = if keys.is_rdma() && !discovery {
         let to_initiator = keys.agreed().of(Key::InitiatorRecvDataSegmentLength);
@@ -125,8 +130,8 @@ fn connection_params(keys: &Negotiation, side: Sender, discovery: bool) -> Conne
             _ => (to_initiator, to_target),
         }
     } else {
-        // Each side declares what it takes, so what we may send is the peer's word, and what we
-        // take our own (RFC 7143 13.12).
+        // Each side declares its receive limit, so we need to use the value of the peer for sending
+        // and our own value for receiving (RFC 7143 13.12).
         (
             keys.peer().of(Key::MaxRecvDataSegmentLength),
             keys.offer().values.of(Key::MaxRecvDataSegmentLength),

@@ -1,4 +1,4 @@
-//! The target's side.
+//! Login state machine for a target.
 
 use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
 use super::super::keys::{Key, KeyContext, KeyError, Negotiation, Offer, Sender};
@@ -8,134 +8,143 @@ use super::super::text::{self, Collector};
 use super::super::{Cid, Isid, Itt, Tsih};
 use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, session_params};
 
-/// Longest text of a response: what an initiator takes before it has declared anything.
+/// Maximum size of the text in a response, in bytes. An initiator must support this before it has
+/// declared a limit.
 const MAX_RESPONSE: usize = 8192;
 
-/// The initiator that logs in, and the target that it names.
+/// Identity of the initiator, and the target requested by it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Identity {
-    /// InitiatorName of the login.
+    /// InitiatorName sent in the login.
     pub initiator: IscsiName,
-    /// TargetName; none in a discovery session that names none.
+    /// TargetName sent in the login. Optional for a discovery session.
     pub target: Option<IscsiName>,
-    /// The session is one of discovery.
+    /// Set for a discovery session.
     pub discovery: bool,
     /// ISID of the session.
     pub isid: Isid,
-    /// The session to join; zero for a new one.
+    /// The session to join, or zero to create a new session.
     pub tsih: Tsih,
     /// CID of the connection.
     pub cid: Cid,
 }
 
-/// Authentication of an initiator.
+/// Authentication of the initiator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Auth {
     /// No authentication is required.
     None,
     /// CHAP is required (RFC 7143 12.1.3).
     Chap {
-        /// Names and secrets that are accepted.
+        /// Credentials that are accepted.
         accepted: Vec<Credentials>,
-        /// With what we prove who we are, if asked.
+        /// Our own credentials, used when the initiator requests mutual authentication.
         own: Option<Credentials>,
-        /// Algorithms that are taken (CHAP_A); the initiator's order decides.
+        /// Algorithms that are accepted (CHAP_A). The initiator's order is used.
         algorithms: Vec<Algorithm>,
     },
 }
 
-/// On which terms an initiator may log in.
+/// Terms for the login of an initiator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Terms {
-    /// The values that the target agrees on.
+    /// The values that can be accepted.
     pub offer: Offer,
-    /// The authentication that it needs.
+    /// Required authentication.
     pub auth: Auth,
-    /// Portal group tag of the portal.
+    /// Portal group tag for this portal.
     pub portal_group: u16,
 }
 
-/// Reason of a refused login.
+/// The reason why a login is refused.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Refusal {
-    /// The login fails with this status.
+    /// Fail the login with this status.
     Status(LoginStatus),
-    /// It has to go elsewhere.
+    /// Redirect the initiator to another portal.
     Redirect {
-        /// Address of the other portal.
+        /// Address of the new portal.
         to: TargetAddress,
-        /// The target has moved permanently.
+        /// Set when the target has moved permanently.
         permanent: bool,
     },
 }
 
-/// A login that has succeeded, all but for its last response.
+/// A successful login. Only the last response has not been sent yet.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CompletedLogin {
-    /// The initiator and its target.
+    /// Identity of the initiator and target.
     pub identity: Identity,
-    /// The name under which it proved who it is.
-    pub chap_name: Option<String>,
-    /// Parameters of the session; of no meaning for a connection that joins one.
+    /// Credentials used to authenticate the initiator.
+    pub credentials: Option<Credentials>,
+    /// Session parameters. Not used for a connection that joins a session.
     pub session: SessionParams,
-    /// Parameters of the connection.
+    /// Connection parameters.
     pub connection: ConnectionParams,
 }
 
-/// Decides about logins, for the target.
+impl CompletedLogin {
+    /// Returns the name used to authenticate the initiator.
+    #[must_use]
+    pub fn chap_name(&self) -> Option<&str> {
+        self.credentials.as_ref().map(|proved| proved.name.as_str())
+    }
+}
+
+/// Used by a target to check logins.
 pub trait Gatekeeper {
-    /// Decides, before authentication, on which terms an initiator may log in.
+    /// Returns the terms for the login of this initiator. This is called before authentication.
     ///
     /// # Errors
-    /// The refusal.
+    /// The reason why the login is refused.
     fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal>;
 
-    /// Enters the session, or the connection into its session.
+    /// Adds the session, or adds the connection to an existing session.
     ///
     /// # Errors
-    /// The status that refuses it.
+    /// The status to return in the response.
     fn join(&mut self, joined: &CompletedLogin) -> Result<Tsih, LoginStatus>;
 
-    /// Fills with random bytes that cannot be predicted.
+    /// Fills a buffer with unpredictable random bytes.
     fn random(&mut self, out: &mut [u8]);
 }
 
-/// The action after a response.
+/// What to do after a response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Outcome {
     /// Wait for the next request.
     Continue,
-    /// The full-feature phase begins.
+    /// Start the full-feature phase.
     FullFeature(Box<CompletedLogin>),
-    /// Close the connection after the response.
+    /// Close the connection after the response was sent.
     Failed,
 }
 
-/// The answer to a request.
+/// The response to a request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Answer {
     /// Header of the response.
     pub response: LoginResponse,
-    /// Text of its data segment.
+    /// Text in the data segment.
     pub text: Vec<u8>,
-    /// The action once it is sent.
+    /// What to do after this has been sent.
     pub outcome: Outcome,
 }
 
-/// Progress of CHAP (RFC 7143 12.1.3).
+/// State of CHAP (RFC 7143 12.1.3).
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Chap {
-    /// No key of CHAP was sent.
+    /// No CHAP keys have been sent.
     Idle,
-    /// AuthMethod=CHAP was agreed on.
+    /// AuthMethod=CHAP has been negotiated.
     Chosen,
-    /// A challenge was sent.
+    /// A challenge has been sent.
     Challenged(Challenge),
-    /// The initiator has proved who it is.
-    Proved(String),
+    /// The initiator has been authenticated.
+    Proved(Credentials),
 }
 
-/// The login of one connection.
+/// State of the login for a single connection.
 #[derive(Debug)]
 pub struct TargetLogin {
     stage: Stage,
@@ -146,9 +155,43 @@ pub struct TargetLogin {
     keys: Negotiation,
     collector: Collector,
     rounds: u32,
+    fault: Option<LoginFault>,
+    /// CHAP_N sent by the initiator, whether or not the response was valid.
+    claimed_name: Option<String>,
 }
 
-/// CHAP keys of one request.
+/// An error made by the initiator, used for logging.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum LoginFault {
+    /// A key is not allowed here.
+    #[error("{stage:?} stage: key {error}")]
+    Key {
+        /// Login stage of the request.
+        stage: Stage,
+        /// The error.
+        error: KeyError,
+    },
+    /// The same authentication key was sent twice in a request.
+    #[error("key {0:?} was sent twice in one request")]
+    Repeated(Key),
+    /// The text is invalid.
+    #[error("malformed text: {0}")]
+    Text(text::TextError),
+    /// The initiator name is invalid.
+    #[error("invalid InitiatorName")]
+    InitiatorName,
+    /// ISID, TSIH, Initiator Task Tag, CID or the stage is different from the previous request.
+    #[error("ISID, TSIH, ITT, CID or CSG differ from the previous request")]
+    Header,
+    /// Exceeded the maximum number of requests.
+    #[error("more than {MAX_ROUNDS} login requests")]
+    Rounds,
+    /// The response is larger than required to be supported by initiators.
+    #[error("response of more than {MAX_RESPONSE} bytes")]
+    Response,
+}
+
+/// CHAP keys in a request.
 #[derive(Default)]
 struct ChapKeys<'a> {
     method: Option<&'a str>,
@@ -166,7 +209,7 @@ impl Default for TargetLogin {
 }
 
 impl TargetLogin {
-    /// Of a connection on which nothing has come yet.
+    /// Creates a new login for a new connection.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -178,16 +221,36 @@ impl TargetLogin {
             keys: Negotiation::new(Offer::default()),
             collector: Collector::default(),
             rounds: 0,
+            fault: None,
+            claimed_name: None,
         }
     }
 
-    /// The initiator that logs in, once it is known.
+    /// Returns the reason if the login has failed because of an error made by the initiator.
+    #[must_use]
+    pub fn fault(&self) -> Option<&LoginFault> {
+        self.fault.as_ref()
+    }
+
+    /// Returns the CHAP name sent by the initiator, which may not have been authenticated.
+    #[must_use]
+    pub fn claimed_name(&self) -> Option<&str> {
+        self.claimed_name.as_deref()
+    }
+
+    /// Stores the error and refuses the login.
+    fn refuse(&mut self, fault: LoginFault) -> Refusal {
+        self.fault = Some(fault);
+        Refusal::Status(LoginStatus::INITIATOR_ERROR)
+    }
+
+    /// Returns the identity of the initiator, if this is known.
     #[must_use]
     pub fn identity(&self) -> Option<&Identity> {
         self.identity.as_ref()
     }
 
-    /// Takes a request and its text.
+    /// Handles a request with its text.
     pub fn handle(
         &mut self,
         request: &LoginRequest,
@@ -211,12 +274,10 @@ impl TargetLogin {
             text: Vec::new(),
             outcome: Outcome::Continue,
         };
-        // What the request has written so far is discarded by a refusal: of a failed login the
-        // initiator gets the status, and of a redirection the address (RFC 7143 11.13.5).
+        // If the login is refused, discard any response we have created so far. Only the status, or
+        // the address for a redirection, should be sent (RFC 7143 11.13.5).
         let refusal = match self.on_request(request, data, gate, &mut answer) {
-            Ok(()) if answer.text.len() > MAX_RESPONSE => {
-                Refusal::Status(LoginStatus::INITIATOR_ERROR)
-            }
+            Ok(()) if answer.text.len() > MAX_RESPONSE => self.refuse(LoginFault::Response),
             Ok(()) => return answer,
             Err(refusal) => refusal,
         };
@@ -245,16 +306,16 @@ impl TargetLogin {
         answer: &mut Answer,
     ) -> Result<(), Refusal> {
         self.check_header(request)?;
-        // While the C bit is set, the answer has no text (RFC 7143 6.2), and nothing is judged
-        // before the text is whole.
+        // As long as the C bit is set, we have to send an empty response (RFC 7143 6.2) and wait
+        // for the rest of the text before we can check it.
         let collected = self.collector.take(data, request.flags.continues);
-        let Some(text) = collected.map_err(|_| fault(LoginStatus::INITIATOR_ERROR))? else {
+        let Some(text) = collected.map_err(|error| self.refuse(LoginFault::Text(error)))? else {
             return Ok(());
         };
         let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>();
-        let pairs = pairs.map_err(|_| fault(LoginStatus::INITIATOR_ERROR))?;
-        // Who it is comes before everything else, since that decides what is offered, and whether
-        // CHAP is needed. Names must be in the first request (RFC 7143 6.3).
+        let pairs = pairs.map_err(|error| self.refuse(LoginFault::Text(error)))?;
+        // Start with the identity, because the offer and the need for CHAP depend on it. The names
+        // must be sent in the first request (RFC 7143 6.3).
         if self.identity.is_none() {
             self.identify(request, &pairs, gate, &mut answer.text)?;
         }
@@ -264,8 +325,8 @@ impl TargetLogin {
         } else {
             self.declare(&mut answer.text);
         }
-        // At last, with what this request has brought: the stage may be left only when its own
-        // work is done. Otherwise the initiator gets an answer without T, and goes on.
+        // Do this last, after this request has been processed. We can only leave the stage if it is
+        // complete. Otherwise, we send a response without T and the initiator has to continue.
         match request.flags.transit {
             Some(next) if self.may_leave() => self.leave(next, gate, answer),
             _ => Ok(()),
@@ -277,23 +338,26 @@ impl TargetLogin {
             return Err(fault(LoginStatus::UNSUPPORTED_VERSION));
         }
         self.rounds += 1;
-        // A login is one task of one connection, so these stay the same throughout (RFC 7143 6.3,
-        // 11.12.6).
+        // The login is a single task on a single connection, so these values must not change (RFC
+        // 7143 6.3, 11.12.6).
         let this = (request.isid, request.tsih, request.itt, request.cid);
         let stage = request.flags.current;
-        // The initiator chooses the stage that it begins with (RFC 7143 6.3.1). Later only `leave`
-        // changes it.
+        // The initiator can select the initial stage (RFC 7143 6.3.1). After that, the stage is
+        // only changed in `leave`.
         let first = *self.first.get_or_insert_with(|| {
             self.stage = stage;
             this
         });
-        if first != this || stage != self.stage || self.rounds > MAX_ROUNDS {
-            return Err(fault(LoginStatus::INITIATOR_ERROR));
+        if first != this || stage != self.stage {
+            return Err(self.refuse(LoginFault::Header));
+        }
+        if self.rounds > MAX_ROUNDS {
+            return Err(self.refuse(LoginFault::Rounds));
         }
         Ok(())
     }
 
-    /// Reads who it is from the first text.
+    /// Gets the identity from the first text.
     fn identify(
         &mut self,
         request: &LoginRequest,
@@ -305,18 +369,18 @@ impl TargetLogin {
             let found = pairs.iter().find(|(name, _)| *name == key.row().name);
             found.map(|(_, value)| *value)
         };
-        let name =
-            |value: &str| IscsiName::new(value).map_err(|_| fault(LoginStatus::INITIATOR_ERROR));
         let initiator = value(Key::InitiatorName);
-        let initiator = name(initiator.ok_or(fault(LoginStatus::MISSING_PARAMETER))?)?;
-        // Read here and not by the negotiation: the terms that it begins with depend on them.
+        let initiator = initiator.ok_or(fault(LoginStatus::MISSING_PARAMETER))?;
+        let initiator =
+            IscsiName::new(initiator).map_err(|_| self.refuse(LoginFault::InitiatorName))?;
+        // This is not part of the negotiation, because the initial offer depends on these values.
         let discovery = match value(Key::SessionType) {
             None | Some("Normal") => false,
             Some("Discovery") => true,
             Some(_) => return Err(fault(LoginStatus::SESSION_TYPE)),
         };
         let target = match value(Key::TargetName) {
-            // A name that no target can have is one that no target has.
+            // If the name is invalid, there can't be such a target.
             Some(target) => {
                 Some(IscsiName::new(target).map_err(|_| fault(LoginStatus::NOT_FOUND))?)
             }
@@ -333,14 +397,15 @@ impl TargetLogin {
         };
         let identity = self.identity.insert(identity);
         let terms = gate.admit(identity)?;
-        // The initiator has skipped SecurityNegotiation where the target insists on it (RFC 7143
+        // The initiator has skipped SecurityNegotiation, but authentication is required (RFC 7143
         // 6.3.1).
         if self.stage == Stage::Operational && terms.auth != Auth::None {
             return Err(fault(LoginStatus::AUTHENTICATION_FAILURE));
         }
         let group = u32::from(terms.portal_group);
         self.keys = Negotiation::new(terms.offer.with(Key::TargetPortalGroupTag, group));
-        // With the first response, and where the initiator has named a target (RFC 7143 13.9).
+        // This must be sent in the first response, if the initiator has specified a target (RFC
+        // 7143 13.9).
         if identity.target.is_some() {
             self.keys.say(Key::TargetPortalGroupTag, out);
         }
@@ -353,24 +418,28 @@ impl TargetLogin {
         pairs: &[(&'a str, &'a str)],
         out: &mut Vec<u8>,
     ) -> Result<ChapKeys<'a>, Refusal> {
-        let identity = self.identity.as_ref().expect("identified before");
+        let identity = self.identity.clone().expect("identity is known");
         let context = KeyContext {
             from: Sender::Initiator,
             stage: self.stage,
-            // A connection that joins a session finds its parameters fixed, so keys of the leading
-            // login are refused there.
+            // The parameters are already fixed for a connection that joins a session, so it can't
+            // use the keys of the leading login.
             leading: identity.tsih == Tsih(0),
             discovery: identity.discovery,
         };
         let mut chap = ChapKeys::default();
         for &(name, value) in pairs {
-            // libiscsi repeats its names in the second stage if it had secrets and nothing was to
-            // be proved.
-            if self.rounds > 1 && repeats(identity, name, value) {
+            // libiscsi sends its names again in the second stage if it has a secret but we don't
+            // require authentication.
+            if self.rounds > 1 && repeats(&identity, name, value) {
                 continue;
             }
             let key = self.keys.answer(name, value, context, out);
-            let slot = match key.map_err(key_fault)? {
+            let key = key.map_err(|error| {
+                let stage = self.stage;
+                self.refuse(LoginFault::Key { stage, error })
+            })?;
+            let slot = match key {
                 Some(Key::AuthMethod) => &mut chap.method,
                 Some(Key::ChapA) => &mut chap.algorithms,
                 Some(Key::ChapI) => &mut chap.id,
@@ -379,23 +448,24 @@ impl TargetLogin {
                 Some(Key::ChapR) => &mut chap.response,
                 _ => continue,
             };
-            // The table lets authentication keys come again, since CHAP takes several rounds.
-            // Within one request they must not.
+            // In the key table, authentication keys can be sent more than once, because CHAP uses
+            // multiple requests. This is still not allowed in a single request.
             if slot.replace(value).is_some() {
-                return Err(fault(LoginStatus::INITIATOR_ERROR));
+                let key = key.expect("authentication key");
+                return Err(self.refuse(LoginFault::Repeated(key)));
             }
         }
         Ok(chap)
     }
 
-    /// Says what we take ourselves.
+    /// Declares our own limits.
     fn declare(&mut self, out: &mut Vec<u8>) {
         let discovery = self.identity.as_ref().is_some_and(|id| id.discovery);
         if discovery || !self.keys.is_rdma() {
             return self.keys.say(Key::MaxRecvDataSegmentLength, out);
         }
-        // Linux fails a login in which it meets a key that it does not know: who has not used these
-        // keys does not receive them.
+        // Linux fails the login if it receives an unknown key, so only send these keys if they have
+        // been used by the initiator.
         for key in [Key::MaxOutstandingUnexpectedPdus, Key::MaxAhsLength] {
             if self.keys.has_seen(key) {
                 self.keys.say(key, out);
@@ -415,8 +485,8 @@ impl TargetLogin {
                 Auth::None => "None",
                 Auth::Chap { .. } => "CHAP",
             };
-            // CHAP is begun once. A second AuthMethod would take back what was proved, and begin
-            // again.
+            // CHAP can only be started once. If we accepted another AuthMethod, this would reset
+            // the state and start again.
             if self.chap != Chap::Idle || !methods.split(',').any(|method| method == wanted) {
                 return Err(failure());
             }
@@ -425,14 +495,14 @@ impl TargetLogin {
                 self.chap = Chap::Chosen;
             }
         }
-        // The order is fixed (RFC 7143 12.1.3): algorithms after the method, the response after the
-        // challenge. A key at another place is a failure, and not an offer to begin again.
+        // The order is fixed (RFC 7143 12.1.3): algorithms after the method, then the response
+        // after the challenge. Any other order must fail instead of starting again.
         match (&self.chap, keys.algorithms, keys.response) {
             (Chap::Chosen, Some(offered), None) => {
                 let Auth::Chap { algorithms, .. } = &self.auth else {
                     return Err(failure());
                 };
-                // The first of the initiator's list that is taken here (RFC 7143 12.1.3).
+                // Use the first algorithm in the initiator's list that we accept (RFC 7143 12.1.3).
                 let mut offered = offered.split(',').filter_map(Algorithm::of);
                 let first = offered.find(|algorithm| algorithms.contains(algorithm));
                 let challenge = new_challenge(first.ok_or_else(failure)?, gate);
@@ -443,8 +513,9 @@ impl TargetLogin {
                 Ok(())
             }
             (Chap::Challenged(challenge), None, Some(response)) => {
-                let name = self.check_response(challenge, keys, response, out)?;
-                self.chap = Chap::Proved(name);
+                self.claimed_name = keys.name.map(str::to_owned);
+                let proved = self.check_response(challenge, keys, response, out)?;
+                self.chap = Chap::Proved(proved);
                 Ok(())
             }
             (_, None, None) => Ok(()),
@@ -452,50 +523,51 @@ impl TargetLogin {
         }
     }
 
-    /// Checks the proof, and gives ours if it is asked for; the initiator's CHAP name.
+    /// Checks the response and adds our own response if requested. Returns the credentials that
+    /// were used.
     fn check_response(
         &self,
         sent: &Challenge,
         keys: &ChapKeys<'_>,
         response: &str,
         out: &mut Vec<u8>,
-    ) -> Result<String, Refusal> {
+    ) -> Result<Credentials, Refusal> {
         let failure = || fault(LoginStatus::AUTHENTICATION_FAILURE);
         let Auth::Chap { accepted, own, .. } = &self.auth else {
             return Err(failure());
         };
         let name = keys.name.ok_or_else(failure)?;
         let known = accepted.iter().find(|known| known.name == name);
-        // An unknown name takes as long as a wrong secret.
+        // If the name is unknown, we still calculate a digest, so that the response time is the
+        // same.
         let secret = known.map_or(&[][..], |known| &known.secret);
-        if !sent.is_answered_by(response, secret) || known.is_none() {
-            return Err(failure());
-        }
-        // The initiator asks for no proof of ours. An identifier without a challenge asks for
-        // nothing that could be answered.
+        let is_right = sent.is_answered_by(response, secret);
+        let known = known.filter(|_| is_right).ok_or_else(failure)?;
+        // The initiator hasn't requested mutual authentication. An identifier without a challenge
+        // is an error, because there is nothing to calculate a response for.
         let Some(challenge) = keys.challenge else {
             return if keys.id.is_none() {
-                Ok(name.into())
+                Ok(known.clone())
             } else {
                 Err(failure())
             };
         };
-        // A proof that is not configured cannot be given. This status says that, too (RFC 7143
-        // 11.13.5: target authentication is not supported).
+        // If we don't have our own credentials, we can't authenticate. This status is also used in
+        // this case (RFC 7143 11.13.5: target authentication is not supported).
         let own = own.as_ref().ok_or_else(failure)?;
         let id = keys.id.and_then(chap::parse_id).ok_or_else(failure)?;
         let challenge = chap::decode(challenge).ok_or_else(failure)?;
-        // Our own challenge sent back would have us compute the answer that was asked for.
+        // If the initiator sends back our own challenge, it could use our response to authenticate.
         if chap::is_equal(&challenge, &sent.bytes) {
             return Err(failure());
         }
         let proof = sent.algorithm.respond(id, &own.secret, &challenge);
         text::put(out, "CHAP_N", &own.name);
         text::put(out, "CHAP_R", &chap::encode(&proof));
-        Ok(name.into())
+        Ok(known.clone())
     }
 
-    /// Returns whether the stage has done what it is for.
+    /// Returns whether the current stage is complete.
     fn may_leave(&self) -> bool {
         match (self.stage, &self.auth, &self.chap) {
             (Stage::Security, Auth::Chap { .. }, chap) => matches!(chap, Chap::Proved(_)),
@@ -514,18 +586,18 @@ impl TargetLogin {
         if next != Stage::FullFeature {
             return Ok(());
         }
-        let identity = self.identity.clone().expect("identified before");
+        let identity = self.identity.clone().expect("identity is known");
         let joined = CompletedLogin {
             session: session_params(&self.keys, identity.discovery),
             connection: connection_params(&self.keys, Sender::Target, identity.discovery),
-            chap_name: match &self.chap {
-                Chap::Proved(name) => Some(name.clone()),
+            credentials: match &self.chap {
+                Chap::Proved(proved) => Some(proved.clone()),
                 _ => None,
             },
             identity,
         };
-        // Joined at the very end. A login that fails before leaves no session, and ends none that
-        // it would have replaced.
+        // This must be the last step, so that a failed login never creates a session or replaces an
+        // existing one.
         answer.response.tsih = gate.join(&joined).map_err(fault)?;
         answer.outcome = Outcome::FullFeature(Box::new(joined));
         Ok(())
@@ -535,8 +607,8 @@ impl TargetLogin {
 fn new_challenge(algorithm: Algorithm, gate: &mut dyn Gatekeeper) -> Challenge {
     let mut random = [0; CHALLENGE_LEN + 1];
     gate.random(&mut random);
-    // RFC 1994 wants another identifier with each challenge. A random one needs no counter that
-    // the connections share.
+    // RFC 1994 requires a different identifier for each challenge. By using a random value, we
+    // don't need a shared counter.
     let [id, bytes @ ..] = random;
     debug_assert!(ALGORITHMS.contains(&algorithm));
     Challenge {
@@ -550,18 +622,14 @@ fn fault(status: LoginStatus) -> Refusal {
     Refusal::Status(status)
 }
 
-fn key_fault(_: KeyError) -> Refusal {
-    fault(LoginStatus::INITIATOR_ERROR)
-}
-
-/// Returns whether an initiator repeats a declaration that it has made before.
+/// Returns whether the initiator has sent the same declaration again.
 fn repeats(identity: &Identity, name: &str, value: &str) -> bool {
     let is = |known: &IscsiName| IscsiName::new(value).is_ok_and(|name| name == *known);
     match Key::of(name) {
         Some(Key::InitiatorName) => is(&identity.initiator),
         Some(Key::TargetName) => identity.target.as_ref().is_some_and(is),
         Some(Key::SessionType) => (value == "Discovery") == identity.discovery,
-        // Nothing depends on it.
+        // This is never used.
         Some(Key::InitiatorAlias) => true,
         _ => false,
     }

@@ -1,4 +1,4 @@
-//! What initiators send.
+//! PDUs sent by initiators.
 
 use nom::bytes::complete::take;
 use nom::number::complete::{be_u8, be_u16};
@@ -16,65 +16,67 @@ use super::{
 };
 use crate::lun::WireLun;
 
-/// Longest CDB that a command carries, in bytes (SPC-4 4.2.3).
+/// Maximum length of a CDB in a command, in bytes (SPC-4 4.2.3).
 pub const MAX_CDB: usize = 260;
 
-/// A CDB of at most [`MAX_CDB`] bytes. Those that disks have fit without memory of the heap; room for
-/// the longest one would be moved with each command.
+/// A CDB with up to [`MAX_CDB`] bytes. We use inline storage which is large enough for disk
+/// commands, so that these don't need an allocation. If we had space for the maximum length, this
+/// would be expensive to move.
 pub type CdbBytes = SmallVec<[u8; 32]>;
 
 /// Task attribute (RFC 7143 11.3.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TaskAttr {
-    /// No attribute; as SIMPLE.
+    /// No attribute, handled as SIMPLE.
     Untagged = 0,
-    /// SIMPLE: in any order with other simple tasks.
+    /// SIMPLE: can be reordered with other simple tasks.
     Simple = 1,
-    /// ORDERED: after older tasks, before newer ones.
+    /// ORDERED: executed after all older tasks and before newer tasks.
     Ordered = 2,
-    /// HEAD OF QUEUE: before all others.
+    /// HEAD OF QUEUE: executed before all other tasks.
     HeadOfQueue = 3,
-    /// ACA, which we never establish.
+    /// ACA, which is not supported.
     Aca = 4,
 }
 
 /// SCSI Command (RFC 7143 11.3).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ScsiCommand {
-    /// I bit: outside the command window (RFC 7143 11.2.1.1).
+    /// I bit: can be sent outside of the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
-    /// F bit: no unsolicited Data-Out follows.
+    /// F bit: there is no unsolicited Data-Out after this.
     pub is_final: bool,
-    /// R bit: input data are expected.
+    /// R bit: the initiator will receive data.
     pub reads: bool,
-    /// W bit: output data are expected.
+    /// W bit: the initiator will send data.
     pub writes: bool,
     /// Task attribute of the command.
     pub attribute: TaskAttr,
-    /// Logical unit number, as eight bytes of SAM-5.
+    /// Logical unit number, in the 8-byte SAM-5 format.
     pub lun: WireLun,
-    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
+    /// Initiator Task Tag for this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
-    /// Expected Data Transfer Length in bytes: of the write, if there is one.
+    /// Expected Data Transfer Length in bytes. For a bidirectional command, this is the length of
+    /// the write.
     pub expected_length: u32,
-    /// CmdSN of this request (RFC 7143 11.3.2).
+    /// CmdSN for this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
-    /// The CDB; at least 16 bytes, as far as the PDU carries it.
+    /// The CDB. This is at least 16 bytes, or more if included in the PDU.
     pub cdb: CdbBytes,
-    /// Expected length of the read of a bidirectional command, in bytes.
+    /// Expected read length of a bidirectional command, in bytes.
     pub bidi_read_length: Option<u32>,
 }
 
 const AHS_EXTENDED_CDB: u8 = 1;
 const AHS_BIDI_READ: u8 = 2;
 
-/// Type and content of an additional header segment.
+/// Returns the type and contents of an additional header segment.
 fn segment(ahs: &[u8]) -> IResult<&[u8], (u8, &[u8]), ()> {
     let (ahs, (len, kind, _)) = (be_u16, be_u8, be_u8).parse(ahs)?;
-    // AHSLength counts the byte after the type as well.
+    // The byte after the type is included in AHSLength.
     let len = usize::from(len).checked_sub(1).ok_or(nom::Err::Error(()))?;
     let (ahs, padded) = take(len.next_multiple_of(4))(ahs)?;
     Ok((ahs, (kind & 0x3f, &padded[..len])))
@@ -94,7 +96,8 @@ impl ScsiCommand {
             expected_length: raw.expected_length.get(),
             cmd_sn: CmdSn(raw.cmd_sn.get()),
             exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
-            // All 16 bytes, padding included: where the CDB ends is for its operation code to say.
+            // Use all 16 bytes including padding, because the length of the CDB depends on the
+            // operation code.
             cdb: CdbBytes::from_slice(&raw.cdb),
             bidi_read_length: None,
         };
@@ -102,15 +105,15 @@ impl ScsiCommand {
         Ok(command)
     }
 
-    /// Takes the additional header segments (RFC 7143 11.2.2), each of which may come once.
+    /// Parses the additional header segments (RFC 7143 11.2.2). There can only be one of each type.
     fn parse_ahs(&mut self, mut ahs: &[u8]) -> Result<(), PduError> {
         while !ahs.is_empty() {
             let (rest, (kind, content)) = segment(ahs).map_err(|_| PduError::Ahs)?;
             ahs = rest;
             let is_legal = match kind {
                 AHS_EXTENDED_CDB => {
-                    // A CDB is extended once. A second segment would make it of parts that no
-                    // initiator sent as one.
+                    // The CDB can only be extended once. With a second segment, we would create a
+                    // CDB that was never sent by the initiator.
                     let is_first = self.cdb.len() == 16;
                     let fits = self.cdb.len() + content.len() <= MAX_CDB;
                     if is_first && fits {
@@ -119,8 +122,8 @@ impl ScsiCommand {
                     is_first && fits
                 }
                 AHS_BIDI_READ => {
-                    // Of another length than four bytes it is no length at all, and guessing one
-                    // would move a wrong number of bytes.
+                    // If this is not exactly four bytes, we can't guess the length, because we
+                    // would then transfer the wrong amount of data.
                     let len = content.try_into().map(u32::from_be_bytes);
                     let is_first = self.bidi_read_length.is_none();
                     self.bidi_read_length = len.ok();
@@ -135,11 +138,11 @@ impl ScsiCommand {
         Ok(())
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         let mut cdb = [0; 16];
-        // What is beyond goes into an additional segment, which `ahs` writes.
+        // The remaining bytes are sent in an additional header segment, see `ahs`.
         let short = self.cdb.len().min(16);
         cdb[..short].copy_from_slice(&self.cdb[..short]);
         RawScsiCommand {
@@ -159,7 +162,7 @@ impl ScsiCommand {
         .bytes()
     }
 
-    /// The additional header segments.
+    /// Returns the additional header segments.
     #[must_use]
     pub fn ahs(&self) -> Vec<u8> {
         let mut out = Vec::new();
@@ -179,22 +182,22 @@ impl ScsiCommand {
     }
 }
 
-/// Data for the target.
+/// Data to be written, sent to the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DataOut {
-    /// F bit: the last of its sequence.
+    /// F bit: this is the last PDU in a sequence.
     pub is_final: bool,
-    /// Logical unit, where `ttt` is one.
+    /// Logical unit number, if `ttt` is set.
     pub lun: WireLun,
-    /// Initiator Task Tag of the command.
+    /// Initiator Task Tag used for the command.
     pub itt: Itt,
-    /// The R2T that it answers, or none for unsolicited data.
+    /// Tag from the R2T, or none for unsolicited data.
     pub ttt: Ttt,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
-    /// Number within its sequence.
+    /// Sequence number in this data sequence.
     pub data_sn: u32,
-    /// Offset in the command's data.
+    /// Offset in the data of the command, in bytes.
     pub offset: u32,
 }
 
@@ -212,7 +215,7 @@ impl DataOut {
         }
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawInitiatorCommon {
@@ -230,41 +233,41 @@ impl DataOut {
     }
 }
 
-/// A ping, or the answer to one.
+/// A ping, or the response to a ping from the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NopOut {
-    /// I bit: outside the command window (RFC 7143 11.2.1.1).
+    /// I bit: can be sent outside of the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
-    /// Logical unit, where `ttt` is one.
+    /// Logical unit number, if `ttt` is set.
     pub lun: WireLun,
-    /// Tag; none asks for no answer.
+    /// Initiator Task Tag, or none if no response should be sent.
     pub itt: Itt,
-    /// Of the NOP-In that it answers.
+    /// Target Transfer Tag from the NOP-In, if this is a response.
     pub ttt: Ttt,
-    /// CmdSN of this request (RFC 7143 11.3.2).
+    /// CmdSN for this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
-/// A text request. Its text is the data segment.
+/// A text request. The text is in the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TextRequest {
-    /// I bit: outside the command window (RFC 7143 11.2.1.1).
+    /// I bit: can be sent outside of the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
-    /// F bit: the initiator has sent all of its text.
+    /// F bit: this is the end of the text sent by the initiator.
     pub is_final: bool,
-    /// C bit: the text goes on in the next PDU.
+    /// C bit: the text continues in the next PDU.
     pub continues: bool,
-    /// Logical unit, where `ttt` is one.
+    /// Logical unit number, if `ttt` is set.
     pub lun: WireLun,
-    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
+    /// Initiator Task Tag for this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
-    /// Of the response that it goes on from.
+    /// Target Transfer Tag from the previous response.
     pub ttt: Ttt,
-    /// CmdSN of this request (RFC 7143 11.3.2).
+    /// CmdSN for this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
@@ -284,7 +287,7 @@ macro_rules! common {
                 }
             }
 
-            /// The basic header segment.
+            /// Returns the basic header segment.
             #[must_use]
             pub fn header(&$self) -> [u8; BHS_LEN] {
                 RawInitiatorCommon {
@@ -312,13 +315,13 @@ common!(TextRequest, self, raw,
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum SnackKind {
-    /// Data-In or R2T again.
+    /// Retransmit Data-In or R2T.
     DataOrR2t = 0,
-    /// Status: statuses are sent again.
+    /// Retransmit a status.
     Status = 1,
-    /// DataACK: acknowledges Data-In PDUs.
+    /// DataACK: acknowledge Data-In PDUs.
     DataAck = 2,
-    /// Data-In again, with another PDU size.
+    /// Retransmit Data-In with a different PDU size.
     RData = 3,
 }
 
@@ -327,17 +330,18 @@ pub enum SnackKind {
 pub struct Snack {
     /// Type of the SNACK.
     pub kind: SnackKind,
-    /// Logical unit, where `ttt` is one.
+    /// Logical unit number, if `ttt` is set.
     pub lun: WireLun,
-    /// The command, for data.
+    /// Initiator Task Tag of the command, used for data.
     pub itt: Itt,
     /// Target Transfer Tag of a DataACK, SNACK Tag of an R-Data SNACK (RFC 7143 11.16.5).
     pub ttt: Ttt,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
-    /// BegRun: first DataSN, R2TSN or StatSN (RFC 7143 11.16.6).
+    /// BegRun: the first DataSN, R2TSN or StatSN (RFC 7143 11.16.6).
     pub begin: u32,
-    /// RunLength: number of PDUs; zero is all from BegRun on (RFC 7143 11.16.7).
+    /// RunLength: number of PDUs. If this is zero, all PDUs after BegRun are included (RFC 7143
+    /// 11.16.7).
     pub run: u32,
 }
 
@@ -355,7 +359,7 @@ impl Snack {
         })
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawInitiatorCommon {
@@ -373,7 +377,7 @@ impl Snack {
     }
 }
 
-/// A PDU that a target receives.
+/// A PDU received by a target.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FromInitiator {
     /// NOP-Out (RFC 7143 11.18).
@@ -401,7 +405,8 @@ impl FromInitiator {
     /// [`PduError`].
     pub fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
         let opcode = Opcode::of(frame.bhs);
-        // Both kinds of segments that exist are those of SCSI commands (RFC 7143 11.2.2.1).
+        // Both types of additional header segments can only be used for SCSI commands (RFC 7143
+        // 11.2.2.1).
         if !frame.ahs.is_empty() && opcode != Ok(Opcode::ScsiCommand) {
             return Err(PduError::Ahs);
         }
@@ -418,7 +423,7 @@ impl FromInitiator {
         })
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         match self {
@@ -433,7 +438,7 @@ impl FromInitiator {
         }
     }
 
-    /// The additional header segments.
+    /// Returns the additional header segments.
     #[must_use]
     pub fn ahs(&self) -> Vec<u8> {
         match self {

@@ -13,35 +13,35 @@ use super::{CONTINUE, FINAL, IMMEDIATE, Opcode, PduError, coded};
 )]
 #[repr(u8)]
 pub enum Stage {
-    /// SecurityNegotiation: authentication is agreed on and done.
+    /// SecurityNegotiation: used for authentication.
     Security = 0,
-    /// LoginOperationalNegotiation: all other keys are negotiated.
+    /// LoginOperationalNegotiation: used to negotiate all other keys.
     Operational = 1,
-    /// FullFeaturePhase: commands may be sent.
+    /// FullFeaturePhase: commands can be sent.
     FullFeature = 3,
 }
 
-/// T, C, CSG and NSG of a login PDU.
+/// T, C, CSG and NSG fields in a login PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LoginFlags {
     /// CSG: the current stage.
     pub current: Stage,
-    /// T with NSG: the stage that the sender wants to go to, or agrees to.
+    /// T and NSG: the next stage requested or accepted by the sender.
     pub transit: Option<Stage>,
-    /// C: the text goes on in the next PDU.
+    /// C: the text continues in the next PDU.
     pub continues: bool,
 }
 
 impl LoginFlags {
     fn parse(byte: u8) -> Result<Self, PduError> {
         let current = coded("CSG", byte >> 2 & 3)?;
-        // NSG is reserved while T is zero (RFC 7143 11.12.3), so it is not even looked at.
+        // NSG is reserved if T is not set (RFC 7143 11.12.3), so we should ignore it.
         let transit: Option<Stage> = match byte & FINAL {
             0 => None,
             _ => Some(coded("NSG", byte & 3)?),
         };
         let continues = byte & CONTINUE != 0;
-        // Stages only go forward, and no login PDU belongs to the full-feature phase (RFC 7143
+        // The stage can't go back, and login PDUs are not used in the full-feature phase (RFC 7143
         // 6.3).
         if current == Stage::FullFeature || transit.is_some_and(|next| next <= current) {
             return Err(PduError::Field {
@@ -49,7 +49,7 @@ impl LoginFlags {
                 value: u32::from(byte),
             });
         }
-        // A stage cannot end in the middle of a text (RFC 7143 6.2).
+        // Can't leave the stage if the text is incomplete (RFC 7143 6.2).
         if continues && transit.is_some() {
             return Err(PduError::Field {
                 field: "T and C",
@@ -69,26 +69,26 @@ impl LoginFlags {
     }
 }
 
-/// A login request. Its text is the data segment.
+/// A login request. The text is in the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LoginRequest {
-    /// Stages and bits of byte 1.
+    /// Stages and flags in byte 1.
     pub flags: LoginFlags,
-    /// Highest version that the initiator has.
+    /// Version-max: the highest version supported by the initiator.
     pub version_max: u8,
-    /// Version-min: the lowest version that the initiator supports.
+    /// Version-min: the lowest version supported by the initiator.
     pub version_min: u8,
     /// ISID of the session (RFC 7143 11.12.5).
     pub isid: Isid,
-    /// The session to join; zero for a new one.
+    /// The session to join, or zero to create a new session.
     pub tsih: Tsih,
-    /// Tag, the same through the login.
+    /// Initiator Task Tag, which must not change during the login.
     pub itt: Itt,
-    /// CID of the connection.
+    /// CID of this connection.
     pub cid: Cid,
-    /// Sequence number that the session begins with.
+    /// Initial CmdSN of the session.
     pub cmd_sn: CmdSn,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
@@ -108,7 +108,7 @@ impl LoginRequest {
         })
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawLoginRequest {
@@ -128,22 +128,22 @@ impl LoginRequest {
     }
 }
 
-/// Status of a login (RFC 7143 11.13.5): class and detail.
+/// Login status (RFC 7143 11.13.5), with a class and a detail.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LoginStatus {
-    /// 0 success, 1 redirection, 2 the initiator's error, 3 the target's.
+    /// 0 for success, 1 for redirection, 2 for an initiator error, 3 for a target error.
     pub class: u8,
-    /// Status-Detail, which depends on the class.
+    /// Status-Detail, depending on the class.
     pub detail: u8,
 }
 
-/// Writes the statuses: class, detail, name for counters, meaning for people.
+/// Creates the status values: class, detail, name for counters, and description for users.
 macro_rules! statuses {
     ($(#[doc = $doc:literal] $status:ident = $class:literal, $detail:literal, $name:literal, $meaning:literal;)*) => {
         impl LoginStatus {
             $(#[doc = $doc] pub const $status: Self = Self { class: $class, detail: $detail };)*
 
-            /// Its name, for counters.
+            /// Returns the name used for counters.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self {
@@ -152,13 +152,13 @@ macro_rules! statuses {
                 }
             }
 
-            /// The meaning, for people.
+            /// Returns a description for users.
             #[must_use]
             pub fn meaning(self) -> &'static str {
                 match self {
                     $(Self::$status => $meaning,)*
-                    Self { class: 2, .. } => "the initiator is at fault",
-                    _ => "the target is at fault",
+                    Self { class: 2, .. } => "initiator error",
+                    _ => "target error",
                 }
             }
         }
@@ -166,42 +166,42 @@ macro_rules! statuses {
 }
 
 statuses! {
-    /// The login goes on or is complete.
+    /// The login was successful or can be continued.
     SUCCESS = 0, 0, "success", "success";
-    /// The target has moved for now; TargetAddress says where.
+    /// The target is temporarily available at the address in TargetAddress.
     MOVED_TEMPORARILY = 1, 1, "moved_temporarily", "the target has moved";
-    /// The target has moved for good.
+    /// The target has moved permanently.
     MOVED_PERMANENTLY = 1, 2, "moved_permanently", "the target has moved";
-    /// Something else is wrong with the initiator.
-    INITIATOR_ERROR = 2, 0, "initiator_error", "the initiator is at fault";
-    /// It did not prove who it is.
+    /// Other error caused by the initiator.
+    INITIATOR_ERROR = 2, 0, "initiator_error", "initiator error";
+    /// Authentication of the initiator has failed.
     AUTHENTICATION_FAILURE = 2, 1, "authentication_failure", "authentication failed";
-    /// It may not use the target.
-    AUTHORIZATION_FAILURE = 2, 2, "authorization_failure", "this initiator may not use the target";
+    /// The initiator is not allowed to use this target.
+    AUTHORIZATION_FAILURE = 2, 2, "authorization_failure", "this initiator is not allowed to use the target";
     /// The target does not exist.
-    NOT_FOUND = 2, 3, "not_found", "there is no such target";
-    /// The target was removed.
+    NOT_FOUND = 2, 3, "not_found", "target not found";
+    /// The target has been removed.
     TARGET_REMOVED = 2, 4, "target_removed", "the target was removed";
-    /// The initiator supports no version that we do.
-    UNSUPPORTED_VERSION = 2, 5, "unsupported_version", "no common version";
-    /// The session has as many connections as it may.
+    /// The initiator doesn't support any of our versions.
+    UNSUPPORTED_VERSION = 2, 5, "unsupported_version", "unsupported version";
+    /// Too many connections in the session.
     TOO_MANY_CONNECTIONS = 2, 6, "too_many_connections", "too many connections";
-    /// A key is missing.
-    MISSING_PARAMETER = 2, 7, "missing_parameter", "a key is missing";
+    /// A required key is missing.
+    MISSING_PARAMETER = 2, 7, "missing_parameter", "missing key";
     /// The connection cannot join the session.
     CANNOT_INCLUDE = 2, 8, "cannot_include", "the connection cannot join the session";
-    /// That type of session is not supported.
-    SESSION_TYPE = 2, 9, "session_type", "the type of session is not supported";
+    /// This session type is not supported.
+    SESSION_TYPE = 2, 9, "session_type", "unsupported session type";
     /// The session does not exist.
-    NO_SUCH_SESSION = 2, 10, "no_such_session", "there is no such session";
+    NO_SUCH_SESSION = 2, 10, "no_such_session", "session not found";
     /// Not a login request.
-    INVALID_DURING_LOGIN = 2, 11, "invalid_during_login", "not a login request";
-    /// The target itself is at fault.
-    TARGET_ERROR = 3, 0, "target_error", "the target is at fault";
-    /// The target does not work now.
-    SERVICE_UNAVAILABLE = 3, 1, "service_unavailable", "the target does not work now";
-    /// Not enough of something.
-    OUT_OF_RESOURCES = 3, 2, "out_of_resources", "the target lacks resources";
+    INVALID_DURING_LOGIN = 2, 11, "invalid_during_login", "unexpected request during login";
+    /// Error caused by the target.
+    TARGET_ERROR = 3, 0, "target_error", "target error";
+    /// The target is currently not available.
+    SERVICE_UNAVAILABLE = 3, 1, "service_unavailable", "the target is currently not available";
+    /// Not enough resources.
+    OUT_OF_RESOURCES = 3, 2, "out_of_resources", "the target is out of resources";
 }
 
 impl std::fmt::Display for LoginStatus {
@@ -210,27 +210,27 @@ impl std::fmt::Display for LoginStatus {
     }
 }
 
-/// A login response. Its text is the data segment.
+/// A login response. The text is in the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LoginResponse {
-    /// Stages and bits of byte 1.
+    /// Stages and flags in byte 1.
     pub flags: LoginFlags,
-    /// Highest version that the target has.
+    /// Highest version supported by the target.
     pub version_max: u8,
-    /// The version in use.
+    /// The version to use.
     pub version_active: u8,
-    /// As in the request.
+    /// Same as in the request.
     pub isid: Isid,
-    /// The session, in the last response.
+    /// The TSIH of the session, set in the last response.
     pub tsih: Tsih,
-    /// As in the request.
+    /// Same as in the request.
     pub itt: Itt,
     /// Status-Class and Status-Detail (RFC 7143 11.13.5).
     pub status: LoginStatus,
 }
 
 impl LoginResponse {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawLoginResponse {
@@ -257,7 +257,7 @@ impl LoginResponse {
             class: raw.status_class,
             detail: raw.status_detail,
         };
-        // The stages of a refusal mean nothing.
+        // The stages are not used when the login has failed.
         let flags = match LoginFlags::parse(raw.flags) {
             Err(_) if status.class != 0 => LoginFlags {
                 current: Stage::Security,

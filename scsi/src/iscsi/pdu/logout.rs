@@ -11,28 +11,28 @@ use super::{FINAL, IMMEDIATE, Opcode, PduError, coded, immediate, with_numbers};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum LogoutReason {
-    /// All connections, and the session.
+    /// Close the session with all connections.
     CloseSession = 0,
-    /// Close one connection: its commands end.
+    /// Close a single connection. Outstanding commands are aborted.
     CloseConnection = 1,
-    /// The connection's tasks may move to another.
+    /// Remove a connection. Tasks can be moved to a different connection.
     RemoveConnection = 2,
 }
 
 /// Logout Request (RFC 7143 11.14).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LogoutRequest {
-    /// I bit: outside the command window (RFC 7143 11.2.1.1).
+    /// I bit: can be sent outside of the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
-    /// The reason, which says what ends.
+    /// What should be closed.
     pub reason: LogoutReason,
-    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
+    /// Initiator Task Tag for this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
-    /// CID of the connection, where the reason is about one.
+    /// CID of the connection, if the reason is for a single connection.
     pub cid: Cid,
-    /// CmdSN of this request (RFC 7143 11.3.2).
+    /// CmdSN for this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
 }
 
@@ -49,7 +49,7 @@ impl LogoutRequest {
         })
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawLogoutRequest {
@@ -65,11 +65,11 @@ impl LogoutRequest {
     }
 }
 
-/// Answer to a logout (RFC 7143 11.15.1).
+/// Result of a logout (RFC 7143 11.15.1).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum LogoutStatus {
-    /// Connection or session closed successfully.
+    /// The connection or session was closed successfully.
     Closed = 0,
     /// The CID was not found.
     CidNotFound = 1,
@@ -82,18 +82,18 @@ pub enum LogoutStatus {
 /// Logout Response (RFC 7143 11.15).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LogoutResponse {
-    /// Initiator Task Tag of the request.
+    /// Initiator Task Tag from the request.
     pub itt: Itt,
     /// Result of the logout.
     pub status: LogoutStatus,
-    /// Seconds to wait before reconnecting.
+    /// Time to wait before reconnecting, in seconds.
     pub time2wait: u16,
-    /// Seconds that tasks are kept after that.
+    /// Time for which tasks are kept after that, in seconds.
     pub time2retain: u16,
 }
 
 impl LogoutResponse {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {

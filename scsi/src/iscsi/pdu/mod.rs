@@ -1,8 +1,8 @@
-//! Protocol data units as values that hold only what is legal (RFC 7143 chapter 11).
+//! Protocol data units as types that can only contain valid values (RFC 7143 chapter 11).
 //!
-//! `parse` makes a value from a [`Frame`](super::frame::Frame); `header` returns its basic header
-//! segment; the data segment stays apart, because block data lie in a command's buffer. Lengths in
-//! the header are the business of [`frame`](super::frame).
+//! Use `parse` to create a value from a [`Frame`](super::frame::Frame), and `header` to get the
+//! basic header segment. The data segment is not included, because block data is located in the
+//! buffer of a command. The lengths in the header are handled by [`frame`](super::frame).
 
 mod initiator;
 mod login;
@@ -27,43 +27,44 @@ use num_enum::{IntoPrimitive, TryFromPrimitive};
 use super::raw::RawTargetCommon;
 use super::{BHS_LEN, Numbers};
 
-/// The I bit: deliver at once, do not count.
+/// I bit: deliver immediately, without using a sequence number.
 pub(super) const IMMEDIATE: u8 = 0x40;
-/// The F, and in login PDUs the T, bit.
+/// F bit, which is used as T bit in login PDUs.
 pub(super) const FINAL: u8 = 0x80;
-/// The C bit of text and login PDUs.
+/// C bit in text and login PDUs.
 pub(super) const CONTINUE: u8 = 0x40;
 
-/// An illegal PDU. A target answers with a [`Reject`].
+/// An invalid PDU. A target should send a [`Reject`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PduError {
-    /// No such opcode, or not one that this side receives.
-    #[error("opcode {0:#04x} is not expected here")]
+    /// The opcode is unknown, or must not be sent to this side.
+    #[error("unexpected opcode {0:#04x}")]
     Opcode(u8),
-    /// A field has a value that it cannot have.
-    #[error("{field} is {value:#x}")]
+    /// The value of a field is invalid.
+    #[error("invalid {field}: {value:#x}")]
     Field {
         /// Name of the field.
         field: &'static str,
-        /// Value that was received.
+        /// The received value.
         value: u32,
     },
-    /// An additional header segment runs over the end, comes twice, or has a wrong length.
-    #[error("the additional header segments are malformed")]
+    /// An additional header segment exceeds the total length, is used twice, or has an invalid
+    /// length.
+    #[error("malformed additional header segments")]
     Ahs,
-    /// Fewer bytes of data than the PDU needs.
-    #[error("{field} needs {need} bytes of data, there are {have}")]
+    /// The PDU is too short.
+    #[error("{field} requires {need} bytes of data, but only {have} were received")]
     Data {
         /// Name of the missing field.
         field: &'static str,
-        /// Bytes that it needs.
+        /// Required number of bytes.
         need: usize,
-        /// Bytes that there are.
+        /// Available number of bytes.
         have: usize,
     },
 }
 
-/// The value of a field that has one of a few codes.
+/// Converts a field to an enum. Returns an error if the value is unknown.
 fn coded<T>(field: &'static str, code: u8) -> Result<T, PduError>
 where
     T: TryFromPrimitive<Primitive = u8>,
@@ -117,27 +118,27 @@ pub enum Opcode {
 }
 
 impl Opcode {
-    /// The opcode of a PDU.
+    /// Returns the opcode of a PDU.
     ///
     /// # Errors
-    /// RFC 7143 has no such opcode.
+    /// If the opcode is not defined in RFC 7143.
     pub fn of(bhs: &[u8; BHS_LEN]) -> Result<Self, PduError> {
         let code = bhs[0] & 0x3f;
         Self::try_from(code).map_err(|_| PduError::Opcode(code))
     }
 }
 
-/// The I bit, where it is set.
+/// Returns the I bit, if set.
 fn immediate(is: bool) -> u8 {
     flag(is, IMMEDIATE)
 }
 
-/// A bit, where it is set.
+/// Returns this bit, if set.
 fn flag(is: bool, bit: u8) -> u8 {
     if is { bit } else { 0 }
 }
 
-/// A header of a target with the numbers of the moment.
+/// Creates a new target header with the current sequence numbers.
 fn with_numbers(opcode: Opcode, numbers: Numbers) -> RawTargetCommon {
     RawTargetCommon {
         opcode: opcode.into(),

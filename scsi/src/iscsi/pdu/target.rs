@@ -1,5 +1,5 @@
-//! What targets send. Numbers of the connection and the session ([`Numbers`]) are given when a
-//! header is written, because they are those of the moment at which it is sent.
+//! PDUs sent by targets. The sequence numbers ([`Numbers`]) are only passed when the header is
+//! created, because we need to use the current values when it is sent.
 
 use num_enum::{IntoPrimitive, TryFromPrimitive};
 
@@ -46,30 +46,30 @@ fn numbers_of(raw: &RawTargetCommon) -> Numbers {
     }
 }
 
-/// A SCSI response. Its data segment is [`ScsiResponse::sense_segment`].
+/// A SCSI response. The data segment is created with [`ScsiResponse::sense_segment`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ScsiResponse {
-    /// Initiator Task Tag of the command.
+    /// Initiator Task Tag used for the command.
     pub itt: Itt,
-    /// Response code: zero when the target completed the command.
+    /// Response code, which is zero if the command was completed by the target.
     pub response: u8,
     /// SCSI status of the command (RFC 7143 11.4.2).
     pub status: u8,
-    /// Residual of the write, or of the read of a command that only reads.
+    /// Residual of the write, or of the read for a command without a write.
     pub residual: Residual,
-    /// Residual of the read of a bidirectional command.
+    /// Residual of the read for a bidirectional command.
     pub bidi_residual: Residual,
-    /// Data-In and R2T PDUs that the command had.
+    /// Number of Data-In and R2T PDUs sent for this command.
     pub exp_data_sn: u32,
-    /// That of the R-Data SNACK that it follows; zero where there was none.
+    /// Tag from the R-Data SNACK, or zero if there wasn't any.
     pub snack_tag: u32,
 }
 
 impl ScsiResponse {
-    /// Sense data with the length before them (RFC 7143 11.4.7).
+    /// Returns the data segment, which is the sense data with a length field (RFC 7143 11.4.7).
     #[must_use]
     pub fn sense_segment(sense: &[u8]) -> Vec<u8> {
-        // No segment at all, rather than one that says that it is empty.
+        // Don't send an empty segment, just omit it.
         if sense.is_empty() {
             return Vec::new();
         }
@@ -79,12 +79,13 @@ impl ScsiResponse {
         out
     }
 
-    /// The sense data of a data segment: never more than was received.
+    /// Returns the sense data in a data segment. This is never more than we have received.
     ///
     /// # Errors
-    /// The length that they say is more than there is.
+    /// If the length field is larger than the segment.
     pub fn sense_of(data: &[u8]) -> Result<&[u8], PduError> {
-        // Less than a length is none: a response with GOOD status has no data segment.
+        // If there is no length field, there is no sense data. A response with GOOD status doesn't
+        // have a data segment.
         let Some((len, rest)) = data.split_first_chunk() else {
             return Ok(&[]);
         };
@@ -96,7 +97,7 @@ impl ScsiResponse {
         })
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         let (flags, residual) = residual_flags(self.residual, OVERFLOW, UNDERFLOW);
@@ -139,38 +140,38 @@ impl ScsiResponse {
     }
 }
 
-/// Status that the last Data-In carries (the S bit).
+/// Status sent in the last Data-In PDU (S bit).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DataInStatus {
-    /// SCSI status without sense data.
+    /// SCSI status, without any sense data.
     pub status: u8,
     /// Residual of the read.
     pub residual: Residual,
 }
 
-/// Data for the initiator.
+/// Data that was read, sent to the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DataIn {
-    /// F bit: the last of its sequence.
+    /// F bit: this is the last PDU in a sequence.
     pub is_final: bool,
-    /// A bit: acknowledge the data.
+    /// A bit: request an acknowledgment.
     pub acknowledge: bool,
-    /// S bit: this is the answer as well.
+    /// S bit: this PDU also contains the status.
     pub status: Option<DataInStatus>,
-    /// Logical unit, where `ttt` is one.
+    /// Logical unit number, if `ttt` is set.
     pub lun: WireLun,
-    /// Initiator Task Tag of the command.
+    /// Initiator Task Tag used for the command.
     pub itt: Itt,
-    /// Transfer tag of the acknowledgment.
+    /// Target Transfer Tag for the acknowledgment.
     pub ttt: Ttt,
-    /// Number within the command.
+    /// Sequence number for this command.
     pub data_sn: u32,
-    /// Offset in the command's data.
+    /// Offset in the data of the command, in bytes.
     pub offset: u32,
 }
 
 impl DataIn {
-    /// The basic header segment. StatSN is there with status only.
+    /// Returns the basic header segment. StatSN is only set if there is a status.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         let (flags, status, residual) = match self.status {
@@ -180,8 +181,8 @@ impl DataIn {
                 (flags | 0x01, with.status, n)
             }
         };
-        // Only a status takes a number. Data-In PDUs without one do not count (RFC 7143 11.7.3),
-        // so the field stays reserved.
+        // Only a status uses a sequence number. For any other Data-In PDU, this field is reserved
+        // (RFC 7143 11.7.3).
         let stat_sn = match self.status {
             None => 0,
             Some(_) => numbers.stat_sn.0,
@@ -224,25 +225,25 @@ impl DataIn {
     }
 }
 
-/// Ready to transfer: asks for data.
+/// Ready to transfer: requests data from the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct R2t {
-    /// Logical unit number, as eight bytes of SAM-5.
+    /// Logical unit number, in the 8-byte SAM-5 format.
     pub lun: WireLun,
-    /// Initiator Task Tag of the command.
+    /// Initiator Task Tag used for the command.
     pub itt: Itt,
-    /// Target Transfer Tag, which the Data-Out PDUs repeat.
+    /// Target Transfer Tag, to be used in Data-Out PDUs.
     pub ttt: Ttt,
-    /// Number within the command.
+    /// Sequence number for this command.
     pub r2t_sn: u32,
-    /// Offset in the command's data.
+    /// Offset in the data of the command, in bytes.
     pub offset: u32,
-    /// Bytes, at most MaxBurstLength.
+    /// Number of bytes, up to MaxBurstLength.
     pub len: u32,
 }
 
 impl R2t {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
@@ -259,19 +260,19 @@ impl R2t {
     }
 }
 
-/// A ping, or the answer to one.
+/// A ping, or the response to a ping from the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NopIn {
-    /// Logical unit, where `ttt` is one.
+    /// Logical unit number, if `ttt` is set.
     pub lun: WireLun,
-    /// Of the NOP-Out that it answers.
+    /// Initiator Task Tag from the NOP-Out, if this is a response.
     pub itt: Itt,
-    /// Asks for an answer, unless none.
+    /// Target Transfer Tag, or none if no response should be sent.
     pub ttt: Ttt,
 }
 
 impl NopIn {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
@@ -285,21 +286,21 @@ impl NopIn {
     }
 }
 
-/// A text response. Its text is the data segment.
+/// A text response. The text is in the data segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TextResponse {
-    /// F bit: the target has sent all of its text.
+    /// F bit: this is the end of the text sent by the target.
     pub is_final: bool,
-    /// C bit: the text goes on in the next PDU.
+    /// C bit: the text continues in the next PDU.
     pub continues: bool,
-    /// Initiator Task Tag of the request.
+    /// Initiator Task Tag from the request.
     pub itt: Itt,
-    /// Asks for the next request, unless none.
+    /// Target Transfer Tag for the next request, or none if this is complete.
     pub ttt: Ttt,
 }
 
 impl TextResponse {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
@@ -317,33 +318,33 @@ impl TextResponse {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum AsyncEvent {
-    /// Sense data of a unit.
+    /// Sense data for a logical unit.
     Scsi = 0,
-    /// The initiator is asked to log out within `parameter3` seconds.
+    /// The initiator should log out within `parameter3` seconds.
     LogoutRequested = 1,
     /// Connection `parameter1` will be dropped.
     ConnectionDropped = 2,
     /// All connections of the session will be dropped.
     SessionDropped = 3,
-    /// The initiator is asked to negotiate again.
+    /// The initiator should negotiate again.
     Negotiate = 4,
-    /// All tasks of a unit are over.
+    /// All tasks of a logical unit have been terminated.
     TasksTerminated = 5,
 }
 
-/// An asynchronous message. Its data segment is as that of a SCSI response.
+/// An asynchronous message. The data segment has the same format as in a SCSI response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AsyncMessage {
     /// AsyncEvent: kind of the event (RFC 7143 11.9.1).
     pub event: AsyncEvent,
-    /// Logical unit, for the events of one.
+    /// Logical unit number, if the event is for a logical unit.
     pub lun: WireLun,
-    /// Parameter1, Parameter2 and Parameter3, as the event defines them.
+    /// Parameter1, Parameter2 and Parameter3, which depend on the event.
     pub parameters: [u16; 3],
 }
 
 impl AsyncMessage {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         let [parameter1, parameter2, parameter3] = self.parameters.map(Into::into);
@@ -386,25 +387,25 @@ pub enum RejectReason {
     DataDigestError = 0x02,
     /// SNACK Reject: the PDU cannot be sent again.
     SnackReject = 0x03,
-    /// Protocol Error: the PDU is not legal here.
+    /// Protocol Error: the PDU is not allowed here.
     ProtocolError = 0x04,
     /// Command not supported: the opcode is unknown.
     CommandNotSupported = 0x05,
     /// Immediate command reject: too many immediate commands.
     TooManyImmediate = 0x06,
-    /// Task in progress: the tag is in use.
+    /// Task in progress: the tag is already in use.
     TaskInProgress = 0x07,
-    /// Invalid data ack: a DataACK for data that were not sent.
+    /// Invalid data ack: a DataACK for data that was not sent.
     InvalidDataAck = 0x08,
-    /// Invalid PDU field: a value is not legal.
+    /// Invalid PDU field: a field has an invalid value.
     InvalidPduField = 0x09,
     /// Long op reject: a target transfer tag cannot be generated.
     LongOperation = 0x0a,
-    /// Waiting for logout: other requests are refused.
+    /// Waiting for logout: any other request is rejected.
     WaitingForLogout = 0x0c,
 }
 
-/// A reject. Its data segment is the header of the rejected PDU.
+/// A reject. The data segment contains the header of the rejected PDU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reject {
     /// Reason of the reject.
@@ -412,7 +413,7 @@ pub struct Reject {
 }
 
 impl Reject {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {
@@ -425,7 +426,7 @@ impl Reject {
     }
 }
 
-/// A PDU that an initiator receives.
+/// A PDU received by an initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FromTarget {
     /// NOP-In (RFC 7143 11.19).
@@ -451,7 +452,7 @@ pub enum FromTarget {
 }
 
 impl FromTarget {
-    /// Parses a PDU and the numbers in it.
+    /// Parses a PDU and the sequence numbers.
     ///
     /// # Errors
     /// [`PduError`].
@@ -459,8 +460,8 @@ impl FromTarget {
         if !frame.ahs.is_empty() {
             return Err(PduError::Ahs);
         }
-        // StatSN, ExpCmdSN and MaxCmdSN are at the same place in every PDU of a target,
-        // so the common header serves for those whose other fields differ.
+        // StatSN, ExpCmdSN and MaxCmdSN use the same offsets in all PDUs sent by a target, so we
+        // can use this header for any type of PDU.
         let raw = RawTargetCommon::of(frame.bhs);
         let numbers = numbers_of(raw);
         let (itt, ttt) = (Itt(raw.itt.get()), Ttt(raw.ttt.get()));
@@ -498,7 +499,7 @@ impl FromTarget {
         Ok((pdu, numbers))
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         match self {

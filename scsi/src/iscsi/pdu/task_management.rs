@@ -12,31 +12,31 @@ use crate::lun::WireLun;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfFunction {
-    /// ABORT TASK: one task of this nexus.
+    /// ABORT TASK: abort a single task of this nexus.
     AbortTask = 1,
-    /// ABORT TASK SET: all tasks of this nexus at the unit.
+    /// ABORT TASK SET: abort all tasks of this nexus for the LU.
     AbortTaskSet = 2,
-    /// CLEAR ACA: end an auto contingent allegiance.
+    /// CLEAR ACA: clear an auto contingent allegiance.
     ClearAca = 3,
-    /// CLEAR TASK SET: all tasks of all nexuses at the unit.
+    /// CLEAR TASK SET: abort all tasks of any nexus for the LU.
     ClearTaskSet = 4,
-    /// LOGICAL UNIT RESET: the unit, for all nexuses.
+    /// LOGICAL UNIT RESET: reset the LU for all nexuses.
     LogicalUnitReset = 5,
-    /// TARGET WARM RESET: all units; sessions stay.
+    /// TARGET WARM RESET: reset all LUs, but keep the sessions.
     TargetWarmReset = 6,
-    /// TARGET COLD RESET: all units; sessions end.
+    /// TARGET COLD RESET: reset all LUs and close all sessions.
     TargetColdReset = 7,
-    /// Moves a task to another connection.
+    /// Move a task to a different connection.
     TaskReassign = 8,
-    /// QUERY TASK: is the task there (RFC 7144)?
+    /// QUERY TASK: check if a task exists (RFC 7144).
     QueryTask = 9,
-    /// QUERY TASK SET: is any task there (RFC 7144)?
+    /// QUERY TASK SET: check if there are any tasks (RFC 7144).
     QueryTaskSet = 10,
-    /// I_T NEXUS RESET: all tasks of this nexus (RFC 7144).
+    /// I_T NEXUS RESET: abort all tasks of this nexus (RFC 7144).
     NexusReset = 11,
-    /// QUERY ASYNCHRONOUS EVENT: is a unit attention pending (RFC 7144)?
+    /// QUERY ASYNCHRONOUS EVENT: check if a unit attention is pending (RFC 7144).
     QueryAsyncEvent = 12,
-    /// Another code; it is answered as not supported.
+    /// Unknown function. The response will be "not supported".
     #[num_enum(catch_all)]
     Other(u8),
 }
@@ -44,23 +44,23 @@ pub enum TmfFunction {
 /// A task management function request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TmfRequest {
-    /// I bit: outside the command window (RFC 7143 11.2.1.1).
+    /// I bit: can be sent outside of the command window (RFC 7143 11.2.1.1).
     pub immediate: bool,
-    /// Function that is asked for (RFC 7143 11.5.1).
+    /// Requested function (RFC 7143 11.5.1).
     pub function: TmfFunction,
-    /// Logical unit number, as eight bytes of SAM-5.
+    /// Logical unit number, in the 8-byte SAM-5 format.
     pub lun: WireLun,
-    /// Initiator Task Tag of this request (RFC 7143 11.2.1.8).
+    /// Initiator Task Tag for this request (RFC 7143 11.2.1.8).
     pub itt: Itt,
-    /// Referenced Task Tag: the task of ABORT TASK and TASK REASSIGN (RFC 7143 11.5.4).
+    /// Referenced Task Tag, used for ABORT TASK and TASK REASSIGN (RFC 7143 11.5.4).
     pub referenced: Itt,
-    /// CmdSN of this request (RFC 7143 11.3.2).
+    /// CmdSN for this request (RFC 7143 11.3.2).
     pub cmd_sn: CmdSn,
-    /// ExpStatSN: acknowledges all statuses before it (RFC 7143 11.3.3).
+    /// ExpStatSN: acknowledges all previous statuses (RFC 7143 11.3.3).
     pub exp_stat_sn: StatSn,
-    /// CmdSN of the task meant.
+    /// CmdSN of the referenced task.
     pub ref_cmd_sn: CmdSn,
-    /// Of a reassigned task: data already received.
+    /// Data that has already been received, used to reassign a task.
     pub exp_data_sn: u32,
 }
 
@@ -80,12 +80,12 @@ impl TmfRequest {
         }
     }
 
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self) -> [u8; BHS_LEN] {
         RawTmfRequest {
             opcode: u8::from(Opcode::TmfRequest) | immediate(self.immediate),
-            // A code that was caught may have any value, but the field has seven bits.
+            // This may be an unknown function with any value, but the field only has 7 bits.
             flags: FINAL | u8::from(self.function) & 0x7f,
             lun: self.lun,
             itt: self.itt.0.into(),
@@ -100,11 +100,11 @@ impl TmfRequest {
     }
 }
 
-/// Answer to a task management function (RFC 7143 11.6.1, RFC 7144 6.4.2).
+/// Result of a task management function (RFC 7143 11.6.1, RFC 7144 6.4.2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, TryFromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TmfStatus {
-    /// The function is complete.
+    /// The function was completed.
     Complete = 0,
     /// Task does not exist.
     TaskDoesNotExist = 1,
@@ -118,7 +118,7 @@ pub enum TmfStatus {
     NotSupported = 5,
     /// The initiator is not authorized for the function.
     AuthorizationFailed = 6,
-    /// The queried task is there (RFC 7144).
+    /// The task was found (RFC 7144).
     Succeeded = 7,
     /// The function is rejected.
     Rejected = 255,
@@ -127,14 +127,14 @@ pub enum TmfStatus {
 /// A task management function response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TmfResponse {
-    /// Initiator Task Tag of the request.
+    /// Initiator Task Tag from the request.
     pub itt: Itt,
-    /// Response to the function (RFC 7143 11.6.1).
+    /// Result of the function (RFC 7143 11.6.1).
     pub status: TmfStatus,
 }
 
 impl TmfResponse {
-    /// The basic header segment.
+    /// Returns the basic header segment.
     #[must_use]
     pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
         RawTargetCommon {

@@ -1,4 +1,4 @@
-//! The target's login, by script and against the initiator's.
+//! Tests for the target's login, using scripts and the initiator's login.
 
 use proptest::prelude::*;
 
@@ -118,7 +118,7 @@ fn value<'a>(answer: &'a Answer, key: &str) -> Option<&'a str> {
 use Stage::{FullFeature, Operational, Security};
 
 #[test]
-fn one_exchange_is_enough_without_authentication() {
+fn login_without_authentication_takes_one_request() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = format!(
         "{NAMES}SessionType=Normal\0HeaderDigest=CRC32C,None\0DataDigest=None\0InitialR2T=No\0\
@@ -146,16 +146,16 @@ fn one_exchange_is_enough_without_authentication() {
         assert_eq!(value(&answer, key), Some(expected), "{key}");
     }
     let Outcome::FullFeature(joined) = answer.outcome else {
-        panic!("full-feature phase");
+        panic!("expected the full-feature phase");
     };
-    assert_eq!(joined.session.first_burst, 16384, "no more than a burst");
+    assert_eq!(joined.session.first_burst, 16384, "limited to a burst");
     assert_eq!(joined.connection.max_send_segment, 0x20000);
     assert!(joined.connection.digests.header && !joined.connection.digests.data);
 }
 
-/// libiscsi, with secrets that no target asks for.
+/// This is sent by libiscsi if it has a secret but the target doesn't require authentication.
 #[test]
-fn an_initiator_may_repeat_its_names_but_not_change_them() {
+fn initiator_names_may_repeat_but_not_change() {
     let again = format!("{NAMES}InitiatorAlias=me\0SessionType=Normal\0");
     for (second, status) in [
         (again.clone(), LoginStatus::SUCCESS),
@@ -182,7 +182,7 @@ fn an_initiator_may_repeat_its_names_but_not_change_them() {
 }
 
 #[test]
-fn refusals_have_the_status_of_the_rfc() {
+fn refusals_use_rfc_status() {
     let cases: &[(&str, Stage, LoginStatus)] = &[
         (
             "TargetName=iqn.2026-01.a:t\0",
@@ -230,7 +230,7 @@ fn refusals_have_the_status_of_the_rfc() {
     assert!(gate.joined.is_empty());
 }
 
-/// CVE-2026-90293: nothing but the machine's own order leads to full-feature phase.
+/// CVE-2026-90293: the full-feature phase can only be reached in the order of the state machine.
 #[test]
 fn cve_2026_90293_stages_cannot_be_skipped() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
@@ -242,9 +242,10 @@ fn cve_2026_90293_stages_cannot_be_skipped() {
     assert!(gate.joined.is_empty());
 }
 
-/// CVE-2026-63887: 8 KiB of keys in, 32 KiB of NotUnderstood out.
+/// CVE-2026-63887: a request with 8 KiB of keys resulted in a response of 32 KiB with
+/// NotUnderstood.
 #[test]
-fn cve_2026_63887_unknown_keys_cannot_make_the_answer_long() {
+fn cve_2026_63887_unknown_keys_limit_response() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let many: String = (0..2000).map(|i| format!("k{i}=\0")).collect();
     let answer = step(
@@ -256,7 +257,8 @@ fn cve_2026_63887_unknown_keys_cannot_make_the_answer_long() {
     );
     assert_eq!(answer.response.status, LoginStatus::INITIATOR_ERROR);
     assert!(answer.text.is_empty());
-    // Nor is it that long before it is thrown away: at most by the last key of those that fit.
+    // It should also not be that long before it's discarded. The limit is only exceeded by the last
+    // key.
     let mut keys = Negotiation::new(Offer::default());
     let context = KeyContext {
         from: Sender::Initiator,
@@ -271,28 +273,59 @@ fn cve_2026_63887_unknown_keys_cannot_make_the_answer_long() {
     assert!(text.len() < MAX_ANSWER + 64, "{} bytes", text.len());
 }
 
+/// tgt and LIO continue here, and initiators which send such keys do so too.
 #[test]
-fn a_key_comes_once_and_from_the_right_side() {
-    for bad in [
-        "MaxBurstLength=512\0MaxBurstLength=1024\0",
-        "TargetPortalGroupTag=1\0",
-        "SendTargets=All\0",
-        "CHAP_A=5\0",
+fn misplaced_key_is_not_understood() {
+    for (stage, key, sent) in [
+        (Operational, "AuthMethod", "None"),
+        (Operational, "CHAP_A", "5"),
+        (Operational, "TargetPortalGroupTag", "1"),
+        (Operational, "SendTargets", "All"),
+        (Security, "MaxBurstLength", "512"),
     ] {
         let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
-        let answer = step(
-            &mut login,
-            &mut gate,
-            Operational,
-            None,
-            &format!("{NAMES}{bad}"),
-        );
-        assert_eq!(
-            answer.response.status,
-            LoginStatus::INITIATOR_ERROR,
-            "{bad}"
-        );
+        let text = format!("{NAMES}{key}={sent}\0");
+        let answer = step(&mut login, &mut gate, stage, Some(FullFeature), &text);
+        assert_eq!(answer.response.status, LoginStatus::SUCCESS, "{key}");
+        let mut values = text::pairs(&answer.text).map(Result::unwrap);
+        let is_refused = |pair| pair == (key, "NotUnderstood");
+        assert!(values.any(is_refused), "{key}");
+        let Outcome::FullFeature(joined) = answer.outcome else {
+            panic!("{key}");
+        };
+        assert_eq!(joined.session.max_burst, 262_144);
     }
+}
+
+/// The second connection sends keys of the first connection again.
+#[test]
+fn joining_connection_may_repeat_leading_keys() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let mut request = request(Operational, Some(FullFeature));
+    request.tsih = Tsih(77);
+    let text = format!("{NAMES}SessionType=Normal\0MaxConnections=4\0InitialR2T=Yes\0");
+    let answer = login.handle(&request, text.as_bytes(), &mut gate);
+    assert_eq!(answer.response.status, LoginStatus::SUCCESS);
+    assert_eq!(value(&answer, "SessionType"), None);
+    assert_eq!(value(&answer, "MaxConnections"), Some("NotUnderstood"));
+    assert_eq!(value(&answer, "InitialR2T"), Some("NotUnderstood"));
+}
+
+#[test]
+fn refused_login_names_key_and_stage() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let text = format!("{NAMES}MaxBurstLength=512\0MaxBurstLength=1024\0");
+    let answer = step(&mut login, &mut gate, Operational, None, &text);
+    assert_eq!(answer.response.status, LoginStatus::INITIATOR_ERROR);
+    let fault = login.fault().unwrap().to_string();
+    assert_eq!(
+        fault,
+        "Operational stage: key MaxBurstLength was sent twice"
+    );
+}
+
+#[test]
+fn discovery_session_ignores_irrelevant_keys() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = "InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0MaxBurstLength=512\0MaxRecvDataSegmentLength=1\0";
     let answer = step(&mut login, &mut gate, Operational, None, text);
@@ -301,7 +334,7 @@ fn a_key_comes_once_and_from_the_right_side() {
 }
 
 #[test]
-fn text_over_several_requests_is_one_text() {
+fn split_text_is_reassembled() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = format!("{NAMES}MaxBurstLength=16384\0");
     let (a, b) = text.split_at(40);
@@ -324,7 +357,7 @@ fn text_over_several_requests_is_one_text() {
 }
 
 #[test]
-fn a_login_has_an_end() {
+fn login_fails_after_maximum_rounds() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     step(&mut login, &mut gate, Operational, None, NAMES);
     let ends = (0..100)
@@ -334,7 +367,7 @@ fn a_login_has_an_end() {
 }
 
 #[test]
-fn a_redirection_says_where() {
+fn redirection_contains_target_address() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     gate.refusal = Some(Refusal::Redirect {
         to: TargetAddress::parse("10.0.0.9:3260,1").unwrap(),
@@ -355,7 +388,7 @@ fn a_redirection_says_where() {
     ));
 }
 
-/// Brings a login to the point where the target has sent its challenge.
+/// Runs a login until the target has sent a challenge.
 fn challenged(gate: &mut Gate, algorithms: &str) -> (TargetLogin, Algorithm, u8, Vec<u8>) {
     let mut login = TargetLogin::new();
     step(
@@ -379,7 +412,7 @@ fn challenged(gate: &mut Gate, algorithms: &str) -> (TargetLogin, Algorithm, u8,
 }
 
 #[test]
-fn chap_takes_the_right_secret_only() {
+fn chap_requires_correct_secret() {
     for (number, algorithm) in [
         ("5", Algorithm::Md5),
         ("6", Algorithm::Sha1),
@@ -418,9 +451,10 @@ fn chap_takes_the_right_secret_only() {
     assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
 }
 
-/// CVE-2018-14633, CVE-2026-63886: a response of any length, in both codings, is compared or refused.
+/// CVE-2018-14633, CVE-2026-63886: a response of any length should be either checked or refused,
+/// for both encodings.
 #[test]
-fn cve_2018_14633_and_2026_63886_a_long_chap_response_is_a_wrong_one() {
+fn cve_2018_14633_and_2026_63886_long_chap_response_fails() {
     for digits in [0, 1, 15, 31, 32, 33, 64, 66, 128, 2048, 2050, 4000] {
         for (prefix, digit) in [
             ("0x", "a"),
@@ -442,7 +476,7 @@ fn cve_2018_14633_and_2026_63886_a_long_chap_response_is_a_wrong_one() {
                     ),
                 };
                 let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
-                // A challenge of ours to answer may have any length up to the greatest.
+                // The challenge that we have to respond to can have any length up to the maximum.
                 let is_legal = key == "CHAP_C" && answer.response.status == LoginStatus::SUCCESS;
                 let bytes = chap::decode(&long);
                 assert_eq!(is_legal, key == "CHAP_C" && bytes.is_some(), "{key}={long}");
@@ -453,9 +487,9 @@ fn cve_2018_14633_and_2026_63886_a_long_chap_response_is_a_wrong_one() {
     }
 }
 
-/// CVE-2024-45751: the same CHAP challenges in every run.
+/// CVE-2024-45751: the same CHAP challenges were used after each restart.
 #[test]
-fn cve_2024_45751_no_two_challenges_are_alike() {
+fn cve_2024_45751_chap_challenges_are_unique() {
     let mut gate = Gate::new(chap_auth());
     let one = challenged(&mut gate, "7");
     let other = challenged(&mut gate, "7");
@@ -463,7 +497,7 @@ fn cve_2024_45751_no_two_challenges_are_alike() {
 }
 
 #[test]
-fn a_reflected_challenge_is_refused() {
+fn reflected_challenge_is_refused() {
     let mut gate = Gate::new(chap_auth());
     let (mut login, algorithm, id, challenge) = challenged(&mut gate, "7");
     let proof = chap::encode(&algorithm.respond(id, b"alice has a secret", &challenge));
@@ -505,7 +539,7 @@ fn run(config: InitiatorConfig, gate: &mut Gate) -> Result<LoginStep, LoginError
     let mut initiator = InitiatorLogin::new(config, [200; 33]);
     let mut target = TargetLogin::new();
     loop {
-        let (request, text) = initiator.poll_request().expect("something to say");
+        let (request, text) = initiator.poll_request().expect("next request");
         let answer = target.handle(&request, &text, gate);
         match initiator.handle_response(&answer.response, &answer.text)? {
             LoginStep::Send => {}
@@ -515,7 +549,7 @@ fn run(config: InitiatorConfig, gate: &mut Gate) -> Result<LoginStep, LoginError
 }
 
 #[test]
-fn an_initiator_with_a_secret_goes_where_none_is_asked_for() {
+fn chap_initiator_logs_in_without_authentication() {
     let mut gate = Gate::new(Auth::None);
     let mut config = InitiatorConfig {
         credentials: Some(credentials("alice", "alice has a secret")),
@@ -523,14 +557,14 @@ fn an_initiator_with_a_secret_goes_where_none_is_asked_for() {
     };
     let end = run(config.clone(), &mut gate);
     assert!(matches!(end, Ok(LoginStep::FullFeature { .. })), "{end:?}");
-    // But not where it asks the target for proof.
+    // But this should fail if mutual authentication is required.
     config.target_credentials = Some(credentials("target", "the target has one"));
     let end = run(config, &mut gate);
     assert!(matches!(end, Err(LoginError::Refused(_))), "{end:?}");
 }
 
 #[test]
-fn a_digest_that_was_not_offered_is_not_taken() {
+fn unoffered_digest_is_refused() {
     let mut gate = Gate::new(chap_auth());
     let config = InitiatorConfig {
         credentials: Some(credentials("alice", "alice has a secret")),
@@ -552,12 +586,12 @@ fn a_digest_that_was_not_offered_is_not_taken() {
     assert!(matches!(end, Err(LoginError::Protocol(_))), "{end:?}");
 }
 
-/// RFC 7143 11.13.6: a challenge and the way out of its stage cannot come in one response, or the
-/// proof would go in a stage that has none.
+/// RFC 7143 11.13.6: a single response must not contain both a challenge and the transition to the
+/// next stage. We would then have to send our response in a stage that doesn't allow it.
 #[test]
-fn a_stage_is_left_only_by_a_request_that_asked_for_it() {
+fn unrequested_stage_transition_is_refused() {
     let to_operational = response(Security, Some(Operational));
-    let not_asked = Err(LoginError::Protocol("a stage that was not asked for"));
+    let not_asked = Err(LoginError::Protocol("stage transition was not requested"));
     let with_secret = || {
         let config = InitiatorConfig {
             credentials: Some(credentials("alice", "alice has a secret")),
@@ -582,7 +616,7 @@ fn a_stage_is_left_only_by_a_request_that_asked_for_it() {
 }
 
 #[test]
-fn both_sides_agree() {
+fn both_sides_negotiate_same_values() {
     let mut gate = Gate::new(Auth::None);
     let Ok(LoginStep::FullFeature {
         tsih,
@@ -591,7 +625,7 @@ fn both_sides_agree() {
         connection,
     }) = run(config(), &mut gate)
     else {
-        panic!("logged in");
+        panic!("expected a successful login");
     };
     assert_eq!((tsih, portal_group), (Tsih(77), Some(1)));
     assert_eq!(session, gate.joined[0].session);
@@ -601,7 +635,7 @@ fn both_sides_agree() {
 }
 
 #[test]
-fn mutual_chap_proves_both() {
+fn mutual_chap_authenticates_both_sides() {
     let alice = || Some(credentials("alice", "alice has a secret"));
     let target = |secret: &str| Some(credentials("target", secret));
     let login = |credentials, target_credentials| {
@@ -631,9 +665,10 @@ fn mutual_chap_proves_both() {
 }
 
 proptest! {
-    /// The target answers every login within its bounds, and lets no initiator in without proof.
+    /// The target should return a response within its limits for any login, and never accept an
+    /// initiator without authentication.
     #[test]
-    fn no_initiator_gets_in_without_proof(
+    fn unauthenticated_initiator_never_completes_login(
         script in proptest::collection::vec((0..2_u8, 0..4_u8, proptest::collection::vec(0..24_usize, 0..6)), 1..12),
     ) {
         let words = ["AuthMethod=CHAP", "AuthMethod=None", "AuthMethod=CHAP,None", "CHAP_A=5", "CHAP_A=7,8",
@@ -663,9 +698,10 @@ fn iser_offer() -> Offer {
         .with(Key::InitialR2T, 0)
 }
 
-/// The lengths of data segments are agreed on for each direction, and each side sees them its way.
+/// The data segment lengths are negotiated per direction, so send and receive should be swapped
+/// between both sides.
 #[test]
-fn both_logins_agree_over_rdma() {
+fn rdma_login_swaps_segment_lengths() {
     let mut gate = Gate::new(Auth::None);
     gate.offer = iser_offer()
         .with(Key::TargetRecvDataSegmentLength, 16384)
@@ -720,9 +756,9 @@ fn both_logins_agree_over_rdma() {
     assert_eq!(theirs.connection.max_unexpected_pdus, 7);
 }
 
-/// Linux does not know two keys of RFC 7145, and says so.
+/// Linux doesn't support two of the RFC 7145 keys and sends NotUnderstood.
 #[test]
-fn keys_that_a_target_does_not_understand_are_done_without() {
+fn login_succeeds_despite_not_understood_keys() {
     let keys = [
         Key::TaggedBufferForSolicitedDataOnly,
         Key::MaxOutstandingUnexpectedPdus,
@@ -741,7 +777,7 @@ fn keys_that_a_target_does_not_understand_are_done_without() {
     assert!(step.is_ok(), "{step:?}");
 }
 
-/// A response of the target that does not transit.
+/// Creates a new response without a stage transition.
 fn response(current: Stage, transit: Option<Stage>) -> LoginResponse {
     LoginResponse {
         flags: LoginFlags {
@@ -758,7 +794,7 @@ fn response(current: Stage, transit: Option<Stage>) -> LoginResponse {
     }
 }
 
-/// A login that has offered its keys.
+/// Creates a new login that has already sent its offer.
 fn offering() -> InitiatorLogin {
     let config = InitiatorConfig {
         credentials: None,
@@ -777,17 +813,17 @@ fn offering() -> InitiatorLogin {
 
 fn answer_to(login: &mut InitiatorLogin, text: &str) -> Result<String, LoginError> {
     login.handle_response(&response(Operational, None), text.as_bytes())?;
-    let (_, answer) = login.poll_request().expect("the next request");
+    let (_, answer) = login.poll_request().expect("next request");
     Ok(String::from_utf8(answer).unwrap())
 }
 
-/// RFC 7143 6.2: each key that one side offers has a response of the other.
+/// RFC 7143 6.2: a response is required for each key that was offered by the other side.
 #[test]
-fn an_initiator_answers_what_a_target_proposes() {
+fn initiator_responds_to_target_offers() {
     for (proposal, answer) in [
         ("X-com.example.key=1\0", "X-com.example.key=NotUnderstood\0"),
         ("X-com.example.key=NotUnderstood\0", ""),
-        // Keys that this login does not offer by itself.
+        // Keys that are not part of our offer.
         ("DefaultTime2Wait=7\0", "DefaultTime2Wait=7\0"),
         ("ErrorRecoveryLevel=2\0", "ErrorRecoveryLevel=0\0"),
         (
@@ -801,7 +837,7 @@ fn an_initiator_answers_what_a_target_proposes() {
             "InitiatorRecvDataSegmentLength=512\0",
             "InitiatorRecvDataSegmentLength=Irrelevant\0",
         ),
-        // Answers to what was offered, and declarations, want none.
+        // There should be no response to a declaration or to the response for our offer.
         (
             "HeaderDigest=CRC32C\0MaxRecvDataSegmentLength=4096\0TargetAlias=a\0",
             "",
@@ -820,7 +856,7 @@ fn an_initiator_answers_what_a_target_proposes() {
 }
 
 #[test]
-fn what_a_target_proposes_before_the_operational_stage_is_answered_in_it() {
+fn early_target_offers_get_operational_response() {
     let config = InitiatorConfig {
         credentials: None,
         target_credentials: None,
@@ -836,10 +872,10 @@ fn what_a_target_proposes_before_the_operational_stage_is_answered_in_it() {
     assert!(text.starts_with(b"X-com.example.key=NotUnderstood\0"));
 }
 
-/// With its last response a target ends the negotiation. It may say there what an answer would not
-/// change.
+/// The negotiation is complete after the last response from the target. It can only contain an
+/// offer if the result doesn't depend on our response.
 #[test]
-fn the_last_response_proposes_nothing_that_wants_an_answer() {
+fn last_response_must_not_need_reply() {
     let last = response(Operational, Some(FullFeature));
     let settled: [&[u8]; 3] = [
         b"X-com.example.key=1\0",
@@ -860,7 +896,7 @@ fn the_last_response_proposes_nothing_that_wants_an_answer() {
 }
 
 #[test]
-fn unknown_keys_of_a_target_cannot_make_the_answer_long() {
+fn unknown_target_keys_limit_response() {
     let text: String = (0..1600).map(|n| format!("k{n}=\0")).collect();
     assert!(text.len() < 16 << 10);
     let answer = answer_to(&mut offering(), &text);
@@ -868,7 +904,7 @@ fn unknown_keys_of_a_target_cannot_make_the_answer_long() {
 }
 
 #[test]
-fn keys_of_rdma_mean_nothing_on_tcp() {
+fn rdma_keys_are_irrelevant_on_tcp() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = format!(
         "{NAMES}RDMAExtensions=Yes\0InitiatorRecvDataSegmentLength=4096\0iSERHelloRequired=Yes\0\
@@ -891,9 +927,9 @@ fn keys_of_rdma_mean_nothing_on_tcp() {
     assert_eq!(joined.connection.max_recv_segment, 65536);
 }
 
-/// RFC 7145 6.7, 6.8: a limit is zero, for none, or at least two.
+/// RFC 7145 6.7, 6.8: a limit is either zero if there is no limit, or at least 2.
 #[test]
-fn limits_of_rdma_are_not_one() {
+fn rdma_limits_must_not_be_one() {
     for name in ["MaxOutstandingUnexpectedPDUs", "MaxAHSLength"] {
         for (limit, is_refused) in [
             ("0", false),
@@ -911,10 +947,10 @@ fn limits_of_rdma_are_not_one() {
     }
 }
 
-/// The administrator says which algorithms are good enough, and the initiator which of these comes
-/// first.
+/// The configuration contains the allowed algorithms, and the initiator sends them in order of
+/// preference.
 #[test]
-fn only_the_algorithms_that_are_taken_are_chosen() {
+fn only_allowed_algorithms_are_selected() {
     let strong = vec![Algorithm::Sha3_256, Algorithm::Sha256];
     for (offered, chosen) in [("5,6,7,8", Some("7")), ("8,7", Some("8")), ("5,6", None)] {
         let Auth::Chap { accepted, own, .. } = chap_auth() else {

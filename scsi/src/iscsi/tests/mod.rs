@@ -1,4 +1,4 @@
-//! Tests of the wire formats, of negotiation, and of both logins against each other.
+//! Tests for the wire formats, the negotiation, and the login of an initiator with a target.
 
 mod login;
 mod wire;

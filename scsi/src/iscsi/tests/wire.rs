@@ -1,4 +1,4 @@
-//! PDUs, framing, text, names and CHAP values.
+//! Tests for PDUs, framing, text, names and CHAP values.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::iscsi::pdu::{FromInitiator, FromTarget, PduError, ScsiResponse, TaskA
 use crate::iscsi::text::{self, TextError};
 use crate::iscsi::{BHS_LEN, CmdSn, Itt, StatSn, chap, keys};
 
-/// WRITE(16) of 16 KiB with 8 KiB of immediate data to follow, as bytes of RFC 7143 11.3.
+/// A WRITE(16) of 16 KiB with 8 KiB of immediate data, encoded as in RFC 7143 11.3.
 const WRITE: [u8; BHS_LEN] = [
     0x01, 0xa1, 0, 0, 0, 0, 0x20, 0, // F, W, SIMPLE; 8192 bytes of data
     0, 5, 0, 0, 0, 0, 0, 0, // LUN 5
@@ -27,11 +27,11 @@ fn frame_of<'a>(bhs: &'a [u8; BHS_LEN], ahs: &'a [u8], data: &'a [u8]) -> Frame<
 }
 
 #[test]
-fn a_command_reads_as_the_rfc_draws_it() {
+fn command_layout_matches_rfc() {
     let FromInitiator::ScsiCommand(pdu) =
         FromInitiator::parse(&frame_of(&WRITE, &[], &[])).unwrap()
     else {
-        panic!("a command");
+        panic!("expected a command");
     };
     assert!(pdu.is_final && pdu.writes && !pdu.reads && !pdu.immediate);
     assert_eq!(pdu.attribute, TaskAttr::Simple);
@@ -42,7 +42,7 @@ fn a_command_reads_as_the_rfc_draws_it() {
 }
 
 #[test]
-fn additional_headers_carry_long_cdbs_and_read_lengths() {
+fn additional_headers_extend_cdb_and_length() {
     let mut bhs = WRITE;
     bhs[4] = 7;
     let ahs = [
@@ -51,7 +51,7 @@ fn additional_headers_carry_long_cdbs_and_read_lengths() {
     ];
     let FromInitiator::ScsiCommand(pdu) = FromInitiator::parse(&frame_of(&bhs, &ahs, &[])).unwrap()
     else {
-        panic!("a command");
+        panic!("expected a command");
     };
     assert_eq!(pdu.cdb.len(), 32);
     assert_eq!(pdu.cdb[31], 16);
@@ -69,7 +69,7 @@ fn additional_headers_carry_long_cdbs_and_read_lengths() {
 }
 
 #[test]
-fn the_longest_cdb_has_260_bytes() {
+fn maximum_cdb_length_is_260() {
     for (more, is_legal) in [(244_u16, true), (245, false)] {
         let mut ahs = [&(more + 1).to_be_bytes()[..], &[1, 0]].concat();
         ahs.extend((0..more).map(|n| n as u8));
@@ -89,10 +89,10 @@ fn the_longest_cdb_has_260_bytes() {
     }
 }
 
-/// CVE-2026-53176, CVE-2026-90413, CVE-2026-90414, CVE-2021-28361: lengths that promise more than
-/// there is, or nothing at all.
+/// CVE-2026-53176, CVE-2026-90413, CVE-2026-90414, CVE-2021-28361: lengths which are larger than
+/// the received data, or zero.
 #[test]
-fn cve_2026_53176_2026_90413_2026_90414_and_2021_28361_lengths_are_not_believed() {
+fn cve_2026_53176_2026_90413_2026_90414_and_2021_28361_lengths_are_checked() {
     let mut framer = Framer::new(8192);
     let mut long = WRITE;
     long[5..8].copy_from_slice(&[0xff, 0xff, 0xff]);
@@ -105,7 +105,7 @@ fn cve_2026_53176_2026_90413_2026_90414_and_2021_28361_lengths_are_not_believed(
 
     let mut framer = Framer::new(1 << 24);
     assert_eq!(framer.next(&long), Ok((BHS_LEN, None)));
-    assert_eq!(framer.held(), BHS_LEN, "memory follows bytes that came");
+    assert_eq!(framer.held(), BHS_LEN, "only received bytes are buffered");
 
     for short in 0..BHS_LEN {
         let mut framer = Framer::new(8192);
@@ -119,7 +119,7 @@ fn cve_2026_53176_2026_90413_2026_90414_and_2021_28361_lengths_are_not_believed(
 
 #[test]
 fn digests_are_crc32c_and_are_checked() {
-    // RFC 7143 A.4: 32 bytes of zeroes, of ones, and rising.
+    // RFC 7143 A.4: 32 bytes of zeros, ones, and increasing values.
     assert_eq!(frame::digest(&[&[0; 32]]), [0xaa, 0x36, 0x91, 0x8a]);
     assert_eq!(frame::digest(&[&[0xff; 32]]), [0x43, 0xab, 0xa8, 0x62]);
     let rising: Vec<u8> = (0..32).collect();
@@ -151,9 +151,9 @@ fn digests_are_crc32c_and_are_checked() {
     assert_eq!(read(&bad_header), Err(FrameError::HeaderDigest));
 }
 
-/// CVE-2026-74556, CVE-2026-74557: lengths of sense data come from the target.
+/// CVE-2026-74556, CVE-2026-74557: the length of sense data is sent by the target.
 #[test]
-fn cve_2026_74556_and_2026_74557_sense_data_end_with_what_was_received() {
+fn cve_2026_74556_and_2026_74557_sense_length_is_checked() {
     assert_eq!(ScsiResponse::sense_of(&[]), Ok(&[][..]));
     assert_eq!(ScsiResponse::sense_of(&[0]), Ok(&[][..]));
     assert_eq!(
@@ -163,9 +163,9 @@ fn cve_2026_74556_and_2026_74557_sense_data_end_with_what_was_received() {
     assert!(ScsiResponse::sense_of(&[0xff, 0xff, 1]).is_err());
 }
 
-/// CVE-2013-2850: an over-long key.
+/// CVE-2013-2850: a key that is too long.
 #[test]
-fn cve_2013_2850_keys_are_short_and_values_have_no_control_characters() {
+fn cve_2013_2850_invalid_keys_are_refused() {
     let long = [&[b'A'; 64][..], b"=1"].concat();
     let first = |text: &[u8]| {
         text::pairs(text)
@@ -184,18 +184,25 @@ fn cve_2013_2850_keys_are_short_and_values_have_no_control_characters() {
 }
 
 #[test]
-fn collected_text_is_bounded() {
+fn collected_text_is_limited() {
     let mut collector = text::Collector::default();
     let part = [b'x'; 8192];
     assert_eq!(collector.take(&part, true), Ok(None));
     assert_eq!(collector.take(&part, true), Ok(None));
-    assert_eq!(collector.take(b"y", false), Err(TextError::TooLong));
+    let too_long = Err(TextError::TooLong(text::MAX_TEXT));
+    assert_eq!(collector.take(b"y", false), too_long);
     assert!(collector.is_empty());
+    let mut long = text::Collector::with_limit(3 * part.len());
+    for _ in 0..3 {
+        assert_eq!(long.take(&part, true), Ok(None));
+    }
+    assert!(long.take(b"y", false).is_err());
 }
 
-/// CVE-2026-18724 to CVE-2026-18728: names with control characters, or what would be a path.
+/// CVE-2026-18724 to CVE-2026-18728: names with control characters, or which could be used as a
+/// path.
 #[test]
-fn cve_2026_18724_to_2026_18728_names_from_discovery_are_checked() {
+fn cve_2026_18724_to_2026_18728_discovery_names_are_checked() {
     for good in [
         "iqn.2026-01.org.example:disk.1",
         "eui.02004567A425678D",
@@ -229,7 +236,7 @@ fn cve_2026_18724_to_2026_18728_names_from_discovery_are_checked() {
 }
 
 #[test]
-fn addresses_read_in_every_form() {
+fn target_addresses_parse_all_formats() {
     let parse = |s| TargetAddress::parse(s).map(|a| (a.host, a.port, a.group));
     let of = |host: &str, port, group| Some((host.to_owned(), port, group));
     assert_eq!(parse("10.0.0.1"), of("10.0.0.1", 3260, None));
@@ -244,9 +251,9 @@ fn addresses_read_in_every_form() {
     }
 }
 
-/// CVE-2018-14633, CVE-2026-63886: hexadecimal and base64 values longer than what takes them.
+/// CVE-2018-14633, CVE-2026-63886: hex and base64 values that are larger than the buffer.
 #[test]
-fn cve_2018_14633_and_2026_63886_binary_values_never_pass_their_buffer() {
+fn cve_2018_14633_and_2026_63886_decoder_respects_buffer() {
     let mut small = [0; 4];
     assert_eq!(chap::decode_into("0x01020304", &mut small), Some(4));
     assert_eq!(small, [1, 2, 3, 4]);
@@ -264,9 +271,9 @@ fn cve_2018_14633_and_2026_63886_binary_values_never_pass_their_buffer() {
     assert!(chap::decode(&format!("0b{}", "A".repeat(1400))).is_none());
 }
 
-/// Digests over 01h, `secret` and 32 bytes 07h, computed with another implementation.
+/// Digests of 01h, `secret` and 32 bytes of 07h, calculated with a different implementation.
 #[test]
-fn chap_responses_are_as_others_compute_them() {
+fn chap_responses_match_reference() {
     let cases = [
         (chap::Algorithm::Md5, "0xf13858c8111b55783ca32c9950d8b6b5"),
         (
@@ -296,7 +303,7 @@ fn chap_responses_are_as_others_compute_them() {
 }
 
 #[test]
-fn numbers_are_decimal_or_hexadecimal_without_sign() {
+fn numbers_are_unsigned_decimal_or_hex() {
     assert_eq!(keys::parse_number("262144"), Some(262_144));
     assert_eq!(keys::parse_number("0x40000"), Some(262_144));
     for bad in ["", "0x", "+1", "-1", "1 ", "4294967296", "0x+1", "1k"] {
@@ -305,7 +312,7 @@ fn numbers_are_decimal_or_hexadecimal_without_sign() {
 }
 
 #[test]
-fn the_table_is_in_the_order_of_its_keys() {
+fn table_order_matches_keys() {
     for (place, row) in keys::TABLE.iter().enumerate() {
         assert_eq!(row.key as usize, place);
         assert_eq!(keys::Key::of(row.name), Some(row.key));
@@ -313,9 +320,9 @@ fn the_table_is_in_the_order_of_its_keys() {
 }
 
 proptest! {
-    /// However a stream is cut, the same PDUs come out.
+    /// The resulting PDUs should not depend on how a stream is split.
     #[test]
-    fn framing_does_not_depend_on_cuts(
+    fn framing_is_independent_of_splits(
         pdus in proptest::collection::vec((any::<u32>(), proptest::collection::vec(any::<u8>(), 0..300)), 1..8),
         cuts in proptest::collection::vec(1..200_usize, 1..40),
         header in any::<bool>(), data in any::<bool>(),
@@ -349,9 +356,9 @@ proptest! {
         prop_assert_eq!(out, pdus);
     }
 
-    /// What parses is written and parses again to the same.
+    /// If a PDU was parsed, writing it and parsing it again should return the same value.
     #[test]
-    fn pdus_survive_being_written(
+    fn pdus_roundtrip(
         mut bhs in proptest::array::uniform32(any::<u8>()),
         rest in proptest::array::uniform16(any::<u8>()),
         opcode in proptest::sample::select(vec![0, 1, 2, 3, 4, 5, 6, 0x10, 0x20, 0x21, 0x22, 0x23, 0x24, 0x25, 0x26, 0x31, 0x32, 0x3f_u8]),
@@ -371,9 +378,9 @@ proptest! {
         }
     }
 
-    /// Coding a binary value in hexadecimal and back gives it again.
+    /// Encoding a value as hex and decoding it should return the same value.
     #[test]
-    fn hexadecimal_comes_back(bytes in proptest::collection::vec(any::<u8>(), 1..1024)) {
+    fn hex_values_roundtrip(bytes in proptest::collection::vec(any::<u8>(), 1..1024)) {
         prop_assert_eq!(chap::decode(&chap::encode(&bytes)).unwrap(), bytes);
     }
 }

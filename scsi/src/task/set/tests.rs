@@ -29,7 +29,7 @@ fn add(set: &mut TaskSet, nexus: NexusId, tag: u64, attribute: TaskAttribute) ->
 }
 
 #[test]
-fn ordered_waits_for_older_and_holds_back_newer() {
+fn ordered_is_a_barrier() {
     let mut set = TaskSet::new(8, 8);
     let first = add(&mut set, A, 1, Simple);
     assert!(set.try_start(first));
@@ -43,11 +43,11 @@ fn ordered_waits_for_older_and_holds_back_newer() {
     assert_eq!(set.poll_start(), None);
     assert!(set.remove(ordered));
     assert_eq!(set.poll_start(), Some(newer));
-    assert!(!set.try_start(newer), "it runs already");
+    assert!(!set.try_start(newer), "already running");
 }
 
 #[test]
-fn head_of_queue_starts_at_once_and_holds_back_what_is_newer() {
+fn head_of_queue_blocks_newer_tasks() {
     let mut set = TaskSet::new(8, 8);
     let ordered = add(&mut set, A, 1, Ordered);
     assert!(set.try_start(ordered));
@@ -60,9 +60,9 @@ fn head_of_queue_starts_at_once_and_holds_back_what_is_newer() {
     assert_eq!(set.poll_start(), Some(simple));
 }
 
-/// There is always one under way, and the others start all the same.
+/// There is always at least one of them in flight, but the other tasks should still start.
 #[test]
-fn head_of_queue_commands_that_overlap_starve_no_other() {
+fn overlapping_head_of_queue_allows_progress() {
     for attribute in [Simple, Ordered] {
         let mut set = TaskSet::new(8, 8);
         let first = add(&mut set, A, 1, HeadOfQueue);
@@ -89,7 +89,7 @@ fn blocks(first: u64, end: u64) -> Blocks {
 }
 
 #[test]
-fn an_atomic_command_keeps_others_from_its_blocks_only() {
+fn atomic_command_blocks_overlapping_writes() {
     let mut set = TaskSet::new(8, 8);
     let add = |set: &mut TaskSet, tag, footprint| {
         let key = set.register(A, TaskTag(tag), touching(footprint)).unwrap();
@@ -98,18 +98,18 @@ fn an_atomic_command_keeps_others_from_its_blocks_only() {
     let (before, started) = add(&mut set, 1, Footprint::Writes(blocks(8, 16)));
     assert!(started);
     let (atomic, started) = add(&mut set, 2, Footprint::Atomic(blocks(10, 11)));
-    assert!(!started, "a write to its blocks is under way");
+    assert!(!started, "blocked by an older write");
     let (elsewhere, started) = add(&mut set, 3, Footprint::Writes(blocks(11, 12)));
-    assert!(started, "behind its blocks");
+    assert!(started, "different blocks");
     let (behind, started) = add(&mut set, 4, Footprint::Writes(Blocks::ALL));
-    assert!(!started, "it came after the atomic one");
+    assert!(!started, "blocked by an older atomic command");
     let (reads, started) = add(&mut set, 5, Footprint::None);
     assert!(started);
     set.remove(before);
     assert_eq!(set.poll_start(), Some(atomic));
     assert_eq!(set.poll_start(), None);
     let (second, started) = add(&mut set, 6, Footprint::Atomic(blocks(0, 11)));
-    assert!(!started, "two atomic ones, and a write before it");
+    assert!(!started, "blocked by older commands");
     set.remove(atomic);
     assert_eq!(set.poll_start(), Some(behind));
     assert_eq!(set.poll_start(), None);
@@ -122,7 +122,7 @@ fn an_atomic_command_keeps_others_from_its_blocks_only() {
 }
 
 #[test]
-fn an_atomic_command_that_is_aborted_frees_its_blocks() {
+fn aborted_atomic_command_releases_blocks() {
     let mut set = TaskSet::new(8, 8);
     let atomic = touching(Footprint::Atomic(blocks(0, 1)));
     let keys = [1, 2, 3].map(|tag| set.register(A, TaskTag(tag), atomic).unwrap());
@@ -130,22 +130,22 @@ fn an_atomic_command_that_is_aborted_frees_its_blocks() {
     assert_eq!(set.poll_start(), None);
     set.manage(A, TaskManagement::AbortTask(TaskTag(2)));
     set.remove(keys[0]);
-    assert_eq!(set.poll_start(), None, "the aborted one may still be here");
+    assert_eq!(set.poll_start(), None, "aborted task has not been removed");
     set.remove(keys[1]);
     assert_eq!(set.poll_start(), Some(keys[2]));
 }
 
 #[test]
-fn a_command_without_its_data_holds_up_its_own_nexus_only() {
+fn missing_data_blocks_only_own_nexus() {
     let mut set = TaskSet::new(8, 8);
     let ordered = set.register(A, TaskTag(1), arriving(Ordered)).unwrap();
     assert!(!set.try_start(ordered));
     let own = add(&mut set, A, 2, Simple);
-    assert!(!set.try_start(own), "an older ORDERED command of its nexus");
+    assert!(!set.try_start(own), "held by an older ORDERED command");
     let other = add(&mut set, B, 1, Simple);
     assert!(set.try_start(other));
     set.data_arrived(ordered);
-    assert_eq!(set.poll_start(), None, "now the other's is older");
+    assert_eq!(set.poll_start(), None, "waits for the older command");
     set.remove(other);
     assert_eq!(set.poll_start(), Some(ordered));
     assert_eq!(set.poll_start(), None);
@@ -154,7 +154,7 @@ fn a_command_without_its_data_holds_up_its_own_nexus_only() {
 }
 
 #[test]
-fn an_ordered_command_waits_for_the_data_of_older_ones_of_its_nexus() {
+fn ordered_waits_for_older_data() {
     let mut set = TaskSet::new(8, 8);
     let write = set.register(A, TaskTag(1), arriving(Simple)).unwrap();
     let ordered = add(&mut set, A, 2, Ordered);
@@ -176,7 +176,7 @@ fn an_ordered_command_waits_for_the_data_of_older_ones_of_its_nexus() {
 }
 
 #[test]
-fn what_an_aborted_command_held_goes_on_without_it() {
+fn removing_aborted_task_releases_held_tasks() {
     let mut set = TaskSet::new(8, 8);
     let write = set.register(A, TaskTag(1), arriving(Simple)).unwrap();
     let ordered = set.register(A, TaskTag(2), arriving(Ordered)).unwrap();
@@ -192,7 +192,7 @@ fn what_an_aborted_command_held_goes_on_without_it() {
 }
 
 #[test]
-fn one_nexus_cannot_fill_the_set() {
+fn single_nexus_cannot_fill_set() {
     let mut set = TaskSet::new(8, 2);
     let first = add(&mut set, A, 1, Simple);
     add(&mut set, A, 2, Simple);
@@ -203,7 +203,7 @@ fn one_nexus_cannot_fill_the_set() {
     add(&mut set, A, 3, Simple);
 }
 
-/// A command of kind 0 to 11 for the blocks from `at` on.
+/// Returns a command of type 0 to 11 for the blocks starting at `at`.
 fn anything(kind: u8, at: u64) -> NewTask {
     let range = blocks(at, at + 2);
     NewTask {
@@ -217,10 +217,10 @@ fn anything(kind: u8, at: u64) -> NewTask {
     }
 }
 
-/// A SIMPLE command that nothing holds up runs without having been in a queue, and an ORDERED one
-/// behind it waits in one.
+/// A SIMPLE command that can run immediately should not be added to a queue, but an ORDERED command
+/// after it should.
 #[test]
-fn a_command_that_starts_at_once_enters_no_queue() {
+fn immediate_start_skips_queue() {
     let mut set = TaskSet::new(8, 8);
     let (simple, started) = set.register_and_start(A, TaskTag(1), of(Simple)).unwrap();
     assert!(started);
@@ -239,9 +239,10 @@ fn a_command_that_starts_at_once_enters_no_queue() {
     assert_eq!(set.poll_start(), Some(behind));
 }
 
-/// However many tasks run and wait, the start or the end of one looks at a few.
+/// The number of tasks we check when a task is started or removed should not depend on the total
+/// number.
 #[test]
-fn each_event_looks_at_few_tasks() {
+fn task_events_take_constant_work() {
     let mut set = TaskSet::new(32_768, 32_768);
     let mut most = 0;
     let mut watch = |set: &TaskSet| {
@@ -276,7 +277,7 @@ fn each_event_looks_at_few_tasks() {
 }
 
 #[test]
-fn overlapped_tags_and_a_full_set_are_refused() {
+fn overlapped_tag_and_full_set_fail() {
     let mut set = TaskSet::new(2, 2);
     let key = add(&mut set, A, 1, Simple);
     let again = set.register(A, TaskTag(1), of(Simple));
@@ -288,12 +289,12 @@ fn overlapped_tags_and_a_full_set_are_refused() {
     assert!(!set.remove(key));
     let reused = add(&mut set, A, 1, Simple);
     assert_ne!(reused, key);
-    assert!(!set.remove(key), "the old key is not the new task");
+    assert!(!set.remove(key), "old key must not match the new task");
     assert!(set.remove(reused));
 }
 
 #[test]
-fn abort_functions_reach_the_right_tasks() {
+fn abort_functions_select_matching_tasks() {
     let scene = || {
         let mut set = TaskSet::new(8, 8);
         let keys = [(A, 1), (A, 2), (B, 1)].map(|(n, t)| add(&mut set, n, t, Simple));
@@ -316,16 +317,16 @@ fn abort_functions_reach_the_right_tasks() {
         let response = TmfResponse::Complete;
         assert!(aborted.iter().all(|&key| set.is_aborted(key)));
         assert_eq!(outcome, TmfOutcome { response, aborted }, "{function:?}");
-        // TAS: of these tasks only the last one is another nexus's.
+        // TAS: only the last of these tasks is from a different nexus.
         let cleared = keys.map(|key| set.is_cleared(key));
         let others = set.is_aborted(keys[2]);
         assert_eq!(cleared, [false, false, others], "{function:?}");
     }
 }
 
-/// A task that its own nexus ends, before or after another one, gets no status.
+/// If a task is aborted by its own nexus, before or after another nexus, it doesn't get a status.
 #[test]
-fn a_task_that_its_own_nexus_ends_is_not_cleared() {
+fn own_abort_is_not_cleared() {
     for functions in [[A, B], [B, A]] {
         let mut set = TaskSet::new(8, 8);
         let key = add(&mut set, A, 1, Simple);
@@ -342,7 +343,7 @@ fn a_task_that_its_own_nexus_ends_is_not_cleared() {
 }
 
 #[test]
-fn functions_without_tasks_answer() {
+fn functions_return_correct_response() {
     let mut set = TaskSet::new(2, 2);
     add(&mut set, A, 1, Simple);
     let cases = [
@@ -368,10 +369,10 @@ fn functions_without_tasks_answer() {
 }
 
 proptest! {
-    /// With any attributes and any order of completion, every task
-    /// starts, no ORDERED one overtakes, and the counters end at zero.
+    /// For any attributes and any order of completion, all tasks should start, an ORDERED task
+    /// should never be reordered, and the counters should be zero at the end.
     #[test]
-    fn every_task_starts_in_a_legal_order(
+    fn tasks_start_in_order(
         attributes in proptest::collection::vec(0..3_u8, 1..40),
         picks in proptest::collection::vec(any::<prop::sample::Index>(), 40),
     ) {
@@ -400,10 +401,10 @@ proptest! {
         prop_assert!([set.heads, set.order, set.ordered].iter().all(|list| *list == List::default()));
     }
 
-    /// A command that is registered and started in one call is where it would be after two, in any
-    /// state of the set.
+    /// For any state of the set, registering and starting a command in a single call should have
+    /// the same result as using two calls.
     #[test]
-    fn starting_at_once_is_registering_and_starting(
+    fn register_and_start_matches_separate_calls(
         script in proptest::collection::vec((0..8_u8, 0..2_u64, 0..6_u64, 0..12_u8, 0..4_u64), 1..80),
     ) {
         let (mut once, mut twice) = (TaskSet::new(10, 7), TaskSet::new(10, 7));
@@ -441,16 +442,17 @@ proptest! {
             };
             prop_assert_eq!(state(&once), state(&twice));
         }
-        // What is left starts in one order.
+        // The remaining tasks should start in the same order.
         while let Some(key) = once.poll_start() {
             prop_assert_eq!(twice.poll_start(), Some(key));
         }
         prop_assert_eq!(twice.poll_start(), None);
     }
 
-    /// After any history, the set starts the same tasks as a plain implementation of the rules.
+    /// For any history, the set should start the same tasks as a simple implementation of the
+    /// rules.
     #[test]
-    fn lists_agree_with_the_rules(
+    fn task_set_matches_reference(
         script in proptest::collection::vec((0..9_u8, 0..2_u64, 0..6_u64, 0..12_u8, 0..4_u64), 1..80),
     ) {
         let mut set = TaskSet::new(10, 7);
@@ -494,7 +496,7 @@ proptest! {
                     prop_assert!(blockers == 0 || task.state == TaskState::Blocked);
                 }
             }
-            // Every task that can start is found.
+            // This should find all tasks that can be started.
             if what % 3 == 0 {
                 while set.poll_start().is_some() {}
                 let stuck = set.tasks().find(|(_, t)| {
@@ -517,7 +519,7 @@ const STATES: [TaskState; 6] = [
 ];
 
 #[test]
-fn states_follow_each_other_as_in_the_diagram() {
+fn task_states_match_diagram() {
     let expected = "Arriving: Held Dormant Aborted\n\
                     Held: Dormant Aborted\n\
                     Dormant: Blocked Enabled Aborted\n\
@@ -528,15 +530,15 @@ fn states_follow_each_other_as_in_the_diagram() {
 }
 
 #[test]
-fn every_transition_of_a_task_is_taken() {
+fn task_transitions_are_covered() {
     assert_all_taken(&STATES, || {
-        // Data arrive for an ORDERED command, behind which a SIMPLE one is held.
+        // The data for an ORDERED command is received while a SIMPLE command is held by it.
         let mut set = TaskSet::new(8, 8);
         let ordered = set.register(A, TaskTag(1), arriving(Ordered)).unwrap();
         add(&mut set, A, 2, Simple);
         set.data_arrived(ordered);
         assert_eq!(set.poll_start(), Some(ordered));
-        // One that waits for its blocks starts when they are free.
+        // A command that waits for blocks should start when these are released.
         let atomic = touching(Footprint::Atomic(Blocks::ALL));
         let mut set = TaskSet::new(8, 8);
         let first = set.register(A, TaskTag(1), atomic).unwrap();
@@ -545,7 +547,7 @@ fn every_transition_of_a_task_is_taken() {
         assert!(!set.try_start(second));
         assert!(set.remove(first));
         assert_eq!(set.poll_start(), Some(second));
-        // A reset while there is a task in every state.
+        // Reset with a task in each state.
         let third = set.register(A, TaskTag(3), atomic).unwrap();
         assert!(!set.try_start(third));
         set.register(B, TaskTag(1), arriving(Ordered)).unwrap();

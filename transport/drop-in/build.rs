@@ -2,7 +2,8 @@
 //!
 //! `symbols.txt` has a line for every symbol that the libraries of rdma-core export:
 //! `name@@VERSION`, or `name@VERSION` for one that only old programs use, and then, for a function
-//! that is not provided, what it returns: `errno` (a positive error number) or `null`.
+//! that is not provided, what it returns: `errno` (a positive error number), `null`, or `socket` (-1,
+//! with the error number in `errno`).
 //!
 //! Rust cannot give a function a symbol version. So each symbol is a jump in assembler to the
 //! function, and a version script, the second beside the one that rustc writes, names the versions.
@@ -39,7 +40,7 @@ fn main() {
         versions.insert(version.to_owned());
         let function = match absent {
             None => name.to_owned(),
-            Some(kind @ ("errno" | "null")) => format!("absent_{kind}"),
+            Some(kind @ ("errno" | "null" | "socket")) => format!("absent_{kind}"),
             Some(other) => panic!("symbols.txt: unknown kind {other} of {name}"),
         };
         let at = if is_default { "@@@" } else { "@" };

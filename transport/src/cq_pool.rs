@@ -1,29 +1,29 @@
-//! A pool of completion queues that several users share (Linux's `ib_cq_pool_get`).
+//! Pool of CQs shared by multiple users (see `ib_cq_pool_get` in Linux).
 //!
-//! A user takes as many entries of a queue as it has requests, so that it never overruns. Queues
-//! are made as they are needed, each on a vector and for a context of polling, and stay until the
-//! pool is destroyed. Whose a completion is, its queue pair says.
+//! Each user allocates as many entries as it has requests, so a queue can never overrun. Queues are
+//! created when needed for a specific vector and poll context, and not destroyed before the pool.
+//! The QP in a completion identifies its user.
 //!
-//! `riserd` and `riser` have a queue for each connection instead: what overruns one ends that
-//! connection alone.
+//! `riserd` and `riser` use a separate queue per connection instead, so that an overrun only
+//! affects that connection.
 //!
-//! Bound: the entries that are taken, and for each pair of vector and context less than one queue
-//! more.
+//! The number of queues is limited by the number of allocated entries, plus less than one queue per
+//! combination of vector and context.
 //!
-//! No user yet.
+//! Currently not used.
 
 use crate::verbs::{CqId, CqInitAttr, PollContext, Verbs, VerbsError};
 
-/// Entries of a queue, unless a user takes more at once (`IB_MAX_SHARED_CQ_SZ`).
+/// Number of entries per queue, unless a user needs more (`IB_MAX_SHARED_CQ_SZ`).
 const SHARED_ENTRIES: u32 = 4096;
 
-/// Entries that a user has taken.
+/// Entries allocated by a user.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "entries must be put back"]
 pub struct CqShare {
-    /// The queue, for the queue pairs of the user.
+    /// Completion queue to be used for the user's QPs.
     pub cq: CqId,
-    /// Context in which its completions are handled.
+    /// Context for handling the completions.
     pub context: PollContext,
     entries: u32,
 }
@@ -37,28 +37,29 @@ struct Queue {
     taken: u32,
 }
 
-/// The queues of a device.
+/// Completion queues of a device.
 #[derive(Debug, Default)]
 pub struct CqPool {
     queues: Vec<Queue>,
-    /// Vector of the next user that has no wish.
+    /// Vector for the next user without a hint.
     next_vector: u32,
 }
 
 impl CqPool {
-    /// A pool without queues.
+    /// Creates an empty pool.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes `entries` of a queue that is polled in a context. `vector_hint` picks its completion
-    /// vector, counted around; without it users are spread over all.
+    /// Allocates `entries` in a queue for this poll context. `vector_hint` is used to select the
+    /// completion vector, modulo the number of vectors. Without a hint, users are distributed over
+    /// all vectors.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] for a queue that is polled directly, since its user takes
-    /// all that it has, for no entries, and for more than the device's
-    /// [`max_cqe`](crate::verbs::DeviceAttr::max_cqe); those of [`Verbs::create_cq_with`].
+    /// [`VerbsError::InvalidParameter`] for direct polling, since this can't be used with a shared
+    /// queue, and if `entries` is zero or exceeds [`max_cqe`](crate::verbs::DeviceAttr::max_cqe).
+    /// Otherwise the errors of [`Verbs::create_cq_with`].
     pub fn get<V: Verbs + ?Sized>(
         &mut self,
         verbs: &mut V,
@@ -69,7 +70,7 @@ impl CqPool {
         let attr = verbs.device_attr();
         let (max, vectors) = (attr.max_cqe, attr.comp_vectors.max(1));
         if !context.has_events() {
-            return Err(VerbsError::InvalidParameter("context of a shared queue"));
+            return Err(VerbsError::InvalidParameter("shared queue context"));
         }
         if entries == 0 || entries > max {
             return Err(VerbsError::InvalidParameter("completion queue entries"));
@@ -110,22 +111,22 @@ impl CqPool {
         })
     }
 
-    /// Puts entries back, whose user has no queue pair on the queue any more.
+    /// Releases entries. The user must not have any QPs using this queue.
     ///
     /// # Panics
-    /// If they are of another pool.
+    /// Panics if the entries were not allocated from this pool.
     pub fn put(&mut self, share: CqShare) {
         let mut queues = self.queues.iter_mut();
         let queue = queues.find(|queue| queue.cq == share.cq);
-        queue.expect("a queue of this pool").taken -= share.entries;
+        queue.expect("queue belongs to this pool").taken -= share.entries;
     }
 
-    /// The queues, with their contexts, for the loop that gives them their turns.
+    /// Iterates over all queues with their contexts, used by the loop that polls them.
     pub fn queues(&self) -> impl Iterator<Item = (CqId, PollContext)> {
         self.queues.iter().map(|queue| (queue.cq, queue.context))
     }
 
-    /// Destroys all queues. One that still has queue pairs stays.
+    /// Destroys all queues, except if they are still used by QPs.
     pub fn destroy<V: Verbs + ?Sized>(&mut self, verbs: &mut V) {
         let mut is_busy =
             |queue: &Queue| matches!(verbs.destroy_cq(queue.cq), Err(VerbsError::ResourceBusy(_)));
@@ -140,7 +141,7 @@ mod tests {
     use crate::verbs::{QpCap, QpInitAttr, QpType};
 
     #[test]
-    fn users_share_queues_of_their_vector_and_context_as_long_as_there_is_room() {
+    fn users_share_queues_with_free_entries() {
         let nic = &mut Pair::new(FabricConfig::default()).a;
         let mut pool = CqPool::new();
         let (soft, work) = (PollContext::Softirq, PollContext::Workqueue);
@@ -154,11 +155,11 @@ mod tests {
         assert!(other.cq != full.cq && other.context == work);
         let long = pool.get(nic, 5000, Some(1), soft).unwrap();
         assert_eq!(nic.query_cq(long.cq).unwrap().entries, 5000);
-        // What was put back is taken again.
+        // Released entries can be allocated again.
         pool.put(b);
         assert_eq!(pool.get(nic, 1000, Some(1), soft).unwrap().cq, a.cq);
         assert_eq!(pool.queues().count(), 4);
-        // Without a wish they are spread.
+        // Without a hint, users are distributed.
         let spread: Vec<_> = (0..9)
             .map(|_| pool.get(nic, 1, None, work).unwrap())
             .collect();
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_shared_is_refused_and_queues_in_use_stay() {
+    fn unshareable_requests_fail_and_used_queues_remain() {
         let nic = &mut Pair::new(FabricConfig::default()).a;
         let mut pool = CqPool::new();
         let direct = PollContext::Direct { budget: 1 };

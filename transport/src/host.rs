@@ -1,5 +1,5 @@
-//! A host's offer for a program that wants an RDMA device, as text: addresses for the software
-//! NIC, and the devices behind rdma-core, or why there are none.
+//! Text report of the RDMA support on a host: addresses for the software NIC, and the devices
+//! available via rdma-core, or the reason if not available.
 
 use std::error::Error;
 use std::fmt;
@@ -8,22 +8,22 @@ use std::io;
 use crate::netif::{Interface, interfaces};
 use crate::rdma_core::{self, DeviceSummary};
 
-/// Addresses and devices of a host. The text form names the provider on each of its lines.
+/// Addresses and devices of a host. Each line of the text format contains the provider name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Addresses that the software NIC can have.
+    /// Addresses that can be used by the software NIC.
     pub interfaces: Vec<Interface>,
-    /// Names of the RDMA devices that the kernel has.
+    /// RDMA device names known by the kernel.
     pub kernel: Vec<String>,
-    /// The devices that libibverbs finds, or why there are none.
+    /// Devices found by libibverbs, or the reason if not available.
     pub rdma_core: Result<Vec<DeviceSummary>, String>,
 }
 
 impl Host {
-    /// Looks at this host.
+    /// Collects the information for this host.
     ///
     /// # Errors
-    /// The addresses cannot be listed.
+    /// Returns an error if the addresses cannot be listed.
     pub fn look() -> io::Result<Self> {
         let found = rdma_core::devices().map_err(|e| with_causes(&rdma_core::OpenError::from(e)));
         let some = |devices: Vec<DeviceSummary>| match devices.is_empty() {
@@ -38,12 +38,12 @@ impl Host {
     }
 }
 
-/// An error and what it came from, on one line.
+/// Formats an error and its causes on a single line.
 fn with_causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        // Some errors say their cause themselves.
+        // Some error messages already include the cause.
         let said = error.to_string();
         if !text.ends_with(&said) {
             text = format!("{text}: {said}");
@@ -82,7 +82,8 @@ impl fmt::Display for Host {
     }
 }
 
-/// Names of the RDMA devices that the kernel has, sorted; empty where it has no RDMA.
+/// Returns the sorted names of RDMA devices known by the kernel. This is empty if the kernel has no
+/// RDMA support.
 #[must_use]
 pub fn rdma_devices() -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir("/sys/class/infiniband")
@@ -101,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_says_what_it_has_and_why_it_lacks_the_rest() {
+    fn host_lists_devices_and_reasons() {
         let mut host = Host {
             interfaces: vec![Interface {
                 name: "eth0".into(),

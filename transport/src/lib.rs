@@ -1,23 +1,23 @@
-//! RDMA verbs, connection management, and the providers that carry them.
+//! RDMA verbs, connection management, and their providers.
 //!
-//! - [`cm`]: the InfiniBand communication manager as a pure machine.
-//! - [`verbs`]: the types and the three traits that everything above is written against.
-//! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
-//! - [`mr`]: the memory-key table of our own devices.
-//! - [`rc`]: the reliable-connection transport, as pure machines.
-//! - [`rdmap`]: connections of iWARP.
-//! - [`uc`]: the unreliable-connection transport, as a pure machine.
-//! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
-//! - [`roce`]: the software NIC.
-//! - [`iwarp`]: a device whose connections are those of iWARP, over TCP.
-//! - [`shm`]: the same device between processes of one host, in shared memory.
-//! - [`loopback`]: the same device over a deterministic wire in memory.
-//! - [`mr_pool`]: recycles fast-registered regions.
-//! - [`cq_pool`]: completion queues that several users share.
-//! - [`umem`]: scatter lists as ranges of memory.
-//! - [`netif`]: this host's network interfaces.
-//! - [`table`]: objects named by generation-checked handles.
-//! - [`host`]: what a host offers, for people.
+//! - [`cm`]: InfiniBand communication manager as a pure state machine.
+//! - [`verbs`]: types and the three traits used by all other code.
+//! - [`wire`]: RoCEv2 wire format: headers, opcode table, ICRC.
+//! - [`mr`]: memory key table for our own devices.
+//! - [`rc`]: reliable connection transport, as pure state machines.
+//! - [`rdmap`]: iWARP connections.
+//! - [`uc`]: unreliable connection transport, as a pure state machine.
+//! - [`rdma_core`]: libibverbs and librdmacm, loaded at runtime.
+//! - [`roce`]: software NIC.
+//! - [`iwarp`]: device for iWARP connections over TCP.
+//! - [`shm`]: the same device for processes on one host, using shared memory.
+//! - [`loopback`]: the same device using a deterministic in-memory wire.
+//! - [`mr_pool`]: pool of fast-registration regions.
+//! - [`cq_pool`]: completion queues shared by multiple users.
+//! - [`umem`]: scatter lists as memory ranges.
+//! - [`netif`]: network interfaces of this host.
+//! - [`table`]: objects identified by generation-checked handles.
+//! - [`host`]: report of the RDMA support on a host.
 
 pub mod cm;
 pub mod cq_pool;

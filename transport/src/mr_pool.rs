@@ -1,9 +1,9 @@
-//! A pool of fast-registered regions, one for each connection.
+//! Pool of fast-registration regions, used per connection.
 //!
-//! An initiator registers the memory of a command before it sends it, and must be sure that the
-//! peer's key no longer works before it reports the command done. Allocating a region for each
-//! command would be slow, so the regions are allocated once and registered again and again, each
-//! time under a new key byte.
+//! An initiator must register the memory of a command before sending it, and must ensure that the
+//! peer can't use the key anymore before completing the command. Allocating a region for each
+//! command would be too slow, so we allocate them once and register them repeatedly, each time with
+//! a new key byte.
 //!
 //! ```text
 //!            map                reg_wr              inv_wr
@@ -13,10 +13,10 @@
 //!   └────────────────────────────────────────┴────────────────────┘
 //! ```
 //!
-//! - [`MrPool`]: the regions not in use. Bound: as many as it was created for.
-//! - [`PooledMr`]: a region taken out. It must be put back; a region that is put back while its key
-//!   may still work is deregistered at once and replaced, so that no path, however broken, leaves a
-//!   key behind.
+//! - [`MrPool`]: unused regions. The maximum number is set when the pool is created.
+//! - [`PooledMr`]: a region that is in use and must be returned. If its key may still be valid when
+//!   it is returned, the region is immediately deregistered and replaced, so that no error path can
+//!   leave a valid key behind.
 
 use std::collections::VecDeque;
 
@@ -25,27 +25,27 @@ use riser_state::{State, become_state};
 
 use crate::verbs::{Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId};
 
-/// A range of memory, as it is advertised to a peer.
+/// Memory range as advertised to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteSegment {
-    /// Address of the first byte.
+    /// Start address.
     pub addr: u64,
-    /// Key of the region that it lies in.
+    /// Region key.
     pub rkey: RKey,
-    /// Length of the range in bytes.
+    /// Size in bytes.
     pub len: u32,
 }
 
 /// State of a pooled region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MrState {
-    /// Covers nothing that matters; its key does not work.
+    /// No memory is mapped and the key is invalid.
     Idle,
-    /// Has segments; its key does not work yet.
+    /// Memory is mapped but the key is still invalid.
     Mapped,
-    /// A registration was posted: from its execution on, its key works.
+    /// A registration was posted. The key will be valid when it is executed.
     Registered,
-    /// An invalidation was posted: until its completion, its key may work.
+    /// An invalidation was posted. The key may be valid until it completes.
     Invalidating,
 }
 
@@ -60,7 +60,7 @@ impl State for MrState {
     }
 }
 
-/// A region taken from a pool.
+/// Region allocated from a pool.
 #[derive(Debug)]
 #[must_use = "a region must be put back"]
 pub struct PooledMr {
@@ -72,32 +72,32 @@ pub struct PooledMr {
 }
 
 impl PooledMr {
-    /// Identifier of the region.
+    /// Returns the region ID.
     #[must_use]
     pub fn id(&self) -> MrId {
         self.id
     }
 
-    /// State of the region.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> MrState {
         self.state
     }
 
-    /// Present key of the region.
+    /// Returns the current key.
     #[must_use]
     pub fn rkey(&self) -> RKey {
         self.key
     }
 
-    /// Sets what it shall cover, which must be all of `segments`, and gives it a new key.
+    /// Maps the memory in `segments` and creates a new key.
     ///
     /// # Errors
-    /// The errors of [`Verbs::map_mr_sg`]; [`VerbsError::InvalidParameter`] if not all segments
-    /// fit.
+    /// Returns an error from [`Verbs::map_mr_sg`], or [`VerbsError::InvalidParameter`] if not all
+    /// segments fit into the region.
     ///
     /// # Panics
-    /// If its key may still work.
+    /// Panics if the key may still be valid.
     pub fn map<V: Verbs + ?Sized>(
         &mut self,
         verbs: &mut V,
@@ -113,22 +113,23 @@ impl PooledMr {
         if verbs.map_mr_sg(self.id, segments)? != want {
             return Err(VerbsError::InvalidParameter("number of segments"));
         }
-        // The device decides by which address peers name the region.
+        // The address used by peers is chosen by the device.
         self.addr = verbs.query_mr(self.id)?.mr.addr;
         self.len = want;
-        // Another key byte for each use: a packet with the key of before is refused.
+        // Use a new key byte each time, so that packets using the previous key are rejected.
         self.key = self.key.next();
         become_state(&mut self.state, MrState::Mapped);
         Ok(())
     }
 
-    /// The request that makes its key work, to post before the message that has the key.
+    /// Returns the work request to make the key valid, which must be posted before the message
+    /// containing the key.
     ///
     /// # Panics
-    /// If nothing is mapped.
+    /// Panics if no memory is mapped.
     pub fn reg_wr(&mut self, wr_id: WrId, access: Access) -> SendWr<'static> {
-        // Its key counts as working from here on, since the device may execute the request before
-        // the post returns.
+        // We assume that the key is valid after this, since the device can execute the request
+        // before the post returns.
         become_state(&mut self.state, MrState::Registered);
         SendWr {
             wr_id,
@@ -145,23 +146,24 @@ impl PooledMr {
         }
     }
 
-    /// Returns the range to advertise to the peer.
+    /// Returns the range to be advertised to the peer.
     ///
     /// # Panics
-    /// If it covers more than one range can say, 4 GiB.
+    /// Panics if the size exceeds the maximum of a single range, which is 4 GiB.
     #[must_use]
     pub fn remote(&self) -> RemoteSegment {
         RemoteSegment {
             addr: self.addr,
             rkey: self.key,
-            len: u32::try_from(self.len).expect("a registration shorter than 4 GiB"),
+            len: u32::try_from(self.len).expect("registration is less than 4 GiB"),
         }
     }
 
-    /// The request that makes its key fail; signaled, since its completion is what counts.
+    /// Returns the work request to invalidate the key. This is signaled because we need to wait for
+    /// the completion.
     ///
     /// # Panics
-    /// If its key does not work.
+    /// Panics if the key is not valid.
     pub fn inv_wr(&mut self, wr_id: WrId) -> SendWr<'static> {
         become_state(&mut self.state, MrState::Invalidating);
         SendWr {
@@ -175,11 +177,11 @@ impl PooledMr {
         }
     }
 
-    /// The invalidation has completed, or the peer invalidated `key`. Answers whether that was this
-    /// region's.
+    /// Called when the invalidation has completed or the peer has invalidated `key`. Returns true
+    /// if this is the key of this region.
     pub fn on_invalidated(&mut self, key: RKey) -> bool {
         let ours =
-            // A late completion may be about the key of an earlier use.
+            // A delayed completion can be for a previously used key.
             key == self.key && matches!(self.state, MrState::Registered | MrState::Invalidating);
         if ours {
             become_state(&mut self.state, MrState::Idle);
@@ -187,7 +189,7 @@ impl PooledMr {
         ours
     }
 
-    /// Drops what was mapped and never registered.
+    /// Removes mapped memory that was not registered.
     fn forget_mapping(&mut self) {
         if self.state == MrState::Mapped {
             become_state(&mut self.state, MrState::Idle);
@@ -195,7 +197,7 @@ impl PooledMr {
     }
 }
 
-/// The regions of a connection that are not in use.
+/// Unused regions of a connection.
 #[derive(Debug)]
 pub struct MrPool {
     pd: PdId,
@@ -205,10 +207,10 @@ pub struct MrPool {
 }
 
 impl MrPool {
-    /// Allocates `count` regions of `max_segments` segments.
+    /// Allocates `count` regions with `max_segments` segments.
     ///
     /// # Errors
-    /// The errors of [`Verbs::alloc_fast_mr`]; nothing stays allocated then.
+    /// Returns an error from [`Verbs::alloc_fast_mr`]. In this case nothing is allocated.
     pub fn new<V: Verbs + ?Sized>(
         verbs: &mut V,
         pd: PdId,
@@ -224,7 +226,7 @@ impl MrPool {
         for _ in 0..count {
             match pool.alloc(verbs) {
                 Ok(mr) => pool.free.push_back(mr),
-                // Those that exist are given back: the caller has no pool to destroy.
+                // Deallocate existing regions, since the caller has no pool to destroy.
                 Err(e) => {
                     pool.destroy(verbs);
                     return Err(e);
@@ -245,37 +247,38 @@ impl MrPool {
         })
     }
 
-    /// Segments that one region covers.
+    /// Returns the maximum number of segments per region.
     #[must_use]
     pub fn max_segments(&self) -> u32 {
         self.max_segments
     }
 
-    /// Regions that can be taken.
+    /// Returns the number of available regions.
     #[must_use]
     pub fn available(&self) -> usize {
         self.free.len()
     }
 
-    /// Regions taken and not yet put back.
+    /// Returns the number of regions in use.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.out
     }
 
-    /// Takes a region, the one put back longest ago.
+    /// Allocates the region that was returned to the pool first.
     pub fn get(&mut self) -> Option<PooledMr> {
-        // The one that has rested longest, so that its key bytes come round as late as possible.
+        // Use the oldest region, so that it takes as long as possible until a key byte is reused.
         let mr = self.free.pop_front()?;
         self.out += 1;
         Some(mr)
     }
 
-    /// Puts a region back. One whose key may still work is deregistered, which ends the key, and
-    /// replaced. If the device refuses a replacement the pool is one smaller.
+    /// Returns a region to the pool. If its key may still be valid, the region is deregistered,
+    /// which invalidates the key, and replaced. If the device cannot allocate a new region, the
+    /// pool size is reduced.
     ///
     /// # Errors
-    /// That of the replacement's allocation.
+    /// Returns the allocation error for the new region.
     pub fn put<V: Verbs + ?Sized>(
         &mut self,
         verbs: &mut V,
@@ -284,7 +287,8 @@ impl MrPool {
         debug_assert!(self.out > 0, "a region of another pool");
         self.out = self.out.saturating_sub(1);
         if matches!(mr.state, MrState::Registered | MrState::Invalidating) {
-            // The region may be gone already with its device; what counts is that the key is.
+            // The region may already have been removed together with its device, which also
+            // invalidates the key.
             let _ = verbs.dereg_mr(mr.id);
             mr = self.alloc(verbs)?;
         }
@@ -293,19 +297,19 @@ impl MrPool {
         Ok(())
     }
 
-    /// Deregisters every region that is not in use. Those in use are put back first, or
-    /// deregistered by their holder with [`MrPool::discard`].
+    /// Deregisters all unused regions. Regions in use must be returned first, or deregistered using
+    /// [`MrPool::discard`].
     pub fn destroy<V: Verbs + ?Sized>(&mut self, verbs: &mut V) {
         for mr in self.free.drain(..) {
-            // As in `put`.
+            // See `put`.
             let _ = verbs.dereg_mr(mr.id);
         }
     }
 
-    /// Deregisters a region instead of putting it back; the pool is one smaller.
+    /// Deregisters a region instead of returning it. This reduces the pool size.
     pub fn discard<V: Verbs + ?Sized>(&mut self, verbs: &mut V, mr: PooledMr) {
         self.out = self.out.saturating_sub(1);
-        // As in `put`.
+        // See `put`.
         let _ = verbs.dereg_mr(mr.id);
     }
 }
@@ -326,7 +330,7 @@ mod tests {
     ];
 
     #[test]
-    fn the_table_is_the_diagram() {
+    fn transitions_match_diagram() {
         let expected = "Idle: Mapped\n\
                         Mapped: Idle Registered\n\
                         Registered: Idle Invalidating\n\
@@ -335,19 +339,19 @@ mod tests {
     }
 
     #[test]
-    fn every_transition_is_taken() {
+    fn tests_cover_all_transitions() {
         let mut verbs = Pair::new(FabricConfig::default()).a;
         let pd = verbs.alloc_pd().unwrap();
         let mut pool = MrPool::new(&mut verbs, pd, 1, 1).unwrap();
         let memory = [Memory::new(PAGE).unwrap().whole()];
         let access = Access::REMOTE_READ;
         assert_all_taken(&STATES, || {
-            // Mapped and put back unused.
+            // Mapped and returned without being used.
             let mut mr = pool.get().unwrap();
             mr.map(&mut verbs, &memory).unwrap();
             pool.put(&mut verbs, mr).unwrap();
             let mut mr = pool.get().unwrap();
-            // Invalidated by the peer, then by ourselves.
+            // Invalidated first by the peer and then by us.
             mr.map(&mut verbs, &memory).unwrap();
             let _ = mr.reg_wr(WrId(1), access);
             assert!(mr.on_invalidated(mr.rkey()));
@@ -361,7 +365,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "Idle became Registered")]
-    fn nothing_is_registered_without_a_mapping() {
+    fn registering_without_mapping_panics() {
         let mut verbs = Pair::new(FabricConfig::default()).a;
         let pd = verbs.alloc_pd().unwrap();
         let mut mr = MrPool::new(&mut verbs, pd, 1, 1).unwrap().get().unwrap();

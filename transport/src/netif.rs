@@ -1,7 +1,7 @@
-//! This host's network interfaces: their addresses and MTUs.
+//! Network interfaces of this host: addresses and MTUs.
 //!
-//! The list is walked here and not by `nix::ifaddrs`, which copies every name: the software NIC
-//! looks up its MTU every few seconds, and a worker that has warmed up allocates nothing.
+//! We don't use `nix::ifaddrs` because it copies all names: the software NIC checks its MTU every
+//! few seconds, and must not allocate memory in a steady state.
 
 #![allow(
     unsafe_code,
@@ -21,23 +21,23 @@ use nix::sys::socket::{SockaddrLike, SockaddrStorage};
 
 pub use watch::{AddressState, AddressWatch};
 
-/// An address of an interface that is up.
+/// Address of an interface that is up.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Interface {
-    /// Name of the interface.
+    /// Interface name.
     pub name: String,
-    /// Address of the interface.
+    /// Interface address.
     pub address: IpAddr,
-    /// Largest IP packet in bytes; `None` if the interface has just gone.
+    /// Maximum IP packet size in bytes, or `None` if the interface was just removed.
     pub mtu: Option<u32>,
 }
 
 impl Interface {
-    /// The largest RoCE path MTU that fits: the packet less IPv6, UDP, the longest transport
-    /// headers and the ICRC.
+    /// Returns the largest RoCE path MTU that fits into a packet, including IPv6, UDP, the longest
+    /// transport headers and the ICRC.
     #[must_use]
     pub fn path_mtu(&self) -> Option<u16> {
-        // 40 + 8 for IPv6 and UDP, 12 + 16 + 4 for BTH, RETH and immediate, 4 for the ICRC.
+        // 40 + 8 for IPv6 and UDP, 12 + 16 + 4 for BTH, RETH and immediate data, 4 for the ICRC.
         let room = self.mtu?.saturating_sub(40 + 8 + 12 + 16 + 4 + 4);
         [4096u16, 2048, 1024, 512, 256]
             .into_iter()
@@ -45,10 +45,10 @@ impl Interface {
     }
 }
 
-/// The addresses of all interfaces that are up, link-local IPv6 ones excepted, sorted.
+/// Returns the sorted addresses of all interfaces that are up, without IPv6 link-local addresses.
 ///
 /// # Errors
-/// The error of `getifaddrs(3)`.
+/// Returns an error from `getifaddrs(3)`.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
     let mut found: Vec<_> = Addresses::look()?
         .iter()
@@ -63,45 +63,47 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     Ok(found)
 }
 
-/// The MTU in bytes of the interface that has `addr`, or whose network holds it (as 127.0.0.2 is on
-/// the loopback interface that has 127.0.0.1). `None` if there is none.
+/// Returns the MTU in bytes of the interface that uses `addr` or whose network includes it (for
+/// example, 127.0.0.2 belongs to the loopback interface with the address 127.0.0.1). Returns `None`
+/// if there is no such interface.
 #[must_use]
 pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
     mtu_of(Addresses::look().ok()?.holder(addr)?.name)
 }
 
-/// The index of the interface that has `addr`, or whose network holds it; `None` if there is none.
+/// Returns the index of the interface that uses `addr` or whose network includes it, or `None` if
+/// there is no such interface.
 #[must_use]
 pub fn interface_index(addr: IpAddr) -> Option<u32> {
     index_of(Addresses::look().ok()?.holder(addr)?.name)
 }
 
-/// Whether an address is one of this host's: an interface that is up has it, or the loopback
-/// interface holds it, as it does all of 127.0.0.0/8.
+/// Returns true if this is an address of this host: it is used by an interface that is up, or
+/// included in the network of the loopback interface, as for 127.0.0.0/8.
 ///
-/// Binding a socket does not show that: multicast addresses can be bound, and with
-/// `net.ipv4.ip_nonlocal_bind` all addresses. Addresses that are local by a route only (AnyIP) are
-/// not among the host's.
+/// We cannot check this by binding a socket, because it is possible to bind to multicast addresses,
+/// and to all addresses with `net.ipv4.ip_nonlocal_bind`. Addresses that are only local because of
+/// a route (AnyIP) are not included.
 ///
 /// # Errors
-/// The error of `getifaddrs(3)`.
+/// Returns an error from `getifaddrs(3)`.
 pub fn is_local(addr: IpAddr) -> io::Result<bool> {
     LocalAddresses::look().map(|all| all.has(addr))
 }
 
-/// The addresses of this host at one time.
+/// Snapshot of the addresses of this host.
 pub(crate) struct LocalAddresses(Addresses);
 
 impl LocalAddresses {
-    /// Those of now.
+    /// Gets the current addresses.
     ///
     /// # Errors
-    /// The error of `getifaddrs(3)`.
+    /// Returns an error from `getifaddrs(3)`.
     pub(crate) fn look() -> io::Result<Self> {
         Addresses::look().map(Self)
     }
 
-    /// Whether an address is one of them. See [`is_local`].
+    /// Returns whether the address is included. See [`is_local`].
     pub(crate) fn has(&self, addr: IpAddr) -> bool {
         let addr = addr.to_canonical();
         let mut up = self.0.iter().filter(|entry| entry.is_up);
@@ -112,10 +114,10 @@ impl LocalAddresses {
     }
 }
 
-/// The list of getifaddrs(3).
+/// List returned by getifaddrs(3).
 struct Addresses(*mut libc::ifaddrs);
 
-/// An IP address of an interface.
+/// IP address of an interface.
 struct Entry<'a> {
     name: &'a [u8],
     is_up: bool,
@@ -126,30 +128,30 @@ struct Entry<'a> {
 impl Addresses {
     fn look() -> io::Result<Self> {
         let mut head = ptr::null_mut();
-        // SAFETY: the call fills `head`, or fails.
+        // SAFETY: on success, `head` has been initialized.
         if unsafe { libc::getifaddrs(&raw mut head) } != 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(Self(head))
     }
 
-    /// The address by which an interface has `addr`, or holds it.
+    /// Returns the interface address that is equal to `addr` or whose network includes it.
     fn holder(&self, addr: IpAddr) -> Option<Entry<'_>> {
         let entries = self.iter();
         let holding = entries.filter_map(|entry| Some((entry.common_bits(addr)?, entry)));
-        // The longest prefix, as routing would decide.
+        // Use the longest prefix, like for routing.
         let best = holding.reduce(|best, next| if next.0 > best.0 { next } else { best });
         best.map(|(_, entry)| entry)
     }
 
     fn iter(&self) -> impl Iterator<Item = Entry<'_>> {
-        // SAFETY: null or a node of the list, which lives as long as `self`.
+        // SAFETY: this is either null or a list entry that is valid for the lifetime of `self`.
         let node = |at: *mut libc::ifaddrs| unsafe { at.as_ref() };
         std::iter::successors(node(self.0), move |entry| node(entry.ifa_next)).filter_map(|entry| {
-            // SAFETY: the name is a string that lives as long as the list.
+            // SAFETY: the name is a valid string for the lifetime of the list.
             let label = unsafe { CStr::from_ptr(entry.ifa_name) }.to_bytes();
             Some(Entry {
-                // An IPv4 address may have a label, `eth0:1`, which stands in the place of the
+                // For an IPv4 address, this can be a label like `eth0:1` instead of the interface
                 // name.
                 name: label.split(|&byte| byte == b':').next()?,
                 is_up: entry.ifa_flags & libc::IFF_UP as u32 != 0,
@@ -162,22 +164,23 @@ impl Addresses {
 
 impl Drop for Addresses {
     fn drop(&mut self) {
-        // SAFETY: the list came from getifaddrs, and nothing refers to it any longer.
+        // SAFETY: the list was returned by getifaddrs and there are no more references to it.
         unsafe { libc::freeifaddrs(self.0) };
     }
 }
 
-/// The IP address of a list's socket address, if it is one.
+/// Returns the IP address for a list entry, if it is one.
 fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: null, which is refused, or a socket address of the family that it names.
+    // SAFETY: this is either null, which returns `None`, or a socket address matching its address
+    // family.
     let address = unsafe { SockaddrStorage::from_raw(address, None) }?;
     let v4 = address.as_sockaddr_in().map(|a| a.ip().into());
     v4.or_else(|| address.as_sockaddr_in6().map(|a| a.ip().into()))
 }
 
 impl Entry<'_> {
-    /// Length in bits of the prefix by which the interface's network holds `addr`; an exact match
-    /// counts most.
+    /// Returns the prefix length in bits if the interface network includes `addr`. An exact match
+    /// has the highest value.
     fn common_bits(&self, addr: IpAddr) -> Option<u32> {
         if self.address == addr {
             return Some(u32::MAX);
@@ -185,7 +188,7 @@ impl Entry<'_> {
         match (self.address, self.netmask?, addr) {
             (IpAddr::V4(a), IpAddr::V4(m), IpAddr::V4(b)) => {
                 let m = m.to_bits();
-                // A mask of no bits holds every address, and says nothing.
+                // An empty mask would match all addresses.
                 (m != 0 && a.to_bits() & m == b.to_bits() & m).then(|| m.count_ones())
             }
             (IpAddr::V6(a), IpAddr::V6(m), IpAddr::V6(b)) => {
@@ -197,7 +200,7 @@ impl Entry<'_> {
     }
 }
 
-/// `struct ifreq` (netdevice(7)) with the name of an interface and a number.
+/// `struct ifreq` (netdevice(7)) with an interface name and a number.
 #[repr(C)]
 struct Request {
     name: [u8; libc::IFNAMSIZ],
@@ -216,20 +219,20 @@ impl Request {
         }
     }
 
-    /// About an interface by its name; `None` for one that is too long.
+    /// Creates a request for an interface name, or returns `None` if it is too long.
     fn named(name: &[u8]) -> Option<Self> {
         let mut request = Self::new();
-        // The last byte stays zero: the name is a C string.
+        // The name is a C string, so the last byte must be zero.
         request.name[..libc::IFNAMSIZ - 1]
             .get_mut(..name.len())?
             .copy_from_slice(name);
         Some(request)
     }
 
-    /// Asks the kernel in the network namespace of a socket, which may be of any family; the answer
-    /// is in the request.
+    /// Executes the ioctl in the network namespace of a socket, which can use any address family.
+    /// The result is stored in the request.
     fn ask(&mut self, socket: impl AsFd, what: libc::Ioctl) -> io::Result<()> {
-        // SAFETY: the request has the layout of an `ifreq` and lives until the call returns.
+        // SAFETY: the request uses the layout of `ifreq` and is valid until the call returns.
         let answer = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), what, ptr::from_mut(self)) };
         if answer < 0 {
             return Err(io::Error::last_os_error());
@@ -238,37 +241,37 @@ impl Request {
     }
 }
 
-/// The number that the kernel has for an interface by its name. It is asked of the kernel and not
-/// read from sysfs, whose mount may show another network namespace than the calling thread's.
+/// Returns a number for an interface name. We don't use sysfs for this, as the mounted sysfs can
+/// belong to a different network namespace than the current thread.
 fn number_of(name: &[u8], what: libc::Ioctl) -> Option<u32> {
     let mut request = Request::named(name)?;
     let socket = UnixDatagram::unbound().ok()?;
     if let Err(error) = request.ask(&socket, what) {
         let name = String::from_utf8_lossy(name);
-        tracing::debug!(%error, %name, "the interface is not there");
+        tracing::debug!(%error, %name, "interface not found");
         return None;
     }
     u32::try_from(request.number).ok()
 }
 
-/// The MTU of an interface by its name.
+/// Returns the MTU for an interface name.
 fn mtu_of(name: &[u8]) -> Option<u32> {
     number_of(name, libc::SIOCGIFMTU)
 }
 
-/// The index of an interface by its name.
+/// Returns the index for an interface name.
 fn index_of(name: &[u8]) -> Option<u32> {
     number_of(name, libc::SIOCGIFINDEX)
 }
 
-/// The flags of an interface by its index, in the network namespace of a socket; `None` where there
-/// is none.
+/// Returns the flags for an interface index in the network namespace of a socket, or `None` if the
+/// interface doesn't exist.
 fn link_flags(socket: impl AsFd, index: u32) -> Option<u32> {
     let mut request = Request::new();
     request.number = c_int::try_from(index).ok()?;
     request.ask(&socket, libc::SIOCGIFNAME).ok()?;
     request.ask(&socket, libc::SIOCGIFFLAGS).ok()?;
-    // A short integer.
+    // The value is a short integer.
     let [low, high, ..] = request.number.to_ne_bytes();
     Some(u16::from_ne_bytes([low, high]).into())
 }
@@ -280,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_loopback_interface_is_found_and_fits_the_largest_mtu() {
+    fn loopback_supports_largest_path_mtu() {
         let all = interfaces().unwrap();
         let lo = all
             .iter()
@@ -290,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_loopback_interface_holds_its_whole_network() {
+    fn loopback_includes_whole_network() {
         let (one, two) = (Ipv4Addr::new(127, 0, 0, 1), Ipv4Addr::new(127, 9, 9, 9));
         let mtu = interface_mtu(one.into()).expect("a loopback interface");
         assert!(mtu >= 1280);
@@ -298,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_address_is_on_no_interface() {
+    fn foreign_address_has_no_interface() {
         // TEST-NET-3 (RFC 5737).
         let foreign = IpAddr::from([203, 0, 113, 77]);
         assert!(interfaces().unwrap().iter().all(|i| i.address != foreign));
@@ -306,14 +309,14 @@ mod tests {
     }
 
     #[test]
-    fn the_addresses_of_a_host_are_those_of_its_interfaces_and_of_loopback() {
+    fn local_addresses_include_interfaces_and_loopback() {
         for interface in interfaces().unwrap() {
             assert!(is_local(interface.address).unwrap(), "{interface:?}");
         }
         for own in ["127.0.0.1", "127.9.9.9", "::ffff:127.0.0.2"] {
             assert!(is_local(own.parse().unwrap()).unwrap(), "{own}");
         }
-        // TEST-NET-3, and addresses that sockets can be bound to all the same.
+        // TEST-NET-3, and other addresses to which sockets can be bound.
         let foreign = ["203.0.113.77", "2001:db8::77"];
         for other in foreign
             .into_iter()
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ethernet_frame_carries_1024() {
+    fn ethernet_mtu_allows_path_mtu_1024() {
         let with = |mtu| Interface {
             name: "e".into(),
             address: IpAddr::from([10, 0, 0, 1]),

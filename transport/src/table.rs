@@ -1,10 +1,10 @@
-//! A table of objects named by generation-checked handles.
+//! Table of objects identified by generation-checked handles.
 //!
-//! A slot that is vacated takes a new generation, so a handle kept beyond its object's life names
-//! nothing. Vacated slots are used again in the order in which they were vacated, which keeps the
-//! time between two uses of one slot as long as the slots that there are allow.
+//! When an object is removed, its slot gets a new generation, so old handles are no longer valid.
+//! Free slots are reused in the order they were freed, so that it takes as long as possible until a
+//! slot is used again.
 //!
-//! Bound: the limit given at creation.
+//! The maximum size is set at creation.
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -17,7 +17,7 @@ struct Slot<T> {
     value: Option<T>,
 }
 
-/// Objects of type `T` named by ids of type `I`.
+/// Table of objects of type `T` identified by IDs of type `I`.
 #[derive(Debug)]
 pub(crate) struct Table<I, T> {
     name: &'static str,
@@ -32,7 +32,7 @@ impl<I, T> Table<I, T>
 where
     I: From<Handle> + Into<Handle> + Copy,
 {
-    /// An empty table for at most `limit` objects; `name` is what errors call them.
+    /// Creates an empty table for up to `limit` objects. `name` is used in error messages.
     pub(crate) fn new(name: &'static str, limit: u32) -> Self {
         Self {
             name,
@@ -44,21 +44,21 @@ where
         }
     }
 
-    /// Number of objects in the table.
+    /// Returns the number of objects in the table.
     pub(crate) fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether another object would be refused.
+    /// Returns true if the table is full.
     pub(crate) fn is_full(&self) -> bool {
         self.len >= self.limit
     }
 
-    /// Checks for room before the caller makes what the object stands for, which it would otherwise
-    /// have to undo.
+    /// Checks if there is space in the table. Used before creating the resources for an object, so
+    /// that this doesn't need to be reverted.
     ///
     /// # Errors
-    /// [`VerbsError::InsufficientResources`] at the limit.
+    /// [`VerbsError::InsufficientResources`] if the table is full.
     pub(crate) fn check_room(&self) -> Result<(), VerbsError> {
         if self.is_full() {
             return Err(VerbsError::InsufficientResources(self.name));
@@ -66,15 +66,16 @@ where
         Ok(())
     }
 
-    /// Inserts an object and returns its id.
+    /// Inserts an object and returns its ID.
     ///
     /// # Errors
-    /// [`VerbsError::InsufficientResources`] at the limit.
+    /// [`VerbsError::InsufficientResources`] if the table is full.
     pub(crate) fn insert(&mut self, value: T) -> Result<I, VerbsError> {
         self.check_room()?;
         self.len += 1;
-        // The first 64 slots are made before one is used again, so that handles age in small
-        // tables as well. Beyond that a vacated slot comes first, which keeps the table small.
+        // We create 64 slots before reusing any of them, so that it also takes some time in small
+        // tables until a slot is used again. After this, we prefer free slots to keep the table
+        // small.
         if (self.slots.len() as u32) < self.limit.min(64) || self.free.is_empty() {
             let index = self.slots.len() as u32;
             self.slots.push(Slot {
@@ -83,7 +84,7 @@ where
             });
             return Ok(Handle::new(index, 1).into());
         }
-        let index = self.free.pop_front().expect("just seen to hold one");
+        let index = self.free.pop_front().expect("free list is not empty");
         let slot = &mut self.slots[index as usize];
         debug_assert!(slot.value.is_none());
         slot.value = Some(value);
@@ -97,20 +98,20 @@ where
             .filter(|s| s.generation == h.generation())
     }
 
-    /// The object of an id.
+    /// Returns the object for an ID.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`] if the id names none.
+    /// [`VerbsError::InvalidHandle`] if the ID is invalid.
     pub(crate) fn get(&self, id: I) -> Result<&T, VerbsError> {
         self.slot(id)
             .and_then(|s| s.value.as_ref())
             .ok_or(VerbsError::InvalidHandle(self.name))
     }
 
-    /// The object of an id, mutable.
+    /// Returns a mutable reference to the object for an ID.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`] if the id names none.
+    /// [`VerbsError::InvalidHandle`] if the ID is invalid.
     pub(crate) fn get_mut(&mut self, id: I) -> Result<&mut T, VerbsError> {
         let h: Handle = id.into();
         self.slots
@@ -120,10 +121,10 @@ where
             .ok_or(VerbsError::InvalidHandle(self.name))
     }
 
-    /// Removes an object; its id is stale from now on.
+    /// Removes an object. The ID is invalid after this.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`] if the id names none.
+    /// [`VerbsError::InvalidHandle`] if the ID is invalid.
     pub(crate) fn remove(&mut self, id: I) -> Result<T, VerbsError> {
         let h: Handle = id.into();
         let value = self
@@ -132,7 +133,7 @@ where
             .filter(|s| s.generation == h.generation())
             .and_then(|s| {
                 let v = s.value.take()?;
-                // A generation of 0 is left out: a handle of zeros names nothing.
+                // We don't use generation 0, so that a zero handle is always invalid.
                 s.generation = s.generation.wrapping_add(1).max(1);
                 Some(v)
             })
@@ -142,7 +143,7 @@ where
         Ok(value)
     }
 
-    /// All objects with their ids, in the order of their slots.
+    /// Iterates over all objects with their IDs, ordered by slot.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (I, &T)> {
         self.slots.iter().enumerate().filter_map(|(i, s)| {
             let v = s.value.as_ref()?;
@@ -157,7 +158,7 @@ mod tests {
     use crate::verbs::PdId;
 
     #[test]
-    fn a_stale_id_names_nothing() {
+    fn stale_id_is_invalid() {
         let mut t: Table<PdId, u32> = Table::new("thing", 2);
         let a = t.insert(1).unwrap();
         assert_eq!(t.check_room(), Ok(()));
@@ -181,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_used_again_as_late_as_possible() {
+    fn slots_are_reused_oldest_first() {
         let mut t: Table<PdId, u32> = Table::new("thing", 1000);
         let first = t.insert(0).unwrap();
         t.remove(first).unwrap();

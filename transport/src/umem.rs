@@ -1,15 +1,15 @@
-//! Scatter lists as the ranges of memory that they cover.
+//! Converts scatter lists to memory ranges.
 //!
-//! A fast registration has room for a number of ranges, and memory is found sooner in few of them.
-//! So segments that follow each other in memory are registered as one, as Linux's `ib_sg_to_pages`
-//! does with pages. Page sizes and tables of pages, which the kernel's `ib_umem_*` work out, are of
-//! no use here: the software NIC finds memory by segments ([`crate::mr`]), and an adapter's tables
-//! are the kernel's.
+//! A fast registration has a limited number of ranges, and looking up an address is faster if there
+//! are only a few of them. Adjacent segments are therefore merged, like Linux `ib_sg_to_pages` does
+//! for pages. We don't need page sizes and page tables as in the kernel's `ib_umem_*` functions:
+//! the software NIC looks up memory by segment ([`crate::mr`]), and for an adapter these tables are
+//! created by the kernel.
 
 use riser_memory::MemSlice;
 
-/// The ranges that segments cover, in their order: each as long as the segments follow each other
-/// in memory. Segments of no bytes are passed over.
+/// Returns the memory ranges for `segments`, in order. Adjacent segments are merged and empty
+/// segments are skipped.
 pub fn ranges(segments: &[MemSlice]) -> impl Iterator<Item = MemSlice> {
     let mut rest = segments.iter().filter(|s| !s.is_empty()).peekable();
     std::iter::from_fn(move || {
@@ -34,7 +34,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_that_follow_each_other_are_one_range() {
+    fn adjacent_segments_are_merged() {
         let memory = Memory::new(4096).unwrap();
         let at = |from, to| memory.slice(from..to).unwrap();
         let list = [
@@ -47,14 +47,14 @@ mod tests {
         ];
         assert_eq!(offsets(&list), [(0, 8), (9, 11), (0, 4)]);
         assert_eq!(offsets(&[at(5, 5)]), []);
-        // Backwards, and the same twice.
+        // Reverse order, and the same segment twice.
         assert_eq!(offsets(&[at(4, 8), at(0, 4)]), [(4, 4), (0, 4)]);
         assert_eq!(offsets(&[at(4, 8), at(4, 8)]), [(4, 4), (4, 4)]);
     }
 
     #[test]
-    fn memory_of_two_owners_is_never_one_range() {
-        // Their mappings may be side by side, but end at different times.
+    fn memory_with_different_owners_is_not_merged() {
+        // The mappings can be adjacent but have different lifetimes.
         let memories = [(); 8].map(|()| Memory::new(4096).unwrap());
         let list = memories.map(|memory| memory.whole());
         assert_eq!(offsets(&list), [(0, 4096); 8]);
@@ -62,13 +62,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_bytes_stay_as_they_are(cuts in proptest::collection::vec((0usize..200, 0usize..50), 0..20)) {
+        fn ranges_preserve_bytes(cuts in proptest::collection::vec((0usize..200, 0usize..50), 0..20)) {
             let memory = Memory::new(4096).unwrap();
             let bytes: Vec<u8> = (0..4096).map(|n| (n % 251) as u8).collect();
             memory.write(0, &bytes);
             let mut end = 0;
             let list: Vec<_> = cuts.into_iter().map(|(at, len)| {
-                // Every other one follows the one before.
+                // Every second segment is adjacent to the previous one.
                 let from = if at % 2 == 0 { end } else { at };
                 end = from + len;
                 memory.slice(from..end).unwrap()

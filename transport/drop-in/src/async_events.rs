@@ -6,28 +6,58 @@ use std::mem::zeroed;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::AsyncEvent;
 
+use crate::cancel::{read_count, step};
 use crate::context::{Event, context_of};
 use crate::cq::Cq;
-use crate::errno::minus;
+use crate::errno::{Errno, minus};
 use crate::object::Ref;
 use crate::qp::{Qp, Srq};
 
 /// `ibv_get_async_event(3)`.
-pub(crate) unsafe extern "C" fn ibv_get_async_event(
+pub(crate) unsafe extern "C-unwind" fn ibv_get_async_event(
     context: *mut ibv_context,
     event: *mut ibv_async_event,
 ) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
-    minus(unsafe { context_of(context) }.and_then(|context| {
-        let next = context.events.take(|event| {
-            if let Some(subject) = event.object {
-                subject.unacknowledged.add();
-            }
-        })?;
-        // SAFETY: the program gives a place for the event.
-        unsafe { event.write(async_event(next)) };
-        Ok(())
-    }))
+    let fd = step(|| unsafe { context_of(context) }.map(|context| context.events.raw_fd()));
+    let Ok(fd) = fd else {
+        return step(|| minus(Err(Errno::INVALID)));
+    };
+    loop {
+        // SAFETY: the program has the context, and no frame has anything to drop.
+        let error = unsafe { read_count(fd) };
+        // SAFETY: the program's pointers, as the manual page demands.
+        if let Some(result) = step(|| unsafe { take(context, error, event) }) {
+            return result;
+        }
+    }
+}
+
+/// Passes the next event to the program; `None` if it has to wait again.
+///
+/// # Safety
+/// The pointers are the program's, as the manual page demands.
+unsafe fn take(
+    context: *mut ibv_context,
+    error: c_int,
+    event: *mut ibv_async_event,
+) -> Option<c_int> {
+    if error != 0 {
+        return Some(minus(Err(Errno(error))));
+    }
+    // SAFETY: as the caller promises.
+    let context = match unsafe { context_of(context) } {
+        Ok(context) => context,
+        Err(errno) => return Some(minus(Err(errno))),
+    };
+    let next = context.events.pop(|event| {
+        if let Some(subject) = event.object {
+            subject.unacknowledged.add();
+        }
+    })?;
+    // SAFETY: the program provides memory for the event.
+    unsafe { event.write(async_event(next)) };
+    Some(0)
 }
 
 fn async_event(event: Event) -> ibv_async_event {

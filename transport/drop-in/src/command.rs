@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::errno::Errno;
-use crate::lock::unpoisoned;
+use crate::lock::shielded;
 
 /// Beginning of the file.
 const MAGIC: [u8; 8] = *b"riserctx";
@@ -63,7 +63,7 @@ impl Command {
     }
 
     pub(crate) fn close(&self) {
-        unpoisoned(self.fd.lock()).take();
+        shielded(&self.fd).take();
     }
 }
 

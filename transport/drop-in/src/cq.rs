@@ -13,9 +13,10 @@ use riser_transport::verbs::{
 };
 use rustix::fs::OFlags;
 
+use crate::cancel::{read_count, step};
 use crate::context::{Context, HasEvents, context_of};
-use crate::engine::Fires;
-use crate::errno::{Errno, number, pointer};
+use crate::engine::{Engine, Fires};
+use crate::errno::{Errno, minus, number, pointer};
 use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
 use crate::turn::Turn;
@@ -92,19 +93,11 @@ impl Fires for Ref<Cq> {
 }
 
 impl Channel {
-    /// Waits for a notification, if the program's thread is to wait for it, and drives the NIC
-    /// meanwhile.
-    fn wait(&self) -> Result<(), Errno> {
+    /// Whether a thread that takes a notification waits for it.
+    fn is_blocking(&self) -> Result<bool, Errno> {
         // SAFETY: the program has the channel, so that its descriptor is not closed.
         let fd = unsafe { BorrowedFd::borrow_raw(self.events.raw_fd()) };
-        if !rustix::fs::fcntl_getfl(fd)?.contains(OFlags::NONBLOCK) {
-            let is_interrupted = self.context.engine.drive_until(fd);
-            // `read(2)` would go on after a handler that was installed with `SA_RESTART`.
-            if is_interrupted && has_interrupting_handler() {
-                return Err(Errno(libc::EINTR));
-            }
-        }
-        Ok(())
+        Ok(!rustix::fs::fcntl_getfl(fd)?.contains(OFlags::NONBLOCK))
     }
 }
 
@@ -289,22 +282,74 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
 }
 
 /// `ibv_get_cq_event(3)`.
-pub(crate) unsafe extern "C" fn ibv_get_cq_event(
+pub(crate) unsafe extern "C-unwind" fn ibv_get_cq_event(
     channel: *mut ibv_comp_channel,
     cq: *mut *mut ibv_cq,
     cq_context: *mut *mut c_void,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
-    crate::errno::minus(unsafe { Ref::<Channel>::get(channel) }.and_then(|channel| {
-        channel.wait()?;
-        let next = channel.events.take(|cq| cq.events.add())?;
-        // SAFETY: the program gives places for both; the queue waits for its acknowledgement.
-        unsafe {
-            cq.write(next.handle());
-            cq_context.write((*next.handle()).cq_context);
+    // SAFETY: the program's pointer, as the manual page demands.
+    let (fd, engine) = match step(|| unsafe { wait_of(channel) }) {
+        Ok(wait) => wait,
+        Err(errno) => return step(|| minus(Err(errno))),
+    };
+    if let Some(engine) = engine
+        // SAFETY: the program has the channel, and no frame has anything to drop.
+        && unsafe { engine.drive_until(fd) }
+        // `read(2)` would resume after a handler that was installed with `SA_RESTART`.
+        && step(has_interrupting_handler)
+    {
+        return step(|| minus(Err(Errno(libc::EINTR))));
+    }
+    loop {
+        // SAFETY: as above.
+        let error = unsafe { read_count(fd) };
+        // SAFETY: the program's pointers, as the manual page demands.
+        if let Some(result) = step(|| unsafe { take(channel, error, cq, cq_context) }) {
+            return result;
         }
-        Ok(())
-    }))
+    }
+}
+
+/// The descriptor of a channel, and the engine to drive if the thread waits for a notification.
+///
+/// # Safety
+/// The pointer is the program's, as the manual page demands.
+unsafe fn wait_of(
+    channel: *mut ibv_comp_channel,
+) -> Result<(c_int, Option<&'static Engine>), Errno> {
+    // SAFETY: as the caller promises.
+    let channel = unsafe { Ref::<Channel>::get(channel) }?.kind();
+    let engine = channel
+        .is_blocking()?
+        .then(|| &*channel.context.kind().engine);
+    Ok((channel.events.raw_fd(), engine))
+}
+
+/// Passes the next notification to the program; `None` if it has to wait again.
+///
+/// # Safety
+/// The pointers are the program's, as the manual page demands.
+unsafe fn take(
+    channel: *mut ibv_comp_channel,
+    error: c_int,
+    cq: *mut *mut ibv_cq,
+    cq_context: *mut *mut c_void,
+) -> Option<c_int> {
+    if error != 0 {
+        return Some(minus(Err(Errno(error))));
+    }
+    // SAFETY: as the caller promises.
+    let channel = match unsafe { Ref::<Channel>::get(channel) } {
+        Ok(channel) => channel,
+        Err(errno) => return Some(minus(Err(errno))),
+    };
+    let next = channel.events.pop(|cq| cq.events.add())?;
+    // SAFETY: the program provides memory for both; the queue waits for its acknowledgement.
+    unsafe {
+        cq.write(next.handle());
+        cq_context.write((*next.handle()).cq_context);
+    }
+    Some(0)
 }
 
 /// `ibv_ack_cq_events(3)`.

@@ -7,7 +7,7 @@
 //! InfiniBand's, with a LID, for programs that ask for paths and take no other port, such as `ibacm`.
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
-use std::io::IsTerminal as _;
+use std::io::{IsTerminal as _, Stderr, Write};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -20,6 +20,7 @@ use riser_transport::roce::nic::device_guid;
 use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
 
+use crate::cancel::Uncancellable;
 use crate::engine::Config;
 use crate::errno::{Errno, pointer};
 use crate::fork;
@@ -67,6 +68,7 @@ pub(crate) fn devices() -> &'static [Device] {
     if let Some(devices) = DEVICES.get() {
         return devices;
     }
+    let _uncancellable = Uncancellable::new();
     fork::install();
     let _listing = unpoisoned(LISTING.lock());
     DEVICES.get_or_init(|| {
@@ -151,6 +153,31 @@ fn read_administrator(addr: Option<&OsStr>) -> Result<Option<IpAddr>, String> {
     parsed.map(Some).ok_or_else(wrong)
 }
 
+/// Standard error, for a thread that is not cancelled while it logs.
+struct Log {
+    stderr: Stderr,
+    _uncancellable: Uncancellable,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self {
+            stderr: std::io::stderr(),
+            _uncancellable: Uncancellable::new(),
+        }
+    }
+}
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.stderr.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.stderr.flush()
+    }
+}
+
 fn start_log() {
     let chosen = env::var("RISER_LOG").unwrap_or_else(|_| "warn".to_owned());
     let filter = EnvFilter::try_new(&chosen);
@@ -158,7 +185,7 @@ fn start_log() {
     // Another part of the process may have a subscriber already.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new("warn")))
-        .with_writer(std::io::stderr)
+        .with_writer(Log::default)
         .with_ansi(std::io::stderr().is_terminal())
         // It would report there what cannot be written there, and panic.
         .log_internal_errors(false)

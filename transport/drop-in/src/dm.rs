@@ -15,7 +15,7 @@ use crate::command::Family;
 use crate::context::{Context, DEVICE_MEMORY, context_of};
 use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
-use crate::lock::unpoisoned;
+use crate::lock::shielded;
 use crate::memory::{register, rights_of};
 use crate::object::{Ref, kind};
 
@@ -106,7 +106,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
         });
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
         let shared = (context.command.family, Arc::clone(&piece));
-        unpoisoned(PIECES.lock()).insert(handle, shared);
+        shielded(&PIECES).insert(handle, shared);
         Ok(hand_out(context, handle, piece))
     }))
 }
@@ -131,7 +131,7 @@ pub(crate) unsafe extern "C" fn ibv_import_dm(
     // SAFETY: the program's pointer, as the manual page demands.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         let piece = {
-            let pieces = unpoisoned(PIECES.lock());
+            let pieces = shielded(&PIECES);
             let found = pieces.get(&handle);
             let found = found.filter(|(family, _)| *family == context.command.family);
             Arc::clone(&found.ok_or(Errno::NOT_FOUND)?.1)
@@ -154,7 +154,7 @@ pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
         {
-            let mut pieces = unpoisoned(PIECES.lock());
+            let mut pieces = shielded(&PIECES);
             if Arc::strong_count(&dm.piece.users) > 1 {
                 return Err(Errno(libc::EBUSY));
             }

@@ -9,7 +9,6 @@
 
 use std::ffi::c_int;
 use std::mem::zeroed;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_rdma_core_sys::bindings::*;
@@ -17,8 +16,8 @@ use riser_transport::verbs::{PdId, Verbs as _, XrcdId};
 
 use crate::command::Family;
 use crate::context::{Context, context_of};
+use crate::engine::File;
 use crate::errno::{Errno, number, pointer};
-use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 
 const BUSY: Errno = Errno(libc::EBUSY);
@@ -60,12 +59,6 @@ pub(crate) struct Xrcd {
 }
 
 kind!(Xrcd, ibv_xrcd, b"xrcd");
-
-/// Name of an XRC domain: index of its device, device and inode of its file.
-type File = (usize, u64, u64);
-
-/// XRC domains that have a file, and how often they are open.
-static SHARED: Mutex<Vec<(File, XrcdId, u32)>> = Mutex::new(Vec::new());
 
 /// `ibv_alloc_pd(3)`.
 pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
@@ -226,14 +219,17 @@ pub(crate) unsafe extern "C" fn open_xrcd(
         let file = match attr.fd {
             -1 if attr.oflags & libc::O_CREAT != 0 => None,
             -1 => return Err(Errno::INVALID),
-            fd => Some(file_of(&context, fd)?),
+            fd => Some(file_of(fd)?),
         };
-        let open = || context.lock().nic.open_xrcd();
+        let mut locked = context.lock();
         let id = match file {
-            None => open()?,
+            None => locked.nic.open_xrcd()?,
             Some(file) => {
-                let mut shared = unpoisoned(SHARED.lock());
-                match shared.iter_mut().find(|(name, ..)| *name == file) {
+                match locked
+                    .xrc_domains
+                    .iter_mut()
+                    .find(|(name, ..)| *name == file)
+                {
                     Some(_) if attr.oflags & libc::O_EXCL != 0 => return Err(Errno::INVALID),
                     Some((_, id, users)) => {
                         *users += 1;
@@ -242,8 +238,8 @@ pub(crate) unsafe extern "C" fn open_xrcd(
                     // As the kernel answers where there is none to be opened.
                     None if attr.oflags & libc::O_CREAT == 0 => return Err(Errno(libc::EAGAIN)),
                     None => {
-                        let id = open()?;
-                        shared.push((file, id, 1));
+                        let id = locked.nic.open_xrcd()?;
+                        locked.xrc_domains.push((file, id, 1));
                         id
                     }
                 }
@@ -270,14 +266,14 @@ pub(crate) fn open_unnamed_xrcd(context: Ref<Context>) -> Result<Ref<Xrcd>, Errn
 }
 
 /// The name of the domain of a file.
-fn file_of(context: &Context, fd: c_int) -> Result<File, Errno> {
+fn file_of(fd: c_int) -> Result<File, Errno> {
     // SAFETY: all-zero bytes are valid for the structure, which the call fills.
     unsafe {
         let mut stat: libc::stat = zeroed();
         if libc::fstat(fd, &raw mut stat) != 0 {
             return Err(Errno::last());
         }
-        Ok((context.device.index, stat.st_dev, stat.st_ino))
+        Ok((stat.st_dev, stat.st_ino))
     }
 }
 
@@ -285,19 +281,19 @@ fn file_of(context: &Context, fd: c_int) -> Result<File, Errno> {
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Xrcd>::get(xrcd) }.and_then(|xrcd| {
-        let mut shared = unpoisoned(SHARED.lock());
-        let at = shared
-            .iter()
-            .position(|(name, ..)| Some(*name) == xrcd.file);
+        let mut locked = xrcd.context.lock();
+        let mut shared = locked.xrc_domains.iter();
+        let at = shared.position(|(name, ..)| Some(*name) == xrcd.file);
         match at {
-            Some(at) if shared[at].2 > 1 => shared[at].2 -= 1,
+            Some(at) if locked.xrc_domains[at].2 > 1 => locked.xrc_domains[at].2 -= 1,
             at => {
-                xrcd.context.lock().nic.close_xrcd(xrcd.id)?;
+                locked.nic.close_xrcd(xrcd.id)?;
                 if let Some(at) = at {
-                    shared.swap_remove(at);
+                    locked.xrc_domains.swap_remove(at);
                 }
             }
         }
+        drop(locked);
         xrcd.retire()
     }))
 }

@@ -21,6 +21,7 @@
 //!   place: a packet then wakes the program, and not the thread which wakes the program.
 
 use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
@@ -28,9 +29,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
 use std::thread;
 use std::time::{Duration, Instant};
-use std::{io, iter};
+use std::{io, iter, ptr};
 
-use arrayvec::ArrayVec;
 use riser_transport::roce::nic::NicLimits;
 use riser_transport::roce::nic::rdma_cm::port_space;
 use riser_transport::roce::steer::Requests;
@@ -41,10 +41,11 @@ use riser_transport::verbs::{
 };
 use riser_transport::wire::ROCE_PORT;
 use riser_transport::wire::mad::MadClass;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{error, warn};
 
 use crate::administration::Administration;
+use crate::cancel::{self, Cleanup, Uncancellable, step};
 use crate::command::Family;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
@@ -130,6 +131,9 @@ pub(crate) trait Fires: Reports {
     fn fire(&self) -> bool;
 }
 
+/// Name of an XRC domain: device and inode of its file.
+pub(crate) type File = (u64, u64);
+
 /// What the lock protects.
 pub(crate) struct State {
     pub(crate) nic: Roce,
@@ -139,6 +143,8 @@ pub(crate) struct State {
     pub(crate) qps: HashMap<QpId, Vec<Box<dyn Reports>>>,
     /// Queue pairs that can be opened, by their domains and numbers.
     pub(crate) targets: HashMap<(XrcdId, u32), QpId>,
+    /// XRC domains that have a file, and how often they are open.
+    pub(crate) xrc_domains: Vec<(File, XrcdId, u32)>,
     /// Protection domains, with the contexts that may import them.
     pub(crate) pds: HashMap<PdId, Family>,
     pub(crate) srqs: HashMap<SrqId, Box<dyn Reports>>,
@@ -182,6 +188,8 @@ pub(crate) struct State {
 pub(crate) struct Locked<'a> {
     state: MutexGuard<'a, State>,
     engine: &'a Engine,
+    /// Dropped after the lock is released.
+    _uncancellable: Uncancellable,
 }
 
 /// Engines by the names of their devices.
@@ -198,6 +206,7 @@ impl Engine {
     /// # Errors
     /// Those of [`share::await_others`] and [`Share::open`], of [`Roce::open_shared`], and of making a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
+        let _uncancellable = Uncancellable::new();
         let lock = || {
             let mut engines = unpoisoned(ENGINES.lock());
             engines.retain(|(_, engine)| !engine.is_removed());
@@ -242,6 +251,7 @@ impl Engine {
                 cqs: HashMap::new(),
                 qps: HashMap::new(),
                 targets: HashMap::new(),
+                xrc_domains: Vec::new(),
                 pds: HashMap::new(),
                 srqs: HashMap::new(),
                 contexts: HashMap::new(),
@@ -282,10 +292,12 @@ impl Engine {
 
     /// Takes the lock.
     pub(crate) fn lock(&self) -> Locked<'_> {
+        let uncancellable = Uncancellable::new();
         let state = unpoisoned(self.state.lock());
         Locked {
             state,
             engine: self,
+            _uncancellable: uncancellable,
         }
     }
 
@@ -325,28 +337,54 @@ impl Engine {
     }
 
     /// Drives the NIC in the place of the thread until a queue of events has one, for a call that
-    /// waits for that. Returns sooner where another call does so already, and for a signal: true
-    /// then.
-    pub(crate) fn drive_until(&self, events: BorrowedFd<'_>) -> bool {
+    /// waits for that. Returns early if another call already does so, and for a signal: true then.
+    ///
+    /// The thread may be cancelled in its sleep. Then the engine's thread drives the NIC again.
+    ///
+    /// # Safety
+    /// The descriptor is open. No frame up to the program's has anything to drop.
+    pub(crate) unsafe fn drive_until(&'static self, events: RawFd) -> bool {
+        if !step(|| self.begin_driving()) {
+            return false;
+        }
+        let cleanup = Cleanup {
+            routine: stop_driving,
+            argument: ptr::from_ref(self).cast_mut().cast(),
+        };
+        let mut woken = Woken::default();
+        while !woken.has_events && !woken.is_interrupted {
+            let mut sleep = step(|| {
+                let timeout = self.lock().take_turn(woken.has_input);
+                self.plan_sleep(timeout, Some(events))
+            });
+            // SAFETY: as the caller promises.
+            let ready = unsafe { sleep.wait(Some(cleanup)) };
+            woken = step(|| self.end_sleep(&sleep, ready));
+        }
+        step(|| self.end_driving());
+        woken.is_interrupted
+    }
+
+    /// Makes a waiting call the driver of the NIC, unless another call is or the engine belongs to the
+    /// parent process.
+    fn begin_driving(&self) -> bool {
         if self.is_inherited() {
             return false;
         }
-        {
-            let state = &mut self.lock().state;
-            if std::mem::replace(&mut state.is_waited, true) {
-                return false;
-            }
-            state.was_waited = true;
-            // The thread no longer has to look at what comes.
-            if std::mem::take(&mut state.is_asleep) {
-                self.wake(false);
-            }
+        let state = &mut self.lock().state;
+        if std::mem::replace(&mut state.is_waited, true) {
+            return false;
         }
-        let mut woken = Woken::default();
-        while !woken.has_events && !woken.is_interrupted {
-            let timeout = self.lock().take_turn(woken.has_input);
-            woken = self.sleep(timeout, Some(events));
+        state.was_waited = true;
+        // The thread no longer has to check arriving packets.
+        if std::mem::take(&mut state.is_asleep) {
+            self.wake(false);
         }
+        true
+    }
+
+    /// Makes the thread the driver again.
+    fn end_driving(&self) {
         let mut locked = self.lock();
         locked.state.is_waited = false;
         // The thread looks within a tick, unless it is away.
@@ -354,51 +392,90 @@ impl Engine {
         if std::mem::take(&mut locked.state.is_away) {
             self.wake(false);
         }
-        woken.is_interrupted
     }
 
-    /// Sleeps until something comes to the NIC or to a queue of events, or a time is over.
-    fn sleep(&self, timeout: Option<Duration>, events: Option<BorrowedFd<'_>>) -> Woken {
-        let timeout = timeout.map(timespec);
+    /// Prepares a sleep until something comes to the NIC or to a queue of events, or the timeout
+    /// expires.
+    fn plan_sleep(&self, timeout: Option<Duration>, events: Option<RawFd>) -> Sleep {
         // Those of a device that was removed are closed.
-        let open = if self.is_removed() {
+        let inputs = if self.is_removed() {
             &[][..]
         } else {
             &self.inputs[..]
         };
-        let inputs = open.iter().map(|fd| {
-            // SAFETY: the engine has them open until it is removed; a thread that looked before has
-            // a spurious wake-up at worst.
-            let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
-            PollFd::from_borrowed_fd(fd, PollFlags::IN)
-        });
         let wake = if events.is_some() {
             &self.wake_call
         } else {
             &self.wake
         };
-        let own = PollFd::new(wake, PollFlags::IN);
-        let events = events.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        let mut fds: ArrayVec<_, MAX_INPUTS> = inputs.chain([own]).chain(events).collect();
-        let is_interrupted = match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) => false,
-            Err(rustix::io::Errno::INTR) => true,
-            Err(error) => {
+        let mut sleep = Sleep {
+            fds: [libc::pollfd {
+                fd: -1,
+                events: libc::POLLIN,
+                revents: 0,
+            }; MAX_INPUTS],
+            inputs: inputs.len(),
+            has_events: events.is_some(),
+            timeout: timeout.map(timespec),
+        };
+        let all = inputs.iter().copied().chain([wake.as_raw_fd()]);
+        for (place, fd) in sleep.fds.iter_mut().zip(all.chain(events)) {
+            place.fd = fd;
+        }
+        sleep
+    }
+
+    /// Evaluates a sleep by its return value.
+    fn end_sleep(&self, sleep: &Sleep, ready: c_int) -> Woken {
+        let is_interrupted = ready == -libc::EINTR;
+        if ready < 0 {
+            if !is_interrupted {
+                let error = io::Error::from_raw_os_error(-ready);
                 error!(%error, "the device's thread cannot wait");
                 thread::sleep(TICK);
-                false
             }
-        };
-        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        let (inputs, others) = fds.split_at(open.len());
+            return Woken {
+                is_interrupted,
+                ..Woken::default()
+            };
+        }
+        let is_ready = |fd: &libc::pollfd| fd.fd >= 0 && fd.revents != 0;
+        let (inputs, others) = sleep.fds.split_at(sleep.inputs);
         if is_ready(&others[0]) {
+            // SAFETY: the engine has the descriptor.
+            let wake = unsafe { BorrowedFd::borrow_raw(others[0].fd) };
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }
         Woken {
             has_input: inputs.iter().any(is_ready),
-            has_events: others[1..].iter().any(is_ready),
+            has_events: sleep.has_events && is_ready(&others[1]),
             is_interrupted,
         }
+    }
+}
+
+/// Cleanup of a call that is cancelled while it drives the NIC of an engine.
+extern "C" fn stop_driving(engine: *mut c_void) {
+    // SAFETY: the argument of `Engine::drive_until`, whose engine stays.
+    unsafe { &*engine.cast::<Engine>() }.end_driving();
+}
+
+/// Descriptors and time of a sleep, as plain data: a cancelled thread drops nothing.
+struct Sleep {
+    /// Inputs of the NIC, the descriptor that wakes the sleeper, and the queue of events, if any.
+    fds: [libc::pollfd; MAX_INPUTS],
+    inputs: usize,
+    has_events: bool,
+    timeout: Option<libc::timespec>,
+}
+
+impl Sleep {
+    /// # Safety
+    /// As [`cancel::wait`].
+    unsafe fn wait(&mut self, cleanup: Option<Cleanup>) -> c_int {
+        let count = self.inputs + 1 + usize::from(self.has_events);
+        // SAFETY: as the caller promises.
+        unsafe { cancel::wait(&mut self.fds[..count], self.timeout, cleanup) }
     }
 }
 
@@ -426,15 +503,15 @@ fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<R
 }
 
 /// Why a sleep has ended, beside its time.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Woken {
     has_input: bool,
     has_events: bool,
     is_interrupted: bool,
 }
 
-fn timespec(time: Duration) -> Timespec {
-    Timespec {
+fn timespec(time: Duration) -> libc::timespec {
+    libc::timespec {
         tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: time.subsec_nanos().into(),
     }
@@ -490,7 +567,8 @@ fn run(engine: &Engine) {
             Some(timeout) => {
                 drop(locked);
                 let mut wake = [PollFd::new(&engine.wake, PollFlags::IN)];
-                let _ = poll(&mut wake, timeout.map(timespec).as_ref());
+                let timeout = timeout.and_then(|timeout| timeout.try_into().ok());
+                let _ = poll(&mut wake, timeout.as_ref());
                 let _ = rustix::io::read(&engine.wake, &mut [0; 8]);
                 continue;
             }
@@ -502,7 +580,10 @@ fn run(engine: &Engine) {
         if engine.is_removed() {
             return;
         }
-        has_input = engine.sleep(timeout, None).has_input;
+        let mut sleep = engine.plan_sleep(timeout, None);
+        // SAFETY: the program cannot cancel this thread.
+        let ready = unsafe { sleep.wait(None) };
+        has_input = engine.end_sleep(&sleep, ready).has_input;
     }
 }
 

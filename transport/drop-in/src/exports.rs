@@ -17,7 +17,6 @@ use crate::names::*;
 use crate::neighbor::*;
 use crate::open::*;
 use crate::qp::*;
-use crate::rsocket::*;
 use crate::umad::*;
 use crate::window::*;
 
@@ -26,6 +25,12 @@ include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 /// A function that is not provided and returns an error number.
 extern "C" fn absent_errno() -> c_int {
     number(Err(Errno::UNSUPPORTED))
+}
+
+/// A call of rsocket(7), which returns an `int`, a length or an offset: -1 in all of their widths.
+extern "C" fn absent_socket() -> isize {
+    Errno::UNSUPPORTED.set();
+    -1
 }
 
 /// A function that is not provided and returns a pointer.

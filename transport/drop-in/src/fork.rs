@@ -12,10 +12,10 @@ use std::collections::BTreeSet;
 use std::ffi::c_int;
 use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once};
+use std::sync::{Arc, Mutex, MutexGuard, Once, RwLockWriteGuard};
 
 use crate::engine::{ENGINES, Engine, Engines, State};
-use crate::lock::{AT_ALL, LISTING, unpoisoned};
+use crate::lock::{AT_ALL, LISTING, PORTS, SHIELDS, unpoisoned};
 use crate::queue::{DESCRIPTORS, descriptor};
 
 /// The locks that are held while the process forks. What they refer to lives as long as the engine
@@ -30,6 +30,10 @@ struct Held {
     _listing: MutexGuard<'static, ()>,
     /// Of the identifiers at all devices. A thread puts them on devices that are back.
     _at_all: MutexGuard<'static, ()>,
+    /// Of the open ports for management datagrams.
+    _ports: MutexGuard<'static, ()>,
+    /// Of single objects.
+    _shields: RwLockWriteGuard<'static, ()>,
 }
 
 // SAFETY: the thread that forks releases the locks: it goes on in both processes.
@@ -64,6 +68,7 @@ fn add_handlers() {
 
 extern "C" fn prepare() {
     let at_all = unpoisoned(AT_ALL.lock());
+    let ports = unpoisoned(PORTS.lock());
     let list = unpoisoned(ENGINES.lock());
     let engines: Vec<_> = list.iter().map(|(_, engine)| Arc::clone(engine)).collect();
     let states = engines.iter().map(|engine| {
@@ -71,13 +76,19 @@ extern "C" fn prepare() {
         let state: &'static Mutex<State> = unsafe { &*std::ptr::from_ref(engine.state()) };
         unpoisoned(state.lock())
     });
+    let states = states.collect();
+    let listing = unpoisoned(LISTING.lock());
+    // A thread with the lock of a queue may wait for that of the descriptors.
+    let shields = unpoisoned(SHIELDS.write());
     let held = Held {
-        states: states.collect(),
+        states,
         engines,
         list,
         queues: unpoisoned(DESCRIPTORS.lock()),
-        _listing: unpoisoned(LISTING.lock()),
+        _listing: listing,
         _at_all: at_all,
+        _ports: ports,
+        _shields: shields,
     };
     *unpoisoned(HELD.lock()) = Some(held);
 }
@@ -91,20 +102,17 @@ extern "C" fn begin_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     let mut held = unpoisoned(HELD.lock());
     if let Some(held) = held.as_mut() {
-        // SAFETY: a path that ends with a zero byte.
-        let null = unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+        let mut all: Vec<c_int> = Vec::new();
         for (engine, state) in held.engines.iter().zip(&mut held.states) {
             engine.inherit();
             state.forget_ports();
-            let all = state.descriptors().chain(engine.wake_fds());
-            for fd in all.map(|fd| fd.as_raw_fd()).collect::<Vec<c_int>>() {
-                // The number stays in use, as the objects that have it close it some day.
-                // SAFETY: the descriptor is the engine's, and means nothing from now on.
-                unsafe { libc::dup3(null, fd, libc::O_CLOEXEC) };
-            }
+            let fds = state.descriptors().chain(engine.wake_fds());
+            all.extend(fds.map(|fd| fd.as_raw_fd()));
         }
-        // SAFETY: opened above.
-        unsafe { libc::close(null) };
+        // The numbers stay in use, because the objects that have them close them later.
+        for fd in all {
+            replace(fd);
+        }
         for fd in held.queues.iter() {
             replace(*fd);
         }
@@ -115,16 +123,26 @@ extern "C" fn begin_child() {
     release();
 }
 
-/// Gives a queue of events a descriptor of the child's own at its number. What the child takes from
-/// the queue, the parent would miss.
+/// Gives a descriptor's number to an eventfd of the child: it must not keep a socket of the parent
+/// open, nor read the count of a queue of events, which the parent would miss.
 fn replace(fd: c_int) {
-    let Ok(own) = descriptor() else {
+    // SAFETY: the descriptor is the library's.
+    let is_nonblocking = unsafe { libc::fcntl(fd, libc::F_GETFL) } & libc::O_NONBLOCK;
+    let own = descriptor().or_else(|_| {
+        // The table is full. The child has no other thread that could take the number.
+        // SAFETY: as above; the number is in use again at once.
+        unsafe { libc::close(fd) };
+        descriptor()
+    });
+    let Ok(own) = own else {
         return;
     };
-    // SAFETY: the descriptor is the queue's.
-    unsafe {
-        let flags = libc::fcntl(fd, libc::F_GETFL);
-        libc::fcntl(own.as_raw_fd(), libc::F_SETFL, flags & libc::O_NONBLOCK);
-        libc::dup3(own.as_raw_fd(), fd, libc::O_CLOEXEC);
+    // SAFETY: the descriptor is the child's.
+    unsafe { libc::fcntl(own.as_raw_fd(), libc::F_SETFL, is_nonblocking) };
+    if own.as_raw_fd() == fd {
+        std::mem::forget(own);
+        return;
     }
+    // SAFETY: the number is the library's.
+    unsafe { libc::dup3(own.as_raw_fd(), fd, libc::O_CLOEXEC) };
 }

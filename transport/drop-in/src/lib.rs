@@ -27,7 +27,6 @@
 //! | `address` | address handles |
 //! | `neighbor` | Ethernet addresses of destinations |
 //! | `cm` | librdmacm |
-//! | `rsocket` | its sockets |
 //! | `umad` | libibumad |
 //! | `mad` | its datagrams |
 //! | `administration` | what it asks subnet administration |
@@ -35,6 +34,7 @@
 //! | `lock` | locks after a panic |
 //! | `kernel` | structures of the kernel's interface |
 //! | `thread` | its threads |
+//! | `cancel` | cancellation of the program's threads |
 //! | `turn` | parts of objects that one thread uses at a time |
 //!
 //! # Pointers
@@ -66,6 +66,7 @@ mod address;
 mod administration;
 mod async_events;
 mod builder;
+mod cancel;
 mod cm;
 mod command;
 mod context;
@@ -91,7 +92,6 @@ mod post;
 mod post_ex;
 mod qp;
 mod queue;
-mod rsocket;
 mod sges;
 mod share;
 mod thread;

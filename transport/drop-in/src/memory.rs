@@ -2,12 +2,14 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use riser_memory::{MemSlice, Memory, fault};
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::access_of;
 use riser_transport::verbs::{self, Access, MrId, Verbs as _};
+use rustix::io::Errno as Os;
+use rustix::mm::{Advice, MsyncFlags, madvise, msync};
 use tracing::debug;
 
 use crate::context::Context;
@@ -88,8 +90,8 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
 /// Memory of the program's.
 ///
 /// # Errors
-/// `EINVAL` for no bytes; `EFAULT` where the range is not mapped, unless it need not be before it is
-/// used.
+/// `EINVAL` for no bytes; `EFAULT` for a range that is not mapped, or whose first or last page may not be
+/// accessed as the region's rights demand, unless the region is on demand.
 ///
 /// # Safety
 /// The device and the program may both write the range. The program keeps it mapped as long as it is
@@ -102,9 +104,7 @@ pub(crate) unsafe fn foreign(
     if length == 0 {
         return Err(Errno::INVALID);
     }
-    if !rights.contains(Access::ON_DEMAND) {
-        check_mapped(addr, length)?;
-    }
+    check_range(addr, length, rights)?;
     if let Err(error) = fault::catch() {
         debug!("memory that is unmapped while it is registered ends the process: {error}");
     }
@@ -203,18 +203,56 @@ pub(crate) unsafe extern "C" fn ibv_unimport_mr(mr: *mut ibv_mr) {
     }
 }
 
-/// Whether a range is mapped at all: `EFAULT` where it is not, as the kernel answers.
-fn check_mapped(addr: *mut c_void, length: usize) -> Result<(), Errno> {
+/// Checks that a region may have a range of the program's memory, unless it is on demand.
+///
+/// A kernel faults in all pages, for writing if the region has local write access. That would allocate
+/// the memory of a sparse range, so only the first and the last page are faulted in here.
+///
+/// # Errors
+/// `EFAULT` for a range that is not mapped, read-only or inaccessible, as in the kernel.
+pub(crate) fn check_range(addr: *mut c_void, length: usize, rights: Access) -> Result<(), Errno> {
     const FAULT: Errno = Errno(libc::EFAULT);
     const PAGE: usize = riser_memory::PAGE;
+    if rights.contains(Access::ON_DEMAND) {
+        return Ok(());
+    }
     let start = addr.addr() & !(PAGE - 1);
     let end = addr.addr().checked_add(length).ok_or(FAULT)?;
-    // `msync` looks whether all of the range is mapped, and with this flag it does nothing else.
+    // `msync` checks that all of the range is mapped, and with this flag it does nothing else.
     let length = end.checked_sub(start).ok_or(FAULT)?;
     let length = length.checked_next_multiple_of(PAGE).ok_or(FAULT)?;
+    let first = addr.with_addr(start);
     // SAFETY: the call changes nothing.
-    let answer = unsafe { libc::msync(addr.with_addr(start), length, libc::MS_ASYNC) };
-    if answer == 0 { Ok(()) } else { Err(FAULT) }
+    unsafe { msync(first, length, MsyncFlags::ASYNC) }.map_err(|_| FAULT)?;
+    let advice = match rights.contains(Access::LOCAL_WRITE) {
+        true => Advice::LinuxPopulateWrite,
+        false => Advice::LinuxPopulateRead,
+    };
+    let last = first.with_addr(start + length - PAGE);
+    match can_populate() && !(populate(first, advice) && populate(last, advice)) {
+        true => Err(FAULT),
+        false => Ok(()),
+    }
+}
+
+/// Faults a page in; returns whether that is possible.
+fn populate(page: *mut c_void, advice: Advice) -> bool {
+    // SAFETY: the call has the effect of a fault on the page.
+    let populated = unsafe { madvise(page, riser_memory::PAGE, advice) };
+    // Too little memory for the page is no lack of access.
+    !matches!(populated, Err(Os::FAULT | Os::INVAL | Os::ACCESS))
+}
+
+/// Whether the kernel can fault pages in (Linux 5.14): it reports inaccessible memory by the same error as
+/// an unknown request.
+fn can_populate() -> bool {
+    static CAN_POPULATE: OnceLock<bool> = OnceLock::new();
+    *CAN_POPULATE.get_or_init(|| {
+        let here = 0u8;
+        let page = ptr::from_ref(&here).cast_mut().cast::<c_void>();
+        let page = page.map_addr(|at| at & !(riser_memory::PAGE - 1));
+        populate(page, Advice::LinuxPopulateRead)
+    })
 }
 
 /// `ibv_dereg_mr(3)`.

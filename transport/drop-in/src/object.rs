@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::errno::Errno;
-use crate::lock::unpoisoned;
+use crate::lock::shielded;
 
 /// Kind of object.
 pub(crate) trait Kind: Sized + Send + Sync + 'static {
@@ -70,7 +70,8 @@ unsafe impl<K: Kind> Sync for Ref<K> {}
 impl<K: Kind> Ref<K> {
     /// Makes an object.
     pub(crate) fn new(c: K::C, kind: K) -> Self {
-        let Some(spare) = lock(K::spares()).pop() else {
+        let spare = shielded(&K::spares().0).pop();
+        let Some(spare) = spare else {
             let object = Box::new(Object::<K> {
                 c: UnsafeCell::new(c),
                 tag: AtomicU32::new(K::TAG),
@@ -151,7 +152,7 @@ impl<K: Kind> Ref<K> {
         let object = unsafe { self.0.as_ref() };
         // SAFETY: it was alive until now, so it is initialised, and only one thread gets here.
         unsafe { (*object.kind.get()).assume_init_drop() };
-        lock(K::spares()).push(self);
+        shielded(&K::spares().0).push(self);
         Ok(())
     }
 }
@@ -162,10 +163,6 @@ impl<K: Kind> Deref for Ref<K> {
     fn deref(&self) -> &K {
         self.kind()
     }
-}
-
-fn lock<K: Kind>(spares: &Spares<K>) -> std::sync::MutexGuard<'_, Vec<Ref<K>>> {
-    unpoisoned(spares.0.lock())
 }
 
 /// Declares a kind of object.

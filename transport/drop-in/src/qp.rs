@@ -453,6 +453,7 @@ pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_
 }
 
 impl Qp {
+    /// Of a queue pair whose device is locked: the process does not fork then.
     fn groups(&self) -> MutexGuard<'_, BTreeSet<[u8; 16]>> {
         unpoisoned(self.groups.lock())
     }
@@ -496,9 +497,9 @@ pub(crate) unsafe extern "C" fn ibv_attach_mcast(
         if !qp.is_datagram {
             return Err(Errno::INVALID);
         }
-        let mut groups = qp.groups();
-        qp.context.lock().nic.attach_mcast(qp.id, Gid(gid), lid)?;
-        groups.insert(gid);
+        let mut locked = qp.context.lock();
+        locked.nic.attach_mcast(qp.id, Gid(gid), lid)?;
+        qp.groups().insert(gid);
         Ok(())
     }))
 }
@@ -513,9 +514,9 @@ pub(crate) unsafe extern "C" fn ibv_detach_mcast(
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above; a GID is 16 bytes.
         let gid = unsafe { gid.as_ref().ok_or(Errno::INVALID)?.raw };
-        let mut groups = qp.groups();
-        qp.context.lock().nic.detach_mcast(qp.id, Gid(gid), lid)?;
-        groups.remove(&gid);
+        let mut locked = qp.context.lock();
+        locked.nic.detach_mcast(qp.id, Gid(gid), lid)?;
+        qp.groups().remove(&gid);
         Ok(())
     }))
 }
@@ -524,11 +525,11 @@ pub(crate) unsafe extern "C" fn ibv_detach_mcast(
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
-        if !qp.groups().is_empty() {
-            return Err(Errno(libc::EBUSY));
-        }
         {
             let mut locked = qp.context.lock();
+            if !qp.groups().is_empty() {
+                return Err(Errno(libc::EBUSY));
+            }
             if locked.close_qp(qp.id, qp.handle().addr()) {
                 locked.destroy_qp(qp.id)?;
                 // Its last answers leave now: the program may end next.

@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::c_int;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::errno::Errno;
-use crate::lock::unpoisoned;
+use crate::lock::{Shielded, shielded, unpoisoned};
 
 /// The descriptors of all queues, for `fork`: a child has others at their numbers.
 pub(crate) static DESCRIPTORS: Mutex<BTreeSet<c_int>> = Mutex::new(BTreeSet::new());
@@ -77,20 +77,27 @@ impl<T> EventQueue<T> {
         }
     }
 
-    /// The next event, which is shown to `account` before another thread can take back what is about
-    /// the same object. Waits for it unless the descriptor is non-blocking.
-    ///
-    /// # Errors
-    /// `EAGAIN` where it would have to wait, `EINTR` for a signal.
+    /// The next event, for a thread that has read its count from the descriptor
+    /// ([`read_count`](crate::cancel::read_count)). It is shown to `account` before another thread can
+    /// retract events of the same object. `None` if the event has been retracted: the thread has to
+    /// read the next count.
+    pub(crate) fn pop(&self, account: impl Fn(&T)) -> Option<T> {
+        let mut waiting = self.lock();
+        let event = waiting.events.pop_front()?;
+        account(&event);
+        Some(event)
+    }
+
+    /// Waits for the next event.
+    #[cfg(test)]
     pub(crate) fn take(&self, account: impl Fn(&T)) -> Result<T, Errno> {
         loop {
-            // SAFETY: the program has the queue, so that it is not closed.
-            let fd = unsafe { BorrowedFd::borrow_raw(self.number) };
-            rustix::io::read(fd, &mut [0; 8])?;
-            let mut waiting = self.lock();
-            // Another thread may have taken the event back.
-            if let Some(event) = waiting.events.pop_front() {
-                account(&event);
+            // SAFETY: the descriptor is open, and no test cancels its thread.
+            match unsafe { crate::cancel::read_count(self.number) } {
+                0 => {}
+                error => return Err(Errno(error)),
+            }
+            if let Some(event) = self.pop(&account) {
                 return Ok(event);
             }
         }
@@ -117,8 +124,8 @@ impl<T> EventQueue<T> {
         gone.into()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting<T>> {
-        unpoisoned(self.waiting.lock())
+    fn lock(&self) -> Shielded<'_, Waiting<T>> {
+        shielded(&self.waiting)
     }
 }
 
@@ -142,11 +149,11 @@ pub(crate) struct Unacknowledged {
 
 impl Unacknowledged {
     pub(crate) fn add(&self) {
-        *unpoisoned(self.count.lock()) += 1;
+        *shielded(&self.count) += 1;
     }
 
     pub(crate) fn acknowledge(&self, n: u32) {
-        let mut count = unpoisoned(self.count.lock());
+        let mut count = shielded(&self.count);
         // A program that acknowledges more than it was given is wrong, and harms itself only.
         *count = count.saturating_sub(n);
         if *count == 0 {
@@ -156,6 +163,10 @@ impl Unacknowledged {
 
     /// Waits until every event has been acknowledged.
     pub(crate) fn wait(&self) {
+        if *shielded(&self.count) == 0 {
+            return;
+        }
+        // Without a shield, since the thread sleeps.
         let count = unpoisoned(self.count.lock());
         drop(self.none.wait_while(count, |n| *n > 0));
     }

@@ -637,7 +637,8 @@ mod tests {
     use riser_transport::wire::mad::TransactionId;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use rustix::net::{
-        self, AddressFamily, Shutdown, SocketAddrUnix, SocketType, shutdown, socket,
+        self, AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, shutdown, socket,
+        socketpair, sockopt,
     };
 
     use super::mail::{MAX_DESCRIPTORS, receive};
@@ -1355,6 +1356,66 @@ mod tests {
         });
         // Nor is it waited for again.
         assert_eq!(silent.unwrap(), Silent(0b110));
+    }
+
+    /// A socket with a message whose only descriptor takes an hour to close, or until the peer that is
+    /// returned is closed. That the socket itself waits at its close nobody can change.
+    fn slow_to_close() -> (OwnedFd, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (never_reads, _) = listener.accept().unwrap();
+        full.set_nonblocking(true).unwrap();
+        while full.write(&[0; 65536]).is_ok() {}
+        sockopt::set_socket_linger(&full, Some(Duration::from_secs(3600))).unwrap();
+        let (slow, other) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::DGRAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        send_with(&other, None, Message::Probe, &[full.as_fd()]).unwrap();
+        (slow, never_reads)
+    }
+
+    #[test]
+    fn slow_descriptors_of_strangers_delay_no_mail() {
+        if !rustix::process::geteuid().is_root() {
+            return skip("a message of another user", "only root can be another user");
+        }
+        let first = open(addr(59), Silent::default()).unwrap();
+        let to = name(addr(59), Some(1)).unwrap();
+        let never_reads = thread::scope(|scope| {
+            let sent = scope.spawn(|| {
+                // SAFETY: it changes the ids of this thread alone, which ends.
+                unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) };
+                let (slow, never_reads) = slow_to_close();
+                let sender = new_sender().unwrap();
+                assert!(is_there(&sender, &to, Message::Join, &[slow.as_fd()]).unwrap());
+                never_reads
+            });
+            sent.join().unwrap()
+        });
+        let is_read = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let begun = Instant::now();
+                while !is_read.load(Ordering::Relaxed) && begun.elapsed() < PATIENCE {
+                    thread::sleep(PAUSE);
+                }
+                // A process that waits is freed in the end, for this test to fail.
+                let was_read = is_read.load(Ordering::Relaxed);
+                drop(never_reads);
+                assert!(was_read, "the mailbox waits for a stranger's descriptor");
+            });
+            assert!(first.poll_packet(Instant::now()).is_none());
+            let own = stopped(addr(59), 2);
+            let answers = Answers::new().unwrap();
+            assert!(is_there(&own, &to, Message::Join, &[answers.to.as_fd()]).unwrap());
+            assert!(first.poll_packet(Instant::now()).is_none());
+            assert!(receive(&answers.from, &mut [0; 1]).is_some());
+            is_read.store(true, Ordering::Relaxed);
+        });
     }
 
     #[test]

@@ -11,6 +11,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::net::IpAddr;
+use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -20,10 +21,11 @@ use riser_transport::wire::MAD_LEN;
 use riser_transport::wire::mad::MadClass;
 use tracing::info;
 
+use crate::cancel::{self, read_count, step};
 use crate::devices::{Device, LinkLayer, devices, lid, link_layer};
 use crate::engine::Engine;
 use crate::errno::Errno;
-use crate::lock::unpoisoned;
+use crate::lock::{PORTS, unpoisoned};
 use crate::mad::{Answer, MadAddr, UserMad};
 use crate::queue::EventQueue;
 
@@ -93,10 +95,35 @@ struct OpenPort {
     agents: u32,
 }
 
-static PORTS: Mutex<BTreeMap<c_int, OpenPort>> = Mutex::new(BTreeMap::new());
+static OPEN: Mutex<BTreeMap<c_int, OpenPort>> = Mutex::new(BTreeMap::new());
 
-fn ports() -> MutexGuard<'static, BTreeMap<c_int, OpenPort>> {
-    unpoisoned(PORTS.lock())
+/// Guard of the list of open ports. Its locks precede the locks of devices.
+struct Ports {
+    list: MutexGuard<'static, BTreeMap<c_int, OpenPort>>,
+    // Dropped after the guard of the list.
+    _fork: MutexGuard<'static, ()>,
+}
+
+impl Deref for Ports {
+    type Target = BTreeMap<c_int, OpenPort>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.list
+    }
+}
+
+impl DerefMut for Ports {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.list
+    }
+}
+
+fn ports() -> Ports {
+    let fork = unpoisoned(PORTS.lock());
+    Ports {
+        list: unpoisoned(OPEN.lock()),
+        _fork: fork,
+    }
 }
 
 /// What a function returns that returns a number, or a negative error.
@@ -516,74 +543,120 @@ fn queue_of(fd: c_int) -> Result<Arc<EventQueue<Answer>>, Errno> {
 }
 
 /// `umad_poll(3)`.
-pub(crate) extern "C" fn umad_poll(fd: c_int, timeout_ms: c_int) -> c_int {
-    negative(queue_of(fd).and_then(|_| wait(fd, timeout_ms)))
-}
-
-/// Waits until a descriptor is readable.
-fn wait(fd: c_int, timeout_ms: c_int) -> Result<c_int, Errno> {
-    let mut poll = libc::pollfd {
-        fd,
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    // SAFETY: one structure, which lives until the call returns.
-    match unsafe { libc::poll(&raw mut poll, 1, timeout_ms) } {
-        0 => Err(Errno(libc::ETIMEDOUT)),
-        1 => Ok(0),
-        _ => Err(Errno(libc::EIO)),
+pub(crate) extern "C-unwind" fn umad_poll(fd: c_int, timeout_ms: c_int) -> c_int {
+    match step(|| negative(queue_of(fd).map(|_| 0))) {
+        // SAFETY: the port is open, and no frame has anything to drop.
+        0 => unsafe { wait(fd, timeout_ms) },
+        error => error,
     }
 }
 
+/// Waits until the descriptor of a port is readable. Returns 0 or a negative error number.
+///
+/// # Safety
+/// As [`cancel::wait`].
+unsafe fn wait(fd: c_int, timeout_ms: c_int) -> c_int {
+    let mut fds = [libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    }];
+    // A negative timeout never expires.
+    let timeout = (timeout_ms >= 0).then(|| libc::timespec {
+        tv_sec: (timeout_ms / 1000).into(),
+        tv_nsec: (timeout_ms % 1000 * 1_000_000).into(),
+    });
+    // SAFETY: as the caller promises.
+    let ready = unsafe { cancel::wait(&mut fds, timeout, None) };
+    step(|| {
+        negative(match ready {
+            0 => Err(Errno(libc::ETIMEDOUT)),
+            1 => Ok(0),
+            _ => Err(Errno(libc::EIO)),
+        })
+    })
+}
+
 /// `umad_recv(3)`: returns the agent of the datagram.
-pub(crate) unsafe extern "C" fn umad_recv(
+pub(crate) unsafe extern "C-unwind" fn umad_recv(
     fd: c_int,
     mad: *mut UserMad,
     length: *mut c_int,
     timeout_ms: c_int,
 ) -> c_int {
-    let taken = (|| {
-        let queue = queue_of(fd)?;
-        // SAFETY: the program says how much room it has.
-        let room = usize::try_from(unsafe { *length }).unwrap_or(0);
-        let too_long = |head: Option<UserMad>, needed: usize| {
-            // SAFETY: there is room for the head and the length.
-            unsafe {
-                if let Some(head) = head {
-                    mad.write(head);
-                }
-                *length = needed as c_int;
+    // SAFETY: the program's pointer, as the manual page demands.
+    let refused = step(|| unsafe { refuse(fd, length) });
+    if refused != 0 {
+        return refused;
+    }
+    if timeout_ms != 0 {
+        // SAFETY: the port is open, and no frame has anything to drop.
+        let waited = unsafe { wait(fd, timeout_ms) };
+        if waited != 0 {
+            return waited;
+        }
+    }
+    loop {
+        // SAFETY: as above.
+        let error = unsafe { read_count(fd) };
+        // SAFETY: the program's pointers, as the manual page demands.
+        if let Some(result) = step(|| unsafe { take(fd, error, mad, length) }) {
+            return result;
+        }
+    }
+}
+
+/// Returns a negative error number for a port that is not open, and for room for less than a
+/// datagram.
+///
+/// # Safety
+/// The pointer is the program's, as the manual page demands.
+unsafe fn refuse(fd: c_int, length: *mut c_int) -> c_int {
+    negative(queue_of(fd).and_then(|_| {
+        // SAFETY: as the caller promises.
+        unsafe {
+            if usize::try_from(*length).unwrap_or(0) >= MAD_LEN {
+                return Ok(0);
             }
-            Err(Errno(libc::ENOSPC))
-        };
-        if room < MAD_LEN {
-            return too_long(None, MAD_LEN);
+            *length = MAD_LEN as c_int;
         }
-        if timeout_ms != 0 {
-            wait(fd, timeout_ms)?;
-        }
-        // Looked at only once it is this thread's: another one may take it meanwhile.
-        let answer = queue.take(|_| {})?;
-        if answer.bytes.len() > room {
-            let (head, len) = (answer.head, answer.bytes.len());
+        Err(Errno(libc::ENOSPC))
+    }))
+}
+
+/// Passes the next datagram to the program; `None` if it has to wait again.
+///
+/// # Safety
+/// The pointers are the program's, as the manual page demands, with room for a datagram.
+unsafe fn take(fd: c_int, error: c_int, mad: *mut UserMad, length: *mut c_int) -> Option<c_int> {
+    if error != 0 {
+        return Some(negative(Err(Errno(error))));
+    }
+    let queue = match queue_of(fd) {
+        Ok(queue) => queue,
+        Err(errno) => return Some(negative(Err(errno))),
+    };
+    // Looked at only once it is this thread's: another thread may take it in the meantime.
+    let answer = queue.pop(|_| {})?;
+    // SAFETY: as the caller promises.
+    unsafe {
+        let needed = answer.bytes.len();
+        if needed > usize::try_from(*length).unwrap_or(0) {
+            mad.write(answer.head);
+            *length = needed as c_int;
             queue.put_back(answer);
-            return too_long(Some(head), len);
+            return Some(negative(Err(Errno(libc::ENOSPC))));
         }
-        Ok(answer)
-    })();
-    negative(taken.map(|Answer { head, bytes }| {
         if let Some(port) = ports().get_mut(&fd) {
             port.waiting = port.waiting.saturating_sub(1);
         }
-        // SAFETY: there is room for the head and as many bytes as were just checked.
-        unsafe {
-            mad.write(head);
-            let place = mad.add(1).cast::<u8>();
-            place.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-            *length = bytes.len() as c_int;
-        }
-        head.agent_id.cast_signed()
-    }))
+        // There is room for the head and as many bytes as were just checked.
+        mad.write(answer.head);
+        let place = mad.add(1).cast::<u8>();
+        place.copy_from_nonoverlapping(answer.bytes.as_ptr(), needed);
+        *length = needed as c_int;
+    }
+    Some(answer.head.agent_id.cast_signed())
 }
 
 /// `umad_get_mad(3)`: the bytes behind the head.

@@ -13,7 +13,7 @@ use riser_transport::verbs::{
 use crate::context::{Context, check_same};
 use crate::domain::Pd;
 use crate::errno::{Errno, number, pointer};
-use crate::memory::{Mr, foreign, hand_out, rights_of};
+use crate::memory::{Mr, check_range, foreign, hand_out, rights_of};
 use crate::object::{Ref, kind};
 use crate::qp::Qp;
 use crate::sges::read_sges;
@@ -83,10 +83,23 @@ unsafe fn rereg_mr(
         true => Some(rights_of(access)?),
         false => None,
     };
-    let range = match has(IBV_REREG_MR_CHANGE_TRANSLATION) {
-        // SAFETY: the program keeps the range mapped as long as it is registered.
-        true => Some(unsafe { foreign(addr, length, rights.unwrap_or_default()) }?),
-        false => None,
+    let current = || ours.context.lock().nic.query_mr(ours.id);
+    let range = match (has(IBV_REREG_MR_CHANGE_TRANSLATION), rights) {
+        (true, rights) => {
+            let rights = rights.map_or_else(|| current().map(|attr| attr.access), Ok)?;
+            // SAFETY: the program keeps the range mapped as long as it is registered.
+            Some(unsafe { foreign(addr, length, rights) }?)
+        }
+        (false, Some(rights)) => {
+            // SAFETY: the region is the program's.
+            let (addr, length) = unsafe { ((*mr).addr, (*mr).length) };
+            // The memory of an imported region has no address here.
+            if !addr.is_null() {
+                check_range(addr, length, rights)?;
+            }
+            None
+        }
+        (false, None) => None,
     };
     let range = range.map(|memory| memory.whole());
     let change = MrChange {

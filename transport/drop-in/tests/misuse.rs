@@ -871,3 +871,219 @@ fn posts_do_not_keep_packets_waiting() {
         });
     }
 }
+
+#[test]
+fn socket_calls_fail_with_eopnotsupp() {
+    let socket = call!(rsocket(libc::AF_INET => c_int, libc::SOCK_STREAM => c_int, 0 => c_int)
+        -> c_int);
+    assert_eq!((socket, errno()), (-1, libc::EOPNOTSUPP));
+    let mut byte = 0u8;
+    let length = call!(rrecv(0 => c_int, (&raw mut byte).cast() => *mut c_void, 1 => usize,
+        0 => c_int) -> isize);
+    assert_eq!((length, errno()), (-1, libc::EOPNOTSUPP));
+    let offset = call!(riomap(0 => c_int, (&raw mut byte).cast() => *mut c_void, 1 => usize,
+        0 => c_int, 0 => c_int, -1 => i64) -> i64);
+    assert_eq!((offset, errno()), (-1, libc::EOPNOTSUPP));
+}
+
+/// Memory of the kernel's choice with these rights.
+fn mapped(length: usize, rights: c_int) -> *mut c_void {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping.
+    let memory = unsafe { libc::mmap(ptr::null_mut(), length, rights, flags, -1, 0) };
+    assert_ne!(memory, libc::MAP_FAILED);
+    memory
+}
+
+#[test]
+fn protected_memory_is_not_registered() {
+    const LENGTH: usize = 3 * 4096;
+    let device = Device::open("riser0");
+    let register = |memory: *mut c_void, access: u32| {
+        call!(ibv_reg_mr(device.pd => *mut ibv_pd, memory => *mut c_void, LENGTH => usize,
+            access as c_int => c_int) -> *mut ibv_mr)
+    };
+    let local = IBV_ACCESS_LOCAL_WRITE;
+    let remote = local | IBV_ACCESS_REMOTE_WRITE;
+    let constant = mapped(LENGTH, libc::PROT_READ);
+    for access in [local, remote] {
+        assert!(register(constant, access).is_null(), "{access}");
+        assert_eq!(errno(), libc::EFAULT);
+    }
+    let mr = register(constant, IBV_ACCESS_REMOTE_READ);
+    assert!(!mr.is_null(), "{}", errno());
+    let change = IBV_REREG_MR_CHANGE_ACCESS as c_int;
+    let changed = call!(ibv_rereg_mr(mr => *mut ibv_mr, change => c_int,
+        ptr::null_mut() => *mut ibv_pd, ptr::null_mut() => *mut c_void, 0 => usize,
+        remote as c_int => c_int) -> c_int);
+    assert_ne!(changed, 0);
+    assert_eq!(errno(), libc::EFAULT);
+    let hidden = mapped(LENGTH, libc::PROT_NONE);
+    assert!(register(hidden, 0).is_null());
+    assert_eq!(errno(), libc::EFAULT);
+    let mut writable = mapped(LENGTH, libc::PROT_READ | libc::PROT_WRITE);
+    let mr = register(writable, remote);
+    assert!(!mr.is_null(), "{}", errno());
+    // The last page alone.
+    writable = writable.wrapping_byte_add(LENGTH - 4096);
+    // SAFETY: the test's own memory.
+    let result = unsafe { libc::mprotect(writable, 4096, libc::PROT_READ) };
+    assert_eq!(result, 0);
+    let writable = writable.wrapping_byte_sub(LENGTH - 4096);
+    assert!(register(writable, remote).is_null());
+    assert_eq!(errno(), libc::EFAULT);
+}
+
+#[test]
+fn rereg_keeps_region_on_demand() {
+    let device = Device::open("riser0");
+    let memory = mapped(8192, libc::PROT_READ | libc::PROT_WRITE);
+    let access = (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND) as c_int;
+    let mr = call!(ibv_reg_mr(device.pd => *mut ibv_pd, memory => *mut c_void, 4096 => usize,
+        access => c_int) -> *mut ibv_mr);
+    assert!(!mr.is_null(), "{}", errno());
+    // Nothing is mapped there before the region is used.
+    // SAFETY: the test's own memory.
+    let result = unsafe { libc::munmap(memory.wrapping_byte_add(4096), 4096) };
+    assert_eq!(result, 0);
+    let change = IBV_REREG_MR_CHANGE_TRANSLATION as c_int;
+    let changed = call!(ibv_rereg_mr(mr => *mut ibv_mr, change => c_int,
+        ptr::null_mut() => *mut ibv_pd, memory => *mut c_void, 8192 => usize, 0 => c_int) -> c_int);
+    assert_eq!(changed, 0, "{}", errno());
+}
+
+/// Number of sockets below a descriptor.
+fn sockets_below(limit: c_int) -> c_int {
+    let mut count = 0;
+    for fd in 0..limit {
+        // SAFETY: all-zero bytes are valid for the structure, which the call fills.
+        unsafe {
+            let mut stat: libc::stat = zeroed();
+            let is_open = libc::fstat(fd, &raw mut stat) == 0;
+            count += c_int::from(is_open && stat.st_mode & libc::S_IFMT == libc::S_IFSOCK);
+        }
+    }
+    count
+}
+
+#[test]
+fn forked_child_closes_sockets_despite_full_table() {
+    const LIMIT: c_int = 256;
+    let left = forked(|| {
+        let limit = libc::rlimit {
+            rlim_cur: LIMIT as libc::rlim_t,
+            rlim_max: LIMIT as libc::rlim_t,
+        };
+        // SAFETY: the limit is this process's own.
+        let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+        assert_eq!(result, 0);
+        let before = sockets_below(LIMIT);
+        let device = Device::open("riser0");
+        let channel = call!(ibv_create_comp_channel(device.context => *mut ibv_context)
+            -> *mut ibv_comp_channel);
+        assert!(!channel.is_null());
+        // SAFETY: standard error is open.
+        while unsafe { libc::dup(2) } >= 0 {}
+        assert!(sockets_below(LIMIT) > before);
+        forked(|| sockets_below(LIMIT) - before)
+    });
+    assert_eq!(left, 0, "sockets of the parent that the child has");
+}
+
+#[test]
+fn forked_child_has_no_xrc_domain_of_parent() {
+    let device = Device::open("riser0");
+    // SAFETY: a new file.
+    let file = unsafe { libc::memfd_create(c"xrcd".as_ptr(), 0) };
+    let open = |device: &Device, oflags: c_int| {
+        let mut attr = ibv_xrcd_init_attr {
+            comp_mask: 3,
+            fd: file,
+            oflags,
+        };
+        // SAFETY: the context is open.
+        unsafe { device.table().open_xrcd.unwrap()(device.context, &raw mut attr) }
+    };
+    assert!(!open(&device, libc::O_CREAT).is_null(), "{}", errno());
+    let failed = forked(|| {
+        let device = Device::open("riser0");
+        if !open(&device, 0).is_null() || errno() != libc::EAGAIN {
+            return 1;
+        }
+        c_int::from(open(&device, libc::O_CREAT | libc::O_EXCL).is_null())
+    });
+    assert_eq!(failed, 0);
+}
+
+/// Stops the threads of a test, also after a panic.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn forked_child_of_busy_parent_creates_objects() {
+    let done = AtomicBool::new(false);
+    load();
+    thread::scope(|scope| {
+        let _stop = Stop(&done);
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    call!(rdma_destroy_event_channel(create_channel() => *mut rdma_event_channel));
+                }
+            });
+        }
+        for _ in 0..300 {
+            let failed = forked(|| {
+                let channel = create_channel();
+                call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+                0
+            });
+            assert_eq!(failed, 0);
+        }
+    });
+}
+
+#[test]
+fn forked_child_of_busy_parent_uses_objects() {
+    let done = AtomicBool::new(false);
+    load();
+    let port = call!(umad_open_port(ptr::null() => *const i8, 1 => c_int) -> c_int);
+    assert!(port >= 0, "{}", errno());
+    let channels =
+        [create_channel(), create_channel()].map(<*mut rdma_event_channel>::expose_provenance);
+    let id = create_id(ptr::with_exposed_provenance_mut(channels[0])).addr();
+    thread::scope(|scope| {
+        let _stop = Stop(&done);
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let agent = call!(umad_register(port => c_int, 3 => c_int, 2 => c_int, 0 => u8,
+                    ptr::null_mut() => *mut i64) -> c_int);
+                call!(umad_unregister(port => c_int, agent => c_int) -> c_int);
+            }
+        });
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                for channel in channels {
+                    call!(rdma_migrate_id(id => usize, channel => usize) -> c_int);
+                }
+            }
+        });
+        for _ in 0..300 {
+            let failed = forked(|| {
+                call!(rdma_destroy_id(id => usize) -> c_int);
+                call!(umad_close_port(port => c_int) -> c_int)
+            });
+            assert_eq!(failed, 0);
+        }
+    });
+    assert_eq!(call!(rdma_destroy_id(id => usize) -> c_int), 0);
+    for channel in channels {
+        call!(rdma_destroy_event_channel(channel => usize));
+    }
+    assert_eq!(call!(umad_close_port(port => c_int) -> c_int), 0);
+}

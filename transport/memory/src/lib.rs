@@ -598,7 +598,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri has no such advice")]
-    fn only_what_is_mapped_can_be_populated() {
+    fn unmapped_range_cannot_be_populated() {
         let m = Memory::new(4 * PAGE).unwrap();
         m.slice(PAGE - 1..3 * PAGE + 1)
             .unwrap()
@@ -611,9 +611,18 @@ mod tests {
         let part = |from: usize, len| all.slice(from..from + len).unwrap().populate(false);
         part(at + 7, 3 * PAGE).unwrap();
         part(0, 0).unwrap();
+        // The range ends in a page without access. Otherwise the call would populate mappings of
+        // other tests that follow, for example holes of their files.
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let guarded = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let base = libc::mmap(ptr::null_mut(), 2 * PAGE, libc::PROT_NONE, flags, -1, 0);
+            assert_eq!(libc::mprotect(base, PAGE, libc::PROT_READ), 0);
+            base
+        };
         for (from, len) in [
             (0, 1),
-            (at, 1 << 46),
+            (guarded.addr(), 1 << 46),
             (1, usize::MAX - 1),
             (usize::MAX - 9, 9),
         ] {
@@ -628,6 +637,7 @@ mod tests {
             assert!(range.populate(true).is_err(), "it is read-only");
             drop(range);
             libc::munmap(p, PAGE);
+            libc::munmap(guarded, 2 * PAGE);
         }
     }
 

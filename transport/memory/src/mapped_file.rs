@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_beside_those_that_are_read_may_become_a_hole() {
+    fn neighbor_page_may_become_hole() {
         use rustix::fs::{FallocateFlags, fallocate};
 
         let file = file("riser-test-beside");

@@ -9,6 +9,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 use crate::MemSlice;
 
@@ -132,6 +133,31 @@ pub fn unacknowledged(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     checked(result as isize)?;
     Ok(bytes.try_into().unwrap_or(0))
+}
+
+/// Time since the peer's host last acknowledged anything, if it owes an acknowledgement of data that
+/// TCP has retransmitted. A host whose receive window is closed owes none.
+///
+/// # Errors
+/// The errors of `getsockopt(2)`; the socket may not be one of TCP.
+pub fn peer_silence(socket: BorrowedFd<'_>) -> io::Result<Option<Duration>> {
+    let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the call writes at most `len` bytes of the structure, which outlives it.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    checked(result as isize)?;
+    // SAFETY: all-zero bytes are a valid structure of integers, which the kernel has filled.
+    let info = unsafe { info.assume_init() };
+    let owes = info.tcpi_unacked > 0 && info.tcpi_retransmits > 0;
+    Ok(owes.then(|| Duration::from_millis(info.tcpi_last_ack_recv.into())))
 }
 
 /// Reads a part of a file into `room` and returns how many bytes that was.

@@ -28,6 +28,16 @@ impl RingConfig {
         }
         Ok(asked + 1)
     }
+
+    /// Kernel threads for operations on files and block devices: one for each operation of the ring.
+    ///
+    /// Operations that have to wait (flushes, allocations, whatever a file system cannot do at once)
+    /// block a thread of the kernel's pool (`io-wq`) each. By default these are four for each
+    /// processor, so a few operations on a file system that hangs would delay operations on all other
+    /// file systems. Threads exist only while operations block, and end after some idle seconds.
+    pub(crate) fn threads(&self) -> u32 {
+        self.capacity + 1
+    }
 }
 
 impl Default for RingConfig {

@@ -114,8 +114,7 @@ impl Ring {
     /// # Errors
     /// [`RingError::Capacity`], as for a ring of the host.
     pub fn simulated(config: RingConfig) -> Result<(Self, simulated::Kernel), RingError> {
-        config.total()?;
-        let (queue, driver) = simulated::Kernel::new();
+        let (queue, driver) = simulated::Kernel::new(config.threads(), config.total()?);
         let kernel = Kernel::Simulated(queue);
         let ring = Self::over(kernel, &config, config.files, Waker::simulated())?;
         Ok((ring, driver))

@@ -650,3 +650,13 @@ fn refusals_are_explained() {
     assert!(forbidden.contains("kernel.io_uring_disabled is ") && forbidden.contains("EPERM"));
     assert!(text(libc::ENOMEM).contains("ulimit -l"));
 }
+
+/// Otherwise operations that hang in one file system would delay all other file systems.
+#[test]
+fn operations_may_all_block_kernel_threads() {
+    let ring = ring(511);
+    let Kernel::Uring(uring) = &ring.kernel else {
+        unreachable!("a ring of the host");
+    };
+    assert!(uring.threads() >= 511, "{} threads", uring.threads());
+}

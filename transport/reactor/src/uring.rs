@@ -70,6 +70,7 @@ impl Uring {
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(RingError::Missing);
         }
+        lend_threads(&uring, config.threads());
         // Tables of older kernels cannot be sparse; everything works without them, by descriptor
         // and address.
         let files = match uring.submitter().register_files_sparse(config.files) {
@@ -91,6 +92,15 @@ impl Uring {
     /// Has the kernel count completions, also deferred ones, in an eventfd.
     pub(crate) fn register_event_fd(&self, event: &OwnedFd) -> io::Result<()> {
         self.uring.submitter().register_eventfd(event.as_raw_fd())
+    }
+
+    /// Operations of files and block devices that may block at once.
+    #[cfg(test)]
+    pub(crate) fn threads(&self) -> u32 {
+        let mut limits = [0, 0];
+        let limits_of = self.uring.submitter();
+        limits_of.register_iowq_max_workers(&mut limits).unwrap();
+        limits[0]
     }
 
     /// Entries of the table of registered memory that are in use.
@@ -336,6 +346,14 @@ impl Uring {
         let buffers = std::mem::take(&mut self.buffers);
         buffers.into_iter().for_each(|b| std::mem::forget(b.memory));
     }
+}
+
+/// Raises the kernel's limit of threads for operations of this ring that block.
+fn lend_threads(uring: &IoUring, threads: u32) {
+    // Those of sockets and pipes, the second number, have no such bound. Kernels before 5.15 do not
+    // know the call: everything works, with the default.
+    let submitter = uring.submitter();
+    let _ = submitter.register_iowq_max_workers(&mut [threads, 0]);
 }
 
 /// Whether the caller's loop may go round, and come back with what is still queued: after a signal,

@@ -1,4 +1,4 @@
-//! The user's calls for connections.
+//! Connection calls for the user.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use crate::wire::cm_msg::{
 use crate::wire::ids::Qpn;
 
 impl Cm {
-    /// Ask `peer` for a connection.
+    /// Sends a connection request to `peer`.
     ///
     /// # Errors
     ///
@@ -23,7 +23,7 @@ impl Cm {
         peer: PeerAddr,
         params: &ReqParams,
     ) -> Result<IbCmId, IbCmError> {
-        // Room first: nothing leaves for an identifier that cannot be kept.
+        // Check this first, so that we don't send a request for an ID that cannot be stored.
         self.make_room()?;
         let id = self.new_id();
         let transaction = self.new_transaction();
@@ -57,7 +57,8 @@ impl Cm {
             alternate: params.alternate,
             private_data: params.private_data,
         };
-        // The connection is entered before its REQ leaves, so that an answer finds it.
+        // Add the connection before sending the REQ, so that it can be found when we receive the
+        // reply.
         let mut conn = Conn::new(
             CmState::ReqSent,
             peer.to_canonical(),
@@ -66,7 +67,7 @@ impl Cm {
         );
         conn.qp_type = params.qp_type;
         conn.local_qpn = params.local_qpn;
-        // How long, and how often, the peer is asked is what the REQ itself says to it.
+        // Use the same interval and retry count for the peer as specified in the REQ.
         conn.interval = self.interval(params.remote_cm_timeout);
         conn.max_retries = params.max_cm_retries.value() as u8;
         conn.timewait = params
@@ -75,12 +76,12 @@ impl Cm {
             .duration()
             .min(self.config.max_timewait);
         conn.traffic_class = params.primary.traffic_class;
-        // The kept request has what our queue pair will need, which is not all for the peer to know.
+        // The stored request also contains values for our QP that should not be sent to the peer.
         conn.req = Some(Box::new(req));
         self.insert(id, conn);
         let req = match params.qp_type {
-            // The responder's end sends no requests, and answers none of the initiator's (as Linux:
-            // `cm_format_req`).
+            // The responder will not send any requests, so the initiator doesn't need resources for
+            // them (same as `cm_format_req` in Linux).
             QpType::XrcIni => ReqMsg {
                 responder_resources: 0,
                 retry_count: Bits::default(),
@@ -94,11 +95,11 @@ impl Cm {
         Ok(id)
     }
 
-    /// Passive: accept.
+    /// Passive side: accepts the connection.
     ///
     /// # Errors
     ///
-    /// States other than `ReqRcvd` and `MraReqSent`.
+    /// Returns an error unless the state is `ReqRcvd` or `MraReqSent`.
     pub fn send_rep(
         &mut self,
         now: Instant,
@@ -126,8 +127,8 @@ impl Cm {
             private_data: params.private_data,
         };
         let rep = CmMessage::Rep(match conn.qp_type {
-            // It is named where a reliable datagram service has its context, and has no requests of
-            // its own (as Linux: `cm_format_rep`).
+            // The number is sent in the field used for the context of a reliable datagram service,
+            // and this side will not send any requests (same as `cm_format_rep` in Linux).
             QpType::XrcTgt => RepMsg {
                 qpn: Qpn::default(),
                 eecn: Bits::truncate(params.local_qpn.value()),
@@ -142,20 +143,21 @@ impl Cm {
         self.become_state(id, CmState::RepSent);
         let conn = self.known(id);
         conn.local_qpn = params.local_qpn;
-        // The REP is kept: a repeated REQ means that it was lost, and is answered with it.
+        // Keep the REP: if we receive a duplicate REQ, the REP was lost and must be sent again.
         conn.req = None;
         conn.answer = Some(Box::new(rep.emit(transaction)));
-        // Before `ask`, whose first wait is bounded by the life of a half-open connection.
+        // This must be called first, since the first interval is limited by the lifetime of
+        // a half-open connection.
         self.note_rep(now, id);
         self.ask(now, id, transaction, &rep);
         Ok(())
     }
 
-    /// Active: the queue pair is ready, the connection is established.
+    /// Active side: the QP is ready and the connection is established.
     ///
     /// # Errors
     ///
-    /// States other than `RepRcvd` and `MraRepSent`.
+    /// Returns an error unless the state is `RepRcvd` or `MraRepSent`.
     pub fn send_rtu(
         &mut self,
         id: IbCmId,
@@ -173,12 +175,12 @@ impl Cm {
         Ok(())
     }
 
-    /// Passive: a message arrived on the queue pair, so the RTU was lost or is
-    /// late. The connection is established; the RTU will bring no event.
+    /// Passive side: a message was received by the QP, so the RTU was either lost or delayed. The
+    /// connection is now established, and the RTU will not generate an event.
     ///
     /// # Errors
     ///
-    /// States other than `RepSent` and `MraRepRcvd`.
+    /// Returns an error unless the state is `RepSent` or `MraRepRcvd`.
     pub fn establish(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
         self.in_state(id, &[CmState::RepSent, CmState::MraRepRcvd])?;
         self.answered(id);
@@ -187,12 +189,11 @@ impl Cm {
         Ok(())
     }
 
-    /// Notify the peer that the answer to its REQ, REP or LAP will take up to
-    /// `service_timeout`.
+    /// Notifies the peer that the response to its REQ, REP or LAP can take up to `service_timeout`.
     ///
     /// # Errors
     ///
-    /// States other than `ReqRcvd`, `RepRcvd` and `LapRcvd`.
+    /// Returns an error unless the state is `ReqRcvd`, `RepRcvd` or `LapRcvd`.
     pub fn send_mra(
         &mut self,
         id: IbCmId,
@@ -200,7 +201,8 @@ impl Cm {
         private_data: PrivateData<222>,
     ) -> Result<(), IbCmError> {
         let conn = self.in_state(id, &[CmState::ReqRcvd, CmState::RepRcvd, CmState::LapRcvd])?;
-        // An MRA buys time from the message that the peer repeats, so it names that message.
+        // An MRA extends the timeout of the message being resent by the peer, so it must specify
+        // this message.
         let (next, message) = match conn.state {
             CmState::ReqRcvd => (CmState::MraReqSent, MraOf::Req),
             CmState::RepRcvd => (CmState::MraRepSent, MraOf::Rep),
@@ -220,12 +222,12 @@ impl Cm {
         Ok(())
     }
 
-    /// Refuse a REQ or a REP, or take a REP back. For the user the identifier is
-    /// gone; the CM keeps it a while to repeat the refusal.
+    /// Rejects a REQ or REP, or cancels a REP. The ID is no longer valid for the user, but the CM
+    /// keeps it for a while to be able to send the REJ again.
     ///
     /// # Errors
     ///
-    /// States without a message to refuse.
+    /// Returns an error if there is no message to reject.
     pub fn send_rej(
         &mut self,
         now: Instant,
@@ -251,7 +253,7 @@ impl Cm {
             private_data,
         };
         let transaction = conn.transaction;
-        // Long enough for the peer to ask once more.
+        // Long enough for the peer to send its message once more.
         let asks_again = conn
             .req
             .as_ref()
@@ -265,11 +267,11 @@ impl Cm {
         Ok(())
     }
 
-    /// Ask the peer to end the connection.
+    /// Requests the peer to close the connection.
     ///
     /// # Errors
     ///
-    /// States that are not connected.
+    /// Returns an error if the connection is not established.
     pub fn send_dreq(
         &mut self,
         now: Instant,
@@ -286,18 +288,18 @@ impl Cm {
             remote_qpn: conn.remote_qpn.expect("connected"),
             private_data,
         });
-        // A DREQ begins a transaction of its own, whose number the DREP repeats.
+        // A DREQ starts a new transaction. The DREP uses the same transaction ID.
         let transaction = self.new_transaction();
         self.become_state(id, CmState::DreqSent);
         self.ask(now, id, transaction, &dreq);
         Ok(())
     }
 
-    /// Agree to the peer's DREQ; timewait begins.
+    /// Responds to a DREQ from the peer and enters timewait.
     ///
     /// # Errors
     ///
-    /// States other than `DreqRcvd`.
+    /// Returns an error unless the state is `DreqRcvd`.
     pub fn send_drep(
         &mut self,
         now: Instant,
@@ -316,22 +318,24 @@ impl Cm {
         Ok(())
     }
 
-    /// Release an identifier in any state: stop listening, take back or
-    /// refuse a request, end a connection. It brings no further events; the CM
-    /// keeps it as long as the peer must be notified.
+    /// Releases an ID in any state: stops listening, cancels or rejects a request, or closes a
+    /// connection. There will be no more events, but the CM keeps the ID until the peer has been
+    /// notified.
     ///
     /// # Errors
     ///
     /// [`IbCmError::NoSuchId`].
     pub fn destroy(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
-        // The listener's half-open connections stay the user's, who may still answer them.
+        // Half-open connections of this listener still belong to the user, who may respond to them
+        // later.
         if self.listeners.remove(&id).is_some() {
             return Ok(());
         }
-        // Every state ends by the message that the peer understands in it: a REJ before the
-        // connection is established, a DREQ after.
+        // Use the message that the peer expects in this state: a REJ before the connection is
+        // established, and a DREQ after that.
         match self.conn(id)?.state {
-            // No REP has come, so the peer may not know our REQ, and we know no id of the peer's.
+            // We haven't received a REP, so the peer may not have received our REQ and we don't
+            // know its ID.
             CmState::ReqSent | CmState::MraReqRcvd => {
                 self.send_timeout_rej(id);
                 self.free(id);
@@ -346,7 +350,7 @@ impl Cm {
                 let (info, data) = (AdditionalInfo::default(), PrivateData::default());
                 self.send_rej(now, id, RejReason::ConsumerDefined, info, data)?;
             }
-            // The peer's DREQ is still unanswered, and would be repeated.
+            // We still need to respond to the peer's DREQ, or it would be sent again.
             CmState::DreqRcvd => self.send_drep(now, id, PrivateData::default())?,
             CmState::SidrReqSent => {
                 self.free(id);
@@ -367,7 +371,7 @@ impl Cm {
             state if state.is_connected() => self.send_dreq(now, id, PrivateData::default())?,
             _ => {}
         }
-        // The CM keeps what it may have to repeat, until timewait ends or the place is needed.
+        // The CM keeps this for retransmissions until timewait is over or the space is needed.
         self.release(id);
         Ok(())
     }

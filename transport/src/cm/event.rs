@@ -1,4 +1,4 @@
-//! Events for the user, and parameters of the user's calls.
+//! Events for the user, and parameters for calls.
 
 use thiserror::Error;
 
@@ -10,20 +10,21 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::ids::{Psn, Qpn};
 
-/// Parameters of a REQ; see [`ReqMsg`] for the fields.
+/// Parameters for a REQ; see [`ReqMsg`] for the fields.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the fields are those of ReqMsg")]
 pub struct ReqParams {
     pub service_id: ServiceId,
-    /// Kind of our queue pair, whose transport service the request names: RC, UC or XRC initiator.
+    /// Type of our QP, which determines the transport service in the request: RC, UC or XRC
+    /// initiator.
     pub qp_type: QpType,
     pub local_qpn: Qpn,
-    /// Vendor options of our queue pair.
+    /// Vendor options for our QP.
     pub ece: Ece,
-    /// The PSN with which the peer shall begin to send.
+    /// Starting PSN the peer should use for sending.
     pub starting_psn: Psn,
     pub primary: CmPath,
-    /// All zero for none.
+    /// Set to zero if not used.
     pub alternate: CmPath,
     pub path_mtu: Mtu,
     pub pkey: PKey,
@@ -33,23 +34,23 @@ pub struct ReqParams {
     pub srq: bool,
     pub retry_count: Bits<3>,
     pub rnr_retry_count: Bits<3>,
-    /// Time that we wait for each answer.
+    /// Time we will wait for each response.
     pub remote_cm_timeout: CmTimeout,
-    /// Time in which we promise to answer.
+    /// Maximum time we need to respond.
     pub local_cm_timeout: CmTimeout,
-    /// Repetitions of a message before we give up.
+    /// Maximum number of times we will resend a message.
     pub max_cm_retries: Bits<4>,
     pub private_data: PrivateData<92>,
 }
 
-/// Parameters of a REP; see [`RepMsg`] for the fields.
+/// Parameters for a REP; see [`RepMsg`] for the fields.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the fields are those of RepMsg")]
 pub struct RepParams {
     pub local_qpn: Qpn,
-    /// Vendor options of our queue pair.
+    /// Vendor options for our QP.
     pub ece: Ece,
-    /// The PSN with which the peer shall begin to send.
+    /// Starting PSN the peer should use for sending.
     pub starting_psn: Psn,
     pub responder_resources: u8,
     pub initiator_depth: u8,
@@ -61,187 +62,185 @@ pub struct RepParams {
     pub private_data: PrivateData<196>,
 }
 
-/// Parameters of a SIDR_REQ.
+/// Parameters for a SIDR_REQ.
 #[derive(Clone, Copy, Debug)]
 pub struct SidrReqParams {
-    /// ServiceID that is asked for.
+    /// Requested service ID.
     pub service_id: ServiceId,
-    /// Partition key of the path.
+    /// P_Key for the path.
     pub pkey: PKey,
-    /// Traffic class of the question.
+    /// Traffic class for the request.
     pub traffic_class: u8,
-    /// Time that we wait for each answer.
+    /// Time we will wait for each response.
     pub timeout: CmTimeout,
-    /// Repetitions of the question.
+    /// Maximum number of times the request will be resent.
     pub max_cm_retries: Bits<4>,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<216>,
 }
 
-/// Parameters of a SIDR_REP.
+/// Parameters for a SIDR_REP.
 #[derive(Clone, Copy, Debug)]
 pub struct SidrRepParams {
-    /// Result of the query: whether there is such a service.
+    /// Status, which indicates if the service is available.
     pub status: SidrStatus,
-    /// The queue pair that serves it.
+    /// QP number of the service.
     pub qpn: Qpn,
-    /// Queue key of the service's queue pair.
+    /// Q_Key for the QP.
     pub qkey: u32,
-    /// More about the answer.
+    /// Additional information for the response.
     pub info: AdditionalInfo,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<136>,
 }
 
-/// Attributes of our queue pair from the peer's message, for the
-/// transitions to ready-to-receive and ready-to-send.
+/// QP attributes based on the peer's message, used for the transitions to ready-to-receive and
+/// ready-to-send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpPeer {
-    /// Kind of our queue pair.
+    /// Type of our QP.
     pub qp_type: QpType,
-    /// Number of the peer's queue pair.
+    /// The peer's QP number.
     pub dest_qpn: Qpn,
-    /// The first PSN we send.
+    /// First PSN we will send.
     pub sq_psn: Psn,
-    /// Path MTU that both sides carry.
+    /// Path MTU supported by both sides.
     pub path_mtu: Mtu,
-    /// Partition key of the path.
+    /// P_Key for the path.
     pub pkey: PKey,
-    /// The path, seen from our side.
+    /// Path as seen from our side.
     pub path: CmPath,
-    /// READs and atomics the peer can answer at a time: bounds ours.
+    /// Number of READs and atomics that the peer can process concurrently. This is the limit for
+    /// our initiator depth.
     pub responder_resources: u8,
-    /// READs and atomics the peer may have outstanding: what we must hold.
+    /// Maximum number of outstanding READs and atomics from the peer, which we need to support.
     pub initiator_depth: u8,
-    /// Our transport retries, from 0 to 7.
+    /// Transport retry count, 0 to 7.
     pub retry_count: Bits<3>,
-    /// Our RNR retries; 7 is without end.
+    /// RNR retry count; 7 means unlimited.
     pub rnr_retry_count: Bits<3>,
-    /// The peer sends end-to-end credits.
+    /// Set if the peer uses end-to-end credits.
     pub flow_control: bool,
-    /// The peer's queue pair uses a shared receive queue.
+    /// Set if the peer's QP uses an SRQ.
     pub srq: bool,
 }
 
-/// Something that happened to an identifier.
+/// Event for a communication ID.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IbCmEvent {
-    /// Identifier that the event is about.
+    /// Communication ID.
     pub id: IbCmId,
-    /// Kind of the event, with its data.
+    /// Event type with its data.
     pub kind: IbCmEventKind,
 }
 
-/// The events. After those for which [`Self::is_last`] holds the identifier is
-/// gone and the CM will not mention it again.
+/// Event types. If [`Self::is_last`] returns true, the ID has been removed and there will be no
+/// more events for it.
 #[derive(Clone, Debug, PartialEq)]
 pub enum IbCmEventKind {
-    /// Passive: a peer wants to connect. The identifier is new; answer with
+    /// Passive side: connection request from a peer. This creates a new ID; the user must call
     /// `send_rep`, `send_mra` or `send_rej`.
     ReqReceived {
-        /// The listener that matched.
+        /// Listener for the service ID.
         listener: IbCmId,
-        /// Address of the peer.
+        /// Peer address.
         peer: PeerAddr,
-        /// Attributes for our queue pair.
+        /// Attributes for our QP.
         qp: QpPeer,
-        /// Message as it was received.
+        /// Received message.
         req: Box<ReqMsg>,
     },
-    /// Active: the REQ was not answered. Last.
+    /// Active side: timed out waiting for a response to the REQ. Last event.
     ReqTimeout,
-    /// Active: the peer accepted. Answer with `send_rtu`, `send_mra` or
+    /// Active side: the peer accepted the request. The user must call `send_rtu`, `send_mra` or
     /// `send_rej`.
     RepReceived {
-        /// Attributes for our queue pair.
+        /// Attributes for our QP.
         qp: QpPeer,
-        /// Message as it was received.
+        /// Received message.
         rep: Box<RepMsg>,
     },
-    /// Passive: no RTU came. In timewait.
+    /// Passive side: timed out waiting for the RTU. Enters timewait.
     RepTimeout,
-    /// Passive: the connection is established.
+    /// Passive side: the connection is established.
     RtuReceived {
-        /// Private data of the peer.
+        /// Private data from the peer.
         private_data: Box<PrivateData<224>>,
     },
-    /// The peer ends the connection. Answer with `send_drep`.
+    /// The peer has closed the connection. The user must call `send_drep`.
     DreqReceived {
-        /// Private data of the peer.
+        /// Private data from the peer.
         private_data: Box<PrivateData<220>>,
     },
-    /// Our DREQ was not answered. In timewait.
+    /// Timed out waiting for a response to our DREQ. Enters timewait.
     DreqTimeout,
-    /// The peer agreed to our DREQ, or sent its own. In timewait.
+    /// The peer has responded to our DREQ, or has also sent a DREQ. Enters timewait.
     DrepReceived {
-        /// The peer's data; empty where both sides sent a DREQ.
+        /// Private data from the peer, empty if both sides sent a DREQ.
         private_data: Box<PrivateData<224>>,
     },
-    /// The peer has our message and needs time.
+    /// The peer has received our message but needs more time.
     MraReceived {
-        /// Message that the peer acknowledges.
+        /// Message acknowledged by the peer.
         message: MraOf,
-        /// Time that the peer needs in addition.
+        /// Additional time needed by the peer.
         service_timeout: CmTimeout,
-        /// Private data of the peer.
+        /// Private data from the peer.
         private_data: Box<PrivateData<222>>,
     },
-    /// The peer refused, or gave up.
+    /// The peer has rejected or abandoned the connection.
     RejReceived {
-        /// Message that the peer refused.
+        /// Message rejected by the peer.
         message: RejOf,
-        /// Reason of the refusal.
+        /// Reject reason.
         reason: RejReason,
-        /// Additional reject information of the reason.
+        /// Additional information for the reason.
         info: Box<AdditionalInfo>,
-        /// Private data of the peer.
+        /// Private data from the peer.
         private_data: Box<PrivateData<148>>,
-        /// The identifier is in timewait; if not, this is the last.
+        /// Set if the ID is in timewait. If not set, this is the last event.
         timewait: bool,
     },
-    /// A new REQ or REP shows that the peer forgot this connection. In
-    /// timewait.
+    /// A new REQ or REP shows that the peer doesn't know this connection anymore. Enters timewait.
     StaleConnection,
-    /// The peer proposes another alternate path. Answer with `send_apr` or
-    /// `send_mra`.
+    /// The peer has proposed a new alternate path. The user must call `send_apr` or `send_mra`.
     LapReceived {
-        /// The whole message; the path is the peer's view.
+        /// Received message, with the path as seen by the peer.
         lap: Box<LapMsg>,
     },
-    /// The peer's answer to our LAP. Connected as before.
+    /// Response to our LAP. The connection remains established.
     AprReceived {
-        /// Status of the answer.
+        /// Response status.
         status: AprStatus,
-        /// Additional information of the status.
+        /// Additional information for the status.
         info: Box<AdditionalInfo>,
-        /// Private data of the peer.
+        /// Private data from the peer.
         private_data: Box<PrivateData<148>>,
     },
-    /// Our LAP was not answered. Connected as before.
+    /// Timed out waiting for a response to our LAP. The connection remains established.
     LapTimeout,
-    /// A peer asks for a datagram service. The identifier is new; answer with
-    /// `send_sidr_rep`.
+    /// Request for a datagram service. This creates a new ID; the user must call `send_sidr_rep`.
     SidrReqReceived {
-        /// The listener that matched.
+        /// Listener for the service ID.
         listener: IbCmId,
-        /// Address of the peer.
+        /// Peer address.
         peer: PeerAddr,
-        /// Message as it was received.
+        /// Received message.
         req: Box<SidrReqMsg>,
     },
-    /// The answer to our SIDR_REQ. Last.
+    /// Response to our SIDR_REQ. Last event.
     SidrRepReceived {
-        /// Message as it was received.
+        /// Received message.
         rep: Box<SidrRepMsg>,
     },
-    /// Our SIDR_REQ was not answered. Last.
+    /// Timed out waiting for a response to our SIDR_REQ. Last event.
     SidrReqTimeout,
-    /// Timewait is over: the queue pair's number may be used again. Last.
+    /// Timewait is over and the QP number can be reused. Last event.
     TimewaitExit,
 }
 
 impl IbCmEventKind {
-    /// Whether the identifier is gone.
+    /// Returns whether the ID has been removed.
     #[must_use]
     pub fn is_last(&self) -> bool {
         match self {
@@ -255,25 +254,25 @@ impl IbCmEventKind {
     }
 }
 
-/// Reason why a call was refused; nothing has changed.
+/// Error returned for a failed call. The state is not changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum IbCmError {
-    /// There is no such identifier (any more).
-    #[error("no such communication identifier")]
+    /// The ID doesn't exist or has been removed.
+    #[error("unknown communication identifier")]
     NoSuchId,
-    /// Not in this state.
-    #[error("not possible in state {state:?}")]
+    /// The call is not valid in this state.
+    #[error("invalid state {state:?}")]
     State {
-        /// The state it is in.
+        /// Current state.
         state: CmState,
     },
-    /// As many identifiers as were configured.
+    /// The configured number of IDs is exceeded.
     #[error("too many communication identifiers")]
     TooManyIds,
-    /// Another listener takes some of these service ids.
-    #[error("service id is taken")]
+    /// Some of these service IDs are already used by a different listener.
+    #[error("service id already in use")]
     ServiceIdInUse,
-    /// Alternate paths are switched off.
+    /// Alternate paths are disabled.
     #[error("alternate paths are not supported")]
     AlternatePaths,
 }

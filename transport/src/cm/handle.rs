@@ -1,4 +1,4 @@
-//! Messages that make, refuse and end connections.
+//! Handling of messages to establish, reject and close connections.
 
 use std::time::Instant;
 
@@ -14,25 +14,25 @@ use crate::wire::cm_msg::{
 use crate::wire::ids::Qpn;
 use crate::wire::mad::TransactionId;
 
-/// Queue pairs that cannot be connected: SMI and GSI.
+/// Returns true for QPs that cannot be connected: SMI and GSI.
 fn is_special(qpn: Qpn) -> bool {
     qpn == Qpn::SMI || qpn == Qpn::GSI || qpn == Qpn::MULTICAST
 }
 
 impl Cm {
-    /// Take in a MAD of the CM class that came from `from`.
+    /// Processes a MAD of the CM class received from `from`.
     ///
     /// # Errors
     ///
-    /// Errors of parsing; the bytes change nothing. Messages that are
-    /// illegal in the state of their connection are counted and ignored.
+    /// Returns an error if the MAD can't be parsed. In this case the state is not changed. Messages
+    /// that are invalid in the current state of their connection are counted and ignored.
     pub fn handle_mad(
         &mut self,
         now: Instant,
         from: PeerAddr,
         mad: &[u8],
     ) -> Result<(), CmMsgError> {
-        // One form for an IPv4 address, in which the indices find it.
+        // IPv4 addresses must be in canonical form to be found in the indexes.
         let from = from.to_canonical();
         self.counters.received += 1;
         let parsed = CmMessage::parse(mad);
@@ -53,9 +53,8 @@ impl Cm {
         Ok(())
     }
 
-    /// The identifier that a message names, if it is the peer's to talk about:
-    /// it comes from the peer's address, and names the peer's own id where we
-    /// know it.
+    /// Returns the ID specified in a message if this is valid for the peer: the source address must
+    /// match, and the message must contain the peer's ID if it is already known.
     pub(super) fn addressed(
         &mut self,
         from: PeerAddr,
@@ -67,7 +66,8 @@ impl Cm {
             self.counters.unknown += 1;
             return None;
         };
-        // Until its REP has come the active side does not know the peer's id, and takes any.
+        // The active side doesn't know the peer's ID before it receives the REP, so it must accept
+        // any.
         if !conn.is_with(from) || conn.remote_id.is_some_and(|known| known != theirs) {
             self.counters.illegal += 1;
             return None;
@@ -79,21 +79,21 @@ impl Cm {
         self.counters.illegal += 1;
     }
 
-    /// The peer has forgotten this connection.
+    /// Handles a connection not known by the peer anymore.
     pub(super) fn on_stale(&mut self, now: Instant, id: IbCmId) {
         self.enter_timewait(now, id);
         self.report(id, IbCmEventKind::StaleConnection);
     }
 
-    /// Checks that a REQ can be offered to a listener.
+    /// Checks if a REQ can be passed to a listener.
     fn judge_req(&self, from: PeerAddr, req: &ReqMsg) -> Result<(QpType, Mtu), RejReason> {
         let qp_type = req.qp_type().ok_or(RejReason::InvalidTransportType)?;
-        // On RoCE a GID is an address. One that is not the sender's names a host that has not
-        // asked.
+        // On RoCE, a GID is an IP address. If it doesn't match the source address, it belongs to a
+        // host that has not sent this request.
         if self.config.checks_gids && req.primary.local_gid.ip() != from {
             return Err(RejReason::InvalidGid);
         }
-        // Id 0 means "unknown" in answers, and special queue pairs cannot be connected.
+        // ID 0 means "unknown" in a response, and special QPs cannot be connected.
         if is_special(req.qpn) || req.local_comm_id == CommId(0) {
             return Err(RejReason::Unsupported);
         }
@@ -117,29 +117,29 @@ impl Cm {
                 reason,
             );
         };
-        // A connection that the peer's adapter may have forgotten ends when the new one is
-        // established, not here: this REQ may be forged.
+        // If the peer's adapter was restarted, the old connection is closed when the new one is
+        // established. We must not close it here, since this REQ may be forged.
         let (qp_type, path_mtu) = match self.judge_req(from, req) {
             Ok(judged) => judged,
             Err(reason) => return refuse(self, reason),
         };
         let identity = ReqIdentity::new(transaction, req);
-        // A repetition has its place already, so it is recognised before any limit is looked at.
+        // A duplicate was already counted, so this must be checked before any limits.
         if let Some(&id) = self.by_req.get(&(from, identity)) {
             return self.on_duplicate_req(now, id);
         }
         let Some(listener) = self.listener_of(req.service_id) else {
             return refuse(self, RejReason::InvalidServiceId);
         };
-        // A peer that is not answered asks again later, when there may be room. Nothing ends for a
-        // request that cannot be offered.
+        // Without a response, the peer will retry later when there may be space. We must not close
+        // anything for a request that can't be passed to the user.
         let is_free = self.has_room_for(listener, from);
         let in_its_way = self.displaceable(now, listener, from);
         if !self.may_tell_more() || (!is_free && in_its_way.is_none()) {
             self.counters.dropped += 1;
             return;
         }
-        // Before the displaced one ends, which would otherwise end in vain.
+        // Check this before closing the displaced connection, so that it's not closed for nothing.
         if self.make_room().is_err() {
             return refuse(self, RejReason::NoResources);
         }
@@ -156,7 +156,7 @@ impl Cm {
         conn.remote_qpn = Some(req.qpn);
         conn.remote_guid = Some(req.ca_guid);
         conn.identity = Some(identity);
-        // The peer's own times, within limits, decide how long it is waited for.
+        // The timeout is chosen by the peer, within limits.
         conn.interval = self.interval(req.local_cm_timeout);
         conn.max_retries = req.max_cm_retries.value() as u8;
         conn.timewait = req
@@ -165,9 +165,11 @@ impl Cm {
             .duration()
             .min(self.config.max_timewait);
         conn.traffic_class = req.primary.traffic_class;
-        // Kept until the answer: it says for how long a refusal may have to be repeated.
+        // Keep the request until there is a response, since its timeout is used to decide how long
+        // to keep a REJ.
         conn.req = Some(Box::new(*req));
-        // Entered before the event, so that a repetition of this REQ finds it.
+        // Add the connection before reporting the event, so that duplicates of this REQ will be
+        // found.
         self.insert(id, conn);
         self.learn_remote(id);
         let qp = QpPeer {
@@ -198,16 +200,16 @@ impl Cm {
     fn on_duplicate_req(&mut self, now: Instant, id: IbCmId) {
         let conn = &self.conns[&id];
         match conn.state {
-            // MRA or REP: the peer did not get it, or will soon.
+            // MRA or REP: it was lost or hasn't been received by the peer yet.
             CmState::MraReqSent => self.answer_again(id),
             CmState::RepSent => {
-                // Linux repeats a REQ every four seconds, for more than a minute. As long as it
-                // does, it gets an answer to each: as many as it asked for, so nothing is
-                // amplified.
+                // Linux sends a duplicate REQ every four seconds, for more than a minute. We
+                // respond to each of them, which cannot be used for amplification since there is
+                // only one response per request.
                 self.renew_rep(now, id);
                 self.answer_again(id);
             }
-            // The refusal was lost: it is repeated as long as it is kept.
+            // The REJ was lost, so we send it again while it is available.
             CmState::Timewait
                 if conn
                     .answer
@@ -227,7 +229,8 @@ impl Cm {
         transaction: TransactionId,
         rep: &RepMsg,
     ) {
-        // Without a REJ the peer would repeat its REP to the end and hold a queue pair for it.
+        // Without a REJ, the peer would keep sending its REP and not release the QP until it times
+        // out.
         if !self.conns.contains_key(&IbCmId(rep.remote_comm_id)) {
             let ids = (rep.remote_comm_id, rep.local_comm_id);
             return self.refuse(from, transaction, ids, RejOf::Rep, RejReason::InvalidCommId);
@@ -237,8 +240,8 @@ impl Cm {
         };
         match state {
             CmState::ReqSent | CmState::MraReqRcvd => self.on_rep(now, id, transaction, rep),
-            // RTU or MRA was lost.
-            // Only the active side owes an RTU: the passive one has an `identity`.
+            // The RTU or MRA was lost. Only the active side sends an RTU: the passive side has an
+            // `identity`.
             CmState::MraRepSent | CmState::Established if self.conns[&id].identity.is_none() => {
                 self.answer_again(id);
             }
@@ -259,7 +262,7 @@ impl Cm {
             QpType::XrcIni => Qpn::new(rep.eecn.value()),
             _ => rep.qpn,
         };
-        // A connection to these could be neither used nor ended.
+        // A connection using these values could neither be used nor closed.
         if is_special(dest_qpn) || rep.local_comm_id == CommId(0) {
             return self.illegal();
         }
@@ -274,8 +277,8 @@ impl Cm {
             .req
             .take()
             .expect("the active side keeps its REQ until the REP");
-        // The claim of the peer's queue pair is known first: `end_superseded` ends the older
-        // connection that has it.
+        // We need to know the peer's QP first, so that `end_superseded` can close the older
+        // connection using it.
         self.learn_remote(id);
         self.become_state(id, CmState::RepRcvd);
         self.end_superseded(now, id);
@@ -283,7 +286,7 @@ impl Cm {
             qp_type,
             dest_qpn,
             sq_psn: rep.starting_psn,
-            path_mtu: req.path_mtu.expect("our own REQ names an MTU"),
+            path_mtu: req.path_mtu.expect("our REQ contains an MTU"),
             pkey: req.pkey,
             path: req.primary,
             responder_resources: rep.responder_resources,
@@ -308,10 +311,11 @@ impl Cm {
         };
         match state {
             CmState::RepSent | CmState::MraRepRcvd => {
-                // The RTU names our random id, so the REP was received at the peer's address.
+                // The RTU contains our random ID, so the REP must have been received at the peer's
+                // address.
                 self.answered(id);
                 self.become_state(id, CmState::Established);
-                // Only now: before this the request might have been forged.
+                // We can't do this earlier, since the request might have been forged.
                 self.end_superseded(now, id);
                 self.report(
                     id,
@@ -329,7 +333,7 @@ impl Cm {
         let Some((id, state)) = self.addressed(from, mra.remote_comm_id, mra.local_comm_id) else {
             return;
         };
-        // Each of our messages can be answered by one MRA, which bounds what a peer can prolong.
+        // We accept one MRA for each of our messages, which limits the time a peer can request.
         let next = match (state, mra.message) {
             (CmState::ReqSent, MraOf::Req) => CmState::MraReqRcvd,
             (CmState::RepSent, MraOf::Rep) => CmState::MraRepRcvd,
@@ -347,16 +351,16 @@ impl Cm {
             .service_timeout
             .duration()
             .min(self.config.max_service_timeout);
-        // A peer that asks for time has shown that it is there, so its half-open connection may
-        // last as long as any; but it cannot ask for more each time.
+        // By sending an MRA, the peer has proved that it can receive messages, so we allow the
+        // maximum lifetime of a half-open connection. But this must not be extended again.
         let longest = self.config.max_half_open;
         let conn = self.known(id);
         let interval = conn.interval;
         if let Some(rep) = &mut conn.unconfirmed {
-            // A repeated REQ may have given it more.
+            // A duplicate REQ may already have extended this.
             rep.until = rep.until.max(rep.sent + longest);
         }
-        // The time that the MRA asks for, and after it the usual time for an answer.
+        // The time requested by the MRA, followed by the normal time for a response.
         self.wait_until(id, now + service + interval);
         self.report(
             id,
@@ -368,19 +372,20 @@ impl Cm {
         );
     }
 
-    /// The connection that a REJ is about. A sender that gave up before it had an
-    /// answer does not know our id and names itself (IBTA 12.6.7.2, reason 4).
+    /// Returns the connection for a REJ. If the sender timed out without receiving a response, it
+    /// doesn't know our ID and identifies itself instead (IBTA 12.6.7.2, reason 4).
     fn rejected(&mut self, from: PeerAddr, rej: &RejMsg) -> Option<(IbCmId, CmState)> {
         if rej.remote_comm_id != CommId(0) {
             return self.addressed(from, rej.remote_comm_id, rej.local_comm_id);
         }
         let guid = rej.info.first_chunk().map(|guid| u64::from_be_bytes(*guid));
-        // Only a time-out is announced without our id. Any other such REJ could be about
-        // anything.
+        // Only a timeout can be reported without our ID. A REJ for any other reason could be for
+        // any connection.
         let guid = CaGuid(guid.filter(|_| rej.reason == RejReason::Timeout)?);
         let all = ReqIdentity::all_of(guid, rej.local_comm_id);
         let requests = self.by_req.range((from, *all.start())..=(from, *all.end()));
-        // A REJ without our id is easily forged, so it ends no established connection.
+        // A REJ without our ID can easily be forged, so it must not close an established
+        // connection.
         let mut half_open = requests
             .map(|(_, id)| (*id, self.conns[id].state))
             .filter(|(_, state)| state.is_half_open());
@@ -391,8 +396,8 @@ impl Cm {
         let Some((id, state)) = self.rejected(from, rej) else {
             return;
         };
-        // Where the queue pair may have been used, packets may still be on their way, so the
-        // connection waits them out.
+        // If the QP may have been used, there can still be packets in the network, so we need to
+        // enter timewait.
         let timewait = match state {
             CmState::ReqSent | CmState::MraReqRcvd | CmState::ReqRcvd | CmState::MraReqSent => {
                 false
@@ -416,8 +421,8 @@ impl Cm {
             self.enter_timewait(now, id);
             self.report(id, event);
         } else {
-            // Reported before it is freed, since the report looks up whether the user has
-            // released it.
+            // This must be reported before the connection is removed, since `report` needs to check
+            // if it was released by the user.
             self.report(id, event);
             self.free(id);
         }
@@ -436,7 +441,7 @@ impl Cm {
             private_data: PrivateData::default(),
         });
         if !self.conns.contains_key(&IbCmId(dreq.remote_comm_id)) {
-            // Gone already, or never was: the peer need not wait.
+            // The connection is already closed or never existed, so the peer doesn't need to wait.
             self.counters.unknown += 1;
             return self.send(from, drep.emit(transaction));
         }
@@ -444,16 +449,16 @@ impl Cm {
         else {
             return;
         };
-        // A DREQ names our queue pair as well as our id: a stale one hardly fits both.
+        // A DREQ contains our QP number as well as our ID, so a stale DREQ is unlikely to match.
         if self.conns[&id].remote_id.is_none() || self.conns[&id].local_qpn != dreq.remote_qpn {
             return self.illegal();
         }
         match state {
-            // The peer may end a connection at once, and its RTU may be lost or overtaken.
+            // The peer can close the connection immediately, and its RTU may be lost or reordered.
             CmState::RepSent | CmState::MraRepRcvd => self.on_dreq(now, id, transaction, dreq),
             state if state.is_connected() => self.on_dreq(now, id, transaction, dreq),
             CmState::DreqSent => {
-                // Both sides end it at once.
+                // Both sides are closing the connection at the same time.
                 self.answer(id, transaction, &drep);
                 self.enter_timewait(now, id);
                 self.report(
@@ -465,8 +470,8 @@ impl Cm {
             }
             CmState::Timewait => {
                 self.counters.duplicates += 1;
-                // The answer of before; or the first, where a DREQ of our own had ended the
-                // connection.
+                // Send the previous response again, or create it now if the connection was closed
+                // by our own DREQ.
                 let kept = self.conns[&id]
                     .answer
                     .as_deref()
@@ -482,7 +487,7 @@ impl Cm {
     fn on_dreq(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, dreq: &DreqMsg) {
         self.answered(id);
         self.become_state(id, CmState::DreqRcvd);
-        // A DREQ proves as much as an RTU: the peer has received the REP.
+        // Like an RTU, a DREQ proves that the peer has received the REP.
         self.end_superseded(now, id);
         self.known(id).transaction = transaction;
         assert!(

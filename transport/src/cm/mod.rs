@@ -1,87 +1,78 @@
-//! The InfiniBand communication manager (IBTA chapter 12) as one pure machine.
+//! InfiniBand communication manager (IBTA chapter 12), implemented as a pure state machine.
 //!
-//! [`Cm`] makes, keeps and ends connections between queue pairs by exchanging
-//! MADs over queue pair 1. It owns no socket, clock or queue pair: MADs and the
-//! time come in as arguments, MADs and events go out by polling, and moving
-//! queue pairs through their states is the user's work, for which events carry
-//! what is needed ([`QpPeer`]). Addresses, ports and the meaning of private data
-//! belong to the layer above.
+//! [`Cm`] establishes, maintains and closes connections between queue pairs (QPs) by exchanging MADs via QP 1. It
+//! does not use sockets, clocks or QPs: the caller passes MADs and the current time, and polls for
+//! MADs to send and events. The user must change the QP states, based on the attributes in the
+//! events ([`QpPeer`]). Addresses, ports and private data are handled by the layer above.
 //!
 //! # Calling order
 //!
-//! 1. [`Cm::handle_mad`] for every CM MAD that arrives, [`Cm::handle_timeout`]
-//!    when [`Cm::poll_timeout`] says so, and the `send_*` calls at any time.
-//! 2. After any of these: [`Cm::poll_event`] and [`Cm::poll_transmit`] until
-//!    both are empty.
+//! 1. Call [`Cm::handle_mad`] for each received CM MAD, [`Cm::handle_timeout`] at the time returned
+//!    by [`Cm::poll_timeout`], and the `send_*` functions at any time.
+//! 2. After each of these, call [`Cm::poll_event`] and [`Cm::poll_transmit`] until both return
+//!    `None`.
 //!
-//! # A connection
+//! # Connections
 //!
-//! [`CmState`] draws the states. The active side calls [`Cm::send_req`] and gets
-//! `RepReceived`; it brings its queue pair to ready-to-send and calls
-//! [`Cm::send_rtu`]. The passive side called [`Cm::listen`] and gets
-//! `ReqReceived` with a new identifier; it brings its queue pair to
-//! ready-to-receive, calls [`Cm::send_rep`] and gets `RtuReceived`; a receive
-//! completion before that is as good, and [`Cm::establish`] says so. Either side
-//! ends with [`Cm::send_dreq`], the other answers `DreqReceived` with
-//! [`Cm::send_drep`], and after timewait the last event says that the
-//! identifier is gone.
+//! See [`CmState`] for a diagram. The active side calls [`Cm::send_req`]. When it gets
+//! `RepReceived`, it must set its QP to ready-to-send and call [`Cm::send_rtu`]. The passive side
+//! calls [`Cm::listen`]. When it gets `ReqReceived` with a new ID, it must set its QP to
+//! ready-to-receive and call [`Cm::send_rep`], and will then get `RtuReceived`. If there is a
+//! receive completion before this event, it can call [`Cm::establish`] instead. To close the
+//! connection, either side calls [`Cm::send_dreq`] and the other side responds to `DreqReceived`
+//! with [`Cm::send_drep`]. After timewait, the last event indicates that the ID has been removed.
 //!
-//! # Lost and repeated messages
+//! # Lost and duplicate messages
 //!
-//! REQ, REP, LAP, DREQ and SIDR_REQ are repeated until they are answered, at the interval and as
-//! often as the messages themselves say (clamped by [`CmConfig`]), a DREQ sooner at first; an MRA
-//! buys time once. Answers (MRA, REP, RTU, REJ, DREP, APR) are kept and sent again when the
-//! question is. Messages that are illegal in the state of their connection, that come from another
-//! address than the peer's, or that name another id of the peer's, change nothing.
+//! REQ, REP, LAP, DREQ and SIDR_REQ are sent again until there is a response. Interval and retry
+//! count are specified in the messages (limited by [`CmConfig`]); a DREQ starts with a shorter
+//! interval. An MRA extends the timeout once. Responses (MRA, REP, RTU, REJ, DREP, APR) are stored
+//! and sent again for duplicate requests. Messages are ignored if they are invalid in the current
+//! connection state, use a different source address, or contain the wrong ID for the peer.
 //!
-//! # Requests of strangers
+//! # Untrusted requests
 //!
-//! Anyone can send a REQ from a forged address, so a REQ alone ends nothing and
-//! keeps little:
+//! Anyone can send a REQ using a forged address, so a REQ must not close a connection and only uses
+//! a limited amount of memory:
 //!
-//! - It is judged first. What can be accepted is offered to the user even if it
-//!   names the communication id or the queue pair of a live connection with the
-//!   same adapter (address and CA GUID), as that of a host that has rebooted
-//!   does: `rdma_rxe` numbers queue pairs from 17 upwards every time. The
-//!   connection of before ends ([`IbCmEventKind::StaleConnection`]) when the new
-//!   one is established, because only the owner of the address can confirm our
-//!   REP, which names an id from a CSPRNG. IBTA 12.9.8.3.1 refuses the REQ
-//!   instead and ends the old connection at once; a peer that reconnects so is
-//!   connected sooner here, and one that was only impersonated stays connected.
-//! - The peer has [`CmConfig::max_half_open`] to confirm a REP, even if its REQ
-//!   and its MRAs ask for longer. A REP is repeated by itself
-//!   [`CmConfig::max_unproven_retries`] times at most to an address that has no
-//!   connection with us. Beyond that it answers the REQ each time that it arrives:
-//!   an address gets no more answers than requests come in its name, and these few.
-//!   A peer that repeats its REQ has its time again, as often as the REQ says
-//!   that it is repeated.
-//! - A peer has a share of a listener's backlog
-//!   ([`CmConfig::max_half_open_per_peer`]), beyond which it may go as long as
-//!   as much is left to others. Where the backlog or the share is used up, the
-//!   REQ takes the place of the listener's oldest one, or the peer's, whose REP
-//!   has not been confirmed for [`CmConfig::half_open_grace`]. Without such a
-//!   one it is dropped, and a peer that means it repeats it.
-//! - No step looks at every connection.
+//! - The REQ is validated first. If it is valid, it is passed to the user even if the communication
+//!   ID or QP is used by an existing connection with the same adapter (address and CA GUID). This
+//!   happens if a host was rebooted: for example, `rdma_rxe` always assigns QP numbers starting at
+//!   17. The old connection is closed ([`IbCmEventKind::StaleConnection`]) when the new one is
+//!   established, since only the owner of the address can confirm our REP, which contains an ID
+//!   generated by a CSPRNG. IBTA 12.9.8.3.1 would reject the REQ and immediately close the old
+//!   connection instead. With our approach, the peer can reconnect faster, and connections are not
+//!   affected by a forged REQ.
+//! - The peer must confirm a REP within [`CmConfig::max_half_open`], even if its REQ and MRAs
+//!   request more time. If there is no established connection to the address, the REP is resent at
+//!   most [`CmConfig::max_unproven_retries`] times. After this, it is only sent in response to a
+//!   duplicate REQ, so the number of responses is limited by the number of requests received from
+//!   this address plus these retries. A duplicate REQ restarts the timeout, up to the number of
+//!   retries specified in the REQ.
+//! - Each peer has a share of the listener's backlog ([`CmConfig::max_half_open_per_peer`]). This
+//!   can be exceeded while the same amount is still available. If the backlog or the share is
+//!   exhausted, the REQ displaces the oldest connection of the listener or the peer whose REP has
+//!   not been confirmed for [`CmConfig::half_open_grace`]. If there is no such connection, the REQ
+//!   is dropped and a real peer will retry.
+//! - No operation needs to iterate over all connections.
 //!
-//! # Bounds
+//! # Limits
 //!
-//! Identifiers, half-open ones per listener (its backlog) and of those per peer
-//! address, outgoing MADs and events: all are fixed at creation. Beyond
-//! the first a request is refused for lack of resources, after the oldest
-//! refusal that was kept for repetition has been given up.
+//! The number of IDs, half-open connections per listener (backlog) and per peer, outgoing MADs and
+//! events is set at creation. If there are no IDs available, the oldest REJ kept for retransmission
+//! is removed. If this is not possible, a request is rejected due to insufficient resources.
 //!
 //! # Workers
 //!
-//! Several `Cm`s can share one queue pair 1: the low bits of every local
-//! communication id are the worker's number, and [`worker_of`] returns which one a
-//! MAD belongs to. Requests are spread by the peer's id, and so is the REJ by
-//! which a peer withdraws a request that was not answered. A stale connection is
-//! found only by the worker that gets the new request.
+//! Multiple `Cm` instances can share a QP 1: the low bits of each local communication ID contain
+//! the worker number, and [`worker_of`] returns the worker for a MAD. Requests are distributed
+//! based on the peer's ID, and so is a REJ used by a peer to cancel a pending request. A stale
+//! connection is only detected by the worker that receives the new request.
 //!
-//! # Not here
+//! # Not implemented
 //!
-//! Redirection, reliable datagram services, and ClassPortInfo. Alternate paths are refused unless
-//! [`CmConfig`] says otherwise: Linux has none on RoCE.
+//! Redirection, reliable datagram services, and ClassPortInfo. Alternate paths are rejected unless
+//! enabled in [`CmConfig`], since Linux does not support them on RoCE.
 
 mod calls;
 mod conn;
@@ -114,52 +105,53 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::mad::Mad;
 
-/// Limits and identity of one [`Cm`].
+/// Limits and identity of a [`Cm`].
 #[derive(Clone, Copy, Debug)]
 pub struct CmConfig {
     /// GUID of our channel adapter.
     pub ca_guid: CaGuid,
-    /// Identifiers, listeners and those in timewait included.
+    /// Maximum number of IDs, including listeners and timewait.
     pub max_ids: usize,
-    /// Places of a listener's backlog that one peer address may have in any case, and that it must
-    /// leave to others when it has more: a host that connects many times at once may use the rest
-    /// of an empty backlog.
+    /// Number of backlog entries reserved per peer address. A peer can use more if at least the
+    /// same number is still available. This allows a host to establish many connections at once if
+    /// the backlog is empty.
     pub max_half_open_per_peer: usize,
-    /// The longest time that a peer may take to confirm a REP after it has sent or repeated its
-    /// REQ, even if that asks for longer.
+    /// Maximum time for a peer to confirm a REP after sending its last REQ, even if it requests
+    /// more time.
     pub max_half_open: Duration,
-    /// Time that a peer has to confirm a REP before its place may go to a newer REQ.
+    /// Time for a peer to confirm a REP before its connection can be displaced by a new REQ.
     pub half_open_grace: Duration,
-    /// Repetitions of a REP, without a repeated REQ, to an address that has no connection with us:
-    /// it may be made up, and its owner should not be flooded with answers.
+    /// Number of times we resend a REP without receiving a duplicate REQ if there is no established
+    /// connection to this address. The address may be forged, so we must not flood its owner with
+    /// responses.
     pub max_unproven_retries: u8,
-    /// Outgoing MADs that wait to be polled.
+    /// Maximum number of outgoing MADs in the queue.
     pub max_outbox: usize,
-    /// Events that wait to be polled, beyond which no request is taken.
+    /// Maximum number of pending events. If this is exceeded, no more requests are accepted.
     pub max_events: usize,
-    /// The shortest time between repetitions, for any value that the peer asks for.
+    /// Minimum retransmission interval, regardless of the value requested by the peer.
     pub min_interval: Duration,
-    /// The longest time between repetitions, for any value that the peer asks for.
+    /// Maximum retransmission interval, regardless of the value requested by the peer.
     pub max_interval: Duration,
-    /// The most that an MRA buys.
+    /// Maximum time that can be requested by an MRA.
     pub max_service_timeout: Duration,
-    /// The longest timewait, for any ACK timeout of the peer's.
+    /// Maximum timewait, regardless of the peer's ACK timeout.
     pub max_timewait: Duration,
-    /// Alternate paths may be loaded.
+    /// Enables alternate paths.
     pub alternate_paths: bool,
-    /// The GID of a request's sender is the address that the request came from; others are refused.
+    /// Rejects requests if the sender's GID does not match the source address.
     pub checks_gids: bool,
 }
 
 impl CmConfig {
-    /// Limits that suit a storage server.
+    /// Creates a configuration with limits suitable for a storage server.
     #[must_use]
     pub fn new(ca_guid: CaGuid) -> Self {
         Self {
             ca_guid,
             max_ids: 16 * 1024,
             max_half_open_per_peer: 64,
-            // Four repetitions of a Linux host's REQ, which it sends every 4.3 s.
+            // Four times the interval of duplicate REQs sent by a Linux host, which is 4.3 s.
             max_half_open: Duration::from_secs(18),
             half_open_grace: Duration::from_millis(20),
             max_unproven_retries: 3,
@@ -175,40 +167,40 @@ impl CmConfig {
     }
 }
 
-/// Counters of a [`Cm`] since its creation.
+/// Counters for a [`Cm`] since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CmCounters {
-    /// Number of MADs handed in.
+    /// Number of MADs received.
     pub received: u64,
-    /// Of these, no CM messages.
+    /// Number of MADs that were not valid CM messages.
     pub malformed: u64,
-    /// Messages that their connection's state, address or ids forbid.
+    /// Number of messages that are invalid for the state, address or IDs of their connection.
     pub illegal: u64,
-    /// Messages about connections that there are not, or no longer.
+    /// Number of messages for connections that don't exist.
     pub unknown: u64,
-    /// Messages that had been seen before.
+    /// Number of duplicate messages.
     pub duplicates: u64,
-    /// Messages of ours that were repeated.
+    /// Number of messages we have resent.
     pub retries: u64,
-    /// Requests refused without asking the user.
+    /// Number of requests rejected without notifying the user.
     pub refused: u64,
-    /// Requests and outgoing MADs lost to a full queue or limit.
+    /// Number of requests and outgoing MADs dropped due to a full queue or limit.
     pub dropped: u64,
-    /// Half-open connections that gave their place to a newer request.
+    /// Number of half-open connections displaced by a newer request.
     pub displaced: u64,
 }
 
-/// Number of the worker, of `1 << worker_bits`, that a MAD of the CM class belongs to; `None` if
-/// it is too short or of another class.
+/// Returns the worker number, below `1 << worker_bits`, for a MAD of the CM class. Returns `None`
+/// if it is too short or of a different class.
 #[must_use]
 pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
     routing_id(mad).map(|id| id.0 & worker_mask(worker_bits))
 }
 
-/// Outgoing MADs whose memory is kept while none waits.
+/// Number of outgoing MADs for which we keep the memory while the queue is empty.
 const KEPT_OUTBOX: usize = 64;
 
-/// The most bits of a communication id that a worker's number takes.
+/// Maximum number of bits used for the worker number in a communication ID.
 pub const MAX_WORKER_BITS: u32 = 8;
 
 fn worker_mask(worker_bits: u32) -> u32 {
@@ -216,7 +208,7 @@ fn worker_mask(worker_bits: u32) -> u32 {
     (1 << worker_bits) - 1
 }
 
-/// The communication manager; see the [module](self).
+/// Communication manager, see the [module](self) documentation.
 #[derive(Debug)]
 pub struct Cm {
     config: CmConfig,
@@ -225,22 +217,22 @@ pub struct Cm {
     random: ChaCha12Rng,
     listeners: BTreeMap<IbCmId, Listener>,
     conns: BTreeMap<IbCmId, Conn>,
-    /// Passive connections by peer and request, those in timewait included.
+    /// Passive connections by peer and request, including timewait.
     by_req: BTreeMap<(PeerAddr, ReqIdentity), IbCmId>,
-    /// Claims of connections at their peers, without those in timewait. Requests of strangers may
-    /// claim the same as a connection that is alive.
+    /// Resources used at the peers, without connections in timewait. A forged request can use the
+    /// same resource as an existing connection.
     claims: BTreeSet<(PeerAddr, CaGuid, Claim, IbCmId)>,
-    /// Questions by peer and its request id.
+    /// SIDR requests by peer and request ID.
     by_sidr: BTreeMap<(PeerAddr, CommId), IbCmId>,
-    /// Half-open connections by listener and peer.
+    /// Number of half-open connections by listener and peer.
     half_open: BTreeMap<(IbCmId, PeerAddr), usize>,
-    /// Half-open connections whose REP was sent, the oldest of each holder first.
+    /// Half-open connections with an unconfirmed REP, oldest first for each limit.
     unconfirmed: BTreeMap<(Holder, u64), IbCmId>,
-    /// REPs sent so far: their order.
+    /// Number of REPs sent, used to determine the order.
     reps: u64,
-    /// Number of connections of an address that are or were connected.
+    /// Number of connections per address that are or were established.
     proven: BTreeMap<PeerAddr, usize>,
-    /// Connections in timewait that their user has released, by the end of it.
+    /// Connections in timewait that were released by the user, ordered by the end of timewait.
     finished: BTreeSet<(Instant, IbCmId)>,
     timers: BTreeSet<(Instant, IbCmId)>,
     outbox: VecDeque<(PeerAddr, Mad)>,
@@ -249,9 +241,8 @@ pub struct Cm {
 }
 
 impl Cm {
-    /// Memory of one identifier at its largest, in bytes: its record, the
-    /// message under way, the last answer, the request, and its entries in the
-    /// indices.
+    /// Maximum memory size of an ID in bytes: its state, pending message, last response, request,
+    /// and index entries.
     pub const BYTES_PER_ID: usize = size_of::<Conn>()
         + size_of::<Pending>()
         + size_of::<Mad>()
@@ -262,12 +253,12 @@ impl Cm {
         + 2 * size_of::<(PeerAddr, usize)>()
         + 2 * size_of::<(Instant, IbCmId)>();
 
-    /// A CM for worker `worker_index` of `1 << worker_bits`. Communication ids
-    /// and transaction ids come from `seed`, which must be secret and fresh.
+    /// Creates a CM for worker `worker_index` of `1 << worker_bits`. Communication IDs and
+    /// transaction IDs are generated from `seed`, which must be secret and must not be reused.
     ///
     /// # Panics
     ///
-    /// If `worker_bits` exceeds [`MAX_WORKER_BITS`] or `worker_index` needs more.
+    /// Panics if `worker_bits` exceeds [`MAX_WORKER_BITS`] or `worker_index` doesn't fit.
     #[must_use]
     pub fn new(config: CmConfig, worker_index: u32, worker_bits: u32, seed: [u8; 32]) -> Self {
         let worker_mask = worker_mask(worker_bits);
@@ -297,21 +288,22 @@ impl Cm {
         }
     }
 
-    /// The next MAD to send, and where to.
+    /// Returns the next MAD to send, with its destination.
     pub fn poll_transmit(&mut self) -> Option<(PeerAddr, Mad)> {
         let next = self.outbox.pop_front();
         if self.outbox.is_empty() {
-            // A socket that took nothing for a while leaves no memory behind.
+            // Release the memory if the socket was blocked for a while.
             self.outbox.shrink_to(KEPT_OUTBOX);
         }
         next
     }
 
-    /// Way of a MAD of ours to a peer: that of its connection, or one of our first address where there
-    /// is none any more.
+    /// Returns the route for one of our MADs: the route of its connection, or our first address if
+    /// the connection has been removed.
     #[must_use]
     pub fn route(&self, to: PeerAddr, mad: &Mad) -> CmRoute {
-        // The first id is ours, but for an answer to a question of the peer's, which has no path.
+        // The first ID was assigned by us, unless this is a response to a SIDR request, which has
+        // no path.
         let id = mad[FIRST_ID_OFFSET..]
             .first_chunk()
             .map(|id| u32::from_be_bytes(*id));
@@ -324,47 +316,47 @@ impl Cm {
         })
     }
 
-    /// The queue pair of a connection has migrated: our messages take its path from now on. The
-    /// peer's are taken from either path, since it may migrate later.
+    /// Handles a migrated QP: our messages will use its new path. Messages from the peer are
+    /// accepted via both paths, since it may migrate later.
     pub fn migrate(&mut self, id: IbCmId, route: CmRoute) {
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.migrated = Some(route);
         }
     }
 
-    /// Takes the oldest event.
+    /// Returns the next event.
     pub fn poll_event(&mut self) -> Option<IbCmEvent> {
         self.events.pop_front()
     }
 
-    /// Counters since the start.
+    /// Returns the counters since the start.
     #[must_use]
     pub fn counters(&self) -> CmCounters {
         self.counters
     }
 
-    /// Identifiers in use: listeners, connections, timewait.
+    /// Returns the number of IDs in use: listeners, connections and timewait.
     #[must_use]
     pub fn id_count(&self) -> usize {
         self.listeners.len() + self.conns.len()
     }
 
-    /// The state of an identifier; `Idle` for those that are gone.
+    /// Returns the state of an ID, or `Idle` if it doesn't exist.
     #[must_use]
     pub fn state(&self, id: IbCmId) -> CmState {
-        // Listeners and connections share the numbers, so an id names one of them at most.
+        // Listeners and connections use the same ID space, so only one of them can match.
         if self.listeners.contains_key(&id) {
             return CmState::Listen;
         }
         self.conns.get(&id).map_or(CmState::Idle, |conn| conn.state)
     }
 
-    /// Take requests for the service ids that equal `service_id` in the bits of
-    /// `mask`. `backlog` bounds the requests that are not connections yet.
+    /// Starts listening for all service IDs that match `service_id` in the bits set in `mask`.
+    /// `backlog` is the maximum number of requests that are not yet established.
     ///
     /// # Errors
     ///
-    /// [`IbCmError::ServiceIdInUse`] if another listener takes some of them,
+    /// [`IbCmError::ServiceIdInUse`] if some service IDs are used by a different listener, and
     /// [`IbCmError::TooManyIds`].
     pub fn listen(
         &mut self,
@@ -372,8 +364,8 @@ impl Cm {
         mask: u64,
         backlog: usize,
     ) -> Result<IbCmId, IbCmError> {
-        // With two listeners for a service id, their random ids would decide which one gets a
-        // REQ.
+        // If there were two listeners for the same service ID, the choice for a REQ would be
+        // random.
         if self
             .listeners
             .values()
@@ -396,36 +388,39 @@ impl Cm {
     }
 
     fn listener_of(&self, service_id: ServiceId) -> Option<IbCmId> {
-        // A walk: there are a handful of listeners, and one may take a range of service ids.
+        // There are only a few listeners, and each can use a range of service IDs, so we use a
+        // linear search.
         self.listeners
             .iter()
             .find(|(_, listener)| listener.takes(service_id))
             .map(|(id, _)| *id)
     }
 
-    /// Returns whether a MAD that came from `from` names a connection with that peer. A sender that
-    /// names one has seen a message of ours; requests, which anyone can make, name none.
+    /// Returns true if a MAD received from `from` contains the ID of a connection with this peer.
+    /// In this case the sender must have received a message from us. Requests can be sent by anyone
+    /// and don't contain such an ID.
     #[must_use]
     pub fn knows(&self, from: PeerAddr, mad: &[u8]) -> bool {
-        // The source address as well: an id alone might be seen, or guessed, by another host.
+        // We also need to check the source address, since a different host may have seen or guessed
+        // the ID.
         let conn = receiver_id(mad).and_then(|id| self.conns.get(&IbCmId(id)));
         conn.is_some_and(|conn| conn.is_with(from.to_canonical()))
     }
 
-    /// Whether an address has proved that it receives what is sent to it: it has a connection with
-    /// us, or had one until recently.
+    /// Returns whether we know that messages sent to an address are received by this peer, since
+    /// there is or recently was a connection.
     #[must_use]
     pub fn is_proven(&self, peer: PeerAddr) -> bool {
         self.proven.contains_key(&peer)
     }
 
     fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {
-        // Both limits, since a peer within its share may still meet a full backlog.
+        // Check both limits: the backlog can be full even if the peer is within its share.
         let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
         !holders.into_iter().any(|holder| self.is_full(holder))
     }
 
-    /// Returns whether there is room for the events of another request.
+    /// Returns true if there is space for the events of a new request.
     fn may_tell_more(&self) -> bool {
         self.events.len() < self.config.max_events
     }
@@ -436,8 +431,8 @@ impl Cm {
         let free = listener.backlog.saturating_sub(listener.half_open);
         match holder {
             Holder::Listener(_) => free == 0,
-            // Beyond its share a peer may go while a whole share is left to others, so a host
-            // that opens many channels at once is not held back at an idle target.
+            // A peer can exceed its share if the same amount is still available, so that a host can
+            // open many channels at once if the target is idle.
             Holder::Peer(_, addr) => {
                 let count = self.half_open.get(&(id, addr)).copied().unwrap_or(0);
                 let share = self.config.max_half_open_per_peer;

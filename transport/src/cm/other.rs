@@ -1,4 +1,4 @@
-//! Alternate paths (LAP, APR) and service id resolution (SIDR).
+//! Alternate paths (LAP, APR) and service ID resolution (SIDR).
 
 use std::time::Instant;
 
@@ -14,14 +14,14 @@ use crate::wire::ids::Qpn;
 use crate::wire::mad::TransactionId;
 
 impl Cm {
-    /// Propose another alternate path to the peer.
+    /// Proposes a new alternate path to the peer.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     ///
-    /// [`IbCmError::AlternatePaths`] unless they were configured, and states
-    /// other than `Established`.
+    /// Returns [`IbCmError::AlternatePaths`] if not enabled, or an error unless the state is
+    /// `Established`.
     pub fn send_lap(
         &mut self,
         now: Instant,
@@ -50,13 +50,13 @@ impl Cm {
         Ok(())
     }
 
-    /// Answer a LAP.
+    /// Responds to a LAP.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     ///
-    /// States other than `LapRcvd` and `MraLapSent`.
+    /// Returns an error unless the state is `LapRcvd` or `MraLapSent`.
     pub fn send_apr(
         &mut self,
         id: IbCmId,
@@ -100,7 +100,8 @@ impl Cm {
     }
 
     pub(super) fn handle_lap(&mut self, from: PeerAddr, transaction: TransactionId, lap: &LapMsg) {
-        // The sender's connection is gone here; refused, it stops asking.
+        // The connection doesn't exist here. We reject the message so that the peer stops sending
+        // it.
         if !self.conns.contains_key(&IbCmId(lap.remote_comm_id)) {
             return self.refuse_lap(from, transaction, lap, AprStatus::InvalidCommId);
         }
@@ -117,7 +118,7 @@ impl Cm {
             return self.refuse_lap(from, transaction, lap, AprStatus::InvalidQpnEecn);
         }
         let conn = &self.conns[&id];
-        // Each LAP is a transaction of its own, so the number shows a repetition.
+        // Each LAP starts a new transaction, so the ID can be used to detect duplicates.
         let is_repeated = conn.transaction == transaction;
         let has_apr = conn
             .answer
@@ -137,7 +138,7 @@ impl Cm {
             }
             CmState::MraLapSent if is_repeated => self.answer_again(id),
             CmState::LapRcvd if is_repeated => self.counters.duplicates += 1,
-            // Crossing LAPs: each side refuses the other's.
+            // Both sides sent a LAP at the same time, so each will reject it.
             CmState::LapSent | CmState::MraLapRcvd => {
                 self.refuse_lap(from, transaction, lap, AprStatus::Reject);
             }
@@ -162,7 +163,7 @@ impl Cm {
         self.report(id, event);
     }
 
-    /// Ask a peer which queue pair serves a service id.
+    /// Requests the QP number for a service ID from a peer.
     ///
     /// # Errors
     ///
@@ -196,11 +197,11 @@ impl Cm {
         Ok(id)
     }
 
-    /// Answer a SIDR_REQ; the identifier is gone after that.
+    /// Responds to a SIDR_REQ and removes the ID.
     ///
     /// # Errors
     ///
-    /// States other than `SidrReqRcvd`.
+    /// Returns an error unless the state is `SidrReqRcvd`.
     pub fn send_sidr_rep(&mut self, id: IbCmId, params: &SidrRepParams) -> Result<(), IbCmError> {
         let conn = self.conn(id)?;
         if conn.state != CmState::SidrReqRcvd {
@@ -217,7 +218,8 @@ impl Cm {
             private_data: params.private_data,
         });
         let (peer, transaction) = (conn.peer, conn.transaction);
-        // Not kept: a SIDR_REQ that comes again after this is asked, and answered, again.
+        // We don't store the response: a duplicate SIDR_REQ will create a new event and a new
+        // response.
         self.send(peer, message.emit(transaction));
         self.free_sidr(id);
         Ok(())
@@ -236,7 +238,7 @@ impl Cm {
         req: &SidrReqMsg,
     ) {
         if self.by_sidr.contains_key(&(from, req.request_id)) {
-            // The user has it and will answer.
+            // The user has not responded yet.
             self.counters.duplicates += 1;
             return;
         }
@@ -254,7 +256,8 @@ impl Cm {
             });
             return self.send(from, message.emit(transaction));
         };
-        // As for a REQ, but nothing is displaced: a question that is lost is repeated.
+        // The same as for a REQ, but without displacing any connections, since a dropped request
+        // will be sent again.
         if !self.has_room_for(listener, from) || !self.may_tell_more() || self.make_room().is_err()
         {
             self.counters.dropped += 1;
@@ -289,7 +292,7 @@ impl Cm {
                 self.free(id);
             }
             Some(_) => self.illegal(),
-            // Asked twice, answered twice.
+            // We sent the request twice, so there can be two responses.
             None => self.counters.duplicates += 1,
         }
     }

@@ -1,15 +1,15 @@
-//! The states of a communication identifier.
+//! Communication ID states.
 
 use riser_state::State;
 
-/// State of an identifier (IBTA 12.9). The active side asks for the
-/// connection, the passive side is asked.
+/// State of a communication ID (IBTA 12.9). The active side sends the connection request, the
+/// passive side receives it.
 ///
 /// ```text
 ///          active                                     passive
 ///
 ///           Idle ── listen ──────────────────────────> Listen
-///            │ send REQ                                   │ REQ (a new identifier)
+///            │ send REQ                                   │ REQ (new ID)
 ///            v                                            v
 ///         ReqSent ── MRA ──> MraReqRcvd     MraReqSent <── send MRA ── ReqRcvd
 ///            │ REP               │ REP          │ send REP                │ send REP
@@ -20,69 +20,67 @@ use riser_state::State;
 ///            v                  v                                         v                   v
 ///         Established <─────────┘                                    Established <────────────┘
 ///            │  ^
-///            │  └─ LapSent, LapRcvd, MraLapSent, MraLapRcvd: connected, an
-///            │     alternate path under discussion; back with the APR
+///            │  └─ LapSent, LapRcvd, MraLapSent, MraLapRcvd: connected, while an
+///            │     alternate path is being negotiated; returns with the APR
 ///            │
-///            ├── send DREQ ──> DreqSent ── DREP, DREQ or no answer ──> Timewait
+///            ├── send DREQ ──> DreqSent ── DREP, DREQ or timeout ──> Timewait
 ///            ├── DREQ ──> DreqRcvd ── send DREP ──> Timewait
-///            └── REJ, or a REQ that shows the peer forgot ──> Timewait
+///            └── REJ, or a REQ that shows a stale connection ──> Timewait
 ///
-///         Timewait ── time ──> Idle
+///         Timewait ── timer ──> Idle
 ///
-///         Idle ── send SIDR_REQ ──> SidrReqSent ── SIDR_REP or no answer ──> Idle
-///         Listen ── SIDR_REQ (a new identifier) ──> SidrReqRcvd ── send SIDR_REP ──> Idle
+///         Idle ── send SIDR_REQ ──> SidrReqSent ── SIDR_REP or timeout ──> Idle
+///         Listen ── SIDR_REQ (new ID) ──> SidrReqRcvd ── send SIDR_REP ──> Idle
 /// ```
 ///
-/// A REJ or an answer that never comes leads from every state before
-/// `Established` to `Idle`, or to `Timewait` where the queue pair may already
-/// have been used or where the refusal may have to be repeated.
+/// A REJ or timeout in any state before `Established` enters `Idle`, or `Timewait` if the QP may
+/// have been used or if we may have to send the REJ again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CmState {
-    /// No identifier: unknown, or finished.
+    /// ID is unknown or was removed.
     Idle,
-    /// Takes requests for a service id.
+    /// Accepts requests for a service ID.
     Listen,
-    /// Active: REQ sent, no answer yet.
+    /// Active side: REQ sent, waiting for a response.
     ReqSent,
-    /// Passive: REQ received, the user has not answered.
+    /// Passive side: REQ received, waiting for the user.
     ReqRcvd,
-    /// Passive: REQ received, the user asked for time.
+    /// Passive side: REQ received, the user requested more time.
     MraReqSent,
-    /// Active: REQ sent, the peer asked for time.
+    /// Active side: REQ sent, the peer requested more time.
     MraReqRcvd,
-    /// Passive: REP sent, no RTU yet.
+    /// Passive side: REP sent, waiting for the RTU.
     RepSent,
-    /// Active: REP received, the user has not answered.
+    /// Active side: REP received, waiting for the user.
     RepRcvd,
-    /// Active: REP received, the user asked for time.
+    /// Active side: REP received, the user requested more time.
     MraRepSent,
-    /// Passive: REP sent, the peer asked for time.
+    /// Passive side: REP sent, the peer requested more time.
     MraRepRcvd,
     /// The connection is established.
     Established,
-    /// Connected: LAP sent, no answer yet.
+    /// Connected: LAP sent, waiting for a response.
     LapSent,
-    /// Connected: LAP received, the user has not answered.
+    /// Connected: LAP received, waiting for the user.
     LapRcvd,
-    /// Connected: LAP received, the user asked for time.
+    /// Connected: LAP received, the user requested more time.
     MraLapSent,
-    /// Connected: LAP sent, the peer asked for time.
+    /// Connected: LAP sent, the peer requested more time.
     MraLapRcvd,
-    /// DREQ sent, no DREP yet.
+    /// DREQ sent, waiting for the DREP.
     DreqSent,
-    /// DREQ received, the user has not answered.
+    /// DREQ received, waiting for the user.
     DreqRcvd,
-    /// Over; late packets and repeated messages die out.
+    /// Closed, waiting until delayed packets and duplicate messages have left the network.
     Timewait,
-    /// SIDR_REQ sent, no answer yet.
+    /// SIDR_REQ sent, waiting for a response.
     SidrReqSent,
-    /// SIDR_REQ received, the user has not answered.
+    /// SIDR_REQ received, waiting for the user.
     SidrReqRcvd,
 }
 
 impl CmState {
-    /// Whether both sides have agreed on the connection and neither has ended
-    /// it.
+    /// Returns whether the connection was established and has not been closed by either side.
     #[must_use]
     pub const fn is_connected(self) -> bool {
         matches!(
@@ -91,8 +89,8 @@ impl CmState {
         )
     }
 
-    /// Whether a peer's request made this identifier and it is not connected
-    /// yet: what the limits on half-open connections count.
+    /// Returns true if this was created by a request from a peer and is not yet established, so
+    /// that it must be counted for the limits on half-open connections.
     #[must_use]
     pub const fn is_half_open(self) -> bool {
         matches!(
@@ -101,8 +99,8 @@ impl CmState {
         )
     }
 
-    /// Whether a REQ has been answered or sent, so that a peer that asks again
-    /// from the same queue pair must have forgotten this connection.
+    /// Returns whether a REQ was sent or responded to. In this case, a new request from the same QP
+    /// means that the peer doesn't know this connection anymore.
     pub(super) const fn is_live(self) -> bool {
         !matches!(
             self,
@@ -112,13 +110,13 @@ impl CmState {
 }
 
 impl State for CmState {
-    /// A new identifier starts anywhere.
+    /// A new ID can start in any state.
     fn may_become(&self, next: &Self) -> bool {
         use CmState::{
             DreqRcvd, DreqSent, Established, LapRcvd, LapSent, MraLapRcvd, MraLapSent, MraRepRcvd,
             MraRepSent, MraReqRcvd, MraReqSent, RepRcvd, RepSent, Timewait,
         };
-        // Idle is not entered by a change: an identifier that ends is removed from the table.
+        // There is no transition to Idle: the ID is removed from the table instead.
         match self {
             Self::Idle | Self::Listen | Self::SidrReqSent | Self::SidrReqRcvd | Timewait => false,
             Self::ReqSent => matches!(next, MraReqRcvd | RepRcvd),

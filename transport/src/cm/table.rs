@@ -1,5 +1,4 @@
-//! The identifiers, their indices, timers and queues: what every part of the
-//! machine stands on.
+//! IDs, indexes, timers and queues, used by all parts of the state machine.
 
 use std::time::{Duration, Instant};
 
@@ -14,23 +13,22 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::mad::{Mad, TransactionId};
 
-/// Time to the first repetition of a DREQ; then twice as long, up to the connection's interval. No
-/// peer needs long to answer one, and Linux answers a repeated one only until its short timewait is
-/// over.
+/// Initial interval for a DREQ, which is doubled up to the connection's interval. A peer doesn't
+/// need long to respond, and Linux only responds to a duplicate until its short timewait is over.
 pub(super) const DREQ_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Time to the first repetition of a REP; then twice as long, up to the connection's interval. All
-/// that an unproven address gets without asking again leave within the life of a half-open
-/// connection, even if the peer promises to be slow.
+/// Initial interval for a REP, which is doubled up to the connection's interval. This ensures that
+/// all retransmissions to an unproven address are sent during the lifetime of a half-open
+/// connection, even if the peer requests a longer timeout.
 const REP_INTERVAL: Duration = Duration::from_millis(500);
 
-/// One service id, or a range of them.
+/// Listener for a service ID or a range of service IDs.
 #[derive(Debug)]
 pub(super) struct Listener {
     pub(super) service_id: ServiceId,
     pub(super) mask: u64,
     pub(super) backlog: usize,
-    /// Half-open identifiers that came from it; at most `backlog`.
+    /// Number of half-open connections, at most `backlog`.
     pub(super) half_open: usize,
 }
 
@@ -40,23 +38,24 @@ impl Listener {
     }
 
     pub(super) fn overlaps(&self, service_id: ServiceId, mask: u64) -> bool {
-        // Where both masks have a bit the ids must agree in it; elsewhere some id fits both.
+        // The IDs must be equal in all bits set in both masks. For the other bits, there is always
+        // an ID that matches both.
         (self.service_id.0 ^ service_id.0) & self.mask & mask == 0
     }
 }
 
-/// Returns whether a MAD of ours is this message.
+/// Returns true if one of our MADs contains this message.
 pub(super) fn is_message(mad: &Mad, attribute: CmAttribute) -> bool {
     mad[16..18] == (attribute as u16).to_be_bytes()
 }
 
 impl Cm {
-    /// An unused identifier, with our worker's number in its low bits.
+    /// Returns an unused ID with our worker number in the low bits.
     pub(super) fn new_id(&mut self) -> IbCmId {
         loop {
             let random = self.random.next_u32();
             let id = IbCmId(CommId((random & !self.worker_mask) | self.worker_index));
-            // Zero means "unknown" in messages. Ids are far fewer than numbers.
+            // Zero means "unknown" in messages. There are far more possible values than IDs in use.
             if id.0 != CommId(0)
                 && !self.conns.contains_key(&id)
                 && !self.listeners.contains_key(&id)
@@ -70,11 +69,11 @@ impl Cm {
         TransactionId(self.random.next_u64())
     }
 
-    /// Makes room for one more identifier, at the cost of a finished one that
-    /// has no user if need be.
+    /// Makes space for a new ID, if required by removing an ID that was already released by its
+    /// user.
     pub(super) fn make_room(&mut self) -> Result<(), IbCmError> {
-        // Only timewait without a user is cut short. Everything else is a connection, or its user
-        // still expects an event.
+        // We can only shorten timewait if there is no user. All other IDs are connections or still
+        // need to report an event.
         if self.id_count() < self.config.max_ids {
             return Ok(());
         }
@@ -83,12 +82,11 @@ impl Cm {
         Ok(())
     }
 
-    /// The half-open connection whose place a new request may take: the oldest
-    /// one of its peer, where that has its share, or of the listener. `None` if
-    /// none has waited long enough.
+    /// Returns the half-open connection that can be displaced by a new request: the oldest
+    /// connection of the peer if it has used its share, or else of the listener. Returns `None` if
+    /// no connection has waited long enough.
     ///
-    /// One is enough: it leaves its place in the backlog and in the share to
-    /// the one that comes.
+    /// One connection is sufficient, since this releases an entry in the backlog and in the share.
     pub(super) fn displaceable(
         &self,
         now: Instant,
@@ -100,48 +98,45 @@ impl Cm {
         let mut oldest = self.unconfirmed.range((holder, 0)..=(holder, u64::MAX));
         let (_, &id) = oldest.next()?;
         let sent = self.conns[&id].unconfirmed.map(|rep| rep.sent)?;
-        // A REP needs a round trip to be confirmed. Without this grace a flood of REQs would
-        // displace each half-open connection before its RTU could arrive.
+        // It takes a round trip to confirm a REP. Without this delay, a flood of REQs would
+        // displace each half-open connection before its RTU can be received.
         (now >= sent + self.config.half_open_grace).then_some(id)
     }
 
-    /// The user has released the identifier.
+    /// Called when the user has released the ID.
     pub(super) fn release(&mut self, id: IbCmId) {
         self.known(id).is_orphan = true;
         self.note_finished(id);
     }
 
-    /// Remember an identifier that may go as soon as another is needed.
+    /// Stores an ID that can be removed when a new one is needed.
     fn note_finished(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];
-        // A released identifier in any other state still has a message to repeat.
+        // In any other state, a released ID still has a message to resend.
         if let (true, CmState::Timewait, Some(at)) = (conn.is_orphan, conn.state, conn.deadline) {
             self.finished.insert((at, id));
         }
     }
 
     pub(super) fn insert(&mut self, id: IbCmId, conn: Conn) {
-        // Counted by its state where it enters; every change of state after that goes by
-        // `become_state`.
+        // This counts the initial state. All state changes after this use `become_state`.
         self.count_half_open(&conn, conn.state, true);
         let before = self.conns.insert(id, conn);
         assert!(before.is_none(), "a new identifier is new");
     }
 
-    /// The connection of an id from a call of the user, who may have released it.
+    /// Returns the connection for an ID passed by the user, unless it was already released.
     pub(super) fn conn(&self, id: IbCmId) -> Result<&Conn, IbCmError> {
-        // A released identifier is not the user's any longer, though it may still be in timewait.
+        // A released ID is no longer valid for the user, even if it is still in timewait.
         self.conns
             .get(&id)
             .filter(|conn| !conn.is_orphan)
             .ok_or(IbCmError::NoSuchId)
     }
 
-    /// A connection that is known to exist.
+    /// Returns a connection that must exist.
     pub(super) fn known(&mut self, id: IbCmId) -> &mut Conn {
-        self.conns
-            .get_mut(&id)
-            .expect("the identifier was just looked up")
+        self.conns.get_mut(&id).expect("identifier exists")
     }
 
     fn count_half_open(&mut self, conn: &Conn, state: CmState, add: bool) {
@@ -154,26 +149,23 @@ impl Cm {
         if *count == 0 {
             self.half_open.remove(&(listener, conn.peer));
         }
-        // It may be gone already.
+        // The listener may already have been removed.
         if let Some(listener) = self.listeners.get_mut(&listener) {
             listener.half_open = by_one(listener.half_open);
         }
     }
 
-    /// Change state, as the table of transitions allows.
+    /// Changes the state, which must be a valid transition.
     pub(super) fn become_state(&mut self, id: IbCmId, next: CmState) {
-        let mut conn = self
-            .conns
-            .remove(&id)
-            .expect("the identifier was just looked up");
+        let mut conn = self.conns.remove(&id).expect("identifier exists");
         self.count_half_open(&conn, conn.state, false);
         self.count_half_open(&conn, next, true);
         become_state(&mut conn.state, next);
-        // Confirmed or given up: it cannot be displaced any more.
+        // The connection was confirmed or closed and can't be displaced anymore.
         if !next.is_half_open() {
             self.forget_rep(&mut conn);
         }
-        // Once in a connection's life, for all its changes between connected states.
+        // Only once per connection, regardless of changes between connected states.
         if next.is_connected() && !conn.is_proven {
             conn.is_proven = true;
             *self.proven.entry(conn.peer).or_insert(0) += 1;
@@ -181,15 +173,12 @@ impl Cm {
         self.conns.insert(id, conn);
     }
 
-    /// The identifier ends here.
+    /// Removes the ID.
     pub(super) fn free(&mut self, id: IbCmId) {
-        // The indices first: their keys are made from the record.
+        // Remove the index entries first, since their keys are created from the connection.
         self.arm(id, None);
         self.forget_claims(id);
-        let mut conn = self
-            .conns
-            .remove(&id)
-            .expect("the identifier was just looked up");
+        let mut conn = self.conns.remove(&id).expect("identifier exists");
         self.count_half_open(&conn, conn.state, false);
         self.forget_rep(&mut conn);
         if let Some(identity) = conn.identity {
@@ -205,14 +194,14 @@ impl Cm {
         }
     }
 
-    /// A REP is sent: from now on the peer is waited for, as long as it wants to
-    /// be asked, within limits.
+    /// Called when a REP is sent: sets the time we will wait for the peer, based on its request and
+    /// our limits.
     pub(super) fn note_rep(&mut self, now: Instant, id: IbCmId) {
         self.reps += 1;
         let (number, longest) = (self.reps, self.config.max_half_open);
         let conn = self.known(id);
-        // As often, and at the interval, that the peer wants to be asked. Within the limit for
-        // half-open connections, or a REQ could hold its place for minutes.
+        // Based on the interval and retry count requested by the peer, but limited to the lifetime
+        // of a half-open connection. Otherwise a REQ could use an entry for minutes.
         let patience = conn.interval * (u32::from(conn.max_retries) + 1);
         let patience = patience.min(longest);
         conn.unconfirmed = Some(Unconfirmed {
@@ -227,9 +216,9 @@ impl Cm {
         }
     }
 
-    /// The peer has repeated its REQ, so it still waits for the REP. It has as long as before from
-    /// now on, as often as its REQ says that it asks: who repeats it without end is not waited
-    /// for without end.
+    /// Called for a duplicate REQ, which means that the peer is still waiting for the REP. This
+    /// restarts the timeout, up to the number of retries specified in the REQ, so that we don't
+    /// wait forever for a peer that keeps sending it.
     pub(super) fn renew_rep(&mut self, now: Instant, id: IbCmId) {
         let Some(rep) = &mut self.known(id).unconfirmed else {
             return;
@@ -248,7 +237,7 @@ impl Cm {
         }
     }
 
-    /// Learn the peer's id and queue pair.
+    /// Stores the peer's ID and QP number.
     pub(super) fn learn_remote(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];
         for (peer, guid, claim) in conn.claims() {
@@ -265,9 +254,9 @@ impl Cm {
         }
     }
 
-    /// The peer has proved that it made this connection. Others for which its
-    /// adapter had the same communication id or queue pair, it has forgotten. The
-    /// half-open ones among them may be newer: those end by themselves.
+    /// Called when the peer has proved that it requested this connection: closes all other
+    /// connections using the same communication ID or QP of its adapter, since they are unknown to
+    /// the peer. Half-open connections may be newer, so they will be closed by their timeout.
     pub(super) fn end_superseded(&mut self, now: Instant, id: IbCmId) {
         let mut stale = Vec::new();
         for (peer, guid, claim) in self.conns[&id].claims() {
@@ -283,10 +272,10 @@ impl Cm {
         }
     }
 
-    /// Set or clear the identifier's one timer.
+    /// Sets or clears the timer for an ID.
     pub(super) fn arm(&mut self, id: IbCmId, deadline: Option<Instant>) {
         let before = std::mem::replace(&mut self.known(id).deadline, deadline);
-        // Each identifier is listed under the time of its timer, so it leaves both sets by that.
+        // The timer is used as the key in both sets, so we need it to remove the ID.
         if let Some(before) = before {
             self.timers.remove(&(before, id));
             self.finished.remove(&(before, id));
@@ -296,21 +285,21 @@ impl Cm {
         }
     }
 
-    /// Queue a MAD; a full queue loses it, as the network might.
+    /// Adds a MAD to the queue. If the queue is full, the MAD is dropped, as it could be by the
+    /// network.
     pub(super) fn send(&mut self, to: PeerAddr, mad: Mad) {
         if self.outbox.len() < self.config.max_outbox {
-            // A peer that sends requests faster than we send answers must not make the queue
-            // grow.
+            // The queue must not grow if a peer sends requests faster than we can send responses.
             self.outbox.push_back((to, mad));
         } else {
             self.counters.dropped += 1;
         }
     }
 
-    /// Send a message of the connection that needs no answer, and keep it for
-    /// when its question is repeated.
+    /// Sends a message that doesn't need a response, and stores it to be sent again for a duplicate
+    /// request.
     pub(super) fn answer(&mut self, id: IbCmId, transaction: TransactionId, message: &CmMessage) {
-        // UDP loses messages: a repeated question has to get the same answer as the first.
+        // UDP is not reliable, so we must send the same response for a duplicate request.
         let mad = message.emit(transaction);
         let conn = self.known(id);
         conn.answer = Some(Box::new(mad));
@@ -318,7 +307,7 @@ impl Cm {
         self.send(peer, mad);
     }
 
-    /// Send the last answer again.
+    /// Sends the last response again.
     pub(super) fn answer_again(&mut self, id: IbCmId) {
         self.counters.duplicates += 1;
         let conn = &self.conns[&id];
@@ -328,7 +317,7 @@ impl Cm {
         }
     }
 
-    /// Send a message again and again until it is answered.
+    /// Sends a message repeatedly until there is a response.
     pub(super) fn ask(
         &mut self,
         now: Instant,
@@ -338,8 +327,8 @@ impl Cm {
     ) {
         let mad = message.emit(transaction);
         let is_rep = matches!(message, CmMessage::Rep(_));
-        // An address that has proved nothing may be made up, and its owner would get every
-        // repetition.
+        // If the address is not proven, it may be forged and all retransmissions would be sent to
+        // its owner.
         let most_retries = if is_rep && !self.proven.contains_key(&self.conns[&id].peer) {
             self.config.max_unproven_retries
         } else {
@@ -361,54 +350,54 @@ impl Cm {
         self.wait_until(id, now + interval);
     }
 
-    /// Wait for the peer until `at`, but not beyond what a half-open connection has.
+    /// Waits for the peer until `at`, limited to the lifetime of a half-open connection.
     pub(super) fn wait_until(&mut self, id: IbCmId, at: Instant) {
         let rep = self.conns[&id].unconfirmed;
-        // The life of a half-open connection ends even if a repetition would be due later.
+        // The lifetime of a half-open connection can be shorter than the next interval.
         self.arm(id, Some(rep.map_or(at, |rep| rep.until.min(at))));
     }
 
-    /// The message under way was answered.
+    /// Called when there was a response to the pending message.
     pub(super) fn answered(&mut self, id: IbCmId) {
         self.known(id).pending = None;
         self.arm(id, None);
     }
 
-    /// The connection is over: wait until nothing of it can be in the network.
+    /// Closes the connection and waits until there are no more packets in the network.
     pub(super) fn enter_timewait(&mut self, now: Instant, id: IbCmId) {
         let time = self.conns[&id].timewait;
         self.enter_timewait_for(now, id, time);
     }
 
     pub(super) fn enter_timewait_for(&mut self, now: Instant, id: IbCmId, time: Duration) {
-        // Nothing of it is repeated from here on. Its last answer stays, for a repeated question.
+        // Stop all retransmissions, but keep the last response for a duplicate request.
         self.answered(id);
         self.become_state(id, CmState::Timewait);
-        // A new connection may use the peer's id and queue pair; the request
-        // stays known, for when it is repeated.
+        // A new connection can now use the peer's ID and QP. The request must still be known, to
+        // detect a duplicate.
         self.forget_claims(id);
         self.known(id).req = None;
         self.arm(id, Some(now + time));
         self.note_finished(id);
     }
 
-    /// Notify the user, unless it has released the identifier.
+    /// Reports an event, unless the user has released the ID.
     pub(super) fn report(&mut self, id: IbCmId, kind: IbCmEventKind) {
-        // A user that has released an identifier has forgotten its name.
+        // The user doesn't know an ID after releasing it.
         if self.conns.get(&id).is_none_or(|conn| !conn.is_orphan) {
             self.events.push_back(IbCmEvent { id, kind });
         }
     }
 
-    /// A peer's time, within what is configured.
+    /// Returns the interval for a timeout set by the peer, within the configured limits.
     pub(super) fn interval(&self, time: CmTimeout) -> Duration {
-        // The peer chooses this time. Too short, it would make us send without pause; too long,
-        // it would keep our memory.
+        // The value is chosen by the peer. If it is too short we would send continuously, and if it
+        // is too long we would keep our memory.
         time.duration()
             .clamp(self.config.min_interval, self.config.max_interval)
     }
 
-    /// Refuse a message that belongs to no identifier of ours.
+    /// Rejects a message without a matching ID.
     pub(super) fn refuse(
         &mut self,
         to: PeerAddr,
@@ -418,7 +407,7 @@ impl Cm {
         reason: RejReason,
     ) {
         self.counters.refused += 1;
-        // Nothing is kept for it. A question that is repeated is judged, and refused, again.
+        // No state is stored. A duplicate will be checked and rejected again.
         let rej = CmMessage::Rej(RejMsg {
             local_comm_id: ids.0,
             remote_comm_id: ids.1,

@@ -1,4 +1,4 @@
-//! Timers: repetitions, time-outs and the end of timewait.
+//! Timers: retransmissions, timeouts and timewait.
 
 use std::time::Instant;
 
@@ -6,18 +6,19 @@ use super::{Cm, CmState, IbCmEventKind, IbCmId, PeerAddr};
 use crate::wire::cm_msg::{AdditionalInfo, CmMessage, PrivateData, RejMsg, RejOf, RejReason};
 
 impl Cm {
-    /// Next time at which [`Self::handle_timeout`] has something to do.
+    /// Returns the next time [`Self::handle_timeout`] must be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.timers.first().map(|(deadline, _)| *deadline)
     }
 
-    /// Do all that is due at `now`: repeat messages, give up, leave timewait.
+    /// Processes expired timers: resends messages, handles timeouts and the end of timewait.
     pub fn handle_timeout(&mut self, now: Instant) {
         while let Some(&(deadline, id)) = self.timers.first()
             && deadline <= now
         {
-            // Before the step, which may arm it again or free the identifier.
+            // This must be called first, since the next step may set the timer again or remove the
+            // ID.
             self.arm(id, None);
             self.on_timeout(now, id);
         }
@@ -26,8 +27,8 @@ impl Cm {
     fn on_timeout(&mut self, now: Instant, id: IbCmId) {
         let conn = self.known(id);
         if conn.state == CmState::Timewait {
-            // Reported before it is freed, since the report looks up whether the user has
-            // released it.
+            // This must be reported before the ID is removed, since `report` needs to check if it
+            // was released by the user.
             self.report(id, IbCmEventKind::TimewaitExit);
             return self.free(id);
         }
@@ -36,20 +37,21 @@ impl Cm {
         let pending = conn
             .pending
             .as_deref_mut()
-            .expect("timers run for timewait and for pending messages");
-        // The life of a half-open connection is over, with repetitions left or not.
+            .expect("timers are only used for timewait and pending messages");
+        // The lifetime of a half-open connection is over, regardless of remaining retries.
         if until.is_some_and(|until| until <= now) {
             return self.give_up(now, id);
         }
         if pending.retries_left == 0 {
-            // A REP that must not be repeated any more may still be confirmed.
+            // A REP without any retries left can still be confirmed.
             return match until {
                 None => self.give_up(now, id),
                 until => self.arm(id, until),
             };
         }
         pending.retries_left -= 1;
-        // DREQs and REPs begin sooner than the peer's time for an answer, and approach it.
+        // DREQs and REPs start with an interval shorter than the peer's response time, which is
+        // then increased.
         pending.interval = (pending.interval * 2).min(longest);
         let (mad, interval) = (pending.mad, pending.interval);
         self.counters.retries += 1;
@@ -57,32 +59,31 @@ impl Cm {
         self.wait_until(id, now + interval);
     }
 
-    /// The message under way was not answered.
+    /// Called when there was no response to the pending message.
     pub(super) fn give_up(&mut self, now: Instant, id: IbCmId) {
         match self.conns[&id].state {
             CmState::ReqSent | CmState::MraReqRcvd => {
-                // The peer may have begun a connection for this REQ, so it is taken back. No
-                // queue pair has been in use that would have to be waited out.
+                // The peer may have created a connection for this REQ, so we need to cancel it.
+                // Since the QP was not used, we don't need timewait.
                 self.send_timeout_rej(id);
                 self.report(id, IbCmEventKind::ReqTimeout);
                 self.free(id);
             }
             CmState::RepSent | CmState::MraRepRcvd => {
-                // The peer may have had the REP and used the queue pair, so packets of it may be
-                // under way.
+                // The peer may have received the REP and used the QP, so there can still be packets
+                // in the network.
                 self.send_timeout_rej(id);
                 self.enter_timewait(now, id);
                 self.report(id, IbCmEventKind::RepTimeout);
             }
             CmState::LapSent | CmState::MraLapRcvd => {
-                // An alternate path that is not agreed on leaves the connection as it was.
+                // If the alternate path is not accepted, the connection is not affected.
                 self.answered(id);
                 self.become_state(id, CmState::Established);
                 self.report(id, IbCmEventKind::LapTimeout);
             }
             CmState::DreqSent => {
-                // The peer is gone, or its DREPs were lost: the connection is over in either
-                // case.
+                // The peer is down or its DREPs were lost. The connection is closed in both cases.
                 self.enter_timewait(now, id);
                 self.report(id, IbCmEventKind::DreqTimeout);
             }
@@ -90,12 +91,12 @@ impl Cm {
                 self.report(id, IbCmEventKind::SidrReqTimeout);
                 self.free(id);
             }
-            state => unreachable!("no message is under way in {state:?}"),
+            state => unreachable!("no pending message in {state:?}"),
         }
     }
 
-    /// `peer` is gone for certain. Ends everything with it as time-outs would, but at once and
-    /// without a message to it.
+    /// Called when `peer` is known to be down. Closes all of its connections as for a timeout, but
+    /// immediately and without sending any messages.
     pub fn lose_peer(&mut self, now: Instant, peer: PeerAddr) {
         let peer = peer.to_canonical();
         let with_peer = self.conns.iter().filter(|(_, conn)| conn.peer == peer);
@@ -109,7 +110,7 @@ impl Cm {
         let event = match self.conns[&id].state {
             CmState::ReqSent | CmState::MraReqRcvd => IbCmEventKind::ReqTimeout,
             CmState::SidrReqSent => IbCmEventKind::SidrReqTimeout,
-            // As if the peer had taken its request back.
+            // The same as if the peer had canceled its request.
             CmState::ReqRcvd | CmState::MraReqSent => IbCmEventKind::RejReceived {
                 message: RejOf::NoMessage,
                 reason: RejReason::Timeout,
@@ -119,7 +120,7 @@ impl Cm {
             },
             CmState::RepSent | CmState::MraRepRcvd => IbCmEventKind::RepTimeout,
             CmState::DreqSent => IbCmEventKind::DreqTimeout,
-            // It ends by itself, and has no message under way.
+            // This has its own timer and no pending message.
             CmState::Timewait | CmState::SidrReqRcvd => return,
             _ => IbCmEventKind::StaleConnection,
         };
@@ -133,15 +134,15 @@ impl Cm {
             self.enter_timewait(now, id);
             self.report(id, event);
         } else {
-            // Reported before it is freed, since the report looks up whether the user has
-            // released it.
+            // This must be reported before the ID is removed, since `report` needs to check if it
+            // was released by the user.
             self.report(id, event);
             self.free(id);
         }
     }
 
-    /// Notify the peer that we wait no longer. It may not know our id, so the
-    /// additional information names our channel adapter (IBTA 12.6.7.2).
+    /// Notifies the peer about a timeout. It may not know our ID, so we add our channel adapter
+    /// GUID in the additional information (IBTA 12.6.7.2).
     pub(super) fn send_timeout_rej(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];
         let guid = self.config.ca_guid.0.to_be_bytes();

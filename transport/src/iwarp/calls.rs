@@ -1,4 +1,4 @@
-//! The calls of the RDMA CM.
+//! RDMA CM calls.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -17,8 +17,8 @@ use crate::verbs::{
     QpId, QpInitAttr, QpState, QpType, RdmaCm, VerbsError,
 };
 
-/// Attributes of a queue pair that a connection may use. What a peer may do with a region, the region
-/// says; the connection forbids nothing.
+/// Returns the attributes of a QP used for a connection. Access rights are set per region, so there
+/// are no restrictions for the connection.
 fn to_init() -> QpAttr {
     QpAttr {
         state: Some(QpState::Init),
@@ -29,20 +29,20 @@ fn to_init() -> QpAttr {
     }
 }
 
-/// A TCP socket at a local address. What a listener accepts has its options.
+/// Creates a TCP socket with a local address. Accepted connections inherit its options.
 fn new_socket(at: SocketAddr, shares_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(
         Domain::for_address(at),
         Type::STREAM.nonblocking(),
         Some(Protocol::TCP),
     )?;
-    // Connections of before, in TIME_WAIT, do not keep a port.
+    // Allow the port to be reused while previous connections are in TIME_WAIT.
     socket.set_reuse_address(true)?;
     if shares_port {
         socket.set_reuse_port(true)?;
     }
     socket.set_tcp_nodelay(true)?;
-    // A host that is gone, or a cable, says nothing of it.
+    // Use keepalive to find out if the host has crashed or a cable was unplugged.
     let asks = TcpKeepalive::new()
         .with_time(PEER_TIME / 3)
         .with_interval(PEER_TIME / 6)
@@ -53,7 +53,7 @@ fn new_socket(at: SocketAddr, shares_port: bool) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// The error of a socket call.
+/// Converts a socket error.
 fn refused(e: &io::Error) -> CmError {
     match e.kind() {
         io::ErrorKind::AddrInUse => CmError::AddressInUse,
@@ -76,12 +76,12 @@ impl Iwarp {
             .map_err(|_| CmError::InvalidState(call))
     }
 
-    /// Gives an identifier its socket, local address and port.
+    /// Creates the socket of an id and sets its local address and port.
     fn bind(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
         let own = self.config.addr;
         let ip = addr.ip().to_canonical();
         let entry = self.id_mut(id, "bind_addr")?;
-        // As with the software NIC: the unspecified address stands for the device's.
+        // Like in the software NIC, an unspecified address includes the device address.
         let takes =
             ip.is_ipv4() == own.is_ipv4() || ip.is_ipv6() && !entry.options.is_family_only(ip);
         if ip != own && !(ip.is_unspecified() && takes) {
@@ -101,13 +101,13 @@ impl Iwarp {
         Ok(())
     }
 
-    /// A socket of the device's.
+    /// Creates a socket for use by the device.
     pub(super) fn new_socket(&self, at: SocketAddr) -> io::Result<Socket> {
         new_socket(at, self.config.shares_ports)
     }
 
-    /// Checks that an identifier may own a port beside those of the device that do. The kernel checks
-    /// those of others.
+    /// Checks whether an id can use a port in addition to its current owners on this device. Any
+    /// other owners are checked by the kernel.
     fn check_port(&self, id: CmId, port: u16, ip: IpAddr, shares: bool) -> Result<(), CmError> {
         for (owner, entry) in self.ids.iter() {
             let is_there = entry.local.is_some_and(|at| at.port() == port);
@@ -125,11 +125,11 @@ impl Iwarp {
         Ok(())
     }
 
-    /// Destroys all identifiers, for a process that ends.
+    /// Destroys all ids when a process exits.
     pub fn destroy_ids(&mut self) {
         let all: Vec<CmId> = self.ids.iter().map(|(id, _)| id).collect();
         for id in all {
-            // A request that nothing has seen goes with its listener.
+            // Pending requests have already been destroyed with their listener.
             let _ = self.destroy_id(id);
         }
     }
@@ -173,7 +173,7 @@ impl RdmaCm for Iwarp {
         }
         let is_bound = entry.local.is_some();
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
-        // Errors come as an event, as librdmacm reports what it finds on the way.
+        // Report errors using an event, like librdmacm does for errors during resolution.
         let outcome = check_destination(own, dst.ip(), false).and_then(|()| match is_bound {
             true => Ok(()),
             false => self.bind(id, src.unwrap_or(SocketAddr::new(own, 0))),
@@ -217,7 +217,7 @@ impl RdmaCm for Iwarp {
         }
         let qp = self.nic.create_qp(init)?;
         if let Err(e) = self.nic.modify_qp(qp, &to_init()) {
-            // It was created by the line above, so it can be destroyed.
+            // We have just created it, so it can be destroyed.
             let _ = self.nic.destroy_qp(qp);
             return Err(e.into());
         }
@@ -245,7 +245,8 @@ impl RdmaCm for Iwarp {
             .socket
             .as_ref()
             .ok_or(CmError::InvalidState("listen"))?;
-        // More wait in the kernel than their owner takes at once: they are not refused.
+        // The kernel can queue more connections than the owner's backlog, so they won't be
+        // rejected.
         socket.listen(1024).map_err(|e| refused(&e))?;
         entry.backlog = backlog.max(1) as usize;
         entry.options.reuse = false;
@@ -311,14 +312,15 @@ impl RdmaCm for Iwarp {
         let room = StartFrame::room(request.enhanced.is_some());
         check_len(&param.private_data, room)?;
         let (reply, agreed) = setup::reply(&request, &wishes, param.private_data.clone())
-            // Requests of other revisions are refused when they come.
+            // Requests using any other revision have already been rejected.
             .map_err(|_| CmError::InvalidState("accept"))?;
         let establishes = reply.enhanced.is_some_and(|said| said.peer_to_peer);
         self.answer_request(id, token, qp, &reply, agreed, establishes)
     }
 
     fn establish(&mut self, id: CmId) -> Result<(), CmError> {
-        // Queue pairs follow their connection here, so no answer waits for their owner.
+        // The state of QPs is always managed by the device, so we never need to wait for the
+        // application.
         self.id_mut(id, "establish")?;
         Err(CmError::InvalidState("establish"))
     }
@@ -343,13 +345,13 @@ impl RdmaCm for Iwarp {
     }
 
     fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
-        // There are neither vendor options nor reasons of refusals.
+        // Vendor options and reject reasons are not supported.
         self.reject(id, private_data)
     }
 
     fn mra(&mut self, id: CmId) -> Result<(), CmError> {
         match self.id_mut(id, "mra")?.state {
-            // A peer waits as long as its TCP connection is there.
+            // A peer will wait while its TCP connection is open.
             IdState::Requested => Ok(()),
             _ => Err(CmError::InvalidState("mra")),
         }
@@ -414,7 +416,7 @@ impl RdmaCm for Iwarp {
             match entry.state {
                 IdState::Requested => self.refuse_request(token, &[]),
                 IdState::Established => self.close_conn(token),
-                // It ends by itself, for none.
+                // It will be closed without any further calls.
                 IdState::Disconnecting => {}
                 _ => self.drop_conn(token),
             }
@@ -426,9 +428,9 @@ impl RdmaCm for Iwarp {
             self.request_answered(listener);
         }
         self.forget_listener(id, entry.listening);
-        // Requests that the user has not seen go with their listener.
+        // Requests the application hasn't seen yet are destroyed with their listener.
         for request in forget_events(&mut self.events, id) {
-            // Each is alive: only this event names it.
+            // This can't fail, because only this event refers to it.
             let _ = self.destroy_id(request);
         }
         Ok(())
@@ -452,7 +454,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_listener_accepts_is_given_up_when_its_peer_is_silent() {
+    fn silent_peer_of_listener_times_out() {
         let any = SocketAddr::new(std::net::Ipv4Addr::LOCALHOST.into(), 0);
         let listener = new_socket(any, false).unwrap();
         listener.listen(1).unwrap();

@@ -1,4 +1,4 @@
-//! A TCP connection, and the state that it is in.
+//! TCP connections and their state.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use socket2::Socket;
 use crate::rdmap::wire::start::StartFrame;
 use crate::verbs::{CmId, QpId};
 
-/// Name of a socket, which is not used again.
+/// Unique id of a socket, which is never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Token(pub(super) u64);
 
@@ -22,23 +22,23 @@ pub(super) struct Token(pub(super) u64);
 ///     │                    │ reply             │                    │ accept
 ///     │                    ▼                   │                    ▼
 ///     │                   Open ◀───────────────┼────────────────── Open
-///     │                    │ end of ours       │                    │ reject
+///     │                    │ closed by us      │                    │ reject
 ///     │                    ▼                   │                    ▼
 ///     └──────────────▶ (closed) ◀──────────────┴─────────────── Closing
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnState {
-    /// TCP connects.
+    /// Waiting for the TCP connection to be established.
     Connecting,
-    /// The request was sent.
+    /// Request sent, waiting for the reply.
     AwaitsReply,
-    /// The peer is to send its request.
+    /// Waiting for a request from the peer.
     AwaitsRequest,
-    /// The request waits for its user.
+    /// Request received, waiting for the application to accept it.
     Requested,
-    /// The stream belongs to the queue pair.
+    /// The stream is used by the QP.
     Open,
-    /// What was made is sent, then the peer is to close.
+    /// Sending the remaining data, then waiting for the peer to close the connection.
     Closing,
 }
 
@@ -56,32 +56,33 @@ impl State for ConnState {
     }
 }
 
-/// A TCP connection.
+/// TCP connection.
 #[derive(Debug)]
 pub(super) struct Conn {
     pub(super) socket: Socket,
     pub(super) state: ConnState,
     pub(super) peer: SocketAddr,
     pub(super) local: SocketAddr,
-    /// Its identifier; `None` for a request that has not come, and when that was destroyed.
+    /// Connection id; `None` if the request has not been received yet, or if the id has been
+    /// destroyed.
     pub(super) id: Option<CmId>,
-    /// Listener of a connection that awaits its request.
+    /// Listener of a connection waiting for its request.
     pub(super) listener: Option<CmId>,
     pub(super) qp: Option<QpId>,
-    /// The request, ours or the peer's, until it is answered.
+    /// The request sent or received, until there is a response.
     pub(super) request: Option<StartFrame>,
-    /// What has come of the peer's frame.
+    /// Received part of the peer's frame.
     pub(super) inbox: Vec<u8>,
-    /// What the socket has not taken, from `sent` on.
+    /// Data not yet accepted by the socket, starting at `sent`.
     pub(super) outbox: Vec<u8>,
     pub(super) sent: usize,
-    /// It waits until the socket takes more.
+    /// Set if we are waiting for the socket to become writable.
     pub(super) awaits_room: bool,
-    /// The last byte of ours was sent.
+    /// Set after the last byte has been sent.
     pub(super) is_shut: bool,
-    /// The first message of the peer establishes the connection.
+    /// Set if the connection is established by the first message from the peer.
     pub(super) awaits_first: bool,
-    /// Time at which it is given up.
+    /// Timeout for the current state.
     pub(super) due: Option<Instant>,
 }
 
@@ -111,7 +112,7 @@ impl Conn {
         }
     }
 
-    /// Whether something waits to be taken by the socket.
+    /// Returns whether there is data waiting to be sent.
     pub(super) fn has_output(&self) -> bool {
         self.sent < self.outbox.len()
     }
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_are_those_of_the_diagram() {
+    fn transitions_match_diagram() {
         let all: [ConnState; 6] = [
             Connecting,
             AwaitsReply,

@@ -1,4 +1,4 @@
-//! An identifier of the RDMA CM.
+//! RDMA CM identifier.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -10,26 +10,26 @@ use super::conn::Token;
 use crate::roce::nic::rdma_cm::{IdState, Options};
 use crate::verbs::{CmError, CmOption, ConnParam, QpId, QpType, VerbsError};
 
-/// Identifier of the RDMA CM.
+/// RDMA CM id.
 #[derive(Debug)]
 pub(super) struct Id {
     pub(super) state: IdState,
     pub(super) local: Option<SocketAddr>,
-    /// The address that it was bound to by its owner, perhaps an unspecified one.
+    /// Address this id was bound to by the application, which can be unspecified.
     pub(super) bound: Option<IpAddr>,
     pub(super) peer: Option<SocketAddr>,
-    /// Its socket before it has a connection: bound, or listening.
+    /// Bound or listening socket, if not connected yet.
     pub(super) socket: Option<Socket>,
-    /// A listener's socket is known as this.
+    /// Token used for the socket of a listener.
     pub(super) listening: Option<Token>,
-    /// Requests that a listener takes, and those that it has.
+    /// Maximum and current number of pending requests of a listener.
     pub(super) backlog: usize,
     pub(super) requests: usize,
-    /// The listener of a request that was not answered.
+    /// Listener of a pending request.
     pub(super) listener: Option<crate::verbs::CmId>,
     pub(super) conn: Option<Token>,
     pub(super) qp: Option<QpId>,
-    /// Active: what was asked for.
+    /// Active side: parameters of the request.
     pub(super) param: Option<ConnParam>,
     pub(super) was_established: bool,
     pub(super) options: Options,
@@ -65,10 +65,10 @@ impl Id {
         Err(VerbsError::Unsupported(missing).into())
     }
 
-    /// Gives a socket the options.
+    /// Applies the options to a socket.
     ///
     /// # Errors
-    /// Those of the socket.
+    /// Returns socket errors.
     pub(super) fn configure(&self, socket: &Socket, peer: SocketAddr) -> std::io::Result<()> {
         if let Some(tos) = self.options.traffic_class {
             match peer {
@@ -77,12 +77,11 @@ impl Id {
             }
         }
         if let Some(exponent) = self.options.ack_timeout.filter(|&exponent| exponent > 0) {
-            // Its unit is 4.096 µs. The requests of a connection are given up after eight times that,
-            // as with seven retries.
+            // The unit is 4.096 µs. Use eight times this value, which corresponds to seven retries.
             let timeout = Duration::from_nanos(4096 << exponent) * 8;
             socket.set_tcp_user_timeout(Some(timeout.max(Duration::from_millis(1))))?;
-            // Linux measures with it as well how long a peer may leave questions without an answer, and
-            // one that is lost would end the connection.
+            // Linux also uses this option for unanswered keepalive probes, and losing a single
+            // probe would close the connection.
             if timeout < PEER_TIME {
                 socket.set_keepalive(false)?;
             }
@@ -97,7 +96,7 @@ mod tests {
     use socket2::{Domain, Type};
 
     #[test]
-    fn a_short_ack_timeout_asks_no_silent_peer() {
+    fn short_ack_timeout_sends_no_keepalive() {
         let peer = SocketAddr::from(([127, 0, 0, 1], 1));
         // 2.1 s and 34 s.
         for (exponent, asks) in [(16, false), (20, true)] {

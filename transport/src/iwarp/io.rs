@@ -1,4 +1,4 @@
-//! Sockets that are ready, bytes in and out, times.
+//! Readable and writable sockets, data transfer and timeouts.
 
 use std::collections::hash_map::Entry;
 use std::io::{self, Read as _};
@@ -15,14 +15,15 @@ use super::conn::{Conn, ConnState, Token};
 use super::{CLOSING_TIME, Iwarp, TURN};
 use crate::verbs::{CmId, EventFds, Provider, QpId};
 
-/// Sockets that are looked at in a round.
+/// Max number of sockets to handle in each round.
 const ROUND: usize = 64;
-/// Bytes that a socket gives in a round, in pieces of [`TURN`].
+/// Max number of reads per socket in each round. Each of them returns up to [`TURN`] bytes.
 const READS: usize = 4;
-/// Time that a listener rests when no connection can be accepted.
+/// How long a listener should wait if accepting a connection fails.
 const REST: Duration = Duration::from_secs(1);
 
-/// Gives a socket bytes; answers how many it has taken. A peer that has gone is an error and no signal.
+/// Writes to a socket. Returns the number of bytes written. If the connection is closed, this
+/// returns an error without a signal.
 fn give(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
     loop {
         match socket.send_with_flags(bytes, libc::MSG_NOSIGNAL) {
@@ -46,16 +47,17 @@ impl Iwarp {
             _ => EventFlags::IN,
         };
         let data = EventData::new_u64(token.0);
-        // Without a place in the set nothing would ever come of it: it ends by its time.
+        // If we can't add it to the epoll set, there will be no events, so the connection will time
+        // out.
         if let Err(error) = epoll::add(&self.set, &conn.socket, data, flags) {
-            warn!(%error, "a connection cannot be watched");
+            warn!(%error, "cannot add a connection to the epoll set");
         }
         self.per_peer.entry(conn.peer.ip()).or_default().conns += 1;
         self.conns.insert(token, conn);
         token
     }
 
-    /// Takes a connection out of the tables.
+    /// Removes a connection from all tables.
     pub(super) fn take_conn(&mut self, token: Token) -> Option<Conn> {
         let conn = self.conns.remove(&token)?;
         if let Entry::Occupied(mut peer) = self.per_peer.entry(conn.peer.ip()) {
@@ -71,7 +73,7 @@ impl Iwarp {
         Some(conn)
     }
 
-    /// Watches a socket for what its connection waits for.
+    /// Sets the events required in the current state of a connection.
     fn watch(&self, token: Token, conn: &Conn) {
         let mut flags = EventFlags::empty();
         match conn.state {
@@ -81,11 +83,11 @@ impl Iwarp {
         if conn.awaits_room {
             flags |= EventFlags::OUT;
         }
-        // It is in the set, as long as it exists.
+        // This cannot fail because a connection is always in the epoll set.
         let _ = epoll::modify(&self.set, &conn.socket, EventData::new_u64(token.0), flags);
     }
 
-    /// Sets the time at which a connection is given up.
+    /// Sets the timeout of a connection.
     pub(super) fn set_due(&mut self, token: Token, due: Option<Instant>) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -98,10 +100,10 @@ impl Iwarp {
         }
     }
 
-    /// Begins to take connections of a listener.
+    /// Starts to accept connections of a listener.
     ///
     /// # Errors
-    /// Its socket cannot be watched.
+    /// Returns an error if the socket can't be added to the epoll set.
     pub(super) fn attend_listener(&mut self, id: CmId) -> io::Result<()> {
         let token = self.new_token();
         let Ok(entry) = self.ids.get_mut(id) else {
@@ -121,7 +123,7 @@ impl Iwarp {
         if let Some(token) = token {
             self.listeners.remove(&token);
             self.timers.retain(|(_, it)| *it != token);
-            // What has come there and sent no request goes with it.
+            // Drop all connections of this listener that have not sent a request yet.
             let theirs = self.conns.iter();
             let theirs = theirs.filter(|(_, conn)| conn.listener == Some(id) && conn.id.is_none());
             let theirs: Vec<Token> = theirs
@@ -134,8 +136,8 @@ impl Iwarp {
         }
     }
 
-    /// Lets a listener rest while it has as many requests as its backlog says; others wait in the
-    /// kernel.
+    /// Stops accepting connections while a listener has the maximum number of pending requests. New
+    /// connections must wait in the kernel.
     pub(super) fn rest_or_attend(&mut self, id: CmId) {
         let Ok(entry) = self.ids.get(id) else {
             return;
@@ -148,11 +150,12 @@ impl Iwarp {
             false => EventFlags::empty(),
         };
         let data = EventData::new_u64(token.0);
-        // It is in the set, as long as it exists.
+        // This cannot fail because a listener is always in the epoll set.
         let _ = epoll::modify(&self.set, socket, data, flags);
     }
 
-    /// Accepts a connection. One at a time: each may be a request that fills the backlog.
+    /// Accepts a single connection. We don't accept more at once, because its request could fill up
+    /// the backlog.
     fn accept_one(&mut self, token: Token, id: CmId) {
         let Ok(entry) = self.ids.get(id) else {
             return;
@@ -171,19 +174,19 @@ impl Iwarp {
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
             Err(e) if e.kind() == io::ErrorKind::ConnectionAborted => {}
-            // Such as too many open files. The listener stays readable, and would keep its owner
-            // from sleeping.
+            // For example, there may be too many open files. The listener remains readable, and
+            // would keep waking the owner.
             Err(error) => {
-                warn!(%error, "no connection can be accepted for a second");
+                warn!(%error, "cannot accept connections, retrying in a second");
                 let (data, none) = (EventData::new_u64(token.0), EventFlags::empty());
-                // As above.
+                // Same as above.
                 let _ = epoll::modify(&self.set, socket, data, none);
                 self.timers.insert((self.nic.now() + REST, token));
             }
         }
     }
 
-    /// Looks at the sockets that are ready; answers how many.
+    /// Handles all sockets that are ready. Returns their number.
     fn look(&mut self) -> usize {
         let mut events = [epoll::Event {
             flags: EventFlags::empty(),
@@ -231,7 +234,7 @@ impl Iwarp {
     }
 
     fn read(&mut self, token: Token) {
-        // Taken out while its bytes are handled, and put back.
+        // Take this while handling the data, and put it back afterwards.
         let mut input = std::mem::take(&mut self.input);
         for _ in 0..READS {
             let Some(conn) = self.conns.get(&token) else {
@@ -245,7 +248,7 @@ impl Iwarp {
                 }
                 Ok(len) => match state {
                     ConnState::Open => self.take_stream(token, &input[..len]),
-                    // The connection is over; what comes is of before.
+                    // The connection is already closed, so ignore any data.
                     ConnState::Closing => {}
                     _ => self.take_start(token, &input[..len]),
                 },
@@ -260,7 +263,7 @@ impl Iwarp {
         self.input = input;
     }
 
-    /// Sends what a connection has, and what its queue pair makes.
+    /// Sends all pending data of a connection and its QP.
     pub(super) fn flush(&mut self, token: Token) {
         if self.send_rest(token)
             && let Some(conn) = self.conns.get(&token)
@@ -271,7 +274,7 @@ impl Iwarp {
         self.shut_when_over(token);
     }
 
-    /// Gives the socket what it has not taken; answers whether that is all.
+    /// Sends the remaining data to the socket. This will return `true` if everything has been sent.
     fn send_rest(&mut self, token: Token) -> bool {
         let Some(conn) = self.conns.get_mut(&token) else {
             return false;
@@ -290,19 +293,19 @@ impl Iwarp {
                 }
             }
         }
-        // Its memory goes as well: most connections have nothing to keep.
+        // Also free the memory, since most connections have nothing to store.
         (conn.outbox, conn.sent) = (Vec::new(), 0);
         true
     }
 
-    /// Sends what a queue pair makes, for one turn.
+    /// Sends data from a QP, up to the limit per round.
     fn pump(&mut self, token: Token, qp: QpId) {
         let mut output = std::mem::take(&mut self.output);
         output.clear();
         let now = self.nic.now();
         let has_more = self.nic.poll_stream(now, qp, &mut output, TURN);
         if let Some(conn) = self.conns.get_mut(&token) {
-            // Straight from here, as far as the socket takes it.
+            // Send directly from this buffer until the socket is full.
             let mut sent = 0;
             while sent < output.len()
                 && let Ok(len) = give(&conn.socket, &output[sent..])
@@ -312,14 +315,14 @@ impl Iwarp {
             conn.outbox.extend_from_slice(&output[sent..]);
         }
         self.output = output;
-        // An error comes again, and then ends the connection.
+        // If there was an error, the next call will return it again and close the connection.
         if self.send_rest(token) && has_more {
             self.nic.wake_stream(qp);
         }
     }
 
-    /// Closes our direction of a connection that is over, once all was sent. A peer that does not take
-    /// it has no more time than for the end.
+    /// Shuts down the sending side of a finished connection when all data has been sent. The
+    /// timeout is not extended if the peer doesn't read the data.
     fn shut_when_over(&mut self, token: Token) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -340,17 +343,17 @@ impl Iwarp {
             }
             (ConnState::Closing, _) => {
                 conn.is_shut = true;
-                // A connection that is gone already is read as such.
+                // If the connection is already closed, this will be detected by reading from it.
                 let _ = conn.socket.shutdown(Shutdown::Write);
             }
             _ => {}
         }
     }
 
-    /// Gives connections their turns; answers how many had one.
+    /// Sends data for all scheduled connections. Returns their number.
     fn send(&mut self) -> usize {
         let mut turns = 0;
-        // Those that wake again meanwhile have their turn in the next round.
+        // Connections scheduled in the meantime will be handled in the next round.
         for _ in 0..self.nic.ready_streams() {
             let Some(qp) = self.nic.next_stream() else {
                 break;
@@ -360,7 +363,7 @@ impl Iwarp {
             };
             turns += 1;
             if self.nic.qp_num(qp).is_err() {
-                // It was destroyed.
+                // The QP has been destroyed.
                 self.close_conn(token);
             } else if self.conns.get(&token).is_some_and(|conn| conn.awaits_room) {
                 self.shut_when_over(token);
@@ -371,7 +374,7 @@ impl Iwarp {
         turns
     }
 
-    /// Fires the times that have come; answers how many.
+    /// Handles all expired timeouts. Returns their number.
     fn expire(&mut self, now: Instant) -> usize {
         let mut fired = 0;
         while let Some(&(at, token)) = self.timers.first()
@@ -396,8 +399,8 @@ impl Iwarp {
 impl Provider for Iwarp {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
-        // Sending comes first, as with the software NIC: what the user posted in answer to the last
-        // call's completions leaves at once.
+        // Send first, as in the software NIC: if the application has posted work based on the
+        // completions of the last call, it is sent immediately.
         let sent = self.send();
         let looked = self.look();
         let answered = self.send();
@@ -406,7 +409,7 @@ impl Provider for Iwarp {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        // A user that has not taken its events yet is not to sleep, nor one whose requests wait.
+        // Don't let the application sleep if there are unread events or pending requests.
         if !self.events.is_empty() || self.nic.has_events() || self.nic.has_output() {
             return Some(self.nic.now());
         }

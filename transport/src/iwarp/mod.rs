@@ -1,51 +1,56 @@
-//! A device whose connections are those of iWARP: RDMA over TCP.
+//! A device for iWARP connections, i.e. RDMA over TCP.
 //!
-//! [`Iwarp::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider),
-//! to be driven by the thread that owns it. It needs no privilege, and no more of the network than TCP.
-//! Linux's `siw` and adapters for iWARP are its peers. It is the [`Nic`] of the software NIC, with its
-//! regions, keys, queues and events; its queue pairs are those of [`rdmap`](crate::rdmap), each over a
-//! TCP connection of its own.
+//! [`Iwarp::open`] opens a device using a local address. The device implements
+//! [`Provider`](crate::verbs::Provider) and must be driven by the thread that owns it. It only
+//! requires TCP, and no privileges. Peers can use Linux `siw` or an iWARP adapter. The regions,
+//! keys, queues and events are implemented by the [`Nic`] of the software NIC, and its queue pairs
+//! by [`rdmap`](crate::rdmap). Each queue pair uses a separate TCP connection.
 //!
-//! It has reliable connections only, which the connection manager makes: no datagrams, unreliable or
-//! extended connections, multicast, and no queue pairs that their owners take to RTS. See
-//! [`rdmap`](crate::rdmap) for how its operations differ from those of InfiniBand.
+//! Only reliable connections set up by the connection manager are supported: no datagrams, no
+//! unreliable or extended connections, no multicast, and queue pairs can't be moved to RTS by the
+//! application. See [`rdmap`](crate::rdmap) for how operations differ from InfiniBand.
 //!
-//! | module | what it is |
+//! | module | description |
 //! | --- | --- |
-//! | `calls` | the calls of the RDMA CM |
-//! | `conn` | a TCP connection, and the state that it is in |
-//! | `id` | an identifier of the RDMA CM |
-//! | `io` | sockets that are ready, bytes in and out, times |
-//! | `setup` | requests and replies, and the end of connections |
+//! | `calls` | RDMA CM calls |
+//! | `conn` | TCP connections and their state |
+//! | `id` | RDMA CM identifiers |
+//! | `io` | socket events, data transfer and timeouts |
+//! | `setup` | requests and replies, closing connections |
 //!
 //! # Connections
-//! Port numbers are those of TCP. An MPA request brings the private data of the caller, without an
-//! address header: the TCP connection has the addresses. A refusal has no reason beside its private
-//! data, and is reported as one of the consumer (28); no listener (8) is a TCP connection that is
-//! refused. The number of the peer's queue pair is not known.
+//! We use TCP port numbers. An MPA request contains the private data of the application without an
+//! address header, because the addresses are known from the TCP connection. A reject only contains
+//! private data and no reason, so we report it as rejected by the consumer (28). If there is no
+//! listener (8), the TCP connection is refused. The queue pair number of the peer is not available.
 //!
-//! An error of either side ends the connection. The end of the TCP connection is the event
-//! `Disconnected`, and the end of the queue pair, with `TimewaitExit` at once behind it.
+//! A connection is closed if there is an error on either side. When the TCP connection is closed,
+//! we report `Disconnected`, the queue pair fails, and `TimewaitExit` is reported immediately after
+//! that.
 //!
-//! A peer that does not know revision 2 of MPA closes a connection that asks with it, or answers with
-//! revision 1. It is asked once more with that one, on a new TCP connection from the same port. A peer
-//! that is full closes connections, too, and should not have twice as many: one that closes after five
-//! seconds, or of which another connection says that it knows revision 2, is not asked again. A full one
-//! that closes earlier, as this device does, and of which none says so, is asked once more. With
-//! revision 1 the ends do not compare their depths: each has those that its user gave.
+//! If a peer does not support MPA revision 2, it closes the connection when it receives our
+//! request, or sends a reply with revision 1. We then retry once with this revision, using a new
+//! TCP connection from the same port. However, a peer that is busy may also close connections, and
+//! we don't want to cause twice the load. We don't retry if the connection was closed after more
+//! than five seconds, or if the peer has used revision 2 on another connection. There will be a
+//! retry if a busy peer closes it earlier, as this device does, and no other connection has used
+//! revision 2. In revision 1, peers don't exchange their queue depths: each side uses the values
+//! set by its user.
 //!
-//! A peer that acknowledges nothing for [`PEER_TIME`], or takes nothing, is given up. One that says
-//! nothing is asked by TCP for a sign of life after a third of it, unless its user wants a shorter time.
+//! If a peer does not acknowledge or read any data for [`PEER_TIME`], the connection is closed. If
+//! it doesn't send anything, a TCP keepalive probe is sent after a third of this time, unless the
+//! application has set a shorter timeout.
 //!
 //! # Bounds
-//! A connection that has not sent its request keeps as much as a request has, for [`SETUP_TIME`], and
-//! there are [`MAX_STRANGERS`] of them, half as many from one address. A listener has as many requests as
-//! its backlog says; others wait in the kernel. What a socket does not take, up to [`TURN`] bytes and a
-//! segment, stays with its connection, which makes nothing else meanwhile. A connection that is over has
-//! a short time for what it still sends.
+//! A connection without a request can store up to the maximum size of a request, for up to
+//! [`SETUP_TIME`]. There can be [`MAX_STRANGERS`] such connections, and half of this from a single
+//! address. A listener accepts requests up to its backlog; any more must wait in the kernel. If a
+//! socket is full, up to [`TURN`] bytes plus a segment are buffered, and the connection does not
+//! create any more data until they have been sent. After a connection is finished, there is a short
+//! timeout for sending the remaining data.
 //!
-//! TCP protects nothing: a host on the way can read and change everything. Keep strangers out of the
-//! network, or encrypt it.
+//! TCP doesn't provide any protection: a host on the path can read and modify everything. Use a
+//! network without untrusted hosts, or encryption.
 
 mod calls;
 mod conn;
@@ -70,50 +75,53 @@ use crate::table::Table;
 use crate::verbs::{CmEvent, CmId, QpId, VerbsError};
 use crate::wire::is_link_local;
 
-/// Name of the provider.
+/// Provider name.
 pub const PROVIDER: &str = "iwarp";
 
-/// Time that an end may take for its part of a connection's set-up.
+/// Timeout for each side when a connection is set up.
 pub const SETUP_TIME: Duration = Duration::from_secs(10);
 
-/// Time that a peer has for the end of a connection that we have ended.
+/// Timeout for a peer to close the connection after we have closed it.
 const CLOSING_TIME: Duration = Duration::from_secs(2);
 
-/// Time after which a peer is given up that does not answer TCP, or takes none of what is sent to it.
-/// [`CmOption::AckTimeout`](crate::verbs::CmOption::AckTimeout) changes it.
+/// Timeout for peers which don't respond to TCP or don't read any data. It can be changed using
+/// [`CmOption::AckTimeout`](crate::verbs::CmOption::AckTimeout).
 pub const PEER_TIME: Duration = Duration::from_secs(30);
 
-/// Time within which a peer that does not know revision 2 of MPA closes a connection that asks with it, even if
-/// this program stalls. One that has no room may close as early, or later.
+/// If a peer does not support MPA revision 2, it should close the connection within this time after
+/// receiving a request, even if our program is delayed. A busy peer may close it earlier or later.
 const OLDER_TIME: Duration = Duration::from_secs(5);
 
-/// TCP connections that have not sent their request. A newer one takes the place of the oldest, or that
-/// of the oldest from its address, which has half of these at most.
+/// Max number of TCP connections that have not sent a request. If exceeded, the oldest one is
+/// closed, or the oldest with the same address if this address uses more than half of them.
 pub const MAX_STRANGERS: usize = 64;
 
-/// Bytes that a connection sends before the next one has its turn.
+/// Max number of bytes sent on a connection before the next connection is handled.
 pub const TURN: usize = 256 << 10;
 
-/// Configuration of a device.
+/// Device configuration.
 #[derive(Clone, Debug)]
 pub struct IwarpConfig {
-    /// Its address: one of this host's.
+    /// Local address of the device.
     pub addr: IpAddr,
-    /// Markers in what it receives, which let an adapter find messages in the middle of the stream.
+    /// Request markers in received data, which allow an adapter to find messages in the middle of
+    /// the stream.
     pub markers: bool,
-    /// CRCs in both directions. They are there as well if a peer wants them.
+    /// Use a CRC in both directions. It is always used if requested by the peer.
     pub crc: bool,
-    /// Its listeners share their ports with those of other devices of this user that say so: connections
-    /// are divided among them.
+    /// Listeners share their ports with other devices of the same user that have this option set.
+    /// Connections are distributed between all of them.
     pub shares_ports: bool,
-    /// Revision of MPA that it asks with: 2, and then 1 where the peer does not know it, or only 1.
+    /// MPA revision to use for requests. If set to 2, we fall back to 1 if not supported by the
+    /// peer.
     pub revision: u8,
-    /// Limits on the objects of the device.
+    /// Limits for device objects.
     pub limits: NicLimits,
 }
 
 impl IwarpConfig {
-    /// A device at `addr` that wants CRCs and no markers, and asks with revision 2.
+    /// Creates a configuration for a device at `addr`, with CRCs, without markers, and using
+    /// revision 2.
     #[must_use]
     pub fn new(addr: IpAddr) -> Self {
         Self {
@@ -127,35 +135,35 @@ impl IwarpConfig {
     }
 }
 
-/// A host to which there are connections.
+/// A host that we have connections with.
 #[derive(Debug, Default)]
 struct Peer {
-    /// Number of these.
+    /// Number of connections.
     conns: u32,
-    /// It has said something of revision 2 of MPA on one of them.
+    /// Set if the peer has used MPA revision 2 on one of these connections.
     knows_2: bool,
 }
 
-/// A device whose connections are those of iWARP. See the [module](self).
+/// A device for iWARP connections. See the [module](self) documentation.
 #[derive(Debug)]
 pub struct Iwarp {
     nic: Nic,
     config: IwarpConfig,
-    /// The sockets.
+    /// Epoll set containing all sockets.
     set: OwnedFd,
     ids: Table<CmId, Id>,
     conns: HashMap<Token, Conn>,
-    /// Listeners by what their sockets are known as.
+    /// Listeners by the token of their socket.
     listeners: HashMap<Token, CmId>,
     by_qp: HashMap<QpId, Token>,
     per_peer: HashMap<IpAddr, Peer>,
-    /// Connections without a request, the oldest first.
+    /// Connections without a request, oldest first.
     strangers: VecDeque<Token>,
-    /// Times at which connections, or listeners that rest, have something to do.
+    /// Timeouts of connections and of listeners waiting after an error.
     timers: BTreeSet<(Instant, Token)>,
     events: VecDeque<CmEvent>,
     next_token: u64,
-    /// Reused for what is read and sent.
+    /// Buffer reused for receiving and sending.
     input: Box<[u8]>,
     output: Vec<u8>,
 }
@@ -168,9 +176,9 @@ impl Iwarp {
     ///
     /// # Errors
     /// [`std::io::ErrorKind::Unsupported`] for an IPv6 link-local address,
-    /// [`std::io::ErrorKind::AddrNotAvailable`] for one that no interface of this host has,
-    /// [`std::io::ErrorKind::InvalidInput`] for another revision than 1 and 2, and no descriptor is
-    /// left.
+    /// [`std::io::ErrorKind::AddrNotAvailable`] if this is not a local address,
+    /// [`std::io::ErrorKind::InvalidInput`] if the revision is not 1 or 2. This will also return an
+    /// error if there are no more descriptors available.
     pub fn open(config: IwarpConfig) -> std::io::Result<Self> {
         use std::io::{Error, ErrorKind};
         let addr = config.addr.to_canonical();
@@ -179,11 +187,11 @@ impl Iwarp {
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         if !matches!(config.revision, 1 | 2) {
-            let text = format!("there is no revision {} of MPA", config.revision);
+            let text = format!("unsupported MPA revision {}", config.revision);
             return Err(Error::new(ErrorKind::InvalidInput, text));
         }
         if !crate::netif::is_local(addr)? {
-            let text = format!("no interface has {addr}");
+            let text = format!("{addr} is not an address of this host");
             return Err(Error::new(ErrorKind::AddrNotAvailable, text));
         }
         let mut seed = [0; 32];
@@ -213,7 +221,7 @@ impl Iwarp {
         })
     }
 
-    /// Its address.
+    /// Returns the device address.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
         self.config.addr
@@ -223,7 +231,7 @@ impl Iwarp {
         self.nic.set_now(Instant::now());
     }
 
-    /// What the device wants of a connection with these depths.
+    /// Returns the parameters to propose for a connection with these depths.
     fn wishes(&self, responder_resources: u8, initiator_depth: u8) -> Wishes {
         let limits = &self.config.limits;
         Wishes {
@@ -235,7 +243,7 @@ impl Iwarp {
         }
     }
 
-    /// There are no groups, and the NIC attaches no queue pair to one.
+    /// There are no multicast groups, so QPs can't be attached to a group.
     #[allow(
         clippy::unused_self,
         clippy::needless_pass_by_ref_mut,

@@ -1,4 +1,4 @@
-//! Requests and replies, and the end of connections.
+//! Requests, replies, and closing connections.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,24 +18,25 @@ use crate::rdmap::wire::start::{ANY_DEPTH, Enhanced, StartFrame, StartKind};
 use crate::roce::nic::rdma_cm::IdState;
 use crate::verbs::{Access, CmError, CmEvent, CmEventKind, CmId, ConnParam, QpId, VerbsError};
 
-/// Reason of a refusal by the peer's user, as the IB CM numbers it.
+/// Reject reason: rejected by the user of the peer, using IB CM numbers.
 const BY_CONSUMER: u16 = 28;
-/// Reason of a refusal where no user listens.
+/// Reject reason: no listener.
 const NO_LISTENER: u16 = 8;
 
-/// Longest ULPDU that fits a segment of TCP, with its length, CRC and markers (RFC 5044 4.2).
+/// Returns the maximum ULPDU size that fits into a TCP segment including length, CRC and markers
+/// (RFC 5044 4.2).
 fn mulpdu(socket: &Socket) -> usize {
     let mss = socket.tcp_mss().unwrap_or(536) as usize;
     let markers = 4 * mss.div_ceil(512);
     (mss - mss % 4).saturating_sub(6 + markers).max(MIN_MULPDU)
 }
 
-/// A number of READs, as parameters have it.
+/// Converts the number of READs to the type used in parameters.
 fn depth(number: u16) -> u8 {
     number.min(u8::MAX.into()) as u8
 }
 
-/// Parameters of a peer's frame, from our point of view.
+/// Returns the parameters of the peer's frame from our perspective.
 fn param_of(said: Option<Enhanced>, private_data: Vec<u8>) -> ConnParam {
     let default = ConnParam::default();
     let known = |number: u16| (number != ANY_DEPTH).then(|| depth(number));
@@ -57,12 +58,12 @@ impl Iwarp {
         self.events.push_back(CmEvent { id, kind });
     }
 
-    /// Takes in a connection to a listener, which is to send its request.
+    /// Adds an accepted connection which has not sent a request yet.
     pub(super) fn add_stranger(&mut self, listener: CmId, socket: Socket, peer: SocketAddr) {
         let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
         let has = self.per_peer.get(&peer.ip()).map_or(0, |peer| peer.conns);
         if has >= self.config.limits.max_qps_per_peer {
-            debug!(%peer, has, "a connection more than a peer may have");
+            debug!(%peer, has, "too many connections from this peer");
             self.nic.count_refused();
             return;
         }
@@ -81,8 +82,9 @@ impl Iwarp {
         self.set_due(token, Some(self.nic.now() + SETUP_TIME));
     }
 
-    /// Ends the oldest connection without a request, if there are as many as there may be, or half as
-    /// many from the address of the one that comes. A host that opens many displaces its own.
+    /// Closes the oldest connection without a request if there are too many of them, or if half of
+    /// them have the same address as the new connection. If a host opens many connections, it only
+    /// affects itself.
     fn make_room_for(&mut self, ip: IpAddr) {
         let from_there = |token: &&Token| self.conns.get(token).is_some_and(|c| c.peer.ip() == ip);
         let mut theirs = self.strangers.iter().filter(from_there).copied();
@@ -99,7 +101,7 @@ impl Iwarp {
         }
     }
 
-    /// TCP is connected, or not.
+    /// Called when the TCP connection has been established or has failed.
     pub(super) fn on_connected(&mut self, token: Token) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -116,7 +118,7 @@ impl Iwarp {
         self.flush(token);
     }
 
-    /// Takes in bytes of a request or reply.
+    /// Handles data of a request or reply.
     pub(super) fn take_start(&mut self, token: Token, bytes: &[u8]) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -124,7 +126,7 @@ impl Iwarp {
         let kind = match conn.state {
             ConnState::AwaitsReply => StartKind::Reply,
             ConnState::AwaitsRequest => StartKind::Request,
-            // Who waits for an answer has nothing to send.
+            // There is nothing to send while waiting for a reply.
             _ => return self.lose_conn(token, None),
         };
         if kind == StartKind::Request && conn.request.is_some() {
@@ -141,7 +143,7 @@ impl Iwarp {
                 conn.inbox = Vec::new();
                 match kind {
                     StartKind::Reply => self.on_reply(token, &frame, &rest),
-                    // An initiator waits for the reply (RFC 5044 7.1.2).
+                    // The initiator must wait for the reply (RFC 5044 7.1.2).
                     StartKind::Request if rest.is_empty() => self.on_request(token, frame),
                     StartKind::Request => self.lose_conn(token, None),
                 }
@@ -161,7 +163,8 @@ impl Iwarp {
         let listener = conn.listener.filter(|id| self.ids.get(*id).is_ok());
         let is_full = |entry: &Id| entry.requests >= entry.backlog;
         if listener.is_some_and(|id| self.ids.get(id).is_ok_and(is_full)) {
-            // It waits for the answer to another one, as long as a stranger may.
+            // Wait until another request has been accepted or rejected, with the same timeout as
+            // for the request.
             conn.request = Some(request);
             return;
         }
@@ -203,7 +206,7 @@ impl Iwarp {
         );
     }
 
-    /// A request of a listener's was answered, or has gone.
+    /// Called when a pending request of a listener has been accepted, rejected or closed.
     pub(super) fn request_answered(&mut self, listener: CmId) {
         let Ok(entry) = self.ids.get_mut(listener) else {
             return;
@@ -223,7 +226,7 @@ impl Iwarp {
         }
     }
 
-    /// The identifier of a request has its answer.
+    /// Called when the request of an id is no longer pending.
     fn leave_listener(&mut self, id: CmId) {
         let entry = self.ids.get_mut(id).ok();
         if let Some(listener) = entry.and_then(|entry| entry.listener.take()) {
@@ -231,7 +234,7 @@ impl Iwarp {
         }
     }
 
-    /// Sends the reply that refuses a request; the connection has no identifier any more.
+    /// Sends a reply to reject a request. The connection no longer has an id.
     pub(super) fn refuse_request(&mut self, token: Token, private_data: &[u8]) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -248,7 +251,7 @@ impl Iwarp {
         self.flush(token);
     }
 
-    /// Sends the reply that takes a request, with which the stream begins.
+    /// Sends a reply to accept a request, and starts the stream.
     pub(super) fn answer_request(
         &mut self,
         id: CmId,
@@ -267,7 +270,7 @@ impl Iwarp {
         };
         self.nic.start_stream(qp, &params)?;
         if let Ok(entry) = self.ids.get(id) {
-            // The connection works without them.
+            // The connection still works without these options.
             let _ = entry.configure(&conn.socket, conn.peer);
         }
         conn.request = None;
@@ -280,7 +283,8 @@ impl Iwarp {
         let entry = self.ids.get_mut(id);
         become_state(&mut entry.map_err(CmError::from)?.state, IdState::Accepting);
         self.leave_listener(id);
-        // Otherwise the initiator says nothing by itself, and the connection is there with the reply.
+        // In this case, the initiator may not send anything, so the connection is established by
+        // the reply.
         if !by_first {
             self.on_established(id, ConnParam::default());
         }
@@ -295,7 +299,7 @@ impl Iwarp {
         let (Some(id), Some(qp), Some(request)) = (conn.id, conn.qp, conn.request.take()) else {
             return self.drop_conn(token);
         };
-        // Its user has seen the request, and is not asked again.
+        // The peer's user has seen the request, so don't retry.
         if reply.rejected {
             let kind = CmEventKind::Rejected {
                 reason: BY_CONSUMER,
@@ -308,7 +312,7 @@ impl Iwarp {
         }
         let (mut agreed, disagreement) = setup::judge(&request, reply);
         if request.enhanced.is_none() {
-            // Each end has its own limits, which revision 1 does not compare.
+            // In revision 1, each side uses its own limits without comparing them.
             let asked = self.ids.get(id).ok().and_then(|entry| entry.param.as_ref());
             let depths = asked.map(|asked| (asked.responder_resources, asked.initiator_depth));
             let (resources, depth) = depths.unwrap_or_default();
@@ -329,14 +333,15 @@ impl Iwarp {
             return self.end_conn(token, CmEventKind::ConnectError(e.into()));
         }
         if let Some(disagreement) = disagreement {
-            debug!(%disagreement, "a reply that does not fit");
+            debug!(%disagreement, "incompatible reply");
             self.nic.refuse_stream(qp, disagreement);
-            // The message about it leaves, and then the connection ends.
+            // Send a terminate message before closing the connection.
             let error = VerbsError::Os(libc::EPROTO);
             self.leave_id(token, CmEventKind::ConnectError(error.into()));
             return;
         }
-        // From our point of view: what the peer wants is what we hold.
+        // This is from our perspective: the peer's requested depth is the number we need to
+        // support.
         let mut param = param_of(reply.enhanced, reply.private_data.clone());
         if reply.enhanced.is_none() {
             (param.responder_resources, param.initiator_depth) =
@@ -358,7 +363,7 @@ impl Iwarp {
         }
     }
 
-    /// Takes in bytes of a stream.
+    /// Handles stream data.
     pub(super) fn take_stream(&mut self, token: Token, bytes: &[u8]) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -368,7 +373,7 @@ impl Iwarp {
         };
         let is_first = std::mem::take(&mut conn.awaits_first);
         self.nic.handle_stream(self.nic.now(), qp, bytes);
-        // One that ends the connection has not established it.
+        // If this message closes the connection, it was never established.
         if is_first && !self.nic.has_stream_ended(qp) {
             let counters = self.nic.qp_counters(qp).map(|counters| counters.rdmap);
             let has_heard = counters.is_ok_and(|counters| counters.rx_segments > 0);
@@ -378,7 +383,7 @@ impl Iwarp {
                     self.on_established(id, ConnParam::default());
                 }
                 (true, None) => {}
-                // A part of it.
+                // The message is not complete.
                 (false, _) => {
                     if let Some(conn) = self.conns.get_mut(&token) {
                         conn.awaits_first = true;
@@ -388,7 +393,8 @@ impl Iwarp {
         }
     }
 
-    /// Ends a connection of ours: what was made is sent, and the peer is to close.
+    /// Closes a connection on our side: sends the remaining data and waits for the peer to close
+    /// it.
     pub(super) fn close_conn(&mut self, token: Token) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
@@ -404,8 +410,8 @@ impl Iwarp {
         self.flush(token);
     }
 
-    /// Asks a peer that does not know the revision of a request once more, with an older one. Answers
-    /// whether it does. Private data that fit the request fit the older one.
+    /// Sends the request again with an older revision if not supported by the peer. Returns whether
+    /// this is done. The private data always fits into the older request.
     fn ask_as(&mut self, token: Token, revision: u8, request: &StartFrame) -> bool {
         let Some(conn) = self.conns.get(&token) else {
             return false;
@@ -417,9 +423,10 @@ impl Iwarp {
         let Ok(socket) = self.new_socket(local) else {
             return false;
         };
-        info!(%peer, "asking with revision 1 of MPA, as the peer seems not to know revision 2");
+        info!(%peer, "retrying with MPA revision 1: the peer may not support revision 2");
         if let Some(conn) = self.take_conn(token) {
-            // Its port is free at once, and the peer has no connection that it would wait for.
+            // This releases the port immediately, and the peer does not keep a connection it would
+            // wait for.
             let _ = conn.socket.set_linger(Some(Duration::ZERO));
         }
         let request = StartFrame {
@@ -431,7 +438,7 @@ impl Iwarp {
         true
     }
 
-    /// Connects by TCP, and then asks.
+    /// Establishes a TCP connection, then sends the request.
     pub(super) fn dial(
         &mut self,
         id: CmId,
@@ -459,13 +466,13 @@ impl Iwarp {
         }
     }
 
-    /// A connection has ended, by the peer or by an error: reports it.
+    /// Handles a connection that was closed by the peer or due to an error, and reports it.
     pub(super) fn lose_conn(&mut self, token: Token, error: Option<&io::Error>) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
         };
-        // Without a word about the request: perhaps an older revision is what the peer knows (RFC 5044
-        // 7.1.2 has it close the connection).
+        // There was no reply, so the peer might require an older revision (RFC 5044 7.1.2 requires
+        // closing the connection in this case).
         let is_closed = error.is_none_or(|e| e.kind() == io::ErrorKind::ConnectionReset);
         let asked = conn.due.and_then(|due| due.checked_sub(SETUP_TIME));
         let is_early = asked.is_some_and(|asked| self.nic.now() < asked + OLDER_TIME);
@@ -514,20 +521,21 @@ impl Iwarp {
         self.end_conn(token, kind);
     }
 
-    /// Removes a connection, and notifies its user.
+    /// Removes a connection and notifies the application.
     fn end_conn(&mut self, token: Token, kind: CmEventKind) {
-        // The queue pair first: what it still completes is flushed.
+        // Do this before removing the connection, so that the QP flushes the requests.
         self.leave_id(token, kind);
         self.drop_conn(token);
     }
 
-    /// Ends what the user has of a connection.
+    /// Releases the id and the QP of a connection.
     fn leave_id(&mut self, token: Token, kind: CmEventKind) {
         let Some(conn) = self.conns.get_mut(&token) else {
             return;
         };
         let (id, qp) = (conn.id.take(), conn.qp);
-        // A stream that has begun with a reply which does not fit still has to say so.
+        // If the reply is not compatible with the stream, we still need to send a terminate
+        // message.
         let says_more =
             conn.state == ConnState::Open && matches!(kind, CmEventKind::ConnectError(_));
         if let Some(qp) = qp.filter(|_| !says_more) {
@@ -545,14 +553,14 @@ impl Iwarp {
             become_state(&mut entry.state, IdState::Closed);
             let was_established = entry.was_established;
             self.report(id, kind);
-            // The queue pair has no connection any more, and its number is free.
+            // The QP is no longer connected, and its number can be reused.
             if was_established {
                 self.report(id, CmEventKind::TimewaitExit);
             }
         }
     }
 
-    /// Removes a connection without a word to its user. Its queue pair ends.
+    /// Removes a connection without notifying the application. Its QP fails.
     pub(super) fn drop_conn(&mut self, token: Token) {
         if let Some(conn) = self.take_conn(token)
             && let Some(qp) = conn.qp
@@ -568,7 +576,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parameters_are_from_the_receivers_point_of_view() {
+    fn parameters_use_receiver_perspective() {
         let said = Enhanced {
             ird: 3,
             ord: ANY_DEPTH,

@@ -1,5 +1,5 @@
-//! What is wrong with the devices of a simulation: posts that are refused, calls and completions
-//! that fail, receives that come late, queues that break.
+//! Fault injection for the devices of a simulation: rejected posts, failing calls and completions,
+//! delayed receives, broken queues.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -16,25 +16,27 @@ use crate::verbs::{
     Sge, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
-/// Posts that a device refuses.
+/// Posts to be rejected by a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refusals {
-    /// Send requests that it takes before; receives that come before the last of these as well.
+    /// Number of send requests to accept first. Receives are accepted until the last of these
+    /// sends.
     pub after: u32,
-    /// Number of calls that are refused from there on.
+    /// Number of calls to reject after that.
     pub calls: u32,
 }
 
 impl Refusals {
-    /// None.
+    /// Don't reject anything.
     pub const NONE: Self = Self { after: 0, calls: 0 };
-    /// All posts.
+    /// Reject all posts.
     pub const ALL: Self = Self {
         after: 0,
         calls: u32::MAX,
     };
 
-    /// Takes a call that posts `count` send requests; returns how many of them are taken.
+    /// Handles a call that posts `count` send requests. This will return how many of them are
+    /// accepted.
     fn take_sends(&mut self, count: usize) -> usize {
         if self.calls == 0 {
             return count;
@@ -47,10 +49,10 @@ impl Refusals {
         taken
     }
 
-    /// Takes a call without send requests; returns whether it is refused.
+    /// Handles a call without send requests. Returns whether it should be rejected.
     fn refuses_next(&mut self) -> bool {
         let refused = self.after == 0 && self.calls > 0;
-        // All of them stay all of them.
+        // If all calls are rejected, don't decrement the number.
         if refused && self.calls < u32::MAX {
             self.calls -= 1;
         }
@@ -72,34 +74,33 @@ fn no_memory() -> PostError {
     }
 }
 
-/// One thing that fails at a device, by its number among those of its kind.
+/// Something that should fail on a device, with its index among all events of this type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failing {
-    /// A call that takes memory of the system: it is refused by `ENOMEM`, and changes nothing.
+    /// A call that allocates system memory returns `ENOMEM` and has no effect.
     Call(usize),
-    /// A completion of a connection that would report success: it reports this status, and its queue
-    /// pair fails.
+    /// A successful completion on a connection is changed to this status, and its QP fails.
     Completion(usize, WcStatus),
 }
 
-/// What devices were asked for, and what they reported, in this order.
+/// Calls and completions of the devices, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Calls that take memory of the system, by their names.
+    /// Names of all calls that allocate system memory.
     pub calls: Vec<&'static str>,
-    /// Completions of connections that report success, by what has completed.
+    /// Opcodes of all successful completions on connections.
     pub completions: Vec<WcOpcode>,
 }
 
-/// A record, and what fails meanwhile.
+/// A record, and what should fail while it is active.
 #[derive(Debug, Default)]
 pub(super) struct Recording {
     pub(super) fails: Option<Failing>,
-    /// It ends with what fails: the device may go on for long after that.
+    /// Nothing is recorded after the failure, since the device can continue to run for a long time.
     pub(super) record: Record,
     calls: usize,
     completions: usize,
-    /// The queue whose completion has failed: of a queue pair, and whether that of its receives.
+    /// Queue with the failed completion: the QP, and whether it is the receive queue.
     failed: Option<(QpId, bool)>,
 }
 
@@ -111,7 +112,7 @@ impl Recording {
         }
     }
 
-    /// Whether what is to fail has failed.
+    /// Returns whether the failure has occurred.
     fn is_over(&self) -> bool {
         match self.fails {
             Some(Failing::Call(at)) => self.calls > at,
@@ -120,7 +121,7 @@ impl Recording {
         }
     }
 
-    /// Takes a call; returns whether it fails.
+    /// Records a call. Returns whether it should fail.
     fn fails_call(&mut self, name: &'static str) -> bool {
         if !self.is_over() {
             self.record.calls.push(name);
@@ -129,11 +130,11 @@ impl Recording {
         self.fails == Some(Failing::Call(self.calls - 1))
     }
 
-    /// Takes a completion that reports success; returns whether its queue pair fails by it.
+    /// Records a successful completion. This will return whether the QP should fail.
     fn fails_completion(&mut self, completion: &mut Completion) -> bool {
         let queue = (completion.qp, completion.opcode.is_recv());
-        // The device had reported more before it was known that one has failed: what comes behind
-        // that in the same queue was not carried out.
+        // The device may have reported more completions before the failure was known. Any requests
+        // in the same queue after the failed request were not executed.
         if self.failed == Some(queue) {
             completion.status = WcStatus::WrFlushErr;
             return false;
@@ -155,7 +156,8 @@ impl Recording {
 
 const NO_MEMORY: VerbsError = VerbsError::Os(libc::ENOMEM);
 
-/// Calls of a [`DefectiveNic`] that take memory of the system, before those of its [`Nic`].
+/// Implements the methods of [`DefectiveNic`] that allocate system memory. They take precedence
+/// over the methods of its [`Nic`].
 macro_rules! calls_that_take_memory {
     ($($name:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
         pub(super) fn $name(&mut self $(, $arg: $ty)*) -> $ret {
@@ -167,22 +169,22 @@ macro_rules! calls_that_take_memory {
     )*};
 }
 
-/// What is wrong with a device.
+/// Faults of a device.
 #[derive(Debug, Default)]
 pub(super) struct Defects {
     pub(super) refusals: Refusals,
-    /// Time until a receive that was posted is in its queue.
+    /// Delay before a posted receive is added to its queue.
     pub(super) delay: Duration,
-    /// What is to break.
+    /// Object that should break.
     pub(super) broken: Option<(Breakage, usize)>,
-    /// The socket takes nothing.
+    /// The socket is full.
     pub(super) is_full: bool,
-    /// A route cannot segment trains.
+    /// The route doesn't support segmented sends.
     pub(super) refuses_trains: bool,
     pub(super) recording: Option<Recording>,
 }
 
-/// A receive that is not in its queue yet.
+/// A receive that has not been added to its queue yet.
 #[derive(Debug)]
 pub(super) struct LateRecv {
     pub(super) at: Instant,
@@ -191,12 +193,12 @@ pub(super) struct LateRecv {
     sges: Vec<Sge>,
 }
 
-/// The NIC of an endpoint, whose methods for posts come before those of the NIC.
+/// NIC of an endpoint. Its post methods take precedence over the methods of the NIC.
 #[derive(Debug)]
 pub(super) struct DefectiveNic {
     pub(super) nic: Nic,
     pub(super) defects: Arc<Mutex<Defects>>,
-    /// In the order of their posts.
+    /// Delayed receives in the order they were posted.
     pub(super) late: VecDeque<LateRecv>,
 }
 
@@ -246,10 +248,10 @@ impl DefectiveNic {
             return Ok(count);
         };
         for completion in &mut out[before..] {
-            // A datagram is not acknowledged, so nothing can fail at it but the device as a whole.
+            // Datagrams are not acknowledged, so they can't fail unless the entire device fails.
             let is_connected = self.nic.is_connection(completion.qp);
             if is_connected && completion.status.is_ok() && recording.fails_completion(completion) {
-                // It may have been destroyed, and then nothing is left to fail.
+                // We can ignore the error if it has already been destroyed.
                 let failed = QpAttr::to(QpState::Error);
                 let _ = self.nic.modify_qp(completion.qp, &failed);
             }
@@ -292,7 +294,7 @@ impl DefectiveNic {
         Ok(())
     }
 
-    /// Does what is due of what is wrong; returns how much that was.
+    /// Executes all faults that are due. Returns their number.
     pub(super) fn suffer(&mut self, now: Instant) -> usize {
         let mut done = 0;
         while self.late.front().is_some_and(|late| late.at <= now)
@@ -301,7 +303,7 @@ impl DefectiveNic {
             }) = self.late.pop_front()
         {
             let sges = &sges;
-            // If its queue pair was destroyed meanwhile, the receive is dropped.
+            // If the QP has been destroyed since, the receive is dropped.
             let _ = self.nic.post_recv(qp, &[RecvWr { wr_id, sges }]);
             done += 1;
         }

@@ -1,25 +1,27 @@
-//! The in-process wire: devices joined in memory, under a virtual clock, for tests and simulations.
+//! In-process wire for tests and simulations: devices connected in memory, using a virtual clock.
 //!
-//! A [`Fabric`] carries packets between [`Endpoint`]s, each of which is a whole software NIC
-//! ([`crate::roce::nic::Nic`]) without a socket. Every packet takes the configured time and may be
-//! lost, repeated, spoilt or overtaken ([`FaultInjector`]). Nothing here reads a clock or draws a
-//! random number that does not come from the seed, so one seed gives one trace ([`Fabric::trace`]).
+//! A [`Fabric`] transfers packets between [`Endpoint`]s, each of which is a complete software NIC
+//! ([`crate::roce::nic::Nic`]) without a socket. Each packet is delayed by the configured latency,
+//! and can be lost, duplicated, corrupted or reordered ([`FaultInjector`]). We don't use a real
+//! clock, and all random numbers are based on the seed, so the trace only depends on the seed
+//! ([`Fabric::trace`]).
 //!
 //! ```text
 //!   Endpoint ──poll_transmit──▶ FaultInjector ──latency──▶ queue of the destination ──▶ Endpoint
 //! ```
 //!
-//! - [`Fabric`]: the wire and the clock. Cloning shares it.
-//! - [`Endpoint`]: a [`Provider`]. Its `progress` takes in what has arrived by the given time, so
-//!   who drives endpoints by hand passes [`Fabric::now`].
-//! - [`Pair`]: two endpoints and their fabric, driven together: [`Pair::advance`],
+//! - [`Fabric`]: the wire and the clock. It can be cloned to share it.
+//! - [`Endpoint`]: a [`Provider`]. Its `progress` method handles all packets that have arrived at
+//!   the given time. If you drive endpoints manually, you should pass [`Fabric::now`].
+//! - [`Pair`]: two endpoints and their fabric, which are driven together: [`Pair::advance`],
 //!   [`Pair::run_until_idle`].
 //!
-//! A target whose workers share an address has a device of each worker there
-//! ([`Fabric::endpoint_of`]), to which packets go by the rule of the socket's selector
+//! If the workers of a target share an address, each worker has a separate device
+//! ([`Fabric::endpoint_of`]). Packets are distributed using the same rule as for sockets
 //! ([`crate::roce::steer`]).
 //!
-//! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
+//! Bound: up to [`QUEUE`] packets are queued for each address. Any more are dropped, as in a socket
+//! buffer.
 
 mod defects;
 
@@ -41,31 +43,31 @@ use crate::roce::nic::{Breakage, IpFields, Nic, NicConfig, NicLimits};
 use crate::roce::steer::{Requests, steer};
 use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, RdmaCm, VerbsError};
 
-/// Packets that wait for one device.
+/// Max number of packets queued for a device.
 pub const QUEUE: usize = 8192;
 
-/// Bytes that an endpoint sends in one call of `progress`.
+/// Max number of bytes sent by an endpoint in a single call to `progress`.
 const TX_BUDGET: usize = 256 << 10;
 
 /// Configuration of the wire and its devices.
 #[derive(Clone, Copy, Debug)]
 pub struct FabricConfig {
-    /// From where all random numbers come.
+    /// Seed for all random numbers.
     pub seed: u64,
-    /// Time from sending a packet to its arrival.
+    /// Time between sending a packet and its arrival.
     pub latency: Duration,
-    /// Faults of the wire; their seed is mixed with the fabric's.
+    /// Faults to inject. The seed is combined with the seed of the fabric.
     pub faults: FaultConfig,
-    /// Path MTU of the devices.
+    /// Path MTU for all devices.
     pub mtu: Mtu,
-    /// Most bytes that a queue pair has on the way.
+    /// Max number of in-flight bytes per QP.
     pub max_inflight_bytes: u32,
-    /// Packets that a device's socket takes before it is full, for the time that a packet takes to
-    /// arrive. The rest waits in the device's batch.
+    /// Number of packets a device's socket can accept before it is full for the duration of the
+    /// latency. The remaining packets must wait in the batch of the device.
     pub socket_room: usize,
-    /// Packets that a device's socket takes as one train at most: 1 without segmentation.
+    /// Maximum number of packets in a segmented send; 1 to disable segmentation.
     pub segments: usize,
-    /// Limits of the devices.
+    /// Device limits.
     pub limits: NicLimits,
 }
 
@@ -84,52 +86,52 @@ impl Default for FabricConfig {
     }
 }
 
-/// Packets on the way to an address, by time of arrival and order of sending.
+/// In-flight packets for an address, ordered by arrival time and sequence number.
 type Queue = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
 
 /// Source and destination of a packet.
 type Ends = (SocketAddr, SocketAddr);
 
-/// Packets that are held, by the end of that and the order of sending.
+/// Held packets, ordered by release time and sequence number.
 type Held = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
 
-/// Ways that are blocked, as an address sees them.
+/// Blocked directions for an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Blocked {
-    /// Nothing arrives at it.
+    /// Packets to this address are dropped.
     pub inbound: bool,
-    /// Nothing that it sends arrives.
+    /// Packets from this address are dropped.
     pub outbound: bool,
 }
 
 impl Blocked {
-    /// Neither way.
+    /// No direction is blocked.
     pub const NONE: Self = Self {
         inbound: false,
         outbound: false,
     };
-    /// Both ways.
+    /// Both directions are blocked.
     pub const BOTH: Self = Self {
         inbound: true,
         outbound: true,
     };
 }
 
-/// Packets that a network holds for a long time.
+/// Configuration of packets held in the network for a long time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Delay {
-    /// Seed of the random numbers.
+    /// Seed for the random number generator.
     pub seed: u64,
-    /// Packets that are held, of a million.
+    /// Rate of held packets, per million.
     pub rate: u32,
-    /// Longest time that one is held.
+    /// Maximum hold time.
     pub most: Duration,
 }
 
-/// Most packets that are held at a time: others are not.
+/// Max number of packets held at the same time. If exceeded, packets are not held.
 pub const HELD: usize = 256;
 
-/// A network that holds packets.
+/// State of a network that holds packets.
 #[derive(Debug)]
 struct Delays {
     random: fastrand::Rng,
@@ -138,20 +140,20 @@ struct Delays {
 }
 
 impl Delays {
-    /// The time for which a packet is held; `None` for most.
+    /// Returns how long to hold a packet. This is usually `None`.
     fn draw(&mut self) -> Option<Duration> {
         let is_held = self.random.u32(..1_000_000) < self.rate;
         is_held.then(|| self.most.mul_f64(self.random.f64()))
     }
 }
 
-/// Place of a device: its address, and the worker that it belongs to.
+/// Address of a device and the index of its worker.
 type Place = (IpAddr, u32);
 
-/// A function that gets source, destination and bytes of a packet.
+/// Callback for the source, destination and data of a packet.
 type OnPacket = dyn FnMut(SocketAddr, SocketAddr, &[u8]) + Send;
 
-/// Sees the packets that devices send.
+/// Receives all packets sent by devices.
 struct Tap(Box<OnPacket>);
 
 impl std::fmt::Debug for Tap {
@@ -167,28 +169,28 @@ struct Wire {
     now: Instant,
     injector: FaultInjector<Ends>,
     delays: Option<Delays>,
-    /// They are on no device's queue, since the device that takes them may not be there yet.
+    /// They can't be stored in the queue of a device, because the device may not exist yet.
     held: Held,
     queues: HashMap<Place, Queue>,
-    /// Device at each place, by the order of their making.
+    /// Number of the device at each place.
     plugged: HashMap<Place, u64>,
-    /// Low bits of queue-pair numbers that name the worker, at addresses that workers share.
+    /// Number of low bits in QP numbers that contain the worker index, for shared addresses.
     worker_bits: HashMap<IpAddr, u8>,
-    /// First addresses of devices by their others.
+    /// Maps additional addresses of a device to its first address.
     others: HashMap<IpAddr, IpAddr>,
-    /// Addresses whose device was taken away.
+    /// Addresses of removed devices.
     unplugged: HashSet<IpAddr>,
     /// Devices that have joined each multicast group.
     groups: BTreeMap<IpAddr, BTreeSet<Place>>,
-    /// Addresses that are cut off, and how.
+    /// Blocked directions of isolated addresses.
     partitioned: HashMap<IpAddr, Blocked>,
-    /// What is wrong with the devices at an address, which they know as well.
+    /// Faults of all devices at an address, shared with these devices.
     defects: HashMap<IpAddr, Arc<Mutex<Defects>>>,
-    /// Largest path MTU of the devices at an address, if it is not that of the configuration.
+    /// Maximum path MTU for devices at an address, if different from the configuration.
     mtus: HashMap<IpAddr, Mtu>,
-    /// Largest path MTU of the ways to an address.
+    /// Maximum path MTU on the path to an address.
     ways: HashMap<IpAddr, Mtu>,
-    /// Ports that other programs have.
+    /// Ports used by other programs.
     occupied: HashSet<SocketAddr>,
     tap: Option<Tap>,
     sequence: u64,
@@ -198,24 +200,24 @@ struct Wire {
     overflows: u64,
 }
 
-/// Most bytes of a packet beside its payload: headers, padding and ICRC.
+/// Max packet size in bytes excluding payload: headers, padding and ICRC.
 const HEADERS: usize = 64;
 
 impl Wire {
-    /// The largest path MTU of connections that devices at an address make.
+    /// Returns the maximum path MTU for new connections of devices at an address.
     fn mtu(&self, addr: IpAddr) -> Mtu {
         let own = self.mtus.get(&addr).copied().unwrap_or(self.config.mtu);
         let way = self.ways.get(&addr).copied().unwrap_or(own);
         std::cmp::min_by_key(own, way, |mtu| mtu.bytes())
     }
 
-    /// Whether a packet is too long for the way between two addresses.
+    /// Returns whether a packet is too large for the path between two addresses.
     fn is_too_long(&self, ends: [SocketAddr; 2], len: usize) -> bool {
         let mut ways = ends.iter().filter_map(|at| self.ways.get(&at.ip()));
         ways.any(|mtu| len > mtu.bytes() as usize + HEADERS)
     }
 
-    /// Takes what comes out of the injector, and what was held, onto the queues.
+    /// Moves packets from the injector to the queues, and releases held packets.
     fn pump(&mut self, now: Instant) {
         while let Some((ends, bytes)) = self.injector.poll_packet(now) {
             let room = HELD.saturating_sub(self.held.len());
@@ -236,20 +238,20 @@ impl Wire {
         }
     }
 
-    /// Takes a packet onto the queue of its destination.
+    /// Adds a packet to the queue of its destination.
     fn queue(&mut self, now: Instant, ends: Ends, bytes: Vec<u8>) {
         let dst = ends.1;
-        // Each device of a group has a copy, its sender as well.
+        // Each device in a group gets a copy, including the sender.
         if let Some(group) = self.groups.get(&dst.ip()) {
             for place in group.clone() {
                 self.queue_at(now, ends, bytes.clone(), place);
             }
             return;
         }
-        // A packet to an address without a device is lost, as on a network.
+        // If there is no device with this address, the packet is lost, as on a network.
         let first = self.others.get(&dst.ip()).copied().unwrap_or(dst.ip());
         let bits = self.worker_bits.get(&first).copied().unwrap_or(0);
-        // The selector's load beyond the packet ends it with 0.
+        // Like the BPF program, use worker 0 if a load is out of bounds.
         let worker = steer(&bytes, bits, Requests::Spread).unwrap_or(0);
         self.queue_at(now, ends, bytes, (first, worker));
     }
@@ -258,30 +260,30 @@ impl Wire {
         let Some(queue) = self.queues.get_mut(&place) else {
             return;
         };
-        // As a socket buffer does: what comes last is lost.
+        // Like in a socket buffer, the last packet is dropped.
         if queue.len() >= QUEUE {
             self.overflows += 1;
             return;
         }
-        // Packets of one instant arrive in the order in which they were sent.
+        // Packets sent at the same time must arrive in the same order.
         self.sequence += 1;
         let at = now + self.config.latency;
         queue.insert((at, self.sequence), (ends, bytes));
     }
 
-    /// When something comes out of hold.
+    /// Returns when the next held packet will be released.
     fn release(&self) -> Option<Instant> {
         let held = self.held.keys().next().map(|(at, _)| *at);
         held.into_iter().chain(self.injector.deadline()).min()
     }
 
-    /// Whether a packet is lost between two addresses.
+    /// Returns whether packets between two addresses are dropped.
     fn is_blocked(&self, src: SocketAddr, dst: SocketAddr) -> bool {
         let of = |at: SocketAddr| self.partitioned.get(&at.ip()).copied().unwrap_or_default();
         of(src).outbound || of(dst).inbound
     }
 
-    /// Mixes a packet into the trace.
+    /// Updates the trace with a packet.
     fn note(&mut self, now: Instant, dst: SocketAddr, bytes: &[u8]) {
         let time = now.duration_since(self.start).as_nanos() as u64;
         let port = u64::from(dst.port()).to_le_bytes();
@@ -299,10 +301,11 @@ impl Wire {
 pub struct Fabric(Arc<Mutex<Wire>>);
 
 impl Fabric {
-    /// A wire without devices.
+    /// Creates a wire without devices.
     #[must_use]
     pub fn new(config: FabricConfig) -> Self {
-        // The one look at a real clock: where virtual time begins matters to no test.
+        // This is the only use of the real clock. Tests don't depend on the start value of the
+        // virtual time.
         let start = Instant::now();
         let faults = FaultConfig {
             seed: config.faults.seed ^ config.seed.rotate_left(32),
@@ -336,23 +339,23 @@ impl Fabric {
     }
 
     fn wire(&self) -> MutexGuard<'_, Wire> {
-        // A panic of another test thread leaves plain data behind.
+        // The data is still valid if another test thread has panicked.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a device.
+    /// Creates a device.
     ///
     /// # Panics
-    /// If there is one at this address.
+    /// If there is already a device with this address.
     #[must_use]
     pub fn endpoint(&self, addr: IpAddr) -> Endpoint {
         self.endpoint_of(addr, 0, 0)
     }
 
-    /// Adds a device with several addresses. It is named by the first one.
+    /// Creates a device with multiple addresses. The first address identifies the device.
     ///
     /// # Panics
-    /// If there is one at one of these addresses, or there are none of them.
+    /// If there is already a device with one of these addresses, or if there are no addresses.
     #[must_use]
     pub fn endpoint_with(&self, addrs: &[IpAddr]) -> Endpoint {
         let (&first, others) = addrs.split_first().expect("a device has an address");
@@ -365,10 +368,10 @@ impl Fabric {
         self.endpoint_of(first, 0, 0)
     }
 
-    /// Adds a worker's device at an address that `1 << worker_bits` workers share.
+    /// Creates the device of a worker, using an address shared by `1 << worker_bits` workers.
     ///
     /// # Panics
-    /// If the worker has one at this address.
+    /// If this worker already has a device with this address.
     #[must_use]
     pub fn endpoint_of(&self, addr: IpAddr, worker: u32, worker_bits: u8) -> Endpoint {
         let mut wire = self.wire();
@@ -379,7 +382,8 @@ impl Fabric {
         wire.endpoints += 1;
         let number = wire.endpoints;
         wire.plugged.insert(place, number);
-        // The seed is the fabric's and the device's number, so that devices differ and runs do not.
+        // Combine the seed of the fabric with the device number, so that devices are different but
+        // each run is the same.
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&wire.config.seed.to_le_bytes());
         seed[8..16].copy_from_slice(&wire.endpoints.to_le_bytes());
@@ -422,18 +426,19 @@ impl Fabric {
         endpoint
     }
 
-    /// Gives a port to another program, on devices that are made from now on: it cannot be bound.
+    /// Simulates a program using this port, so it cannot be bound by devices created after this.
     pub fn occupy(&self, at: SocketAddr) {
         self.wire().occupied.insert(at);
     }
 
-    /// The other program ends.
+    /// Simulates that the program has exited.
     pub fn vacate(&self, at: SocketAddr) {
         self.wire().occupied.remove(&at);
     }
 
-    /// Takes the device at an address away, of all workers, with what is on the way to it: it is
-    /// gone ([`Endpoint::is_gone`]) and stays so, and there is none until [`Fabric::plug`].
+    /// Removes all devices with this address and drops their in-flight packets. They can't be used
+    /// anymore ([`Endpoint::is_gone`]), and you cannot create new ones until [`Fabric::plug`] is
+    /// called.
     pub fn unplug(&self, addr: IpAddr) {
         let mut wire = self.wire();
         wire.plugged.retain(|(at, _), _| *at != addr);
@@ -441,13 +446,13 @@ impl Fabric {
         wire.unplugged.insert(addr);
     }
 
-    /// Separates an address from all others, in both directions or one, or joins it with them
-    /// again. What is on the way arrives.
+    /// Blocks an address in one or both directions, or unblocks it. In-flight packets will still
+    /// arrive.
     pub fn partition(&self, addr: IpAddr, blocked: Blocked) {
         self.wire().partitioned.insert(addr, blocked);
     }
 
-    /// Holds some of the packets from now on; those that are held already stay so.
+    /// Sets which packets should be held. Packets that are already being held are not affected.
     pub fn hold(&self, delay: Option<Delay>) {
         self.wire().delays = delay.map(|Delay { seed, rate, most }| Delays {
             random: fastrand::Rng::with_seed(seed),
@@ -456,47 +461,49 @@ impl Fabric {
         });
     }
 
-    /// Fills the sockets of the devices at an address, so that they take nothing, or empties them.
+    /// Sets whether the sockets of the devices at this address are full.
     pub fn fill_sockets(&self, addr: IpAddr, is_full: bool) {
         self.change(addr, |defects| defects.is_full = is_full);
     }
 
-    /// Has the sockets at an address drop trains of packets, since a route cannot segment them, or
-    /// has them take these again.
+    /// Sets whether segmented sends from this address are dropped, since a route does not support
+    /// segmentation.
     pub fn refuse_trains(&self, addr: IpAddr, refuses: bool) {
         self.change(addr, |defects| defects.refuses_trains = refuses);
     }
 
-    /// Has the devices at an address refuse these posts, in place of those of the last call: one
-    /// that is being taken away refuses all, before its owner learns of it.
+    /// Sets which posts should be rejected by the devices at this address, replacing the previous
+    /// value. For example, a device that is being removed rejects all posts before its owner is
+    /// notified.
     pub fn refuse_posts(&self, addr: IpAddr, refusals: Refusals) {
         self.change(addr, |defects| defects.refusals = refusals);
     }
 
-    /// Has receives that are posted at an address reach their queues so much later. Senders find
-    /// none there meanwhile, and are asked to wait (RNR NAK).
+    /// Sets the delay before posted receives are added to their queue. Until then, a sender gets an
+    /// RNR NAK if there are no other receives.
     pub fn delay_receives(&self, addr: IpAddr, delay: Duration) {
         self.change(addr, |defects| defects.delay = delay);
     }
 
-    /// Breaks something of one of the connections at an address, the `nth`, once there is one.
+    /// Breaks an object of connection number `nth` at this address, once there is a connection.
     pub fn break_one(&self, addr: IpAddr, what: Breakage, nth: usize) {
         self.change(addr, |defects| defects.broken = Some((what, nth)));
     }
 
-    /// Breaks nothing more at an address.
+    /// Cancels the last [`Fabric::break_one`] for this address.
     pub fn break_none(&self, addr: IpAddr) {
         self.change(addr, |defects| defects.broken = None);
     }
 
-    /// Records what the devices at an address are asked for from now on, and has one of that fail.
+    /// Starts to record calls and completions of the devices at this address. One of them can be
+    /// selected to fail.
     pub fn record(&self, addr: IpAddr, fails: Option<Failing>) {
         self.change(addr, |defects| {
             defects.recording = Some(Recording::new(fails));
         });
     }
 
-    /// Ends a record, and returns it; an empty one if there was none.
+    /// Stops recording. Returns the record, which is empty if it was not started.
     #[must_use]
     pub fn take_record(&self, addr: IpAddr) -> Record {
         let recording = self.change(addr, |defects| defects.recording.take());
@@ -511,8 +518,8 @@ impl Fabric {
         change(&mut known.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Narrows all ways to an address: longer packets are lost, and devices there make no
-    /// connections of a larger path MTU. `None` widens them again.
+    /// Sets the maximum path MTU for all paths to this address: larger packets are dropped, and
+    /// devices with this address use it for new connections. If `None`, there is no limit.
     pub fn narrow(&self, addr: IpAddr, most: Option<Mtu>) {
         let mut wire = self.wire();
         match most {
@@ -521,48 +528,48 @@ impl Fabric {
         };
     }
 
-    /// Puts a packet on the wire that no device has made.
+    /// Sends a packet that was not created by a device.
     pub fn inject(&self, src: SocketAddr, dst: SocketAddr, packet: Vec<u8>) {
         self.send(self.now(), src, dst, packet);
     }
 
-    /// Lets an address have a new device.
+    /// Allows a new device to be created with this address.
     pub fn plug(&self, addr: IpAddr) {
         self.wire().unplugged.remove(&addr);
     }
 
-    /// Shows each packet that a device sends, as it leaves it, to a function: where it is from,
-    /// where it goes, and its bytes. The function must not use the fabric.
+    /// Sets a callback to be called for each packet when it is sent by a device, with its source,
+    /// destination and data. The callback must not use the fabric.
     pub fn tap(&self, tap: impl FnMut(SocketAddr, SocketAddr, &[u8]) + Send + 'static) {
         self.wire().tap = Some(Tap(Box::new(tap)));
     }
 
-    /// Returns the number of packets that were sent.
+    /// Returns the number of packets sent.
     #[must_use]
     pub fn packets(&self) -> u64 {
         self.wire().packets
     }
 
-    /// Whether the device at an address was taken away, and not brought back.
+    /// Returns whether the device with this address has been removed and not been replaced.
     #[must_use]
     pub fn is_unplugged(&self, addr: IpAddr) -> bool {
         self.wire().unplugged.contains(&addr)
     }
 
-    /// Present time of the virtual clock.
+    /// Returns the current virtual time.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.wire().now
     }
 
-    /// Time since the fabric was made.
+    /// Returns the time since the fabric was created.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         let wire = self.wire();
         wire.now.duration_since(wire.start)
     }
 
-    /// Moves the clock; it never goes back.
+    /// Advances the clock. It never goes backwards.
     pub fn advance_to(&self, now: Instant) {
         let mut wire = self.wire();
         wire.now = wire.now.max(now);
@@ -570,7 +577,7 @@ impl Fabric {
         wire.pump(now);
     }
 
-    /// Next time at which a packet arrives or comes out of hold.
+    /// Returns the next time when a packet arrives or is released.
     #[must_use]
     pub fn next_arrival(&self) -> Option<Instant> {
         let wire = self.wire();
@@ -578,8 +585,8 @@ impl Fabric {
         queued.map(|(at, _)| *at).chain(wire.release()).min()
     }
 
-    /// Next time after `now` at which a packet arrives or comes out of hold. Those that have arrived
-    /// at a device that does not take them are left out.
+    /// Returns the next time after `now` when a packet arrives or is released. This ignores packets
+    /// that have already arrived but have not been received by their device.
     #[must_use]
     pub fn next_arrival_after(&self, now: Instant) -> Option<Instant> {
         let wire = self.wire();
@@ -588,13 +595,14 @@ impl Fabric {
         queued.chain(wire.release().filter(|at| *at > now)).min()
     }
 
-    /// A number that stands for everything ever sent, and when: equal for equal runs.
+    /// Returns a hash of all packets and the time they were sent. It is the same if two runs are
+    /// the same.
     #[must_use]
     pub fn trace(&self) -> u64 {
         self.wire().trace
     }
 
-    /// Bytes of packets on their way that these addresses have sent.
+    /// Returns the number of in-flight bytes sent by these addresses.
     #[must_use]
     pub fn bytes_from(&self, is_sender: impl Fn(IpAddr) -> bool) -> usize {
         let wire = self.wire();
@@ -605,24 +613,25 @@ impl Fabric {
         sent.map(|(_, packet)| packet.capacity()).sum()
     }
 
-    /// Counters of the wire's faults.
+    /// Returns the fault injection counters.
     #[must_use]
     pub fn fault_counters(&self) -> FaultCounters {
         self.wire().injector.counters()
     }
 
-    /// Packets lost because too many waited.
+    /// Returns the number of packets dropped because a queue was full.
     #[must_use]
     pub fn overflows(&self) -> u64 {
         self.wire().overflows
     }
 
-    /// Changes what befalls packets from now on, keeping the sequence of random numbers apart from
-    /// the old one's by its seed.
+    /// Changes the faults for new packets. They use a separate random number generator based on the
+    /// new seed.
     pub fn set_faults(&self, faults: FaultConfig) {
         let mut wire = self.wire();
-        // An hour from now nothing is held back any longer: what is under way comes out and goes
-        // through the new faults, so that a change of faults loses nothing by itself.
+        // After an hour, the injector does not delay any packets. This returns all in-flight
+        // packets, and we pass them to the new injector, so that no packets are lost due to this
+        // change.
         let now = wire.now + Duration::from_secs(3600);
         let mut held = Vec::new();
         while let Some(p) = wire.injector.poll_packet(now) {
@@ -636,10 +645,10 @@ impl Fabric {
         wire.pump(now);
     }
 
-    /// Packets that a device's socket takes, and how long it is full then.
+    /// Returns how many packets a device's socket can accept, and how long it is full after that.
     fn socket(&self) -> (usize, Duration) {
         let config = self.wire().config;
-        // Virtual time has to pass, or a full socket would never be ready.
+        // If no virtual time passed, a full socket would never become ready.
         let latency = config.latency.max(Duration::from_nanos(1));
         (config.socket_room, latency)
     }
@@ -668,11 +677,12 @@ impl Fabric {
         }
     }
 
-    /// The next packet that has arrived at a place.
+    /// Returns the next packet that has arrived at a place.
     fn take(&self, now: Instant, place: Place) -> Option<(Ends, Vec<u8>)> {
         let mut wire = self.wire();
         let entry = wire.queues.get_mut(&place)?.first_entry()?;
-        // The first is the one that arrives first; nothing behind it can be due.
+        // The first packet also arrives first, so if it is not due, we don't need to check the
+        // rest.
         (entry.key().0 <= now).then(|| entry.remove())
     }
 
@@ -683,20 +693,20 @@ impl Fabric {
     }
 }
 
-/// A device on a fabric.
+/// A device connected to a fabric.
 #[derive(Debug)]
 pub struct Endpoint {
     nic: DefectiveNic,
     fabric: Fabric,
-    /// Number of the device in its fabric.
+    /// Number of this device in the fabric.
     number: u64,
     place: Place,
     batch: TxBatch,
-    /// Until when its socket takes nothing.
+    /// If set, the socket is full until this time.
     full_until: Option<Instant>,
-    /// Ports of other programs, by identifiers that have them.
+    /// Ports used by other programs, and the ids that use them.
     occupied: Vec<(SocketAddr, CmId)>,
-    /// Its owner knows that it is gone.
+    /// Set if the owner has been notified that the device was removed.
     is_reported: bool,
 }
 
@@ -725,7 +735,7 @@ impl Endpoint {
         self.occupied.push((at, id));
     }
 
-    /// Frees the ports of programs that have ended.
+    /// Releases the ports of programs that have exited.
     fn vacate(&mut self) {
         let is_over = |(at, _): &mut (SocketAddr, CmId)| !self.fabric.wire().occupied.contains(at);
         let over: Vec<_> = self.occupied.extract_if(.., is_over).collect();
@@ -734,39 +744,39 @@ impl Endpoint {
         }
     }
 
-    /// Address of the device.
+    /// Returns the device address.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
         self.place.0
     }
 
-    /// Changes the largest path MTU of connections that are made from now on.
-    /// A device that takes its place has it as well.
+    /// Sets the maximum path MTU for new connections. This also applies if the device is replaced
+    /// by a new one.
     pub fn set_mtu(&mut self, mtu: Mtu) {
         self.fabric.wire().mtus.insert(self.place.0, mtu);
         self.nic.set_mtu(mtu);
     }
 
-    /// Returns the worker that it belongs to, and how many bits name it.
+    /// Returns the worker index and the number of bits used for it.
     #[must_use]
     pub fn worker(&self) -> (u32, u8) {
         let config = self.nic.config();
         (config.worker_index, config.worker_bits)
     }
 
-    /// The wire that it is on.
+    /// Returns the fabric this device is connected to.
     #[must_use]
     pub fn fabric(&self) -> &Fabric {
         &self.fabric
     }
 
-    /// Whether it was taken off the wire. It does nothing any more.
+    /// Returns whether the device has been removed. If so, it doesn't do anything.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.fabric.wire().plugged.get(&self.place) != Some(&self.number)
     }
 
-    /// Sends what the socket takes; returns how many packets the device made for that.
+    /// Sends packets until the socket is full. Returns the number of packets created by the device.
     fn transmit(&mut self, now: Instant) -> usize {
         let (is_full, refuses_trains) = {
             let defects = self.nic.defects();
@@ -775,7 +785,7 @@ impl Endpoint {
         if is_full || self.full_until.is_some_and(|at| at > now) {
             return 0;
         }
-        // What a full socket has left goes first, as with a real one (`roce/provider.rs`).
+        // Like on a real socket, send the remaining packets first (`roce/provider.rs`).
         let made = match self.batch.is_empty() {
             true => self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET),
             false => 0,
@@ -784,7 +794,7 @@ impl Endpoint {
         let (mut room, latency) = fabric.socket();
         let outcome = self.batch.drain(now, |batch, groups| {
             let group = &groups[0];
-            // As with a real one, a train goes whole if there is room for some of it.
+            // Like on a real socket, a train is sent completely if there is any space left.
             if room == 0 {
                 return Offered::Full;
             }
@@ -805,7 +815,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        // Another device may have its address by now, and keeps its queue.
+        // Otherwise, the queue could already be used by a new device with this address.
         if !self.is_gone() {
             let mut wire = self.fabric.wire();
             wire.queues.remove(&self.place);
@@ -850,19 +860,20 @@ impl Provider for Endpoint {
             }
             did += 1;
         }
-        // Arrivals before timers: an acknowledgement that has come in time stops the timer.
+        // Handle packets before timers, so that an acknowledgement received in time will stop the
+        // timer.
         did += self.nic.handle_timeouts(now);
         did + self.transmit(now)
     }
 
     fn deadline(&self) -> Option<Instant> {
-        // Its timers no longer end: nothing is due at a device that is gone.
+        // A removed device does not have any timers.
         if self.is_gone() {
             return None;
         }
         let arrival = self.fabric.next_for(self.place);
-        // A full socket takes nothing, so output that is ready is no reason to wake. One that stays
-        // full has no time at which it is to be tried.
+        // If the socket is full, we don't need to wake up for output that is ready. If it should
+        // remain full, there is no time when we should try again.
         let is_full = self.nic.defects().is_full;
         let nic = match is_full || self.full_until.is_some() {
             true => self.nic.timer_deadline(),
@@ -879,19 +890,19 @@ impl Provider for Endpoint {
     }
 }
 
-/// Two devices, 127.0.0.1 and 127.0.0.2, and the wire between them.
+/// Two devices with addresses 127.0.0.1 and 127.0.0.2, and the wire between them.
 #[derive(Debug)]
 pub struct Pair {
     /// First endpoint of the pair.
     pub a: Endpoint,
     /// Second endpoint of the pair.
     pub b: Endpoint,
-    /// Wire and clock of both.
+    /// Wire and clock used by both endpoints.
     pub fabric: Fabric,
 }
 
 impl Pair {
-    /// Makes two connected endpoints.
+    /// Creates two endpoints on the same wire.
     #[must_use]
     pub fn new(config: FabricConfig) -> Self {
         let fabric = Fabric::new(config);
@@ -902,14 +913,14 @@ impl Pair {
         }
     }
 
-    /// Does what is due now; answers how much.
+    /// Handles everything that is due now. This will return the number of events.
     pub fn step(&mut self) -> usize {
         let now = self.fabric.now();
         self.a.progress(now) + self.b.progress(now)
     }
 
-    /// Moves the clock to the next thing that happens by `limit`, and does it. False if there is
-    /// none.
+    /// Advances the clock to the next event, up to `limit`, and handles it. This will return
+    /// `false` if there is no event.
     pub fn step_to_next(&mut self, limit: Instant) -> bool {
         let next = [self.a.deadline(), self.b.deadline()]
             .into_iter()
@@ -934,8 +945,8 @@ impl Pair {
         self.step();
     }
 
-    /// Runs until no packet is on the way and nothing is ready, leaving timers that are further
-    /// than `horizon` away alone; answers the time that passed.
+    /// Runs until there are no more in-flight packets and nothing is ready, ignoring timers that
+    /// expire after more than `horizon`. Returns the elapsed time.
     pub fn run_until_idle(&mut self, horizon: Duration) -> Duration {
         let start = self.fabric.now();
         self.step();

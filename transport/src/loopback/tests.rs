@@ -9,7 +9,7 @@ fn at(addr: IpAddr) -> SocketAddr {
     SocketAddr::new(addr, 4791)
 }
 
-/// Whether a packet arrives that is sent now.
+/// Sends a packet and returns whether it arrives.
 fn arrives(fabric: &Fabric, from: IpAddr, to: IpAddr) -> bool {
     fabric.inject(at(from), at(to), vec![0; 64]);
     let due = fabric.now() + fabric.socket().1;
@@ -17,7 +17,7 @@ fn arrives(fabric: &Fabric, from: IpAddr, to: IpAddr) -> bool {
 }
 
 #[test]
-fn a_partition_may_block_one_way() {
+fn partition_can_block_single_direction() {
     let pair = Pair::new(FabricConfig::default());
     let ways = || [arrives(&pair.fabric, A, B), arrives(&pair.fabric, B, A)];
     for (inbound, outbound) in [(true, false), (false, true), (true, true), (false, false)] {
@@ -27,7 +27,7 @@ fn a_partition_may_block_one_way() {
 }
 
 #[test]
-fn a_packet_that_is_held_arrives_at_the_device_that_is_there_by_then() {
+fn held_packet_arrives_at_replacement_device() {
     let fabric = Fabric::new(FabricConfig::default());
     let old = fabric.endpoint(B);
     let most = Duration::from_secs(5);
@@ -51,7 +51,7 @@ fn a_packet_that_is_held_arrives_at_the_device_that_is_there_by_then() {
     assert_eq!(fabric.next_arrival(), None);
 }
 
-/// Appends packets to a device's batch, to one queue pair.
+/// Appends packets for a QP to the batch of a device.
 fn append(device: &mut Endpoint, qpn: u32, count: usize) {
     for _ in 0..count {
         device.batch.begin(Way::to(at(B)), Qpn::new(qpn), 64);
@@ -60,7 +60,7 @@ fn append(device: &mut Endpoint, qpn: u32, count: usize) {
 }
 
 #[test]
-fn a_train_goes_whole_and_the_next_one_waits_for_room() {
+fn trains_are_not_split_by_full_socket() {
     let mut pair = Pair::new(FabricConfig {
         segments: 64,
         socket_room: 4,
@@ -75,7 +75,7 @@ fn a_train_goes_whole_and_the_next_one_waits_for_room() {
 }
 
 #[test]
-fn a_socket_that_stays_full_takes_nothing_and_has_no_time_to_be_tried_at() {
+fn full_socket_has_no_deadline() {
     let mut pair = Pair::new(FabricConfig::default());
     pair.fabric.fill_sockets(A, true);
     append(&mut pair.a, 2, 1);
@@ -87,7 +87,7 @@ fn a_socket_that_stays_full_takes_nothing_and_has_no_time_to_be_tried_at() {
 }
 
 #[test]
-fn a_route_that_cannot_segment_loses_a_train_and_takes_single_packets() {
+fn unsegmentable_route_falls_back_to_single_packets() {
     let mut pair = Pair::new(FabricConfig {
         segments: 64,
         ..FabricConfig::default()
@@ -103,7 +103,7 @@ fn a_route_that_cannot_segment_loses_a_train_and_takes_single_packets() {
 }
 
 #[test]
-fn the_owner_of_a_device_that_is_gone_hears_of_it_once() {
+fn device_removal_is_reported_once() {
     let mut pair = Pair::new(FabricConfig::default());
     pair.fabric.unplug(A);
     pair.step();

@@ -1,12 +1,12 @@
-//! Unguessable keys: a keyed stream of numbers, and a secret permutation of indices.
+//! Unguessable keys: a keyed stream of numbers, and a secret permutation of the indexes.
 
-/// Bits of a key's index part.
+/// Number of bits used for the key index.
 pub(super) const INDEX_BITS: u32 = 24;
 
-/// The secret permutation behind the index part of keys: a four-round Feistel network on twice 12
-/// bits whose round functions are tables of random numbers.
+/// Secret permutation for the index of a key: a four-round Feistel network on two halves of 12
+/// bits, using tables of random numbers as round functions.
 pub(super) struct Permutation {
-    // Of a known size, so that a masked index needs no check.
+    // The size is fixed, so there is no bounds check for a masked index.
     rounds: Box<[Round; 4]>,
 }
 
@@ -49,7 +49,8 @@ fn look_up(round: &Round, half: u32) -> u32 {
     u32::from(round[(half & HALF_MASK) as usize])
 }
 
-/// A stream of numbers indistinguishable from random without the seed: SipHash-2-4 of a counter.
+/// Stream of numbers that can't be distinguished from random numbers without the seed: SipHash-2-4
+/// of a counter.
 pub(super) struct Prf {
     key: [u64; 2],
     counter: u64,
@@ -58,7 +59,7 @@ pub(super) struct Prf {
 impl Prf {
     pub(super) fn new(seed: [u8; 16]) -> Self {
         let (low, high) = seed.split_at(8);
-        // SipHash takes its key as little-endian words.
+        // SipHash uses little-endian words for its key.
         let word = |b: &[u8]| b.iter().rev().fold(0, |w, &b| w << 8 | u64::from(b));
         Self {
             key: [word(low), word(high)],
@@ -75,8 +76,8 @@ impl Prf {
             k0 ^ 0x6c79_6765_6e65_7261,
             k1 ^ 0x7465_6462_7974_6573,
         ];
-        // The counter is a message of eight bytes; the length in the highest byte of the last
-        // block is SipHash's padding.
+        // The counter is an eight-byte message. The highest byte of the last block contains the
+        // length, as required by SipHash.
         for block in [self.counter, 8 << 56] {
             v[3] ^= block;
             sip_round(&mut v);
@@ -111,8 +112,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_random_stream_is_siphash() {
-        // The published vector for the key 00 01 … 0f and the message 00 01 … 07.
+    fn random_stream_is_siphash() {
+        // Published test vector for key 00 01 … 0f and message 00 01 … 07.
         let mut prf = Prf::new(std::array::from_fn(|i| i as u8));
         prf.counter = 0x0706_0504_0302_0100 - 1;
         assert_eq!(prf.next(), 0x93f5_f579_9a93_2462);
@@ -120,7 +121,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_permutation_is_one(value in 0u32..1 << 24, seed: [u8; 16]) {
+        fn permutation_is_bijective(value in 0u32..1 << 24, seed: [u8; 16]) {
             let p = Permutation::new(&mut Prf::new(seed));
             prop_assert!(p.forward(value) < 1 << 24);
             prop_assert_eq!(p.backward(p.forward(value)), value);

@@ -1,28 +1,28 @@
-//! The memory-key table: which bytes of this process a key stands for, and who may touch them.
+//! Memory key table: maps a key to the memory of this process and checks access rights.
 //!
 //! - [`MrTable`]: registers regions, allocates fast-registration regions and resolves keys.
-//! - [`Span`]: a checked range of a region. It is the only way from a key to memory, it borrows the
-//!   table, and so it cannot outlive the registration that it was checked against.
+//! - [`Span`]: a checked range of a region. This is the only way to get from a key to memory. It
+//!   borrows the table, so it cannot outlive the registration it was checked against.
 //!
 //! # Keys
 //!
-//! A key is 24 bits of index and a byte that its owner may change (IBTA 10.6.3.2). The index is the
-//! slot number and the slot's generation, sent through a secret permutation of the 24-bit numbers,
-//! so that a peer learns nothing of one key from another; the whole key must then equal the slot's.
-//! Slots are reused oldest first, so that a key comes back only after all others and all
-//! generations. Local and remote key of a region are the same number; the access rights separate
-//! them.
+//! A key consists of a 24-bit index and a byte that can be changed by its owner (IBTA 10.6.3.2).
+//! The index contains the slot number and the slot's generation, encoded using a secret permutation
+//! of 24-bit numbers, so that a key does not tell a peer anything about other keys. The complete
+//! key must then match the slot. Slots are reused oldest first, so that a key is only used again
+//! after all other slots and generations. A region uses the same number as local and remote key,
+//! and they are distinguished by access rights.
 //!
 //! # Invariants
 //!
-//! - Arithmetic on a peer's address and length is checked: a range that wraps is refused
-//!   (CVE-2026-98365, CVE-2026-46325).
-//! - A range of length 0 looks at no key (IBTA 9.7.4.1.3 for the remote side).
-//! - Resolving and registering through a work request allocate nothing: a fast-registration region
-//!   holds room for its segments from the start.
+//! - All arithmetic on addresses and lengths provided by a peer is checked, and a range that wraps
+//!   is rejected (CVE-2026-98365, CVE-2026-46325).
+//! - The key is not checked for a zero-length range (IBTA 9.7.4.1.3 for the remote side).
+//! - Resolving keys and registering via a work request must not allocate: a fast-registration
+//!   region is created with space for all segments.
 //!
-//! - A region stays as long as windows are bound to it, and a window of type 2 no longer than the
-//!   queue pair that bound it.
+//! - A region can't be removed while windows are bound to it, and a type 2 window is unbound when
+//!   its QP is destroyed.
 
 mod keys;
 mod span;
@@ -45,42 +45,45 @@ use crate::verbs::{
 
 pub use self::span::Span;
 
-/// Most regions of a table: 2²⁰, which leaves four bits of the index for generations.
+/// Maximum number of regions in a table: 2²⁰, which leaves four bits of the index for the
+/// generation.
 pub const MAX_REGIONS: u32 = 1 << 20;
 
-/// Indices whose slots are remembered, a power of two: those of the few regions that the data path
-/// uses all the time. The tables of the permutation are larger than a processor's first cache.
+/// Number of recently used indexes for which we cache the slot, which must be a power of two. This
+/// covers the few regions used by the data path and avoids reading the permutation tables, which
+/// don't fit into the L1 cache.
 const RECENT: usize = 64;
 
-/// No index of a key.
+/// Not a valid key index.
 const NO_INDEX: u32 = u32::MAX;
 
-/// Reason why a key does not give access.
+/// Error returned if a key does not grant access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum KeyError {
-    /// No valid region has this key.
-    #[error("no region has this key")]
+    /// There is no valid region with this key.
+    #[error("unknown key")]
     Key,
-    /// The region belongs to another protection domain.
-    #[error("the region belongs to another protection domain")]
+    /// The region belongs to a different protection domain.
+    #[error("region in a different protection domain")]
     Domain,
-    /// The region does not grant the right.
-    #[error("the region does not grant this access")]
+    /// The region does not grant the required access rights.
+    #[error("access not permitted by the region")]
     Right,
-    /// The range is not within the region.
-    #[error("the range is not within the region")]
+    /// The range exceeds the region.
+    #[error("range exceeds the region")]
     Range,
-    /// The region is not one that a work request may register or invalidate, or not in its state.
-    #[error("the region cannot be registered or invalidated by a work request")]
+    /// The region can't be registered or invalidated by a work request, or not in its current
+    /// state.
+    #[error("region cannot be registered or invalidated by a work request")]
     Kind,
 }
 
-/// Content of a slot.
+/// Slot type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Free,
     Registered,
-    /// Fast registration, with room for this many segments.
+    /// Fast-registration region, with the maximum number of segments.
     Fast(u32),
     /// Null region.
     Null,
@@ -92,37 +95,39 @@ struct Region {
     kind: Kind,
     generation: u32,
     key: u32,
-    /// The key works. A fast-registration region has no working key until it is registered.
+    /// Set if the key is valid. The key of a fast-registration region is not valid until it is
+    /// registered.
     valid: bool,
     pd: PdId,
     access: Access,
-    /// Part of it may not be mapped, so its memory is looked at before each access.
+    /// Set if parts of the region may not be mapped, so that we need to check this before each
+    /// access.
     is_paged: bool,
     base: u64,
     length: u64,
-    /// Never empty when `length` is not 0, but of a null region; segments of no bytes are left out.
+    /// Not empty if `length` is not 0, except for a null region. Empty segments are not stored.
     segments: Vec<Segment>,
-    /// Windows that are bound to it.
+    /// Number of windows bound to this region.
     windows: u32,
-    /// Of a window that is bound.
+    /// Set for a bound window.
     binding: Option<Binding>,
 }
 
-/// All regions of a device. Bounds: as many regions as the table was created for, and as many
-/// segments in a fast registration.
+/// All regions of a device. The maximum number of regions, and of segments in a fast registration,
+/// is set when the table is created.
 pub struct MrTable {
     slots: Vec<Region>,
-    /// Free slots, the one freed longest ago first.
+    /// Free slots, ordered by the time they were freed.
     free: VecDeque<u32>,
     slot_bits: u32,
     max_segments: u32,
     permutation: Permutation,
-    /// Indices that were looked up last, each with its slot, by their low bits. What an index
-    /// leads to never changes, so nothing is ever taken back here; whether a key works is asked
-    /// of the region.
+    /// Cache of recently used indexes and their slots, using the low bits of the index. The mapping
+    /// never changes, so entries don't need to be invalidated, and the region is used to check if
+    /// the key is valid.
     recent: [Cell<(u32, u32)>; RECENT],
     random: Prf,
-    /// Slots of windows of type 2 that are bound, by queue pair.
+    /// Slots of bound type 2 windows, by QP.
     by_qp: BTreeSet<(QpId, u32)>,
 }
 
@@ -133,9 +138,9 @@ impl std::fmt::Debug for MrTable {
 }
 
 impl MrTable {
-    /// A table for `max_regions` regions (rounded up to a power of two, [`MAX_REGIONS`] at most)
-    /// whose fast registrations have up to `max_segments` segments. `seed` comes from the operating
-    /// system's random source; all keys follow from it.
+    /// Creates a table for `max_regions` regions (rounded up to a power of two, at most
+    /// [`MAX_REGIONS`]) with up to `max_segments` segments in a fast registration. `seed` is used
+    /// to generate all keys and must come from the random source of the operating system.
     #[must_use]
     pub fn new(max_regions: u32, max_segments: u32, seed: [u8; 16]) -> Self {
         let count = max_regions.clamp(2, MAX_REGIONS).next_power_of_two();
@@ -169,19 +174,19 @@ impl MrTable {
         }
     }
 
-    /// Number of regions in the table.
+    /// Returns the number of regions in the table.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no regions.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The region in a slot, by the index of its id.
+    /// Returns the region in a slot, where `slot` is the index of its ID.
     #[must_use]
     pub fn at(&self, slot: u32) -> Option<MrId> {
         let region = self.slots.get(slot as usize)?;
@@ -189,10 +194,10 @@ impl MrTable {
         region.is_named(id).then_some(id)
     }
 
-    /// Registers a range of memory (see [`crate::verbs::Verbs::reg_mr`]).
+    /// Registers a memory range (see [`crate::verbs::Verbs::reg_mr`]).
     ///
     /// # Errors
-    /// As of [`MrTable::reg_iova`].
+    /// See [`MrTable::reg_iova`].
     pub fn reg(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
         let iova = if access.contains(Access::ZERO_BASED) {
             0
@@ -202,7 +207,7 @@ impl MrTable {
         self.reg_iova(pd, range, iova, access)
     }
 
-    /// Registers a range of memory, whose addresses count from `iova` (see
+    /// Registers a memory range with addresses starting at `iova` (see
     /// [`crate::verbs::Verbs::reg_mr_iova`]).
     ///
     /// # Errors
@@ -227,11 +232,11 @@ impl MrTable {
         Ok(region.describe(id))
     }
 
-    /// Changes a registered region (see [`crate::verbs::Verbs::rereg_mr`]). That the domain exists
-    /// is the caller's to check.
+    /// Modifies a registered region (see [`crate::verbs::Verbs::rereg_mr`]). The caller must check
+    /// that the protection domain exists.
     ///
     /// # Errors
-    /// [`VerbsError`], and nothing has changed.
+    /// Returns [`VerbsError`]. In this case the region is not modified.
     pub fn rereg(&mut self, id: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError> {
         let region = self.region_mut(id)?;
         if region.kind != Kind::Registered {
@@ -243,15 +248,16 @@ impl MrTable {
             access,
         } = *change;
         if translation.is_none() && pd.is_none() && access.is_none() {
-            return Err(VerbsError::InvalidParameter("change of a region"));
+            return Err(VerbsError::InvalidParameter("region change"));
         }
-        // Their rights and ranges follow from what would change.
+        // The access rights and ranges of windows depend on the values to be changed.
         if region.windows > 0 {
             return Err(VerbsError::ResourceBusy("memory region"));
         }
         let access = access.unwrap_or(region.access);
         check_access(access)?;
-        // Whether all of a range has to be mapped is found out with the range.
+        // The access rights determine if the full range must be mapped, so they must be changed
+        // together with the range.
         let changes_mapping = (access ^ region.access).contains(Access::ON_DEMAND);
         if translation.is_none() && changes_mapping {
             return Err(VerbsError::InvalidAccess(
@@ -297,23 +303,25 @@ impl MrTable {
         let id = MrId(self.take_slot(pd)?);
         let region = &mut self.slots[id.0.index()];
         region.kind = Kind::Fast(max_segments);
-        // Room for all segments now, so that a registration in the data path allocates nothing.
+        // Allocate the space for all segments now, so that a registration on the data path doesn't
+        // need an allocation.
         region.segments.reserve_exact(max_segments as usize);
         Ok(region.describe(id))
     }
 
-    /// Sets what the next registration of a fast-registration region covers: as many of `segments`
-    /// as fit. Answers how many bytes that is.
+    /// Sets the memory for the next registration of a fast-registration region, using as many
+    /// `segments` as possible. Returns the size in bytes.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`] while the region is valid or is
-    /// not for fast registration.
+    /// [`VerbsError::InvalidHandle`], or [`VerbsError::InvalidState`] if the region is currently
+    /// valid or is not a fast-registration region.
     pub fn map_sg(&mut self, id: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
         let region = self.region_mut(id)?;
         let Kind::Fast(room) = region.kind else {
             return Err(VerbsError::InvalidState("not a fast-registration region"));
         };
-        // A key that works must not come to mean other memory: the peer would read or write that.
+        // We must not change the memory of a valid key, because it could be used by the peer to
+        // read or write this memory.
         if region.valid {
             return Err(VerbsError::InvalidState("the region is still valid"));
         }
@@ -328,7 +336,7 @@ impl MrTable {
         Ok(end)
     }
 
-    /// A region's attributes at present.
+    /// Returns the current attributes of a region.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -342,7 +350,7 @@ impl MrTable {
         })
     }
 
-    /// Deregisters a region of any kind, valid or not; returns its protection domain.
+    /// Deregisters a region of any type, even if it is not valid. Returns its protection domain.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`], [`VerbsError::ResourceBusy`].
@@ -355,23 +363,24 @@ impl MrTable {
 
     fn free_slot(&mut self, slot: usize) -> PdId {
         let region = &mut self.slots[slot];
-        // The slot keeps its generation until it is taken again. Until then a stale handle is
-        // refused by the slot's kind.
+        // The generation is only updated when the slot is reused. Until then, a stale handle is
+        // rejected because of the slot type.
         region.kind = Kind::Free;
         region.valid = false;
         region.length = 0;
         region.segments = Vec::new();
         let pd = region.pd;
-        // Behind all other free slots, so that this key comes back as late as possible.
+        // Add this at the end, so that the key is not reused for as long as possible.
         self.free.push_back(slot as u32);
         pd
     }
 
-    /// Executes a REG_MR: makes what was mapped valid under `key` (IBTA 10.6.3.6).
+    /// Executes a REG_MR: makes the mapped memory accessible using `key` (IBTA 10.6.3.6).
     ///
     /// # Errors
-    /// [`KeyError`] where the region is another domain's, valid already, of another kind, has
-    /// nothing mapped, or `key` is not its key with another low byte, or `access` is not legal.
+    /// Returns [`KeyError`] if the region belongs to a different domain, is already valid, has a
+    /// different type or no mapped memory, if `key` differs in more than the low byte, or if
+    /// `access` is invalid.
     pub fn reg_fast(
         &mut self,
         pd: PdId,
@@ -383,11 +392,11 @@ impl MrTable {
         if region.pd != pd {
             return Err(KeyError::Domain);
         }
-        // A second registration would take the region from under the key that a peer still has.
+        // A second registration would replace the memory while the peer can still use the old key.
         if !matches!(region.kind, Kind::Fast(_)) || region.valid || region.segments.is_empty() {
             return Err(KeyError::Kind);
         }
-        // Only the low byte of a key is its owner's (IBTA 10.6.3.2).
+        // Only the low byte of a key can be changed by its owner (IBTA 10.6.3.2).
         if region.key >> 8 != key.0 >> 8 {
             return Err(KeyError::Key);
         }
@@ -397,7 +406,7 @@ impl MrTable {
         } else {
             region.segments[0].slice.addr()
         };
-        // Peers name places in the region by sums, which must not wrap.
+        // A peer adds an offset to the address, which must not wrap.
         if region.base.checked_add(region.length).is_none() {
             return Err(KeyError::Range);
         }
@@ -408,9 +417,10 @@ impl MrTable {
         Ok(())
     }
 
-    /// Looks at the memory of regions before each access from now on, as it is for those on demand,
-    /// where an access has found that part of it is not mapped any longer. Parts that are not fail as
-    /// what is outside of the region does; all others stay as they were.
+    /// Enables the check if memory is mapped before each access for all regions, as for on-demand
+    /// regions. This is used after an access has found that some memory is not mapped anymore.
+    /// Unmapped parts are then handled as if they were outside of the region, and there is no
+    /// change for the rest.
     pub fn page_faulted(&mut self) {
         for region in &mut self.slots {
             let mut segments = region.segments.iter();
@@ -418,12 +428,12 @@ impl MrTable {
         }
     }
 
-    /// Executes a LOCAL_INV, or a peer's SEND with invalidate: the key stops working. Only a valid
-    /// fast-registration region of the same protection domain, and a window of type 2 that this
-    /// queue pair has bound, can be invalidated (IBTA 10.6.5, 10.6.7.2.6).
+    /// Executes a LOCAL_INV or a SEND with invalidate from a peer, after which the key is invalid.
+    /// This is only possible for a valid fast-registration region in the same protection domain and
+    /// for a type 2 window bound by this QP (IBTA 10.6.5, 10.6.7.2.6).
     ///
     /// # Errors
-    /// [`KeyError`], and nothing has changed.
+    /// Returns [`KeyError`]. In this case nothing is changed.
     pub fn invalidate(&mut self, pd: PdId, qp: QpId, key: RKey) -> Result<(), KeyError> {
         let slot = self.find_invalidatable(pd, qp, key)?;
         if self.slots[slot].is_window() {
@@ -433,27 +443,28 @@ impl MrTable {
         Ok(())
     }
 
-    /// Returns whether [`MrTable::invalidate`] would succeed.
+    /// Checks if [`MrTable::invalidate`] would succeed.
     ///
     /// # Errors
-    /// [`KeyError`] as there.
+    /// The same as for [`MrTable::invalidate`].
     pub fn check_invalidate(&self, pd: PdId, qp: QpId, key: RKey) -> Result<(), KeyError> {
         self.find_invalidatable(pd, qp, key).map(drop)
     }
 
-    /// The memory of a scatter-gather entry. `write` asks for the right to write it.
+    /// Returns the memory of a scatter list entry. `write` must be set if the memory will be
+    /// written.
     ///
     /// # Errors
-    /// [`KeyError`]; never for an entry of length 0.
+    /// Returns [`KeyError`]. An entry with length 0 is always valid.
     pub fn resolve_local(&self, pd: PdId, sge: &Sge, write: bool) -> Result<Span<'_>, KeyError> {
         self.resolve_local_part(pd, sge, 0..sge.length as usize, write)
     }
 
-    /// As [`MrTable::resolve_local`], where no byte outside `part` of the entry will be accessed: a
-    /// packet of a message must not cost more than its own bytes, however long the entry is.
+    /// Like [`MrTable::resolve_local`], but only `part` of the entry will be accessed. This ensures
+    /// that the cost of a packet doesn't depend on the size of the entry.
     ///
     /// # Errors
-    /// As there.
+    /// The same as for [`MrTable::resolve_local`].
     pub fn resolve_local_part(
         &self,
         pd: PdId,
@@ -469,11 +480,11 @@ impl MrTable {
         self.resolve(pd, None, sge.lkey.0, sge.addr, sge.length, right, part)
     }
 
-    /// The memory of a range of `len` bytes at `addr` that the peer of a queue pair names, for which
-    /// it needs `right`.
+    /// Returns the memory for `len` bytes at `addr`, as specified by the peer of a QP, and checks
+    /// the access rights.
     ///
     /// # Errors
-    /// [`KeyError`]; never for a length of 0.
+    /// Returns [`KeyError`]. A range with length 0 is always valid.
     pub fn resolve_remote(
         &self,
         pd: PdId,
@@ -486,11 +497,11 @@ impl MrTable {
         self.resolve_remote_head(pd, qp, key, addr, len, len as usize, right)
     }
 
-    /// As [`MrTable::resolve_remote`], where only the first `head` bytes of the range will be
-    /// accessed: the length that a peer announces must not cost anything by itself.
+    /// Like [`MrTable::resolve_remote`], but only the first `head` bytes will be accessed. This
+    /// ensures that the cost doesn't depend on the length provided by the peer.
     ///
     /// # Errors
-    /// As there.
+    /// The same as for [`MrTable::resolve_remote`].
     #[allow(clippy::too_many_arguments, reason = "what a peer's packet names")]
     pub fn resolve_remote_head(
         &self,
@@ -520,8 +531,8 @@ impl MrTable {
         if len == 0 {
             return Ok(Span::EMPTY);
         }
-        // The order of the checks only decides what a log says: a peer gets the same NAK for
-        // each.
+        // The order of these checks is only visible in the log, since the peer always gets the same
+        // NAK.
         let region = &self.slots[self.find_key(key)?];
         if region.pd != pd {
             return Err(KeyError::Domain);
@@ -536,7 +547,7 @@ impl MrTable {
         }
         let span = region.span(addr, len.into()).ok_or(KeyError::Range)?;
         if region.is_paged {
-            // A right to write was asked for, or none but to read.
+            // True if any right except read access was requested.
             let write = !(right - Access::REMOTE_READ).is_empty();
             let accessed = span.part(accessed);
             accessed.populate(write).map_err(|_| KeyError::Range)?;
@@ -556,8 +567,8 @@ impl MrTable {
             recent.set((index, slot));
             slot
         };
-        // The whole key is compared. One of an earlier registration leads to the slot as well,
-        // but differs in its generation or its low byte.
+        // Compare the complete key. A key of an old registration can lead to the same slot but has
+        // a different generation or low byte.
         let slot = slot as usize;
         let region = &self.slots[slot];
         if region.valid && region.key == key {
@@ -573,8 +584,8 @@ impl MrTable {
         if region.pd != pd {
             return Err(KeyError::Domain);
         }
-        // A peer may take back only what a work request has given. An ordinary region stays its
-        // owner's.
+        // A peer can only invalidate a region registered by a work request. All other regions are
+        // controlled by their owner.
         let is_theirs = match region.kind {
             Kind::Fast(_) => true,
             Kind::Window(MwType::Type2) => region.admits(MwType::Type2, Some(qp)),
@@ -610,12 +621,13 @@ impl MrTable {
         let generations = 1u32 << (INDEX_BITS - self.slot_bits);
         let index = loop {
             region.generation = region.generation.wrapping_add(1);
-            // Generations come round after as many uses of the slot as the index has room for.
+            // Generations wrap after the slot has been used as often as there is space in the
+            // index.
             let generation = region.generation % generations;
             let index = self
                 .permutation
                 .forward(generation << self.slot_bits | slot);
-            // Index 0 would allow the key 0, which peers write where they mean no key.
+            // Index 0 could result in key 0, which is used by peers if there is no key.
             if index != 0 {
                 break index;
             }
@@ -635,12 +647,12 @@ impl Region {
         self.kind != Kind::Free && !self.is_window() && self.generation == id.0.generation()
     }
 
-    /// Gives it a range of memory, whose addresses count from `iova`.
+    /// Sets the memory range, with addresses starting at `iova`.
     fn cover(&mut self, range: &MemSlice, iova: u64) {
         self.base = iova;
         self.length = range.len() as u64;
         self.segments.clear();
-        // A segment of no bytes would be in the way of the search for an address.
+        // An empty segment would break the search for an address.
         if !range.is_empty() {
             self.segments.push(Segment {
                 end: self.length,
@@ -659,8 +671,8 @@ impl Region {
         }
     }
 
-    /// The range, if it is within the region. No sum here can wrap: the offset is checked against
-    /// the length before the length of the range is added to it.
+    /// Returns the range if it is within the region. The additions cannot overflow because the
+    /// offset is checked against the length first.
     fn span(&self, addr: u64, len: u64) -> Option<Span<'_>> {
         let start = addr.checked_sub(self.base)?;
         let end = start.checked_add(len)?;
@@ -672,7 +684,7 @@ impl Region {
     }
 }
 
-/// IBTA 10.6.3.1: remote write and remote atomic need local write.
+/// IBTA 10.6.3.1: remote write and remote atomic access require local write access.
 fn check_access(access: Access) -> Result<(), VerbsError> {
     let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
     if access.intersects(writes) && !access.contains(Access::LOCAL_WRITE) {
@@ -683,9 +695,9 @@ fn check_access(access: Access) -> Result<(), VerbsError> {
     Ok(())
 }
 
-/// Checks the addresses of a region that begins at `base`.
+/// Checks the addresses of a region starting at `base`.
 fn check_range(base: u64, length: u64, access: Access) -> Result<(), VerbsError> {
-    // Peers name places in the region by sums, which must not wrap.
+    // A peer adds an offset to the address, which must not wrap.
     if base.checked_add(length).is_none() || (base != 0 && access.contains(Access::ZERO_BASED)) {
         return Err(VerbsError::InvalidParameter("address of the region"));
     }
@@ -712,7 +724,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_gives_its_range_and_no_byte_more() {
+    fn key_grants_only_its_range() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let slice = memory.slice(100..200).unwrap();
@@ -754,7 +766,7 @@ mod tests {
     }
 
     #[test]
-    fn cve_2026_98365_and_2026_46325_ranges_that_wrap_are_refused() {
+    fn cve_2026_98365_and_2026_46325_range_wraps() {
         // CVE-2026-98365, CVE-2026-46325.
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
@@ -780,7 +792,7 @@ mod tests {
     }
 
     #[test]
-    fn remote_rights_to_change_need_the_local_one() {
+    fn remote_write_requires_local_write() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         for access in [Access::REMOTE_WRITE, Access::REMOTE_ATOMIC] {
@@ -795,7 +807,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_count_from_where_the_owner_says() {
+    fn addresses_start_at_iova() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let slice = memory.slice(100..200).unwrap();
@@ -825,7 +837,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_changes_as_a_whole_or_not_at_all() {
+    fn rereg_is_atomic() {
         let mut mrs = table();
         let (old, new) = (Memory::new(4096).unwrap(), Memory::new(8192).unwrap());
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
@@ -894,7 +906,7 @@ mod tests {
     }
 
     #[test]
-    fn a_null_region_reads_as_zeros_and_keeps_nothing() {
+    fn null_region_reads_zeros_and_discards_writes() {
         let mut mrs = table();
         let mr = mrs.alloc_null(PD).unwrap();
         let far = u64::MAX - 10_000;
@@ -920,10 +932,10 @@ mod tests {
 
     #[test]
     #[allow(unsafe_code, reason = "the region covers the whole address space")]
-    fn on_demand_a_range_that_is_not_mapped_is_outside_the_region() {
+    fn on_demand_unmapped_range_is_rejected() {
         let mut mrs = table();
         let memory = Memory::new(3 * 4096).unwrap();
-        // SAFETY: what is not mapped is found out before it is touched.
+        // SAFETY: we check that memory is mapped before it is accessed.
         let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
         let all = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::ON_DEMAND;
         let mr = mrs.reg(PD, &space.whole(), all).unwrap();
@@ -941,7 +953,7 @@ mod tests {
     }
 
     #[test]
-    fn on_demand_paging_changes_with_the_range_only() {
+    fn on_demand_changes_only_with_range() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let (range, read) = (memory.whole(), Access::REMOTE_READ);
@@ -963,17 +975,17 @@ mod tests {
 
     #[test]
     #[allow(unsafe_code, reason = "the region covers the whole address space")]
-    fn on_demand_only_what_is_accessed_is_populated() {
+    fn on_demand_populates_only_accessed_pages() {
         use crate::rc::{RecvQueue, RecvWqe};
         use crate::verbs::{RecvWr, WrId};
 
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
-        // SAFETY: what is not mapped is found out before it is touched.
+        // SAFETY: we check that memory is mapped before it is accessed.
         let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::ON_DEMAND;
         let mr = mrs.reg(PD, &space.whole(), all).unwrap();
-        // A peer's short message, to a receive that is as long as no memory of this process.
+        // A short message from a peer, for a receive exceeding all memory of this process.
         let sge = sge(memory.addr(), 1 << 31, mr.lkey);
         let mut rq = RecvQueue::new(1, 1);
         let (wr_id, sges) = (WrId(1), &[sge][..]);
@@ -984,7 +996,7 @@ mod tests {
         assert_eq!(memory.slice(8..13).unwrap().to_vec(), b"short");
         let beyond = wqe.scatter(PD, &mrs, 1 << 30, b"short");
         assert_eq!(beyond, Err(KeyError::Range), "not mapped");
-        // The first packet of a WRITE that announces as much.
+        // The first packet of a WRITE with the same length.
         let (key, right) = (mr.rkey, Access::REMOTE_WRITE);
         let head = |addr, head| {
             mrs.resolve_remote_head(PD, QP, key, addr, 1 << 31, head, right)
@@ -996,7 +1008,7 @@ mod tests {
     }
 
     #[test]
-    fn fast_registration_covers_scattered_segments_as_one_range() {
+    fn fast_registration_combines_segments() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let parts = [
@@ -1064,7 +1076,7 @@ mod tests {
     }
 
     #[test]
-    fn only_fast_registrations_of_the_same_domain_can_be_invalidated() {
+    fn invalidation_requires_fast_registration_in_domain() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let plain = mrs.reg(PD, &memory.whole(), Access::REMOTE_READ).unwrap();
@@ -1080,7 +1092,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_not_soon_reused_and_depend_on_the_seed() {
+    fn keys_are_reused_late_and_seeded() {
         let mut mrs = table();
         let memory = Memory::new(4096).unwrap();
         let mut seen = std::collections::HashSet::new();
@@ -1100,7 +1112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_bounded() {
+    fn region_table_is_limited() {
         let mut mrs = MrTable::new(2, 8, [0; 16]);
         let memory = Memory::new(4096).unwrap();
         let a = mrs.reg(PD, &memory.whole(), Access::empty()).unwrap();
@@ -1119,7 +1131,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_peers_numbers_never_panic(key: u32, addr: u64, len: u32, near: bool) {
+        fn hostile_ranges_never_panic(key: u32, addr: u64, len: u32, near: bool) {
             let mut mrs = table();
             let memory = Memory::new(4096).unwrap();
             let mr = mrs.reg(PD, &memory.whole(), Access::REMOTE_READ).unwrap();
@@ -1132,7 +1144,7 @@ mod tests {
         }
 
         #[test]
-        fn a_span_is_its_segments_end_to_end(
+        fn span_concatenates_segments(
             cuts in proptest::collection::vec((0usize..4000, 0usize..90), 1..9),
             from in 0usize..400,
             len in 0usize..400,

@@ -1,4 +1,4 @@
-//! Ranges of regions: the way from a checked key to memory.
+//! Ranges of a region, used to access memory with a checked key.
 
 use std::io;
 use std::ops::Range;
@@ -8,33 +8,33 @@ use riser_memory::{MemSlice, Memory, PAGE};
 
 use crate::verbs::VerbsError;
 
-/// Zeros that null regions are read from. Nothing writes them.
+/// Zeros returned when reading from a null region. These are never written.
 static ZEROS: OnceLock<MemSlice> = OnceLock::new();
 
-/// Makes the zeros of null regions, before there is one.
+/// Allocates the zeros for null regions, which must be called before creating a null region.
 pub(super) fn prepare_zeros() -> Result<(), VerbsError> {
     if ZEROS.get().is_none() {
         let zeros = Memory::new(PAGE).map_err(|_| VerbsError::InsufficientResources("memory"))?;
-        // Another thread may have been first, and then its zeros are as good.
+        // If this was already set by a different thread, we can use that value.
         let _ = ZEROS.set(zeros.whole());
     }
     Ok(())
 }
 
-/// A piece of a region.
+/// Segment of a region.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) slice: MemSlice,
-    /// Offset within the region of the first byte after this segment.
+    /// Offset in the region of the first byte after this segment.
     pub(super) end: u64,
 }
 
-/// A checked range of a region. Offsets in its methods count from the range's start. One without
-/// segments is of a null region, unless it is empty.
+/// Checked range of a region. All offsets are relative to the start of the range. If there are no
+/// segments, this is either empty or belongs to a null region.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
     pub(super) segments: &'a [Segment],
-    /// Offset of the range within the region.
+    /// Offset of the range in the region.
     pub(super) start: u64,
     pub(super) len: usize,
 }
@@ -46,29 +46,29 @@ impl Span<'_> {
         len: 0,
     };
 
-    /// Length of all pieces in bytes.
+    /// Returns the size of the range in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the range holds no byte.
+    /// Returns true if the range is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset
-    /// in it, and the piece's range within the requested bytes.
+    /// Calls `f` for each piece of `len` bytes starting at `offset`, with the segment, the offset
+    /// in the segment, and the range in the requested data.
     fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
-        // The range was checked before there was a span, so this is a mistake of ours.
+        // The range was checked when the span was created, so this would be a bug.
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
             "range {offset}+{len} beyond {}",
             self.len
         );
         let mut at = self.start + offset as u64;
-        // Nearly all regions have one segment.
+        // Most regions have a single segment.
         if let [only] = self.segments {
             if len > 0 {
                 f(&only.slice, at as usize, 0, len);
@@ -79,7 +79,7 @@ impl Span<'_> {
             return;
         }
         let mut done = 0;
-        // In others the first one is searched for, not walked to.
+        // Use a binary search to find the first segment.
         let mut index = self.segments.partition_point(|s| s.end <= at);
         while done < len {
             let segment = &self.segments[index];
@@ -93,19 +93,19 @@ impl Span<'_> {
         }
     }
 
-    /// Copies `data` into the range. Panics beyond its end.
+    /// Copies `data` to the range. Panics if the range is exceeded.
     pub fn write(&self, offset: usize, data: &[u8]) {
         self.pieces(offset, data.len(), |slice, within, done, take| {
             slice.write(within, &data[done..done + take]);
         });
     }
 
-    /// Whether it is of a null region: without memory, but not without bytes.
+    /// Returns true for a null region, which has a size but no memory.
     fn is_null(&self) -> bool {
         self.segments.is_empty() && self.len > 0
     }
 
-    /// Copies `out.len()` bytes out of the range. Panics beyond its end.
+    /// Copies `out.len()` bytes from the range. Panics if the range is exceeded.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         if self.is_null() {
             out.fill(0);
@@ -115,24 +115,24 @@ impl Span<'_> {
         });
     }
 
-    /// Appends a copy of `len` bytes of the range to `out`. Panics beyond the range's end.
+    /// Appends a copy of `len` bytes from the range to `out`. Panics if the range is exceeded.
     pub fn append_to(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
         let at = out.len();
         out.resize(at + len, 0);
         self.read(offset, &mut out[at..]);
     }
 
-    /// Appends the memory of `len` bytes of the range to `out`. Panics beyond the range's end.
+    /// Appends the memory of `len` bytes from the range to `out`. Panics if the range is exceeded.
     pub fn push_slices(&self, offset: usize, len: usize, out: &mut Vec<MemSlice>) {
         if self.is_null() {
             push_zeros(len, out);
         }
         self.pieces(offset, len, |slice, within, _, take| {
-            out.push(slice.slice(within..within + take).expect("a part of it"));
+            out.push(slice.slice(within..within + take).expect("range is valid"));
         });
     }
 
-    /// A part of it. Panics beyond its end.
+    /// Returns a part of this range. Panics if the range is exceeded.
     #[must_use]
     pub(super) fn part(&self, part: Range<usize>) -> Self {
         assert!(part.start <= part.end && part.end <= self.len, "within it");
@@ -143,14 +143,15 @@ impl Span<'_> {
         }
     }
 
-    /// Sees to it that the range is mapped and has its pages, to be written as well with `write`.
+    /// Ensures that the range is mapped and its pages are allocated, and that it can be written if
+    /// `write` is set.
     ///
     /// # Errors
-    /// That of [`MemSlice::populate`] where it is not.
+    /// Returns the error of [`MemSlice::populate`].
     pub fn populate(&self, write: bool) -> io::Result<()> {
         let mut result = Ok(());
         self.pieces(0, self.len, |slice, within, _, take| {
-            let part = slice.slice(within..within + take).expect("a part of it");
+            let part = slice.slice(within..within + take).expect("range is valid");
             if result.is_ok() {
                 result = part.populate(write);
             }
@@ -160,10 +161,10 @@ impl Span<'_> {
 }
 
 fn push_zeros(mut len: usize, out: &mut Vec<MemSlice>) {
-    let zeros = ZEROS.get().expect("they were made before the region");
+    let zeros = ZEROS.get().expect("zeros are allocated before the region");
     while len > 0 {
         let take = len.min(zeros.len());
-        out.push(zeros.slice(0..take).expect("a part of it"));
+        out.push(zeros.slice(0..take).expect("range is valid"));
         len -= take;
     }
 }

@@ -1,30 +1,31 @@
-//! Memory windows: R_Keys for parts of a region, bound and invalidated by work requests (IBTA 10.6.7).
+//! Memory windows: R_Keys for a part of a region, bound and invalidated by work requests (IBTA
+//! 10.6.7).
 //!
-//! A window has a slot in the table like a region. While it is bound, the slot has the memory of its
-//! range itself, so its key is looked up like that of a region.
+//! Windows and regions use the same table. While a window is bound, its slot contains the memory of
+//! its range, so that its key can be used like the key of a region.
 //!
 //! ```text
-//!             bind (type 1: again and again)
+//!             bind (type 1: repeatedly)
 //!   Unbound ──────────────────────────────────▶ Bound to a region; type 2 also to a queue pair
 //!      ▲                                           │
-//!      └── type 1: a bind of no bytes ─────────────┤
+//!      └── type 1: zero-length bind ───────────────┤
 //!      └── type 2: LOCAL_INV, SEND with invalidate,│
-//!          the end of the queue pair ──────────────┘
+//!          queue pair destroyed ───────────────────┘
 //! ```
 //!
-//! A RESET of the queue pair leaves its windows bound, as Linux's `rdma_rxe` does: they serve the peer
-//! of its next connection. There a queue pair that is destroyed waits for its windows; here it
-//! unbinds them.
+//! Like in Linux `rdma_rxe`, windows remain bound after a RESET of the QP and can be used by the
+//! peer of the next connection. In Linux, a QP cannot be destroyed while windows are bound, but
+//! here this will unbind them.
 
 use super::{KeyError, Kind, MrTable, Region, Segment};
 use crate::verbs::{Access, Mw, MwBind, MwId, MwType, PdId, QpId, RKey, VerbsError};
 
-/// What a window is bound to.
+/// Region and QP used by a bound window.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Binding {
-    /// Slot of the region.
+    /// Region slot.
     region: u32,
-    /// The queue pair that bound it. Only its peer may use a window of type 2.
+    /// QP used to bind the window. A type 2 window can only be used by the peer of this QP.
     qp: QpId,
 }
 
@@ -33,9 +34,9 @@ impl Region {
         matches!(self.kind, Kind::Window(_))
     }
 
-    /// Whether a window may be used through a queue pair; `None` is for a scatter list.
+    /// Returns whether the window can be used via this QP, where `None` means a scatter list.
     pub(super) fn admits(&self, kind: MwType, qp: Option<QpId>) -> bool {
-        // A window's key is for peers only (IBTA 10.6.7.1).
+        // Window keys can only be used by a peer (IBTA 10.6.7.1).
         let Some(qp) = qp else { return false };
         kind == MwType::Type1 || self.binding.is_some_and(|binding| binding.qp == qp)
     }
@@ -57,7 +58,7 @@ impl MrTable {
         })
     }
 
-    /// Frees a window, bound or not; returns its protection domain.
+    /// Deallocates a window, which can be bound. Returns its protection domain.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -76,10 +77,10 @@ impl MrTable {
             .ok_or(VerbsError::InvalidHandle("memory window"))
     }
 
-    /// Executes a BIND_MW of a queue pair in domain `pd`.
+    /// Executes a BIND_MW for a QP in domain `pd`.
     ///
     /// # Errors
-    /// [`KeyError`], and nothing has changed.
+    /// Returns [`KeyError`]. In this case nothing is changed.
     pub fn bind(&mut self, pd: PdId, qp: QpId, wr: &MwBind) -> Result<(), KeyError> {
         let slot = self.window(wr.mw).map_err(|_| KeyError::Key)?;
         let window = &self.slots[slot];
@@ -89,15 +90,15 @@ impl MrTable {
         if window.pd != pd {
             return Err(KeyError::Domain);
         }
-        // Only the low byte of a key is its owner's (IBTA 10.6.3.2).
+        // Only the low byte of a key can be changed by its owner (IBTA 10.6.3.2).
         if window.key >> 8 != wr.key.0 >> 8 {
             return Err(KeyError::Key);
         }
         let is_legal = match mw_type {
-            // IBTA o10-36.2.2: the addresses of a window of type 1 are those of its region.
+            // IBTA o10-36.2.2: a type 1 window uses the addresses of its region.
             MwType::Type1 => !wr.access.contains(Access::ZERO_BASED),
-            // One that is bound has to be invalidated first, and never is by a bind of no bytes
-            // (o10-37.2.30, o10-37.2.40).
+            // A bound window must be invalidated first, which is not possible with a zero-length
+            // bind (o10-37.2.30, o10-37.2.40).
             MwType::Type2 => !window.valid && wr.length > 0,
         };
         if !is_legal {
@@ -133,7 +134,7 @@ impl MrTable {
         Ok(())
     }
 
-    /// The memory of a window's range, once its region allows it (IBTA C10-72 to C10-75).
+    /// Returns the memory of a window if this is allowed by its region (IBTA C10-72 to C10-75).
     fn window_segments(&self, pd: PdId, wr: &MwBind) -> Result<Vec<Segment>, KeyError> {
         if !(Access::REMOTE | Access::ZERO_BASED).contains(wr.access) {
             return Err(KeyError::Right);
@@ -142,7 +143,7 @@ impl MrTable {
         if region.pd != pd {
             return Err(KeyError::Domain);
         }
-        // A region that a work request can take back would leave the window behind.
+        // If the region could be invalidated by a work request, the window would still be valid.
         if region.kind != Kind::Registered || region.access.contains(Access::ZERO_BASED) {
             return Err(KeyError::Kind);
         }
@@ -167,7 +168,7 @@ impl MrTable {
             .collect())
     }
 
-    /// Unbinds a window: its key and range are gone.
+    /// Unbinds a window, which removes its key and range.
     pub(super) fn unbind(&mut self, slot: usize) {
         let window = &mut self.slots[slot];
         window.valid = false;
@@ -179,7 +180,7 @@ impl MrTable {
         }
     }
 
-    /// Unbinds the windows of type 2 that a queue pair has bound, because it ends.
+    /// Unbinds all type 2 windows bound by a QP that is being destroyed.
     pub fn unbind_all(&mut self, qp: QpId) {
         while let Some(&(_, slot)) = self.by_qp.range((qp, 0)..=(qp, u32::MAX)).next() {
             self.unbind(slot as usize);
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_of_type_1_gives_part_of_a_region_to_all_queue_pairs() {
+    fn type_1_window_is_shared_by_qps() {
         let mut b = bench(Access::MW_BIND | Access::LOCAL_WRITE);
         let mw = b.mrs.alloc_window(PD, MwType::Type1).unwrap();
         assert_eq!(b.get(QP, mw.rkey, 0, 1, READ), Err(KeyError::Key));
@@ -262,7 +263,8 @@ mod tests {
         let span = b.mrs.resolve_remote(PD, QP, wr.key, addr, 3, WRITE);
         span.unwrap().write(0, b"abc");
         assert_eq!(b.memory.slice(120..123).unwrap().to_vec(), b"abc");
-        // The region itself gives peers nothing, and the window's key is none for scatter lists.
+        // The region does not allow remote access, and the window key can't be used in a scatter
+        // list.
         assert_eq!(b.get(QP, b.mr.rkey, 100, 1, READ), Err(KeyError::Right));
         let sge = Sge {
             addr,
@@ -274,7 +276,7 @@ mod tests {
             KeyError::Key
         );
         assert_eq!(b.mrs.invalidate(PD, QP, wr.key), Err(KeyError::Kind));
-        // Bound again, it gives another range, and the old key works no longer.
+        // When bound again, the window uses a different range and the old key is not valid anymore.
         let again = MwBind {
             key: wr.key.next(),
             ..b.wr(&mw, 0, 10, READ)
@@ -293,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_of_type_2_is_for_the_queue_pair_that_bound_it() {
+    fn type_2_window_belongs_to_qp() {
         let mut b = bench(Access::MW_BIND);
         let mw = b.mrs.alloc_window(PD, MwType::Type2).unwrap();
         let wr = b.wr(&mw, 100, 50, READ | Access::ZERO_BASED);
@@ -317,7 +319,7 @@ mod tests {
         let none = MwBind { length: 0, ..again };
         assert_eq!(b.mrs.bind(PD, QP, &none), Err(KeyError::Kind));
         b.mrs.bind(PD, OTHER_QP, &again).unwrap();
-        // It ends with the queue pair, and with no other.
+        // It is only unbound when its own QP is destroyed.
         b.mrs.unbind_all(QP);
         assert!(matches!(
             b.mrs.dereg(b.mr.id),
@@ -333,9 +335,9 @@ mod tests {
 
     #[test]
     #[allow(unsafe_code, reason = "the region covers the whole address space")]
-    fn a_window_of_an_on_demand_region_gives_nothing_that_is_not_mapped() {
+    fn on_demand_window_rejects_unmapped_pages() {
         let mut b = bench(Access::MW_BIND);
-        // SAFETY: what is not mapped is found out before it is touched.
+        // SAFETY: we check that memory is mapped before it is accessed.
         let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
         let access = Access::MW_BIND | Access::LOCAL_WRITE | Access::ON_DEMAND;
         b.mr = b.mrs.reg(PD, &space.whole(), access).unwrap();
@@ -352,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_in_which_windows_are_bound_is_busy() {
+    fn region_with_bound_windows_is_busy() {
         let mut b = bench(Access::MW_BIND);
         let mws = [MwType::Type1, MwType::Type2].map(|t| b.mrs.alloc_window(PD, t).unwrap());
         for mw in &mws {
@@ -371,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn binds_against_the_rules_change_nothing() {
+    fn invalid_binds_have_no_effect() {
         let mut b = bench(Access::MW_BIND | READ);
         let plain = b.mrs.reg(PD, &b.memory.whole(), READ).unwrap();
         let zero = Access::MW_BIND | Access::ZERO_BASED;
@@ -443,7 +445,7 @@ mod tests {
             }
             assert_eq!(b.mrs.bind(OTHER, QP, &good), Err(KeyError::Domain));
             b.mrs.bind(PD, QP, &good).unwrap();
-            // Nor is a window a region.
+            // A window cannot be used as a region.
             let id = crate::verbs::MrId(mw.id.0);
             assert!(b.mrs.query(id).is_err() && b.mrs.dereg(id).is_err());
         }

@@ -1,9 +1,9 @@
-//! An address of this host as it comes and goes.
+//! Watches an address of this host.
 //!
-//! The kernel says over netlink (rtnetlink(7)) which interface gets or loses an address, and whose
-//! link changes. Its notices are parsed, and interfaces are asked for by the socket of the watch:
-//! that is of the network namespace in which the watch was made, which need not be the calling
-//! thread's.
+//! The kernel uses netlink (rtnetlink(7)) to report if an address was added to or removed from an
+//! interface, and if the link state has changed. The socket of the watch is also used to query
+//! interfaces, because it belongs to the network namespace where the watch was created, which may
+//! not be that of the current thread.
 
 use std::io;
 use std::net::IpAddr;
@@ -16,66 +16,66 @@ use nix::sys::socket::{
 
 use super::{Addresses, link_flags};
 
-/// Groups of notices: of links, of IPv4 addresses and of IPv6 addresses.
+/// Notification groups: links, IPv4 addresses and IPv6 addresses.
 const GROUPS: u32 =
     (libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR) as u32;
 
-/// Most notices that are taken at a time. Others may have nothing to do with the address.
+/// Maximum number of notifications per call. They may not be related to our address.
 const MAX_NOTICES: usize = 64;
 
-/// Room for one notice. The kernel's longest are those of links; what is cut off of one is not
-/// looked at.
+/// Buffer size for a notification. Link notifications can exceed this, but we don't need the
+/// truncated data.
 const NOTICE: usize = 4096;
 
-/// Headers of a message, of an address and of a link, and the alignment of what follows.
+/// Size of the headers for a message, an address and a link, and alignment of the attributes.
 const MESSAGE_HEADER: usize = 16;
 const ADDRESS_HEADER: usize = 8;
 const ALIGNMENT: usize = 4;
 
-/// State of an address.
+/// Address state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AddressState {
-    /// An interface has it, and its link is up. Also the state of an address that no interface has
-    /// had so far: it may be the host's by a route.
+    /// The address is used by an interface, and its link is up. Also used if the address was never
+    /// used by an interface, as it may be local due to a route.
     Up,
-    /// An interface has it, but that is down or has no carrier.
+    /// The address is used by an interface, but it is down or has no carrier.
     Down,
-    /// No interface has it any more.
+    /// The address is not used by any interface anymore.
     Absent,
-    /// Nor is the interface there that had it last.
+    /// The interface that used the address has been removed.
     Gone,
 }
 
-/// Follows an address of this host.
+/// Watch for an address of this host.
 #[derive(Debug)]
 pub struct AddressWatch {
     socket: OwnedFd,
     addr: IpAddr,
-    /// Indices of the interfaces that have the address.
+    /// Indexes of the interfaces using the address.
     holders: Vec<u32>,
-    /// The one that had it last.
+    /// Last interface that used the address.
     last: Option<u32>,
     state: AddressState,
 }
 
-/// What a notice is about.
+/// Notification type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Notice {
-    /// An interface got or lost an address.
+    /// An address was added to or removed from an interface.
     Address {
         index: u32,
         addr: IpAddr,
         is_new: bool,
     },
-    /// A link changed, or is gone.
+    /// A link was changed or removed.
     Link { index: u32 },
 }
 
 impl AddressWatch {
-    /// Begins to follow an address.
+    /// Starts watching an address.
     ///
     /// # Errors
-    /// Those of a netlink socket, and of `getifaddrs(3)`.
+    /// Returns an error from the netlink socket or `getifaddrs(3)`.
     pub fn open(addr: IpAddr) -> io::Result<Self> {
         let socket = socket(
             AddressFamily::Netlink,
@@ -91,26 +91,26 @@ impl AddressWatch {
             last: None,
             state: AddressState::Up,
         };
-        // After the socket has begun to listen, so that nothing is missed in between.
+        // This must be called after the socket is listening, so that no change is missed.
         watch.look()?;
         watch.judge();
         Ok(watch)
     }
 
-    /// Readable when the kernel has notices.
+    /// Readable if there are notifications.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// State of the address when notices were taken last.
+    /// Returns the state after processing the last notification.
     #[must_use]
     pub fn state(&self) -> AddressState {
         self.state
     }
 
-    /// Takes the kernel's notices; returns whether the state has changed. Where there are none this
-    /// is one system call.
+    /// Processes notifications and returns true if the state has changed. If there are no
+    /// notifications, this needs a single system call.
     pub fn follow(&mut self) -> bool {
         let mut concerns = false;
         let mut bytes = [0; NOTICE];
@@ -121,7 +121,7 @@ impl AddressWatch {
                         concerns |= self.take(notice);
                     }
                 }
-                // Notices were lost. Of those that come later none is.
+                // Some notifications were lost, but the following ones will be complete.
                 Err(Errno::ENOBUFS) => concerns |= self.look().is_ok(),
                 Err(Errno::EINTR) => {}
                 Err(_) => break,
@@ -134,11 +134,11 @@ impl AddressWatch {
         }
     }
 
-    /// Looks for the interfaces that have the address.
+    /// Finds the interfaces using the address.
     fn look(&mut self) -> io::Result<()> {
         let all = Addresses::look()?;
         let with = |entry: &super::Entry<'_>| {
-            // The loopback interface has the whole network.
+            // The loopback interface uses all addresses of its network.
             let holds_all = entry.address.is_loopback() && entry.common_bits(self.addr).is_some();
             entry.address == self.addr || holds_all
         };
@@ -154,10 +154,11 @@ impl AddressWatch {
         self.last = self.holders.last().copied().or(self.last);
     }
 
-    /// Takes a notice; returns whether the address is concerned.
+    /// Processes a notification. Returns whether it is for our address.
     fn take(&mut self, notice: Notice) -> bool {
         match notice {
-            // Addresses of the loopback interface may be there without having been given to it.
+            // Addresses in the loopback network can be used without being assigned to the
+            // interface.
             Notice::Address { addr, .. } if addr != self.addr || addr.is_loopback() => false,
             Notice::Address { index, is_new, .. } => {
                 self.holders.retain(|holder| *holder != index);
@@ -171,7 +172,7 @@ impl AddressWatch {
         }
     }
 
-    /// Works out the state from the interfaces that have the address.
+    /// Updates the state based on the interfaces using the address.
     fn judge(&mut self) {
         const RUNNING: u32 = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
         let flags = |index: &u32| link_flags(self.socket.as_fd(), *index);
@@ -187,7 +188,7 @@ impl AddressWatch {
     }
 }
 
-/// The notices of a datagram, as far as they are of interest.
+/// Iterates over all relevant notifications in a datagram.
 fn notices(bytes: &[u8]) -> impl Iterator<Item = Notice> {
     let mut rest = bytes;
     std::iter::from_fn(move || {
@@ -203,7 +204,7 @@ fn notices(bytes: &[u8]) -> impl Iterator<Item = Notice> {
 }
 
 fn notice(kind: u16, body: &[u8]) -> Option<Notice> {
-    // The index is at the same place of both headers.
+    // The index has the same offset in both headers.
     let index = number(body, 4)?;
     match kind {
         libc::RTM_NEWLINK | libc::RTM_DELLINK => Some(Notice::Link { index }),
@@ -216,7 +217,7 @@ fn notice(kind: u16, body: &[u8]) -> Option<Notice> {
     }
 }
 
-/// The address of an interface among the attributes of a message.
+/// Returns the interface address from the attributes of a message.
 fn address(mut attributes: &[u8]) -> Option<IpAddr> {
     const HEADER: usize = 4;
     let mut found = None;
@@ -226,7 +227,7 @@ fn address(mut attributes: &[u8]) -> Option<IpAddr> {
         let ip = <[u8; 4]>::try_from(value).map(IpAddr::from);
         let ip = ip.or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from));
         match (kind, ip) {
-            // Where there is another one, that is the peer's.
+            // If there is a second address, it belongs to the peer.
             (libc::IFA_LOCAL, Ok(ip)) => return Some(ip),
             (libc::IFA_ADDRESS, Ok(ip)) => found = Some(ip),
             _ => {}
@@ -246,7 +247,7 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// A message of rtnetlink: its type, the rest of its header, and attributes.
+    /// Creates an rtnetlink message: type, rest of the header, and attributes.
     fn message(kind: u16, body: &[u8]) -> Vec<u8> {
         let len = (MESSAGE_HEADER + body.len()) as u32;
         let mut bytes = len.to_ne_bytes().to_vec();
@@ -273,8 +274,8 @@ mod tests {
     }
 
     #[test]
-    fn notices_name_interface_and_address() {
-        // IFA_ADDRESS of a link between two hosts is the peer's; a label is 5 bytes long.
+    fn notifications_contain_interface_and_address() {
+        // For a point-to-point link, IFA_ADDRESS is the peer address. Labels are 5 bytes long.
         let new = of_address(
             20,
             7,
@@ -307,7 +308,7 @@ mod tests {
             Notice::Link { index: 9 },
         ];
         assert_eq!(notices(&all).collect::<Vec<_>>(), expected);
-        // Bytes that are cut off end it, wherever that is.
+        // Truncated data must be ignored at any position.
         for len in 0..all.len() {
             assert!(notices(&all[..len]).count() < 3);
         }
@@ -315,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_the_loopback_interface_is_up_and_an_unknown_one_may_be_there_by_a_route() {
+    fn loopback_and_unknown_addresses_are_up() {
         for addr in ["127.0.0.1", "127.9.9.9", "203.0.113.77"] {
             let mut watch = AddressWatch::open(addr.parse().unwrap()).unwrap();
             assert_eq!(watch.state(), AddressState::Up, "{addr}");

@@ -1,9 +1,9 @@
-//! The completer: takes responses and completes send requests (IBTA 9.7.5, 9.7.6, 9.9.2).
+//! Completer: processes responses and completes send requests (IBTA 9.7.5, 9.7.6, 9.9.2).
 //!
-//! A response is first placed among the packets in flight by its PSN. One that is older than the
-//! oldest unacknowledged packet, or newer than the newest sent, is stale or forged and is dropped.
-//! Any other acknowledges what was sent before it, up to the first READ or atomic whose own answer
-//! is missing; running into one means that the answer was lost.
+//! We first use the PSN to find the packet in flight that a response refers to. If it is older than
+//! the oldest unacknowledged packet or newer than the last packet sent, the response is stale or
+//! forged and is dropped. Otherwise it acknowledges all previous packets, up to the first READ or
+//! atomic that is still waiting for a response. If there is such a request, its response was lost.
 
 use super::ctx::{Ctx, Fault};
 use super::message::walk;
@@ -13,7 +13,7 @@ use crate::verbs::{SendOp, WcStatus};
 use crate::wire::{AethSyndrome, Credit, NakCode, Operation, Packet, Psn};
 
 impl Requester {
-    /// Takes in a response.
+    /// Processes a response packet.
     pub(super) fn handle_response(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -24,11 +24,12 @@ impl Requester {
             ctx.counters.stale_responses += 1;
             return Ok(());
         };
-        // Its packet has been acknowledged already. Neither a late NAK nor a late response may
-        // change anything: the request may be complete and its memory used otherwise.
+        // This packet was already acknowledged, so we must ignore a late NAK or response: the
+        // request may be complete and its memory reused.
         if number < self.una {
             ctx.counters.stale_responses += 1;
-            // The newest acknowledgement again: receives may have been posted since.
+            // This repeats the last acknowledgement, but the peer may have posted more receives
+            // since then.
             if let Some(AethSyndrome::Ack(credit)) = aeth.map(|a| a.syndrome())
                 && number + 1 == self.una
             {
@@ -43,35 +44,34 @@ impl Requester {
             (_, Some(AethSyndrome::Ack(credit))) => self.on_ack(ctx, number, credit),
             (_, Some(AethSyndrome::RnrNak(timer))) => {
                 ctx.counters.rx_rnr_naks += 1;
-                // Everything before the packet is acknowledged by any NAK. If a READ's response
-                // is missing in front of it, that one is asked for first, and the wait will be
-                // announced again.
+                // Any NAK acknowledges all previous packets. If a READ response before this packet
+                // is missing, we request it first and the RNR NAK will be sent again.
                 if self.acknowledge_before(ctx, number)? {
                     self.on_rnr_nak(ctx, timer.duration())?;
                 }
                 Ok(())
             }
             (_, Some(AethSyndrome::Nak(code))) => self.on_nak(ctx, number, code),
-            // Reserved syndromes are ignored.
+            // Reserved syndromes must be ignored.
             _ => Ok(()),
         }
     }
 
-    /// The packet number of a response's PSN: the one nearest to the oldest packet in flight.
-    /// `None` for one that was never sent.
+    /// Returns the packet number for the PSN of a response, or `None` if no such packet was sent.
+    /// We select the number closest to the oldest packet in flight.
     fn place(&self, psn: Psn) -> Option<u64> {
-        // The nearest in either direction: less than half of the PSNs are ever in flight, so the
-        // sign of the difference is unambiguous.
+        // Check both directions. The sign of the difference is unambiguous because less than half
+        // of the PSNs can be in flight.
         let distance = i64::from(psn.diff(self.psn(self.una)));
-        // Below the first packet of the connection there is none.
+        // This fails if the number is before the first packet of the connection.
         let number = self.una.checked_add_signed(distance)?;
-        // Beyond `sent` the peer acknowledges what it cannot have; taken at its word it would
+        // A PSN beyond `sent` can't have been received by the peer. If we accepted it, we would
         // complete requests that were never sent.
         (number < self.sent).then_some(number)
     }
 
     fn on_ack(&mut self, ctx: &mut Ctx<'_>, number: u64, credit: Credit) -> Result<(), Fault> {
-        // The packet itself as well, unlike a NAK.
+        // Unlike a NAK, this also acknowledges the packet itself.
         if self.acknowledge_before(ctx, number + 1)? {
             self.set_credits(credit.count());
         }
@@ -82,7 +82,7 @@ impl Requester {
         let (counter, status) = match code {
             NakCode::PsnSequence => {
                 ctx.counters.rx_nak_sequence += 1;
-                // False if responses are missing before it: going back has happened for them.
+                // If this returns false, responses are missing and we already restarted from there.
                 if self.acknowledge_before(ctx, number)? {
                     self.narrow();
                     self.go_back(ctx.now);
@@ -96,16 +96,16 @@ impl Requester {
             NakCode::RemoteOperation => (&mut ctx.counters.rx_nak_operation, WcStatus::RemOpErr),
         };
         *counter += 1;
-        // The NAK is for the oldest packet only if all before it is done. Otherwise it would blame
-        // the request whose response is missing. That one is asked for again, and ends by its
-        // retries where the peer has closed.
+        // The NAK is only for the oldest packet if all previous packets are complete. Otherwise we
+        // would fail the request that is missing its response. That request is sent again, and will
+        // run out of retries if the peer has closed the connection.
         if self.acknowledge_before(ctx, number)? {
             return Err(self.fail_head(ctx, status));
         }
         Ok(())
     }
 
-    /// A packet of a READ response, or the answer to an atomic.
+    /// Processes a READ response packet or an atomic response.
     fn on_data(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -113,13 +113,14 @@ impl Requester {
         number: u64,
         syndrome: Option<AethSyndrome>,
     ) -> Result<(), Fault> {
-        // Responses come in PSN order, so a gap means that one was lost: this packet is dropped
-        // and comes again. Memory is written in order, and each byte by one response.
+        // Responses are sent in PSN order, so a gap means that a response was lost. We drop this
+        // packet because it will be sent again. This ensures that memory is written in order, and
+        // only once per byte.
         if !self.acknowledge_before(ctx, number)? {
             return Ok(());
         }
-        // Checked and written before `una` moves: a response that does not fit ends the
-        // connection with the request still at the head.
+        // This must be done before updating `una`: if the response is invalid, we fail the
+        // connection and this request must still be at the head of the queue.
         if let Err(status) = self.store(ctx, pkt) {
             return Err(self.fail_head(ctx, status));
         }
@@ -132,15 +133,15 @@ impl Requester {
         Ok(())
     }
 
-    /// Writes the data of the response to packet `una` where the oldest request wants it.
+    /// Writes the response data for packet `una` to the memory of the oldest request.
     fn store(&self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), WcStatus> {
         let at = self.sq.head();
-        // Only the head can be meant: everything before packet `una` is complete, and `una` is
-        // its next.
+        // The response can only be for the head of the queue, as all packets before `una` are
+        // complete.
         let wqe = self.sq.peek(at).ok_or(WcStatus::BadRespErr)?;
-        // The kind of the request decides, never that of the packet: a peer must not answer an
-        // atomic with a READ response, or the other way round, and write as many bytes as it
-        // likes.
+        // We must check the type of the request and not that of the packet. Otherwise a peer could
+        // respond to an atomic with a READ response, or the other way around, and write any number
+        // of bytes.
         let is_atomic = matches!(wqe.op, SendOp::CmpSwap { .. } | SendOp::FetchAdd { .. });
         let original = pkt.ext.atomic_ack.map(|a| a.original().to_ne_bytes());
         let (offset, data) = match (&original, wqe.op) {
@@ -148,8 +149,8 @@ impl Requester {
             (None, SendOp::Read(_)) => {
                 let offset = wqe.index_of(self.una) * self.mtu;
                 let expected = (wqe.length - offset).min(self.mtu);
-                // A response is as long as the request says, packet by packet; a shorter one would
-                // leave a hole.
+                // The size of each response packet must match the request. A shorter packet would
+                // leave a gap.
                 if pkt.payload.len() != expected as usize {
                     return Err(WcStatus::BadRespErr);
                 }
@@ -158,8 +159,8 @@ impl Requester {
             _ => return Err(WcStatus::BadRespErr),
         };
         let (pd, mrs) = (ctx.cfg.pd, &*ctx.mrs);
-        // The local key again, since the owner may have deregistered its memory while the READ
-        // was under way.
+        // Check the local key again, because the memory may have been deregistered while waiting
+        // for the response.
         walk(
             self.sq.sges(at),
             offset,
@@ -173,25 +174,27 @@ impl Requester {
         .map_err(|_| WcStatus::LocProtErr)
     }
 
-    /// Acknowledges every packet before `end` and completes what that completes. False if a READ or
-    /// an atomic before `end` is unanswered: everything before it is acknowledged, and it has been
-    /// asked for again.
+    /// Acknowledges all packets before `end` and completes the corresponding requests. Returns
+    /// false if a READ or atomic before `end` is still waiting for its response. In this case, all
+    /// packets before it are acknowledged and the request is sent again.
     fn acknowledge_before(&mut self, ctx: &mut Ctx<'_>, end: u64) -> Result<bool, Fault> {
         let before = self.una;
         let mut at = self.sq.head();
         let mut is_whole = true;
-        // Request by request, not packet by packet: an acknowledgement may cover thousands.
+        // Process requests instead of packets, as a single acknowledgement can cover thousands of
+        // packets.
         while self.una < end {
             let Some(wqe) = self.sq.peek(at) else { break };
             match wqe.phase {
-                // Beyond what was sent of the queue. `place` has bounded `end` by packets, so
-                // only a failed request, some of whose packets were sent, stands in the way.
+                // Nothing after this was sent. Since `place` has already checked `end`, this can
+                // only be a request that failed after sending some of its packets.
                 Phase::Posted | Phase::Failed(_) => {
                     is_whole = false;
                     break;
                 }
                 Phase::Started if wqe.end() > self.una => {
-                    // An acknowledgement never completes a READ: its data is still missing.
+                    // An acknowledgement must never complete a READ, because we don't have the data
+                    // yet.
                     if wqe.has_response() {
                         is_whole = false;
                         break;
@@ -203,14 +206,14 @@ impl Requester {
             at += 1;
         }
         if self.una > before {
-            // No more than the window has packets.
+            // The number of packets is limited by the window.
             #[expect(
                 clippy::cast_possible_truncation,
                 reason = "at most a window of 2^32 bytes"
             )]
             let packets = (self.una - before) as u32;
-            // Progress first: completing the head needs `una`, and going back below needs the
-            // window after it.
+            // This must be called first: completing the head uses `una`, and going back below uses
+            // the updated window.
             self.on_progress(ctx.now, packets);
             self.retire(ctx)?;
         }

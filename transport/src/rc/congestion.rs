@@ -1,76 +1,80 @@
-//! The congestion window of a requester: how many packets may be unacknowledged.
+//! Congestion window for a requester: limits the number of unacknowledged packets.
 //!
-//! Go-back-N sends everything after a lost packet again, so a loss costs about a window of packets,
-//! of any size. What is wasted is therefore one part in as many round trips as pass between
-//! two losses. The window grows and shrinks so that these are several dozen:
+//! With go-back-N, all packets after a lost packet are sent again, so the cost of a loss is about
+//! one window, regardless of the packet size. The overhead therefore depends on the number of round
+//! trips between two losses. We adjust the window so that there are several dozen:
 //!
 //! ```text
-//! slow start            below the threshold: one packet for each acknowledged one
-//! avoidance             from there on: a part in 45, twice as much after each 64 round trips
-//!                       without a cut, so that a path that has become free is soon used
-//! lost packet           half, at most once in a round trip; the threshold is set there
-//! marked packet         an eighth, or half of it in slow start; the threshold is set there
-//! time-out              as a lost packet, and slow start from a few packets
+//! slow start            below the threshold: add 1 packet per acknowledged packet
+//! avoidance             above the threshold: add 1/45, doubled after every 64 round trips
+//!                       without a cut, so that new capacity on the path is soon used
+//! lost packet           reduce by 1/2, at most once per round trip; set the threshold
+//! marked packet         reduce by 1/8, or 1/2 during slow start; set the threshold
+//! timeout               same as a lost packet, then slow start from a few packets
 //! ```
 //!
-//! A window is only taken for more than it is where it has been used, so an idle connection does
-//! not collect one.
+//! The window is only increased if it was used, so it will not grow on an idle connection.
 //!
 //! # Less than one packet
 //!
-//! A port that more flows share than it has room for packets overflows with a window of one packet
-//! each. So a window may be a part of a packet, down to [`MIN_WINDOW`]: one packet is under way
-//! then, and the next one leaves after a round trip divided by the window ([`Congestion::gap`]).
-//! That is a floor for the rate too: no number of losses stops a connection.
+//! If a port is shared by more flows than it can buffer packets, it will overflow even with a
+//! window of a single packet per flow. For this reason, the window can be a fraction of a packet,
+//! with a minimum of [`MIN_WINDOW`]. In this case, only one packet is in flight and the next one is
+//! sent after the round trip time divided by the window ([`Congestion::gap`]). This is also the
+//! minimum rate, so a connection cannot be stopped by any number of losses.
 
 use std::time::Duration;
 
-/// One packet, as windows count.
+/// Window size of one packet.
 const PACKET: u32 = 1 << 16;
 
-/// The smallest window: a sixteenth of a packet.
+/// Minimum window: 1/16 of a packet.
 const MIN_WINDOW: u32 = PACKET / 16;
 
-/// Initial window in bytes, and its bounds in packets (as RFC 6928).
+/// Initial window in bytes, and its limits in packets (as in RFC 6928).
 const INITIAL_BYTES: u32 = 16 << 10;
 const INITIAL_PACKETS: std::ops::RangeInclusive<u32> = 4..=16;
 
-/// Packets in flight right after a time-out.
+/// Maximum number of packets in flight after a timeout.
 pub const RECOVERY_WINDOW: u32 = 4;
 
-/// Growth of a window of one packet or more for an acknowledged packet, past the threshold.
+/// Window increase per acknowledged packet above the threshold, if the window is at least one
+/// packet.
 const GAIN: u32 = PACKET / 45;
 
-/// Round trips without a cut after which the gain doubles.
+/// Number of round trips without a cut before the gain is doubled.
 const QUIET_ROUNDS: u32 = 64;
 
-/// Slow start goes on to the maximum, even after that changes.
+/// Slow start continues up to the maximum, even if that is changed later.
 const NO_THRESHOLD: u32 = u32::MAX;
 
-/// The longest time between two packets for the sake of the window.
+/// Maximum time between two packets when limited by the window.
 const MAX_GAP: Duration = Duration::from_millis(2);
 
-/// The window. Packet numbers are those of the requester.
+/// Congestion window. Uses the packet numbers of the requester.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Congestion {
-    /// In parts of [`PACKET`], as are the next two.
+    /// Current window. This and the next two fields are in units of 1/[`PACKET`].
     window: u32,
-    /// Window at which slow start ends: [`NO_THRESHOLD`] before the first cut.
+    /// Slow start threshold, or [`NO_THRESHOLD`] before the first cut.
     threshold: u32,
     max: u32,
-    /// Signals about packets before this one belong to the last cut.
+    /// Signals for packets before this number belong to the previous cut.
     recover: u64,
-    /// Packet number that ends the current round trip, and round trips since the last cut.
+    /// Last packet number of the current round trip, followed by the number of round trips since
+    /// the last cut.
     round_end: u64,
     rounds: u32,
-    /// Routers on the path mark packets before they drop them: the last cut was for a mark.
+    /// Set if the last cut was caused by a mark, which means that routers on the path will mark
+    /// packets before dropping them.
     is_marking: bool,
 }
 
 impl Congestion {
-    /// A window of at most `max` packets of `mtu` bytes.
+    /// Creates a window with a maximum of `max` packets of `mtu` bytes.
     pub(super) fn new(max: u32, mtu: u32) -> Self {
-        // By bytes, as that is what a queue on the path holds, so short packets may be more.
+        // We use bytes because the limit on the path is the queue size, so this allows a higher
+        // number of small packets.
         let initial =
             (INITIAL_BYTES / mtu.max(1)).clamp(*INITIAL_PACKETS.start(), *INITIAL_PACKETS.end());
         let max = window_of(max);
@@ -85,38 +89,40 @@ impl Congestion {
         }
     }
 
-    /// Changes the maximum to `max` packets.
+    /// Sets the maximum window in packets.
     pub(super) fn set_max(&mut self, max: u32) {
         let max = window_of(max);
         self.max = max;
         self.window = self.window.min(max);
     }
 
-    /// Packets that may be in flight; at least one.
+    /// Returns the number of packets that can be in flight, which is at least one.
     pub(super) fn packets(&self) -> u32 {
         (self.window / PACKET).max(1)
     }
 
-    /// Whether it is less than one packet.
+    /// Returns true if the window is less than one packet.
     pub(super) fn is_partial(&self) -> bool {
         self.window < PACKET
     }
 
-    /// The time from one packet to the next where the window is less than one packet.
+    /// Returns the time to wait between two packets if the window is less than one packet.
     pub(super) fn gap(&self, round_trip: Duration) -> Option<Duration> {
         (self.window < PACKET).then(|| {
-            // A round trip that was measured behind a long queue must not stretch the pause.
+            // The measured round trip can include a long queueing delay, which must not increase
+            // the gap.
             let gap = round_trip * PACKET / self.window;
             gap.min(MAX_GAP)
         })
     }
 
-    /// `packets` were acknowledged, up to packet `una`; `nxt` is sent next.
+    /// Updates the window when `packets` packets up to `una` have been acknowledged. `nxt` is the
+    /// next packet to send.
     pub(super) fn on_progress(&mut self, packets: u32, una: u64, nxt: u64) {
-        // A window that was not needed has not been tried.
+        // Don't increase a window that wasn't fully used.
         let in_flight = nxt.saturating_sub(una) + u64::from(packets);
-        // Half of it at least was in flight. An acknowledgement in the middle of a window finds
-        // some of it acknowledged already, hence not the whole.
+        // We only require that half of the window was in flight, as some of it may already have
+        // been acknowledged.
         if self.window == self.max || in_flight * 2 < u64::from(self.packets()) {
             return;
         }
@@ -125,19 +131,20 @@ impl Congestion {
             self.window = wider.min(self.threshold).min(self.max);
             return;
         }
-        // A round trip ends when what was sent at its beginning is acknowledged.
+        // A round trip is complete when the packets sent at its start have been acknowledged.
         if una >= self.round_end {
             self.round_end = nxt;
             self.rounds = self.rounds.saturating_add(1);
         }
-        // Bounded: with 64 times the gain it grows as in slow start.
+        // Limited because at 64 times the gain, the window already grows as fast as during slow
+        // start.
         let doublings = (self.rounds / QUIET_ROUNDS).min(6);
         let gain = match (self.is_marking, self.is_partial()) {
-            // Without marks the only signal is a loss, which costs a window of packets, hence a
-            // part of the window in a round trip. With marks a 32nd of a packet in a round trip
-            // keeps it near the point where the router begins to mark. Below one packet each
-            // packet is a round trip of its own, and the gain follows the window, as the pace
-            // does.
+            // Without marks, the only signal is a loss, which costs a full window of packets. We
+            // therefore increase the window by a fraction of its size per round trip. With marks,
+            // we add 1/32 of a packet per round trip to stay close to the marking threshold of the
+            // router. Below one packet, a round trip consists of a single packet and the gain
+            // depends on the window, like the pace.
             (false, false) => GAIN,
             (false, true) => self.window / 200 + PACKET / 500,
             (true, false) => PACKET / 32 / (self.window / PACKET),
@@ -148,22 +155,23 @@ impl Congestion {
         self.window = wider.min(self.max);
     }
 
-    /// A packet from `una` on was lost, the peer says. `nxt` is what would have been sent next.
+    /// Handles the loss of packet `una` as reported by the peer. `nxt` is the next packet that
+    /// would have been sent.
     pub(super) fn on_loss(&mut self, una: u64, nxt: u64) {
-        // Packets before `recover` were sent with the wider window; their loss has been paid for.
+        // Packets before `recover` were sent with the previous window and have already been
+        // accounted for.
         if una >= self.recover {
             self.cut(self.loss(), nxt);
         }
     }
 
-    /// A packet from `una` on was marked on its way, or the answer to one. Nothing has been lost,
-    /// so the window gives way less.
+    /// Handles a mark on packet `una` or on its response. Because no packet was lost, the window is
+    /// reduced by less.
     pub(super) fn on_mark(&mut self, una: u64, nxt: u64) {
-        // Where nothing was sent since the last cut, there is nothing that another mark could be
-        // about.
+        // If nothing was sent since the last cut, the mark is for packets sent before it.
         if una >= self.recover && nxt > self.recover {
-            // In slow start the window doubles in a round trip, so by the time of a mark it may
-            // be twice what the path takes.
+            // During slow start the window doubles per round trip, so it can be twice the path
+            // capacity when we receive a mark.
             let end_of_slow_start = self.threshold.min(self.max);
             let part = if self.window < end_of_slow_start {
                 2
@@ -175,19 +183,19 @@ impl Congestion {
         }
     }
 
-    /// Nothing came for so long that packets must have been lost.
+    /// Handles a timeout, which means that packets must have been lost.
     pub(super) fn on_timeout(&mut self, nxt: u64) {
-        // Without regard to `recover`: a timeout in a recovery is news, since repeated packets
-        // were lost.
+        // We ignore `recover` here, because a timeout during recovery means that retransmitted
+        // packets were lost as well.
         self.cut(self.loss(), nxt);
-        // Nothing is known about the path, so it is tried with a few packets; the threshold of
-        // the cut says up to where it may then double.
+        // We know nothing about the current path, so we start with a few packets and double the
+        // window up to the new threshold.
         self.window = self.window.min(RECOVERY_WINDOW * PACKET);
     }
 
     fn loss(&self) -> u32 {
-        // Below one packet each packet is a round trip of its own, so each loss would halve the
-        // rate.
+        // Below one packet, a round trip consists of a single packet, so halving the window would
+        // reduce the rate for every loss.
         if self.is_partial() {
             self.window / 4
         } else {
@@ -205,10 +213,10 @@ impl Congestion {
     }
 }
 
-/// The widest window of `packets` at most.
+/// Returns the maximum window for `packets` packets.
 fn window_of(packets: u32) -> u32 {
-    // At least one packet, or nothing would ever leave; at most what the fixed-point window can
-    // hold.
+    // We need at least one packet to make progress. The upper limit is required by the fixed-point
+    // format.
     packets.clamp(1, u32::MAX / PACKET) * PACKET
 }
 
@@ -217,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_maximum_bounds_the_window_and_lets_slow_start_go_on_to_it() {
+    fn new_maximum_limits_window_and_slow_start() {
         let mut window = Congestion::new(8, 4096);
         let (mut una, mut nxt) = (0, 0);
         let mut round = |window: &mut Congestion| {
@@ -232,14 +240,14 @@ mod tests {
         window.set_max(20);
         assert_eq!(window.packets(), 20);
         assert_eq!(round(&mut window), 20);
-        // A threshold that a loss has found stays.
+        // A threshold set by a loss must be preserved.
         window.on_loss(nxt, nxt);
         window.set_max(64);
         assert_eq!(window.packets(), 10);
     }
 
     #[test]
-    fn a_threshold_that_a_loss_has_found_outlives_a_narrower_maximum() {
+    fn ssthresh_survives_smaller_cwnd_limit() {
         let mut window = Congestion::new(64, 4096);
         let (mut una, mut nxt) = (0, 0);
         let mut round = |window: &mut Congestion| {
@@ -259,7 +267,7 @@ mod tests {
         );
     }
 
-    /// Acknowledges whole windows until `f` answers true; how many round trips that took.
+    /// Acknowledges full windows until `f` returns true. Returns the number of round trips.
     fn rounds_until(c: &mut Congestion, una: &mut u64, f: impl Fn(&Congestion) -> bool) -> u32 {
         let mut rounds = 0;
         while !f(c) {
@@ -273,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_connection_doubles_its_window_in_each_round_trip() {
+    fn slow_start_doubles_window_per_round_trip() {
         let mut c = Congestion::new(41, 1024);
         assert_eq!(c.packets(), 16);
         assert_eq!(rounds_until(&mut c, &mut 0, |c| c.packets() == 41), 2);
@@ -282,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_costs_half_the_window_once_in_a_round_trip_and_dozens_to_earn_again() {
+    fn loss_halves_window_once_per_round_trip() {
         let (mut c, mut una) = (Congestion::new(16, 1024), 0);
         rounds_until(&mut c, &mut una, |c| c.packets() == 16);
         c.on_loss(una, una + 16);
@@ -296,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_costs_an_eighth_once_in_a_round_trip() {
+    fn mark_reduces_window_once_per_round_trip() {
         let mut c = Congestion::new(64, 1024);
         let mut una = 0;
         c.on_mark(una, 16);
@@ -318,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_is_not_used_does_not_grow() {
+    fn unused_window_does_not_grow() {
         let mut c = Congestion::new(120, 1024);
         for una in 0..1000 {
             c.on_progress(1, una, una);
@@ -327,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_of_losses_stops_a_connection() {
+    fn repeated_losses_do_not_stop_connection() {
         let mut c = Congestion::new(120, 1024);
         for una in 0..1000 {
             c.on_loss(una, una);
@@ -337,7 +345,7 @@ mod tests {
         let trip = Duration::from_micros(50);
         assert_eq!(c.gap(trip), Some(trip * 16));
         assert_eq!(c.gap(Duration::from_secs(1)), Some(MAX_GAP));
-        // And when they end, the path is soon used again.
+        // When there are no more marks, the path should soon be fully used again.
         let mut una = 1000;
         let packets = rounds_until(&mut c, &mut una, |c| !c.is_partial());
         assert!(packets < 200, "{packets}");

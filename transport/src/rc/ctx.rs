@@ -1,4 +1,4 @@
-//! The context that both directions of a queue pair use during one call.
+//! Context used by both directions of a QP during a call.
 
 use std::time::Instant;
 
@@ -7,14 +7,14 @@ use crate::mr::MrTable;
 use crate::verbs::{Completion, Mtu, WcOpcode, WcStatus, WrId};
 use crate::wire::Qpn;
 
-/// The path to the peer, known from RTR on.
+/// Path to the peer, set on the transition to RTR.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PeerPath {
     pub(super) dest: Qpn,
     pub(super) mtu: Mtu,
 }
 
-/// Context of one call.
+/// Context for a single call.
 pub(super) struct Ctx<'a> {
     pub(super) now: Instant,
     pub(super) cfg: &'a RcConfig,
@@ -26,7 +26,7 @@ pub(super) struct Ctx<'a> {
 }
 
 impl Ctx<'_> {
-    /// Reports the end of a receive that brought no data.
+    /// Reports a failed receive without data.
     pub(super) fn recv_failed(&mut self, wr_id: WrId, status: WcStatus) {
         let (qp, qp_num) = (self.cfg.qp, self.cfg.qp_num);
         let failed = Completion::new(wr_id, status, WcOpcode::Recv, qp, qp_num);
@@ -34,7 +34,7 @@ impl Ctx<'_> {
     }
 }
 
-/// The queue pair cannot go on. The function that returns it has reported the
-/// request or the event that it ended with.
+/// Returned if the QP can't continue. The function returning this has already reported the failed
+/// request or the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault;

@@ -1,4 +1,4 @@
-//! Request packets of a connected service: opcode, extended headers, payload.
+//! Request packets for a connected service: opcode, extended headers and payload.
 
 use super::TxPacket;
 use super::message::walk;
@@ -7,22 +7,22 @@ use crate::mr::{KeyError, MrTable};
 use crate::verbs::{PdId, SendOp};
 use crate::wire::{AtomicEth, HeaderBuf, Ieth, ImmDt, Opcode, Reth, push_header};
 
-/// Longest payload that is copied, in bytes. To refer to memory, and to give it to the kernel as a
-/// piece of its own, costs more than to copy so little.
+/// Maximum payload size to copy, in bytes. For small payloads, a copy is cheaper than passing a
+/// reference and a separate segment to the kernel.
 const COPIED: usize = 256;
 
-/// A request packet: its place among those of its request.
+/// Request packet and its position in the request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cut {
-    /// Packet numbers that it uses up.
+    /// Number of packet numbers used.
     pub(crate) count: u32,
-    /// Where it begins in the message, in bytes.
+    /// Offset in the message, in bytes.
     pub(crate) offset: u32,
     pub(crate) is_first: bool,
     pub(crate) is_last: bool,
 }
 
-/// Puts `len` bytes of a request's data, from `offset` on, into `tx`.
+/// Adds `len` bytes of request data, starting at `offset`, to `tx`.
 pub(crate) fn gather(
     payload: Payload<'_>,
     pd: PdId,
@@ -32,7 +32,7 @@ pub(crate) fn gather(
     len: usize,
 ) -> Result<(), KeyError> {
     let sges = match payload {
-        // Copied at the post, so neither key nor memory is looked at again.
+        // The data was copied when the request was posted, so we don't need to check the key.
         Payload::Inline(data) => {
             tx.inline.extend_from_slice(&data[offset..offset + len]);
             return Ok(());
@@ -50,9 +50,10 @@ pub(crate) fn gather(
     })
 }
 
-/// The opcode of a request packet (IBTA 9.2.1, table 35).
+/// Returns the opcode for a request packet (IBTA 9.2.1, table 35).
 pub(crate) fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
-    // The operation decides the family of opcodes, the place in the message picks one of it.
+    // The operation determines the opcode group, and the packet position selects an opcode from
+    // this group.
     let pick = |first, middle, last, only| match (cut.is_first, cut.is_last) {
         (true, false) => first,
         (false, false) => middle,
@@ -74,12 +75,12 @@ pub(crate) fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
         SendOp::CmpSwap { .. } => Opcode::RcCmpSwap,
         SendOp::FetchAdd { .. } => Opcode::RcFetchAdd,
         SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_) => {
-            unreachable!("a request with packets")
+            unreachable!("local operations have no packets")
         }
     }
 }
 
-/// Appends the extended headers of a request packet (IBTA 9.2.1, table 38).
+/// Appends the extended headers for a request packet (IBTA 9.2.1, table 38).
 pub(crate) fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: Cut, mtu: u32) {
     match wqe.op {
         SendOp::SendImm(imm) if cut.is_last => push_header(headers, &ImmDt::new(imm)),
@@ -113,7 +114,7 @@ pub(crate) fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: Cut, mt
             );
         }
         SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_) => {
-            unreachable!("a request with packets")
+            unreachable!("local operations have no packets")
         }
     }
 }

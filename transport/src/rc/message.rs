@@ -1,4 +1,4 @@
-//! Arithmetic on one message: its packets, and the scatter list that holds it.
+//! Helper functions for a message: its packets and its scatter list.
 
 use super::MAX_MESSAGE;
 use super::state::Inbound;
@@ -6,7 +6,7 @@ use crate::mr::KeyError;
 use crate::verbs::{Access, RKey, Sge};
 use crate::wire::Packet;
 
-/// Payload bytes of a packet.
+/// Returns the payload size of a packet.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "a datagram has less than 64 KiB"
@@ -15,27 +15,27 @@ pub(crate) fn payload_len(pkt: &Packet<'_>) -> u32 {
     pkt.payload.len() as u32
 }
 
-/// The part of an RDMA WRITE that a packet has.
+/// Part of an RDMA WRITE contained in a packet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WritePart {
     pub(crate) rkey: RKey,
-    /// Address of the packet's first byte.
+    /// Start address in the packet.
     pub(crate) addr: u64,
-    /// Bytes of the message from there on.
+    /// Remaining bytes of the message, starting with this packet.
     pub(crate) remaining: u32,
-    /// Bytes of the whole message.
+    /// Total message size in bytes.
     pub(crate) total: u32,
     len: u32,
 }
 
 impl WritePart {
-    /// The part of a packet, which goes on from what has arrived; `None` for one without a message,
-    /// or of another length than its place in the message demands.
+    /// Returns the part contained in a packet, based on the current state. Returns `None` if there
+    /// is no current message or if the size is invalid for this position in the message.
     pub(crate) fn of(inbound: Inbound, pkt: &Packet<'_>) -> Option<Self> {
         let (rkey, addr, remaining, total) = match (inbound, pkt.ext.reth) {
             (
-                // A first packet brings address and length in its RETH; later ones go on from
-                // what is left.
+                // The first packet contains address and length in the RETH. The following packets
+                // use the current state.
                 Inbound::Write {
                     rkey,
                     addr,
@@ -47,9 +47,9 @@ impl WritePart {
             (_, Some(reth)) => (RKey(reth.rkey()), reth.va(), reth.dma_len(), reth.dma_len()),
             _ => return None,
         };
-        // The length is compared with the RETH packet by packet, so that no payload reaches
-        // beyond the range that the key was checked for, and a last packet that comes too early
-        // is an error and not a short message.
+        // Compare each packet with the length in the RETH. This ensures that no payload exceeds the
+        // range for which the key was checked, and that we report an error if the last packet is
+        // received too early, instead of a short message.
         let len = payload_len(pkt);
         let fits = if pkt.op.position.is_end() {
             len == remaining
@@ -65,13 +65,14 @@ impl WritePart {
         })
     }
 
-    /// Whether the rights of a queue pair allow the message. One of no bytes needs neither right
-    /// nor key (IBTA C9-88): peers send one to wake a connection, `ib_srpt` with address and key 0.
+    /// Returns whether the access rights of the QP allow this message. A zero-length message
+    /// requires neither access rights nor a key (IBTA C9-88). Peers send such a message to wake up
+    /// a connection, for example `ib_srpt` with address and key set to 0.
     pub(crate) fn is_allowed(&self, access: Access) -> bool {
         self.total == 0 || access.contains(Access::REMOTE_WRITE)
     }
 
-    /// The message after this part, which is not its last.
+    /// Returns the state after this part if it's not the last one.
     pub(crate) fn rest(&self) -> Inbound {
         Inbound::Write {
             rkey: self.rkey,
@@ -82,23 +83,25 @@ impl WritePart {
     }
 }
 
-/// Packets of a message of `length` bytes; a message of none takes one.
+/// Returns the number of packets for a message of `length` bytes. An empty message requires one
+/// packet.
 pub(crate) fn plan_packets(length: u32, mtu: u32) -> u32 {
     debug_assert!(mtu.is_power_of_two(), "a path MTU");
-    // A message without payload is one packet: it needs a PSN to be acknowledged. Without a
-    // division, since it is planned at each attempt to begin a request.
+    // A message without payload is a single packet, because it needs a PSN for the acknowledgement.
+    // We avoid a division since this is called for each attempt to start a request.
     1 + (length.saturating_sub(1) >> mtu.trailing_zeros())
 }
 
-/// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it,
-/// the offset in those bytes, and how many bytes. The list must be that long.
+/// Calls `f` for each scatter list entry used by `len` bytes starting at `offset`. The arguments
+/// are the entry, the offset in the entry, the offset in the data, and the size. The list must be
+/// long enough.
 pub(crate) fn walk(
     sges: &[Sge],
     offset: usize,
     len: usize,
     mut f: impl FnMut(&Sge, usize, usize, usize) -> Result<(), KeyError>,
 ) -> Result<(), KeyError> {
-    // Nearly all lists have one entry.
+    // Most lists have a single entry.
     if let [only] = sges {
         let end = offset + len;
         assert!(
@@ -110,8 +113,8 @@ pub(crate) fn walk(
             _ => f(only, offset, 0, len),
         };
     }
-    // From the beginning each time: lists have a few entries, and a cursor would have to follow
-    // every going back.
+    // We always start with the first entry: lists only have a few entries, and a cursor would need
+    // to be updated on each retransmission.
     let (mut skip, mut done) = (offset, 0);
     for sge in sges {
         let length = sge.length as usize;
@@ -127,8 +130,8 @@ pub(crate) fn walk(
         done += take;
         skip = 0;
     }
-    // Lengths are checked when a request is posted and when a packet arrives, so this is a
-    // mistake of ours.
+    // The size is checked when a request is posted and when a packet is received, so this would be
+    // a bug.
     assert_eq!(done, len, "a scatter list shorter than its message");
     Ok(())
 }
@@ -140,7 +143,7 @@ mod tests {
     use crate::verbs::Mtu;
 
     #[test]
-    fn a_message_takes_as_many_packets_as_its_bytes_fill_and_one_at_least() {
+    fn message_needs_at_least_one_packet() {
         for mtu in Mtu::ALL.map(Mtu::bytes) {
             let planned = |length| plan_packets(length, mtu);
             assert_eq!([0, 1, mtu, mtu + 1].map(planned), [1, 1, 1, 2]);

@@ -1,26 +1,28 @@
-//! The reliable-connection transport of IBTA volume 1 chapter 9, as pure machines.
+//! The reliable connection transport (IBTA volume 1, chapter 9), implemented as pure state
+//! machines.
 //!
-//! An [`RcQp`] is one end of a connection. It owns no socket, clock or thread and copies no payload
-//! on the way out: packets and the time go in, packets, completions and deadlines come out. Nothing
-//! on that way allocates; every queue and ring has its final size from the start.
+//! [`RcQp`] is one end of a connection. It does not use sockets, clocks or threads and does not
+//! copy the payload on send. The caller passes packets and the current time, and receives packets,
+//! completions and deadlines. There are no allocations on this path because all queues and rings
+//! are created with their final size.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! | --- | --- |
-//! | [`qp`] | [`RcQp`]: the queue pair, its states, and who may send next |
-//! | [`state`] | the states of the two directions, with their diagrams |
-//! | [`send_queue`] | the ring of posted send requests |
-//! | [`recv_queue`] | [`RecvQueue`]: the ring of posted receives, a queue pair's own or a shared one |
-//! | `ctx` | what both directions work with during one call |
-//! | `message` | the packets and the scatter list of a message |
-//! | `emit` | a request packet: its opcode, headers and payload |
-//! | `congestion` | the window of the requester |
-//! | `post` | posts to a queue pair, also an unreliable one |
-//! | `pacing` | the pace of the responder's READ responses |
-//! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
-//! | [`completer`] | takes responses and completes send requests |
-//! | [`responder`] | takes requests, moves data, answers |
+//! | [`qp`] | [`RcQp`]: queue pair (QP), its states and the transmit scheduling |
+//! | [`state`] | states for both directions, with diagrams |
+//! | [`send_queue`] | ring of posted send requests |
+//! | [`recv_queue`] | [`RecvQueue`]: ring of posted receives, per QP or shared |
+//! | `ctx` | context used by both directions during a call |
+//! | `message` | packets and scatter list of a message |
+//! | `emit` | request packets: opcode, headers and payload |
+//! | `congestion` | congestion window of the requester |
+//! | `post` | posting to a QP, including unreliable connections |
+//! | `pacing` | pacing of READ responses |
+//! | [`requester`] | splits send requests into packets, handles the window and retransmissions |
+//! | [`completer`] | processes responses and completes send requests |
+//! | [`responder`] | processes requests, transfers data and sends responses |
 //!
-//! # The calling order
+//! # Calling order
 //!
 //! ```text
 //! for each packet:   qp.handle_packet(now, &packet, &mut env)
@@ -30,63 +32,67 @@
 //!     drain env.out
 //! ```
 //!
-//! The caller has checked the ICRC and that the packet's addresses and destination queue pair are
-//! this connection's. `env.rq` is the queue pair's own receive queue or the shared one that it was
-//! created with; it must be the same in every call.
+//! The caller must check the ICRC and verify that the addresses and destination QP of the packet
+//! match this connection. `env.rq` is either the QP's receive queue or the SRQ used to create it,
+//! and must not change between calls.
 //!
-//! # Choices the standard leaves open
+//! # Implementation choices
 //!
-//! - **Window.** No more than [`RcConfig::max_inflight_bytes`] are unacknowledged, so that a burst
-//!   fits a socket buffer, and no more than the path has been found to carry (`congestion.rs`). A
-//!   READ longer than that is asked for in several requests, because a responder does not know the
-//!   window; to the peer they are several READs.
-//! - **Recovery** is go-back-N. The window comes back at once when the acknowledgement after a
-//!   timeout shows that nothing was lost. The first retransmission comes after a time without
-//!   progress that is derived from the measured round trip, the next after twice that and so on, up
-//!   to eight times or the ACK timeout T. These times vary by a quarter.
-//! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the
-//!   standard lets the interval be T to 4·T), however many retransmissions fall in it. A request
-//!   therefore fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the
-//!   peer lives.
-//! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked,
-//!   or after [`RcConfig::ack_every`] packets that did not. What it has to acknowledge leaves
-//!   ahead of the SENDs and WRITEs of its own that are ready, so that a program has the completion
-//!   of what it has sent before that of the answer. It leaves behind READs and atomics. A requester
-//!   asks at the end of a message, unless another follows at once, and at least every
-//!   [`RcConfig::ack_every`] packets.
-//! - **Credits** count receives, not messages: the limit is the number of receive-consuming
-//!   messages acknowledged plus the advertised count. Before the first acknowledgement there is no
-//!   limit.
-//! - A LOCAL_INV waits for the earlier requests that name its key, so that a retransmission never
-//!   meets a key that has gone, and for all with FENCE; a REG_MR runs as soon as its turn comes.
+//! - **Window.** The amount of unacknowledged data is limited to [`RcConfig::max_inflight_bytes`],
+//!   so that a burst fits into a socket buffer, and to the current path capacity (`congestion.rs`).
+//!   A READ exceeding this is split into multiple requests, as a responder does not know the
+//!   window. The peer will treat these as separate READs.
+//! - **Recovery** uses go-back-N. If the acknowledgement after a timeout shows that nothing was
+//!   lost, the previous window is restored. The first retransmission is sent after a time without
+//!   progress based on the measured round trip. This interval is doubled for each retransmission,
+//!   up to eight times the initial value or the ACK timeout T. All intervals vary by up to a
+//!   quarter.
+//! - **Retries are based on time**: each interval of 3·T without progress uses one retry (the
+//!   standard allows T to 4·T), regardless of the number of retransmissions. A request will
+//!   therefore fail after (retry count + 1)·3·T. Sequence NAKs don't use any retries because they
+//!   prove that the peer is alive.
+//! - **Acknowledgements** are coalesced: the responder acknowledges the most recent packet
+//!   requesting it, or every [`RcConfig::ack_every`] packets if there was no request. A pending
+//!   acknowledgement is sent before any SENDs and WRITEs from our side that are ready, so that the
+//!   peer gets the completion for its request before our response. It is sent after pending READs
+//!   and atomics. The requester requests an acknowledgement at the end of a message, unless it is
+//!   immediately followed by a new message, and at least every [`RcConfig::ack_every`] packets.
+//! - **Credits** count receives, not messages: the limit is the number of acknowledged messages
+//!   that consumed a receive plus the advertised count. There is no limit before the first
+//!   acknowledgement.
+//! - LOCAL_INV waits for previous requests using its key, so that a retransmission never needs an
+//!   invalidated key, and with FENCE for all previous requests. REG_MR is executed when it reaches
+//!   the head of the queue.
 //!
-//! - **Congestion notifications** (annex A17.9.3) answer packets with data that a router has
-//!   marked, one in [`CNP_INTERVAL`] at most, and are never sent unasked: an `rdma_rxe` that does
-//!   not know them takes one for a response that it does not expect. A requester that is sent one
-//!   narrows its window, once in a round trip, and so does one whose READ responses arrive marked.
-//!   A responder that is sent one paces its READ responses (`pacing.rs`).
+//! - **Congestion notifications** (annex A17.9.3) are sent for data packets that were marked by a
+//!   router, at most one per [`CNP_INTERVAL`]. They are only sent as a reaction to a mark, because
+//!   `rdma_rxe` versions without support for them will treat the packet as an unexpected response.
+//!   A requester receiving a notification reduces its window, at most once per round trip. The same
+//!   happens if its READ responses are marked. A responder receiving a notification starts pacing
+//!   its READ responses (`pacing.rs`).
 //!
 //! # Extended reliable connections (annex A14)
 //!
-//! A queue pair whose service is XRC is one of their ends: the same machine with other opcodes, and
-//! with the number of a shared receive queue in each request. An initiator takes no requests and a
-//! target sends none; the caller hands neither over. Before each request the caller has given a
-//! target the receive queue that the request names (`env.rq`) and its domain
-//! ([`RcQp::set_domain`]). All packets of a message name one queue.
+//! For the XRC service, a QP uses the same state machine with different opcodes, and each request
+//! contains the number of an SRQ. An initiator can't receive requests and a target cannot send
+//! them, and the caller must not pass them. Before passing a request to a target, the caller must
+//! set the receive queue for this request (`env.rq`) and its domain ([`RcQp::set_domain`]). All
+//! packets of a message must use the same queue.
 //!
-//! Linux's `rdma_rxe` does not have this service (it was proposed and never taken), other devices of
-//! Linux do.
+//! XRC is not supported by Linux `rdma_rxe` (patches were proposed but not merged), but by other
+//! Linux drivers.
 //!
 //! # Path migration (IBTA 17.2.8)
 //!
-//! The owner knows the paths, and the state of migration. While that is ARMED
-//! ([`RcQp::set_armed`]), a request whose retries are used up does not end the connection: it asks
-//! for the other path ([`RcQp::take_path_wish`]). After a migration for whichever reason the
-//! window, the round trip and the retries begin again, and what is outstanding is sent again
-//! ([`RcQp::on_migrated`]). Only a packet whose PSN the peer has reason to send may migrate a
-//! connection ([`RcQp::knows`]).
+//! The owner of the QP handles the paths and the migration state. In the ARMED state
+//! ([`RcQp::set_armed`]), a request that runs out of retries does not fail the connection but
+//! requests a switch to the alternate path ([`RcQp::take_path_wish`]). After any migration, the
+//! window, round trip and retries are reset and all outstanding packets are sent again
+//! ([`RcQp::on_migrated`]). A packet can only migrate a connection if its PSN is plausible for the
+//! peer ([`RcQp::knows`]).
 //!
-//! Not implemented: resynchronisation (RESYNC), shared-queue resizing while a receive is bound.
+//! Not implemented: resynchronization (RESYNC), and resizing a shared queue while a receive is
+//! bound.
 
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
 
@@ -118,60 +124,62 @@ pub use congestion::RECOVERY_WINDOW;
 pub use qp::RcQp;
 pub use recv_queue::{RecvQueue, RecvWqe};
 
-/// PSNs before the expected one that a peer may still repeat, for all that is known: more than any
-/// window has packets. A stranger has to guess one of these, of 2^24.
+/// Number of PSNs before the expected PSN for which we assume that the peer can still retransmit.
+/// This exceeds the maximum window. An attacker would need to guess a PSN in this range out of
+/// 2^24.
 const RECENT: u32 = 1 << 12;
 
-/// The shortest time between two congestion notifications of a queue pair.
+/// Minimum time between two congestion notifications for a QP.
 pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Longest message, in bytes (IBTA 9.7.4.1.6).
+/// Maximum message size in bytes (IBTA 9.7.4.1.6).
 pub const MAX_MESSAGE: u32 = 1 << 31;
 
-/// Configuration of a queue pair, fixed when it is created but for
-/// [`RcConfig::max_inflight_bytes`].
+/// QP configuration. Only [`RcConfig::max_inflight_bytes`] can be changed later.
 #[derive(Clone, Copy, Debug)]
 pub struct RcConfig {
-    /// Its handle, put into completions and events.
+    /// QP handle, used in completions and events.
     pub qp: QpId,
-    /// Its number, put into completions.
+    /// QP number, used in completions.
     pub qp_num: u32,
-    /// Protection domain of the queue pair.
+    /// Protection domain of the QP.
     pub pd: PdId,
-    /// Its service: [`Service::Rc`], or [`Service::Xrc`].
+    /// Service: [`Service::Rc`] or [`Service::Xrc`].
     pub service: Service,
-    /// Depths of its queues. A shared receive queue ignores the receive depths but not
-    /// `max_recv_sge`, which must be that of the shared queue.
+    /// Queue sizes. If an SRQ is used, the receive queue size is ignored but `max_recv_sge` must
+    /// match the shared queue.
     pub cap: QpCap,
-    /// Every send completes visibly.
+    /// If set, all sends generate a completion.
     pub sq_sig_all: bool,
-    /// Receives come from a shared receive queue. No credits are then advertised.
+    /// If set, receives are taken from an SRQ and we don't advertise credits.
     pub has_srq: bool,
-    /// Most bytes unacknowledged, each packet counted as [`packet_cost`]. To lose nothing on an
-    /// idle link it should be well below the receiver's socket buffer.
+    /// Maximum amount of unacknowledged data, where each packet is counted as [`packet_cost`]. To
+    /// avoid packet loss on an idle link, this should be well below the receiver's socket buffer
+    /// size.
     pub max_inflight_bytes: u32,
-    /// Packets after which a responder acknowledges at the latest, and a requester asks for it.
+    /// Maximum number of packets before the responder sends an acknowledgement or the requester
+    /// requests one.
     pub ack_every: u32,
-    /// Time without progress before the first retransmission, as long as no round trip has been
-    /// measured; the ACK timeout where that is shorter.
+    /// Time without progress before the first retransmission, used until a round trip has been
+    /// measured. Limited by the ACK timeout.
     pub first_retransmit: Duration,
-    /// The same time at least, once the round trip is known.
+    /// Minimum time without progress before a retransmission, used when the round trip is known.
     pub min_retransmit: Duration,
-    /// Seed of the queue pair's random numbers. Timers vary by them, so that connections which
-    /// lost packets together do not send together again. With 0 they do not.
+    /// Seed for the random numbers used to vary the timers, so that connections which lost packets
+    /// at the same time don't retransmit at the same time. Set to 0 to disable.
     pub seed: u32,
 }
 
-/// Bytes that a full packet of a path MTU is taken to occupy in the receiver's socket buffer: Linux
-/// charges a datagram with the power of two that holds it, and its own header beside.
+/// Returns the number of bytes that we expect a full packet to use in the receiver's socket buffer.
+/// Linux rounds up the datagram size to a power of two and adds the header size.
 #[must_use]
 pub const fn packet_cost(mtu: Mtu) -> u32 {
     2 * mtu.bytes() + 512
 }
 
 impl RcConfig {
-    /// A configuration with the defaults: number 0, 128 KiB in flight, which fits the usual socket
-    /// buffer of 208 KiB with room for the other direction.
+    /// Creates a default configuration with QP number 0 and 128 KiB in flight. This fits into the
+    /// default socket buffer size of 208 KiB and leaves some space for the other direction.
     #[must_use]
     pub fn new(qp: QpId, pd: PdId, cap: QpCap) -> Self {
         Self {
@@ -191,113 +199,116 @@ impl RcConfig {
     }
 }
 
-/// Attributes of the transition to RTR (IBTA 11.2.5.2).
+/// Attributes for the transition to RTR (IBTA 11.2.5.2).
 #[derive(Clone, Copy, Debug)]
 pub struct RtrParams {
-    /// Path MTU of both directions.
+    /// Path MTU for both directions.
     pub path_mtu: Mtu,
-    /// The peer's queue pair.
+    /// The peer's QP number.
     pub dest_qpn: Qpn,
-    /// First PSN that we expect.
+    /// First PSN we expect to receive.
     pub rq_psn: Psn,
-    /// READs and atomics that the peer may have outstanding (responder resources).
+    /// Maximum number of outstanding READs and atomics from the peer (responder resources).
     pub max_dest_rd_atomic: u8,
-    /// Delay that our RNR NAKs ask for.
+    /// Delay requested in our RNR NAKs.
     pub min_rnr_timer: RnrTimer,
-    /// Rights of the peer: the remote ones only.
+    /// Access rights for the peer. Only remote rights are used.
     pub access: Access,
 }
 
-/// Attributes of the transition to RTS (IBTA 11.2.5.2).
+/// Attributes for the transition to RTS (IBTA 11.2.5.2).
 #[derive(Clone, Copy, Debug)]
 pub struct RtsParams {
-    /// First PSN that we send.
+    /// First PSN we will send.
     pub sq_psn: Psn,
-    /// ACK timeout is 4.096 µs × 2^n; 0 waits for ever.
+    /// ACK timeout of 4.096 µs × 2^n, or 0 for no timeout.
     pub timeout: u8,
-    /// Retries after timeouts, up to 7.
+    /// Retry count for timeouts, up to 7.
     pub retry_cnt: u8,
-    /// Retries after an RNR NAK; 7 is without end.
+    /// Retry count for RNR NAKs; 7 means unlimited.
     pub rnr_retry: u8,
-    /// READs and atomics that we may have outstanding (initiator depth).
+    /// Maximum number of our own outstanding READs and atomics (initiator depth).
     pub max_rd_atomic: u8,
 }
 
-/// Attributes that a drained queue pair may change (IBTA 11.2.5.2); `None` leaves one as it is.
+/// Attributes that can be changed while the QP is drained (IBTA 11.2.5.2). Use `None` to keep the
+/// current value.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DrainedChange {
-    /// ACK timeout, as [`RtsParams::timeout`].
+    /// ACK timeout, see [`RtsParams::timeout`].
     pub timeout: Option<u8>,
-    /// Retries after timeouts, up to 7.
+    /// Retry count for timeouts, up to 7.
     pub retry_cnt: Option<u8>,
-    /// Retries after an RNR NAK; 7 is without end.
+    /// Retry count for RNR NAKs; 7 means unlimited.
     pub rnr_retry: Option<u8>,
-    /// READs and atomics that we may have outstanding.
+    /// Maximum number of our own outstanding READs and atomics.
     pub max_rd_atomic: Option<u8>,
-    /// READs and atomics that the peer may have outstanding.
+    /// Maximum number of outstanding READs and atomics from the peer.
     pub max_dest_rd_atomic: Option<u8>,
 }
 
-/// Something for the owner of the queue pair, in the order in which it happened.
+/// Events for the owner of the QP, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RcEvent {
-    /// For the send completion queue.
+    /// Completion for the send CQ.
     Send(Completion),
-    /// For the receive completion queue.
+    /// Completion for the receive CQ.
     Recv(Completion),
-    /// For the asynchronous event queue.
+    /// Event for the asynchronous event queue.
     Async(AsyncEvent),
 }
 
-/// Resources that a queue pair uses but does not own.
+/// Resources used but not owned by a QP.
 #[derive(Debug)]
 pub struct Env<'a> {
-    /// Table of the device's keys.
+    /// Key table of the device.
     pub mrs: &'a mut MrTable,
-    /// The queue pair's receive queue, its own or a shared one.
+    /// Receive queue of the QP, or its SRQ.
     pub rq: &'a mut RecvQueue,
-    /// Destination of completions and events. One call appends at most the requests outstanding in
-    /// both queues and a few events; a vector that is drained and reused stops growing there.
+    /// Output for completions and events. A single call will add at most the number of outstanding
+    /// requests in both queues and a few events, so this vector stops growing if it is drained and
+    /// reused.
     pub out: &'a mut Vec<RcEvent>,
 }
 
-/// A packet to send, without addresses and ICRC: headers, then payload, then `pad` zero bytes.
+/// Packet to send, without addresses and ICRC: headers, followed by the payload and `pad` zero
+/// bytes.
 ///
-/// The payload is `segments`, or `inline` for data that was copied; one of them is empty. A caller
-/// keeps one of these and hands it in again, so that its buffers are allocated once.
+/// The payload is either in `segments`, or in `inline` if it was copied. The caller should reuse
+/// this struct, so that its buffers are only allocated once.
 #[derive(Debug, Default)]
 pub struct TxPacket {
-    /// BTH and extended headers; the pad count is set.
+    /// BTH and extended headers. The pad count is already set.
     pub headers: HeaderBuf,
-    /// Payload in memory, in order. The memory stays valid as long as the slices live; its bytes
-    /// may change under them, as under any NIC.
+    /// Payload in memory, in order. The memory is valid while the slices exist, but its contents
+    /// can be modified concurrently, as with any NIC.
     pub segments: Vec<MemSlice>,
-    /// Payload that was copied, at the post or because it is short.
+    /// Payload that was copied, either when posted or because it is small.
     pub inline: Vec<u8>,
-    /// Payload without padding, in bytes.
+    /// Payload size without padding, in bytes.
     pub payload_len: usize,
 }
 
 impl TxPacket {
-    /// Bytes of padding after the payload.
+    /// Returns the number of pad bytes following the payload.
     #[must_use]
     pub fn pad(&self) -> usize {
         pad_len(self.payload_len)
     }
 
-    /// Bytes of the UDP payload without the ICRC.
+    /// Returns the size of the UDP payload without the ICRC.
     #[must_use]
     pub fn len(&self) -> usize {
         self.headers.len() + self.payload_len + self.pad()
     }
 
-    /// Never true: a packet has a header.
+    /// Always returns false, because a packet has at least a header.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.headers.is_empty()
     }
 
-    /// Appends headers, payload and padding to `out`.
+    /// Appends the headers, payload and padding to `out`.
     pub fn copy_to(&self, out: &mut Vec<u8>) {
         let end = out.len() + self.len();
         out.extend_from_slice(&self.headers);
@@ -305,14 +316,14 @@ impl TxPacket {
         for slice in &self.segments {
             let at = out.len();
             out.resize(at + slice.len(), 0);
-            // A copy: no Rust reference may point into registered memory, which its owner or a
-            // peer may write meanwhile.
+            // We need a copy here, as we cannot create a Rust reference to registered memory that
+            // may be modified concurrently by its owner or by a peer.
             slice.read(0, &mut out[at..]);
         }
         out.resize(end, 0);
     }
 
-    /// Empties it, keeping the buffers.
+    /// Clears the packet but keeps the buffers.
     pub(crate) fn clear(&mut self) {
         self.headers.clear();
         self.segments.clear();
@@ -321,32 +332,32 @@ impl TxPacket {
     }
 }
 
-/// Counters of a queue pair since it was created.
+/// Counters for a QP, starting at its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RcCounters {
     /// Number of packets sent.
     pub tx_packets: u64,
     /// Number of payload bytes sent.
     pub tx_bytes: u64,
-    /// Number of packets taken in.
+    /// Number of packets received.
     pub rx_packets: u64,
-    /// Payload bytes taken in.
+    /// Number of payload bytes received.
     pub rx_bytes: u64,
-    /// Request packets sent again.
+    /// Number of retransmitted request packets.
     pub retransmits: u64,
-    /// Retransmissions that a timer began.
+    /// Number of retransmissions caused by a timer.
     pub timeouts: u64,
-    /// Retransmissions begun because a response showed that an earlier one was lost.
+    /// Number of retransmissions caused by a response that implies the loss of a previous response.
     pub implied_naks: u64,
-    /// Sequence NAKs taken in.
+    /// Number of PSN sequence error NAKs received.
     pub rx_nak_sequence: u64,
-    /// RNR NAKs taken in.
+    /// Number of RNR NAKs received.
     pub rx_rnr_naks: u64,
-    /// Invalid-request NAKs taken in.
+    /// Number of invalid-request NAKs received.
     pub rx_nak_invalid: u64,
-    /// Remote-access NAKs taken in.
+    /// Number of remote-access NAKs received.
     pub rx_nak_access: u64,
-    /// Remote-operation NAKs taken in.
+    /// Number of remote-operation NAKs received.
     pub rx_nak_operation: u64,
     /// Number of PSN sequence error NAKs sent.
     pub tx_nak_sequence: u64,
@@ -358,24 +369,24 @@ pub struct RcCounters {
     pub tx_nak_access: u64,
     /// Number of remote-operation NAKs sent.
     pub tx_nak_operation: u64,
-    /// Packets taken in that a router has marked for congestion.
+    /// Number of received packets with a congestion mark.
     pub rx_marked: u64,
     /// Number of congestion notifications sent.
     pub tx_cnps: u64,
-    /// Congestion notifications taken in.
+    /// Number of congestion notifications received.
     pub rx_cnps: u64,
-    /// Request packets that had been taken in before.
+    /// Number of duplicate request packets received.
     pub duplicates: u64,
-    /// Request packets ahead of a missing one.
+    /// Number of request packets received after a missing packet.
     pub out_of_order: u64,
-    /// Responses that fit nothing outstanding.
+    /// Number of responses that don't match an outstanding request.
     pub stale_responses: u64,
-    /// Packets that the queue pair's state does not take.
+    /// Number of packets dropped because they are not valid in the current QP state.
     pub dropped: u64,
 }
 
 impl RcCounters {
-    /// Packets that were in no sequence, or not taken for another reason.
+    /// Returns the number of packets that were out of sequence or dropped for other reasons.
     pub(crate) fn refused(&self) -> u64 {
         self.duplicates + self.out_of_order + self.stale_responses + self.dropped
     }

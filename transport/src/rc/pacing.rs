@@ -1,57 +1,60 @@
-//! The pace of READ responses, for a requester that does not fit what it asks for to the path.
+//! Pacing of READ responses, for requesters that don't limit their READs to the path capacity.
 //!
-//! A responder does not know its requester's window. Riser's requester asks only for what the path
-//! takes; an adapter may ask for megabytes and leave it to notifications to slow the answer down.
-//! So, while more than [`BURST`] responses are asked for, they are paced: a notification sets the
-//! time from one response to the next: what it has been of late, and an eighth longer for each
-//! further one, once in a [`PERIOD`]. Without notifications it becomes shorter by an eighth in each
-//! period, and there is none once it is shorter than [`SHORTEST`]. Between [`LONGEST`] and that are
-//! 57 periods, so this ends by itself, and no number of notifications stops a connection.
+//! A responder doesn't know the window of its requester. Our own requester only requests as much
+//! data as the path can handle, but other adapters can request megabytes and rely on congestion
+//! notifications to slow down the responder. We therefore use pacing if more than [`BURST`]
+//! response packets are pending. The first notification sets the gap between two responses to the
+//! recently measured value. This is increased by 1/8 for each additional notification, at most once
+//! per [`PERIOD`]. Without notifications, the gap is reduced by 1/8 per period, and pacing stops
+//! when it is less than [`SHORTEST`]. Since it takes 57 periods to get there from [`LONGEST`],
+//! pacing always stops in a limited time, and a connection can't be stopped by any number of
+//! notifications.
 
 use std::time::{Duration, Instant};
 
-/// Interval between changes of the gap.
+/// Minimum interval between changes of the gap.
 const PERIOD: Duration = Duration::from_millis(1);
-/// Longest gap between two responses.
+/// Maximum gap between two responses.
 const LONGEST: Duration = Duration::from_millis(2);
-/// The shortest gap that is kept.
+/// Minimum gap between two responses.
 const SHORTEST: Duration = Duration::from_micros(1);
-/// Responses that may leave together, after a pause or because no others are asked for.
+/// Number of responses that can be sent as a burst, after a pause or if no more are pending.
 pub(super) const BURST: u32 = 16;
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Pacer {
-    /// The time from one response to the next, while there is a pace.
+    /// Current gap between two responses, if pacing is active.
     gap: Option<Duration>,
-    /// Time at which the next response is due at that pace.
+    /// Time at which the next response should be sent.
     next: Option<Instant>,
-    /// Time of the last change of the gap.
+    /// Time of the last change to the gap.
     changed: Option<Instant>,
-    /// Responses since this time, of the last period or so.
+    /// Start of the current measurement, about one period ago.
     since: Option<Instant>,
     count: u32,
 }
 
 impl Pacer {
-    /// Whether there is a pace.
+    /// Returns true if pacing is active.
     pub(super) fn is_active(&self) -> bool {
         self.gap.is_some()
     }
 
-    /// Time at which the next response may leave; `None` is now.
+    /// Returns the time at which the next response can be sent, or `None` if it can be sent now.
     pub(super) fn wait(&mut self, now: Instant) -> Option<Instant> {
         self.gap?;
-        // A gap that was set long ago has become shorter since, or has ended.
+        // Reduce the gap based on the time since the last change.
         self.quicken(now);
         let (gap, next) = (self.gap?, self.next?);
-        // A pause is made up for by a burst.
+        // Allow a burst after a pause.
         let at = next.checked_sub(gap * BURST).unwrap_or(next);
         (at > now).then_some(at)
     }
 
-    /// Counts a response that leaves.
+    /// Updates the state when a response is sent.
     pub(super) fn on_response(&mut self, now: Instant) {
-        // Counted also without a pace, as the first notification needs the rate that there was.
+        // We need to count even if pacing is not active, because the current rate is used for the
+        // first notification.
         if self.since.is_none_or(|since| now > since + PERIOD) {
             self.since = Some(now);
             self.count = 0;
@@ -59,20 +62,21 @@ impl Pacer {
         self.count += 1;
         if let Some(gap) = self.gap {
             let next = self.next.map_or(now, |next| next.max(now)) + gap;
-            // Responses that need not wait borrow no more than a burst from later ones.
+            // Responses that are sent without waiting can use up at most one burst of the following
+            // time.
             self.next = Some(next.min(now + gap * (BURST + 1)));
         }
     }
 
-    /// A notification has come.
+    /// Handles a congestion notification.
     pub(super) fn on_cnp(&mut self, now: Instant) {
         self.quicken(now);
-        // Several notifications within a period are about the same queue: a change has not had
-        // time to show.
+        // Multiple notifications within a period are for the same queue, as the last change had no
+        // effect yet.
         if self.changed.is_some_and(|at| now < at + PERIOD) {
             return;
         }
-        // Before responses were sent there is nothing to slow down.
+        // If no responses were sent, we don't need to slow down.
         let Some(gap) = self.gap.or_else(|| self.measured(now)) else {
             return;
         };
@@ -80,14 +84,15 @@ impl Pacer {
         self.changed = Some(now);
     }
 
-    /// The mean gap of late; `None` where hardly a response was sent.
+    /// Returns the recent average gap, or `None` if there were too few responses.
     fn measured(&self, now: Instant) -> Option<Duration> {
         let taken = now.saturating_duration_since(self.since?);
-        // Two periods at most: an old count says nothing about the rate that a router marked.
+        // Ignore measurements older than two periods, because the rate may have changed before the
+        // packet was marked.
         (self.count > 1 && taken < PERIOD * 2).then(|| taken / self.count)
     }
 
-    /// Takes back an eighth of the gap for each period that has passed.
+    /// Reduces the gap by 1/8 for each period since the last change.
     fn quicken(&mut self, now: Instant) {
         while let (Some(gap), Some(at)) = (self.gap, self.changed)
             && now >= at + PERIOD * 2
@@ -96,8 +101,8 @@ impl Pacer {
             self.gap = (shorter >= SHORTEST).then_some(shorter);
             self.changed = Some(at + PERIOD);
             if self.gap.is_none() {
-                // Forgotten as well, or the first response of a later pace would be due at a time
-                // of this one.
+                // This must also be reset, as otherwise the first response would be delayed when
+                // pacing is activated again.
                 self.next = None;
                 self.changed = None;
             }
@@ -110,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn responses_that_need_not_wait_make_no_later_one_wait_longer() {
+    fn unpaced_responses_do_not_delay_later_responses() {
         let start = Instant::now();
         let at = |micros| start + Duration::from_micros(micros);
         let mut pacer = Pacer::default();
@@ -118,7 +123,7 @@ mod tests {
         pacer.on_cnp(at(100));
         let gap = pacer.gap.unwrap();
         assert!((10..13).contains(&gap.as_micros()), "{gap:?}");
-        // Small READs, whose responses leave at ten times the pace.
+        // Small READs whose responses are sent at ten times the pace.
         (100..1100).for_each(|n| pacer.on_response(at(n)));
         let wait = pacer.wait(at(1100)).unwrap() - at(1100);
         assert!(wait <= gap, "{wait:?}");

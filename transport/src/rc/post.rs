@@ -1,4 +1,4 @@
-//! Posting to a connected queue pair, reliable or not.
+//! Posting to a connected QP, for both reliable and unreliable connections.
 
 use super::RecvQueue;
 use crate::verbs::{PostError, PostReason, QpState, RecvWr, SendWr};
@@ -7,13 +7,13 @@ const fn refused(reason: PostReason) -> PostError {
     PostError { index: 0, reason }
 }
 
-/// Posts a chain of send requests by `post`. RESET, INIT and RTR take none. ERROR does, since the
-/// owner may post before it has seen the first flushed completion; the caller then flushes each, also
-/// those before one that was refused. Refusing them would leave the owner with requests that have no
-/// completion.
+/// Posts a chain of send requests using `post`. This fails in RESET, INIT and RTR. It is allowed in
+/// ERROR because the owner may not have processed the first flushed completion yet. In this case
+/// the caller must flush all requests, including requests posted before an error. If we returned an
+/// error instead, the owner would never get a completion for them.
 ///
 /// # Errors
-/// The index of the first request that was not posted, and why.
+/// Returns the index of the first request that could not be posted, and the reason.
 pub(crate) fn post_sends(
     state: QpState,
     wrs: &[SendWr<'_>],
@@ -26,12 +26,12 @@ pub(crate) fn post_sends(
     wrs.try_for_each(|(index, wr)| post(wr).map_err(|reason| PostError { index, reason }))
 }
 
-/// Posts receives to a queue pair's own receive queue, which the caller flushes in ERROR.
+/// Posts receives to the QP's own receive queue. The caller must flush them in ERROR.
 ///
 /// # Errors
-/// The index of the first request that was not posted, and why. RESET takes none, nor does a queue
-/// pair with a shared receive queue: its receives are posted to the shared queue itself, where no
-/// single queue pair could flush them.
+/// Returns the index of the first request that could not be posted, and the reason. This fails in
+/// RESET, and if the QP uses an SRQ. In the latter case, receives must be posted to the shared
+/// queue because they cannot be flushed by a single QP.
 pub(crate) fn post_receives(
     state: QpState,
     has_srq: bool,

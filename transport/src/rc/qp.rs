@@ -1,4 +1,4 @@
-//! The reliable-connected queue pair: its states, and who may send next.
+//! Reliable connected queue pair (QP): states and transmit scheduling.
 
 use std::time::Instant;
 
@@ -18,21 +18,22 @@ use super::{
     CNP_INTERVAL, DrainedChange, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsParams, TxPacket,
 };
 
-/// Packets of one kind (requests or READ responses) in a row while the other kind waits.
+/// Maximum number of consecutive packets of one type (requests or READ responses) while packets of
+/// the other type are ready.
 const BURST: u32 = 16;
 
-/// Data stream that sent last, of the two.
+/// Data stream that sent the last packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stream {
     Requests,
     Responses,
 }
 
-/// A reliable-connected queue pair. See the [module](super) for the calling order.
+/// Reliable connected QP. See the [module](super) documentation for the calling order.
 ///
-/// Its states are those of [`QpState`] without `Sqe`. The caller checks a request against the table
-/// of IBTA 11.2.5.2 ([`qp_state`]) and calls the `to_*` function of the new state, which panics
-/// where the table has no such transition.
+/// Uses all states in [`QpState`] except `Sqe`. The caller must check each transition using the
+/// table in IBTA 11.2.5.2 ([`qp_state`]) and then call the corresponding `to_*` function, which
+/// will panic if the transition is not in the table.
 #[derive(Debug)]
 pub struct RcQp {
     cfg: RcConfig,
@@ -41,27 +42,27 @@ pub struct RcQp {
     requester: Requester,
     responder: Responder,
     counters: RcCounters,
-    /// No request of the peer's that follows the agreed sequence has come since RTR.
+    /// Set if no valid request was received from the peer since RTR.
     awaits_first_packet: bool,
-    /// `SqDrained` still has to be raised.
+    /// Set if `SqDrained` has not been reported yet.
     awaits_drain: bool,
     stream: Stream,
     burst: u32,
-    /// Requests sent ahead of the acknowledgement that waits.
+    /// Number of requests sent while an acknowledgement was pending.
     ahead: u32,
-    /// The partition key of a marked packet that is to be answered with a notification.
+    /// P_Key of a marked packet for which we need to send a congestion notification.
     cnp: Option<u16>,
-    /// Until when no other notification is sent.
+    /// No congestion notification is sent before this time.
     cnp_until: Option<Instant>,
 }
 
-/// Borrows the fields that a call works with, beside the direction that it calls.
+/// Borrows the fields used during a call, except for the direction being called.
 macro_rules! ctx {
     ($self:ident, $now:expr, $env:ident) => {
         Ctx {
             now: $now,
             cfg: &$self.cfg,
-            link: $self.link.expect("a path from RTR on"),
+            link: $self.link.expect("path is set in RTR"),
             mrs: &mut *$env.mrs,
             rq: &mut *$env.rq,
             out: &mut *$env.out,
@@ -71,7 +72,7 @@ macro_rules! ctx {
 }
 
 impl RcQp {
-    /// A queue pair in RESET.
+    /// Creates a QP in RESET.
     #[must_use]
     pub fn new(cfg: RcConfig) -> Self {
         Self {
@@ -91,32 +92,32 @@ impl RcQp {
         }
     }
 
-    /// State of the queue pair.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Configuration of the queue pair.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &RcConfig {
         &self.cfg
     }
 
-    /// Counters since its creation.
+    /// Returns the counters since creation.
     #[must_use]
     pub fn counters(&self) -> &RcCounters {
         &self.counters
     }
 
-    /// Send requests not completed.
+    /// Returns the number of send requests that are not complete.
     #[must_use]
     pub fn sends_outstanding(&self) -> usize {
         self.requester.outstanding()
     }
 
-    /// Bytes of memory that a queue pair of the given depths holds in RTS, without the receive
-    /// queue. `reads` of its own may be under way, and `resources` of the peer's.
+    /// Returns the memory size in bytes of a QP in RTS with these queue sizes, without the receive
+    /// queue. `reads` is the maximum number of our outstanding READs, `resources` that of the peer.
     #[must_use]
     pub const fn memory(cap: &QpCap, reads: u8, resources: u8) -> usize {
         size_of::<Self>()
@@ -124,19 +125,19 @@ impl RcQp {
             + Responder::memory(cap.max_recv_sge, resources)
     }
 
-    /// Bytes of memory that the queue pair holds, without the receive queue. It does not change
-    /// after the move to RTS.
+    /// Returns the memory used by the QP in bytes, without the receive queue. This does not change
+    /// after the transition to RTS.
     #[must_use]
     pub fn footprint(&self) -> usize {
         size_of::<Self>() + self.requester.footprint() + self.responder.footprint()
     }
 
-    /// Transition from RESET to INIT.
+    /// RESET to INIT.
     pub fn to_init(&mut self) {
         self.become_state(QpState::Init);
     }
 
-    /// INIT to RTR: packets are taken from now on.
+    /// INIT to RTR. The QP will now process received packets.
     pub fn to_rtr(&mut self, params: &RtrParams) {
         self.become_state(QpState::Rtr);
         self.link = Some(PeerPath {
@@ -144,59 +145,59 @@ impl RcQp {
             mtu: params.path_mtu,
         });
         self.responder.start(params);
-        // Set again for each connection: a queue pair comes back from RESET for another peer,
-        // whose first packet has not come.
+        // This must be set for each connection: after a RESET, the QP can be used for a different
+        // peer.
         self.awaits_first_packet = true;
     }
 
-    /// RTR to RTS: requests are sent from now on.
+    /// RTR to RTS. The QP will now send requests.
     pub fn to_rts(&mut self, params: &RtsParams) {
-        // The table allows SQD to RTS as well, but there the requester keeps its packet numbers:
-        // `start` would give it the first PSN again while packets are outstanding.
+        // The transition from SQD to RTS is also valid but must not use this function. The
+        // requester needs to keep its packet numbers, while `start` would reset the PSN with
+        // packets still outstanding.
         assert_eq!(self.state, QpState::Rtr, "SQD is left by `resume`");
         self.become_state(QpState::Rts);
-        let link = self.link.expect("a path from RTR on");
+        let link = self.link.expect("path is set in RTR");
         self.requester.start(params, link.mtu, &self.cfg);
     }
 
-    /// RTS to SQD: requests that have begun are finished, no other begins. `SqDrained` reports the
-    /// end.
+    /// RTS to SQD. Requests that were started are completed, but no new requests are started.
+    /// `SqDrained` is reported when this is done.
     pub fn to_sqd(&mut self, env: &mut Env<'_>) {
         self.become_state(QpState::Sqd);
         self.awaits_drain = true;
-        // With nothing begun no acknowledgement will come to raise the event later.
+        // If no request was started, there will be no acknowledgement to trigger the event later.
         self.check_drained(env);
     }
 
-    /// SQD back to RTS.
+    /// SQD to RTS.
     pub fn resume(&mut self) {
         assert_ne!(self.state, QpState::Rtr, "RTR is left by `to_rts`");
         self.become_state(QpState::Rts);
         self.awaits_drain = false;
     }
 
-    /// Any state to ERROR: every request in both queues completes as flushed, sends first, each
-    /// queue in order. What a shared queue holds stays there. What the peer's requests have done is
-    /// still acknowledged, and a NAK that ended the connection is still sent; READs are not
-    /// answered any longer.
+    /// Any state to ERROR. All requests in both queues are flushed, starting with the send queue,
+    /// in order. Receives in a shared queue are not affected. Requests from the peer that were
+    /// already executed are still acknowledged and a NAK that failed the connection is still sent,
+    /// but no more READ responses.
     pub fn to_error(&mut self, env: &mut Env<'_>) {
         self.responder.close();
         self.enter_error(env);
     }
 
-    /// The next answer that is due although the queue pair ends now, written into `tx`; false if
-    /// there is none. It needs no memory. For a caller that cannot wait for
-    /// [`RcQp::poll_transmit`].
+    /// Writes the next pending response to `tx` even though the QP is closed, or returns false if
+    /// nothing is pending. This does not use registered memory. It should be called if the caller
+    /// cannot wait for [`RcQp::poll_transmit`].
     pub fn poll_last_answer(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         tx.clear();
-        // READs need the owner's memory, which may be freed right after this call. They are
-        // dropped here, so that what is left (an acknowledgement, atomics, a NAK) is made of
-        // numbers only.
+        // READ responses use memory that may be freed right after this call, so we drop them here.
+        // The remaining responses (acknowledgement, atomics or NAK) don't use any memory.
         self.responder.close();
         if !self.responder.has_output() {
             return false;
         }
-        // Only a READ can fail.
+        // Only a READ can return an error.
         let is_answer = self.responder.poll(&mut ctx!(self, now, env), tx);
         let is_answer = is_answer.unwrap_or(false);
         if is_answer {
@@ -205,15 +206,15 @@ impl RcQp {
         is_answer
     }
 
-    /// Any state to RESET: everything is forgotten, nothing completes. The caller clears the queue
-    /// pair's own receive queue.
+    /// Any state to RESET. All state is cleared without completing any requests. The caller must
+    /// clear the QP's own receive queue.
     pub fn to_reset(&mut self) {
-        // Retransmissions of the old connection must not be sent in the new one, whose packet
-        // numbers begin elsewhere.
+        // We must not retransmit packets of the old connection after this, because the new
+        // connection will use different packet numbers.
         self.requester.reset();
         self.responder.reset();
-        // The packets of the old peer find no path from here on: RESET takes none in, and RTR
-        // sets the path before the first one is taken.
+        // There is no path for packets from the old peer now: they are ignored in RESET, and the
+        // transition to RTR sets the new path first.
         self.link = None;
         self.cnp = None;
         self.cnp_until = None;
@@ -221,12 +222,12 @@ impl RcQp {
         self.become_state(QpState::Reset);
     }
 
-    /// Changes what the peer may do.
+    /// Sets the access rights for the peer.
     pub fn set_access(&mut self, access: Access) {
         self.responder.set_access(access);
     }
 
-    /// Changes the most bytes that may be unacknowledged ([`RcConfig::max_inflight_bytes`]).
+    /// Sets the maximum amount of unacknowledged data ([`RcConfig::max_inflight_bytes`]).
     pub fn set_max_inflight(&mut self, bytes: u32) {
         self.cfg.max_inflight_bytes = bytes;
         if let Some(link) = self.link {
@@ -234,7 +235,7 @@ impl RcQp {
         }
     }
 
-    /// Changes attributes of a queue pair whose send queue has drained.
+    /// Updates the attributes of a QP with a drained send queue.
     pub fn change_drained(&mut self, change: &DrainedChange) {
         self.requester.change(change, &self.cfg);
         if let Some(count) = change.max_dest_rd_atomic {
@@ -242,26 +243,28 @@ impl RcQp {
         }
     }
 
-    /// Whether requests that had begun before a move to SQD are not complete yet.
+    /// Returns true if requests that were started before the transition to SQD are not yet
+    /// complete.
     #[must_use]
     pub fn is_draining(&self) -> bool {
         self.state == QpState::Sqd && !self.requester.is_drained()
     }
 
-    /// Says whether there is another path, which a request takes whose retries are used up.
+    /// Sets whether an alternate path is available, to be used when a request runs out of retries.
     pub fn set_armed(&mut self, is_armed: bool) {
         self.requester.set_armed(is_armed);
     }
 
-    /// Returns once whether retries of an armed connection are used up. The caller then takes it to
-    /// its other path by [`RcQp::on_migrated`]. To be asked after each [`RcQp::handle_timeout`].
+    /// Returns true once if an armed connection ran out of retries. The caller should then switch
+    /// to the alternate path using [`RcQp::on_migrated`]. This must be checked after each
+    /// [`RcQp::handle_timeout`].
     pub fn take_path_wish(&mut self) -> bool {
         self.requester.take_path_wish()
     }
 
-    /// The connection has another path from now on, with this ACK timeout. Window, round trip and
-    /// retries begin again, and what is outstanding is sent again. An acknowledgement shows the peer
-    /// the new path, even if there is nothing to send.
+    /// Handles a switch to a different path with this ACK timeout. Window, round trip and retries
+    /// are reset, and outstanding packets are sent again. We also send an acknowledgement, so that
+    /// the peer will see the new path even if there is nothing to send.
     pub fn on_migrated(&mut self, now: Instant, timeout: u8) {
         if matches!(self.state, QpState::Rts | QpState::Sqd)
             && let Some(link) = self.link
@@ -270,15 +273,15 @@ impl RcQp {
                 .on_migrated(now, timeout, link.mtu, &self.cfg);
         }
         self.cnp = None;
-        // The initiator of an extended connection answers nothing.
+        // The initiator of an extended connection does not send responses.
         if self.cfg.service == Service::Rc || !self.awaits_first_packet {
             self.responder.on_migrated();
         }
     }
 
-    /// Whether a packet has a PSN that its peer has reason to send now: that of the request which
-    /// comes next, of one that may be repeated, or of a response to something outstanding. A stranger
-    /// who does not see the connection's packets has to guess it.
+    /// Returns whether the PSN of this packet is plausible for the peer: it is the next request, a
+    /// request that may be repeated, or a response to an outstanding request. An attacker who can't
+    /// see the packets of this connection would need to guess it.
     #[must_use]
     pub fn knows(&self, pkt: &Packet<'_>) -> bool {
         let psn = pkt.bth.psn();
@@ -295,15 +298,16 @@ impl RcQp {
         }
     }
 
-    /// Changes the delay that our RNR NAKs ask for.
+    /// Sets the delay requested in our RNR NAKs.
     pub fn set_min_rnr_timer(&mut self, timer: RnrTimer) {
         self.responder.set_min_rnr_timer(timer);
     }
 
-    /// Posts a chain of send requests. In ERROR they complete as flushed at once.
+    /// Posts a chain of send requests. In ERROR, they are flushed immediately.
     ///
     /// # Errors
-    /// The index of the first request that was not posted, and why. RESET, INIT and RTR take none.
+    /// Returns the index of the first request that could not be posted, and the reason. This fails
+    /// in RESET, INIT and RTR.
     pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let result = post_sends(self.state, wrs, |wr| self.requester.post(wr));
         if self.state == QpState::Error {
@@ -312,17 +316,16 @@ impl RcQp {
         result
     }
 
-    /// Takes back the newest `count` sends, before anything has been done for them.
+    /// Removes the last `count` send requests, before they are processed.
     pub fn unpost_send(&mut self, count: usize) {
         self.requester.unpost(count);
     }
 
-    /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at
-    /// once.
+    /// Posts receives to the QP's own receive queue. In ERROR, they are flushed immediately.
     ///
     /// # Errors
-    /// The index of the first request that was not posted, and why. RESET takes none, nor does a
-    /// queue pair with a shared receive queue.
+    /// Returns the index of the first request that could not be posted, and the reason. This fails
+    /// in RESET, and if the QP uses an SRQ.
     pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let result = post_receives(self.state, self.cfg.has_srq, wrs, env.rq);
         if self.state == QpState::Error {
@@ -331,7 +334,7 @@ impl RcQp {
         result
     }
 
-    /// Whether a request with this PSN would be carried out now, if nothing is wrong with it.
+    /// Returns true if a valid request with this PSN would be executed now.
     #[must_use]
     pub fn expects(&self, psn: Psn) -> bool {
         matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd)
@@ -339,62 +342,61 @@ impl RcQp {
             && self.responder.expected() == psn
     }
 
-    /// Forgets that answers were made to the peer's READs: they were lost before they left, because
-    /// memory that they were read from is gone. A repeated request is refused then.
+    /// Discards the record of READ responses generated for the peer. This is used if they were lost
+    /// before transmission because their memory was removed. A repeated request will then be
+    /// rejected.
     pub fn lose_answers(&mut self) {
         self.responder.lose_answers();
     }
 
-    /// Whether a message is arriving that has taken its receive.
+    /// Returns whether a receive is bound to an incomplete message.
     #[must_use]
     pub fn has_receive(&self) -> bool {
         self.responder.is_bound()
     }
 
-    /// Sets the protection domain of the peer's requests from now on: that of the shared receive
-    /// queue which they name.
+    /// Sets the protection domain used for requests from the peer: that of their SRQ.
     pub fn set_domain(&mut self, pd: PdId) {
         self.responder.set_domain(pd);
     }
 
-    /// Refuses the request that is expected, since it names a receive queue that it may not use.
+    /// Rejects the expected request because it is not allowed to use its receive queue.
     pub fn refuse_expected(&mut self, now: Instant, env: &mut Env<'_>) {
         let fault = self.responder.refuse_expected(&mut ctx!(self, now, env));
         self.settle(Err(fault), env);
     }
 
-    /// Takes in a packet for this queue pair.
+    /// Processes a packet received for this QP.
     pub fn handle_packet(&mut self, now: Instant, pkt: &Packet<'_>, env: &mut Env<'_>) {
         let is_up = matches!(self.state, QpState::Rts | QpState::Sqd);
-        // RTR has no requester: a response there belongs to an earlier connection with the same
-        // number, or is forged.
+        // There is no requester in RTR, so a response is either from an old connection using the
+        // same number or forged.
         let takes = match self.state {
             QpState::Rtr => !pkt.op.is_response(),
             _ => is_up,
         };
-        // RESET, INIT and ERROR take nothing (CVE-2026-93107).
+        // Packets must be ignored in RESET, INIT and ERROR (CVE-2026-93107).
         if !takes || pkt.op.service != self.cfg.service {
             self.counters.dropped += 1;
             return;
         }
         if pkt.op.operation == Operation::CongestionNotification {
-            // A notification has no PSN that means anything and answers no request, so it goes
-            // round both directions. The peer does not say which of them it is about: both slow
-            // down.
+            // A congestion notification has no valid PSN and is not a response, so it is handled
+            // here. It doesn't indicate the direction, so we slow down both of them.
             self.counters.rx_packets += 1;
             self.counters.rx_cnps += 1;
+            self.requester.on_heard();
             self.requester.on_mark();
             self.responder.on_cnp(now);
             return;
         }
-        // Only a request that begins the agreed sequence shows that the peer is ready. Any other
-        // packet may be left from an earlier connection, and would establish a connection whose
-        // peer has not confirmed it.
+        // Only the first expected request proves that the peer is ready. Any other packet may be
+        // from an old connection and must not establish this one, as the peer has not confirmed it.
         let is_next = pkt.op.is_request() && pkt.bth.psn() == self.responder.expected();
         if self.awaits_first_packet && is_next {
             self.awaits_first_packet = false;
-            // The event is for an owner that waits in RTR for its connection. One that has gone
-            // on to RTS asks `has_received`.
+            // This event is for owners waiting in RTR. In RTS, the owner uses `has_received`
+            // instead.
             if self.state == QpState::Rtr {
                 let event = AsyncEvent::CommEstablished(self.cfg.qp);
                 env.out.push(RcEvent::Async(event));
@@ -402,6 +404,7 @@ impl RcQp {
         }
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += pkt.payload.len() as u64;
+        self.requester.on_heard();
         if pkt.op.is_request() {
             let result = self
                 .responder
@@ -415,44 +418,44 @@ impl RcQp {
         }
     }
 
-    /// A packet arrives with a router's mark of congestion. To be called before
-    /// [`RcQp::handle_packet`], or after it where only that shows that the packet is the peer's.
+    /// Handles a packet with a congestion mark. This must be called before [`RcQp::handle_packet`],
+    /// or after it if that is required to verify that the packet is from the peer.
     pub fn handle_mark(&mut self, now: Instant, pkt: &Packet<'_>) {
         let is_up = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
-        // Only data can be slowed down. Acknowledgements are not sent as ECN-capable, so a mark on
-        // one is a mistake or a forgery.
+        // We can only slow down data. Acknowledgements are not sent as ECN-capable, so a mark on an
+        // acknowledgement is either an error or forged.
         if !is_up || pkt.payload.is_empty() {
             return;
         }
         self.counters.rx_marked += 1;
-        // The data of a READ was sent at our request, so our window caused the congestion. Marked
-        // SENDs and WRITEs are the peer's, whom the notification below slows.
+        // READ responses are sent at our request, so the congestion was caused by our window. For
+        // SENDs and WRITEs, we notify the peer instead.
         if pkt.op.operation == Operation::ReadResponse {
             self.requester.on_mark();
         }
-        // Otherwise a full link, where every packet is marked, would carry as many notifications
-        // back.
+        // Without this limit, we would send a notification for every packet on a congested link.
         if self.cnp_until.is_none_or(|until| now >= until) {
-            // The notification carries the partition key of the packet that it answers: the peer
-            // drops a packet of another partition.
+            // We must use the P_Key of the marked packet, because the peer will drop packets with a
+            // different P_Key.
             self.cnp = Some(pkt.bth.pkey());
             self.cnp_until = Some(now + CNP_INTERVAL);
         }
     }
 
-    /// Returns whether the peer has sent a request that follows the agreed sequence since RTR.
+    /// Returns true if a valid request was received from the peer since RTR.
     #[must_use]
     pub fn has_received(&self) -> bool {
         !self.awaits_first_packet
     }
 
-    /// Whether requests have been repeated for so long without an answer that the peer may be gone.
+    /// Returns whether retransmissions have not been acknowledged for so long that the peer may be
+    /// down.
     #[must_use]
     pub fn is_peer_silent(&self, now: Instant) -> bool {
         self.requester.is_peer_silent(now)
     }
 
-    /// Next time at which [`RcQp::handle_timeout`] must be called.
+    /// Returns the next time [`RcQp::handle_timeout`] must be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         match self.state {
@@ -465,10 +468,10 @@ impl RcQp {
         }
     }
 
-    /// Does what is due by `now`. Calling it early or twice does nothing.
+    /// Processes expired timers. Calling this early or twice has no effect.
     pub fn handle_timeout(&mut self, now: Instant, env: &mut Env<'_>) {
-        // The responder also in RTR, where READ responses may already be paced. What ends in
-        // ERROR has no timers: its last answers leave with the next poll.
+        // The responder needs this in RTR as well, as READ responses may already be paced. There
+        // are no timers in ERROR: the last responses are sent by the next poll.
         self.responder.handle_timeout(now);
         if matches!(self.state, QpState::Rts | QpState::Sqd) {
             let result = self.requester.handle_timeout(&mut ctx!(self, now, env));
@@ -476,23 +479,24 @@ impl RcQp {
         }
     }
 
-    /// The next packet to send, written into `tx`; false if there is none for now.
+    /// Writes the next packet to `tx`, or returns false if there is nothing to send.
     ///
-    /// Congestion notifications go first. READ responses and requests take turns in bursts of 16,
-    /// so that the packets of one message come in a row. An acknowledgement waits for the READs and
-    /// atomics that are ready, up to such a burst; other short answers wait for none.
+    /// Congestion notifications are sent first. READ responses and requests are sent in alternating
+    /// bursts of 16, so that packets of the same message stay together. An acknowledgement is sent
+    /// after pending READs and atomics, up to one burst. Other short responses are sent
+    /// immediately.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
-            // Each turn begins with an empty packet: an attempt that fails may have gathered a
-            // part of its payload.
+            // We must start with an empty packet, because a failed attempt may already have added
+            // some payload.
             tx.clear();
-            // ERROR still sends what was done before it, and the NAK that explains it.
+            // In ERROR, we still send responses for previous requests and the NAK.
             let (responds, requests) = match self.state {
                 QpState::Rts | QpState::Sqd => (true, true),
                 QpState::Rtr | QpState::Error => (true, false),
                 _ => (false, false),
             };
-            // A notification is useful only while the congestion lasts.
+            // A notification is only useful if it is sent immediately.
             if self.cnp.is_some() && responds {
                 self.emit_cnp(tx);
                 return true;
@@ -501,8 +505,8 @@ impl RcQp {
                 (false, false) => return false,
                 (false, true) => (Stream::Requests, None),
                 (true, false) => (Stream::Responses, None),
-                // If one stream has nothing or waits for its window or pace, the other may still
-                // send.
+                // If the first stream has no packet or is blocked by its window or pace, we try the
+                // other stream.
                 (true, true) => match self.plan_turn() {
                     Stream::Responses => (Stream::Responses, Some(Stream::Requests)),
                     Stream::Requests => (Stream::Requests, Some(Stream::Responses)),
@@ -515,36 +519,37 @@ impl RcQp {
             match result {
                 Ok(true) => return true,
                 Ok(false) => {
-                    // A local operation may have been the last to complete, which no packet will
-                    // show.
+                    // The last request to complete may be a local operation, for which we will not
+                    // receive a packet.
                     self.check_drained(env);
                     return false;
                 }
-                // The queue pair is in ERROR now. Another round, for a NAK that the fault may have
-                // left.
+                // The QP is now in ERROR. Try again because there may be a NAK to send.
                 Err(Fault) => self.enter_error(env),
             }
         }
     }
 
-    /// The acknowledgement that waits for READs, written into `tx`; false if there is none. For
-    /// a caller that stops before [`RcQp::poll_transmit`] has nothing left.
+    /// Writes an acknowledgement that is waiting for READs to `tx`, or returns false if there is no
+    /// acknowledgement. This must be used if the caller stops calling [`RcQp::poll_transmit`]
+    /// before it returns false.
     pub fn poll_waiting_ack(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         tx.clear();
-        // Only a READ can fail.
+        // Only a READ can return an error.
         self.responder.has_only_ack()
             && self
                 .poll_stream(Stream::Responses, now, env, tx)
                 .unwrap_or(false)
     }
 
-    /// The stream that goes first where both may have something to send.
+    /// Returns the stream to use first if both may have packets to send.
     fn plan_turn(&mut self) -> Stream {
-        // An acknowledgement alone goes ahead of SENDs and WRITEs. The program that posted what it
-        // acknowledges often expects its completion before that of our answer, as devices deliver
-        // them that acknowledge by themselves; tgt's iSER refuses logins otherwise. The programs see
-        // no READ or atomic, and behind the requests of these the acknowledgement is the last
-        // segment of their train. Not behind more than a burst: the peer's window waits for it.
+        // An acknowledgement is sent before any SENDs and WRITEs. The peer's application often
+        // expects the completion of its request before our response, because this is how hardware
+        // behaves: for example, tgt will otherwise reject iSER logins. READs and atomics are not
+        // visible to the application, so the acknowledgement can be the last segment in their
+        // train. But we limit this to one burst, as the peer's window is waiting for the
+        // acknowledgement.
         if self.responder.has_only_ack() {
             if self.ahead < BURST && self.requester.is_read_next() {
                 self.ahead += 1;
@@ -554,8 +559,8 @@ impl RcQp {
         }
         let is_turn = self.stream == Stream::Responses && self.burst < BURST
             || self.stream == Stream::Requests && self.burst >= BURST;
-        // NAKs and atomics' answers are single small packets that the peer waits for, so they do
-        // not wait for the end of a burst of requests.
+        // NAKs and atomic responses are single small packets that the peer is waiting for, so we
+        // don't delay them until the end of a burst.
         if is_turn || self.responder.is_urgent() {
             Stream::Responses
         } else {
@@ -574,7 +579,7 @@ impl RcQp {
         let is_sent = match stream {
             Stream::Responses => self.responder.poll(&mut ctx, tx)?,
             Stream::Requests => {
-                // In SQD what has begun goes on, since its completion is what ends the draining.
+                // In SQD, requests that were started must continue so that the queue can drain.
                 let may_start = self.state == QpState::Rts;
                 self.requester.poll(&mut ctx, tx, may_start)?
             }
@@ -586,12 +591,12 @@ impl RcQp {
     }
 
     fn become_state(&mut self, next: QpState) {
-        // The states of an extended connection are the same.
+        // Extended connections use the same states.
         qp_state::become_state(&mut self.state, QpType::Rc, next);
     }
 
     fn emit_cnp(&mut self, tx: &mut TxPacket) {
-        let link = self.link.expect("a path from RTR on");
+        let link = self.link.expect("path is set in RTR");
         let pkey = self.cnp.take().unwrap_or(DEFAULT_PKEY);
         tx.headers = emit_headers(&Bth::cnp(link.dest, pkey), &ExtHeaders::default());
         self.counters.tx_packets += 1;
@@ -604,8 +609,8 @@ impl RcQp {
         if stream == Stream::Responses {
             self.ahead = 0;
         }
-        // The count goes on beyond `BURST` while the other stream has nothing: that one then has
-        // its turn at once when it has something.
+        // We keep counting beyond `BURST` if the other stream has no packets, so that it can send
+        // immediately when a packet is ready.
         if self.stream == stream {
             self.burst = self.burst.saturating_add(1);
         } else {
@@ -631,20 +636,20 @@ impl RcQp {
 
     fn enter_error(&mut self, env: &mut Env<'_>) {
         let was_in_error = self.state == QpState::Error;
-        // A refusal leaves behind the answers of the requests before it and its NAK, and those
-        // still go out. In any other case nothing may touch the owner's memory from here on.
+        // If we have rejected a request, responses to previous requests and the NAK are still sent.
+        // In all other cases, we must not access the owner's memory anymore.
         if !self.responder.has_failed() {
             self.responder.close();
         }
         self.become_state(QpState::Error);
         self.awaits_drain = false;
-        // Sends before receives, always, so that an owner sees one order whichever direction
+        // Always flush sends before receives, so that the order does not depend on which direction
         // failed.
         self.requester.flush(&self.cfg, env.out);
         self.flush_receives(env);
-        // The owner of a shared queue waits for this event before it destroys the queue pair: no
-        // receive of the shared queue is taken for it any longer. A second error in ERROR is
-        // possible, when a READ that is still being answered loses its key.
+        // The owner of a shared queue must wait for this event before destroying the QP, as it
+        // indicates that no more receives will be consumed. A second error is possible in ERROR, if
+        // the key used by a pending READ response is invalidated.
         if self.cfg.has_srq && !was_in_error {
             let event = AsyncEvent::QpLastWqeReached(self.cfg.qp);
             env.out.push(RcEvent::Async(event));
@@ -652,8 +657,8 @@ impl RcQp {
     }
 
     fn flush_receives(&mut self, env: &mut Env<'_>) {
-        // The receive of a half-received message is older than all in the queue, and its owner
-        // still has to get it back.
+        // The receive of an incomplete message is older than all receives in the queue and must be
+        // returned to its owner.
         let bound = self.responder.unbind();
         let mut flush = |wr_id| {
             let (status, opcode) = (WcStatus::WrFlushErr, WcOpcode::Recv);
@@ -663,7 +668,7 @@ impl RcQp {
         if let Some(wr_id) = bound {
             flush(wr_id);
         }
-        // A shared queue serves other queue pairs, which still need what is in it.
+        // Don't flush a shared queue because it is still used by other QPs.
         if !self.cfg.has_srq {
             while let Some(wr_id) = env.rq.pop_id() {
                 flush(wr_id);

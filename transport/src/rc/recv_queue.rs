@@ -1,4 +1,4 @@
-//! The ring of posted receives: a queue pair's own, or a shared one.
+//! Ring of posted receives, either for a single QP or shared.
 
 use crate::mr::{KeyError, MrTable};
 use crate::verbs::{LKey, PdId, PostError, PostReason, RecvOrder, RecvWr, Sge, WrId};
@@ -6,12 +6,12 @@ use crate::verbs::{LKey, PdId, PostError, PostReason, RecvOrder, RecvWr, Sge, Wr
 use super::MAX_MESSAGE;
 use super::message::walk;
 
-/// Posted receives, taken in the order in which they were posted or newest first ([`RecvOrder`]).
-/// Bound: the depth that it was created with; posting beyond it is [`PostReason::QueueFull`].
+/// Posted receives, consumed in the order they were posted or newest first ([`RecvOrder`]). If the
+/// queue is full, posting returns [`PostReason::QueueFull`].
 #[derive(Debug)]
 pub struct RecvQueue {
     heads: Box<[Head]>,
-    /// `max_sge` entries for each slot.
+    /// `max_sge` entries per slot.
     sges: Box<[Sge]>,
     max_sge: u32,
     order: RecvOrder,
@@ -26,12 +26,12 @@ struct Head {
     length: u32,
 }
 
-/// A receive that a message has taken: its id, its scatter list and the bytes that it holds.
+/// Receive consumed by a message: work request ID, scatter list and size.
 #[derive(Debug)]
 pub struct RecvWqe {
-    /// Comes back in the completion.
+    /// Returned in the completion.
     pub wr_id: WrId,
-    /// Sum of the lengths, in bytes.
+    /// Total size in bytes.
     pub length: u32,
     sges: Box<[Sge]>,
     count: usize,
@@ -44,7 +44,7 @@ pub(super) const NO_SGE: Sge = Sge {
 };
 
 impl RecvWqe {
-    /// Room for a receive of up to `max_sge` entries.
+    /// Creates an empty receive with space for `max_sge` entries.
     #[must_use]
     pub fn new(max_sge: u32) -> Self {
         Self {
@@ -59,13 +59,13 @@ impl RecvWqe {
         size_of_val(&*self.sges)
     }
 
-    /// Scatter list of the receive.
+    /// Returns the scatter list.
     #[must_use]
     pub fn sges(&self) -> &[Sge] {
         &self.sges[..self.count]
     }
 
-    /// Writes a packet of a message, from `offset` in it on: all of it, or nothing.
+    /// Writes a packet at `offset` in the message. On error, nothing is written.
     pub(crate) fn scatter(
         &self,
         pd: PdId,
@@ -74,8 +74,8 @@ impl RecvWqe {
         data: &[u8],
     ) -> Result<(), KeyError> {
         let sges = self.sges();
-        // Two passes: an entry with a bad key behind a good one must not leave half a packet in
-        // the good one.
+        // We need two passes, because an entry with an invalid key must not result in a partial
+        // write to the previous entries.
         if sges.len() > 1 {
             walk(sges, offset, data.len(), |sge, within, _, take| {
                 let part = within..within + take;
@@ -90,18 +90,18 @@ impl RecvWqe {
     }
 }
 
-/// Copies a scatter list to a place for one of the same length.
+/// Copies a scatter list to a destination of the same length.
 pub(super) fn copy_sges(to: &mut [Sge], from: &[Sge]) {
-    // Nearly all lists have one entry, for which a call of `memcpy` is long.
+    // Most lists have a single entry, for which calling `memcpy` would be slow.
     match (&mut *to, from) {
         ([to], [from]) => *to = *from,
         _ => to.copy_from_slice(from),
     }
 }
 
-/// The length of a scatter list, if a message may be that long.
+/// Returns the total size of a scatter list if it is valid for a message.
 pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
-    // Summed in 64 bits: the lengths of two entries may exceed 32.
+    // We need 64 bits because the sum of two entries can exceed 32 bits.
     let sum: u64 = match sges {
         [only] => only.length.into(),
         _ => sges.iter().map(|s| u64::from(s.length)).sum(),
@@ -113,7 +113,7 @@ pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
 }
 
 impl RecvQueue {
-    /// A queue for `max_wr` receives of up to `max_sge` entries each.
+    /// Creates a queue for `max_wr` receives with up to `max_sge` entries.
     #[must_use]
     pub fn new(max_wr: u32, max_sge: u32) -> Self {
         let depth = max_wr as usize;
@@ -127,50 +127,51 @@ impl RecvQueue {
         }
     }
 
-    /// The same queue, empty, with another order.
+    /// Sets the order in which receives are consumed. The queue must be empty.
     #[must_use]
     pub fn with_order(mut self, order: RecvOrder) -> Self {
         self.order = order;
         self
     }
 
-    /// Number of posted receives.
+    /// Returns the number of posted receives.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Returns whether no receive is posted.
+    /// Returns whether there are no posted receives.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Maximum number of receives.
+    /// Returns the maximum number of receives.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.heads.len()
     }
 
-    /// Scatter-gather entries of a receive at most.
+    /// Returns the maximum number of scatter list entries per receive.
     #[must_use]
     pub fn max_sge(&self) -> u32 {
         self.max_sge
     }
 
-    /// Bytes of memory that a queue for `max_wr` receives of up to `max_sge` entries each holds.
+    /// Returns the memory size in bytes for a queue with `max_wr` receives of up to `max_sge`
+    /// entries.
     #[must_use]
     pub const fn memory(max_wr: u32, max_sge: u32) -> usize {
         max_wr as usize * (size_of::<Head>() + max_sge as usize * size_of::<Sge>())
     }
 
-    /// Bytes of memory that the queue holds.
+    /// Returns the memory used by this queue in bytes.
     #[must_use]
     pub fn footprint(&self) -> usize {
         size_of_val(&*self.heads) + size_of_val(&*self.sges)
     }
 
-    /// Posts receives: all of them, or those before the index in the error.
+    /// Posts receives. If this fails, the receives before the index in the error have been posted.
     ///
     /// # Errors
     /// [`PostReason::QueueFull`], [`PostReason::TooManySges`], [`PostReason::MessageTooLong`].
@@ -190,8 +191,7 @@ impl RecvQueue {
         if self.len == self.heads.len() {
             return Err(PostReason::QueueFull);
         }
-        // All checks come before the slot is written: nothing remains of a receive that was
-        // refused.
+        // All checks must be done before writing to the slot, so that a failed post has no effect.
         let slot = self.slot(self.len);
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
         let sges = wr.sges.len() as u32;
@@ -206,7 +206,7 @@ impl RecvQueue {
         Ok(())
     }
 
-    /// The slot of a receive by its place behind the oldest one; there are as many at most.
+    /// Returns the slot for a position relative to the oldest receive, at most the number of slots.
     fn slot(&self, place: usize) -> usize {
         let slot = self.first + place;
         match slot.checked_sub(self.heads.len()) {
@@ -215,7 +215,7 @@ impl RecvQueue {
         }
     }
 
-    /// The slot of the receive that is next, if there is one.
+    /// Returns the slot of the next receive, if any.
     fn next(&self) -> Option<usize> {
         let last = self.len.checked_sub(1)?;
         Some(match self.order {
@@ -224,25 +224,25 @@ impl RecvQueue {
         })
     }
 
-    /// Removes the receive that is next.
+    /// Removes the next receive.
     fn advance(&mut self) {
-        // The newest one lies behind the others, whose places stay.
+        // For newest-first order, the last receive is removed and the positions don't change.
         if self.order == RecvOrder::OldestFirst {
             self.first = self.slot(1);
         }
         self.len -= 1;
     }
 
-    /// Bytes that the next receive holds, if there is one.
+    /// Returns the size of the next receive in bytes, if any.
     #[must_use]
     pub fn next_length(&self) -> Option<u32> {
         self.next().map(|slot| self.heads[slot].length)
     }
 
-    /// Takes the next receive into `out`; false if there is none.
+    /// Moves the next receive to `out`, or returns false if the queue is empty.
     ///
     /// # Panics
-    /// If `out` was created with fewer entries than this queue allows and the receive needs them.
+    /// Panics if the receive has more entries than `out` has space for.
     pub fn pop(&mut self, out: &mut RecvWqe) -> bool {
         let Some(slot) = self.next() else {
             return false;
@@ -250,8 +250,8 @@ impl RecvQueue {
         let head = self.heads[slot];
         let at = slot * self.max_sge as usize;
         let count = head.sges as usize;
-        // Copied out, so that the slot is free for a new post while the message is still
-        // arriving.
+        // Copy the list so that the slot can be reused for a new post while the message is still
+        // being received.
         copy_sges(&mut out.sges[..count], &self.sges[at..at + count]);
         out.count = count;
         out.wr_id = head.wr_id;
@@ -260,25 +260,25 @@ impl RecvQueue {
         true
     }
 
-    /// Takes the next receive and answers its id only, for flushing.
+    /// Removes the next receive and returns only its ID. Used when flushing.
     pub fn pop_id(&mut self) -> Option<WrId> {
         let id = self.heads[self.next()?].wr_id;
         self.advance();
         Some(id)
     }
 
-    /// Removes all receives without completions.
+    /// Removes all receives without generating completions.
     pub fn clear(&mut self) {
         self.len = 0;
     }
 
-    /// Changes the capacity, keeping what is posted; false if that does not fit.
+    /// Changes the capacity and keeps all posted receives. Returns false if they don't fit.
     pub fn resize(&mut self, max_wr: u32) -> bool {
         if (max_wr as usize) < self.len {
             return false;
         }
-        // Posted again one by one, since the ring may wrap at another place now; the oldest first,
-        // in whichever order they are taken.
+        // Post the receives again, as the position where the ring wraps may change. This must start
+        // with the oldest receive regardless of the order in which they are consumed.
         let order = std::mem::replace(&mut self.order, RecvOrder::OldestFirst);
         let mut next = Self::new(max_wr, self.max_sge).with_order(order);
         let mut wqe = RecvWqe::new(self.max_sge);
@@ -287,7 +287,7 @@ impl RecvQueue {
                 wr_id: wqe.wr_id,
                 sges: wqe.sges(),
             };
-            next.push(&wr).expect("what fitted before fits");
+            next.push(&wr).expect("existing receives fit");
         }
         *self = next;
         true
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn receives_come_out_in_order_and_the_bound_holds() {
+    fn receives_are_consumed_in_order_within_limit() {
         let mut q = RecvQueue::new(2, 2);
         let two = [sge(3), sge(4)];
         let wr = |id, sges| RecvWr {
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_first_leaves_the_oldest_untouched() {
+    fn newest_first_keeps_oldest_receive() {
         let mut q = RecvQueue::new(3, 1).with_order(RecvOrder::NewestFirst);
         let entry = [sge(5)];
         let wr = |id| RecvWr {
@@ -339,7 +339,7 @@ mod tests {
         };
         q.post(&[wr(1), wr(2), wr(3)]).unwrap();
         let mut wqe = RecvWqe::new(1);
-        // One message at a time takes the same receive again and again.
+        // With one message at a time, we always use the same receive.
         for _ in 0..5 {
             assert_eq!(q.next_length(), Some(5));
             assert!(q.pop(&mut wqe));
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_too_long_or_too_large_is_refused_at_its_index() {
+    fn oversized_receive_is_rejected_with_index() {
         let mut q = RecvQueue::new(4, 2);
         let (three, huge) = ([sge(1); 3], [sge(u32::MAX), sge(1)]);
         let wr = |sges| RecvWr {

@@ -1,24 +1,23 @@
-//! The requester: cuts send requests into packets, keeps the window, repeats what was lost.
+//! Requester: splits send requests into packets, handles the window and retransmits lost packets.
 //!
-//! Packets are counted from the start of the connection by 64-bit numbers that never wrap; the PSN
-//! on the wire is the first PSN plus the number. A READ takes one number for each packet of its
-//! response. Three numbers are the state of the window:
+//! Packet numbers are 64 bits, start at the beginning of the connection and never wrap. The PSN
+//! used on the wire is the first PSN plus the packet number. A READ uses one number per response
+//! packet. The state of the window consists of three numbers:
 //!
 //! ```text
 //!   acknowledged │ in flight │ sent before, to be sent again │ never sent
 //!              una         nxt                             sent
 //! ```
 //!
-//! Outside a recovery `nxt` equals `sent`. Going back sets `nxt` to `una`.
+//! `nxt` is equal to `sent`, except during recovery, when `nxt` is set back to `una`.
 //!
 //! # READs in pieces
 //!
-//! A READ is asked for in pieces that fit the window, since what its responder sends in answer is
-//! what the path has to carry. A repeated request begins at the first byte that is missing and ends
-//! where its piece ends, or before that where the window has become smaller. So to the responder it
-//! is a part of a request that it has seen, with any windows (IBTA 9.4.4 allows a duplicate to ask
-//! for less). Two parts of one request are never under way together, because a responder need not
-//! remember more than one.
+//! A READ is split into pieces that fit into the window, as the path needs to transport the
+//! responses. A repeated request starts at the first missing byte and extends to the end of the
+//! piece, or less if the window was reduced. The responder will therefore always see a part of a
+//! previous request (IBTA 9.4.4 allows a duplicate to request less data). We never have two parts
+//! of the same request in flight, because a responder is only required to store one.
 
 mod cut;
 
@@ -35,86 +34,97 @@ use super::{DrainedChange, RECENT, RcConfig, RcEvent, RtsParams, packet_cost};
 use crate::verbs::{Mtu, PostReason, QpCap, SendFlags, SendWr, WcStatus};
 use crate::wire::Psn;
 
-/// Code of an RNR retry count without end.
+/// RNR retry count for unlimited retries.
 const RNR_FOREVER: u8 = 7;
 
-/// Longest time between retransmissions where the ACK timeout is "for ever".
+/// Maximum time between retransmissions if the ACK timeout is disabled.
 const SLOWEST_RETRANSMIT: Duration = Duration::from_secs(1);
 
-/// The round trip that is assumed before one is known.
+/// Initial value for the round trip time.
 const FIRST_ROUND_TRIP: Duration = Duration::from_micros(200);
 
-/// Maximum of the time between retransmissions, in units of its first value. Beyond that it
-/// protects no path, since what is sent is one packet, but starves a connection.
+/// Maximum backoff, in multiples of the first interval. A higher value would not help the path,
+/// since we only send one packet, but would starve the connection.
 const MOST_BACKOFF: u32 = 8;
 
-/// ACK timeouts without progress that spend one retry; the standard allows up to four.
+/// Number of ACK timeouts without progress per retry. The standard allows up to four.
 const TIMEOUTS_PER_RETRY: u32 = 3;
 
-/// Time after a timeout from which a peer that has not answered counts as silent.
+/// Divisor for the time without progress if packets were received from the peer. On a slow link the
+/// acknowledgements are queued behind its data, so we only use retries at the full rate if the peer
+/// is silent.
+const HEARD_DIVISOR: u32 = 4;
+
+/// Time after a timeout before a peer is considered silent.
 const SILENCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Requester {
     pub(super) sq: SendQueue,
     state: RequesterState,
-    /// PSN of packet number 0.
+    /// PSN for packet number 0.
     base: Psn,
     pub(super) mtu: u32,
-    /// Position of the request that `nxt` belongs to, or of the next to start.
+    /// Position of the request containing `nxt`, or of the next request to start.
     cur: u64,
-    /// Oldest packet number not acknowledged.
+    /// Oldest unacknowledged packet number.
     pub(super) una: u64,
     /// Next packet number to send.
     nxt: u64,
-    /// First packet number never sent.
+    /// First packet number that was never sent.
     pub(super) sent: u64,
-    /// Ends of the READ requests and atomics in flight, oldest first; bounded by the initiator
+    /// End positions of READ requests and atomics in flight, oldest first. Limited by the initiator
     /// depth.
     reads: VecDeque<u64>,
     max_reads: usize,
-    /// Ends of the READ requests that were sent for the first time and are not yet answered, oldest
-    /// first; as many at most.
+    /// End positions of READ requests that were sent for the first time and are still waiting for a
+    /// response, oldest first. The limit is the same.
     pieces: VecDeque<u64>,
     congestion: Congestion,
-    /// The window before a timeout that may turn out to have been too early, and when it fired.
+    /// Window before a timeout and the time of the timeout. Used to restore the window if the
+    /// timeout was too early.
     undo: Option<(Congestion, Instant)>,
-    /// Time at which the last packet left, where the window is less than one packet.
+    /// Time the last packet was sent, if the window is less than one packet.
     left: Option<Instant>,
-    /// Time to look again at what waits for the window, or asks in place of a failed request.
+    /// Time to check again for packets waiting for the window, or requesting an acknowledgement for
+    /// a failed request.
     paced: Option<Instant>,
-    /// State of the random numbers (xorshift); 0 gives no others.
+    /// Random number state (xorshift). Remains 0 if it was initialized with 0.
     random: u32,
     ack_every: u32,
     since_ack_request: u32,
-    /// Last receive of the peer's that it has advertised, `None` without flow control.
+    /// Last receive advertised by the peer, or `None` without flow control.
     limit: Option<u64>,
-    /// Receive-consuming requests that are complete.
+    /// Number of completed requests that consumed a receive.
     consumed: u64,
-    /// Packet number for which lost responses have been asked for again already.
+    /// Packet number for which lost responses have already been requested again.
     implied_at: Option<u64>,
     timer: Option<Instant>,
+    /// Duration of the current timer, including the random variation.
+    armed: Duration,
     interval: Duration,
-    /// Time without progress since a retry was last spent.
+    /// Time without progress since a retry was last used.
     waited: Duration,
-    /// The first interval, from measurement or, before any, from the configuration.
+    /// Set if a packet was received from the peer since the last progress or timeout.
+    is_heard: bool,
+    /// First interval, based on the measured round trip or initially on the configuration.
     first_retransmit: Duration,
     min_retransmit: Duration,
     round_trip: Option<RoundTrip>,
-    /// The packet being timed, and when it left.
+    /// Packet used to measure the round trip, and the time it was sent.
     timed: Option<(u64, Instant)>,
     ack_timeout: Option<Duration>,
     retry_cnt: u8,
     retries: u8,
     rnr_retry: u8,
     rnr_retries: u8,
-    /// There is another path, which a request takes whose retries are used up.
+    /// Set if an alternate path is available, to be used when a request runs out of retries.
     is_armed: bool,
-    /// That has happened.
+    /// Set if the requester ran out of retries and wants to use the alternate path.
     wants_path: bool,
 }
 
-/// The round trip as measured: its mean and its mean deviation (RFC 6298, section 2).
+/// Measured round trip: mean and mean deviation (RFC 6298, section 2).
 #[derive(Clone, Copy, Debug)]
 struct RoundTrip {
     mean: Duration,
@@ -135,15 +145,15 @@ impl RoundTrip {
         }
     }
 
-    /// Time after which an acknowledgement is overdue (RFC 6298, section 2.3).
+    /// Returns the time after which an acknowledgement is overdue (RFC 6298, section 2.3).
     fn patience(self) -> Duration {
         self.mean + self.deviation * 4
     }
 }
 
-/// The ACK timeout of a code: 4.096 µs × 2^n, `None` for 0 (IBTA 9.7.6.1.3).
+/// Returns the ACK timeout for a code: 4.096 µs × 2^n, or `None` for 0 (IBTA 9.7.6.1.3).
 fn plan_ack_timeout(code: u8) -> Option<Duration> {
-    // A code has five bits; the cut keeps the shift in range for any value.
+    // The code only has five bits, but we limit it so that the shift cannot overflow.
     (code != 0).then(|| Duration::from_nanos(4096 << code.min(31)))
 }
 
@@ -153,8 +163,8 @@ impl Requester {
     }
 
     fn with_queue(sq: SendQueue) -> Self {
-        // The queue keeps its memory over a reset, so that a queue pair that is used again
-        // allocates nothing; everything else begins again.
+        // Keep the memory used by the queue, so that reusing the QP doesn't need an allocation. All
+        // other state is reset.
         Self {
             sq,
             state: RequesterState::Ready,
@@ -178,8 +188,10 @@ impl Requester {
             consumed: 0,
             implied_at: None,
             timer: None,
+            armed: Duration::ZERO,
             interval: Duration::ZERO,
             waited: Duration::ZERO,
+            is_heard: false,
             first_retransmit: Duration::ZERO,
             min_retransmit: Duration::ZERO,
             round_trip: None,
@@ -195,15 +207,15 @@ impl Requester {
     }
 
     pub(super) fn start(&mut self, params: &RtsParams, mtu: Mtu, cfg: &RcConfig) {
-        // The first PSN is the one that the peer expects; the CM has exchanged both. `una`, `nxt`
-        // and `sent` stay at 0, since they count packets from this connection's first.
+        // The CM has exchanged the first PSNs, so the peer expects this value. `una`, `nxt` and
+        // `sent` remain at 0 because they are relative to the first packet of the connection.
         self.base = params.sq_psn;
         self.mtu = mtu.bytes();
         self.max_reads = usize::from(params.max_rd_atomic);
         self.reads = VecDeque::with_capacity(self.max_reads);
         self.pieces = VecDeque::with_capacity(self.max_reads);
-        // In packets, each at its cost in the peer's socket buffer and not at its payload: what
-        // exceeds that buffer is dropped there.
+        // Use the size of a packet in the peer's socket buffer and not the payload size, because
+        // the peer drops all packets that exceed this buffer.
         let max = cfg.max_inflight_bytes / packet_cost(mtu);
         self.congestion = Congestion::new(max, self.mtu);
         self.random = cfg.seed;
@@ -215,17 +227,17 @@ impl Requester {
         self.rnr_retries = params.rnr_retry;
     }
 
-    /// Sets the ACK timeout, and forgets what was measured.
+    /// Sets the ACK timeout and resets the measured round trip.
     fn set_ack_timeout(&mut self, code: u8, cfg: &RcConfig) {
         self.ack_timeout = plan_ack_timeout(code);
-        // A first retransmission after the ACK timeout would be later than the owner asked for.
+        // The first retransmission must not be later than the ACK timeout set by the owner.
         let longest = self.longest();
         self.first_retransmit = cfg.first_retransmit.min(longest);
         self.min_retransmit = cfg.min_retransmit.min(longest);
         self.interval = self.first_retransmit;
     }
 
-    /// Changes attributes, of an empty or drained queue.
+    /// Updates attributes while the queue is empty or drained.
     pub(super) fn change(&mut self, change: &DrainedChange, cfg: &RcConfig) {
         if let Some(code) = change.timeout {
             self.set_ack_timeout(code, cfg);
@@ -238,22 +250,27 @@ impl Requester {
         }
         if let Some(depth) = change.max_rd_atomic {
             self.max_reads = usize::from(depth);
-            // Nothing is outstanding, so both are empty.
+            // Nothing is outstanding, so both queues are empty.
             self.reads.reserve_exact(self.max_reads);
             self.pieces.reserve_exact(self.max_reads);
         }
+    }
+
+    /// Called when a packet was received from the peer.
+    pub(super) fn on_heard(&mut self) {
+        self.is_heard = true;
     }
 
     pub(super) fn set_armed(&mut self, is_armed: bool) {
         self.is_armed = is_armed;
     }
 
-    /// Whether the retries of an armed connection are used up, once.
+    /// Returns true once if an armed connection ran out of retries.
     pub(super) fn take_path_wish(&mut self) -> bool {
         std::mem::take(&mut self.wants_path)
     }
 
-    /// The connection has another path from now on, about which nothing is known.
+    /// Handles a switch to a different path, for which nothing is known yet.
     pub(super) fn on_migrated(&mut self, now: Instant, timeout: u8, mtu: Mtu, cfg: &RcConfig) {
         let max = cfg.max_inflight_bytes / packet_cost(mtu);
         self.congestion = Congestion::new(max, self.mtu);
@@ -264,24 +281,25 @@ impl Requester {
         self.implied_at = None;
         self.set_ack_timeout(timeout, cfg);
         self.waited = Duration::ZERO;
-        // All of them again, for the new path.
+        // Reset the retry count for the new path.
         self.retries = self.retry_cnt;
         self.is_armed = false;
-        // What was sent by the old path may be lost, as may its answers. A request that waits for a
-        // receive of the peer's has gone back already.
+        // Packets sent via the old path may be lost, including their responses. In the RNR wait
+        // state, we already went back.
         if self.state == RequesterState::Ready {
             self.go_back(now);
         }
     }
 
-    /// Returns whether a response is about a packet that is outstanding, or was a short while ago.
+    /// Returns whether a response refers to a packet that is outstanding or was recently
+    /// acknowledged.
     pub(super) fn knows(&self, psn: Psn) -> bool {
         let distance = i64::from(psn.diff(self.psn(self.una)));
         let outstanding = i64::try_from(self.sent - self.una).unwrap_or(i64::MAX);
         -i64::from(RECENT) <= distance && distance < outstanding
     }
 
-    /// Forgets everything, as a queue pair in RESET does.
+    /// Resets all state, for a QP in RESET.
     pub(super) fn reset(&mut self) {
         let mut sq = std::mem::take(&mut self.sq);
         sq.clear();
@@ -292,7 +310,8 @@ impl Requester {
         self.sq.len()
     }
 
-    /// Bytes of memory of one with these depths and READs at once, besides itself.
+    /// Returns the memory size in bytes for these queue sizes and this number of READs, without the
+    /// struct itself.
     pub(super) const fn memory(cap: &QpCap, reads: u8) -> usize {
         SendQueue::memory(cap) + 2 * reads as usize * size_of::<u64>()
     }
@@ -301,10 +320,10 @@ impl Requester {
         self.sq.footprint() + (self.reads.capacity() + self.pieces.capacity()) * size_of::<u64>()
     }
 
-    /// Whether no request has begun without being complete.
+    /// Returns true if no request is started but incomplete.
     pub(super) fn is_drained(&self) -> bool {
-        // Requests start in order, so the oldest one decides. A local operation that waits for
-        // its turn is `Posted` too.
+        // Requests are started in order, so we only need to check the oldest one. A local operation
+        // that is still waiting is also `Posted`.
         self.sq
             .peek(self.sq.head())
             .is_none_or(|w| w.phase == Phase::Posted)
@@ -318,7 +337,7 @@ impl Requester {
         self.sq.unpost(count);
     }
 
-    /// Completes every request as flushed, in order.
+    /// Flushes all requests, in order.
     pub(super) fn flush(&mut self, cfg: &RcConfig, out: &mut Vec<RcEvent>) {
         self.timer = None;
         self.end_rnr_wait();
@@ -327,12 +346,12 @@ impl Requester {
             let flushed = wqe.completion(cfg.qp, cfg.qp_num, WcStatus::WrFlushErr);
             out.push(RcEvent::Send(flushed));
         }
-        // The positions go on counting; a later post begins at the new head.
+        // Positions are never reset, so the next post will start at the new head.
         self.cur = self.sq.head();
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        // During an RNR wait no other timer runs: nothing has been sent that could be overdue.
+        // During an RNR wait there is no other timer, as no packets are in flight.
         match self.state {
             RequesterState::RnrWait(until) => Some(until),
             RequesterState::Ready => [self.timer, self.paced].into_iter().flatten().min(),
@@ -347,8 +366,8 @@ impl Requester {
         self.base.add(number as u32)
     }
 
-    /// Changes the most bytes that may be unacknowledged. Packets in flight beyond them are not
-    /// taken back.
+    /// Sets the maximum amount of unacknowledged data. This has no effect on packets already in
+    /// flight.
     pub(super) fn set_max_inflight(&mut self, bytes: u32, mtu: Mtu) {
         let max = bytes / packet_cost(mtu);
         self.congestion.set_max(max);
@@ -357,9 +376,9 @@ impl Requester {
         }
     }
 
-    // ---- time ----
+    // ---- timers ----
 
-    /// Ends an RNR wait, or repeats from the oldest packet not acknowledged.
+    /// Stops an RNR wait, or retransmits starting at the oldest unacknowledged packet.
     pub(super) fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) -> Result<(), Fault> {
         match self.state {
             RequesterState::RnrWait(until) if until <= ctx.now => {
@@ -369,66 +388,74 @@ impl Requester {
             RequesterState::RnrWait(_) => return Ok(()),
             RequesterState::Ready => {}
         }
-        // What waited for this is sent by the next poll.
-        // A pace is not a timeout: nothing is repeated and no retry spent.
+        // Packets waiting for this are sent by the next poll. Pacing is not a timeout, so there is
+        // no retransmission and no retry is used.
         self.paced = self.paced.filter(|&at| at > ctx.now);
         if self.timer.is_none_or(|at| at > ctx.now) {
             return Ok(());
         }
         ctx.counters.timeouts += 1;
-        // The time is added up, since timers between retransmissions grow. It is 0 again after
-        // each progress, so only silence in a row counts.
-        self.waited += self.interval;
-        if let Some(timeout) = self.ack_timeout
-            && self.waited >= timeout * TIMEOUTS_PER_RETRY
+        // We need to add up the time because the intervals increase. This is reset on any progress,
+        // so only consecutive timeouts are counted.
+        self.waited += match std::mem::take(&mut self.is_heard) {
+            true => self.armed / HEARD_DIVISOR,
+            false => self.armed,
+        };
+        let patience = self.ack_timeout.map(|timeout| timeout * TIMEOUTS_PER_RETRY);
+        if let Some(patience) = patience
+            && self.waited >= patience
         {
             if self.retries == 0 && !self.is_armed {
                 return Err(self.fail_head(ctx, WcStatus::RetryExcErr));
             }
             self.wants_path = self.retries == 0;
             self.retries = self.retries.saturating_sub(1);
-            self.waited = Duration::ZERO;
+            // The rest is counted for the next retry, because it can be shorter than the interval.
+            self.waited -= patience;
         }
-        // Doubled, as after any sign of overload: a peer that is merely slow is not sent the same
-        // packets at a steady rate.
+        // Double the interval, as for any sign of overload, so that we don't keep sending the same
+        // packets to a slow peer at a constant rate.
         let most = self.first_retransmit * MOST_BACKOFF;
         self.interval = (self.interval * 2).min(most).min(self.longest());
-        // The oldest window is kept if several timers fire in a row: the later ones only see the
-        // window that the first has cut.
+        // Keep the first window if there are multiple timeouts, as the later ones only see the
+        // reduced window.
         self.undo.get_or_insert((self.congestion, ctx.now));
-        // Before `go_back`, which moves `nxt`: signals about packets sent until now belong to
-        // this cut.
+        // This must be called before `go_back` changes `nxt`, because signals for packets sent
+        // before now belong to this cut.
         self.congestion.on_timeout(self.nxt);
-        // A timeout may ask for lost responses again although an implied NAK already has.
+        // After a timeout, we can request lost responses again even if this was already done for an
+        // implied NAK.
         self.implied_at = None;
         self.go_back(ctx.now);
         Ok(())
     }
 
-    /// The longest time between retransmissions.
+    /// Returns the maximum time between retransmissions.
     fn longest(&self) -> Duration {
         self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT)
     }
 
-    /// Returns whether a timeout fired for packets that were not lost: the acknowledgement covers
-    /// more than was sent again, or comes sooner than one for what was sent again could.
+    /// Returns whether a timeout was too early and no packets were lost, as the acknowledgement
+    /// covers more packets than were sent again, or was received too early to be caused by these
+    /// packets.
     fn was_early(&self, now: Instant, fired: Instant) -> bool {
-        // An acknowledgement needs a whole round trip to answer a repeated packet. One that comes
-        // in less than half of the mean answers the packet that was sent first.
+        // It takes a full round trip to receive the acknowledgement for a retransmission. If it is
+        // received in less than half of the average, it is for the original packet.
         let soonest = self.round_trip.map_or(Duration::ZERO, |r| r.mean / 2);
         self.una > self.nxt || now.saturating_duration_since(fired) < soonest
     }
 
-    /// Whether nothing has been acknowledged for so long that the peer may be gone.
+    /// Returns true if there was no acknowledgement for so long that the peer may be down.
     pub(super) fn is_peer_silent(&self, now: Instant) -> bool {
-        // `undo` has the time of the first timeout without progress since: any progress takes it.
+        // `undo` contains the time of the first timeout without progress, because it is cleared on
+        // any progress.
         let fired = self.undo.map(|(_, fired)| fired);
         fired.is_some_and(|fired| now.saturating_duration_since(fired) >= SILENCE)
     }
 
-    /// Takes the round trip of the packet being timed, once it is acknowledged.
+    /// Measures the round trip when the timed packet has been acknowledged.
     fn measure(&mut self, now: Instant) {
-        // `number` itself must be acknowledged, not only its predecessors.
+        // The packet itself must be acknowledged, not only its predecessors.
         if let Some((number, left)) = self.timed
             && number < self.una
         {
@@ -436,85 +463,94 @@ impl Requester {
             let sample = now.saturating_duration_since(left);
             let estimate = RoundTrip::update(self.round_trip, sample);
             self.round_trip = Some(estimate);
-            // Bounded below, since a peer whose core is busy answers late by milliseconds on any
-            // path, and above by the ACK timeout.
+            // The lower limit is needed because a busy peer can respond a few milliseconds late on
+            // any path. The upper limit is the ACK timeout.
             let longest = self.longest();
             self.first_retransmit = estimate.patience().clamp(self.min_retransmit, longest);
         }
     }
 
-    /// Sends again from the oldest packet not acknowledged.
+    /// Restarts sending at the oldest unacknowledged packet.
     pub(super) fn go_back(&mut self, now: Instant) {
-        // Everything after a lost packet is repeated, although some of it may have arrived: the
-        // responder drops all that is ahead of the packet that it waits for (IBTA 9.7.5).
+        // All packets following a lost packet must be sent again even if they were received, as the
+        // responder drops everything after a missing packet (IBTA 9.7.5).
         self.nxt = self.una;
         self.cur = self.locate(self.nxt);
-        // READs and atomics will be requested again, and be counted again then. `pieces` stays:
-        // repeated requests must end where the first ones did.
+        // READs and atomics will be sent and counted again. `pieces` is not changed, because
+        // repeated requests must use the original end.
         while self.reads.back().is_some_and(|&end| end > self.una) {
             self.reads.pop_back();
         }
         self.since_ack_request = 0;
-        // Which copy of a repeated packet an acknowledgement means is unknown (Karn's algorithm,
-        // RFC 6298 section 3).
+        // For a retransmission we don't know which copy was acknowledged (Karn's algorithm, RFC
+        // 6298 section 3).
         self.timed = None;
-        self.timer = (self.una < self.sent).then(|| now + self.vary(self.interval));
+        self.timer = None;
+        if self.una < self.sent {
+            let length = self.vary(self.interval);
+            self.arm(now, length);
+        }
     }
 
-    /// A time up to a quarter longer.
+    /// Starts the timer for the oldest packet in flight.
+    fn arm(&mut self, now: Instant, length: Duration) {
+        self.armed = length;
+        self.timer = Some(now + length);
+    }
+
+    /// Increases `time` by a random value of up to a quarter.
     fn vary(&mut self, time: Duration) -> Duration {
-        // Xorshift: a few instructions, no state beside the word, and good enough to keep apart
-        // the timers of connections that lost packets in the same moment.
+        // Xorshift only needs a few instructions and a single word of state, and is sufficient to
+        // spread the timers of connections which lost packets at the same time.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 17;
         self.random ^= self.random << 5;
-        // Only longer, never shorter: a timer must not fire before the acknowledgement is
+        // We only increase the time, as the timer must not expire before the acknowledgement is
         // overdue.
         time + time / 1024 * (self.random & 0xff)
     }
 
-    /// Takes back some of the window, for a loss that the peer reported.
+    /// Reduces the window for a loss reported by the peer.
     pub(super) fn narrow(&mut self) {
         self.congestion.on_loss(self.una, self.nxt);
     }
 
-    /// A router has marked packets of ours, or their answers.
+    /// Handles a congestion mark on our packets or their responses.
     pub(super) fn on_mark(&mut self) {
         self.congestion.on_mark(self.una, self.nxt);
     }
 
-    /// A response showed that the response to a READ or an atomic before it was lost. It is asked
-    /// for again once; if that fails too, the timer does it.
+    /// Handles a response which shows that the response to a previous READ or atomic was lost. We
+    /// request it again once. If this fails, the timer will retry.
     pub(super) fn on_implied_nak(&mut self, ctx: &mut Ctx<'_>) {
-        // A burst of responses behind the lost one would otherwise ask for it once for each of
-        // them.
+        // Otherwise, all packets of a burst following the lost response would cause a new request.
         if self.implied_at == Some(self.una) {
             return;
         }
         self.implied_at = Some(self.una);
         ctx.counters.implied_naks += 1;
-        // The window that was too large is ours: it let the request ask for what was lost.
+        // The loss was caused by our window, which allowed us to request too much data.
         self.narrow();
         self.go_back(ctx.now);
     }
 
-    /// The peer has no receive for the packet `una`.
+    /// Handles an RNR NAK for packet `una`.
     pub(super) fn on_rnr_nak(&mut self, ctx: &mut Ctx<'_>, wait: Duration) -> Result<(), Fault> {
         if matches!(self.state, RequesterState::RnrWait(_)) {
-            // Nothing has been sent since the NAK that began the wait, so this one is a copy of it.
+            // Nothing was sent since we started waiting, so this is a duplicate NAK.
             return Ok(());
         }
-        // Counted in NAKs, not in time: the peer sets the time of a wait itself.
+        // This counts NAKs instead of time, because the wait time is chosen by the peer.
         if self.rnr_retry != RNR_FOREVER {
             if self.rnr_retries == 0 {
                 return Err(self.fail_head(ctx, WcStatus::RnrRetryExcErr));
             }
             self.rnr_retries -= 1;
         }
-        // The peer has dropped this packet and all that followed it, so all of it is sent again.
-        // That is not a loss: the window stays.
+        // The peer dropped this packet and all following packets, so we need to resend them. The
+        // window is not reduced because this is not a loss.
         self.go_back(ctx.now);
-        // The wait replaces the timer, and the NAK ended any silence before it.
+        // The wait replaces the timer, and the NAK shows that the peer is alive.
         self.timer = None;
         self.waited = Duration::ZERO;
         become_state(&mut self.state, RequesterState::RnrWait(ctx.now + wait));
@@ -527,22 +563,23 @@ impl Requester {
         }
     }
 
-    /// `una` has moved on by `packets`.
+    /// Called when `una` was increased by `packets`.
     pub(super) fn on_progress(&mut self, now: Instant, packets: u32) {
-        // Progress decides about the last timeout at once, before the window grows from it.
+        // We must decide if the last timeout was too early before the window is increased.
         if let Some((congestion, fired)) = self.undo.take()
             && self.was_early(now, fired)
         {
             self.congestion = congestion;
         }
         self.congestion.on_progress(packets, self.una, self.nxt);
-        // A retry count is for one packet: progress proves that path and peer are alive, so the
-        // next packet that is lost has all of them again.
+        // The retry count is per packet: progress proves that path and peer are alive, so we can
+        // reset it for the next packet.
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
         self.waited = Duration::ZERO;
+        self.is_heard = false;
         self.measure(now);
-        // The backoff ends with the first progress.
+        // Any progress resets the backoff.
         self.interval = self.first_retransmit;
         self.implied_at = None;
         while self.reads.front().is_some_and(|&end| end <= self.una) {
@@ -551,30 +588,35 @@ impl Requester {
         while self.pieces.front().is_some_and(|&end| end <= self.una) {
             self.pieces.pop_front();
         }
-        // An acknowledgement may come for packets that were to be sent again, because the first
-        // copies arrived late. They need not be repeated.
+        // We may receive acknowledgements for packets that we were about to send again, if the
+        // original packets arrived late. In this case we can skip them.
         if self.nxt < self.una {
             self.nxt = self.una;
             self.cur = self.locate(self.nxt);
         }
-        // For the oldest packet that is still in flight the time begins again. With none in
-        // flight there is no timer, so an idle connection is never taken for a dead one.
-        self.timer = (self.una < self.nxt).then(|| now + self.interval);
+        // Restart the timer for the oldest packet still in flight. Otherwise no timer is
+        // needed, so an idle connection is never considered dead.
+        self.timer = None;
+        if self.una < self.nxt {
+            self.arm(now, self.interval);
+        }
     }
 
-    /// The peer has room for `credits` more messages after those complete; `None` is no limit.
+    /// Sets the number of messages the peer can receive after the completed ones. `None` means no
+    /// limit.
     pub(super) fn set_credits(&mut self, credits: Option<u32>) {
-        // Absolute, not relative: `limit` is compared with the number of each request, which
-        // stays right for requests that are sent later or again.
+        // We store an absolute limit and compare it with the number of each request, so that it is
+        // also correct for requests that are sent later or repeated.
         self.limit = credits.map(|c| self.consumed + u64::from(c));
     }
 
-    /// Position of the request that packet number `number` belongs to, or of the first not started.
+    /// Returns the position of the request containing packet `number`, or of the first request that
+    /// was not started.
     fn locate(&self, number: u64) -> u64 {
-        // From the head: after a loss that is near, and no index has to be kept for it.
+        // Search from the head: after a loss it is close, and we don't need to maintain an index.
         let mut at = self.sq.head();
         while let Some(wqe) = self.sq.peek(at)
-            // It stops at a request that failed, too: nothing behind that one will be sent again.
+            // This also stops at a failed request because nothing after it will be sent.
             && matches!(wqe.phase, Phase::Started | Phase::Executed)
             && wqe.end() <= number
         {
@@ -583,36 +625,37 @@ impl Requester {
         at
     }
 
-    // ---- completion ----
+    // ---- completions ----
 
-    /// Completes what is done, in order.
+    /// Completes finished requests in order.
     pub(super) fn retire(&mut self, ctx: &mut Ctx<'_>) -> Result<(), Fault> {
         while let Some(wqe) = self.sq.peek(self.sq.head()) {
-            // In the order of posting: a completion says that everything posted before it is done
-            // as well, which is how a consumer frees unsignaled requests.
+            // Requests must complete in the order they were posted, as consumers rely on this to
+            // release unsignaled requests.
             match wqe.phase {
                 Phase::Executed => {}
                 Phase::Started if wqe.end() <= self.una => {}
-                // The turn of a local failure has come: all requests before it are complete.
+                // All previous requests are complete, so we can now report this local failure.
                 Phase::Failed(status) => return Err(self.fail_head(ctx, status)),
                 Phase::Started | Phase::Posted => break,
             }
             let wqe = self.sq.retire();
-            // Counted also for unsignaled requests: credits are about receives, not completions.
+            // This must include unsignaled requests, because credits count receives and not
+            // completions.
             self.consumed = wqe.recv_seq;
             if ctx.cfg.sq_sig_all || wqe.flags.contains(SendFlags::SIGNALED) {
                 let done = wqe.completion(ctx.cfg.qp, ctx.cfg.qp_num, WcStatus::Success);
                 ctx.out.push(RcEvent::Send(done));
             }
         }
-        // A request that completes while it is being repeated leaves `cur` behind the head.
+        // If a request is completed while it is being sent again, `cur` can be behind the head.
         self.cur = self.cur.max(self.sq.head());
         Ok(())
     }
 
-    /// Ends the oldest request with an error.
+    /// Fails the oldest request.
     pub(super) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Fault {
-        // With an empty queue there is no request to blame, but the connection ends all the same.
+        // If the queue is empty there is no request to fail, but the connection still fails.
         if !self.sq.is_empty() {
             let wqe = self.sq.retire();
             let failed = wqe.completion(ctx.cfg.qp, ctx.cfg.qp_num, status);
@@ -621,10 +664,10 @@ impl Requester {
         Fault
     }
 
-    /// Ends the request being cut with an error, once those before it are complete.
+    /// Fails the current request, once all previous requests are complete.
     fn fail_current(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Result<(), Fault> {
-        // Not completed at once: a consumer takes an error for the first of the requests that did
-        // not happen, and those before it may still succeed.
+        // We can't complete this immediately. The consumer expects that all requests before the
+        // first error were successful, and previous requests may still succeed.
         let wqe = self.sq.wqe_mut(self.cur);
         let is_begun = wqe.phase == Phase::Started;
         let first = if is_begun { wqe.first } else { self.nxt };
@@ -633,16 +676,18 @@ impl Requester {
         self.retire(ctx)
     }
 
-    /// Repeats the packet before a failed request, whose first packet is `first`, if it left the
-    /// asking for an acknowledgement to that request.
+    /// Sends the packet preceding a failed request again if it left the acknowledgement to that
+    /// request. `first` is the first packet of the failed request.
     fn ask_before(&mut self, now: Instant, first: u64) {
-        // Packets of the failed request may have left without asking, too.
+        // Some packets of the failed request may also have been sent without requesting an
+        // acknowledgement.
         let has_asked = u64::from(self.since_ack_request) <= self.nxt - first;
         if has_asked || self.una >= first {
             return;
         }
-        // This packet alone, and without the timer: nothing shows that one was lost. Those before
-        // it may be acknowledged any moment, and with memory that is gone they would fail.
+        // Only send this packet, without starting the timer, as there is no indication of a loss.
+        // Previous packets may be acknowledged at any time, and would fail if their memory was
+        // removed.
         self.nxt = first - 1;
         self.cur = self.locate(self.nxt);
         self.paced = Some(now);

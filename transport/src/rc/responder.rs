@@ -1,15 +1,16 @@
-//! The responder: takes requests, moves data, answers (IBTA 9.7.3 to 9.7.5, 9.9.3).
+//! Responder: processes requests, transfers data and sends responses (IBTA 9.7.3 to 9.7.5, 9.9.3).
 //!
-//! A request packet is checked in this order, and nothing changes before the last check: PSN, place
-//! in its message, payload length, right of the queue pair, receive buffer or key, range and right.
+//! A request packet is checked in this order, and there are no side effects before the last check:
+//! PSN, position in the message, payload size, access rights of the QP, receive buffer or key,
+//! range and access rights of the region.
 //!
-//! # What it answers, and when
+//! # Responses
 //!
-//! Answers leave in the order of their requests. READs and atomics wait in a ring of responder
-//! resources, in PSN order; an acknowledgement or a NAK leaves when no answer of an earlier PSN is
-//! waiting. READ responses are made packet by packet as they are sent, so a long READ costs
-//! nothing. There is at most one acknowledgement and one NAK waiting, so that no number of
-//! duplicates makes a queue.
+//! Responses are sent in the same order as the requests. READs and atomics are stored in a ring of
+//! responder resources, in PSN order. An acknowledgement or NAK is sent when there are no pending
+//! responses with an earlier PSN. READ response packets are created when they are sent, so a long
+//! READ does not need any buffers. There is at most one pending acknowledgement and one pending
+//! NAK, so duplicates cannot fill up a queue.
 
 mod answer;
 
@@ -31,33 +32,33 @@ use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 #[derive(Debug)]
 pub(super) struct Responder {
     state: ResponderState,
-    /// Protection domain in which keys are looked up.
+    /// Protection domain used to look up keys.
     pd: PdId,
     access: Access,
     rnr_timer: RnrTimer,
-    /// The PSN that comes next.
+    /// Next expected PSN.
     expected: Psn,
-    /// MSN: messages completed, modulo 2^24.
+    /// MSN: number of completed messages, modulo 2^24.
     msn: Msn,
     inbound: Inbound,
     recv: RecvWqe,
     is_bound: bool,
-    /// Oldest first; bounded by `max_resources`.
+    /// Oldest first. Limited to `max_resources`.
     resources: VecDeque<Resource>,
     max_resources: usize,
-    /// Number of resources with something to send.
+    /// Number of resources with pending responses.
     waiting: usize,
-    /// The newest packet of a SEND or a WRITE that was taken in. No acknowledgement names a later
-    /// one: a PSN of a READ's or an atomic's would stand for its answer, which may have been lost
-    /// (`rdma_rxe` then completes a READ without its data).
+    /// Last packet of a SEND or WRITE that was accepted. We must not acknowledge a later PSN: if it
+    /// belongs to a READ or atomic, it would replace the response, which may have been lost
+    /// (`rdma_rxe` will then complete a READ without its data).
     newest: Psn,
-    /// The newest packet to acknowledge.
+    /// Last packet to acknowledge.
     ack: Option<Psn>,
     nak: Option<(Psn, AethSyndrome)>,
-    /// Packets since the last acknowledgement that did not ask for one.
+    /// Number of packets since the last acknowledgement that didn't request one.
     unacked: u32,
     pacer: Pacer,
-    /// A READ response that waits for its time is looked at again then.
+    /// Time to retry a paced READ response.
     paced: Option<Instant>,
 }
 
@@ -95,11 +96,11 @@ impl Responder {
         self.access = params.access & Access::REMOTE;
         self.rnr_timer = params.min_rnr_timer;
         self.max_resources = usize::from(params.max_dest_rd_atomic);
-        // The room for all of them is allocated here, so that accepting a READ allocates nothing.
+        // Allocate the maximum here, so that accepting a READ doesn't need an allocation.
         self.resources = VecDeque::with_capacity(self.max_resources);
     }
 
-    /// Bytes of memory of one with these bounds, besides itself.
+    /// Returns the memory size in bytes for these limits, without the struct itself.
     pub(super) const fn memory(max_recv_sge: u32, resources: u8) -> usize {
         resources as usize * size_of::<Resource>() + max_recv_sge as usize * size_of::<Sge>()
     }
@@ -108,20 +109,20 @@ impl Responder {
         self.resources.capacity() * size_of::<Resource>() + self.recv.footprint()
     }
 
-    /// Forgets everything, as a queue pair in RESET does.
+    /// Resets all state, for a QP in RESET.
     pub(super) fn reset(&mut self) {
-        // The scatter list's memory is kept for the next connection.
+        // Keep the memory of the scatter list for the next connection.
         let recv = std::mem::replace(&mut self.recv, RecvWqe::new(0));
         *self = Self::with_recv(self.pd, recv);
     }
 
-    /// Drops every answer that waits, for a NAK that overtakes them.
+    /// Drops all pending responses, because they will be replaced by a NAK.
     fn silence(&mut self) {
         self.resources.clear();
         self.waiting = 0;
         self.ack = None;
         self.nak = None;
-        // What came behind it will not be acknowledged either.
+        // Packets received after this must not be acknowledged either.
         self.unacked = 0;
     }
 
@@ -133,7 +134,7 @@ impl Responder {
         self.pd = pd;
     }
 
-    /// Refuses the packet that comes next as an invalid request.
+    /// Rejects the next expected packet as an invalid request.
     pub(super) fn refuse_expected(&mut self, ctx: &mut Ctx<'_>) -> Fault {
         self.refuse(ctx, Refusal::InvalidRequest)
     }
@@ -142,7 +143,7 @@ impl Responder {
         self.access = access & Access::REMOTE;
     }
 
-    /// Changes the number of READs and atomics that are held.
+    /// Sets the maximum number of stored READs and atomics.
     pub(super) fn set_max_resources(&mut self, count: u8) {
         self.max_resources = usize::from(count);
         let missing = self.max_resources.saturating_sub(self.resources.len());
@@ -150,8 +151,8 @@ impl Responder {
         self.forget_answered(self.max_resources);
     }
 
-    /// The connection has another path from now on. Nothing is known about it, and the peer is to
-    /// learn of it by an acknowledgement: it may have nothing to send.
+    /// Handles a switch to a different path, for which nothing is known yet. We send an
+    /// acknowledgement to notify the peer, as there may be nothing else to send.
     pub(super) fn on_migrated(&mut self) {
         self.pacer = Pacer::default();
         self.paced = None;
@@ -160,7 +161,7 @@ impl Responder {
         }
     }
 
-    /// Returns whether a request is the one that comes next, or one that the peer may repeat.
+    /// Returns true if a request is the next expected one or may be repeated by the peer.
     pub(super) fn knows(&self, psn: Psn) -> bool {
         psn.distance_to(self.expected) <= RECENT || self.resources.iter().any(|r| r.has(psn))
     }
@@ -169,28 +170,29 @@ impl Responder {
         self.rnr_timer = timer;
     }
 
-    /// Gives up the receive of the message in progress, if there is one.
+    /// Returns the receive bound to an incomplete message, if any.
     pub(super) fn unbind(&mut self) -> Option<WrId> {
         self.inbound = Inbound::None;
         std::mem::take(&mut self.is_bound).then_some(self.recv.wr_id)
     }
 
-    /// PSN of the next request packet.
+    /// Returns the PSN of the next expected request packet.
     pub(super) fn expected(&self) -> Psn {
         self.expected
     }
 
-    /// Time at which a READ response that is paced may leave.
+    /// Returns the time at which a paced READ response can be sent.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.paced
     }
 
-    /// Ends a wait whose time has come: the next poll sends what waited.
+    /// Clears an expired wait. Pending responses are sent by the next poll.
     pub(super) fn handle_timeout(&mut self, now: Instant) {
         self.paced = self.paced.filter(|&at| at > now);
     }
 
-    /// The peer, or a router on the way to it, has too many of our packets.
+    /// Handles a congestion notification: the peer or a router on the path received too many
+    /// packets from us.
     pub(super) fn on_cnp(&mut self, now: Instant) {
         self.pacer.on_cnp(now);
     }
@@ -199,19 +201,20 @@ impl Responder {
         self.state == ResponderState::Failed
     }
 
-    /// Takes in a request packet.
+    /// Processes a request packet.
     pub(super) fn handle_request(
         &mut self,
         ctx: &mut Ctx<'_>,
         pkt: &Packet<'_>,
     ) -> Result<(), Fault> {
-        // Nothing behind a refused request may be carried out: the peer takes it for not done.
+        // We must not execute any request after a rejected one, because the peer will assume that
+        // it was not executed.
         if self.state == ResponderState::Failed {
             return Ok(());
         }
         let psn = pkt.bth.psn();
-        // A PSN from the half of the numbers before the expected one has been taken in. A
-        // requester must never have more than that half outstanding, so the distinction is exact.
+        // All PSNs in the half of the number space before the expected one were already received.
+        // This is exact, as a requester must not have more than half of the PSNs outstanding.
         if psn.is_before(self.expected) {
             ctx.counters.duplicates += 1;
             self.on_duplicate(ctx, pkt);
@@ -219,15 +222,15 @@ impl Responder {
         }
         if psn != self.expected {
             ctx.counters.out_of_order += 1;
-            // One NAK for each gap: every packet behind a lost one arrives here, and a NAK for
-            // each would make the requester go back as often.
+            // We only send one NAK per gap. This is called for all packets following a lost packet,
+            // and with a NAK for each of them, the requester would go back multiple times.
             if self.state == ResponderState::Expecting {
                 self.announce(AethSyndrome::Nak(NakCode::PsnSequence));
             }
             return Ok(());
         }
         if self.state == ResponderState::NakSent {
-            // The arrival of the packet overtakes a NAK for it that has not left.
+            // The missing packet was received, so a pending NAK is not needed anymore.
             become_state(&mut self.state, ResponderState::Expecting);
             self.nak = None;
         }
@@ -236,8 +239,8 @@ impl Responder {
     }
 
     fn on_expected(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
-        // A request is refused where it stands, with all before it intact, so the first check is
-        // on the order of opcodes (IBTA 9.7.4.1.1).
+        // When we reject a request, all previous requests must remain intact, so check the order of
+        // the opcodes first (IBTA 9.7.4.1.1).
         let is_start = pkt.op.position.is_start();
         let fits = match (self.inbound, pkt.op.operation) {
             (Inbound::None, _) => is_start,
@@ -246,8 +249,8 @@ impl Responder {
             _ => false,
         };
         let mtu = ctx.link.mtu.bytes() as usize;
-        // A packet in the middle has to be full (IBTA C9-92). Otherwise sender and receiver would
-        // disagree about where the next one's data belongs.
+        // Packets in the middle must be full-sized (IBTA C9-92). Otherwise sender and receiver
+        // would not agree on the position of the next packet.
         if !fits || !pkt.op.payload.allows(pkt.payload.len(), mtu) {
             return Err(Refusal::InvalidRequest);
         }
@@ -257,15 +260,14 @@ impl Responder {
             Operation::ReadRequest => return self.on_read(ctx, pkt),
             _ => return self.on_atomic(ctx, pkt),
         };
-        // Neither PSN nor MSN nor a byte of memory has changed: the repetition finds what this
-        // one found.
+        // We haven't modified PSN, MSN or memory, so a retry will find the same state.
         if !is_taken {
             self.announce(AethSyndrome::RnrNak(self.rnr_timer));
             return Ok(());
         }
         self.newest = self.expected;
         self.expected = self.expected.next();
-        // Messages are counted for requesters that go by the MSN; ours goes by the PSN alone.
+        // The MSN is needed for requesters that use it. Our own requester only uses the PSN.
         if pkt.op.position.is_end() {
             self.msn = self.msn.next();
         }
@@ -273,42 +275,43 @@ impl Responder {
         Ok(())
     }
 
-    /// Sends a NAK for the packet that comes next, once: the packets behind it are dropped until it
-    /// arrives (IBTA 9.7.5).
+    /// Sends a NAK for the next expected packet, but only once: the following packets are dropped
+    /// until it is received (IBTA 9.7.5).
     fn announce(&mut self, syndrome: AethSyndrome) {
-        // A NAK says which packet comes next, so it acknowledges all before it at the same time.
+        // The NAK contains the next expected PSN, so it also acknowledges all previous packets.
         become_state(&mut self.state, ResponderState::NakSent);
         self.nak = Some((self.expected, syndrome));
     }
 
-    /// Acknowledges all that has been taken in, if the packet asks for that or enough have not.
+    /// Acknowledges all received packets if this packet requests it or if the limit is reached.
     fn count(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
-        // Peers that ask only at the end of a long message would not move their window in its
-        // middle. Hence also without being asked.
+        // We also need to acknowledge without a request, because some peers only request it at the
+        // end of a long message and would otherwise not be able to move their window.
         self.unacked += 1;
         if pkt.bth.is_ack_requested() || self.unacked >= ctx.cfg.ack_every {
-            // The newest alone: an acknowledgement covers everything before it.
+            // The last packet is sufficient, as an acknowledgement also covers all previous
+            // packets.
             self.ack = Some(self.newest);
             self.unacked = 0;
         }
     }
 
-    /// A packet of a SEND; false if there is no receive for it.
+    /// Processes a SEND packet. Returns false if no receive is available.
     fn on_send(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<bool, Refusal> {
         let received = match self.inbound {
             Inbound::Send { received } => received,
             _ => 0,
         };
-        // The key is checked before the payload is written: a packet that is refused must change
-        // nothing. It is invalidated last, when nothing can fail any more.
+        // Check the key before writing the payload, because a rejected packet must not have any
+        // side effects. It is invalidated last, when there can't be an error anymore.
         let invalidated = pkt.ext.ieth.map(|i| RKey(i.rkey()));
         if let Some(key) = invalidated {
             ctx.mrs
                 .check_invalidate(self.pd, ctx.cfg.qp, key)
                 .map_err(|_| Refusal::RemoteAccess)?;
         }
-        // The receive is taken with the first packet and stays bound. A shared queue could have
-        // given the next one to another connection meanwhile.
+        // The receive is bound to the first packet of the message. With a shared queue, the next
+        // receive could have been consumed by a different connection.
         if !self.is_bound {
             if !ctx.rq.pop(&mut self.recv) {
                 return Ok(false);
@@ -316,12 +319,13 @@ impl Responder {
             self.is_bound = true;
         }
         let total = received + payload_len(pkt);
-        // The peer's fault: it has to know how long our receives are. Both ends report it.
+        // This is an error by the peer, which should know the size of our receives. It is reported
+        // on both sides.
         if total > self.recv.length {
             return Err(self.fail_receive(ctx, WcStatus::LocLenErr, Refusal::InvalidRequest));
         }
-        // Our owner's fault: a receive with a bad key. The peer learns of an operational error
-        // only.
+        // A receive with an invalid key is an error by our owner, so the peer only receives a
+        // remote operation error.
         let (pd, mrs) = (self.pd, &*ctx.mrs);
         let placed = self.recv.scatter(pd, mrs, received as usize, pkt.payload);
         if placed.is_err() {
@@ -339,13 +343,14 @@ impl Responder {
         Ok(true)
     }
 
-    /// A packet of an RDMA WRITE; false if it needs a receive and there is none.
+    /// Processes an RDMA WRITE packet. Returns false if it requires a receive and none is
+    /// available.
     fn on_write(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<bool, Refusal> {
         let part = WritePart::of(self.inbound, pkt).filter(|part| part.is_allowed(self.access));
         let part = part.ok_or(Refusal::InvalidRequest)?;
-        // The whole rest of the range, not this packet's part: a message that would leave the
-        // region is refused before its first byte. And again with each packet, since the owner
-        // may have invalidated the key in the middle of a message.
+        // Check the remaining range and not just this packet, as a message exceeding the region
+        // must be rejected before the first byte is written. This is repeated for each packet
+        // because the owner may have invalidated the key.
         let span = ctx
             .mrs
             .resolve_remote_head(
@@ -358,8 +363,8 @@ impl Responder {
                 Access::REMOTE_WRITE,
             )
             .map_err(|_| Refusal::RemoteAccess)?;
-        // Before the payload is written, so that a WRITE that must wait for a receive has done
-        // nothing.
+        // Do this before writing the payload, so that a WRITE waiting for a receive has no side
+        // effects.
         if pkt.op.has_imm() {
             if !ctx.rq.pop(&mut self.recv) {
                 return Ok(false);
@@ -373,7 +378,7 @@ impl Responder {
         }
         self.inbound = Inbound::None;
         if pkt.op.has_imm() {
-            // The length of the WRITE; the receive itself gets no data.
+            // This is the length of the WRITE. No data is written to the receive itself.
             self.complete_receive(ctx, pkt, WcOpcode::RecvWriteImm, part.total, None);
         }
         Ok(true)
@@ -382,14 +387,14 @@ impl Responder {
     fn on_read(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
         let reth = pkt.ext.reth.ok_or(Refusal::InvalidRequest)?;
         let (rkey, addr, len) = (RKey(reth.rkey()), reth.va(), reth.dma_len());
-        // The right of the queue pair is an attribute of the connection, so its lack makes the
-        // opcode an invalid one; a key without the right is an access error.
+        // The access rights of the QP are an attribute of the connection, so missing rights are
+        // treated as an invalid request. Missing rights for the key are an access error.
         let may_read = self.access.contains(Access::REMOTE_READ);
         if !may_read || len > MAX_MESSAGE {
             return Err(Refusal::InvalidRequest);
         }
-        // Checked now, although every response resolves the key again: a READ that cannot be
-        // answered is refused by its own PSN and takes no resource.
+        // The key is checked again for each response. We check it here as well, so that an invalid
+        // READ is rejected with its own PSN and does not use a resource.
         ctx.mrs
             .resolve_remote_head(self.pd, ctx.cfg.qp, rkey, addr, len, 0, Access::REMOTE_READ)
             .map_err(|_| Refusal::RemoteAccess)?;
@@ -407,11 +412,12 @@ impl Responder {
     fn on_atomic(&mut self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), Refusal> {
         let eth = pkt.ext.atomic_eth.ok_or(Refusal::InvalidRequest)?;
         let may_run = self.access.contains(Access::REMOTE_ATOMIC);
-        // An address that is not aligned is an invalid request, with a valid key too.
+        // An unaligned address is an invalid request, even if the key is valid.
         if !may_run || !eth.va().is_multiple_of(8) {
             return Err(Refusal::InvalidRequest);
         }
-        // Before the memory changes: an atomic that was refused must not have run.
+        // Check this before modifying memory, because a rejected atomic must not have been
+        // executed.
         self.check_room()?;
         let span = ctx
             .mrs
@@ -427,8 +433,7 @@ impl Responder {
         let mut bytes = [0; 8];
         let faults = fault::count();
         span.read(0, &mut bytes);
-        // In the byte order of this host, as the memory is its own; the operands were converted
-        // on the wire (`wire/ext.rs`).
+        // The memory uses host byte order. The operands were already converted (`wire/ext.rs`).
         let original = u64::from_ne_bytes(bytes);
         let value = match pkt.op.operation {
             Operation::FetchAdd => original.wrapping_add(eth.swap_or_add()),
@@ -436,12 +441,12 @@ impl Responder {
             _ => original,
         };
         span.write(0, &value.to_ne_bytes());
-        // Its answer is kept, so it is not read again as that of a READ is.
+        // Unlike for a READ, the response is stored and the memory is not read again.
         if fault::count() != faults {
             return Err(Refusal::RemoteAccess);
         }
-        // The old value is kept with the resource. A duplicate gets it again, since a second
-        // execution would add twice.
+        // We must store the original value for duplicates, as executing the request again would add
+        // twice.
         self.accept(ResourceKind::Atomic { original }, 1)
     }
 
@@ -453,8 +458,7 @@ impl Responder {
         byte_len: u32,
         invalidated: Option<RKey>,
     ) {
-        // The receive goes back to its owner with the completion, so nothing may be written to it
-        // after this.
+        // The completion returns the receive to its owner, so we must not write to it after this.
         self.is_bound = false;
         self.inbound = Inbound::None;
         let (qp, qp_num) = (ctx.cfg.qp, ctx.cfg.qp_num);
@@ -469,7 +473,7 @@ impl Responder {
     }
 
     fn fail_receive(&mut self, ctx: &mut Ctx<'_>, status: WcStatus, refusal: Refusal) -> Refusal {
-        // Its completion is made here with the error; without this the flush would complete it
+        // The completion with the error is generated here. Without this, flushing would complete it
         // twice.
         self.is_bound = false;
         ctx.recv_failed(self.recv.wr_id, status);
@@ -483,19 +487,20 @@ impl Responder {
             Refusal::RemoteAccess => (NakCode::RemoteAccess, AsyncEvent::QpAccessError(qp)),
             Refusal::RemoteOperation => (NakCode::RemoteOperation, AsyncEvent::QpFatal(qp)),
         };
-        // A key that goes away during a READ response can fail a responder that has failed.
+        // This can be called if the responder has already failed, when a key is invalidated during
+        // a READ response.
         if !self.has_failed() {
             become_state(&mut self.state, ResponderState::Failed);
         }
-        // The NAK names the refused packet, which is the expected one: all before it is
-        // acknowledged.
+        // The NAK uses the PSN of the rejected packet, which is the expected one, and acknowledges
+        // all previous packets.
         self.nak = Some((self.expected, AethSyndrome::Nak(code)));
         ctx.out.push(RcEvent::Async(event));
         Fault
     }
 }
 
-/// A request that ends the connection, and the NAK that says so.
+/// Rejected request that fails the connection, and the NAK to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Refusal {
     InvalidRequest,

@@ -1,9 +1,8 @@
-//! The ring of posted send requests.
+//! Ring of posted send requests.
 //!
-//! Requests are named by their position since the queue pair was created, a number that never
-//! wraps, so that three cursors can point into the ring: the oldest request not yet completed
-//! (`head`), the request being cut into packets (the requester's own), and where the next post goes
-//! (`tail`).
+//! A request is identified by its position since the QP was created, which never wraps. This allows
+//! us to use three cursors: the oldest incomplete request (`head`), the request currently being
+//! sent (stored in the requester), and the next request to post (`tail`).
 
 use crate::mr::{KeyError, MrTable};
 use crate::verbs::{
@@ -25,56 +24,56 @@ use super::recv_queue::{NO_SGE, copy_sges, message_len};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Nothing of it has been done.
+    /// Not processed yet.
     Posted,
-    /// Has packet numbers; some packets may have gone out.
+    /// Packet numbers were assigned, and some packets may have been sent.
     Started,
-    /// A local operation that is done and waits for the requests before it.
+    /// Local operation that was executed and is waiting for previous requests.
     Executed,
-    /// Failed locally; the error is reported when the requests before it have completed.
+    /// Failed locally. The error is reported when all previous requests are complete.
     Failed(WcStatus),
 }
 
-/// A posted send request.
+/// Posted send request.
 #[derive(Clone, Copy, Debug)]
 pub struct SendWqe {
-    /// Comes back in the completion.
+    /// Returned in the completion.
     pub wr_id: WrId,
-    /// Operation of the request.
+    /// Operation.
     pub op: SendOp,
-    /// Flags of the operation.
+    /// Operation flags.
     pub flags: SendFlags,
-    /// Its data was copied at the post.
+    /// Set if the data was copied when posted.
     is_inline: bool,
-    /// Bytes of its message.
+    /// Message size in bytes.
     pub length: u32,
-    /// Phase of the request.
+    /// Current phase.
     pub phase: Phase,
-    /// Number of its first packet, counted since the connection began; from `Started` on.
+    /// First packet number, relative to the start of the connection. Valid after `Started`.
     pub first: u64,
-    /// Packets that it takes, in either direction; 0 for a local operation.
+    /// Number of packets used in either direction, or 0 for a local operation.
     pub packets: u32,
-    /// Receive-consuming requests up to and including this one.
+    /// Number of requests consuming a receive, up to and including this one.
     pub recv_seq: u64,
-    /// Number of the peer's shared receive queue, with XRC.
+    /// Number of the peer's SRQ, used for XRC.
     remote_srqn: U24,
     sges: u16,
 }
 
 impl SendWqe {
-    /// Number of the peer's shared receive queue; 0 where the request names none.
+    /// Returns the number of the peer's SRQ, or 0 if not used.
     #[must_use]
     pub fn remote_srqn(&self) -> u32 {
         self.remote_srqn.value()
     }
 
-    /// Number of the first packet after its last.
+    /// Returns the packet number following the last packet.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.first + u64::from(self.packets)
     }
 
-    /// Place of a packet number among the request's packets.
+    /// Returns the index of a packet number in this request.
     #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
@@ -84,7 +83,7 @@ impl SendWqe {
         (number - self.first) as u32
     }
 
-    /// Returns whether it is answered by more than an acknowledgement: a READ or an atomic.
+    /// Returns true for a READ or atomic, which require a response instead of an acknowledgement.
     #[must_use]
     pub fn has_response(&self) -> bool {
         matches!(
@@ -93,7 +92,7 @@ impl SendWqe {
         )
     }
 
-    /// Whether it sends no packet.
+    /// Returns true for a local operation, which doesn't send any packets.
     #[must_use]
     pub fn is_local(&self) -> bool {
         matches!(
@@ -102,29 +101,29 @@ impl SendWqe {
         )
     }
 
-    /// Carries out a local operation on the device's own table.
+    /// Executes a local operation on the device's key table.
     pub(crate) fn run_local(&self, pd: PdId, qp: QpId, mrs: &mut MrTable) -> Result<(), KeyError> {
         match self.op {
             SendOp::RegMr { mr, key, access } => mrs.reg_fast(pd, mr, key, access),
             SendOp::BindMw(bind) => mrs.bind(pd, qp, &bind),
             SendOp::LocalInv(key) => mrs.invalidate(pd, qp, key),
-            _ => unreachable!("a local operation"),
+            _ => unreachable!("not a local operation"),
         }
     }
 
-    /// Returns whether it takes a receive of the peer's.
+    /// Returns whether this consumes a receive of the peer.
     #[must_use]
     pub fn consumes_receive(&self) -> bool {
         consumes_receive(&self.op)
     }
 
-    /// The opcode of its completion.
+    /// Returns the opcode for the completion.
     #[must_use]
     pub fn wc_opcode(&self) -> WcOpcode {
         self.op.wc_opcode()
     }
 
-    /// Makes the completion of the request.
+    /// Creates the completion for this request.
     #[must_use]
     pub fn completion(&self, qp: QpId, qp_num: u32, status: WcStatus) -> Completion {
         Completion {
@@ -141,19 +140,19 @@ fn consumes_receive(op: &SendOp) -> bool {
     )
 }
 
-/// The data of a request.
+/// Request data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload<'a> {
-    /// Copied at the post.
+    /// Copied when posted.
     Inline(&'a [u8]),
-    /// In memory.
+    /// Stored in registered memory.
     Sges(&'a [Sge]),
 }
 
-/// Places for what the requests of a queue name; a power of two.
+/// Size of the table for keys used by requests, which must be a power of two.
 const NAMES: usize = 32;
 
-/// Content of a slot that no request has used.
+/// Content of an unused slot.
 const UNUSED: SendWqe = SendWqe {
     wr_id: WrId(0),
     op: SendOp::Send,
@@ -168,19 +167,20 @@ const UNUSED: SendWqe = SendWqe {
     sges: 0,
 };
 
-/// Posted send requests, oldest first. Bound: [`QpCap::max_send_wr`].
+/// Posted send requests, oldest first. Limited to [`QpCap::max_send_wr`].
 ///
-/// The memory of all requests is allocated with the queue, so that no post allocates. A slot is
-/// written only when a request takes it, and an empty queue begins again with its first slot: so
-/// the pages that become resident are those of the deepest queue that there was.
+/// The memory for all requests is allocated when the queue is created, so posting doesn't need an
+/// allocation. A slot is only written when it is used, and an empty queue restarts at the first
+/// slot, so that the number of resident pages depends on the maximum queue depth that was actually
+/// used.
 #[derive(Debug, Default)]
 pub struct SendQueue {
-    /// Slots that were used: those from `head` to `tail` are requests, the others hold old ones.
-    /// Of the capacity of the queue, as the next two.
+    /// Slots that were used. The range from `head` to `tail` contains current requests, and the
+    /// rest is unused. This and the next two fields have the capacity of the queue.
     wqes: Vec<SendWqe>,
-    /// `max_sge` entries for each of them.
+    /// `max_sge` entries per slot.
     sges: Vec<Sge>,
-    /// `max_inline` bytes for each of them.
+    /// `max_inline` bytes per slot.
     inline: Vec<u8>,
     depth: usize,
     max_sge: usize,
@@ -190,13 +190,13 @@ pub struct SendQueue {
     /// Slot of the head.
     first: usize,
     recv_seq: u64,
-    /// By the index of a key, which others may share: the position behind the newest request that
-    /// names it.
+    /// Indexed by key index, which may be shared by multiple keys: position following the last
+    /// request that uses the key.
     named: [u64; NAMES],
 }
 
 impl SendQueue {
-    /// A queue of the given depths.
+    /// Creates a queue with the given sizes.
     #[must_use]
     pub fn new(cap: &QpCap) -> Self {
         let depth = cap.max_send_wr as usize;
@@ -217,32 +217,32 @@ impl SendQueue {
         }
     }
 
-    /// Position of the oldest request not completed.
+    /// Returns the position of the oldest incomplete request.
     #[must_use]
     pub fn head(&self) -> u64 {
         self.head
     }
 
-    /// Position of the next post.
+    /// Returns the position of the next post.
     #[must_use]
     pub fn tail(&self) -> u64 {
         self.tail
     }
 
-    /// Number of requests that are not completed.
+    /// Returns the number of incomplete requests.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "`max_send_wr` at most")]
     pub fn len(&self) -> usize {
         (self.tail - self.head) as usize
     }
 
-    /// Returns whether the queue holds no request.
+    /// Returns true if there are no requests.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.head == self.tail
     }
 
-    /// Bytes of memory that a queue of the given depths holds.
+    /// Returns the memory size in bytes for a queue with the given sizes.
     #[must_use]
     pub const fn memory(cap: &QpCap) -> usize {
         let list = cap.max_send_sge as usize * size_of::<Sge>();
@@ -250,7 +250,7 @@ impl SendQueue {
         cap.max_send_wr as usize * slot
     }
 
-    /// Bytes of memory that the queue holds.
+    /// Returns the memory used by this queue in bytes.
     #[must_use]
     pub fn footprint(&self) -> usize {
         self.wqes.capacity() * size_of::<SendWqe>()
@@ -258,8 +258,8 @@ impl SendQueue {
             + self.inline.capacity()
     }
 
-    /// Makes the slot that a request takes, if none has taken it before. That is the one behind the
-    /// others, since slots are taken in turn.
+    /// Adds a new slot if it was never used before. Because slots are used in order, this can only
+    /// be the next slot at the end.
     fn make_slot(&mut self, slot: usize) {
         if slot == self.wqes.len() {
             self.wqes.push(UNUSED);
@@ -268,10 +268,10 @@ impl SendQueue {
         }
     }
 
-    /// The slot of a position from the head to the tail.
+    /// Returns the slot for a position between head and tail.
     #[expect(clippy::cast_possible_truncation, reason = "`max_send_wr` at most")]
     fn slot(&self, at: u64) -> usize {
-        // Without a division, since it is looked up several times for each packet.
+        // We avoid a division here because this is called several times per packet.
         let slot = self.first + (at - self.head) as usize;
         match slot.checked_sub(self.depth) {
             Some(wrapped) => wrapped,
@@ -279,27 +279,27 @@ impl SendQueue {
         }
     }
 
-    /// The request at a position. Panics outside `head..tail`.
+    /// Returns the request at a position. Panics if it is not in `head..tail`.
     #[must_use]
     pub fn wqe(&self, at: u64) -> &SendWqe {
         debug_assert!(self.head <= at && at < self.tail);
         &self.wqes[self.slot(at)]
     }
 
-    /// As [`SendQueue::wqe`], to change.
+    /// Mutable version of [`SendQueue::wqe`].
     pub fn wqe_mut(&mut self, at: u64) -> &mut SendWqe {
         debug_assert!(self.head <= at && at < self.tail);
         let slot = self.slot(at);
         &mut self.wqes[slot]
     }
 
-    /// The request at a position, if there is one.
+    /// Returns the request at a position, if it exists.
     #[must_use]
     pub fn peek(&self, at: u64) -> Option<&SendWqe> {
         (self.head <= at && at < self.tail).then(|| self.wqe(at))
     }
 
-    /// The scatter list of a request; empty for an inline one.
+    /// Returns the scatter list for a request, which is empty for inline data.
     #[must_use]
     pub fn sges(&self, at: u64) -> &[Sge] {
         match self.payload(at) {
@@ -308,7 +308,7 @@ impl SendQueue {
         }
     }
 
-    /// The data of a request.
+    /// Returns the request data.
     #[must_use]
     pub fn payload(&self, at: u64) -> Payload<'_> {
         let slot = self.slot(at);
@@ -322,21 +322,21 @@ impl SendQueue {
         }
     }
 
-    /// Whether a request before a position, which is not completed, reads or writes memory by a key.
+    /// Returns whether an incomplete request before this position uses the key.
     #[must_use]
     pub fn names(&self, key: RKey, before: u64) -> bool {
-        // As a rule none does: owners invalidate keys that they gave to the peer.
+        // This is usually false, as owners invalidate keys that are only used by the peer.
         self.named[name_of(key.0)] > self.head
             && (self.head..before).any(|at| self.sges(at).iter().any(|sge| sge.lkey.0 == key.0))
     }
 
-    /// Posts one request.
+    /// Posts a single request.
     ///
     /// # Errors
-    /// The reason of a refusal; nothing has then changed.
+    /// Returns the reason. In this case the queue was not modified.
     pub fn push(&mut self, wr: &SendWr<'_>) -> Result<(), PostReason> {
-        // A connection's destination is fixed at RTR; one in the request would be ignored, which
-        // the consumer would not notice.
+        // The destination of a connection is set in RTR. We return an error because otherwise the
+        // consumer would not notice that this destination is ignored.
         if wr.ud.is_some() {
             return Err(PostReason::InvalidRequest(
                 "a destination on a connected queue pair",
@@ -349,13 +349,13 @@ impl SendQueue {
         if wr.sges.len() > self.max_sge {
             return Err(PostReason::TooManySges);
         }
-        // All checks come before the first write, so that a refused request leaves no trace.
+        // All checks must be done before the first write, so that a failed post has no effect.
         if self.len() == self.depth {
             return Err(PostReason::QueueFull);
         }
         let slot = self.slot(self.tail);
         self.make_slot(slot);
-        // The consumer may reuse the memory of inline data as soon as the post returns.
+        // The consumer can reuse the memory for inline data as soon as this returns.
         if let Some(data) = wr.inline {
             let at = slot * self.max_inline;
             self.inline[at..at + data.len()].copy_from_slice(data);
@@ -366,8 +366,8 @@ impl SendQueue {
                 self.named[name_of(sge.lkey.0)] = self.tail + 1;
             }
         }
-        // Credits count receives of the peer's, so each request has the number of the receive
-        // that it will take. One that takes none has that of the request before it.
+        // Since credits count receives of the peer, we assign each request the number of the
+        // receive that it will consume. Other requests use the number of the previous request.
         self.recv_seq += u64::from(consumes_receive(&wr.op));
         #[expect(clippy::cast_possible_truncation, reason = "`max_sge` at most")]
         let sges = wr.sges.len() as u16;
@@ -388,20 +388,20 @@ impl SendQueue {
         Ok(())
     }
 
-    /// Takes the newest `count` requests back, or fewer where something has been done for one.
+    /// Removes the last `count` requests, or fewer if processing has already started.
     pub fn unpost(&mut self, count: usize) {
         for _ in 0..count.min(self.len()) {
             let newest = *self.wqe(self.tail - 1);
             if newest.phase != Phase::Posted {
                 return;
             }
-            // `named` may name it for longer, which costs a look at the requests and no more.
+            // `named` may still refer to this request, which only results in an unnecessary search.
             self.recv_seq -= u64::from(newest.consumes_receive());
             self.tail -= 1;
         }
     }
 
-    /// Takes the oldest request out. Panics on an empty queue.
+    /// Removes the oldest request. Panics if the queue is empty.
     pub fn retire(&mut self) -> &SendWqe {
         assert!(!self.is_empty(), "a posted request");
         let slot = self.first;
@@ -413,32 +413,33 @@ impl SendQueue {
         &self.wqes[slot]
     }
 
-    /// Forgets every request; positions start again at 0.
+    /// Removes all requests. Positions restart at 0.
     pub fn clear(&mut self) {
         self.head = 0;
         self.tail = 0;
         self.first = 0;
-        // Numbered from the first again: the credits of the next connection begin at 0.
+        // Restart the numbers, because the credits for the next connection start at 0.
         self.recv_seq = 0;
         self.named = [0; NAMES];
     }
 }
 
-/// The place of a key in [`SendQueue::named`]: its low byte is its owner's.
+/// Returns the index of a key in [`SendQueue::named`]. The low byte is ignored because it can be
+/// changed by the owner.
 fn name_of(key: u32) -> usize {
     (key >> 8) as usize % NAMES
 }
 
-/// Checks a request by itself, without regard to a queue; returns the length of its message.
+/// Validates a request without using the queue state. Returns the message size.
 fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
-    // Shape is checked at the post, and keys when the request starts: a chain may register a
-    // region in front of the request that uses it.
+    // The format is checked when posting but keys are checked when the request is started, as a
+    // chain can contain a registration for a key used by a later request.
     let length = match wr.inline {
         None => message_len(wr.sges)?,
         Some(_) if !wr.sges.is_empty() => return Err(PostReason::InvalidInline),
         Some(data) => u32::try_from(data.len()).map_err(|_| PostReason::InvalidInline)?,
     };
-    // READs and atomics write into the scatter list, so it cannot be data that was copied.
+    // READs and atomics write to the scatter list, so they can't use inline data.
     let may_inline = match wr.op {
         SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => true,
         SendOp::Write(_) | SendOp::WriteImm(..) => true,
@@ -462,11 +463,13 @@ fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
     Ok(length)
 }
 
-/// Checks an atomic whose result has `length` bytes. The peer would refuse a wrong one, and a
-/// refusal ends the connection.
+/// Validates an atomic with a result of `length` bytes. An invalid atomic would be rejected by the
+/// peer, which fails the connection.
 fn check_atomic(remote: RemoteAddr, length: u32) -> Result<(), PostReason> {
     if length != 8 {
-        return Err(PostReason::InvalidRequest("an atomic returns eight bytes"));
+        return Err(PostReason::InvalidRequest(
+            "atomic result must have eight bytes",
+        ));
     }
     if !remote.addr.is_multiple_of(8) {
         return Err(PostReason::InvalidRequest(
@@ -498,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn inline_data_is_copied_at_the_post() {
+    fn inline_data_is_copied_when_posted() {
         let mut q = SendQueue::new(&CAP);
         let mut data = *b"payload";
         q.push(&SendWr::with_inline(1, SendOp::Send, &data))
@@ -519,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_taken_back_until_something_was_done_for_them() {
+    fn requests_are_unposted_unless_started() {
         let mut q = SendQueue::new(&CAP);
         let send = |n| SendWr::new(n, SendOp::Send, &[]);
         q.push(&send(1)).unwrap();
@@ -527,7 +530,7 @@ mod tests {
         q.push(&send(2)).unwrap();
         q.unpost(2);
         assert_eq!((q.len(), q.wqe(0).wr_id), (1, WrId(1)));
-        // The next one has its place, and the number of its receive.
+        // The next request uses the free slot and the correct receive number.
         q.push(&send(3)).unwrap();
         assert_eq!((q.wqe(1).wr_id, q.wqe(1).recv_seq), (WrId(3), 2));
         q.retire();
@@ -539,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_against_the_rules_are_refused() {
+    fn invalid_requests_are_rejected_when_posted() {
         let mut q = SendQueue::new(&CAP);
         let remote = RemoteAddr {
             addr: 4,
@@ -572,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_made_for_the_deepest_queue_only() {
+    fn slots_are_created_for_deepest_queue() {
         let cap = QpCap {
             max_send_wr: 3,
             ..CAP
@@ -586,7 +589,7 @@ mod tests {
             q.retire();
         }
         assert_eq!((q.wqes.len(), q.sges.len(), q.head()), (1, 2, 5));
-        // Around the end of the ring, which is never empty meanwhile.
+        // Test wrapping at the end of the ring without emptying it.
         q.push(&wr).unwrap();
         for n in 6..20 {
             let other = [sge(n, 8)];
@@ -601,13 +604,13 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_named_until_its_request_is_completed() {
+    fn incomplete_request_uses_key() {
         let mut q = SendQueue::new(&CAP);
         let by = |lkey| Sge {
             lkey: LKey(lkey),
             ..sge(0, 8)
         };
-        // Keys that share a place, and one that shares the index.
+        // Two keys sharing a table index, and one sharing the key index.
         let (key, other) = (0x100, (NAMES as u32 + 1) << 8);
         let list = [by(other), by(key)];
         q.push(&SendWr::new(1, SendOp::Send, &list)).unwrap();

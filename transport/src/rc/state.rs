@@ -1,29 +1,29 @@
-//! The states of the two directions of a connection.
+//! States for both directions of a connection.
 //!
-//! The queue pair's own state is [`crate::verbs::QpState`]; these are finer and hold only while it
-//! lets the direction run.
+//! The state of the QP itself is [`crate::verbs::QpState`]. The states here provide more detail and
+//! are only used while the direction is active.
 
 use std::time::Instant;
 
 use riser_state::State;
 
-/// State of a requester (IBTA 9.7.2, 9.7.5).
+/// Requester state (IBTA 9.7.2, 9.7.5).
 ///
 /// ```text
 ///           RNR NAK, retries left
 ///  Ready ───────────────────────────> RnrWait
-///    ↑ └─────── time is up ─────────────┘
+///    ↑ └─────── timer expired ──────────┘
 ///    │
 ///    └── timeout, sequence NAK, implied NAK: go back and stay Ready
 /// ```
 ///
-/// A NAK of another kind or retries used up take the queue pair to ERROR, where there is no
-/// requester.
+/// On any other NAK or when running out of retries, the QP enters ERROR and the requester is not
+/// used anymore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequesterState {
-    /// Sends as window, credits and fences allow.
+    /// Sends packets if allowed by window, credits and fences.
     Ready,
-    /// The peer had no receive: sends nothing until the time it asked for has passed.
+    /// No receive was available at the peer, so we must not send until this time.
     RnrWait(Instant),
 }
 
@@ -36,23 +36,24 @@ impl State for RequesterState {
     }
 }
 
-/// State of a responder (IBTA 9.7.3, 9.7.4, 9.7.5).
+/// Responder state (IBTA 9.7.3, 9.7.4, 9.7.5).
 ///
 /// ```text
-///              a packet ahead of the expected one; no receive for a SEND
+///              packet ahead of the expected one; no receive for a SEND
 ///  Expecting ──────────────────────────────────────────────────────────> NakSent
-///      ↑ └──────────── the expected packet arrives ────────────────────────┘ │
+///      ↑ └──────────── expected packet received ───────────────────────────┘ │
 ///      │                                                                     │
-///      └──── a request that must be refused, from either ────────────────────┴──> Failed
+///      └──── request rejected, from either state ────────────────────────────┴──> Failed
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResponderState {
-    /// All packets so far came in order.
+    /// All packets were received in order.
     Expecting,
-    /// A NAK for the expected packet is out; later packets are dropped silently until it arrives.
+    /// A NAK was sent for the expected packet. Later packets are silently dropped until it is
+    /// received.
     NakSent,
-    /// A request was refused for good: what was answered before and the NAK still go out, and
-    /// nothing is taken in.
+    /// A request was rejected permanently. Previous responses and the NAK are still sent, but no
+    /// more packets are processed.
     Failed,
 }
 
@@ -66,7 +67,7 @@ impl State for ResponderState {
     }
 }
 
-/// The message that a responder is in the middle of (IBTA 9.7.4.1.1).
+/// Message currently being received by a responder (IBTA 9.7.4.1.1).
 ///
 /// ```text
 ///         SEND FIRST, MIDDLE…             SEND LAST
@@ -75,25 +76,26 @@ impl State for ResponderState {
 ///    └────────────────────────> Write ──────────────> None
 /// ```
 ///
-/// ONLY packets, READs and atomics leave it at `None`. Any other packet is an invalid request.
+/// The state remains `None` for ONLY packets, READs and atomics. Any other packet is an invalid
+/// request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inbound {
-    /// No message is incomplete.
+    /// There is no incomplete message.
     None,
-    /// In a SEND, whose receive is bound.
+    /// SEND with a bound receive.
     Send {
-        /// Payload bytes so far.
+        /// Number of payload bytes received.
         received: u32,
     },
-    /// In an RDMA WRITE.
+    /// RDMA WRITE.
     Write {
-        /// Key of the region.
+        /// Region key.
         rkey: crate::verbs::RKey,
         /// Address of the next byte.
         addr: u64,
-        /// Bytes still to come.
+        /// Number of remaining bytes.
         remaining: u32,
-        /// Bytes of the whole message.
+        /// Total message size in bytes.
         total: u32,
     },
 }

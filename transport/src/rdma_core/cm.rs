@@ -1,12 +1,14 @@
-//! Connections, through librdmacm.
+//! Connections using librdmacm.
 //!
-//! librdmacm takes a queue pair made by [`RdmaCm::create_cm_qp`] through its states. An identifier
-//! that is destroyed while its queue pair lives waits for that, since the library frees both
-//! together; its events are dropped meanwhile.
+//! librdmacm changes the state of queue pairs created by [`RdmaCm::create_cm_qp`]. If an identifier
+//! is destroyed before its queue pair, we need to keep it until the queue pair is destroyed as
+//! well, because the library releases both at the same time. Events for this identifier are dropped
+//! until then.
 //!
-//! The library knows the type of an identifier's queue pairs by its port space. Only `rdma_create_ep`
-//! takes another one, in the space that has any (`RDMA_PS_IB`), and it binds or resolves as well. So
-//! such an identifier exists in the library from the time that it is bound.
+//! The library uses the port space to determine the queue pair type of an identifier. Only
+//! `rdma_create_ep` can set a different type, for the port space without a fixed type
+//! (`RDMA_PS_IB`), but it also binds or resolves the identifier. Therefore we don't create such an
+//! identifier in the library until it is bound.
 
 use std::mem::discriminant;
 use std::net::{IpAddr, SocketAddr};
@@ -40,8 +42,8 @@ impl RdmaCoreDevice {
         self.ids
             .get(id)
             .ok()
-            // One that was destroyed by the user, and waits for its queue pair, is not there for
-            // calls.
+            // If the application has destroyed an id that is waiting for the QP, it cannot be used
+            // for calls.
             .filter(|i| !i.zombie)
             .ok_or(CmError::InvalidState(call))
     }
@@ -67,8 +69,8 @@ impl RdmaCoreDevice {
         Ok(id)
     }
 
-    /// Makes the library's identifier of one whose type its port space does not say, bound to an
-    /// address.
+    /// Creates an id in the library and binds it to an address, if the QP type is not given by the
+    /// port space.
     fn make_bound(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
         if addr.ip() != self.addr {
             return Err(CmError::AddressNotAvailable);
@@ -88,21 +90,21 @@ impl RdmaCoreDevice {
         };
         let (cm, mut ptr) = (self.core.cm, ptr::null_mut());
         let none = ptr::null_mut();
-        // SAFETY: the address outlives the call; the identifier is written.
+        // SAFETY: the address outlives the call, and the id is an output parameter.
         checked_cm(unsafe {
             (cm.rdma_create_ep)(&raw mut ptr, &raw mut info, none, ptr::null_mut())
         })?;
         if ptr.is_null() {
             return Err(VerbsError::Os(libc::EIO).into());
         }
-        // SAFETY: the identifier was just made, and the channel is open. Its calls have waited for
-        // their outcome; from now on they report it.
+        // SAFETY: the id has just been created, and the channel is open. Calls were blocking until
+        // now, but will report their result using events after this.
         let mut made = checked_cm(unsafe { (cm.rdma_migrate_id)(ptr, self.channel) });
         for option in early {
             made = made.and_then(|()| self.set_on(ptr, option));
         }
         made.inspect_err(|_| {
-            // SAFETY: nothing else has the identifier.
+            // SAFETY: there are no other references to the id.
             unsafe { (cm.rdma_destroy_id)(ptr) };
         })?;
         let entry = self.ids.get_mut(id)?;
@@ -113,11 +115,11 @@ impl RdmaCoreDevice {
         Ok(())
     }
 
-    /// Sets an option that the library has.
+    /// Sets an option supported by the library.
     fn set_on(&self, ptr: *mut rdma_cm_id, option: CmOption) -> Result<(), CmError> {
         let level = RDMA_OPTION_ID as i32;
         let set = |name: u32, value: *mut libc::c_void, len: usize| {
-            // SAFETY: the identifier is alive; the value, of the length that the option has,
+            // SAFETY: the id is alive. The value has the size required for this option, and
             // outlives the call.
             let set =
                 unsafe { (self.core.cm.rdma_set_option)(ptr, level, name as i32, value, len) };
@@ -141,29 +143,29 @@ impl RdmaCoreDevice {
             CmOption::BareRequests(false) => Ok(()),
             CmOption::BareRequests(true) => Err(VerbsError::Unsupported("AF_IB address").into()),
             CmOption::PathMtu(_) => Err(VerbsError::Unsupported("path of a request").into()),
-            // The kernel refuses them by itself, or loads those of adapters.
+            // The kernel rejects alternate paths, or loads them if supported by the adapter.
             CmOption::AlternatePaths(_) => Err(VerbsError::Unsupported("alternate paths").into()),
         }
     }
 
-    /// Gives the library the vendor options of a queue pair whose owner takes it through its states;
-    /// for its own it asks the queue pair.
+    /// Passes vendor options to the library if the QP is managed by the application. For its own
+    /// QPs, the library gets the options from the QP.
     fn give_ece(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<(), CmError> {
         let entry = self.id(id, call)?;
-        // The library takes no others, and has none at first.
+        // Otherwise, the library doesn't accept options, and does not set any by default.
         if entry.qp.is_some() || entry.qp_type == QpType::Ud || param.ece.vendor_id == 0 {
             return Ok(());
         }
         let mut ece = convert::ece(param.ece);
-        // SAFETY: the identifier is alive.
+        // SAFETY: the id is alive.
         checked_cm(unsafe { (self.core.cm.rdma_set_local_ece)(entry.ptr, &raw mut ece) })
     }
 
-    /// Vendor options that came with the last message of the peer's; none where the library has a
-    /// queue pair, which has got them then.
+    /// Returns the vendor options from the last message of the peer. This is empty if the library
+    /// has a QP, since it will pass them to the QP instead.
     fn peer_ece(&self, ptr: *mut rdma_cm_id) -> Ece {
         let mut ece = ibv_ece::default();
-        // SAFETY: the identifier is alive.
+        // SAFETY: the id is alive.
         match unsafe { (self.core.cm.rdma_get_remote_ece)(ptr, &raw mut ece) } {
             0 => Ece {
                 vendor_id: ece.vendor_id,
@@ -178,42 +180,42 @@ impl RdmaCoreDevice {
             && !entry.ptr.is_null()
         {
             self.by_id.remove(&(entry.ptr as usize));
-            // SAFETY: the identifier has just left the table, with no queue pair and no event left.
+            // SAFETY: the id has just been removed from the table, and has no QP and no events.
             unsafe { (self.core.cm.rdma_destroy_id)(entry.ptr) };
         }
     }
 
-    /// Frees the queue pair of an identifier, and the identifier if it was only waiting for that.
+    /// Destroys the QP of an id, and the id itself if it was only waiting for this.
     pub(super) fn destroy_owned_qp(&mut self, owner: CmId) {
         let Ok(entry) = self.ids.get_mut(owner) else {
             return;
         };
         entry.qp = None;
-        // SAFETY: the identifier is alive and has a queue pair of librdmacm's.
+        // SAFETY: the id is alive, and its QP was created by librdmacm.
         unsafe { (self.core.cm.rdma_destroy_qp)(entry.ptr) };
-        // The identifier waited for this.
+        // The id was waiting for this.
         if entry.zombie {
             self.free_id(owner);
         }
     }
 
-    /// Takes in everything that the event channel has.
+    /// Handles all available events of the channel.
     pub(super) fn reap_cm_events(&mut self) -> usize {
         let mut count = 0;
         loop {
             let mut event = ptr::null_mut();
-            // SAFETY: the channel is open and does not block.
+            // SAFETY: the channel is open and non-blocking.
             if unsafe { (self.core.cm.rdma_get_cm_event)(self.channel, &raw mut event) } != 0 {
                 return count;
             }
             count += 1;
-            // SAFETY: the event was just taken and is alive until it is acknowledged.
+            // SAFETY: we have just received the event, which is valid until we acknowledge it.
             let theirs = unsafe { &*event };
             let ours = self.on_event(theirs);
             let is_request = theirs.event == RDMA_CM_EVENT_CONNECT_REQUEST;
             let refused = (is_request && ours.is_none()).then_some(theirs.id);
             let refused = refused.filter(|request| !request.is_null());
-            // SAFETY: nothing of the event is used after this.
+            // SAFETY: the event is not used after this.
             unsafe { (self.core.cm.rdma_ack_cm_event)(event) };
             self.cm_events.extend(ours);
             if let Some(request) = refused {
@@ -222,16 +224,16 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Refuses a request that the user does not get, because there is no room for its identifier,
-    /// or its listener or its address is not known. Only once its event is acknowledged: the
-    /// library waits for that before it destroys an identifier.
+    /// Rejects a request if it can't be reported to the application because there is no space for
+    /// its id, or because the listener or the address is unknown. This must be called after
+    /// acknowledging the event: the library waits for this before it destroys an id.
     fn refuse(&mut self, request: *mut rdma_cm_id) {
-        // SAFETY: the identifier came with a request, and nothing but our table refers to it.
+        // SAFETY: the id was created for this request and is only used by our table.
         unsafe { (self.core.cm.rdma_reject)(request, ptr::null(), 0) };
         match self.by_id.get(&(request as usize)) {
             Some(&id) => self.free_id(id),
             None => {
-                // SAFETY: as above; it is not in the table either.
+                // SAFETY: same as above; it is not in the table either.
                 unsafe { (self.core.cm.rdma_destroy_id)(request) };
             }
         }
@@ -239,11 +241,11 @@ impl RdmaCoreDevice {
 
     fn on_event(&mut self, event: &rdma_cm_event) -> Option<CmEvent> {
         if event.event == RDMA_CM_EVENT_DEVICE_REMOVAL && !self.gone {
-            // Our own probe hears of it even where the user has no identifier.
+            // Our own probe will receive this event even if the application does not have an id.
             self.gone = true;
             self.async_events.push_back(AsyncEvent::DeviceFatal);
         }
-        // A request comes with an identifier of its own, which no call of ours has made.
+        // A request has a new id, which was not created by us.
         let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
             let listener = *self.by_id.get(&(event.listen_id as usize))?;
             let qp_type = self.ids.get(listener).ok()?.qp_type;
@@ -254,13 +256,13 @@ impl RdmaCoreDevice {
         };
         let is_ud = self.ids.get(id).is_ok_and(|i| i.qp_type == QpType::Ud);
         let param = || match is_ud {
-            // SAFETY: datagram identifiers carry their own parameters, and the event is alive.
+            // SAFETY: the event is valid, and a datagram id uses datagram parameters.
             true => unsafe { convert::ud_param_of(&event.param.ud) },
-            // SAFETY: others carry those of a connection.
+            // SAFETY: any other id uses connection parameters.
             false => unsafe { convert::conn_param_of(&event.param.conn) },
         };
         if self.ids.get(id).is_ok_and(|i| i.zombie) {
-            // Its user has destroyed it and expects none of its events.
+            // The application has destroyed this id and doesn't expect more events.
             return None;
         }
         self.follow(id, event);
@@ -285,7 +287,7 @@ impl RdmaCoreDevice {
                 param: with_ece(param()),
             },
             RDMA_CM_EVENT_CONNECT_ERROR => CmEventKind::ConnectError(event_error(event.status)),
-            // The status of a SIDR_REP, of which the library makes this event.
+            // The library creates this event from the status of a SIDR_REP.
             RDMA_CM_EVENT_UNREACHABLE if is_ud && event.status > 0 => CmEventKind::Rejected {
                 reason: u16::try_from(event.status).unwrap_or(u16::MAX),
                 private_data: param().private_data,
@@ -308,8 +310,8 @@ impl RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
-    /// Keeps our idea of an identifier's state, and answers a disconnection: the kernel notifies
-    /// the peer only when its user has disconnected too.
+    /// Updates the state of an id, and responds to a disconnect: the kernel only notifies the peer
+    /// when its user has called disconnect as well.
     fn follow(&mut self, id: CmId, event: &rdma_cm_event) {
         let Ok(entry) = self.ids.get_mut(id) else {
             return;
@@ -320,7 +322,7 @@ impl RdmaCoreDevice {
             RDMA_CM_EVENT_ADDR_ERROR => IdState::Idle,
             RDMA_CM_EVENT_CONNECT_REQUEST => {
                 if entry.qp_type != QpType::Ud {
-                    // SAFETY: such a request carries the connection parameters.
+                    // SAFETY: this type of request contains connection parameters.
                     entry.offered = unsafe { event.param.conn.initiator_depth };
                 }
                 IdState::Requested
@@ -330,8 +332,8 @@ impl RdmaCoreDevice {
             }
             RDMA_CM_EVENT_CONNECT_RESPONSE => IdState::Responded,
             RDMA_CM_EVENT_DISCONNECTED => {
-                // SAFETY: the identifier is alive. A failure means that this side disconnected
-                // first.
+                // SAFETY: the id is alive. If this fails, we have already been disconnected by the
+                // local side.
                 unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
                 entry.state
             }
@@ -339,7 +341,7 @@ impl RdmaCoreDevice {
         };
     }
 
-    /// An identifier that is in one of some states.
+    /// Returns an id if it is in one of these states.
     fn id_in(
         &self,
         id: CmId,
@@ -378,12 +380,12 @@ impl RdmaCm for RdmaCoreDevice {
             PortSpace::Ib { .. } => return Err(CmError::AddressNotAvailable),
         };
         let mut ptr = ptr::null_mut();
-        // SAFETY: the channel is open; the identifier is written.
+        // SAFETY: the channel is open, and the id is an output parameter.
         checked_cm(unsafe {
             (self.core.cm.rdma_create_id)(self.channel, &raw mut ptr, ptr::null_mut(), space)
         })?;
         self.enter(ptr, qp_type).inspect_err(|_| {
-            // SAFETY: the identifier was just made, and is in no table.
+            // SAFETY: the id has just been created, and is not in a table.
             unsafe { (self.core.cm.rdma_destroy_id)(ptr) };
         })
     }
@@ -406,15 +408,15 @@ impl RdmaCm for RdmaCoreDevice {
                 early.push(option);
                 Ok(())
             }
-            // As without them.
+            // This is the default.
             CmOption::ReuseAddress(false)
             | CmOption::AddressFamilyOnly(_)
             | CmOption::BareRequests(false) => Ok(()),
             CmOption::ReuseAddress(true) => {
-                let what = "shared ports of identifiers of this type";
+                let what = "shared ports for this identifier type";
                 Err(VerbsError::Unsupported(what).into())
             }
-            // Refused for every identifier.
+            // Not supported for any id.
             CmOption::BareRequests(true) | CmOption::PathMtu(_) | CmOption::AlternatePaths(_) => {
                 self.set_on(ptr::null_mut(), option)
             }
@@ -428,8 +430,8 @@ impl RdmaCm for RdmaCoreDevice {
         } else {
             addr.ip()
         };
-        // The device belongs to one address; at another, the identifier would be on another
-        // device.
+        // The device is assigned to a single address. With a different address, the id would use
+        // another device.
         if ip != self.addr {
             return Err(CmError::AddressNotAvailable);
         }
@@ -438,7 +440,7 @@ impl RdmaCm for RdmaCoreDevice {
             return self.make_bound(id, own);
         }
         let mut at = SockAddr::new(own);
-        // SAFETY: the identifier is alive, the address is one.
+        // SAFETY: the id is alive, and the address is valid.
         checked_cm(unsafe { (self.core.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })?;
         self.set_state(id, IdState::Bound);
         Ok(())
@@ -454,7 +456,7 @@ impl RdmaCm for RdmaCoreDevice {
         let may = [IdState::Idle, IdState::Bound];
         let mut ptr = self.id_in(id, "address resolution", &may)?;
         if dst.ip().is_unspecified() {
-            // The kernel would take it for its own address.
+            // The kernel would use its own address instead.
             let kind = CmEventKind::AddrError(CmError::Unreachable);
             self.cm_events.push_back(CmEvent { id, kind });
             return Ok(());
@@ -466,7 +468,7 @@ impl RdmaCm for RdmaCoreDevice {
         }
         let mut from = SockAddr::new(src);
         let mut to = SockAddr::new(dst);
-        // SAFETY: the identifier is alive, the addresses are such.
+        // SAFETY: the id is alive, and the addresses are valid.
         checked_cm(unsafe {
             let (from, to) = (from.as_mut_ptr(), to.as_mut_ptr());
             (self.core.cm.rdma_resolve_addr)(ptr, from, to, millis(timeout))
@@ -475,7 +477,7 @@ impl RdmaCm for RdmaCoreDevice {
 
     fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError> {
         let ptr = self.id_in(id, "route resolution", &[IdState::AddrResolved])?;
-        // SAFETY: the identifier is alive.
+        // SAFETY: the id is alive.
         checked_cm(unsafe { (self.core.cm.rdma_resolve_route)(ptr, millis(timeout)) })
     }
 
@@ -494,22 +496,23 @@ impl RdmaCm for RdmaCoreDevice {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
         let mut theirs = self.qp_init(init)?;
-        // SAFETY: identifier, domains and queues are alive and of one context, the device's own.
+        // SAFETY: the id, domains and queues are alive and use the same context, which is the
+        // context of this device.
         checked_cm(unsafe { (self.core.cm.rdma_create_qp_ex)(ptr, &raw mut theirs) })?;
-        // SAFETY: the call has just set the identifier's queue pair.
+        // SAFETY: the QP has just been set by the call.
         let qp = self.adopt_qp(unsafe { (*ptr).qp }, init, Some(id))?;
         self.ids.get_mut(id)?.qp = Some(qp);
         Ok(qp)
     }
 
     fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
-        // The kernel would listen at every device.
+        // The kernel would listen on all devices.
         if self.id(id, "listen")?.state == IdState::Idle {
             self.bind_addr(id, SocketAddr::new(self.addr, 0))?;
         }
         let ptr = self.id_in(id, "listen", &[IdState::Bound])?;
         let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
-        // SAFETY: the identifier is alive.
+        // SAFETY: the id is alive.
         checked_cm(unsafe { (self.core.cm.rdma_listen)(ptr, backlog) })?;
         self.set_state(id, IdState::Listening);
         Ok(())
@@ -522,14 +525,14 @@ impl RdmaCm for RdmaCoreDevice {
             _ => MAX_CONNECT_PRIVATE_DATA,
         };
         fits(&param.private_data, most)?;
-        // A datagram identifier asks for a queue pair, and needs none to ask.
+        // A datagram id does not need a QP to request the QP of the peer.
         let qpn = match self.id(id, "connect")?.qp_type {
             QpType::Ud => 0,
             _ => self.qpn(id, param, "connect")?,
         };
         self.give_ece(id, param, "connect")?;
         let mut theirs = convert::conn_param(param, qpn);
-        // SAFETY: the identifier is alive; the private data outlives the call.
+        // SAFETY: the id is alive, and the private data outlives the call.
         checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })?;
         self.set_state(id, IdState::Connected);
         Ok(())
@@ -542,16 +545,17 @@ impl RdmaCm for RdmaCoreDevice {
             _ => MAX_ACCEPT_PRIVATE_DATA,
         };
         fits(&param.private_data, most)?;
-        // The library always names its own.
+        // The library always uses its own key.
         if param.qkey.is_some_and(|qkey| qkey != DATAGRAM_QKEY) {
             return Err(VerbsError::InvalidParameter("Q_Key").into());
         }
         let qpn = self.qpn(id, param, "accept")?;
         self.give_ece(id, param, "accept")?;
         let mut theirs = convert::conn_param(param, qpn);
-        // The library bounds the queue pair by the offer, but not what it advertises to the peer.
+        // The library limits the depth of the QP to the value from the request, but it doesn't
+        // limit the value sent to the peer.
         theirs.initiator_depth = theirs.initiator_depth.min(self.id(id, "accept")?.offered);
-        // SAFETY: the identifier is alive; the private data outlives the call.
+        // SAFETY: the id is alive, and the private data outlives the call.
         checked_cm(unsafe { (self.core.cm.rdma_accept)(ptr, &raw mut theirs) })?;
         self.set_state(id, IdState::Connected);
         Ok(())
@@ -568,7 +572,7 @@ impl RdmaCm for RdmaCoreDevice {
         ];
         let known = match state {
             QpState::Init => &known[..],
-            // The peer has said its part.
+            // The peer's parameters are available now.
             QpState::Rtr | QpState::Rts => &known[..3],
             _ => return Err(VerbsError::InvalidParameter("queue pair state").into()),
         };
@@ -576,14 +580,14 @@ impl RdmaCm for RdmaCoreDevice {
         let (mut attr, mut mask) = (ibv_qp_attr::default(), 0);
         attr.qp_state = convert::state(state);
         let init = self.core.cm.rdma_init_qp_attr;
-        // SAFETY: the identifier is alive; the attributes and their mask outlive the call.
+        // SAFETY: the id is alive. The attributes and their mask outlive the call.
         checked_cm(unsafe { init(ptr, &raw mut attr, &raw mut mask) })?;
         Ok(convert::qp_attr_from_mask(&attr, mask as u32)?)
     }
 
     fn establish(&mut self, id: CmId) -> Result<(), CmError> {
         let ptr = self.id_in(id, "establish", &[IdState::Responded])?;
-        // SAFETY: the identifier is alive.
+        // SAFETY: the id is alive.
         checked_cm(unsafe { (self.core.cm.rdma_establish)(ptr) })?;
         self.set_state(id, IdState::Connected);
         Ok(())
@@ -600,35 +604,36 @@ impl RdmaCm for RdmaCoreDevice {
         self.reject_by(id, private_data, self.core.cm.rdma_reject_ece)
     }
 
-    /// The kernel's CM sends it by itself where it is due; there is no call for it.
+    /// There is no call for this, since the kernel CM will send an MRA when required.
     fn mra(&mut self, id: CmId) -> Result<(), CmError> {
         self.id_in(id, "mra", &[IdState::Requested]).map(drop)
     }
 
     fn load_alternate_path(&mut self, id: CmId, _path: &AltPath) -> Result<(), CmError> {
         self.id(id, "load_alternate_path")?;
-        // librdmacm has no call for it, and Linux sends no LAP on RoCE.
+        // librdmacm has no call for this, and Linux does not send LAP messages on RoCE.
         Err(VerbsError::Unsupported("alternate paths").into())
     }
 
     fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
         let ptr = self.id_in(id, "notify", &[IdState::Connected])?;
-        // SAFETY: the identifier is alive.
+        // SAFETY: the id is alive.
         checked_cm(unsafe { (self.core.cm.rdma_notify)(ptr, IBV_EVENT_COMM_EST) })
     }
 
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
         let may = [IdState::Connected, IdState::Responded, IdState::Closed];
         let ptr = self.id_in(id, "disconnect", &may)?;
-        // Its peer keeps nothing that could be ended.
+        // There is no connection state on the peer.
         if self.id(id, "disconnect")?.qp_type == QpType::Ud {
             return Err(CmError::InvalidState("disconnect"));
         }
-        // The kernel would send nothing, and the peer wait for its confirmation.
+        // The kernel wouldn't send anything, and the peer would still be waiting for the RTU.
         if self.id(id, "disconnect")?.state == IdState::Responded {
             return self.reject(id, &[]);
         }
-        // SAFETY: the identifier is alive. A second call fails in the library and changes nothing.
+        // SAFETY: the id is alive. If this is called again, the library returns an error without
+        // changing anything.
         unsafe { (self.core.cm.rdma_disconnect)(ptr) };
         Ok(())
     }
@@ -657,7 +662,7 @@ impl RdmaCm for RdmaCoreDevice {
             addr: addr.as_mut_ptr(),
         };
         let (join, request) = (self.core.cm.rdma_join_multicast_ex, &raw mut request);
-        // SAFETY: the identifier is alive; the request and its address outlive the call.
+        // SAFETY: the id is alive. The request and its address outlive the call.
         checked_cm(unsafe { join(ptr, request, ptr::null_mut()) })
     }
 
@@ -667,7 +672,7 @@ impl RdmaCm for RdmaCoreDevice {
             return Err(CmError::AddressNotAvailable);
         }
         let mut addr = SockAddr::new(SocketAddr::new(group, 0));
-        // SAFETY: the identifier is alive, the address is one.
+        // SAFETY: the id is alive, and the address is valid.
         checked_cm(unsafe { (self.core.cm.rdma_leave_multicast)(ptr, addr.as_mut_ptr()) })
     }
 
@@ -679,35 +684,36 @@ impl RdmaCm for RdmaCoreDevice {
         if entry.zombie {
             return Err(CmError::InvalidState("destroy"));
         }
-        // Requests that the user has not seen have no other owner.
+        // Requests the application hasn't seen yet are only owned by their listener.
         if entry.state == IdState::Listening {
             self.refuse_waiting(id);
         }
         let entry = self.ids.get_mut(id)?;
         if entry.qp.is_some() {
             entry.zombie = true;
-            // The identifier stays until its queue pair goes; its connection ends now.
+            // The id must be kept until the QP is destroyed, but the connection should be closed
+            // now.
             if entry.state == IdState::Connected {
-                // SAFETY: the identifier is alive; a connection that is over already stays so.
+                // SAFETY: the id is alive. This has no effect if the connection is already closed.
                 unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
             }
         } else {
             self.free_id(id);
         }
-        // No event may name an identifier that is gone.
+        // Events must not refer to an id that has been destroyed.
         self.cm_events.retain(|e| e.id != id);
         Ok(())
     }
 
     fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
         let ptr = self.id_ptr(id, "query").ok().filter(|ptr| !ptr.is_null())?;
-        // SAFETY: the identifier is alive; its route holds an address of some family or zeros.
+        // SAFETY: the id is alive; its route contains a valid address or zeros.
         socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_1.src_storage })
     }
 
     fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
         let ptr = self.id_ptr(id, "query").ok().filter(|ptr| !ptr.is_null())?;
-        // SAFETY: as above.
+        // SAFETY: same as above.
         socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_2.dst_storage })
     }
 
@@ -717,7 +723,7 @@ impl RdmaCm for RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
-    /// Rejects a request by a call of the library's.
+    /// Rejects a request using this library function.
     fn reject_by(
         &mut self,
         id: CmId,
@@ -731,13 +737,13 @@ impl RdmaCoreDevice {
         };
         fits(private_data, most)?;
         let len = private_data.len() as u8;
-        // SAFETY: the identifier is alive; the private data outlives the call.
+        // SAFETY: the id is alive, and the private data outlives the call.
         checked_cm(unsafe { reject(ptr, private_data.as_ptr().cast(), len) })?;
         self.set_state(id, IdState::Closed);
         Ok(())
     }
 
-    /// Refuses the requests to a listener that its user has not taken yet.
+    /// Rejects all requests to a listener that have not been reported to the application yet.
     fn refuse_waiting(&mut self, listener: CmId) {
         let is_ours = |e: &CmEvent| matches!(e.kind, CmEventKind::ConnectRequest { listener: l, .. } if l == listener);
         let waiting: Vec<CmId> = self
@@ -748,13 +754,13 @@ impl RdmaCoreDevice {
             .collect();
         self.cm_events.retain(|e| !is_ours(e));
         for id in waiting {
-            // The peer may have gone; the identifier goes in any case.
+            // The peer may be dead, but we need to destroy the id in any case.
             let _ = self.reject(id, &[]);
             self.free_id(id);
         }
     }
 
-    /// Number of the queue pair of an identifier, or else the one that its owner names.
+    /// Returns the QP number of an id, or the number set by the application.
     fn qpn(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<u32, CmError> {
         let qpn = match self.id(id, call)?.qp {
             Some(qp) => self.qp_num(qp)?,

@@ -1,5 +1,5 @@
-//! Our types and rdma-core's, one into the other. Nothing here calls the libraries, so it also serves
-//! a library that takes the place of rdma-core's.
+//! Conversion between our types and rdma-core types. This module does not call the libraries, so it
+//! can also be used by libraries which replace them.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -10,12 +10,12 @@ use crate::verbs::{
     QpAttr, QpState, QpType, SendFlags, SendWr, VerbsError, WcOpcode, WcStatus,
 };
 
-/// The error of the last failed call of this thread.
+/// Returns the error of the last failed call on this thread.
 pub(super) fn last_os_error() -> VerbsError {
     VerbsError::Os(std::io::Error::last_os_error().raw_os_error().unwrap_or(0))
 }
 
-/// A call that answers 0 or `errno` itself.
+/// Checks the result of a call that returns 0 or an `errno` value.
 pub(super) fn checked(errno: i32) -> Result<(), VerbsError> {
     match errno.abs() {
         0 => Ok(()),
@@ -24,7 +24,7 @@ pub(super) fn checked(errno: i32) -> Result<(), VerbsError> {
     }
 }
 
-/// The error of a call that makes an object of a kind that not every device has.
+/// Returns the error of a call that creates an object which may not be supported by the device.
 pub(super) fn refused(errno: i32, what: &'static str) -> VerbsError {
     match errno.abs() {
         libc::EOPNOTSUPP | libc::ENOSYS => VerbsError::Unsupported(what),
@@ -32,13 +32,13 @@ pub(super) fn refused(errno: i32, what: &'static str) -> VerbsError {
     }
 }
 
-/// As [`refused`], by the thread's `errno`.
+/// Same as [`refused`], using the thread's `errno`.
 pub(super) fn last_refusal(what: &'static str) -> VerbsError {
     let errno = std::io::Error::last_os_error().raw_os_error();
     refused(errno.unwrap_or(0), what)
 }
 
-/// A call of the RDMA CM: 0, or -1 with the reason in the thread's `errno`.
+/// Checks the result of an RDMA CM call: 0, or -1 if an error was set in `errno`.
 pub(super) fn checked_cm(result: i32) -> Result<(), CmError> {
     if result == 0 {
         return Ok(());
@@ -52,8 +52,9 @@ pub(super) fn checked_cm(result: i32) -> Result<(), CmError> {
     })
 }
 
-/// Reason of a refusal as the IB CM numbers it. Of a device for iWARP the status is an error of its
-/// connection: refused by TCP (8: no listener), or reset after a reply that refuses (28: by the consumer).
+/// Returns the reject reason using IB CM numbers. For iWARP devices, the status is an error code:
+/// connection refused by TCP (8: no listener), or connection reset after a negative reply (28:
+/// rejected by consumer).
 pub(super) fn reject_reason(status: i32) -> u16 {
     match -status {
         libc::ECONNREFUSED => 8,
@@ -62,7 +63,7 @@ pub(super) fn reject_reason(status: i32) -> u16 {
     }
 }
 
-/// The error that the status of a CM event stands for.
+/// Returns the error for the status of a CM event.
 pub(super) fn event_error(status: i32) -> CmError {
     match status.abs() {
         libc::ETIMEDOUT => CmError::Timeout,
@@ -86,7 +87,7 @@ pub(super) fn access_flags(access: Access) -> u32 {
     .fold(0, |flags, (_, theirs)| flags | theirs)
 }
 
-/// The rights that access flags give; unknown flags give none.
+/// Converts access flags. Unknown flags are ignored.
 #[must_use]
 pub fn access_of(flags: u32) -> Access {
     [
@@ -114,7 +115,7 @@ pub(super) fn send_flags(wr: &SendWr<'_>) -> u32 {
     .fold(0, |all, (_, theirs)| all | theirs)
 }
 
-/// Flags of a send request; unknown ones, and the one for inline data, are left out.
+/// Converts send flags. Unknown flags and the inline flag are ignored.
 #[must_use]
 pub fn send_flags_of(flags: u32) -> SendFlags {
     [
@@ -131,7 +132,7 @@ pub(super) fn mtu(theirs: ibv_mtu) -> Option<Mtu> {
     u8::try_from(theirs).ok().and_then(Mtu::from_code)
 }
 
-/// Number of a type of queue pairs; `None` for one that user space does not make.
+/// Converts a QP type. This will return `None` if it can't be created by user space.
 pub(super) fn qp_type(ours: QpType) -> Option<ibv_qp_type> {
     Some(match ours {
         QpType::Rc => IBV_QPT_RC,
@@ -143,7 +144,7 @@ pub(super) fn qp_type(ours: QpType) -> Option<ibv_qp_type> {
     })
 }
 
-/// Queue pair states are numbered alike; the table keeps that from being an assumption.
+/// The numeric values are the same, but we use a table so that we don't rely on this.
 const STATES: [(QpState, ibv_qp_state); 7] = [
     (QpState::Reset, IBV_QPS_RESET),
     (QpState::Init, IBV_QPS_INIT),
@@ -184,12 +185,12 @@ pub(super) fn wc_status(theirs: ibv_wc_status) -> WcStatus {
         IBV_WC_RETRY_EXC_ERR | IBV_WC_RESP_TIMEOUT_ERR => WcStatus::RetryExcErr,
         IBV_WC_RNR_RETRY_EXC_ERR => WcStatus::RnrRetryExcErr,
         IBV_WC_REM_ABORT_ERR => WcStatus::RemAbortErr,
-        // A status without a name here has still ended its request.
+        // A request with an unknown status has still been completed.
         _ => WcStatus::FatalErr,
     }
 }
 
-/// Status of a completion as `ibv_wc` has it.
+/// Converts a completion status to the value used in `ibv_wc`.
 #[must_use]
 pub fn wc_status_code(ours: WcStatus) -> ibv_wc_status {
     match ours {
@@ -211,8 +212,8 @@ pub fn wc_status_code(ours: WcStatus) -> ibv_wc_status {
     }
 }
 
-/// Opcode of a completion as `ibv_wc` has it. A fast registration has none there: rdma-core reports
-/// it as the driver's own.
+/// Converts a completion opcode to the value used in `ibv_wc`. There is no value for fast
+/// registration: rdma-core reports it using a driver opcode.
 #[must_use]
 pub fn wc_opcode_code(ours: WcOpcode) -> ibv_wc_opcode {
     match ours {
@@ -229,7 +230,7 @@ pub fn wc_opcode_code(ours: WcOpcode) -> ibv_wc_opcode {
     }
 }
 
-/// The opcode of a successful completion; `posted` is what the request was.
+/// Returns the opcode of a successful completion. `posted` is the opcode of the work request.
 pub(super) fn wc_opcode(theirs: ibv_wc_opcode, posted: WcOpcode) -> WcOpcode {
     match theirs {
         IBV_WC_RECV_RDMA_WITH_IMM => WcOpcode::RecvWriteImm,
@@ -238,17 +239,17 @@ pub(super) fn wc_opcode(theirs: ibv_wc_opcode, posted: WcOpcode) -> WcOpcode {
     }
 }
 
-/// Reason why a post failed, by the `errno` that it returned.
+/// Converts the `errno` of a failed post.
 pub(super) fn post_reason(errno: i32) -> PostReason {
     match errno.abs() {
         libc::ENOMEM | libc::ENOSPC | libc::EAGAIN => PostReason::QueueFull,
-        libc::EINVAL => PostReason::InvalidRequest("the device refused it"),
+        libc::EINVAL => PostReason::InvalidRequest("rejected by the device"),
         libc::EOPNOTSUPP => PostReason::InvalidOpcode,
         other => PostReason::Os(other),
     }
 }
 
-/// A path as rdma-core has it.
+/// Converts an address vector to the rdma-core type.
 #[must_use]
 pub fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
     ibv_ah_attr {
@@ -265,12 +266,12 @@ pub fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
     }
 }
 
-/// The path that an address attribute with a global route describes. Its flow label has 20 bits; more,
-/// which some programs set, go nowhere on an adapter either.
+/// Converts an address vector with a global route. The flow label has 20 bits; some programs set
+/// more than that, but an adapter ignores them as well.
 #[must_use]
 pub fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
     AhAttr {
-        // SAFETY: every bit pattern of a GID is 16 bytes.
+        // SAFETY: a GID is 16 bytes, and any value is valid.
         dgid: Gid(unsafe { theirs.grh.dgid.raw }),
         sgid_index: u16::from(theirs.grh.sgid_index),
         hop_limit: theirs.grh.hop_limit,
@@ -280,7 +281,7 @@ pub fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
     }
 }
 
-/// Attributes for `ibv_modify_qp`, with the mask that says which are meant.
+/// Converts attributes for `ibv_modify_qp`, including the mask of attributes to set.
 #[must_use]
 pub fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
     let mut theirs = ibv_qp_attr::default();
@@ -293,7 +294,7 @@ pub fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
             }
         )*};
     }
-    // One list gives both the value and its mask bit, so that none is set without the other.
+    // This list sets both the value and the mask bit, to ensure that they are always set together.
     set! {
         state => qp_state, IBV_QP_STATE, self::state(state);
         pkey_index => pkey_index, IBV_QP_PKEY_INDEX, pkey_index;
@@ -325,11 +326,11 @@ pub fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
     (theirs, mask)
 }
 
-/// Attributes of `ibv_modify_qp`, of which `mask` says which are meant.
+/// Converts attributes of `ibv_modify_qp`, if they are set in `mask`.
 ///
 /// # Errors
-/// [`VerbsError::InvalidParameter`] for a value outside of its type, [`VerbsError::Os`] with
-/// `EOPNOTSUPP` for attributes that queue pairs do not have here, and `EINVAL` for unknown bits.
+/// [`VerbsError::InvalidParameter`] if a value is out of range, [`VerbsError::Os`] with
+/// `EOPNOTSUPP` if an attribute is not supported, and with `EINVAL` if there are unknown bits.
 pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, VerbsError> {
     const KNOWN: u32 = IBV_QP_STATE
         | IBV_QP_CUR_STATE
@@ -372,7 +373,7 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
         .transpose()?;
     let ah = given(IBV_QP_AV)
         .then(|| {
-            // Without a global route there is no address on RoCE.
+            // Without a global route, there is no address for RoCE.
             (theirs.ah_attr.is_global != 0)
                 .then(|| ah_attr_of(&theirs.ah_attr))
                 .ok_or(VerbsError::InvalidParameter("ah_attr.is_global"))
@@ -417,8 +418,8 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
     })
 }
 
-/// Attributes from the answer of `ibv_query_qp`, which has a value even for those that queue pairs of
-/// the type do not have.
+/// Converts attributes returned by `ibv_query_qp`. This call also sets values for attributes that
+/// don't exist for this QP type.
 pub(super) fn qp_attr_of(theirs: &ibv_qp_attr, qp_type: QpType) -> QpAttr {
     let asks = matches!(qp_type, QpType::Rc | QpType::XrcIni);
     let answers = matches!(qp_type, QpType::Rc | QpType::XrcTgt);
@@ -447,14 +448,14 @@ pub(super) fn qp_attr_of(theirs: &ibv_qp_attr, qp_type: QpType) -> QpAttr {
     }
 }
 
-/// States of path migration, in rdma-core's numbers.
+/// Path migration states and their rdma-core values.
 const MIG_STATES: [(PathMigState, ibv_mig_state); 3] = [
     (PathMigState::Migrated, IBV_MIG_MIGRATED),
     (PathMigState::Rearm, IBV_MIG_REARM),
     (PathMigState::Armed, IBV_MIG_ARMED),
 ];
 
-/// The number of a state of path migration.
+/// Converts a path migration state to the rdma-core value.
 #[must_use]
 pub fn mig_state(ours: PathMigState) -> ibv_mig_state {
     let known = MIG_STATES.iter().find(|(state, _)| *state == ours);
@@ -466,11 +467,11 @@ fn mig_state_of(theirs: ibv_mig_state) -> Option<PathMigState> {
     known.map(|(state, _)| *state)
 }
 
-/// The alternate path of attributes; `None` for one without a global route, which there is none of
-/// on RoCE.
+/// Returns the alternate path from attributes, or `None` if there is no global route, which is
+/// required for RoCE.
 fn alt_path_of(theirs: &ibv_qp_attr) -> Option<AltPath> {
     (theirs.alt_ah_attr.is_global != 0).then(|| AltPath {
-        // The attributes name the port twice.
+        // The port is included twice in the attributes.
         ah: AhAttr {
             port: theirs.alt_port_num,
             ..ah_attr_of(&theirs.alt_ah_attr)
@@ -480,7 +481,7 @@ fn alt_path_of(theirs: &ibv_qp_attr) -> Option<AltPath> {
     })
 }
 
-/// Vendor options as rdma-core has them.
+/// Converts vendor options to the rdma-core type.
 pub(super) fn ece(ours: Ece) -> ibv_ece {
     ibv_ece {
         vendor_id: ours.vendor_id,
@@ -489,7 +490,7 @@ pub(super) fn ece(ours: Ece) -> ibv_ece {
     }
 }
 
-/// An address as the socket API writes it.
+/// Address in the format used by the socket API.
 #[repr(C)]
 pub union SockAddr {
     any: sockaddr,
@@ -498,7 +499,7 @@ pub union SockAddr {
 }
 
 impl SockAddr {
-    /// The address as the socket API writes it.
+    /// Converts an address to the format used by the socket API.
     #[must_use]
     pub fn new(addr: SocketAddr) -> Self {
         match addr {
@@ -528,10 +529,10 @@ impl SockAddr {
         }
     }
 
-    /// Length of the address in bytes.
+    /// Returns the length of the address in bytes.
     #[must_use]
     pub fn length(&self) -> u32 {
-        // SAFETY: the family comes first in each of them.
+        // SAFETY: the address family is always the first field.
         let is_v4 = i32::from(unsafe { self.any.sa_family }) == libc::AF_INET;
         let length = match is_v4 {
             true => size_of::<sockaddr_in>(),
@@ -540,27 +541,30 @@ impl SockAddr {
         length as u32
     }
 
-    /// Pointer for a call.
+    /// Returns a pointer to be passed to a call.
     pub fn as_mut_ptr(&mut self) -> *mut sockaddr {
         (&raw mut *self).cast()
     }
 }
 
-/// The address of a CM identifier's route; `None` for a family that is not the Internet's.
+/// Returns the address from the route of a CM id, or `None` if the address family is not IPv4 or
+/// IPv6.
 #[must_use]
 pub fn socket_addr(storage: &sockaddr_storage) -> Option<SocketAddr> {
     let p: *const sockaddr_storage = storage;
     match i32::from(storage.ss_family) {
         libc::AF_INET => {
-            // SAFETY: the family says that the storage holds an IPv4 address, and it is larger.
+            // SAFETY: the storage is large enough, and the family indicates that it contains an
+            // IPv4 address.
             let a = unsafe { &*p.cast::<sockaddr_in>() };
             let ip = Ipv4Addr::from(a.sin_addr.s_addr.to_ne_bytes());
             Some(SocketAddr::new(IpAddr::V4(ip), u16::from_be(a.sin_port)))
         }
         libc::AF_INET6 => {
-            // SAFETY: the family says that the storage holds an IPv6 address, and it is larger.
+            // SAFETY: the storage is large enough, and the family indicates that it contains an
+            // IPv6 address.
             let a = unsafe { &*p.cast::<sockaddr_in6>() };
-            // SAFETY: every bit pattern of an IPv6 address is 16 bytes.
+            // SAFETY: an IPv6 address is 16 bytes, and any value is valid.
             let ip = Ipv6Addr::from(unsafe { a.sin6_addr.__in6_u.__u6_addr8 });
             Some(SocketAddr::new(IpAddr::V6(ip), u16::from_be(a.sin6_port)))
         }
@@ -568,7 +572,7 @@ pub fn socket_addr(storage: &sockaddr_storage) -> Option<SocketAddr> {
     }
 }
 
-/// Connection parameters; `theirs` borrows the private data of `ours`.
+/// Converts connection parameters. The result borrows the private data of `ours`.
 #[must_use]
 pub fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
     rdma_conn_param {
@@ -584,7 +588,8 @@ pub fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
     }
 }
 
-/// Parameters of a datagram identifier's event; `theirs` borrows the private data of `ours`.
+/// Converts parameters for the event of a datagram id. The result borrows the private data of
+/// `ours`.
 pub fn ud_param(ours: &ConnParam) -> rdma_ud_param {
     rdma_ud_param {
         private_data: ours.private_data.as_ptr().cast(),
@@ -595,25 +600,25 @@ pub fn ud_param(ours: &ConnParam) -> rdma_ud_param {
     }
 }
 
-/// Private data from an event.
+/// Copies the private data of an event.
 ///
 /// # Safety
-/// `data` is null or points at `len` bytes that are alive.
+/// `data` must be null or point to `len` valid bytes.
 unsafe fn private_data(data: *const libc::c_void, len: u8) -> Vec<u8> {
     if data.is_null() {
         return Vec::new();
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: ensured by the caller.
     unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
 }
 
-/// The peer's parameters from an event of a connection.
+/// Converts the peer's parameters from a connection event.
 ///
 /// # Safety
-/// The private data that `theirs` points at is alive.
+/// The private data of `theirs` must be valid.
 pub unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
     ConnParam {
-        // SAFETY: as the caller promises.
+        // SAFETY: ensured by the caller.
         private_data: unsafe { private_data(theirs.private_data, theirs.private_data_len) },
         responder_resources: theirs.responder_resources,
         initiator_depth: theirs.initiator_depth,
@@ -622,20 +627,20 @@ pub unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
         rnr_retry_count: theirs.rnr_retry_count,
         srq: theirs.srq != 0,
         qp_num: theirs.qp_num,
-        // The library has calls of its own for them.
+        // The library has separate calls for this.
         ece: Ece::default(),
         qkey: None,
         ah: None,
     }
 }
 
-/// The same from an event of a datagram identifier.
+/// Same as [`conn_param_of`], for the event of a datagram id.
 ///
 /// # Safety
-/// As [`conn_param_of`].
+/// See [`conn_param_of`].
 pub(super) unsafe fn ud_param_of(theirs: &rdma_ud_param) -> ConnParam {
     ConnParam {
-        // SAFETY: as the caller promises.
+        // SAFETY: ensured by the caller.
         private_data: unsafe { private_data(theirs.private_data, theirs.private_data_len) },
         qp_num: theirs.qp_num,
         qkey: Some(QKey(theirs.qkey)),
@@ -649,12 +654,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_survive_the_way_there_and_back() {
+    fn addresses_convert_both_ways() {
         for text in ["10.99.0.1:5555", "[fd99::2]:3260", "[fe80::1%3]:1"] {
             let addr: SocketAddr = text.parse().unwrap();
             let mut raw = SockAddr::new(addr);
             let mut storage = sockaddr_storage::default();
-            // SAFETY: the storage is at least as large as either address, and both are plain bytes.
+            // SAFETY: both address types fit into the storage, and both are plain bytes.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     raw.as_mut_ptr().cast::<u8>(),
@@ -684,7 +689,7 @@ mod tests {
     }
 
     #[test]
-    fn access_flags_survive_the_way_there_and_back() {
+    fn access_flags_convert_both_ways() {
         let access = Access::LOCAL_WRITE | Access::REMOTE_READ;
         assert_eq!(access_flags(access), 0b101);
         assert_eq!(access_of(0b101), access);

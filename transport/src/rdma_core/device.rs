@@ -1,4 +1,4 @@
-//! The verbs that make, query and destroy objects; posting and polling are in `work`.
+//! Verbs used to create, query and destroy objects. Posting and polling are implemented in `work`.
 
 use std::ffi::CStr;
 use std::ptr;
@@ -15,11 +15,12 @@ use super::objects::{
 use crate::umem;
 use crate::verbs::*;
 
-/// Vendor and part of `rdma_rxe`, which keeps from user space which key a receive invalidated. Our own
-/// libraries (`riser-drop-in`) report this vendor as well, but another part.
+/// Vendor and part id of `rdma_rxe`, which doesn't report to user space which key was invalidated
+/// by a receive. Our own libraries (`riser-drop-in`) use the same vendor id with a different part
+/// id.
 const RXE: (u32, u32) = (0x00ff_ffff, 0);
 
-/// What is read of completions with times.
+/// Fields to read from completions with timestamps.
 const TIMED: u64 = (IBV_WC_EX_WITH_BYTE_LEN
     | IBV_WC_EX_WITH_IMM
     | IBV_WC_EX_WITH_QP_NUM
@@ -27,13 +28,13 @@ const TIMED: u64 = (IBV_WC_EX_WITH_BYTE_LEN
     | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
     | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK) as u64;
 
-/// Bit of the general capabilities of on-demand paging.
+/// General on-demand paging capability bit.
 const ODP_SUPPORT: u64 = 1;
 
-/// Most entries of the scatter list of one request that we ask a device for.
+/// Max number of scatter-gather entries per request, even if the device supports more.
 const MAX_SGE: i32 = 32;
 
-/// What peers may change, the device has to be able to change (IBTA 11.2.8.2).
+/// If a peer is allowed to modify memory, the device needs write access as well (IBTA 11.2.8.2).
 fn check_rights(access: Access) -> Result<(), VerbsError> {
     let remote_change = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
     if access.intersects(remote_change) && !access.contains(Access::LOCAL_WRITE) {
@@ -48,20 +49,20 @@ impl RdmaCoreDevice {
         let mut d = ibv_device_attr::default();
         // SAFETY: the context is open.
         checked(unsafe { (self.core.verbs.ibv_query_device)(self.context, &raw mut d) })?;
-        // Without this call the device has none of what it asks for.
+        // If this call is not supported, these features are not supported by the device.
         let mut more = ibv_device_attr_ex::default();
         // SAFETY: the context is open.
         if unsafe { ops::ibv_query_device_ex(self.context, &raw mut more) } != 0 {
             more = ibv_device_attr_ex::default();
         }
         self.clock_khz = more.hca_core_clock;
-        // SAFETY: an open context has a device, whose name ends in NUL.
+        // SAFETY: an open context has a device, and its name is NUL-terminated.
         let name = unsafe {
             CStr::from_ptr((self.core.verbs.ibv_get_device_name)(
                 (*self.context).device,
             ))
         };
-        // Linux has these as signed numbers.
+        // Linux uses signed numbers here.
         let count = |v: i32| u32::try_from(v).unwrap_or(0);
         let depth = |v: i32| v.clamp(0, 255) as u8;
         Ok(DeviceAttr {
@@ -73,7 +74,7 @@ impl RdmaCoreDevice {
             max_mr_size: d.max_mr_size,
             max_mw: count(d.max_mw),
             on_demand: more.odp_caps.general_caps & ODP_SUPPORT != 0,
-            // A window takes one segment; see the module's docs for what stands in for fast
+            // A window has a single segment. See the module documentation for how we emulate fast
             // registration.
             max_fast_reg_segments: u32::from(d.max_mw > 0),
             sg_gaps: true,
@@ -179,7 +180,7 @@ impl Verbs for RdmaCoreDevice {
         if entry.users > 0 {
             return Err(VerbsError::ResourceBusy("protection domain"));
         }
-        // SAFETY: nothing uses it, and it leaves the table.
+        // SAFETY: it is not in use, and will be removed from the table.
         checked(unsafe { (self.core.verbs.ibv_dealloc_pd)(entry.ptr) })?;
         self.pds.remove(pd).map(drop)
     }
@@ -207,11 +208,13 @@ impl Verbs for RdmaCoreDevice {
             return Err(VerbsError::InvalidParameter("address of the region"));
         }
         let domain = self.pd_ptr(pd)?;
-        // Before the library makes what would have to be destroyed again.
+        // Check this before creating an object in the library which we would have to destroy again.
         self.regions.check_room()?;
-        // Any region may get windows, which stand for its fast registrations.
+        // Windows must be allowed in any region, because they are used to implement fast
+        // registration.
         let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
-        // SAFETY: the range is mapped, and the table entry keeps it so until it is deregistered.
+        // SAFETY: the range is mapped, and the table entry keeps it mapped until it is
+        // deregistered.
         let ptr = unsafe {
             let (start, len) = (range.ptr().cast(), range.len());
             if addr == range.addr() {
@@ -223,7 +226,7 @@ impl Verbs for RdmaCoreDevice {
         if ptr.is_null() {
             return Err(last_os_error());
         }
-        // SAFETY: the region was just made.
+        // SAFETY: the region has just been created.
         let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
         let length = range.len() as u64;
         let mr = |id| Mr {
@@ -259,7 +262,7 @@ impl Verbs for RdmaCoreDevice {
             windows,
         } = self.regions.get(id)?
         else {
-            return Err(VerbsError::InvalidState("not a registered region"));
+            return Err(VerbsError::InvalidState("region is not registered"));
         };
         if *windows > 0 {
             return Err(VerbsError::ResourceBusy("memory region"));
@@ -271,9 +274,9 @@ impl Verbs for RdmaCoreDevice {
         );
         check_rights(access)?;
         let (memory, addr) = match change.translation {
-            // The library takes the address of the memory for that of the region.
+            // The library requires that the region uses the same address as the memory.
             Some((range, iova)) if iova != range.addr() => {
-                return Err(VerbsError::Unsupported("another address of a region"));
+                return Err(VerbsError::Unsupported("changing the address of a region"));
             }
             Some((range, iova)) => (range.clone(), iova),
             None => (old_memory.clone(), old.addr),
@@ -295,8 +298,8 @@ impl Verbs for RdmaCoreDevice {
         }
         let rights = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
         let domain = self.pd_ptr(pd)?;
-        // SAFETY: region and domain are alive, and the memory is mapped as long as the table has
-        // its slice.
+        // SAFETY: the region and the domain are alive, and the memory is mapped while the slice is
+        // in the table.
         let r = unsafe {
             let start = memory.ptr().cast();
             (self.core.verbs.ibv_rereg_mr)(ptr, flags as i32, domain, start, memory.len(), rights)
@@ -304,7 +307,7 @@ impl Verbs for RdmaCoreDevice {
         if r != 0 {
             return Err(last_os_error());
         }
-        // SAFETY: the region is alive. The library may have given it other keys.
+        // SAFETY: the region is alive. The library may have changed its keys.
         let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
         let mr = Mr {
             id,
@@ -334,7 +337,7 @@ impl Verbs for RdmaCoreDevice {
         if ptr.is_null() {
             return Err(last_refusal("null regions"));
         }
-        // SAFETY: the region was just made.
+        // SAFETY: the region has just been created.
         let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
         let mut mr = Mr {
             id: MrId(Handle::new(0, 0)),
@@ -369,9 +372,9 @@ impl Verbs for RdmaCoreDevice {
         });
         let mut theirs: Vec<_> = theirs.collect();
         let (flags, list) = (IB_UVERBS_ADVISE_MR_FLAG_FLUSH, theirs.as_mut_ptr());
-        // SAFETY: the domain is alive, and the list has as many entries.
+        // SAFETY: the domain is alive, and the list contains this number of entries.
         let r = unsafe { ops::ibv_advise_mr(domain, advice, flags, list, count) };
-        // The errors of ibv_advise_mr(3).
+        // Errors documented in ibv_advise_mr(3).
         match r.abs() {
             0 => Ok(()),
             libc::ENOENT => Err(VerbsError::InvalidHandle("memory region")),
@@ -397,7 +400,7 @@ impl Verbs for RdmaCoreDevice {
         self.use_pd(pd);
         Ok(Mw {
             id,
-            // SAFETY: the window was just made.
+            // SAFETY: the window has just been created.
             rkey: RKey(unsafe { (*ptr).rkey }),
             mw_type,
         })
@@ -405,7 +408,8 @@ impl Verbs for RdmaCoreDevice {
 
     fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError> {
         let ptr = self.mws.get(mw)?.ptr;
-        // SAFETY: the window leaves the table below; nothing else has the pointer.
+        // SAFETY: the window will be removed from the table, and there are no other references to
+        // it.
         checked(unsafe { ops::ibv_dealloc_mw(ptr) })?;
         let pd = self.mws.remove(mw)?.pd;
         self.release_pd(pd);
@@ -436,18 +440,19 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
-        // A region in which windows are mapped stays until they are gone.
+        // A region cannot be deregistered while windows are mapped to it.
         let pd = match self.regions.get(mr)? {
             Region::Plain { windows: 1.., .. } => {
                 return Err(VerbsError::ResourceBusy("memory region"));
             }
             Region::Plain { pd, ptr, .. } | Region::Null { pd, ptr, .. } => {
-                // SAFETY: the region leaves the table below; nothing else has the pointer.
+                // SAFETY: the region will be removed from the table, and there are no other
+                // references to it.
                 checked(unsafe { (self.core.verbs.ibv_dereg_mr)(*ptr) })?;
                 *pd
             }
             Region::Window(w) => {
-                // SAFETY: as above.
+                // SAFETY: same as above.
                 checked(unsafe { ops::ibv_dealloc_mw(w.ptr) })?;
                 self.rkeys.remove(&w.mr.rkey.0);
                 let (pd, mapped) = (w.pd, w.mapped.as_ref().map(|(id, _)| *id));
@@ -469,7 +474,7 @@ impl Verbs for RdmaCoreDevice {
         if ptr.is_null() {
             return Err(last_os_error());
         }
-        // SAFETY: the window was just made.
+        // SAFETY: the window has just been created.
         let rkey = unsafe { (*ptr).rkey };
         let mr = |id| Mr {
             id,
@@ -478,7 +483,7 @@ impl Verbs for RdmaCoreDevice {
             addr: 0,
             length: 0,
         };
-        // The table gives the handle, which the entry itself contains.
+        // The entry contains its own handle, which is not known until we insert it into the table.
         let placeholder = mr(MrId(Handle::new(0, 0)));
         let window = Window {
             pd,
@@ -502,10 +507,11 @@ impl Verbs for RdmaCoreDevice {
             return Err(VerbsError::InvalidParameter("scatter list"));
         };
         let pd = self.regions.get(mr)?.pd();
-        // The first range only: that is what a window is, and the caller learns how many bytes it
-        // covers.
+        // Only use the first range, since that is all a window supports. The caller is told how
+        // many bytes are covered.
         let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
-        // A window is bound within one region, so the segment must lie in one of the same domain.
+        // A window must be bound to a single region, so the segment must be inside a region of the
+        // same domain.
         let covers = |r: &Region| match r {
             Region::Plain { pd: p, memory, .. } => {
                 *p == pd && memory.addr() <= start && end <= memory.addr() + memory.len() as u64
@@ -524,9 +530,9 @@ impl Verbs for RdmaCoreDevice {
             return Err(VerbsError::InvalidHandle("fast-registration region"));
         };
         if w.valid {
-            return Err(VerbsError::InvalidState("the region is still valid"));
+            return Err(VerbsError::InvalidState("region is still valid"));
         }
-        // The window lets its old region be deregistered only now that it has another.
+        // The window now uses a new region, so its old region can be deregistered.
         let before = w.mapped.replace((base, segment.clone())).map(|(id, _)| id);
         w.mr.addr = start;
         w.mr.length = segment.len() as u64;
@@ -548,7 +554,7 @@ impl Verbs for RdmaCoreDevice {
         if entries == 0 || entries > self.attr.max_cqe {
             return Err(VerbsError::InvalidParameter("number of entries"));
         }
-        // The library gets our handle with the queue, so the handle exists first.
+        // Insert it first, because we need to pass the handle to the library.
         let id = self.cqs.insert(Cq::new(init.vector, init.is_timed))?;
         let cq_context = pack(id.0) as usize as *mut _;
         let ptr = if init.is_timed {
@@ -560,12 +566,12 @@ impl Verbs for RdmaCoreDevice {
                 wc_flags: TIMED,
                 ..Default::default()
             };
-            // SAFETY: context and channel are open; our handle travels as a number.
+            // SAFETY: the context and the channel are open. The handle is passed as an integer.
             unsafe { ops::ibv_create_cq_ex(self.context, &raw mut extended) }.cast()
         } else {
             let create = self.core.verbs.ibv_create_cq;
             let entries = i32::try_from(entries).unwrap_or(i32::MAX);
-            // SAFETY: as above.
+            // SAFETY: same as above.
             unsafe { create(self.context, entries, cq_context, self.comp, vector) }
         };
         if ptr.is_null() {
@@ -589,7 +595,7 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn modify_cq(&mut self, cq: CqId, moderation: Moderation) -> Result<(), VerbsError> {
-        // The library has 16 bits for it. A shorter wait is within what is asked for.
+        // The library uses a 16-bit value. It is fine to use a shorter time than requested.
         let period = moderation.period.as_nanos().div_ceil(1000);
         let period = u16::try_from(period).unwrap_or(u16::MAX);
         let mut attr = ibv_modify_cq_attr {
@@ -603,7 +609,7 @@ impl Verbs for RdmaCoreDevice {
         // SAFETY: the queue is alive.
         match unsafe { ops::ibv_modify_cq(entry.ptr, &raw mut attr) }.abs() {
             0 => {}
-            // There is nothing to take back.
+            // There is nothing to reset.
             libc::EOPNOTSUPP if period == 0 => {}
             libc::EOPNOTSUPP => return Err(VerbsError::InvalidParameter("moderation")),
             other => return Err(VerbsError::Os(other)),
@@ -619,8 +625,7 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError> {
-        // Completions that were peeked at are counted too; they are no longer in the library's
-        // queue.
+        // This includes completions which we have already removed from the queue of the library.
         let held = self.peek_cq(cq, entries as usize + 1)?;
         if entries == 0 || entries > self.attr.max_cqe || held > entries as usize {
             return Err(VerbsError::InvalidParameter("number of entries"));
@@ -636,7 +641,8 @@ impl Verbs for RdmaCoreDevice {
         }
         let ptr = entry.ptr;
         self.acknowledge(cq);
-        // SAFETY: nothing uses it and all its events are acknowledged; it leaves the table.
+        // SAFETY: it is not in use, all events have been acknowledged, and it will be removed from
+        // the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_cq)(ptr) })?;
         self.notices.forget(cq);
         self.cqs.remove(cq).map(drop)
@@ -695,7 +701,7 @@ impl Verbs for RdmaCoreDevice {
             attr: ibv_srq_attr {
                 max_wr: attr.max_wr,
                 max_sge: attr.max_sge,
-                // The limit is set below, since the library ignores it here.
+                // The library ignores the limit here, so we set it below.
                 srq_limit: 0,
             },
         };
@@ -744,10 +750,11 @@ impl Verbs for RdmaCoreDevice {
         if entry.users > 0 {
             return Err(VerbsError::ResourceBusy("shared receive queue"));
         }
-        // SAFETY: nothing uses it; it leaves the table.
+        // SAFETY: it is not in use, and will be removed from the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_srq)(entry.ptr) })?;
         let gone = self.srqs.remove(srq)?;
-        // Receives of a shared queue that is gone do not complete, so their slots go with it.
+        // Receives of a destroyed shared queue don't complete, so we need to release their slots
+        // here.
         for slot in gone.posted {
             let _ = self.slots.remove(slot);
         }
@@ -769,7 +776,7 @@ impl Verbs for RdmaCoreDevice {
 
     fn open_xrcd(&mut self) -> Result<XrcdId, VerbsError> {
         self.xrcds.check_room()?;
-        // Of this process alone: no file stands for it.
+        // It is only used by this process, so there is no file.
         let mut attr = ibv_xrcd_init_attr {
             comp_mask: IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
             fd: -1,
@@ -788,7 +795,7 @@ impl Verbs for RdmaCoreDevice {
         if entry.users > 0 {
             return Err(VerbsError::ResourceBusy("XRC domain"));
         }
-        // SAFETY: nothing uses it, and it leaves the table.
+        // SAFETY: it is not in use, and will be removed from the table.
         checked(unsafe { ops::ibv_close_xrcd(entry.ptr) })?;
         self.xrcds.remove(xrcd).map(drop)
     }
@@ -804,7 +811,7 @@ impl Verbs for RdmaCoreDevice {
             attr: ibv_srq_attr {
                 max_wr: attr.max_wr,
                 max_sge: attr.max_sge,
-                // As for others, it is set below.
+                // Like for any SRQ, the limit is set below.
                 srq_limit: 0,
             },
             comp_mask: IBV_SRQ_INIT_ATTR_TYPE
@@ -825,7 +832,7 @@ impl Verbs for RdmaCoreDevice {
             posted: Vec::new(),
         })?;
         init.srq_context = pack(id.0) as usize as *mut _;
-        // SAFETY: domains and completion queue are alive, and of this context.
+        // SAFETY: the domains and the CQ are valid and use this context.
         let ptr = unsafe { ops::ibv_create_srq_ex(self.context, &raw mut init) };
         if ptr.is_null() {
             let error = last_refusal("XRC domains");
@@ -853,8 +860,8 @@ impl Verbs for RdmaCoreDevice {
     fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
         let mut theirs = self.qp_init(init)?;
         let (verbs, attr) = (&self.core.verbs, &raw mut theirs);
-        // SAFETY: domains and queues are alive, and of this context. What has a protection domain and
-        // nothing more takes the older call, as in ibv_create_qp_ex(3).
+        // SAFETY: the domains and queues are alive and use this context. As in ibv_create_qp_ex(3),
+        // we use the old call if nothing but the protection domain is set.
         let ptr = unsafe {
             match theirs.comp_mask {
                 IBV_QP_INIT_ATTR_PD => (verbs.ibv_create_qp)(theirs.pd, attr.cast()),
@@ -874,10 +881,10 @@ impl Verbs for RdmaCoreDevice {
 
     fn modify_qp(&mut self, qp: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
         let entry = self.qps.get(qp)?;
-        // The state is asked of the device: it may have gone to ERROR by itself.
+        // Get the state from the device, because it could have changed to ERROR.
         let now = self.query_qp(qp)?.state.unwrap_or(QpState::Error);
         crate::verbs::qp_state::plan_modify(entry.init.qp_type, now, attr)?;
-        // A value that does not fit its field would be cut, and be another one.
+        // If a value does not fit, it would be truncated to a different value.
         for (value, name) in [
             (attr.dest_qp, "dest_qp"),
             (attr.rq_psn, "rq_psn"),
@@ -895,7 +902,7 @@ impl Verbs for RdmaCoreDevice {
             self.choose_gid(&mut theirs.ah_attr);
         }
         let modify = self.core.verbs.ibv_modify_qp;
-        // SAFETY: the queue pair is alive.
+        // SAFETY: the QP is alive.
         checked(unsafe { modify(entry.ptr, &raw mut theirs, mask as i32) })?;
         if attr.state == Some(QpState::Reset) {
             self.qps.get_mut(qp)?.rate = RateLimit::default();
@@ -907,12 +914,12 @@ impl Verbs for RdmaCoreDevice {
         let (mut attr, mut init) = (ibv_qp_attr::default(), ibv_qp_init_attr::default());
         let mask = (IBV_QP_RATE_LIMIT - 1) as i32;
         let ptr = self.qps.get(qp)?.ptr;
-        // SAFETY: the queue pair is alive.
+        // SAFETY: the QP is alive.
         checked(unsafe {
             (self.core.verbs.ibv_query_qp)(ptr, &raw mut attr, mask & 0x1f_ffff, &raw mut init)
         })?;
         if attr.qp_state == IBV_QPS_RESET {
-            // Some devices still report the attributes that the reset has cleared.
+            // Some devices still report attributes that have been cleared by the reset.
             return Ok(QpAttr::to(QpState::Reset));
         }
         let pkey = self.query_pkey(attr.port_num, attr.pkey_index).ok();
@@ -929,7 +936,7 @@ impl Verbs for RdmaCoreDevice {
             max_burst_sz: limit.max_burst,
             ..Default::default()
         };
-        // SAFETY: the queue pair is alive.
+        // SAFETY: the QP is alive.
         match unsafe { ops::ibv_modify_qp_rate_limit(entry.ptr, &raw mut attr) }.abs() {
             0 => entry.rate = limit,
             libc::EINVAL => return Err(VerbsError::InvalidParameter("rate limit")),
@@ -938,7 +945,7 @@ impl Verbs for RdmaCoreDevice {
         Ok(())
     }
 
-    /// The library has no call for it: what was set last.
+    /// There is no library call for this, so return the last value that was set.
     fn query_qp_rate_limit(&self, qp: QpId) -> Result<RateLimit, VerbsError> {
         Ok(self.qps.get(qp)?.rate)
     }
@@ -950,7 +957,7 @@ impl Verbs for RdmaCoreDevice {
         entry.groups.clear();
         match entry.owner {
             Some(owner) => self.destroy_owned_qp(owner),
-            // SAFETY: the queue pair leaves the table below.
+            // SAFETY: the QP will be removed from the table below.
             None => checked(unsafe { (self.core.verbs.ibv_destroy_qp)(entry.ptr) })?,
         }
         self.forget_qp(qp);
@@ -960,7 +967,7 @@ impl Verbs for RdmaCoreDevice {
     fn attach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError> {
         let ptr = self.check_mcast(qp, mgid)?;
         let gid = ibv_gid { raw: mgid.0 };
-        // SAFETY: the queue pair is alive, and the library copies the GID.
+        // SAFETY: the QP is alive, and the library makes a copy of the GID.
         checked(unsafe { (self.core.verbs.ibv_attach_mcast)(ptr, &raw const gid, mlid) })?;
         let groups = &mut self.qps.get_mut(qp)?.groups;
         if !groups.contains(&(mgid, mlid)) {
@@ -972,7 +979,7 @@ impl Verbs for RdmaCoreDevice {
     fn detach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError> {
         let ptr = self.check_mcast(qp, mgid)?;
         let gid = ibv_gid { raw: mgid.0 };
-        // SAFETY: as above.
+        // SAFETY: same as above.
         let r = unsafe { (self.core.verbs.ibv_detach_mcast)(ptr, &raw const gid, mlid) };
         match r.abs() {
             libc::EINVAL => return Err(VerbsError::InvalidParameter("multicast group")),
@@ -1002,31 +1009,31 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn modify_ah(&mut self, ah: AhId, attr: AhAttr) -> Result<(), VerbsError> {
-        // The library changes none, so another takes its place.
+        // The library can't modify an address handle, so we need to replace it.
         let before = self.ahs.get(ah)?.ptr;
         // SAFETY: the handle is alive, and so is its domain.
         let ptr = self.make_ah(unsafe { (*before).pd }, &attr)?;
         *self.ahs.get_mut(ah)? = Ah { ptr, attr };
-        // SAFETY: the table has the other one now.
+        // SAFETY: it has been replaced in the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_ah)(before) })
     }
 
     fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError> {
         let ptr = self.ahs.remove(ah)?.ptr;
-        // SAFETY: the handle has just left the table.
+        // SAFETY: the handle has just been removed from the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_ah)(ptr) })
     }
 }
 
 impl RdmaCoreDevice {
-    /// A device has many GIDs, and ours is the one of the address that it was opened at.
+    /// Selects the GID of the address used to open the device, since a device can have many GIDs.
     fn choose_gid(&self, attr: &mut ibv_ah_attr) {
         if let Some(index) = self.gid_index() {
             attr.grh.sgid_index = index as u8;
         }
     }
 
-    /// The queue pair for the library, if it may be attached to a group.
+    /// Returns the QP for use by the library, if it can be attached to a group.
     fn check_mcast(&self, qp: QpId, mgid: Gid) -> Result<*mut ibv_qp, VerbsError> {
         let entry = self.qps.get(qp)?;
         if entry.init.qp_type != QpType::Ud {
@@ -1038,7 +1045,7 @@ impl RdmaCoreDevice {
         Ok(entry.ptr)
     }
 
-    /// Makes an address handle in a domain that is alive.
+    /// Creates an address handle. The domain must be valid.
     fn make_ah(&self, pd: *mut ibv_pd, attr: &AhAttr) -> Result<*mut ibv_ah, VerbsError> {
         let mut theirs = convert::ah_attr(attr);
         self.choose_gid(&mut theirs);
@@ -1050,20 +1057,21 @@ impl RdmaCoreDevice {
         Ok(ptr)
     }
 
-    /// Arms the limit event of a shared receive queue that was just made. The library ignores it at the
-    /// creation.
+    /// Arms the limit event of a new SRQ, since the library ignores the limit when creating the
+    /// queue.
     fn set_first_limit(&mut self, srq: SrqId, limit: u32) -> Result<SrqId, VerbsError> {
         if limit > 0
             && let Err(e) = self.modify_srq(srq, None, Some(limit))
         {
-            // What the caller has no handle of must not stay.
+            // Don't leak an object if the caller doesn't get its handle.
             let _ = self.destroy_srq(srq);
             return Err(e);
         }
         Ok(srq)
     }
 
-    /// Time by the device's clock; in its ticks where it does not say how long they are.
+    /// Converts a timestamp to nanoseconds of the device clock. If the clock frequency is unknown,
+    /// we return clock ticks.
     fn nanoseconds(&self, times: Times) -> u64 {
         match self.clock_khz {
             0 => times.ticks,
@@ -1071,7 +1079,7 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// One window less lies in a region.
+    /// Called when a window is no longer mapped to a region.
     fn unmap_window(&mut self, base: Option<MrId>) {
         if let Some(Ok(Region::Plain { windows, .. })) = base.map(|b| self.regions.get_mut(b)) {
             *windows -= 1;
@@ -1083,9 +1091,10 @@ impl RdmaCoreDevice {
 mod tests {
     use super::*;
 
-    /// What a library has only with the newer table of functions, or a driver only at times.
+    /// Some calls are only available in a library with the new function table, or depend on the
+    /// driver.
     #[test]
-    fn a_device_without_a_call_refuses_it_by_name() {
+    fn missing_calls_are_reported_by_name() {
         let mut device = RdmaCoreDevice::fake();
         let (cq, qp) = device.fake_queues();
         let pd = device.alloc_pd().unwrap();
@@ -1123,7 +1132,7 @@ mod tests {
         let refusal = device.modify_cq(cq, moderation);
         assert!(matches!(refusal, Err(VerbsError::InvalidParameter(_))));
         device.modify_cq(cq, Moderation::default()).unwrap();
-        // Nothing of them is left.
+        // No object must be leaked.
         device.dealloc_pd(pd).unwrap();
         assert!(device.srqs.len() + device.xrcds.len() + device.regions.len() == 0);
     }

@@ -1,7 +1,7 @@
-//! A device without hardware, for unit tests: the functions of both libraries that the provider
-//! calls for queues, on lists of the test's thread.
+//! A fake device for unit tests. It implements all functions of both libraries that are used by the
+//! provider for queues, and stores the state in a thread-local variable.
 //!
-//! Every other function of the two tables ends the test's process.
+//! All other functions of the two tables abort the test process.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -21,29 +21,30 @@ use crate::verbs::{
     SendWr, Verbs, WrId,
 };
 
-/// State behind the functions, and what they were called with.
+/// State of the fake library, and a record of its calls.
 #[derive(Default)]
 pub(super) struct Library {
-    /// Completion queues, by address, with what waits in them.
+    /// CQs by address, with the available completions.
     cqs: Vec<(usize, VecDeque<ibv_wc>)>,
-    /// Queues that are armed, by address.
+    /// Addresses of armed queues.
     armed: Vec<usize>,
-    /// Events in the channel, by queue.
+    /// Addresses of queues with an event in the channel.
     events: VecDeque<usize>,
     comp_fd: RawFd,
-    /// Work requests that the posts took, in order, by the library's number.
+    /// Posted work requests in order, using the library's numbers.
     pub(super) posted: Vec<u64>,
-    /// Lengths of the lists that were posted.
+    /// Length of each posted list.
     pub(super) lists: Vec<usize>,
-    /// Requests that posts still take; the one after that is named as bad.
+    /// Number of requests that can still be posted. The next request after that will be reported as
+    /// bad.
     pub(super) room: usize,
-    /// Polls answer one more than they are asked for.
+    /// If set, polling returns one more completion than requested.
     pub(super) is_overlong: bool,
-    /// Calls that have armed a queue.
+    /// Number of calls to arm a queue.
     pub(super) arms: usize,
-    /// Numbers of events acknowledged by each call.
+    /// Number of events acknowledged by each call.
     pub(super) acknowledged: Vec<u32>,
-    /// Completions that come between the decision to arm a queue and the arming.
+    /// Completions to be added just before a queue is armed.
     pub(super) at_arming: Vec<ibv_wc>,
 }
 
@@ -51,7 +52,7 @@ thread_local! {
     static LIBRARY: RefCell<Library> = RefCell::default();
 }
 
-/// Works with the library's state.
+/// Calls `f` with the state of the library.
 pub(super) fn library<T>(f: impl FnOnce(&mut Library) -> T) -> T {
     LIBRARY.with_borrow_mut(f)
 }
@@ -62,24 +63,25 @@ impl Library {
         &mut queue.expect("a queue that exists").1
     }
 
-    /// Adds a completion, and an event if the queue is armed.
+    /// Adds a completion. If the queue is armed, also adds an event.
     fn complete(&mut self, cq: usize, wc: ibv_wc) {
         self.queue(cq).push_back(wc);
         if let Some(at) = self.armed.iter().position(|armed| *armed == cq) {
             self.armed.swap_remove(at);
             self.events.push_back(cq);
             let one = 1u64.to_ne_bytes();
-            // SAFETY: eight bytes of memory of ours.
+            // SAFETY: the pointer is valid for eight bytes.
             unsafe { libc::write(self.comp_fd, one.as_ptr().cast(), one.len()) };
         }
     }
 
-    /// Events in the channel.
+    /// Returns the number of events in the channel.
     pub(super) fn events(&self) -> usize {
         self.events.len()
     }
 
-    /// Takes requests of a list with these numbers; the index of the first that it does not take.
+    /// Accepts a list of requests with these numbers. Returns the index of the first request that
+    /// is not accepted.
     fn take(&mut self, numbers: &[u64]) -> Option<usize> {
         self.lists.push(numbers.len());
         let taken = numbers.len().min(self.room);
@@ -89,10 +91,10 @@ impl Library {
     }
 }
 
-/// Takes a list of requests, which `next` follows; the library's answer.
+/// Accepts a list of requests using `next` as the iterator. Returns the result of the library call.
 ///
 /// # Safety
-/// The list is one of live requests.
+/// The list must contain valid requests.
 unsafe fn post<T>(
     mut wr: *mut T,
     bad: *mut *mut T,
@@ -108,7 +110,7 @@ unsafe fn post<T>(
     match library(|library| library.take(&numbers)) {
         None => 0,
         Some(at) => {
-            // SAFETY: the caller gives a place for the answer.
+            // SAFETY: the caller passes a valid output pointer.
             unsafe { *bad = places[at] };
             libc::ENOMEM
         }
@@ -120,7 +122,7 @@ unsafe extern "C" fn post_send(
     wr: *mut ibv_send_wr,
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
-    // SAFETY: the provider gives a list that ends with null.
+    // SAFETY: the provider passes a null-terminated list.
     unsafe { post(wr, bad, |wr| ((*wr).wr_id, (*wr).next)) }
 }
 
@@ -129,7 +131,7 @@ unsafe extern "C" fn post_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: same as above.
     unsafe { post(wr, bad, |wr| ((*wr).wr_id, (*wr).next)) }
 }
 
@@ -141,11 +143,11 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, entries: c_int, wc: *mut ibv_wc) -
         let queue = library.queue(cq as usize);
         let count = queue.len().min(entries as usize);
         for (at, found) in queue.drain(..count).enumerate() {
-            // SAFETY: the provider has room, with values in it, for as many as it asks for.
+            // SAFETY: the provider passes an initialized array of the requested size.
             let place = unsafe { &mut *wc.add(at) };
             *place = match found.status {
                 IBV_WC_SUCCESS => found,
-                // No more than ibv_poll_cq(3) promises.
+                // Only set the fields documented in ibv_poll_cq(3).
                 _ => ibv_wc {
                     wr_id: found.wr_id,
                     status: found.status,
@@ -180,8 +182,8 @@ unsafe extern "C" fn get_cq_event(
             return -1;
         };
         let mut one = [0u8; 8];
-        // SAFETY: room for eight bytes; the caller gives places for both results, and a queue lives
-        // as long as it has events.
+        // SAFETY: there is space for eight bytes. The caller passes valid output pointers, and a
+        // queue is alive while it has events.
         unsafe {
             libc::read(library.comp_fd, one.as_mut_ptr().cast(), one.len());
             *cq = at as *mut ibv_cq;
@@ -204,7 +206,7 @@ unsafe extern "C" fn create_cq(
     _: *mut ibv_comp_channel,
     _: c_int,
 ) -> *mut ibv_cq {
-    // SAFETY: the structure is numbers and pointers, for all of which zeros are a value.
+    // SAFETY: all fields are numbers and pointers, for which zero is a valid value.
     let mut cq: Box<ibv_cq> = Box::new(unsafe { zeroed() });
     (cq.context, cq.cq_context) = (context, cq_context);
     let cq = Box::into_raw(cq);
@@ -214,7 +216,7 @@ unsafe extern "C" fn create_cq(
 
 unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
     library(|library| library.cqs.retain(|(at, _)| *at != cq as usize));
-    // SAFETY: it came from `create_cq`, and its owner forgets it.
+    // SAFETY: it was created by `create_cq`, and the owner does not use it after this.
     drop(unsafe { Box::from_raw(cq) });
     0
 }
@@ -224,15 +226,15 @@ unsafe extern "C" fn alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
 }
 
 unsafe extern "C" fn dealloc_pd(pd: *mut ibv_pd) -> c_int {
-    // SAFETY: it came from `alloc_pd`, and its owner forgets it.
+    // SAFETY: it was created by `alloc_pd`, and the owner does not use it after this.
     drop(unsafe { Box::from_raw(pd) });
     0
 }
 
 unsafe extern "C" fn create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
-    // SAFETY: as in `create_cq`; the domain is alive.
+    // SAFETY: same as in `create_cq`; the domain is valid.
     let mut qp: Box<ibv_qp> = Box::new(unsafe { zeroed() });
-    // SAFETY: as above; the caller gives the attributes.
+    // SAFETY: same as above; the caller passes valid attributes.
     (qp.context, qp.qp_type) = unsafe { ((*pd).context, (*init).qp_type) };
     Box::into_raw(qp)
 }
@@ -243,19 +245,19 @@ unsafe extern "C" fn query_qp(
     _: c_int,
     _: *mut ibv_qp_init_attr,
 ) -> c_int {
-    // SAFETY: the caller gives a place for the answer.
+    // SAFETY: the caller passes a valid output pointer.
     unsafe { (*attr).qp_state = IBV_QPS_RTS };
     0
 }
 
 unsafe extern "C" fn destroy_qp(qp: *mut ibv_qp) -> c_int {
-    // SAFETY: it came from `create_qp`, and its owner forgets it.
+    // SAFETY: it was created by `create_qp`, and the owner doesn't use it after this.
     drop(unsafe { Box::from_raw(qp) });
     0
 }
 
 unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
-    // SAFETY: made by `RdmaCoreDevice::fake`, and its owner forgets it.
+    // SAFETY: it was created by `RdmaCoreDevice::fake`, and the owner does not use it after this.
     drop(unsafe { Box::from_raw(channel) });
     0
 }
@@ -265,22 +267,22 @@ unsafe extern "C" fn destroy_id(_: *mut rdma_cm_id) -> c_int {
 }
 
 unsafe extern "C" fn destroy_event_channel(channel: *mut rdma_event_channel) {
-    // SAFETY: made by `RdmaCoreDevice::fake`, and its owner forgets it.
+    // SAFETY: it was created by `RdmaCoreDevice::fake`, and the owner doesn't use it after this.
     drop(unsafe { Box::from_raw(channel) });
 }
 
-/// Stands for every function that the fake device lacks.
+/// Used for all functions that are not implemented by the fake device.
 unsafe extern "C" fn unexpected() {
     std::process::abort();
 }
 
-/// Both tables, in which the functions above stand for the libraries'.
+/// Returns both function tables with the functions from this module.
 fn core() -> RdmaCore {
     const VERBS: usize = size_of::<Functions>() / size_of::<usize>();
     const CM: usize = size_of::<Cm>() / size_of::<usize>();
     type Any = unsafe extern "C" fn();
-    // SAFETY: the tables are function pointers and nothing else, and this function may be called
-    // through any of them: it reads no arguments and does not return.
+    // SAFETY: the tables only contain function pointers. This function can be called using any of
+    // them, because it ignores its arguments and never returns.
     let (mut verbs, mut cm) = unsafe {
         (
             transmute::<[Any; VERBS], Functions>([unexpected; VERBS]),
@@ -304,14 +306,14 @@ fn core() -> RdmaCore {
 
 fn eventfd() -> RawFd {
     let flags = libc::EFD_CLOEXEC | libc::EFD_NONBLOCK | libc::EFD_SEMAPHORE;
-    // SAFETY: a plain system call. The descriptor is left to the end of the test's process.
+    // SAFETY: simple system call. The descriptor is leaked until the test process exits.
     let fd = unsafe { libc::eventfd(0, flags) };
     assert!(fd >= 0);
     fd
 }
 
 impl RdmaCoreDevice {
-    /// A device behind the functions of this module. One at a time in a thread.
+    /// Creates a fake device. There can only be one per thread.
     pub(super) fn fake() -> Self {
         let comp_fd = eventfd();
         library(|library| {
@@ -321,8 +323,8 @@ impl RdmaCoreDevice {
                 ..Library::default()
             }
         });
-        // SAFETY: the structures are numbers, pointers and optional functions, for all of which
-        // zeros are a value.
+        // SAFETY: all fields are numbers, pointers and optional functions, for which zero is a
+        // valid value.
         let (mut context, mut comp): (Box<ibv_context>, Box<ibv_comp_channel>) =
             unsafe { (Box::new(zeroed()), Box::new(zeroed())) };
         context.ops.poll_cq = Some(poll_cq);
@@ -332,7 +334,7 @@ impl RdmaCoreDevice {
         context.async_fd = eventfd();
         comp.fd = comp_fd;
         let channel = Box::new(rdma_event_channel { fd: eventfd() });
-        // The library owns a context, so nothing here frees it.
+        // A context is owned by the library, so we don't free it here.
         let context = Box::into_raw(context);
         let parts = Parts {
             core: core(),
@@ -353,7 +355,7 @@ impl RdmaCoreDevice {
         device
     }
 
-    /// A completion queue and a queue pair on it.
+    /// Creates a CQ, and a QP using it.
     pub(super) fn fake_queues(&mut self) -> (CqId, QpId) {
         let pd = self.alloc_pd().unwrap();
         let cq = self.create_cq(64).unwrap();
@@ -362,7 +364,7 @@ impl RdmaCoreDevice {
         (cq, qp.unwrap())
     }
 
-    /// Completes a request, by the number that the library has for it.
+    /// Completes the request with this library number.
     pub(super) fn fake_completion(&mut self, cq: CqId, wr_id: u64) {
         self.fake_end(cq, completion(wr_id));
     }
@@ -373,21 +375,21 @@ impl RdmaCoreDevice {
         library(|library| library.complete(at, wc));
     }
 
-    /// Posts a receive; the number that the library has for it.
+    /// Posts a receive and returns its library number.
     pub(super) fn fake_receive(&mut self, qp: QpId, wr_id: u64) -> u64 {
         let recv = receive(wr_id);
         self.post_recv(qp, &[recv]).unwrap();
         library(|library| *library.posted.last().unwrap())
     }
 
-    /// Posts a receive, and completes it.
+    /// Posts and completes a receive.
     pub(super) fn fake_message(&mut self, cq: CqId, qp: QpId, wr_id: u64) {
         let number = self.fake_receive(qp, wr_id);
         self.fake_completion(cq, number);
     }
 }
 
-/// A completion of a request with this number of the library's.
+/// Returns a completion for the request with this library number.
 pub(super) fn completion(wr_id: u64) -> ibv_wc {
     ibv_wc {
         wr_id,
@@ -396,7 +398,7 @@ pub(super) fn completion(wr_id: u64) -> ibv_wc {
     }
 }
 
-/// A receive of nothing.
+/// Returns an empty receive request.
 pub(super) fn receive(wr_id: u64) -> RecvWr<'static> {
     RecvWr {
         wr_id: WrId(wr_id),
@@ -404,7 +406,7 @@ pub(super) fn receive(wr_id: u64) -> RecvWr<'static> {
     }
 }
 
-/// A write of nothing, signaled or not.
+/// Returns an empty write request.
 pub(super) fn write(wr_id: u64, flags: SendFlags) -> SendWr<'static> {
     let rkey = RKey(0);
     let remote = RemoteAddr { addr: 0, rkey };

@@ -1,66 +1,77 @@
-//! The `rdma_core` provider: libibverbs and librdmacm, loaded at run time.
+//! The `rdma_core` provider, which uses libibverbs and librdmacm. Both libraries are loaded at
+//! runtime.
 //!
-//! One [`RdmaCoreDevice`] is the RDMA device that a local address belongs to. It offers what the
-//! hardware interface has, under the same traits as the software NIC:
+//! An [`RdmaCoreDevice`] is the RDMA device with a given local address. It provides the hardware
+//! functions using the same traits as the software NIC:
 //!
-//! - Memory, completion queues, queue pairs, shared receive queues, XRC domains, address handles: one to
-//!   one. What a device lacks it refuses itself, with [`VerbsError::Unsupported`].
-//! - A memory window of type 1 is bound by a call of its own, which gives it its next key: another one
-//!   is refused ([`SendOp::BindMw`](crate::verbs::SendOp::BindMw)).
-//! - Any region may get windows in the library; that the user has not allowed them is checked here.
-//! - Fast registration: user space has no `REG_MR`, so a fast-registration region is a **memory
-//!   window of type 2**. It takes one segment, which must lie within a region registered with
-//!   [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr); [`SendOp::RegMr`](crate::verbs::SendOp::RegMr)
-//!   binds it, `LocalInv` and the peer's send-with-invalidate unbind it.
-//! - [`Notify::Count`](crate::verbs::Notify::Count) fires at the next completion; the hardware
-//!   counts no further.
-//! - A queue with a notification is polled while its user is awake, and armed in the device only
-//!   before a sleep (`notify`), or where its events are to wait for further completions.
-//! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue
-//!   pair here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has
-//!   no InfiniBand service ids on RoCE. Identifiers of other queue pairs than a port space usually has
-//!   are of [`PortSpace::IbIp`](crate::verbs::PortSpace::IbIp), and share no ports.
-//! - Alternate paths are attributes of queue pairs; the kernel's connection manager has none on RoCE.
-//! - A listener's backlog bounds the requests that the kernel has not reported yet, not those that
-//!   wait for an answer.
-//! - The GID of our side is the one of the address that the device was opened at, for any
-//!   [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index).
-//! - A device that was unplugged must be closed by its user: `rdma_rxe` waits for that. So it does
-//!   for an RDMA device whose users in this process have all closed it *before* it is unplugged,
-//!   since librdmacm keeps it open; only the end of the process helps there.
+//! - Memory, completion queues, queue pairs, shared receive queues, XRC domains and address handles
+//!   are mapped directly. If a feature is not supported by the device, it returns
+//!   [`VerbsError::Unsupported`].
+//! - Type 1 memory windows are bound using a separate call, which always sets the next key. Any
+//!   other key is rejected ([`SendOp::BindMw`](crate::verbs::SendOp::BindMw)).
+//! - In the library, windows are allowed for every region. We check here whether the application
+//!   has allowed them.
+//! - Fast registration: `REG_MR` is not available in user space, so a fast-registration region is a
+//!   **type 2 memory window**. It supports a single segment, which must be inside a region
+//!   registered with [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr). It is bound by
+//!   [`SendOp::RegMr`](crate::verbs::SendOp::RegMr), and unbound by `LocalInv` or a
+//!   send-with-invalidate from the peer.
+//! - [`Notify::Count`](crate::verbs::Notify::Count) fires on the next completion, since the
+//!   hardware cannot count more than one.
+//! - If notification is requested for a queue, it is polled while the application is awake. It is
+//!   only armed in the device before the application sleeps (`notify`), or if its events should be
+//!   delayed to wait for more completions.
+//! - Connections use librdmacm. Its queue pair 1 is managed by the kernel, so GSI queue pairs are
+//!   not supported. [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is rejected since the kernel
+//!   does not support InfiniBand service ids on RoCE. If the queue pair type does not match the
+//!   default of the port space, identifiers must use
+//!   [`PortSpace::IbIp`](crate::verbs::PortSpace::IbIp), and they don't share ports.
+//! - Alternate paths can be set as queue pair attributes, but they are not supported by the
+//!   kernel's connection manager on RoCE.
+//! - The backlog of a listener limits the number of requests not yet reported by the kernel. It
+//!   doesn't include requests waiting for a response.
+//! - For any [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index), we use the local GID of the
+//!   address that the device was opened with.
+//! - If a device is unplugged, the application must close it, because `rdma_rxe` waits for this. It
+//!   also waits if all users in this process have closed the device *before* it is unplugged,
+//!   because librdmacm keeps it open. In this case, the only solution is to exit the process.
 //!
-//! # What `rdma_rxe` does otherwise
-//! Nothing here hides it; a program that must know asks the attributes or expects either.
+//! # Differences when using `rdma_rxe`
+//! We don't hide these differences. Programs should check the attributes, or be prepared for both
+//! cases.
 //!
-//! - User space does not learn which key a send-with-invalidate invalidated
+//! - User space isn't told which key was invalidated by a send-with-invalidate
 //!   ([`DeviceAttr::reports_invalidation`](crate::verbs::DeviceAttr::reports_invalidation)).
-//! - A refused local request flushes all that is in the queue, those before it too, and itself.
-//! - A message longer than its receive is a "remote operation" error for the sender and a "queue
-//!   pair operation" error for the receiver.
-//! - A peer's violation of a key raises no asynchronous event, and an overrun completion queue does
-//!   not end its queue pairs.
-//! - It takes 7 retries after a timeout for "without end".
-//! - After a drain of the send queue, work goes on only when something more is posted.
-//! - The depths of READs and atomics are powers of two, and queues are deeper than asked for.
+//! - If a local request is rejected, everything in the queue is flushed, including this request and
+//!   any previous requests.
+//! - If a message does not fit into the receive, the sender gets a "remote operation" error and the
+//!   receiver gets a "queue pair operation" error.
+//! - There is no asynchronous event if a peer uses an invalid key. If a completion queue overruns,
+//!   its queue pairs don't fail.
+//! - If the retry count after a timeout is set to 7, it retries indefinitely.
+//! - After the send queue has been drained, it is not resumed until the next post.
+//! - The number of READs and atomics is rounded up to a power of two, and queues can be larger than
+//!   requested.
 //!
-//! | module | what it is |
+//! | module | description |
 //! | --- | --- |
-//! | `objects` | what the handles stand for, and the order in which it is torn down |
-//! | `device` | the verbs that make and destroy objects |
-//! | `qp` | queue pairs from their attributes to their table, and back |
-//! | `provider` | how a loop drives the device: rounds, descriptors, asynchronous events |
+//! | `objects` | objects used by handles, and the order in which they are destroyed |
+//! | `device` | verbs that create and destroy objects |
+//! | `qp` | creating and destroying queue pairs |
+//! | `provider` | driving the device: rounds, descriptors, asynchronous events |
 //! | `work` | post and poll |
-//! | `notices` | which queues are to notify, and how far each has come |
-//! | `notify` | when to arm a completion queue, and to look at descriptors |
+//! | `notices` | queues with a pending notification and their state |
+//! | `notify` | when to arm a completion queue and when to check descriptors |
 //! | `cm` | connections |
-//! | `shared` | what devices of one process at one RDMA device share |
-//! | `convert` | types, one into the other |
+//! | `shared` | state shared by all devices in a process that use the same RDMA device |
+//! | `convert` | type conversion |
 //!
 //! # Invariants
-//! - A raw pointer lives in exactly one table entry and is freed with it.
-//! - A region keeps its memory alive; queue pairs keep their queues and domain busy.
-//! - The libraries see a request's number in our tables, never the caller's own value, so a
-//!   completion that outlives its queue pair names nothing.
+//! - A raw pointer is stored in a single table entry, and is freed together with it.
+//! - A region keeps its memory mapped. Queue pairs prevent their queues and domain from being
+//!   destroyed.
+//! - Requests are passed to the library using a number from our tables instead of the caller's
+//!   value, so a completion for a destroyed queue pair can never match a valid request.
 
 #![allow(
     unsafe_code,
@@ -92,61 +103,62 @@ use thiserror::Error;
 
 use crate::verbs::{CmError, Gid, VerbsError};
 
-/// Reason why no rdma-core device could be opened.
+/// Error when opening an rdma-core device.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// The libraries are missing.
+    /// The libraries could not be loaded.
     #[error("rdma-core is not installed: {0}")]
     Load(#[from] LoadError),
-    /// librdmacm found no device behind the address.
+    /// librdmacm didn't find a device for this address.
     #[error("no RDMA device has the address {addr}: {source}")]
     NoDevice {
-        /// The address that was asked for.
+        /// Requested address.
         addr: IpAddr,
-        /// The error of librdmacm.
+        /// Error from librdmacm.
         source: CmError,
     },
-    /// The device did not let itself be used.
+    /// A device function has failed.
     #[error("{call}: {source}")]
     Call {
-        /// The function that failed.
+        /// Name of the function.
         call: &'static str,
-        /// Error of the device.
+        /// Error from the device.
         source: VerbsError,
     },
 }
 
-/// A device of this host, for people.
+/// Device information to display to the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceSummary {
-    /// The device's name, such as `rxe0` or `mlx5_0`.
+    /// Device name, e.g. `rxe0` or `mlx5_0`.
     pub name: String,
-    /// GUID of the node.
+    /// Node GUID.
     pub guid: u64,
-    /// Its first port is active.
+    /// Set if the first port is active.
     pub active: bool,
-    /// The addresses of its first port's GID table.
+    /// Addresses in the GID table of the first port.
     pub addrs: Vec<IpAddr>,
 }
 
-/// Returns whether an RDMA device has the local address at this moment: a cheap question, for
-/// waiting until a device that was unplugged is back.
+/// Returns whether an RDMA device currently has this local address. This is cheap, so it can be
+/// used to wait until an unplugged device is available again.
 ///
-/// A host without rdma-core or without RDMA has no device. As [`GidTables::read`].
+/// If rdma-core or RDMA is not available on this host, this always returns `false`. See
+/// [`GidTables::read`].
 #[must_use]
 pub fn has_device(addr: IpAddr) -> bool {
     GidTables::read().has(addr)
 }
 
-/// The GID tables of all RDMA devices, for those who ask about several addresses: a table has
+/// GID tables of all RDMA devices. Use this to check multiple addresses, since a table contains
 /// hundreds of entries.
 #[derive(Clone, Debug, Default)]
 pub struct GidTables(HashSet<String>);
 
 impl GidTables {
-    /// Reads them. Those of the kernel's devices are files, and none of these devices is opened, since
-    /// one that is open may not go. Other devices of libibverbs, which software has made in its place,
-    /// are asked by its functions.
+    /// Reads all tables. For kernel devices, we read them from files without opening the device,
+    /// since a device can't be removed while it is open. For software devices that replace a
+    /// libibverbs device, we call its functions instead.
     #[must_use]
     pub fn read() -> Self {
         let kernels = Path::new(KERNEL_DEVICES);
@@ -159,7 +171,7 @@ impl GidTables {
         gids
     }
 
-    /// Reads those of the kernel's devices, which have a folder each in this one.
+    /// Reads the tables of all kernel devices, which are subdirectories of `devices`.
     fn read_files(devices: &Path) -> Self {
         let entries = |path: &Path| {
             let dir = std::fs::read_dir(path).into_iter().flatten();
@@ -172,18 +184,18 @@ impl GidTables {
         Self(gids.map(|text| text.trim().to_owned()).collect())
     }
 
-    /// As [`has_device`], when they were read.
+    /// Same as [`has_device`], based on the tables when they were read.
     #[must_use]
     pub fn has(&self, addr: IpAddr) -> bool {
-        // Empty entries of the tables are zeros, which is the unspecified address.
+        // Unused table entries are all zeros, which is the unspecified address.
         !addr.is_unspecified() && self.0.contains(&gid_text(Gid::from(addr)))
     }
 }
 
-/// Folder of the kernel's RDMA devices, by their names.
+/// Directory containing the kernel's RDMA devices by name.
 const KERNEL_DEVICES: &str = "/sys/class/infiniband";
 
-/// A GID as the kernel writes it: eight groups of four digits.
+/// Formats a GID like the kernel: eight groups of four digits.
 fn gid_text(gid: Gid) -> String {
     let groups: Vec<String> = gid
         .0
@@ -193,25 +205,26 @@ fn gid_text(gid: Gid) -> String {
     groups.join(":")
 }
 
-/// The RDMA devices of this host.
+/// Returns all RDMA devices of this host.
 ///
 /// # Errors
-/// [`LoadError`] where rdma-core is not installed.
+/// [`LoadError`] if rdma-core is not installed.
 pub fn devices() -> Result<Vec<DeviceSummary>, LoadError> {
     Ok(list(&RdmaCore::load()?.verbs, |_| true))
 }
 
-/// Those of the devices whose names are wanted, each of which is opened for a moment.
+/// Returns all devices accepted by `is_wanted`. Each of them is opened temporarily.
 fn list(verbs: &Functions, is_wanted: impl Fn(&str) -> bool) -> Vec<DeviceSummary> {
     let mut count = 0;
-    // SAFETY: the function fills the count and answers a list of that length, or null.
+    // SAFETY: the function sets the count and returns a list of this length, or null.
     let list = unsafe { (verbs.ibv_get_device_list)(&raw mut count) };
     if list.is_null() {
         return Vec::new();
     }
     let mut found = Vec::new();
     for i in 0..usize::try_from(count).unwrap_or(0) {
-        // SAFETY: `i` is below the list's length; a listed device has a NUL-terminated name.
+        // SAFETY: `i` is less than the list length. All devices in the list have a NUL-terminated
+        // name.
         let (device, name, guid) = unsafe {
             let device = *list.add(i);
             let name = CStr::from_ptr((verbs.ibv_get_device_name)(device));
@@ -224,27 +237,27 @@ fn list(verbs: &Functions, is_wanted: impl Fn(&str) -> bool) -> Vec<DeviceSummar
         if !is_wanted(&name) {
             continue;
         }
-        // SAFETY: the device comes from the list, which is freed only below.
+        // SAFETY: this device is in the list, which is not freed until the end of the function.
         let context = unsafe { (verbs.ibv_open_device)(device) };
         let (mut active, mut addrs) = (false, Vec::new());
         if !context.is_null() {
             let mut port = ibv_port_attr::default();
-            // SAFETY: the context is open, and the structure is the larger of the two that the
-            // function knows.
+            // SAFETY: the context is open. The function supports two versions of this structure,
+            // and we use the larger one.
             let r = unsafe { (verbs.ibv_query_port)(context, 1, (&raw mut port).cast()) };
             active = r == 0 && port.state == riser_rdma_core_sys::bindings::IBV_PORT_ACTIVE;
             for index in 0..port.gid_tbl_len {
                 let mut gid = ibv_gid::default();
                 // SAFETY: the context is open.
                 if unsafe { (verbs.ibv_query_gid)(context, 1, index, &raw mut gid) } == 0 {
-                    // SAFETY: every bit pattern of a GID is 16 bytes.
+                    // SAFETY: a GID is 16 bytes, and any value is valid.
                     let addr = Gid(unsafe { gid.raw }).ip();
                     if !addr.is_unspecified() && !addrs.contains(&addr) {
                         addrs.push(addr);
                     }
                 }
             }
-            // SAFETY: opened above, with nothing made on it.
+            // SAFETY: it was opened above, and we haven't created any objects.
             unsafe { (verbs.ibv_close_device)(context) };
         }
         found.push(DeviceSummary {
@@ -254,7 +267,7 @@ fn list(verbs: &Functions, is_wanted: impl Fn(&str) -> bool) -> Vec<DeviceSummar
             addrs,
         });
     }
-    // SAFETY: the list came from `ibv_get_device_list`.
+    // SAFETY: the list was returned by `ibv_get_device_list`.
     unsafe { (verbs.ibv_free_device_list)(list) };
     found
 }
@@ -264,14 +277,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gids_are_written_as_the_kernel_does() {
+    fn gid_text_matches_kernel_format() {
         let text = |addr: &str| gid_text(Gid::from(addr.parse::<IpAddr>().unwrap()));
         assert_eq!(text("10.99.0.1"), "0000:0000:0000:0000:0000:ffff:0a63:0001");
         assert_eq!(text("fd99::1"), "fd99:0000:0000:0000:0000:0000:0000:0001");
     }
 
     #[test]
-    fn tables_have_the_addresses_of_their_gids() {
+    fn gid_tables_contain_addresses() {
         let gids = [
             "0000:0000:0000:0000:0000:ffff:0a63:0001",
             &gid_text(Gid([0; 16])),
@@ -283,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_the_unspecified_address() {
+    fn unspecified_address_has_no_device() {
         assert!(!has_device("0.0.0.0".parse().unwrap()));
         assert!(!has_device("::".parse().unwrap()));
     }

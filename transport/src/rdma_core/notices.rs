@@ -1,36 +1,36 @@
-//! Which completion queues are to notify their user, and how far each has come.
+//! Completion queues that should notify their user, and their notification state.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::verbs::CqId;
 
-/// Interval between two looks at the descriptors while completions keep coming: events of
-/// connections, and of queues that are armed, wait for no longer.
+/// How often to check the descriptors while there are completions. This limits the delay for
+/// connection events, and for events of armed queues.
 const LOOK_INTERVAL: Duration = Duration::from_micros(50);
 
-/// State of a queue's notification.
+/// Notification state of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Arming {
-    /// The user has not asked for one since the last.
+    /// The application has not requested another notification.
     Idle,
-    /// Rounds look for a completion.
+    /// We poll for completions in each round.
     Watched,
-    /// The device raises an event for the next completion.
+    /// The device will generate an event for the next completion.
     Armed,
-    /// The device raises an event for the next solicited completion.
+    /// The device will generate an event for the next solicited completion.
     Solicited,
 }
 
-/// Notifications of all queues of a device.
+/// Notification state for all queues of a device.
 pub(super) struct Notices {
-    /// Queues that are watched, the longest without a completion first.
+    /// Watched queues. The first entry has been empty for the longest time.
     pub(super) watched: VecDeque<CqId>,
-    /// Queues that have a completion which the user has not been notified of.
+    /// Queues with a completion that has not been reported to the application.
     pub(super) fired: VecDeque<CqId>,
-    /// The user has taken completions since the last round.
+    /// Set if the application has received completions since the last round.
     is_busy: bool,
-    /// Next time at which the descriptors are looked at in any case.
+    /// When to check the descriptors even if there is other work.
     look_due: Instant,
 }
 
@@ -44,7 +44,7 @@ impl Notices {
         }
     }
 
-    /// The next queue that has fired.
+    /// Returns the next queue with an unreported completion.
     pub(super) fn take_fired(&mut self) -> Option<CqId> {
         self.fired.pop_front()
     }
@@ -53,19 +53,20 @@ impl Notices {
         !self.fired.is_empty()
     }
 
-    /// Forgets a queue that is destroyed.
+    /// Removes a queue that is being destroyed.
     pub(super) fn forget(&mut self, cq: CqId) {
         self.watched.retain(|id| *id != cq);
         self.fired.retain(|id| *id != cq);
     }
 
-    /// The user has taken completions.
+    /// Called when the application has received completions.
     pub(super) fn note_completions(&mut self) {
         self.is_busy = true;
     }
 
-    /// Whether a round at `now` looks at the descriptors, which is a system call: it does where it
-    /// has no work, `has_fired` included, and where it has had work for long.
+    /// Returns whether we should check the descriptors in this round, which requires a system call.
+    /// This is the case if there is no other work (including `has_fired`), or if the last check was
+    /// too long ago.
     pub(super) fn must_look(&mut self, now: Instant, has_fired: bool) -> bool {
         let is_busy = std::mem::take(&mut self.is_busy) || has_fired;
         if is_busy && now < self.look_due {
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_descriptors_are_looked_at_when_idle_and_under_load_at_times() {
+    fn descriptors_are_checked_when_idle() {
         let mut notices = Notices::new(Instant::now());
         let begin = Instant::now() + LOOK_INTERVAL;
         assert!(notices.must_look(begin, false), "an idle round");

@@ -1,11 +1,11 @@
-//! Notifications of completion queues, without a system call while there is work.
+//! Completion queue notification without system calls while there is work to do.
 //!
-//! To arm a queue in the device, to look whether its event has come and to read that are system
-//! calls, or a write to the device at best. A user that is awake needs none of them: a queue for
-//! which it has asked for a notification is *watched*, that is, polled by
-//! [`progress`](crate::verbs::Provider::progress) in the user's own memory. The device is armed for
-//! it before a sleep ([`arm_fds`](crate::verbs::Provider::arm_fds)), and polled once more after
-//! that, since a completion that comes before the arming raises no event.
+//! We need a system call (or at least a write to the device) to arm a queue in the device, to check
+//! for its event, and to read the event. This is not required while the application is awake: if
+//! notification is requested for a queue, it becomes *watched*, i.e. it is polled by
+//! [`progress`](crate::verbs::Provider::progress), which only reads user memory. Before the
+//! application sleeps ([`arm_fds`](crate::verbs::Provider::arm_fds)), we arm the device, and then
+//! poll the queue again, since there is no event for completions that arrived before it was armed.
 //!
 //! ```text
 //! Idle → Watched → Armed
@@ -13,13 +13,14 @@
 //!  └─────────────────┘
 //! ```
 //!
-//! A queue whose events are to wait for further completions is armed at once: only the device can
-//! count and wait.
+//! If the events of a queue should be delayed to wait for more completions, it is armed
+//! immediately, because this is only supported by the device.
 //!
 //! # Bounds
-//! [`WATCHED`] queues are watched: beyond that the one that has been without a completion for
-//! longest is armed, so that many idle connections do not slow down each round of a busy one. A
-//! device is looked at in each round without work, and under load once in a while ([`Notices`]).
+//! Up to [`WATCHED`] queues are watched. If there are more, the queue that has been empty for the
+//! longest time is armed instead, so that a large number of idle connections doesn't slow down the
+//! rounds of a busy connection. The device descriptors are checked in every round if there is no
+//! work, and less often under load ([`Notices`]).
 
 use std::collections::VecDeque;
 
@@ -35,29 +36,30 @@ use super::notices::Notices;
 use super::objects::{BATCH, Cq, RdmaCoreDevice, Times, unpack};
 use crate::verbs::{CqId, Notify, VerbsError};
 
-/// Queues that are polled in each round at most. A poll of an empty queue reads one word of memory.
+/// Max number of queues polled in each round. Polling an empty queue reads a single word of memory.
 const WATCHED: usize = 64;
 
-/// Events of a queue that are acknowledged together. The library takes a lock for that, and wakes
-/// who waits for it.
+/// Number of events of a queue to acknowledge at once. To do this, the library needs to lock a
+/// mutex and wake up waiting threads.
 const ACK_BATCH: u32 = 64;
 
 impl Cq {
-    /// Takes completions out of the library for later polls, at most a batch; answers how many.
+    /// Removes up to a batch of completions from the library and stores them for later polls.
+    /// Returns the number of completions.
     ///
     /// # Errors
-    /// [`VerbsError::CqOverrun`], for a negative answer: the queue cannot be read any more.
+    /// [`VerbsError::CqOverrun`] if the library returns an error: the queue can't be used anymore.
     pub(super) fn pull(&self, most: usize) -> Result<usize, VerbsError> {
         let mut batch = self.batch.borrow_mut();
         let most = most.min(batch.len());
         let n = match &self.times {
-            // SAFETY: the queue is alive; the batch has room for as many as are asked for.
+            // SAFETY: the queue is alive, and the batch has space for this number of entries.
             None => unsafe { ops::ibv_poll_cq(self.ptr, most as i32, batch.as_mut_ptr()) },
             Some(times) => self.pull_timed(&mut batch[..most], &mut times.borrow_mut()),
         };
         let n = usize::try_from(n).map_err(|_| VerbsError::CqOverrun)?;
         if n > most {
-            // No library does; what it has written where is not known then.
+            // This should never happen, but in this case we don't know where it has written to.
             return Err(VerbsError::CqOverrun);
         }
         if n > 0 {
@@ -68,13 +70,13 @@ impl Cq {
         Ok(n)
     }
 
-    /// Takes completions one by one, each with its times; answers how many, or a negative number.
+    /// Removes completions with their timestamps. Returns their number, or a negative error code.
     fn pull_timed(&self, batch: &mut [ibv_wc], times: &mut VecDeque<Times>) -> i32 {
         let cq = self.ptr.cast::<ibv_cq_ex>();
         let mut count = 0;
         for place in batch {
-            // SAFETY: a queue with times is an extended one, and is alive; a batch is under way from
-            // the first completion on.
+            // SAFETY: a queue with timestamps is an extended queue, and it is valid. A batch has
+            // been started once there is a completion.
             let found = unsafe {
                 match count {
                     0 => ops::ibv_start_poll(cq),
@@ -83,12 +85,12 @@ impl Cq {
             };
             match found {
                 0 => {}
-                // What has come before the failure is read first: the next call fails again.
+                // Return the completions before the error. The next call will fail again.
                 _ if count > 0 => break,
                 libc::ENOENT => return 0,
                 _ => return -1,
             }
-            // SAFETY: the batch stands at a completion.
+            // SAFETY: the current position of the batch is a completion.
             unsafe {
                 *place = current(cq);
                 times.push_back(Times {
@@ -99,18 +101,17 @@ impl Cq {
             count += 1;
         }
         if count > 0 {
-            // SAFETY: a batch has begun, and ends here.
+            // SAFETY: a batch has been started, and is finished here.
             unsafe { ops::ibv_end_poll(cq) };
         }
         count
     }
 
-    /// Whether the user is to poll the queue: a completion has come since it asked for a
-    /// notification, or the poll is to report an error.
+    /// Returns whether the application should poll this queue: either a completion has been added
+    /// since notification was requested, or there is an error to report.
     fn has_news(&self) -> bool {
         let held = self.peeked.borrow().len();
-        // What the user has not taken from earlier is left there, and no more is added to it than
-        // a batch.
+        // Keep completions the application has not polled yet, and only add up to a batch.
         let pulled = match held < BATCH {
             true => self.pull(BATCH - held),
             false => Ok(0),
@@ -122,13 +123,13 @@ impl Cq {
     }
 }
 
-/// The completion at which a batch stands. Of a failed request only number, status and queue pair are
-/// valid (ibv_poll_cq(3)).
+/// Returns the current completion of a batch. If the request has failed, only the number, status
+/// and QP are valid (ibv_poll_cq(3)).
 ///
 /// # Safety
-/// The queue is alive and its batch stands at a completion.
+/// The queue must be valid, and the current position of its batch must be a completion.
 unsafe fn current(cq: *mut ibv_cq_ex) -> ibv_wc {
-    // SAFETY: as the caller promises.
+    // SAFETY: ensured by the caller.
     unsafe {
         let mut wc = ibv_wc {
             wr_id: (*cq).wr_id,
@@ -152,18 +153,20 @@ unsafe fn current(cq: *mut ibv_cq_ex) -> ibv_wc {
 }
 
 impl RdmaCoreDevice {
-    /// Sees to one event for the next completion; answers whether completions wait already.
+    /// Requests an event for the next completion. This will return whether completions are already
+    /// available.
     pub(super) fn request_notice(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
         let arming = self.cqs.get(cq)?.arming;
         match notify {
-            // Any completion is asked for already, which this does not weaken (IBTA 11.4.2.2).
+            // We are already waiting for any completion, which must not be changed by this call
+            // (IBTA 11.4.2.2).
             Notify::Solicited if matches!(arming, Arming::Watched | Arming::Armed) => {}
             // Only the device knows which messages are solicited.
             Notify::Solicited => self.arm_solicited(cq)?,
             Notify::Next | Notify::Count(_) => self.watch(cq)?,
         }
         let is_waiting = self.peek(cq, 1)? > 0;
-        // The answer reports what is there; the event is for what comes.
+        // The return value covers existing completions, and the event is only for new ones.
         self.cqs.get(cq)?.has_new.set(false);
         Ok(is_waiting)
     }
@@ -183,7 +186,7 @@ impl RdmaCoreDevice {
             return Ok(());
         }
         if !entry.moderation.period.is_zero() {
-            // Only the device knows how long its event is to wait.
+            // Only the device knows when to send the event.
             entry.has_new.set(false);
             self.arm(cq);
             return Ok(());
@@ -199,7 +202,7 @@ impl RdmaCoreDevice {
         Ok(())
     }
 
-    /// Arms a queue that was watched, since its events are to wait from now on.
+    /// Arms a watched queue, since the events should be delayed from this point.
     pub(super) fn stop_watching(&mut self, cq: CqId) {
         if self.cqs.get(cq).is_ok_and(|q| q.arming == Arming::Watched) {
             self.notices.watched.retain(|id| *id != cq);
@@ -207,10 +210,10 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Polls the queues that are watched; answers how many have fired.
+    /// Polls all watched queues. Returns the number of queues with completions.
     pub(super) fn poll_watched(&mut self) -> usize {
         if self.gone {
-            // No completion of it is of use any more.
+            // Completions cannot be used anymore.
             return 0;
         }
         let mut watched = std::mem::take(&mut self.notices.watched);
@@ -227,7 +230,8 @@ impl RdmaCoreDevice {
         count
     }
 
-    /// Arms the queues that are watched, before a sleep; whether one has fired instead.
+    /// Arms all watched queues before a sleep. This will return `true` if there is already a
+    /// completion.
     pub(super) fn arm_watched(&mut self) -> bool {
         if self.gone {
             return false;
@@ -238,8 +242,8 @@ impl RdmaCoreDevice {
         self.notices.has_fired()
     }
 
-    /// Arms a queue in the device. It fires at once where it cannot be armed, or where a completion
-    /// came before it was: no event would report that.
+    /// Arms a queue in the device. If this fails, or if a completion was added before it was armed,
+    /// the queue fires immediately, because there won't be an event.
     fn arm(&mut self, cq: CqId) {
         let Ok(entry) = self.cqs.get_mut(cq) else {
             return;
@@ -261,12 +265,12 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Takes events from the channel; answers how many.
+    /// Reads events from the channel. This will return the number of events.
     pub(super) fn reap_cq_events(&mut self) -> usize {
         let mut count = 0;
         loop {
             let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: the channel is open and does not block; both results are written.
+            // SAFETY: the channel is open and non-blocking. Both values are output parameters.
             let r = unsafe {
                 (self.core.verbs.ibv_get_cq_event)(self.comp, &raw mut cq, &raw mut context)
             };
@@ -275,13 +279,13 @@ impl RdmaCoreDevice {
             }
             count += 1;
             let id = CqId(unpack(context as u64));
-            // A queue is there as long as an event of it is not acknowledged.
+            // A queue can't be destroyed while it has unacknowledged events.
             let Ok(entry) = self.cqs.get_mut(id) else {
                 continue;
             };
             entry.unacknowledged += 1;
             let is_full = entry.unacknowledged == ACK_BATCH;
-            // Of an earlier arming, whose completion a poll has found first.
+            // The queue was armed earlier, but we have already found the completion by polling.
             let is_late = matches!(entry.arming, Arming::Idle | Arming::Watched);
             if is_full {
                 self.acknowledge(id);
@@ -292,14 +296,14 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Acknowledges the events that were read from a queue; its destruction waits for that.
+    /// Acknowledges all events read from a queue, which is required before destroying it.
     pub(super) fn acknowledge(&mut self, cq: CqId) {
         let Ok(entry) = self.cqs.get_mut(cq) else {
             return;
         };
         let count = std::mem::take(&mut entry.unacknowledged);
         if count > 0 {
-            // SAFETY: this number of events was read from the queue and not acknowledged.
+            // SAFETY: this is the number of events which have been read but not acknowledged.
             unsafe { (self.core.verbs.ibv_ack_cq_events)(entry.ptr, count) };
         }
     }
@@ -313,7 +317,7 @@ mod tests {
     use super::*;
     use crate::verbs::{Provider, QpId, Verbs};
 
-    /// A device with a queue for whose next completion it is asked.
+    /// Creates a device with a queue, and requests a notification for the next completion.
     fn watched() -> (RdmaCoreDevice, CqId, QpId) {
         let mut device = RdmaCoreDevice::fake();
         let (cq, qp) = device.fake_queues();
@@ -330,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_that_is_awake_arms_nothing() {
+    fn awake_user_does_not_arm_queues() {
         let (mut device, cq, qp) = watched();
         for n in 0..100 {
             device.fake_message(cq, qp, n);
@@ -347,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_by_what_comes_after_the_arming() {
+    fn completion_after_arming_wakes_user() {
         let (mut device, cq, qp) = watched();
         assert!(!device.arm_fds());
         device.fake_message(cq, qp, 7);
@@ -358,9 +362,10 @@ mod tests {
         assert_eq!(device.readable(), [false; 3]);
     }
 
-    /// The window between the last poll and the arming, in which the device raises no event.
+    /// The device does not generate an event if a completion is added between the last poll and
+    /// arming the queue.
     #[test]
-    fn what_comes_before_the_arming_keeps_its_user_awake() {
+    fn completion_before_arming_keeps_user_awake() {
         let (mut device, cq, qp) = watched();
         device.fake_message(cq, qp, 1);
         take(&mut device, cq);
@@ -374,7 +379,7 @@ mod tests {
         assert!(device.deadline().is_some());
         assert_eq!(device.poll_cq_event(), Some(cq));
         assert_eq!(take(&mut device, cq), 1);
-        // The queue is armed all the same, and its late event is none for the user.
+        // The queue is still armed, but its late event must not be reported to the application.
         device.fake_message(cq, qp, 3);
         assert_eq!(device.reap_cq_events(), 1);
         assert_eq!(device.poll_cq_event(), None);
@@ -382,13 +387,13 @@ mod tests {
     }
 
     #[test]
-    fn completions_that_a_look_has_taken_out_are_reported_too() {
+    fn peeked_completions_are_reported() {
         let (mut device, cq, qp) = watched();
         device.fake_message(cq, qp, 1);
         assert_eq!(device.peek_cq(cq, 9), Ok(1));
         assert!(device.arm_fds(), "the device raises no event for it");
         assert_eq!(device.poll_cq_event(), Some(cq));
-        // What was there when the user asked needs no event.
+        // No event is needed for existing completions.
         assert_eq!(device.req_notify_cq(cq, Notify::Next), Ok(true));
         device.progress(Instant::now());
         assert_eq!(device.poll_cq_event(), None);
@@ -399,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_solicited_notification_does_not_weaken_one_for_the_next() {
+    fn solicited_request_keeps_next_notification() {
         let (mut device, cq, qp) = watched();
         device.req_notify_cq(cq, Notify::Solicited).unwrap();
         assert_eq!(arms(), 0, "any completion is asked for already");
@@ -409,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_queues_the_longest_idle_is_armed_and_still_heard() {
+    fn longest_idle_queue_is_armed() {
         let mut device = RdmaCoreDevice::fake();
         let queues: Vec<_> = (0..WATCHED + 2).map(|_| device.fake_queues()).collect();
         for (cq, _) in &queues {
@@ -428,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_acknowledged_together_and_before_the_queue_goes() {
+    fn events_are_acknowledged_in_batches() {
         let (mut device, cq, qp) = watched();
         for n in 0..u64::from(ACK_BATCH) + 3 {
             assert!(!device.arm_fds());

@@ -1,4 +1,4 @@
-//! Objects of an rdma-core device, by their handles.
+//! Objects of an rdma-core device and their handles.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -21,10 +21,10 @@ use crate::verbs::{
     WcOpcode, WrId, XrcdId,
 };
 
-/// Completions taken from the library in one call.
+/// Max number of completions to get from the library in a single call.
 pub(super) const BATCH: usize = 32;
 
-/// Names a posted request to the library.
+/// Identifies a posted request in the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotId(pub(super) Handle);
 
@@ -40,7 +40,7 @@ impl From<SlotId> for Handle {
     }
 }
 
-/// A handle as one 64-bit number, and back.
+/// Converts a handle to a 64-bit number.
 pub(super) fn pack(h: Handle) -> u64 {
     h.index() as u64 | u64::from(h.generation()) << 32
 }
@@ -49,15 +49,16 @@ pub(super) fn unpack(value: u64) -> Handle {
     Handle::new(value as u32, (value >> 32) as u32)
 }
 
-/// Request that was posted and has not completed.
+/// A posted request that has not completed yet.
 pub(super) struct Slot {
     pub(super) wr_id: WrId,
     pub(super) opcode: WcOpcode,
-    /// Queue that the request was posted to, whose order says which others are done with it.
+    /// Queue used for this request. Requests in a queue complete in order, so this determines which
+    /// of them have completed.
     pub(super) queue: SlotQueue,
 }
 
-/// Queue that a request was posted to.
+/// Queue used for a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotQueue {
     Send(QpId),
@@ -65,7 +66,7 @@ pub(super) enum SlotQueue {
     Shared(SrqId),
 }
 
-/// Room in which chains are built; it keeps its capacity from post to post.
+/// Scratch buffers used to build request chains. Their capacity is kept for the next post.
 #[derive(Default)]
 pub(super) struct Scratch {
     pub(super) sges: Vec<ibv_sge>,
@@ -81,7 +82,7 @@ pub(super) struct Pd {
 
 pub(super) struct Xrcd {
     pub(super) ptr: *mut ibv_xrcd,
-    /// Queue pairs and shared receive queues.
+    /// Number of QPs and SRQs.
     pub(super) users: u32,
 }
 
@@ -91,7 +92,7 @@ pub(super) struct Ah {
 }
 
 pub(super) enum Region {
-    /// Memory region over memory of ours.
+    /// Region that uses our memory.
     Plain {
         pd: PdId,
         ptr: *mut ibv_mr,
@@ -100,9 +101,9 @@ pub(super) enum Region {
         memory: MemSlice,
         windows: u32,
     },
-    /// A null region, which has no memory.
+    /// Null region without memory.
     Null { pd: PdId, ptr: *mut ibv_mr, mr: Mr },
-    /// A memory window of type 2 in the place of a fast-registration region.
+    /// Type 2 memory window used as a fast-registration region.
     Window(Window),
 }
 
@@ -111,12 +112,12 @@ pub(super) struct Window {
     pub(super) ptr: *mut ibv_mw,
     pub(super) mr: Mr,
     pub(super) access: Access,
-    /// Range of the next bind, and the region that it lies in.
+    /// Range to use for the next bind, and the region containing it.
     pub(super) mapped: Option<(MrId, MemSlice)>,
     pub(super) valid: bool,
 }
 
-/// A memory window that the user binds.
+/// Memory window to be bound by the application.
 pub(super) struct UserWindow {
     pub(super) pd: PdId,
     pub(super) ptr: *mut ibv_mw,
@@ -132,39 +133,39 @@ impl Region {
     }
 }
 
-/// When a completion came into its queue.
+/// Timestamps of a completion.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Times {
-    /// Time by the device's clock, in its ticks.
+    /// Device clock ticks.
     pub(super) ticks: u64,
     /// Nanoseconds since the Unix epoch.
     pub(super) wall: u64,
 }
 
 pub(super) struct Cq {
-    /// The queue; an extended one where its completions have times.
+    /// Pointer to the queue. This is an extended queue if timestamps are enabled.
     pub(super) ptr: *mut ibv_cq,
     pub(super) users: u32,
     pub(super) vector: u32,
     pub(super) overrun: bool,
-    /// Room for what the library gives in one call, all zero between two calls, since of a failed
-    /// request the library writes a few fields only. It is kept: a poll that finds nothing should
-    /// not have to zero it.
+    /// Output buffer for polling the library. It is all zeros between two calls, since the library
+    /// only sets a few fields for failed requests. The buffer is reused so that we don't need to
+    /// zero it if there are no completions.
     pub(super) batch: RefCell<Box<[ibv_wc]>>,
-    /// Completions taken out of the library before the user polls for them.
+    /// Completions already removed from the library, but not yet polled by the application.
     pub(super) peeked: RefCell<VecDeque<ibv_wc>>,
-    /// The time of each of these, in a queue that has times.
+    /// Timestamps of these completions, if enabled.
     pub(super) times: Option<RefCell<VecDeque<Times>>>,
     pub(super) moderation: Moderation,
-    /// One of them has come since the user asked for a notification.
+    /// Set if there are new completions since the application requested a notification.
     pub(super) has_new: Cell<bool>,
     pub(super) arming: Arming,
-    /// Events taken from the channel and not acknowledged.
+    /// Number of events read from the channel but not acknowledged.
     pub(super) unacknowledged: u32,
 }
 
 impl Cq {
-    /// A queue that the library is still to make.
+    /// Creates a queue which has not been created in the library yet.
     pub(super) fn new(vector: u32, is_timed: bool) -> Self {
         Self {
             ptr: ptr::null_mut(),
@@ -181,7 +182,7 @@ impl Cq {
         }
     }
 
-    /// The oldest completion that was taken out of the library.
+    /// Returns the oldest completion already removed from the library.
     pub(super) fn next(&mut self) -> Option<(ibv_wc, Times)> {
         let wc = self.peeked.get_mut().pop_front()?;
         let times = self.times.as_mut();
@@ -193,7 +194,7 @@ impl Cq {
 pub(super) struct Srq {
     pub(super) ptr: *mut ibv_srq,
     pub(super) pd: PdId,
-    /// Domain and completion queue of one of an XRC domain.
+    /// XRC domain and CQ, if this is an XRC queue.
     pub(super) xrc: Option<(XrcdId, CqId)>,
     pub(super) users: u32,
     pub(super) posted: Vec<SlotId>,
@@ -204,30 +205,31 @@ pub(super) struct Qp {
     pub(super) qpn: u32,
     pub(super) init: crate::verbs::QpInitAttr,
     pub(super) rate: RateLimit,
-    /// Multicast groups, with their LIDs. The kernel does not destroy a queue pair that has some.
+    /// Multicast groups and their LIDs. The kernel cannot destroy a QP while it is attached to a
+    /// group.
     pub(super) groups: Vec<(Gid, u16)>,
-    /// The identifier whose queue pair it is; librdmacm frees it then.
+    /// Connection id owning this QP. If set, the QP is destroyed by librdmacm.
     pub(super) owner: Option<CmId>,
     pub(super) sent: VecDeque<SlotId>,
     pub(super) received: VecDeque<SlotId>,
 }
 
 pub(super) struct Id {
-    /// Null before one whose type its port space does not say is bound.
+    /// Null before bind, if the QP type does not match the port space.
     pub(super) ptr: *mut rdma_cm_id,
-    /// Options that were set before that.
+    /// Options set while the pointer was null.
     pub(super) early: Vec<CmOption>,
-    /// Type of its queue pairs.
+    /// QP type.
     pub(super) qp_type: QpType,
     pub(super) qp: Option<QpId>,
     pub(super) state: IdState,
-    /// READs and atomics that the peer's request offers to hold at once.
+    /// Number of incoming READs and atomics offered in the peer's request.
     pub(super) offered: u8,
-    /// Destroyed by the user while its queue pair lives; goes with that.
+    /// Destroyed by the application, but we need to keep it until the QP is destroyed.
     pub(super) zombie: bool,
 }
 
-/// State of an identifier, kept here because the library permits calls that the contract refuses.
+/// State of an id. We need to track this because the library allows calls that should be rejected.
 ///
 /// ```text
 /// Idle → Bound → Listening
@@ -236,49 +238,49 @@ pub(super) struct Id {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IdState {
-    /// Made, or its address could not be resolved.
+    /// Created, or the address could not be resolved.
     Idle,
     /// Has a local address.
     Bound,
-    /// Listens for connection requests.
+    /// Listening for connection requests.
     Listening,
-    /// Knows the device and the peer's GID.
+    /// The device and the peer's GID are known.
     AddrResolved,
     /// The path to the peer is known.
     RouteResolved,
-    /// The peer has accepted, and the owner of the queue pair has a part of its own to do.
+    /// Accepted by the peer, waiting for the application that manages the QP.
     Responded,
-    /// A peer's request, to be accepted or rejected.
+    /// Received a request, waiting for accept or reject.
     Requested,
-    /// Asked for or accepted a connection, established or not.
+    /// A connection was requested or accepted, but is not necessarily established.
     Connected,
-    /// Refused, by either side, or never answered.
+    /// Closed, rejected by either side, or timed out.
     Closed,
 }
 
-/// An RDMA device behind libibverbs, with librdmacm for its connections.
+/// An RDMA device using libibverbs, and librdmacm for connections.
 pub struct RdmaCoreDevice {
     pub(super) core: RdmaCore,
     pub(super) context: *mut ibv_context,
     pub(super) channel: *mut rdma_event_channel,
     pub(super) comp: *mut ibv_comp_channel,
-    /// Holds the context: librdmacm may close a device that no identifier uses.
+    /// Keeps the context open: librdmacm can close a device if it is not used by any id.
     probe: *mut rdma_cm_id,
-    /// Its place among the devices of this process at this context.
+    /// Seat of this device, in case the context is shared with other devices in this process.
     pub(super) seat: Seat,
-    /// Buffer for the events of the seat.
+    /// Buffer for events read from the seat.
     pub(super) occurrences: Vec<Occurrence>,
     pub(super) attr: DeviceAttr,
     pub(super) addr: IpAddr,
     pub(super) port: u8,
-    /// Frequency of the device's clock, in kHz.
+    /// Device clock frequency in kHz.
     pub(super) clock_khz: u64,
     pub(super) gone: bool,
     pub(super) pds: Table<PdId, Pd>,
     pub(super) xrcds: Table<XrcdId, Xrcd>,
     pub(super) regions: Table<MrId, Region>,
     pub(super) mws: Table<MwId, UserWindow>,
-    /// Keys of windows, for the rare look-ups by key.
+    /// Maps keys to windows. This is rarely used.
     pub(super) rkeys: HashMap<u32, MrId>,
     pub(super) cqs: Table<CqId, Cq>,
     pub(super) srqs: Table<SrqId, Srq>,
@@ -294,14 +296,14 @@ pub struct RdmaCoreDevice {
     pub(super) scratch: Scratch,
 }
 
-// SAFETY: both libraries may be called from any thread; the pointers are owned by this value alone,
-// and `&self` calls only read or go through the libraries' own locks. It is not `Sync`.
+// SAFETY: both libraries can be used from any thread. Pointers are only owned by this value, and
+// `&self` calls are either read-only or use the locks of the libraries. It is not `Sync`.
 unsafe impl Send for RdmaCoreDevice {}
 
-/// Most objects of a kind that we keep track of.
+/// Max number of objects of each type.
 const MANY: u32 = 1 << 20;
 
-/// What a device is made of.
+/// Parts used to create a device.
 pub(super) struct Parts {
     pub(super) core: RdmaCore,
     pub(super) context: *mut ibv_context,
@@ -313,10 +315,10 @@ pub(super) struct Parts {
 }
 
 impl RdmaCoreDevice {
-    /// Opens the device that has a local address.
+    /// Opens the device with this local address.
     ///
     /// # Errors
-    /// [`OpenError`] says what is missing.
+    /// See [`OpenError`].
     pub fn open(addr: IpAddr) -> Result<Self, OpenError> {
         let core = RdmaCore::load()?;
         let failed = |call| {
@@ -333,7 +335,7 @@ impl RdmaCoreDevice {
         let (probe, context, port) = match probe(&core, channel, addr) {
             Ok(found) => found,
             Err(source) => {
-                // SAFETY: made above, with no identifier left on it.
+                // SAFETY: it was created above, and has no ids.
                 unsafe { (core.cm.rdma_destroy_event_channel)(channel) };
                 return Err(OpenError::NoDevice { addr, source });
             }
@@ -341,7 +343,7 @@ impl RdmaCoreDevice {
         let seat = match Seat::take(context as usize) {
             Ok(seat) => seat,
             Err(error) => {
-                // SAFETY: both were made above, and nothing else was.
+                // SAFETY: both were created above, and there are no other objects.
                 unsafe {
                     (core.cm.rdma_destroy_id)(probe);
                     (core.cm.rdma_destroy_event_channel)(channel);
@@ -352,9 +354,9 @@ impl RdmaCoreDevice {
                 });
             }
         };
-        // SAFETY: the context is open as long as the probe exists.
+        // SAFETY: the context is open while the probe exists.
         let comp = unsafe { (core.verbs.ibv_create_comp_channel)(context) };
-        // From here on the value's `Drop` tears down what a failure leaves.
+        // If anything fails after this, `Drop` will clean up.
         let parts = Parts {
             core,
             context,
@@ -372,7 +374,7 @@ impl RdmaCoreDevice {
             call: "ibv_query_device",
             source,
         })?;
-        // SAFETY: the three descriptors belong to objects that are open.
+        // SAFETY: the descriptors are owned by objects that are open.
         let fds = unsafe { [(*channel).fd, (*comp).fd, (*context).async_fd] };
         for fd in fds {
             set_non_blocking(fd).map_err(|source| OpenError::Call {
@@ -383,7 +385,7 @@ impl RdmaCoreDevice {
         Ok(device)
     }
 
-    /// A device without objects. Its limits are still to be asked for.
+    /// Creates a device without any objects. Its limits have not been queried yet.
     pub(super) fn of_parts(parts: Parts, addr: IpAddr) -> Self {
         let Parts {
             core,
@@ -427,19 +429,19 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// The address that it was opened at.
+    /// Returns the address used to open the device.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
         self.addr
     }
 
-    /// Whether the device has gone away; everything on it fails from now on.
+    /// Returns whether the device has been removed. If so, all further calls fail.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.gone
     }
 
-    /// Index of the GID that stands for our address, RoCE version 2 before version 1.
+    /// Returns the GID index for our address. RoCE version 2 is preferred over version 1.
     pub(super) fn gid_index(&self) -> Option<u16> {
         let wanted = Gid::from(self.addr);
         let port = self.port_attr(self.port).ok()?;
@@ -461,7 +463,8 @@ impl RdmaCoreDevice {
             return Err(VerbsError::InvalidPort(port));
         }
         let mut theirs = ibv_port_attr::default();
-        // SAFETY: the context is open; the structure is the larger of the two the function knows.
+        // SAFETY: the context is open. The function supports two versions of this structure, and we
+        // use the larger one.
         let r = unsafe {
             (self.core.verbs.ibv_query_port)(self.context, port, (&raw mut theirs).cast())
         };
@@ -477,37 +480,38 @@ impl RdmaCoreDevice {
         if r != 0 {
             return Err(VerbsError::InvalidIndex(index));
         }
-        // SAFETY: every bit pattern of a GID is 16 bytes.
+        // SAFETY: a GID is 16 bytes, and any value is valid.
         Ok(Gid(unsafe { gid.raw }))
     }
 
-    /// The largest path MTU that the port uses.
+    /// Returns the maximum path MTU of the port.
     pub(super) fn active_mtu(theirs: &ibv_port_attr) -> Mtu {
         mtu(theirs.active_mtu).unwrap_or(Mtu::Mtu1024)
     }
 }
 
 impl RdmaCoreDevice {
-    /// Detaches a queue pair from its groups before it goes. What fails here lets that fail.
+    /// Detaches a QP from all groups before it is destroyed. Errors are ignored because destroying
+    /// the QP would fail as well.
     pub(super) fn leave_groups(&self, qp: &Qp) {
         for (mgid, mlid) in &qp.groups {
             let gid = ibv_gid { raw: mgid.0 };
-            // SAFETY: the queue pair is alive, and the library copies the GID.
+            // SAFETY: the QP is alive, and the library makes a copy of the GID.
             unsafe { (self.core.verbs.ibv_detach_mcast)(qp.ptr, &raw const gid, *mlid) };
         }
     }
 }
 
 impl Drop for RdmaCoreDevice {
-    /// Tears everything down, users before what they use. A device that was taken away is released:
-    /// the kernel waits for that.
+    /// Destroys all objects in the order of their dependencies. If the device was removed, its
+    /// context is closed, because the kernel is waiting for this.
     fn drop(&mut self) {
         let (verbs, cm) = (self.core.verbs, self.core.cm);
-        // SAFETY: every pointer in the tables is alive, is freed here once, and nothing can use it
-        // afterwards; the order is that of the objects' dependencies.
+        // SAFETY: all pointers in the tables are valid and are only freed here. They can't be used
+        // after this, and the order is based on the dependencies.
         unsafe {
-            // Queue pairs before their identifiers, queues and domain; librdmacm frees those that
-            // it made.
+            // QPs must be destroyed before their ids, queues and domain. If they were created by
+            // librdmacm, it also needs to destroy them.
             for (_, qp) in self.qps.iter() {
                 self.leave_groups(qp);
                 match qp.owner.and_then(|id| self.ids.get(id).ok()) {
@@ -527,7 +531,7 @@ impl Drop for RdmaCoreDevice {
             for (_, ah) in self.ahs.iter() {
                 (verbs.ibv_destroy_ah)(ah.ptr);
             }
-            // Windows before the regions that they are bound to.
+            // Windows must be destroyed before the regions they are bound to.
             for (_, mw) in self.mws.iter() {
                 ops::ibv_dealloc_mw(mw.ptr);
             }
@@ -542,7 +546,7 @@ impl Drop for RdmaCoreDevice {
                 }
             }
             for (_, cq) in self.cqs.iter() {
-                // The library waits for the acknowledgement of each event of the queue.
+                // The library waits until all events of a queue have been acknowledged.
                 (verbs.ibv_ack_cq_events)(cq.ptr, cq.unacknowledged);
                 (verbs.ibv_destroy_cq)(cq.ptr);
             }
@@ -552,7 +556,8 @@ impl Drop for RdmaCoreDevice {
             if !self.comp.is_null() {
                 (verbs.ibv_destroy_comp_channel)(self.comp);
             }
-            // Before the probe goes, since without it the library may free the context.
+            // This must be done before destroying the probe, since the library can free the context
+            // after that.
             if self.gone {
                 self.seat.leave(|| shared::close_context(self.context));
             }
@@ -564,25 +569,25 @@ impl Drop for RdmaCoreDevice {
 
 type Probed = (*mut rdma_cm_id, *mut ibv_context, u8);
 
-/// Binds an identifier to the address, which makes librdmacm open the device.
+/// Binds an id to an address, so that librdmacm opens the device.
 fn probe(
     core: &RdmaCore,
     channel: *mut rdma_event_channel,
     addr: IpAddr,
 ) -> Result<Probed, crate::verbs::CmError> {
     let mut id = ptr::null_mut();
-    // SAFETY: the channel is open; the identifier is written.
+    // SAFETY: the channel is open, and the id is an output parameter.
     checked_cm(unsafe {
         (core.cm.rdma_create_id)(channel, &raw mut id, ptr::null_mut(), RDMA_PS_TCP)
     })?;
     let mut at = SockAddr::new(SocketAddr::new(addr, 0));
-    // SAFETY: the identifier was just made, the address is one.
+    // SAFETY: the id has just been created, and the address is valid.
     let bound = checked_cm(unsafe { (core.cm.rdma_bind_addr)(id, at.as_mut_ptr()) });
-    // SAFETY: the identifier is alive.
+    // SAFETY: the id is alive.
     let (context, port) = unsafe { ((*id).verbs, (*id).port_num) };
-    // An address of this host without an RDMA device can be bound as well, and has no context.
+    // A local address without an RDMA device can also be bound, but there won't be a context.
     if bound.is_err() || context.is_null() {
-        // SAFETY: made above and not used again.
+        // SAFETY: it was created above and is not used after this.
         unsafe { (core.cm.rdma_destroy_id)(id) };
         return Err(bound
             .err()
@@ -592,7 +597,7 @@ fn probe(
 }
 
 fn set_non_blocking(fd: i32) -> Result<(), VerbsError> {
-    // SAFETY: plain system calls on a descriptor that is open.
+    // SAFETY: simple system calls using an open descriptor.
     let r = unsafe {
         let flags = libc::fcntl(fd, libc::F_GETFL);
         libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK)

@@ -1,4 +1,4 @@
-//! How a loop drives the device: rounds, descriptors, asynchronous events.
+//! Driving the device from an event loop: rounds, descriptors, asynchronous events.
 
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -10,17 +10,17 @@ use super::shared::{Object, Occurrence};
 use crate::verbs::*;
 
 impl RdmaCoreDevice {
-    /// Hands on to all seats at the context what its asynchronous event descriptor has.
+    /// Reads asynchronous events from the descriptor and passes them to all seats of this context.
     fn read_async_events(&mut self) {
         loop {
             let mut event = ibv_async_event::default();
-            // SAFETY: the context is open and its descriptor does not block.
+            // SAFETY: the context is open and its descriptor is non-blocking.
             if unsafe { (self.core.verbs.ibv_get_async_event)(self.context, &raw mut event) } != 0 {
                 return;
             }
-            // Acknowledged at once: until then the library keeps the object of the event alive,
-            // and its destruction waits.
-            // SAFETY: the event was just taken, and is acknowledged only then.
+            // Acknowledge the event immediately, because the library can't destroy the object of
+            // the event until then. SAFETY: we have just received the event, and don't use it after
+            // acknowledging it.
             unsafe {
                 self.seat.report(Occurrence::of(&event));
                 (self.core.verbs.ibv_ack_async_event)(&raw mut event);
@@ -28,15 +28,15 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Takes in what this device, or another of this process, has read of asynchronous events.
+    /// Handles asynchronous events read by this or any other device in this process.
     fn reap_async_events(&mut self) -> usize {
         let mut occurrences = std::mem::take(&mut self.occurrences);
         self.seat.take_all(&mut occurrences);
         let count = occurrences.len();
         for occurrence in occurrences.drain(..) {
             if let Some(ours) = self.async_event(occurrence)
-                // Each kind once, so that a device that repeats itself cannot make the queue
-                // grow.
+                // Only add each event type once, so that the queue cannot grow if a device repeats
+                // it.
                 && !self.async_events.contains(&ours)
             {
                 self.async_events.push_back(ours);
@@ -46,15 +46,14 @@ impl RdmaCoreDevice {
         count
     }
 
-    /// Our form of what happened, if it happened to us.
+    /// Converts an event, or returns `None` if it is for a different device.
     fn async_event(&mut self, occurrence: Occurrence) -> Option<AsyncEvent> {
-        // An event may be about an object that was destroyed since, or about another device of this
-        // process at the same context: handle and address must both fit.
+        // The object may have been destroyed since, or belong to a different device using the same
+        // context. We must check both the handle and the address.
         let event = occurrence.event;
         match occurrence.to {
             Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
-                // Remembered, so that polls report the loss: the library itself goes on to answer
-                // them.
+                // Store this so that poll returns an error, since the library doesn't.
                 let id = CqId(unpack(context));
                 let cq = self.cqs.get_mut(id).ok()?;
                 (cq.ptr as usize == at).then(|| cq.overrun = true)?;
@@ -96,10 +95,10 @@ impl RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
-    /// Returns whether there are completion events, connection events, asynchronous events: one
-    /// system call where reading each would be three.
+    /// Returns whether completion events, connection events and asynchronous events are available.
+    /// This is a single system call instead of three.
     pub(super) fn readable(&self) -> [bool; 3] {
-        // SAFETY: all three objects are open as long as the device is.
+        // SAFETY: all three objects are open while the device exists.
         let fds = unsafe {
             [
                 (*self.comp).fd,
@@ -112,7 +111,7 @@ impl RdmaCoreDevice {
             events: libc::POLLIN,
             revents: 0,
         });
-        // SAFETY: three structures, which the call fills; it does not wait.
+        // SAFETY: the call updates the three structures and does not block.
         let n = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
         polled.map(|p| n > 0 && p.revents != 0)
     }
@@ -133,20 +132,20 @@ impl Provider for RdmaCoreDevice {
                 count += self.reap_cm_events();
             }
         }
-        // Events that another device has read come by the seat, which needs no system call to
-        // look at.
+        // Events read by a different device are stored in our seat, which doesn't need a system
+        // call to check.
         count + self.reap_async_events()
     }
 
     fn deadline(&self) -> Option<Instant> {
-        // Everything else wakes its owner by a descriptor.
+        // Everything else uses a descriptor to wake its owner.
         let is_waiting =
             !self.cm_events.is_empty() || !self.async_events.is_empty() || self.notices.has_fired();
         is_waiting.then(Instant::now)
     }
 
     fn event_fds(&self) -> EventFds<'_> {
-        // SAFETY: all four objects are open as long as the device is.
+        // SAFETY: all four objects are open while the device exists.
         let fds = unsafe {
             [
                 (*self.comp).fd,

@@ -1,4 +1,4 @@
-//! Queue pairs from their attributes to their table, and back.
+//! Adding queue pairs to the table, and removing them.
 
 use riser_rdma_core_sys::bindings::*;
 
@@ -7,7 +7,7 @@ use super::objects::{Qp, RdmaCoreDevice};
 use crate::verbs::*;
 
 impl RdmaCoreDevice {
-    /// The attributes for making a queue pair. Their first members are those of an
+    /// Returns the attributes used to create a QP. They start with the same fields as
     /// `ibv_qp_init_attr`.
     pub(super) fn qp_init(&self, init: &QpInitAttr) -> Result<ibv_qp_init_attr_ex, VerbsError> {
         let qp_type = match init.qp_type {
@@ -15,7 +15,9 @@ impl RdmaCoreDevice {
             QpType::RawPacket => return Err(VerbsError::Unsupported("raw packets")),
             other => convert::qp_type(other),
         };
-        let qp_type = qp_type.ok_or(VerbsError::WrongQpType("the kernel keeps queue pair 1"))?;
+        let qp_type = qp_type.ok_or(VerbsError::WrongQpType(
+            "queue pair 1 is managed by the kernel",
+        ))?;
         let (cap, attr) = (&init.cap, &self.attr);
         for (wanted, most, what) in [
             (cap.max_send_wr, attr.max_qp_wr, "send queue depth"),
@@ -32,8 +34,8 @@ impl RdmaCoreDevice {
         if !is_target && init.xrcd.is_some() {
             return Err(VerbsError::InvalidParameter("XRC domain"));
         }
-        // Refused here and not after the library has made a queue pair that would have to be
-        // destroyed.
+        // Check this now, so that we don't need to destroy a QP that the library has already
+        // created.
         self.qps.check_room()?;
         let mut theirs = ibv_qp_init_attr_ex {
             qp_type,
@@ -76,8 +78,8 @@ impl RdmaCoreDevice {
         Ok(theirs)
     }
 
-    /// Enters a queue pair that the library made, and counts what it uses. That there is room, and
-    /// what it uses, was checked by [`Self::qp_init`].
+    /// Adds a QP created by the library to the table and updates the user counts. [`Self::qp_init`]
+    /// must have been called to check that there is space and that all objects are valid.
     pub(super) fn adopt_qp(
         &mut self,
         ptr: *mut ibv_qp,
@@ -87,7 +89,7 @@ impl RdmaCoreDevice {
         if ptr.is_null() {
             return Err(VerbsError::Os(libc::EIO));
         }
-        // SAFETY: the queue pair was just made.
+        // SAFETY: the QP has just been created.
         let qpn = unsafe { (*ptr).qp_num };
         let id = self.qps.insert(Qp {
             ptr,
@@ -104,8 +106,8 @@ impl RdmaCoreDevice {
         Ok(id)
     }
 
-    /// Counts a queue pair as a user of what it was made of, or no longer. What a kind does not have
-    /// names nothing.
+    /// Updates the user counts of all objects used by a QP. Objects not used by this QP type are
+    /// ignored.
     fn use_parts(&mut self, init: &QpInitAttr, change: i32) {
         let count = |users: &mut u32| *users = users.saturating_add_signed(change);
         if let Some(Ok(xrcd)) = init.xrcd.map(|id| self.xrcds.get_mut(id)) {
@@ -130,7 +132,7 @@ impl RdmaCoreDevice {
     pub(super) fn forget_qp(&mut self, id: QpId) {
         let Ok(qp) = self.qps.remove(id) else { return };
         self.qpns.remove(&qp.qpn);
-        // A completion that comes for one of these after all names no slot.
+        // If there are still completions for these requests, they won't match a slot.
         for slot in qp.sent.into_iter().chain(qp.received) {
             let _ = self.slots.remove(slot);
         }

@@ -1,15 +1,16 @@
-//! State shared by the devices of a process that lie on one RDMA device.
+//! State shared by all devices in a process that use the same RDMA device.
 //!
-//! librdmacm opens each RDMA device once and hands all its users the same context. So two devices
-//! of ours, at two addresses of one RDMA device, or of two threads, read asynchronous events from
-//! one descriptor, and the reader of an event takes it from the others. Here each has a [`Seat`]:
-//! the reader notifies all seats at the context, and wakes those that are not its own; each then
-//! looks for itself whether the object is one of its own.
+//! librdmacm opens each RDMA device once and returns the same context to all its users. If two of
+//! our devices use different addresses of an RDMA device, or are used by two threads, they read
+//! asynchronous events from the same descriptor, and only one of them will get the event. To handle
+//! this, each device has a [`Seat`]: if a device reads an event, it passes it to all seats of this
+//! context and wakes up the other seats. Each of them then checks if the object is its own.
 //!
-//! The seats also know who is the last to leave, which is when a context whose device was unplugged
-//! can be released: the kernel waits for that, and librdmacm keeps an idle context open.
+//! This also tells us which seat is the last to be released. At this point, we can close the
+//! context of an unplugged device: the kernel is waiting for this, but librdmacm keeps an unused
+//! context open.
 //!
-//! Bound: a seat holds each distinct occurrence once.
+//! Bound: a seat stores each distinct event only once.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,42 +20,41 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_rdma_core_sys::bindings::*;
 
-/// Subject of an asynchronous event. It outlives the event, and the object that it names.
+/// Subject of an asynchronous event. It can outlive the event and the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Occurrence {
-    /// Kind of the event, as libibverbs numbers it.
+    /// Event type, as used by libibverbs.
     pub(super) event: ibv_event_type,
-    /// Object that it happened to.
+    /// Object of the event.
     pub(super) to: Object,
 }
 
-/// Kinds of subjects of asynchronous events.
+/// Type of object for an asynchronous event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Object {
-    /// A completion queue or shared receive queue: where the library has it, and the number that
-    /// was given with it. Only both together name one object of one device.
+    /// CQ or SRQ. Both fields are needed to identify an object of a device.
     Queue {
-        /// Address of the library's object.
+        /// Address of the library object.
         at: usize,
-        /// Context that was given when it was made.
+        /// Context pointer set when it was created.
         context: u64,
     },
-    /// The queue pair with this number, which is unique on the RDMA device.
+    /// QP number, which is unique on the RDMA device.
     Qp(u32),
-    /// A port of the device.
+    /// Device port.
     Port(u8),
-    /// The RDMA device as a whole.
+    /// The entire RDMA device.
     Device,
 }
 
 impl Occurrence {
-    /// Reads an event.
+    /// Converts an event.
     ///
     /// # Safety
-    /// The event was taken from the library and is not acknowledged yet.
+    /// The event must have been read from the library and not yet been acknowledged.
     pub(super) unsafe fn of(event: &ibv_async_event) -> Self {
-        // SAFETY: the kind of event says which member of the union it carries, and an event holds
-        // its object alive until it is acknowledged.
+        // SAFETY: the event type determines which union field is valid, and the object is valid
+        // until the event is acknowledged.
         let to = unsafe {
             match event.event_type {
                 IBV_EVENT_CQ_ERR => Object::Queue {
@@ -86,19 +86,19 @@ impl Occurrence {
     }
 }
 
-/// Events that wait for one device.
+/// Pending events of a device.
 #[derive(Debug)]
 struct Inbox {
     waiting: Mutex<VecDeque<Occurrence>>,
-    /// Flag that there is an event, which is read without a lock.
+    /// Set if there are events. This can be checked without locking the mutex.
     any: AtomicBool,
-    /// Readable while something waits that another device has read.
+    /// Readable if there are events that were read by a different device.
     wake: OwnedFd,
 }
 
 impl Inbox {
     fn new() -> io::Result<Self> {
-        // SAFETY: a plain system call.
+        // SAFETY: simple system call.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -106,13 +106,13 @@ impl Inbox {
         Ok(Self {
             waiting: Mutex::default(),
             any: AtomicBool::new(false),
-            // SAFETY: the descriptor was just made and has no other owner.
+            // SAFETY: the descriptor has just been created and is not owned by anything else.
             wake: unsafe { OwnedFd::from_raw_fd(fd) },
         })
     }
 
     fn put(&self, occurrence: Occurrence, wake: bool) {
-        // A port that flaps, say, repeats one occurrence without end.
+        // Ignore duplicates, because a flapping port could generate an unlimited number of events.
         let mut waiting = locked(&self.waiting);
         if !waiting.contains(&occurrence) {
             waiting.push_back(occurrence);
@@ -120,7 +120,8 @@ impl Inbox {
         self.any.store(true, Ordering::Release);
         if wake {
             let one = 1u64.to_ne_bytes();
-            // SAFETY: eight bytes of memory of ours. A full counter is readable as it is.
+            // SAFETY: the pointer is valid for eight bytes. If the counter is at its maximum, the
+            // descriptor is already readable.
             unsafe { libc::write(self.wake.as_raw_fd(), one.as_ptr().cast(), one.len()) };
         }
     }
@@ -130,11 +131,11 @@ impl Inbox {
             return;
         }
         let mut waiting = locked(&self.waiting);
-        // Under the lock, so that an event that is put meanwhile raises it again.
+        // Do this while holding the lock, so that an event added concurrently will set it again.
         self.any.store(false, Ordering::Release);
         out.extend(waiting.drain(..));
         let mut count = [0u8; 8];
-        // SAFETY: room for eight bytes. Without a wake there is nothing to read.
+        // SAFETY: there is space for eight bytes. If it wasn't woken, there is nothing to read.
         unsafe {
             libc::read(
                 self.wake.as_raw_fd(),
@@ -145,15 +146,15 @@ impl Inbox {
     }
 }
 
-/// All seats of this process, by the address of their context.
+/// All seats of this process and the address of their context.
 static SEATS: Mutex<Vec<(usize, Arc<Inbox>)>> = Mutex::new(Vec::new());
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic of another thread leaves a list behind in which every entry is whole.
+    // All entries of the list are still valid if another thread has panicked.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A device's place among those that share its context.
+/// Seat of a device that may share its context.
 #[derive(Debug)]
 pub(super) struct Seat {
     context: usize,
@@ -161,25 +162,26 @@ pub(super) struct Seat {
 }
 
 impl Seat {
-    /// Takes a seat at the context with this address.
+    /// Creates a seat for the context with this address.
     ///
     /// # Errors
-    /// The system gives no descriptor.
+    /// Returns an error if the system can't create a descriptor.
     pub(super) fn take(context: usize) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::new()?);
         locked(&SEATS).push((context, Arc::clone(&inbox)));
         Ok(Self { context, inbox })
     }
 
-    /// Readable when another has read something that may be this one's.
+    /// Returns a descriptor which is readable if a different device has read an event that may be
+    /// for this device.
     pub(super) fn wake_fd(&self) -> RawFd {
         self.inbox.wake.as_raw_fd()
     }
 
-    /// Hands what was read to all seats at the context.
+    /// Passes an event to all seats of this context.
     pub(super) fn report(&self, occurrence: Occurrence) {
-        // Also to the reader's own inbox, so that all events are handled in one place; it needs
-        // no wake.
+        // Include our own inbox, so that all events are handled in the same place. We don't need to
+        // wake ourselves.
         for (context, inbox) in locked(&SEATS).iter() {
             if *context == self.context {
                 inbox.put(occurrence, !Arc::ptr_eq(inbox, &self.inbox));
@@ -187,12 +189,13 @@ impl Seat {
         }
     }
 
-    /// Takes the events of this one.
+    /// Removes and returns all pending events.
     pub(super) fn take_all(&self, out: &mut Vec<Occurrence>) {
         self.inbox.take_all(out);
     }
 
-    /// Leaves, and does `last` if no other seat is taken. No seat is taken meanwhile.
+    /// Releases the seat, and calls `last` if there are no more seats. New seats cannot be created
+    /// while it is running.
     pub(super) fn leave(&self, last: impl FnOnce()) {
         let mut seats = locked(&SEATS);
         let before = seats.len();
@@ -209,15 +212,15 @@ impl Drop for Seat {
     }
 }
 
-/// Lets the kernel's side of a context go, whose device is gone and on which nothing is left.
-/// librdmacm goes on thinking it open, and closes it when it next looks for devices and finds
-/// others; so the numbers of its descriptors stay taken, by descriptors of `/dev/null`.
+/// Closes the kernel side of an unused context after its device has been removed. librdmacm still
+/// assumes that it is open, and will close it when it next searches for devices and finds different
+/// ones. Therefore, we must keep its descriptor numbers in use by replacing them with `/dev/null`.
 ///
 /// # Safety
-/// The context is open, its device was removed, and it has no user.
+/// The context must be open and unused, and its device must have been removed.
 pub(super) unsafe fn close_context(context: *mut ibv_context) {
-    // SAFETY: the path ends in NUL; the rest are plain system calls on descriptors that the context
-    // owns, and the caller says that they have no other user.
+    // SAFETY: the path is NUL-terminated. All system calls use descriptors owned by the context,
+    // and the caller ensures that they are not used by anything else.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
         if null < 0 {
@@ -240,7 +243,7 @@ mod tests {
             events: libc::POLLIN,
             revents: 0,
         };
-        // SAFETY: one structure, which the call fills.
+        // SAFETY: the call updates a single structure.
         unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
     }
 
@@ -256,7 +259,7 @@ mod tests {
     };
 
     #[test]
-    fn what_one_reads_all_at_the_context_hear() {
+    fn events_are_passed_to_all_seats() {
         let [a, b, other] = [0x1000, 0x1000, 0x2000].map(|c| Seat::take(c).unwrap());
         a.report(DRAINED);
         a.report(DRAINED);
@@ -271,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_to_leave_is_told() {
+    fn last_seat_runs_callback() {
         let [a, b] = [0x3000, 0x3000].map(|c| Seat::take(c).unwrap());
         let (mut first, mut second, mut again) = (false, false, false);
         a.leave(|| first = true);
@@ -281,21 +284,21 @@ mod tests {
     }
 
     #[test]
-    fn a_context_that_was_let_go_keeps_its_numbers_but_not_its_files() {
+    fn closed_context_keeps_descriptor_numbers() {
         let mut pipe = [0; 2];
-        // SAFETY: room for two descriptors.
+        // SAFETY: there is space for two descriptors.
         let made = unsafe { libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC) };
         assert_eq!(made, 0);
         let [command, events] = pipe;
-        // SAFETY: the structure is numbers and pointers, for all of which zeros are a value.
+        // SAFETY: all fields are numbers and pointers, for which zero is a valid value.
         let mut context: ibv_context = unsafe { std::mem::zeroed() };
         (context.cmd_fd, context.async_fd) = (command, events);
-        // SAFETY: both descriptors are this test's.
+        // SAFETY: both descriptors are owned by this test.
         unsafe { close_context(&raw mut context) };
         for fd in [command, events] {
             let name = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
             assert_eq!(name.to_str(), Some("/dev/null"));
-            // SAFETY: the descriptor is this test's.
+            // SAFETY: the descriptor is owned by this test.
             drop(unsafe { OwnedFd::from_raw_fd(fd) });
         }
     }

@@ -1,7 +1,8 @@
 //! Post and poll: the data path.
 //!
-//! A request goes to the library under the number of a slot in our table. Requests of one queue
-//! complete in order, so a completion also retires the unsignaled requests before it.
+//! We pass a slot number of our table to the library to identify a request. Requests in a queue
+//! complete in order, so a completion also indicates that all previous unsignaled requests are
+//! complete.
 
 use std::net::IpAddr;
 use std::ptr;
@@ -15,7 +16,7 @@ use super::objects::{
 };
 use crate::verbs::*;
 
-/// Names no queue pair: generations begin at 1.
+/// Invalid QP handle, because generations start at 1.
 const GONE: QpId = QpId(Handle::new(0, 0));
 
 fn rdma(remote: RemoteAddr) -> ibv_send_wr__bindgen_ty_2 {
@@ -59,7 +60,8 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Whether the library has a call for a request, instead of a work request.
+    /// Returns whether the library uses a separate function for this operation instead of a work
+    /// request.
     fn is_call(&self, op: &SendOp) -> bool {
         let SendOp::BindMw(bind) = op else {
             return false;
@@ -68,15 +70,15 @@ impl RdmaCoreDevice {
         window.is_ok_and(|window| window.mw_type == MwType::Type1)
     }
 
-    /// Binds a window of type 1, for which the library has a call that is not a work request. It
-    /// chooses the next key itself.
+    /// Binds a type 1 window. The library uses a separate function for this instead of a work
+    /// request, and always sets the next key.
     fn bind_type_1(&mut self, qp: QpId, wr: &SendWr<'_>) -> Result<(), PostReason> {
         let entry = self.qps.get(qp).map_err(|_| PostReason::InvalidHandle)?;
         if !entry.init.qp_type.has_operation(&wr.op) {
             return Err(PostReason::InvalidOpcode);
         }
         let (SendOp::BindMw(bind), [], None) = (wr.op, wr.sges, wr.inline) else {
-            return Err(PostReason::InvalidRequest("a binding with data"));
+            return Err(PostReason::InvalidRequest("bind request with data"));
         };
         let queue = entry.ptr;
         let window = self
@@ -84,14 +86,14 @@ impl RdmaCoreDevice {
             .get(bind.mw)
             .map_err(|_| PostReason::InvalidKey)?
             .ptr;
-        // SAFETY: the window is alive, and this thread alone uses it.
+        // SAFETY: the window is alive and only used by this thread.
         if unsafe { RKey((*window).rkey).next() } != bind.key {
             return Err(PostReason::InvalidKey);
         }
         let mut theirs = ibv_mw_bind {
             send_flags: convert::send_flags(wr),
             bind_info: match bind.length {
-                // Takes the range away, for which no region is needed.
+                // Remove the range. This does not need a region.
                 0 => ibv_mw_bind_info::default(),
                 _ => self.user_bind(&bind)?.bind_info,
             },
@@ -104,7 +106,7 @@ impl RdmaCoreDevice {
         };
         let slot = self.slots.insert(slot).map_err(|_| PostReason::QueueFull)?;
         theirs.wr_id = pack(slot.0);
-        // SAFETY: queue pair, window and region are alive.
+        // SAFETY: the QP, window and region are alive.
         let r = unsafe { ops::ibv_bind_mw(queue, window, &raw mut theirs) };
         if r != 0 {
             let _ = self.slots.remove(slot);
@@ -117,7 +119,7 @@ impl RdmaCoreDevice {
         Ok(())
     }
 
-    /// Posts requests that the library takes in one list.
+    /// Posts requests that can be passed to the library as a list.
     fn post_list(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
         let entry = self.qps.get(qp).map_err(|_| PostError {
             index: 0,
@@ -127,34 +129,35 @@ impl RdmaCoreDevice {
             return Ok(());
         }
         let (ptr, init) = (entry.ptr, entry.init);
-        // Taken out, since building needs `self`; it comes back with its memory.
+        // Take this because we need `self` to build the list. It is put back afterwards to reuse
+        // the memory.
         let mut scratch = std::mem::take(&mut self.scratch);
-        // What precedes a request that cannot be built is posted all the same, as ibv_post_send(3)
-        // does.
+        // As in ibv_post_send(3), all requests before an invalid request are still posted.
         let refused = self.build_sends(qp, &init, wrs, &mut scratch).err();
         let mut result = refused.map_or(Ok(()), Err);
         if !scratch.sends.is_empty() {
             let mut bad = ptr::null_mut();
             let first = scratch.sends.as_mut_ptr();
-            // SAFETY: the queue pair is alive; the chain and its scatter lists live in `scratch`.
+            // SAFETY: the QP is alive. The chain and its scatter lists are stored in `scratch`.
             let r = unsafe { ops::ibv_post_send(ptr, first, &raw mut bad) };
             if r != 0 {
-                // A provider whose doorbell fails may name no request: the whole chain is in the
-                // queue then, and a later doorbell may carry it out.
+                // If ringing the doorbell fails, the provider may not return a bad request. In this
+                // case, the entire chain is in the queue, and can be executed after the next
+                // doorbell.
                 let all = scratch.sends.len();
                 let error = posted_before(place_in(&scratch.sends, bad), all, r);
                 result = Err(self.post_error(qp, error));
             }
         }
         let posted = result.err().map_or(wrs.len(), |e| e.index);
-        // Requests that the library did not take have no completion that would free their slots.
+        // Requests that were not posted don't complete, so we need to release their slots here.
         for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
             let _ = self.slots.remove(slot);
         }
         if let Ok(entry) = self.qps.get_mut(qp) {
             entry.sent.extend(scratch.slots.iter());
         }
-        // Only what was posted changes the state of windows.
+        // Only requests that have been posted affect the state of windows.
         for wr in &wrs[..posted] {
             self.on_posted(&wr.op);
         }
@@ -162,7 +165,8 @@ impl RdmaCoreDevice {
         result
     }
 
-    /// The library says "invalid" for a queue pair whose state takes no requests; we say which.
+    /// The library returns "invalid" if requests can't be posted in the current state. We return
+    /// the state as well.
     fn post_error(&self, qp: QpId, e: PostError) -> PostError {
         let state = self.query_qp(qp).ok().and_then(|a| a.state);
         let reason = match (e.reason, state) {
@@ -176,7 +180,8 @@ impl RdmaCoreDevice {
         PostError { reason, ..e }
     }
 
-    /// Builds the chain up to the first request that cannot be built, which the error names.
+    /// Builds the chain up to the first invalid request. The error contains the index of this
+    /// request.
     fn build_sends(
         &mut self,
         qp: QpId,
@@ -196,12 +201,13 @@ impl RdmaCoreDevice {
         }
         let mut sge = scratch.sges.as_mut_ptr();
         let mut next: *mut ibv_send_wr = ptr::null_mut();
-        // Pointers are set when both lists are complete, since they move as they grow.
+        // We need to complete both lists before setting any pointers, since a list can be
+        // reallocated when it grows.
         for wr in &mut scratch.sends {
             wr.sg_list = sge;
             sge = sge.wrapping_add(wr.num_sge as usize);
         }
-        // From the end, so that each request can name the next.
+        // Start at the end, so that each request can point to the next.
         for wr in scratch.sends.iter_mut().rev() {
             wr.next = next;
             next = wr;
@@ -219,7 +225,7 @@ impl RdmaCoreDevice {
         let theirs = self.send_wr(init, wr)?;
         let before = scratch.sges.len();
         self.push_sges(wr, init, scratch)?;
-        // The slot last: what is refused before it leaves none behind.
+        // Create the slot last, so that we don't leak it if there is an error.
         let slot = Slot {
             wr_id: wr.wr_id,
             opcode: wr.op.wc_opcode(),
@@ -242,7 +248,7 @@ impl RdmaCoreDevice {
         init: &QpInitAttr,
         scratch: &mut Scratch,
     ) -> Result<(), PostReason> {
-        // Checked here, where the reason is known: the library has one errno for several.
+        // We check this here since the library returns the same errno for different errors.
         if wr.sges.len() > init.cap.max_send_sge.max(1) as usize {
             return Err(PostReason::TooManySges);
         }
@@ -250,7 +256,7 @@ impl RdmaCoreDevice {
             if data.len() > init.cap.max_inline as usize || !wr.sges.is_empty() {
                 return Err(PostReason::InvalidInline);
             }
-            // The library copies them before the post returns, and looks at no key.
+            // The data is copied by the library before the post returns, and the key is ignored.
             scratch.sges.push(ibv_sge {
                 addr: data.as_ptr() as u64,
                 length: data.len() as u32,
@@ -265,11 +271,11 @@ impl RdmaCoreDevice {
         Ok(())
     }
 
-    /// One request in the library's form, without its scatter list.
+    /// Converts a request, except for its scatter list.
     fn send_wr(&self, init: &QpInitAttr, wr: &SendWr<'_>) -> Result<ibv_send_wr, PostReason> {
         let mut out = ibv_send_wr::default();
-        // Refused by ourselves: what a library answers to a request that the queue pair has not is
-        // its own.
+        // Check this here, because the error returned by the library for an unsupported operation
+        // depends on the device.
         if !init.qp_type.has_operation(&wr.op) {
             return Err(PostReason::InvalidOpcode);
         }
@@ -282,7 +288,7 @@ impl RdmaCoreDevice {
                 "number of a shared receive queue",
             ))?;
         }
-        // Immediate data are in network byte order, keys to invalidate in host order
+        // Immediate data is in network byte order, but keys to invalidate use host byte order
         // (ibv_post_send(3)).
         match wr.op {
             SendOp::Send => out.opcode = IBV_WR_SEND,
@@ -360,13 +366,13 @@ impl RdmaCoreDevice {
                 mr: *ptr,
                 addr: mr.addr + (segment.addr() - memory.addr()),
                 length: segment.len() as u64,
-                // A window grants what a peer may do; local rights are those of its region.
+                // A window sets the access rights of the peer. Local access depends on its region.
                 mw_access_flags: convert::access_flags(access & Access::REMOTE),
             },
         })
     }
 
-    /// The binding of a window of the user's.
+    /// Returns the parameters to bind a user's window.
     fn user_bind(
         &self,
         bind: &MwBind,
@@ -376,7 +382,7 @@ impl RdmaCoreDevice {
         let Region::Plain { ptr, access, .. } = self.regions.get(bind.mr).map_err(invalid)? else {
             return Err(PostReason::InvalidKey);
         };
-        // The library would bind it: every region has the right there.
+        // The library does not check this, since every region has this right there.
         if !access.contains(Access::MW_BIND) {
             return Err(PostReason::InvalidKey);
         }
@@ -397,9 +403,9 @@ impl RdmaCoreDevice {
     }
 
     fn datagram(&self, wr: &SendWr<'_>, mut out: ibv_send_wr) -> Result<ibv_send_wr, PostReason> {
-        let dest = wr.ud.ok_or(PostReason::InvalidRequest(
-            "a datagram without a destination",
-        ))?;
+        let dest = wr
+            .ud
+            .ok_or(PostReason::InvalidRequest("datagram without a destination"))?;
         let ah = self.ahs.get(dest.ah);
         let ah = ah.map_err(|_| PostReason::InvalidKey)?.ptr;
         out.opcode = match wr.op {
@@ -418,17 +424,17 @@ impl RdmaCoreDevice {
         Ok(out)
     }
 
-    /// Carries out the effects that a request has as soon as it is in the queue.
+    /// Updates our state for a request that has been added to the queue.
     fn on_posted(&mut self, op: &SendOp) {
         match *op {
             SendOp::RegMr { mr, key, access } => {
                 if let Ok(Region::Window(w)) = self.regions.get_mut(mr) {
-                    // From now on a peer's invalidation finds the window by its new key.
+                    // If the peer invalidates the window, it will use the new key.
                     self.rkeys.remove(&w.mr.rkey.0);
                     self.rkeys.insert(key.0, mr);
                     w.mr.rkey = key;
-                    // The library names the window by its last key when it binds it again.
-                    // SAFETY: the window is alive, and this thread alone uses it.
+                    // The library needs the last key of the window to bind it again. SAFETY: the
+                    // window is valid and only used by this thread.
                     unsafe { (*w.ptr).rkey = key.0 };
                     w.access = access;
                     w.valid = true;
@@ -436,8 +442,7 @@ impl RdmaCoreDevice {
             }
             SendOp::BindMw(bind) => {
                 if let Ok(mw) = self.mws.get(bind.mw) {
-                    // As above.
-                    // SAFETY: the window is alive, and this thread alone uses it.
+                    // Same as above. SAFETY: the window is valid and only used by this thread.
                     unsafe { (*mw.ptr).rkey = bind.key.0 };
                 }
             }
@@ -446,7 +451,7 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// A window's key no longer works.
+    /// Called when the key of a window has been invalidated.
     fn on_invalidated(&mut self, key: RKey) {
         if let Some(Ok(Region::Window(w))) =
             self.rkeys.get(&key.0).map(|id| self.regions.get_mut(*id))
@@ -468,7 +473,7 @@ impl RdmaCoreDevice {
         let ptr = entry.ptr;
         let mut scratch = std::mem::take(&mut self.scratch);
         let result = self.post_recv_chain(wrs, SlotQueue::Recv(qp), &mut scratch, |first, bad| {
-            // SAFETY: the queue pair is alive; the chain lives in the scratch room.
+            // SAFETY: the QP is alive. The chain is stored in the scratch buffer.
             unsafe { ops::ibv_post_recv(ptr, first, bad) }
         });
         if let Ok(entry) = self.qps.get_mut(qp) {
@@ -487,7 +492,7 @@ impl RdmaCoreDevice {
         let mut scratch = std::mem::take(&mut self.scratch);
         let result =
             self.post_recv_chain(wrs, SlotQueue::Shared(srq), &mut scratch, |first, bad| {
-                // SAFETY: the shared queue is alive; the chain lives in the scratch room.
+                // SAFETY: the shared queue is alive. The chain is stored in the scratch buffer.
                 unsafe { ops::ibv_post_srq_recv(ptr, first, bad) }
             });
         if let Ok(entry) = self.srqs.get_mut(srq) {
@@ -497,7 +502,8 @@ impl RdmaCoreDevice {
         result
     }
 
-    /// Builds and posts a chain of receives; `scratch.slots` names those that were posted.
+    /// Builds and posts a chain of receives. `scratch.slots` contains all receives that have been
+    /// posted.
     fn post_recv_chain(
         &mut self,
         wrs: &[RecvWr<'_>],
@@ -533,7 +539,8 @@ impl RdmaCoreDevice {
                 ..Default::default()
             });
         }
-        // Pointers are set when both lists are complete, since they move as they grow.
+        // We need to complete both lists before setting any pointers, because a list can be
+        // reallocated when it grows.
         let mut sge = scratch.sges.as_mut_ptr();
         for (wr, ours) in scratch.recvs.iter_mut().zip(wrs) {
             wr.sg_list = sge;
@@ -562,7 +569,7 @@ impl RdmaCoreDevice {
             None
         };
         let posted = error.map_or(wrs.len(), |e| e.index);
-        // As for sends: what was not taken never completes.
+        // Like for sends, requests that were not posted don't complete.
         for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
             let _ = self.slots.remove(slot);
         }
@@ -581,7 +588,8 @@ impl RdmaCoreDevice {
             if entry.overrun {
                 return Err(VerbsError::CqOverrun);
             }
-            // What a peek took out of the library is older than what is still in it.
+            // Completions we have already removed from the library are older than those still in
+            // its queue.
             let Some((wc, times)) = entry.next() else {
                 if entry.pull(max - count)? == 0 {
                     break;
@@ -599,8 +607,8 @@ impl RdmaCoreDevice {
 
     pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
         let entry = self.cqs.get(cq)?;
-        // The library cannot look without reading, so what was read from the queue is kept for the
-        // next poll.
+        // The library can't peek, so we need to read the completions and store them for the next
+        // poll.
         loop {
             let held = entry.peeked.borrow().len();
             if held >= max || !matches!(entry.pull(max - held), Ok(1..)) {
@@ -610,8 +618,8 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Our form of a completion, or `None` where its request went with its queue pair, as those of
-    /// its own queues do.
+    /// Converts a completion. This will return `None` if the QP, and therefore the request, has
+    /// been destroyed.
     fn completion(&mut self, wc: &ibv_wc) -> Option<Completion> {
         let id = SlotId(unpack(wc.wr_id));
         let slot = self.slots.remove(id).ok()?;
@@ -621,8 +629,8 @@ impl RdmaCoreDevice {
                 qp
             }
             SlotQueue::Recv(qp) => {
-                // A receive queue completes in order, so it is the first but for a fault of the
-                // library.
+                // A receive queue completes in order, so this is the first one unless there is a
+                // library bug.
                 let received = &mut self.qps.get_mut(qp).ok()?.received;
                 if received.front() == Some(&id) {
                     received.pop_front();
@@ -637,14 +645,15 @@ impl RdmaCoreDevice {
                 {
                     srq.posted.swap_remove(at);
                 }
-                // A shared receive goes back to its owner although its queue pair is gone.
+                // A receive from a shared queue is returned to the owner even if the QP has been
+                // destroyed.
                 self.qpns.get(&wc.qp_num).copied().unwrap_or(GONE)
             }
         };
-        // Of a failed request only number, status and queue pair are valid (ibv_poll_cq(3)).
+        // If the request has failed, only the number, status and QP are valid (ibv_poll_cq(3)).
         let ok = wc.status == IBV_WC_SUCCESS;
         let has = |flag| ok && wc.wc_flags & flag != 0;
-        // SAFETY: both members of the union are plain 32-bit numbers; the flags say which is meant.
+        // SAFETY: both union fields are plain 32-bit numbers. The flags indicate which one to use.
         let (imm, key) = unsafe {
             (
                 wc.__bindgen_anon_1.imm_data,
@@ -656,7 +665,8 @@ impl RdmaCoreDevice {
         if let Some(key) = invalidated {
             self.on_invalidated(key);
         }
-        // Which of the two it is, the device's address says; bytes before a receive say no more.
+        // We use the device address to determine the address family, because the bytes before the
+        // receive are ambiguous.
         let network = match self.addr {
             IpAddr::V4(_) => NetworkHeader::Ipv4,
             IpAddr::V6(_) => NetworkHeader::Ipv6,
@@ -681,7 +691,7 @@ impl RdmaCoreDevice {
         })
     }
 
-    /// Forgets the unsignaled requests that a completion shows to be done.
+    /// Removes all unsignaled requests before this completion, since they must be complete as well.
     fn retire(&mut self, qp: QpId, completed: SlotId) {
         let Ok(entry) = self.qps.get_mut(qp) else {
             return;
@@ -695,14 +705,14 @@ impl RdmaCoreDevice {
     }
 }
 
-/// Index of the request of a chain that the library names as the first that it did not take; `None`
-/// where it names none of them.
+/// Returns the index of the bad request returned by the library, or `None` if it is not in the
+/// chain.
 fn place_in<T>(chain: &[T], bad: *const T) -> Option<usize> {
     chain.iter().position(|wr| ptr::eq(wr, bad))
 }
 
-/// The error of a chain that the library took up to the request `at`; up to `unnamed` where it
-/// names none.
+/// Returns the error for a chain which was posted up to the request `at`, or up to `unnamed` if the
+/// library didn't return a bad request.
 fn posted_before(at: Option<usize>, unnamed: usize, errno: i32) -> PostError {
     PostError {
         index: at.unwrap_or(unnamed),
@@ -722,9 +732,10 @@ mod tests {
         out.iter().map(|completion| completion.wr_id.0).collect()
     }
 
-    /// What the library took completes once, and what it did not take is the caller's to post again.
+    /// Requests accepted by the library complete once, and the caller can post the remaining
+    /// requests again.
     #[test]
-    fn a_list_that_fails_in_the_middle_is_posted_up_to_there() {
+    fn failing_list_is_partially_posted() {
         let mut device = RdmaCoreDevice::fake();
         let (cq, qp) = device.fake_queues();
         let list: Vec<_> = (0..5)
@@ -751,7 +762,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_receives_that_fails_in_the_middle_is_posted_up_to_there() {
+    fn failing_receive_list_is_partially_posted() {
         let mut device = RdmaCoreDevice::fake();
         let (cq, qp) = device.fake_queues();
         let list: Vec<_> = (10..14).map(receive).collect();
@@ -768,13 +779,13 @@ mod tests {
     }
 
     #[test]
-    fn an_unreliable_connection_is_made_as_one_and_posts_what_it_has() {
+    fn uc_qp_rejects_unsupported_operations() {
         let mut device = RdmaCoreDevice::fake();
         let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(8).unwrap();
         let init = QpInitAttr::new(pd, cq, QpType::Uc, QpCap::new(8, 8));
         let qp = device.create_qp(&init).unwrap();
-        // SAFETY: the queue pair is alive.
+        // SAFETY: the QP is alive.
         let made = unsafe { (*device.qps.get(qp).unwrap().ptr).qp_type };
         assert_eq!(made, IBV_QPT_UC);
         let good = write(1, SendFlags::SIGNALED);
@@ -788,7 +799,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_request_has_nothing_of_the_one_before_it() {
+    fn failed_completion_has_no_stale_fields() {
         let mut device = RdmaCoreDevice::fake();
         let (cq, qp) = device.fake_queues();
         let [first, second] = [1, 2].map(|n| device.fake_receive(qp, n));
@@ -811,7 +822,7 @@ mod tests {
     }
 
     #[test]
-    fn a_poll_that_answers_more_than_there_is_room_for_ends_the_queue() {
+    fn oversized_poll_result_overruns_queue() {
         let mut device = RdmaCoreDevice::fake();
         let (cq, _) = device.fake_queues();
         library(|library| library.is_overlong = true);
@@ -821,7 +832,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_none_of_the_chain_is_not_named() {
+    fn unknown_bad_request_has_no_index() {
         let chain = [7; 3];
         let at = |place: *const i32| place_in(&chain, place);
         assert_eq!(at(&raw const chain[2]), Some(2));
@@ -830,7 +841,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_without_a_named_request_may_all_be_posted() {
+    fn missing_bad_request_counts_as_posted() {
         let index = |at| posted_before(at, 3, libc::EINVAL).index;
         assert_eq!((index(None), index(Some(1)), index(Some(0))), (3, 1, 0));
     }

@@ -1,45 +1,46 @@
-//! RDMAP over DDP over MPA (RFC 5040, 5041, 5044, 6581, 7306): connections of iWARP, as pure machines.
+//! RDMAP over DDP over MPA (RFC 5040, 5041, 5044, 6581, 7306): iWARP connections, implemented as
+//! pure state machines.
 //!
-//! An [`RdmapQp`] is one end of a connection over a stream of bytes. It owns no socket, clock or
-//! thread: bytes of the stream go in, in pieces of any length, and bytes, completions and events come
-//! out. It has the send queue of reliable connections ([`rc::send_queue`](crate::rc::send_queue)),
-//! their receive queues, and the keys of the device, and differs in what is between them.
+//! [`RdmapQp`] is one end of a connection using a byte stream. It does not use sockets, clocks or
+//! threads: the caller passes data from the stream in blocks of any size, and gets data to send,
+//! completions and events. It uses the same send queue ([`rc::send_queue`](crate::rc::send_queue)),
+//! receive queues and device keys as reliable connections, but a different protocol between them.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! | --- | --- |
-//! | [`wire`] | the frames of a stream |
-//! | [`setup`] | what two ends agree on before there is a stream |
-//! | [`qp`] | [`RdmapQp`]: the queue pair, its states, and which message is sent next |
-//! | [`requester`] | makes messages of send requests, takes answers |
-//! | [`responder`] | takes messages, moves data, answers |
+//! | [`wire`] | frames in the stream |
+//! | [`setup`] | negotiation before the stream is started |
+//! | [`qp`] | [`RdmapQp`]: queue pair (QP), its states, and selection of the next message to send |
+//! | [`requester`] | sends messages for send requests, processes responses |
+//! | [`responder`] | processes messages, transfers data, sends responses |
 //!
-//! # The calling order
+//! # Calling order
 //!
 //! ```text
-//! qp.to_init(); …posts…; qp.start(params)            // when both ends have agreed
-//! for each piece of the stream: qp.handle_input(bytes, &mut env)
+//! qp.to_init(); …posts…; qp.start(params)            // after the negotiation
+//! for each block from the stream: qp.handle_input(bytes, &mut env)
 //! after that, and after posting:
-//!     qp.poll_output(&mut env, &mut bytes, limit);    // append what is to be sent
+//!     qp.poll_output(&mut env, &mut bytes, limit);    // append data to send
 //!     drain env.out;
-//! when the stream has ended:    qp.to_error(&mut env)
-//! once qp.is_over():            send what was made, then close the stream
+//! when the stream is closed:    qp.to_error(&mut env)
+//! once qp.is_over():            send remaining data, then close the stream
 //! ```
 //!
-//! # What differs from InfiniBand
+//! # Differences to InfiniBand
 //!
-//! - A SEND or WRITE completes when its last byte is given to the stream. What the peer finds wrong
-//!   with it comes as the end of the connection, with a reason.
-//! - A SEND that finds no receive ends the connection: there is no RNR.
-//! - Every error ends the connection, by a Terminate message that names the reason.
-//! - There is no SEND with immediate data; a WRITE with immediate data is two messages (RFC 7306).
-//!   Atomics and immediate data are not negotiated: a peer that does not know them, such as Linux's
-//!   `siw`, ends the connection.
-//! - The key of an RDMA READ's sink is a number of the READ. It gives the peer no access, and the
-//!   scatter list of a READ needs no remote right.
+//! - A SEND or WRITE completes when its last byte is written to the stream. If the peer detects an
+//!   error, it will close the connection with a reason.
+//! - If there is no receive for a SEND, the connection is closed, since RNR doesn't exist.
+//! - All errors close the connection with a Terminate message that contains the reason.
+//! - SEND with immediate data is not supported; a WRITE with immediate data uses two messages (RFC
+//!   7306). Support for atomics and immediate data cannot be negotiated: a peer without support,
+//!   such as Linux `siw`, will close the connection.
+//! - The sink key of an RDMA READ is a number that identifies the READ. It doesn't provide any
+//!   access for the peer, and the scatter list for a READ doesn't need remote access rights.
 //!
-//! # Bounds
-//! RDMA READs and atomics of the peer: as many as agreed. Beside its queues, a queue pair keeps one
-//! FPDU as far as it has arrived.
+//! # Limits
+//! The number of RDMA READs and atomics from the peer is limited to the negotiated value. In
+//! addition to its queues, a QP only stores a single partial FPDU.
 
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
 
@@ -61,55 +62,55 @@ pub use setup::{Agreed, Rtr, Wishes};
 use wire::ddp::{Header, Opcode, Place, Queue};
 use wire::fpdu::Framer;
 
-/// Configuration of a queue pair, fixed when it is created.
+/// QP configuration, which can't be changed later.
 #[derive(Clone, Copy, Debug)]
 pub struct RdmapConfig {
-    /// Its handle, put into completions and events.
+    /// QP handle, used in completions and events.
     pub qp: QpId,
-    /// Its number, put into completions.
+    /// QP number, used in completions.
     pub qp_num: u32,
-    /// Protection domain of the queue pair.
+    /// Protection domain of the QP.
     pub pd: PdId,
-    /// Depths of its queues; `max_recv_sge` is that of a shared receive queue, if it has one.
+    /// Queue sizes. `max_recv_sge` must match the SRQ, if used.
     pub cap: QpCap,
-    /// Every send completes visibly.
+    /// If set, all sends generate a completion.
     pub sq_sig_all: bool,
-    /// Receives come from a shared receive queue.
+    /// If set, receives are taken from an SRQ.
     pub has_srq: bool,
 }
 
-/// Counters of a queue pair since it was created.
+/// Counters for a QP, starting at its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RdmapCounters {
-    /// DDP segments sent.
+    /// Number of DDP segments sent.
     pub tx_segments: u64,
-    /// Bytes of the stream sent.
+    /// Number of bytes sent to the stream.
     pub tx_bytes: u64,
-    /// DDP segments taken in.
+    /// Number of DDP segments received.
     pub rx_segments: u64,
-    /// Bytes of the stream taken in.
+    /// Number of bytes received from the stream.
     pub rx_bytes: u64,
-    /// Terminate messages sent.
+    /// Number of Terminate messages sent.
     pub tx_terminates: u64,
-    /// Terminate messages taken in.
+    /// Number of Terminate messages received.
     pub rx_terminates: u64,
 }
 
-/// Context of making a segment.
+/// Context used to create a segment.
 struct Tx<'a> {
     cfg: &'a RdmapConfig,
     mrs: &'a mut MrTable,
     events: &'a mut Vec<RcEvent>,
     framer: &'a mut Framer,
-    /// Longest ULPDU, in bytes.
+    /// Maximum ULPDU size in bytes.
     mulpdu: usize,
-    /// Destination of the bytes.
+    /// Output buffer.
     out: &'a mut Vec<u8>,
 }
 
 impl Tx<'_> {
-    /// Makes an FPDU of a segment whose payload `fill` appends. Without payload where that fails, in
-    /// which case nothing is left of it.
+    /// Creates an FPDU for a segment, with the payload appended by `fill`. If this fails, nothing
+    /// is added.
     fn segment<E>(
         &mut self,
         header: &Header,
@@ -125,7 +126,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Makes an FPDU of a message of one untagged segment.
+    /// Creates an FPDU for a message with a single untagged segment.
     fn message(&mut self, opcode: Opcode, queue: Queue, msn: u32, fill: impl FnOnce(&mut Vec<u8>)) {
         let header = Header {
             opcode,

@@ -1,7 +1,7 @@
-//! The queue pair: its states, its stream, and which message is sent next.
+//! Queue pair (QP): its states, its stream, and selection of the next message to send.
 //!
-//! The states are those of reliable connections ([`qp_state`]), of which
-//! INIT to RTS is one step: there is a stream, or there is none.
+//! Uses the same states as reliable connections ([`qp_state`]), but the transition from INIT to RTS
+//! is a single step, since the stream is either open or not.
 
 use super::requester::{Fault, Requester};
 use super::responder::{Responder, event_of};
@@ -16,17 +16,18 @@ use crate::verbs::{
     Access, AsyncEvent, PostError, QpState, QpType, RecvWr, SendWr, WcStatus, qp_state,
 };
 
-/// Least of the longest ULPDU, in bytes: a header, an atomic request, and something to move.
+/// Minimum value for the maximum ULPDU size, in bytes: enough for a header, an atomic request and
+/// some data.
 pub const MIN_MULPDU: usize = 128;
 
-/// What a connection begins with.
+/// Initial parameters for a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamParams {
-    /// What both ends have agreed on.
+    /// Result of the negotiation.
     pub agreed: Agreed,
-    /// Longest ULPDU that is sent, in bytes, from [`MIN_MULPDU`] to [`MAX_ULPDU`].
+    /// Maximum size of a ULPDU to send in bytes, from [`MIN_MULPDU`] to [`MAX_ULPDU`].
     pub mulpdu: usize,
-    /// Rights of the peer: the remote ones only.
+    /// Access rights for the peer. Only remote rights are used.
     pub access: Access,
 }
 
@@ -35,19 +36,19 @@ struct Stream {
     framer: Framer,
     deframer: Deframer,
     mulpdu: usize,
-    /// The message that is sent before all others.
+    /// Message to send before all other messages.
     rtr: Option<Rtr>,
-    /// Nothing is sent before a message has come.
+    /// Set if nothing must be sent before the first message has been received.
     awaits_first: bool,
-    /// The message that ends the connection, to be sent.
+    /// Terminate message to be sent.
     terminate: Option<Terminate>,
-    /// Nothing is taken in or sent any more, but for the message that ends the connection.
+    /// Set if nothing is processed or sent anymore, except for the Terminate message.
     is_over: bool,
-    /// An answer was sent last, so a request has its turn.
+    /// Set if a response was sent last, so that a request should be sent next.
     answered_last: bool,
 }
 
-/// A queue pair over a stream. See the [module](super).
+/// QP using a stream. See the [module](super) documentation.
 #[derive(Debug)]
 pub struct RdmapQp {
     cfg: RdmapConfig,
@@ -56,12 +57,12 @@ pub struct RdmapQp {
     requester: Requester,
     responder: Responder,
     counters: RdmapCounters,
-    /// `SqDrained` still has to be raised.
+    /// Set if `SqDrained` has not been reported yet.
     awaits_drain: bool,
 }
 
 impl RdmapQp {
-    /// A queue pair in RESET.
+    /// Creates a QP in RESET.
     #[must_use]
     pub fn new(cfg: RdmapConfig) -> Self {
         Self {
@@ -75,13 +76,13 @@ impl RdmapQp {
         }
     }
 
-    /// State of the queue pair.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Counters since its creation.
+    /// Returns the counters since creation.
     #[must_use]
     pub fn counters(&self) -> &RdmapCounters {
         &self.counters
@@ -91,15 +92,16 @@ impl RdmapQp {
         qp_state::become_state(&mut self.state, QpType::Rc, next);
     }
 
-    /// Transition from RESET to INIT.
+    /// RESET to INIT.
     pub fn to_init(&mut self) {
         self.become_state(QpState::Init);
     }
 
-    /// INIT to RTS: both ends have agreed, and the stream is at its first FPDU.
+    /// INIT to RTS, after the negotiation. The next byte in the stream must be the start of the
+    /// first FPDU.
     ///
     /// # Panics
-    /// In another state than INIT.
+    /// Panics if the state is not INIT.
     pub fn start(&mut self, params: &StreamParams) {
         let agreed = &params.agreed;
         self.become_state(QpState::Rtr);
@@ -118,20 +120,21 @@ impl RdmapQp {
         }));
     }
 
-    /// RTS to SQD: a message that has begun is finished, no other begins. `SqDrained` reports the end.
+    /// RTS to SQD. The current message is completed but no new message is started. `SqDrained` is
+    /// reported when this is done.
     pub fn to_sqd(&mut self, env: &mut Env<'_>) {
         self.become_state(QpState::Sqd);
         self.awaits_drain = true;
         self.check_drained(env.out);
     }
 
-    /// SQD back to RTS.
+    /// SQD to RTS.
     pub fn resume(&mut self) {
         self.become_state(QpState::Rts);
         self.awaits_drain = false;
     }
 
-    /// Whether a message that had begun before a move to SQD is not complete yet.
+    /// Returns whether a message that was started before the transition to SQD is not yet complete.
     #[must_use]
     pub fn is_draining(&self) -> bool {
         self.state == QpState::Sqd && !self.requester.is_drained()
@@ -144,8 +147,8 @@ impl RdmapQp {
         }
     }
 
-    /// Any state to ERROR: every request in both queues completes as flushed, sends first, each queue
-    /// in order. What a shared queue holds stays there. The connection is over.
+    /// Any state to ERROR. All requests in both queues are flushed, starting with the send queue,
+    /// in order. Receives in a shared queue are not affected. The connection is closed.
     pub fn to_error(&mut self, env: &mut Env<'_>) {
         let was_in_error = self.state == QpState::Error;
         self.become_state(QpState::Error);
@@ -155,15 +158,15 @@ impl RdmapQp {
         }
         self.requester.flush(&self.cfg, env.out);
         self.responder.flush(&self.cfg, env);
-        // The owner of a shared queue waits for this event before it destroys the queue pair.
+        // The owner of a shared queue must wait for this event before destroying the QP.
         if self.cfg.has_srq && !was_in_error {
             let event = AsyncEvent::QpLastWqeReached(self.cfg.qp);
             env.out.push(RcEvent::Async(event));
         }
     }
 
-    /// Any state to RESET: everything is forgotten, nothing completes. The caller clears the queue
-    /// pair's own receive queue.
+    /// Any state to RESET. All state is cleared without completing any requests. The caller must
+    /// clear the QP's own receive queue.
     pub fn to_reset(&mut self) {
         self.become_state(QpState::Reset);
         self.requester.reset();
@@ -172,23 +175,23 @@ impl RdmapQp {
         self.awaits_drain = false;
     }
 
-    /// Changes what the peer may do.
+    /// Sets the access rights for the peer.
     pub fn set_access(&mut self, access: Access) {
         self.responder.set_access(access);
     }
 
-    /// Whether the stream is to be closed when what was made is sent: nothing follows.
+    /// Returns true if the stream should be closed after sending the remaining data.
     #[must_use]
     pub fn is_over(&self) -> bool {
         let stream = self.stream.as_ref();
         stream.is_none_or(|stream| stream.is_over && stream.terminate.is_none())
     }
 
-    /// Posts a chain of send requests. In ERROR they complete as flushed at once.
+    /// Posts a chain of send requests. In ERROR, they are flushed immediately.
     ///
     /// # Errors
-    /// The index of the first request that was not posted, and why. RESET and INIT take none, and
-    /// SENDs with immediate data do not exist here.
+    /// Returns the index of the first request that could not be posted, and the reason. This fails
+    /// in RESET and INIT, and for a SEND with immediate data, which is not supported.
     pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let result = post_sends(self.state, wrs, |wr| self.requester.post(wr));
         if self.state == QpState::Error {
@@ -197,17 +200,16 @@ impl RdmapQp {
         result
     }
 
-    /// Takes back the newest `count` sends, before anything has been done for them.
+    /// Removes the last `count` send requests, before they are processed.
     pub fn unpost_send(&mut self, count: usize) {
         self.requester.unpost(count);
     }
 
-    /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at
-    /// once.
+    /// Posts receives to the QP's own receive queue. In ERROR, they are flushed immediately.
     ///
     /// # Errors
-    /// The index of the first request that was not posted, and why. RESET takes none, nor does a
-    /// queue pair with a shared receive queue.
+    /// Returns the index of the first request that could not be posted, and the reason. This fails
+    /// in RESET, and if the QP uses an SRQ.
     pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let result = post_receives(self.state, self.cfg.has_srq, wrs, env.rq);
         if self.state == QpState::Error {
@@ -216,10 +218,10 @@ impl RdmapQp {
         result
     }
 
-    /// Takes in bytes of the stream.
+    /// Processes data received from the stream.
     pub fn handle_input(&mut self, mut bytes: &[u8], env: &mut Env<'_>) {
         self.counters.rx_bytes += bytes.len() as u64;
-        // Taken out, since segments change the queue pair, and put back.
+        // Processing a segment modifies the QP, so we need to move the stream out temporarily.
         let Some(mut stream) = self.stream.take() else {
             return;
         };
@@ -258,7 +260,7 @@ impl RdmapQp {
         self.check_drained(env.out);
     }
 
-    /// Reports an error of the peer's, unless a completion does.
+    /// Reports an error by the peer, unless it is reported in a completion.
     fn report(&self, reason: Reason, env: &mut Env<'_>) {
         let failed = |event: &RcEvent| {
             matches!(event, RcEvent::Send(c) | RcEvent::Recv(c)
@@ -270,7 +272,7 @@ impl RdmapQp {
     }
 
     fn handle_segment(&mut self, ulpdu: &[u8], env: &mut Env<'_>) -> Result<Heard, Reason> {
-        // The first message of an initiator may have no bytes at all.
+        // The first message from an initiator can be empty.
         if ulpdu.is_empty() {
             return Ok(Heard::Segment);
         }
@@ -323,11 +325,11 @@ impl RdmapQp {
         Ok(Heard::Segment)
     }
 
-    /// The peer ends the connection.
+    /// The peer has closed the connection.
     fn on_terminate(&mut self, payload: &[u8], env: &mut Env<'_>) {
         let terminate = Terminate::parse(payload);
         let reason = terminate.as_ref().map(|t| t.reason);
-        tracing::debug!(qp = ?self.cfg.qp, ?reason, "the peer has ended the connection");
+        tracing::debug!(qp = ?self.cfg.qp, ?reason, "connection terminated by the peer");
         let request = terminate.as_ref().and_then(Terminate::request);
         let status = match reason {
             Some(reason) if super::responder::is_access_error(reason) => WcStatus::RemAccessErr,
@@ -336,7 +338,7 @@ impl RdmapQp {
             }
             _ => WcStatus::RemOpErr,
         };
-        // Other requests have completed when they were sent.
+        // All other requests were completed when they were sent.
         let is_blamed =
             request.is_some_and(|msn| self.requester.refuse(&self.cfg, env.out, msn, status));
         if !is_blamed {
@@ -345,8 +347,8 @@ impl RdmapQp {
         }
     }
 
-    /// Appends what is to be sent now to `out`, until that has `limit` bytes; the last segment may be
-    /// longer. Answers whether there may be more.
+    /// Appends data to send to `out` until it has reached `limit` bytes; the last segment can
+    /// exceed this. Returns whether there may be more data.
     pub fn poll_output(&mut self, env: &mut Env<'_>, out: &mut Vec<u8>, limit: usize) -> bool {
         let before = out.len();
         let mut has_more = true;
@@ -358,7 +360,7 @@ impl RdmapQp {
             self.counters.tx_segments += u64::from(is_made);
             if let Some(terminate) = failed {
                 self.end(terminate, env);
-                // The message about it is made in the next turn.
+                // The Terminate message is sent in the next iteration.
                 continue;
             }
             has_more = is_made;
@@ -368,7 +370,7 @@ impl RdmapQp {
         has_more
     }
 
-    /// Ends the connection with a message.
+    /// Closes the connection with a Terminate message.
     fn end(&mut self, terminate: Terminate, env: &mut Env<'_>) {
         if let Some(stream) = &mut self.stream
             && !stream.is_over
@@ -378,7 +380,7 @@ impl RdmapQp {
         self.to_error(env);
     }
 
-    /// Ends a connection that was made by a reply which does not fit. Its stream has begun.
+    /// Closes a connection after receiving an invalid reply. The stream has already been started.
     pub fn refuse_reply(&mut self, disagreement: Disagreement, env: &mut Env<'_>) {
         self.end(Terminate::new(disagreement.reason()), env);
     }
@@ -410,7 +412,8 @@ impl RdmapQp {
             return Ok(true);
         }
         let may_start = self.state == QpState::Rts;
-        // A message is sent as a whole, and READs are answered in turn with requests of our own.
+        // Messages can't be interleaved, so we alternate between READ responses and our own
+        // requests.
         let answers_first = !stream.answered_last && self.responder.has_answers();
         let is_answer =
             self.responder.is_sending() || answers_first && !self.requester.is_sending();
@@ -427,9 +430,9 @@ impl RdmapQp {
     }
 }
 
-/// What a segment was.
+/// Result of processing a segment.
 enum Heard {
     Segment,
-    /// The peer has ended the connection.
+    /// The connection was closed by the peer.
     End,
 }

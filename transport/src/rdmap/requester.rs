@@ -1,4 +1,4 @@
-//! Messages of send requests, and the answers to them.
+//! Sends messages for send requests and processes responses.
 
 use std::collections::VecDeque;
 
@@ -14,43 +14,44 @@ use crate::rc::message::walk;
 use crate::rc::send_queue::{Payload, Phase, SendQueue, SendWqe};
 use crate::verbs::{PostReason, QpCap, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus};
 
-/// The queue pair cannot go on; the request that is to blame has completed so.
+/// Returned if the QP can't continue. The failed request has already been completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault;
 
-/// A READ or atomic whose answer has not come in full.
+/// READ or atomic waiting for the complete response.
 #[derive(Clone, Copy, Debug)]
 struct Outstanding {
-    /// Its place in the send queue; `None` for the READ of no bytes with which a connection begins.
+    /// Position in the send queue, or `None` for a zero-length READ sent at the start of a
+    /// connection.
     at: Option<u64>,
-    /// Number of the request: the key of its sink, or the identifier of an atomic.
+    /// Request number, used as the sink key of a READ or the ID of an atomic.
     number: u32,
     is_atomic: bool,
     length: u32,
     received: u32,
 }
 
-/// The requesting half of a queue pair.
+/// Requester of a QP.
 #[derive(Debug)]
 pub(super) struct Requester {
     sq: SendQueue,
-    /// The request that is sent, or is the next one to be.
+    /// Request currently being sent, or the next one.
     next: u64,
-    /// Bytes of its message that were sent.
+    /// Number of message bytes sent.
     offset: u32,
-    /// A message has begun and not ended.
+    /// Set if the current message was started but is not complete.
     is_sending: bool,
-    /// READs and atomics under way. Bound: `ord`.
+    /// READs and atomics in flight, limited to `ord`.
     outstanding: VecDeque<Outstanding>,
     ord: u16,
-    /// Numbers of the next messages in the queues of the peer.
+    /// Next message numbers for the peer's queues.
     send_msn: u32,
     read_msn: u32,
-    /// Number of the next answer to an atomic.
+    /// Next expected number of an atomic response.
     answer_msn: u32,
 }
 
-/// Appends `len` bytes of a request's data, from `offset` on.
+/// Appends `len` bytes of request data, starting at `offset`.
 fn gather(
     payload: Payload<'_>,
     cfg: &RdmapConfig,
@@ -73,7 +74,7 @@ fn gather(
     })
 }
 
-/// Writes what has come of an answer into the scatter list of its request: all of it, or nothing.
+/// Writes response data to the scatter list of the request. On error, nothing is written.
 fn scatter(
     sges: &[Sge],
     cfg: &RdmapConfig,
@@ -93,7 +94,7 @@ fn scatter(
     Ok(())
 }
 
-/// The opcode and invalidated key of a message for a receive.
+/// Returns the opcode and invalidated key for a message that consumes a receive.
 fn send_opcode(op: &SendOp, is_solicited: bool) -> (Opcode, u32) {
     match (op, is_solicited) {
         (SendOp::SendInv(key), false) => (Opcode::SendInvalidate, key.0),
@@ -118,7 +119,7 @@ impl Requester {
         }
     }
 
-    /// Begins a connection with `ord` READs and atomics at once.
+    /// Starts a connection with a limit of `ord` READs and atomics.
     pub(super) fn start(&mut self, ord: u16) {
         self.ord = ord;
         self.outstanding.clear();
@@ -133,7 +134,7 @@ impl Requester {
     }
 
     pub(super) fn post(&mut self, wr: &SendWr<'_>) -> Result<(), PostReason> {
-        // RDMAP has no such message.
+        // This is not supported by RDMAP.
         if matches!(wr.op, SendOp::SendImm(_)) {
             return Err(PostReason::InvalidOpcode);
         }
@@ -144,18 +145,18 @@ impl Requester {
         self.sq.unpost(count);
     }
 
-    /// Whether a message has begun whose end has to follow before any other.
+    /// Returns true if a message was started and must be completed first.
     pub(super) fn is_sending(&self) -> bool {
         self.is_sending
     }
 
-    /// Whether every request that has begun is complete.
+    /// Returns whether all requests that were started are complete.
     pub(super) fn is_drained(&self) -> bool {
         let begun = |wqe: &SendWqe| wqe.phase != Phase::Posted;
         !self.sq.peek(self.sq.head()).is_some_and(begun)
     }
 
-    /// Completes all requests as flushed.
+    /// Flushes all requests.
     pub(super) fn flush(&mut self, cfg: &RdmapConfig, events: &mut Vec<RcEvent>) {
         while !self.sq.is_empty() {
             let flushed = self.sq.retire();
@@ -167,7 +168,7 @@ impl Requester {
         self.next = self.sq.head();
     }
 
-    /// Completes what is done, in order.
+    /// Completes finished requests in order.
     fn retire(&mut self, cfg: &RdmapConfig, events: &mut Vec<RcEvent>) -> Result<(), Fault> {
         while let Some(wqe) = self.sq.peek(self.sq.head()) {
             let status = match wqe.phase {
@@ -189,7 +190,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Ends a request with an error, once those before it are complete.
+    /// Fails a request, once all previous requests are complete.
     fn fail(
         &mut self,
         at: u64,
@@ -202,13 +203,13 @@ impl Requester {
         self.retire(cfg, events)
     }
 
-    /// Makes the next segment, if state, fences and depths allow one. `may_start` is false while the
-    /// send queue drains.
+    /// Creates the next segment if allowed by state, fences and limits. `may_start` is false while
+    /// the send queue is draining.
     pub(super) fn poll(&mut self, tx: &mut Tx<'_>, may_start: bool) -> Result<bool, Fault> {
         while let Some(wqe) = self.sq.peek(self.next) {
             let wqe = *wqe;
             match wqe.phase {
-                // What is behind it would complete as flushed, and must not be carried out.
+                // All requests after this will be flushed, so they must not be executed.
                 Phase::Failed(_) => return Ok(false),
                 Phase::Executed => self.next += 1,
                 Phase::Started => return self.cut(tx, &wqe).map(|()| true),
@@ -241,15 +242,15 @@ impl Requester {
         Ok(false)
     }
 
-    /// Whether a request waits for earlier ones.
+    /// Returns true if a request must wait for previous requests.
     fn must_wait(&self, wqe: &SendWqe) -> bool {
         if wqe.flags.contains(SendFlags::FENCE) && !self.outstanding.is_empty() {
             return true;
         }
         match wqe.op {
-            // An answer may still come for a READ that names the key.
+            // There may still be a response for a READ using this key.
             SendOp::LocalInv(key) => self.sq.names(key, self.next),
-            // Without any place it fails, and does not wait.
+            // If the limit is zero, the request will fail, so don't wait.
             _ => {
                 wqe.has_response()
                     && self.ord > 0
@@ -258,7 +259,7 @@ impl Requester {
         }
     }
 
-    /// Checks a request before anything of it is sent.
+    /// Checks a request before sending it.
     fn check_start(&self, tx: &Tx<'_>, wqe: &SendWqe) -> Result<(), WcStatus> {
         if wqe.has_response() && self.ord == 0 {
             return Err(WcStatus::LocQpOpErr);
@@ -271,7 +272,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Sends the request of a READ or an atomic.
+    /// Sends the request for a READ or an atomic.
     fn ask(&mut self, tx: &mut Tx<'_>, wqe: &SendWqe) {
         let number = self.read_msn;
         let atomic = |remote: RemoteAddr, atomic| AtomicRequest {
@@ -305,7 +306,7 @@ impl Requester {
                 tx.message(Opcode::AtomicRequest, queue, number, |out| atomic.emit(out));
             }
             (None, SendOp::Read(remote)) => self.send_read(tx, remote, wqe.length),
-            (None, _) => unreachable!("requests with answers are READs and atomics"),
+            (None, _) => unreachable!("only READs and atomics have responses"),
         }
         self.expect(Some(self.next), atomic.is_some(), wqe.length);
     }
@@ -313,7 +314,7 @@ impl Requester {
     fn send_read(&self, tx: &mut Tx<'_>, remote: RemoteAddr, size: u32) {
         let number = self.read_msn;
         let read = ReadRequest {
-            // The answer names the READ, and not where its bytes go.
+            // The response only identifies the READ and not the destination address.
             sink_stag: number,
             sink_to: 0,
             size,
@@ -324,7 +325,7 @@ impl Requester {
         tx.message(Opcode::ReadRequest, queue, number, |out| read.emit(out));
     }
 
-    /// Expects the answer to a request that was just sent.
+    /// Adds a request that was just sent to the list of expected responses.
     fn expect(&mut self, at: Option<u64>, is_atomic: bool, length: u32) {
         self.outstanding.push_back(Outstanding {
             at,
@@ -336,7 +337,7 @@ impl Requester {
         self.read_msn = self.read_msn.wrapping_add(1);
     }
 
-    /// Sends the message by which the responder may send.
+    /// Sends the first message, which allows the responder to send.
     pub(super) fn send_rtr(&mut self, tx: &mut Tx<'_>, rtr: Rtr) {
         let nowhere = RemoteAddr {
             addr: 0,
@@ -364,7 +365,7 @@ impl Requester {
         }
     }
 
-    /// Opcode and place of the next segment of a message with data.
+    /// Returns opcode and position for the next segment of a message with data.
     fn plan_segment(&self, wqe: &SendWqe) -> (Opcode, Place) {
         if let SendOp::Write(remote) | SendOp::WriteImm(remote, _) = wqe.op {
             let place = Place::Tagged {
@@ -384,7 +385,7 @@ impl Requester {
         (opcode, place)
     }
 
-    /// Sends the next segment of the request that is being sent.
+    /// Sends the next segment of the current request.
     fn cut(&mut self, tx: &mut Tx<'_>, wqe: &SendWqe) -> Result<(), Fault> {
         if let (SendOp::WriteImm(_, imm), true) = (wqe.op, self.offset > wqe.length) {
             let opcode = match wqe.flags.contains(SendFlags::SOLICITED) {
@@ -413,8 +414,8 @@ impl Requester {
             gather(payload, cfg, mrs, out, offset as usize, len)
         });
         if filled.is_err() {
-            // The message has no end that could follow, so the connection ends even if requests
-            // before this one are not complete.
+            // We cannot complete this message anymore, so the connection must be closed even if
+            // previous requests are not complete.
             self.fail(self.next, WcStatus::LocProtErr, tx.cfg, tx.events)?;
             return Err(Fault);
         }
@@ -425,7 +426,7 @@ impl Requester {
             return Ok(());
         }
         if matches!(opcode, Opcode::Write) && matches!(wqe.op, SendOp::WriteImm(..)) {
-            // Behind the end of the WRITE: its immediate data come next.
+            // This is beyond the end of the WRITE, to indicate that the immediate data is next.
             self.offset = wqe.length + 1;
             return Ok(());
         }
@@ -435,7 +436,7 @@ impl Requester {
         self.end(tx)
     }
 
-    /// The message of a request has been sent.
+    /// Called when the message for a request was sent.
     fn end(&mut self, tx: &mut Tx<'_>) -> Result<(), Fault> {
         self.is_sending = false;
         self.sq.wqe_mut(self.next).phase = Phase::Executed;
@@ -443,10 +444,10 @@ impl Requester {
         self.retire(tx.cfg, tx.events)
     }
 
-    /// Takes a segment of the answer to a READ.
+    /// Processes a READ response segment.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_read_response(
         &mut self,
         cfg: &RdmapConfig,
@@ -472,7 +473,7 @@ impl Requester {
         if let Some(at) = read.at {
             let offset = read.received as usize;
             if scatter(self.sq.sges(at), cfg, mrs, offset, payload).is_err() {
-                // The connection ends in any case, by this reason.
+                // The connection will be closed with this reason in any case.
                 let _ = self.fail(at, WcStatus::LocProtErr, cfg, events);
                 return Err(Reason::DdpCatastrophic);
             }
@@ -490,10 +491,10 @@ impl Requester {
         }
     }
 
-    /// Takes the answer to an atomic.
+    /// Processes an atomic response.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_atomic_response(
         &mut self,
         cfg: &RdmapConfig,
@@ -512,26 +513,29 @@ impl Requester {
         self.answer_msn = self.answer_msn.wrapping_add(1);
         let value = response.original.to_ne_bytes();
         if scatter(self.sq.sges(at), cfg, mrs, 0, &value).is_err() {
-            // As above.
+            // See above.
             let _ = self.fail(at, WcStatus::LocProtErr, cfg, events);
             return Err(Reason::DdpCatastrophic);
         }
         self.answered(cfg, events)
     }
 
-    /// The oldest READ or atomic has its answer in full.
+    /// Called when the response to the oldest READ or atomic is complete.
     fn answered(&mut self, cfg: &RdmapConfig, events: &mut Vec<RcEvent>) -> Result<(), Reason> {
-        let done = self.outstanding.pop_front().expect("it was answered");
+        let done = self
+            .outstanding
+            .pop_front()
+            .expect("response for an outstanding request");
         if let Some(at) = done.at {
             self.sq.wqe_mut(at).phase = Phase::Executed;
         }
-        // A request behind it has failed, and had to wait for this one.
+        // A later request may have failed while waiting for this response.
         self.retire(cfg, events)
             .map_err(|Fault| Reason::RdmapCatastrophic)
     }
 
-    /// The peer has ended the connection because of a READ or an atomic, by its number: that one has
-    /// failed. Answers whether there is any.
+    /// Fails the READ or atomic with this number, since the peer has closed the connection because
+    /// of it. Returns false if there is no such request.
     pub(super) fn refuse(
         &mut self,
         cfg: &RdmapConfig,
@@ -541,12 +545,12 @@ impl Requester {
     ) -> bool {
         let mut all = self.outstanding.iter();
         let named = all.find(|it| it.number == number);
-        // Linux's `siw` names another number, and answers one after the other.
+        // Linux `siw` uses a different number, but it processes requests in order.
         let refused = named.or(self.outstanding.front());
         let Some(at) = refused.and_then(|it| it.at) else {
             return false;
         };
-        // The answers to those before it will not come any more.
+        // There will be no more responses for previous requests.
         while self.sq.head() < at {
             let wqe = self.sq.retire();
             let done = wqe.completion(cfg.qp, cfg.qp_num, WcStatus::WrFlushErr);

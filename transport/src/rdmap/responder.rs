@@ -1,4 +1,4 @@
-//! Messages of the peer: data for receives and memory, and answers to READs and atomics.
+//! Processes messages from the peer: data for receives and memory, READs and atomics.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use crate::mr::{KeyError, MrTable};
 use crate::rc::{Env, MAX_MESSAGE, RcEvent, RecvWqe};
 use crate::verbs::{Access, AsyncEvent, Completion, RKey, WcOpcode, WcStatus};
 
-/// A READ or an atomic of the peer that is to be answered.
+/// READ or atomic from the peer waiting for a response.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
     Read {
@@ -24,31 +24,31 @@ enum Answer {
     Atomic(AtomicResponse),
 }
 
-/// The responding half of a queue pair.
+/// Responder of a QP.
 #[derive(Debug)]
 pub(super) struct Responder {
-    /// The receive of the message that is arriving.
+    /// Receive used by the current message.
     recv: RecvWqe,
-    /// Its operation, while one is.
+    /// Operation of the current message, if any.
     receiving: Option<Opcode>,
-    /// Bytes of it that have come.
+    /// Number of bytes received.
     offset: u32,
-    /// Bytes of the last WRITE, for the immediate data behind it, and whether it has ended.
+    /// Size of the last WRITE, needed for immediate data following it, and whether it is complete.
     written: (u32, bool),
-    /// READs and atomics to be answered, the oldest first. Bound: `ird`.
+    /// READs and atomics waiting for a response, oldest first. Limited to `ird`.
     answers: VecDeque<Answer>,
-    /// The answer to a READ has begun and not ended.
+    /// Set if a READ response was started but is not complete.
     is_sending: bool,
     ird: u16,
     access: Access,
-    /// Numbers of the next messages of the peer.
+    /// Next expected message numbers from the peer.
     send_msn: u32,
     read_msn: u32,
-    /// Number of our next answer to an atomic.
+    /// Next number for an atomic response.
     answer_msn: u32,
 }
 
-/// The reason that the layer of tagged buffers has for a key that does not give access.
+/// Returns the tagged buffer error for an invalid key.
 fn tagged_reason(e: KeyError, to: u64, len: u32) -> Reason {
     match e {
         KeyError::Key | KeyError::Kind => Reason::DdpInvalidStag,
@@ -59,7 +59,7 @@ fn tagged_reason(e: KeyError, to: u64, len: u32) -> Reason {
     }
 }
 
-/// The same for requests, whose keys RDMAP looks at.
+/// Returns the RDMAP error for an invalid key in a request.
 fn rdmap_reason(e: KeyError, to: u64, len: u32) -> Reason {
     match e {
         KeyError::Key | KeyError::Kind => Reason::RdmapInvalidStag,
@@ -70,7 +70,7 @@ fn rdmap_reason(e: KeyError, to: u64, len: u32) -> Reason {
     }
 }
 
-/// The message about a request that cannot be answered any more.
+/// Creates a Terminate message for a request that can't be processed anymore.
 fn about_request(reason: Reason, request: &ReadRequest, msn: u32) -> Terminate {
     let header = Header {
         opcode: Opcode::ReadRequest,
@@ -88,10 +88,10 @@ fn about_request(reason: Reason, request: &ReadRequest, msn: u32) -> Terminate {
     Terminate::about(reason, &ulpdu)
 }
 
-/// Whether the owner learns of it as a violated key or right.
+/// Returns whether this is reported to the owner as an invalid key or access right.
 pub(super) fn is_access_error(reason: Reason) -> bool {
     let (layer, etype, _) = reason.codes();
-    // Another version is an error of DDP's tagged buffers as well.
+    // An invalid version is also an error of the DDP tagged buffer model.
     layer < 2 && etype == 1 && reason != Reason::DdpTaggedVersion
 }
 
@@ -112,7 +112,7 @@ impl Responder {
         }
     }
 
-    /// Begins a connection on which the peer has `ird` READs and atomics at once.
+    /// Starts a connection with a limit of `ird` READs and atomics from the peer.
     pub(super) fn start(&mut self, ird: u16, access: Access) {
         self.receiving = None;
         self.written = (0, true);
@@ -126,24 +126,24 @@ impl Responder {
         self.access = access;
     }
 
-    /// Whether the answer to a READ has begun, whose end has to follow before any other message.
+    /// Returns true if a READ response was started and must be completed first.
     pub(super) fn is_sending(&self) -> bool {
         self.is_sending
     }
 
-    /// Whether something is to be answered.
+    /// Returns whether there are pending responses.
     pub(super) fn has_answers(&self) -> bool {
         !self.answers.is_empty()
     }
 
-    /// Completes receives as flushed: the one that a message had taken, and those of a queue of its own.
+    /// Flushes receives: the current receive, and the queue if it is not shared.
     pub(super) fn flush(&mut self, cfg: &RdmapConfig, env: &mut Env<'_>) {
         if self.receiving.take().is_some() {
             self.recv_failed(cfg, env, WcStatus::WrFlushErr);
         }
         self.answers.clear();
         self.is_sending = false;
-        // A shared queue serves other queue pairs, which still need what is in it.
+        // Don't flush a shared queue, since it is still used by other QPs.
         if !cfg.has_srq {
             while let Some(wr_id) = env.rq.pop_id() {
                 let status = WcStatus::WrFlushErr;
@@ -160,10 +160,10 @@ impl Responder {
         env.out.push(RcEvent::Recv(failed));
     }
 
-    /// Takes a segment for a receive.
+    /// Processes a segment for a receive.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_send(
         &mut self,
         cfg: &RdmapConfig,
@@ -184,7 +184,7 @@ impl Responder {
             return Err(Reason::InvalidMsn);
         }
         match self.receiving {
-            // All segments of a message have one operation.
+            // All segments of a message must use the same operation.
             Some(opcode) if opcode != header.opcode => return Err(Reason::UnexpectedOpcode),
             Some(_) => {}
             None => {
@@ -244,10 +244,10 @@ impl Responder {
         Completion::new(wr_id, status, opcode, cfg.qp, cfg.qp_num)
     }
 
-    /// Takes immediate data, which belong to the WRITE before them.
+    /// Processes immediate data, which belongs to the preceding WRITE.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_immediate(
         &mut self,
         cfg: &RdmapConfig,
@@ -272,10 +272,10 @@ impl Responder {
             return Err(Reason::NoBuffer);
         }
         self.send_msn = self.send_msn.wrapping_add(1);
-        // Those of verbs have four bytes, which are the lower ones.
+        // Verbs only use four bytes, stored in the lower half.
         #[expect(clippy::cast_possible_truncation, reason = "as it says")]
         let imm = u64::from_be_bytes(data) as u32;
-        // A peer may send them without a WRITE as well.
+        // A peer can also send immediate data without a WRITE.
         let (written, _) = std::mem::replace(&mut self.written, (0, true));
         env.out.push(RcEvent::Recv(Completion {
             byte_len: written,
@@ -286,10 +286,10 @@ impl Responder {
         Ok(())
     }
 
-    /// Takes a segment of a WRITE.
+    /// Processes a WRITE segment.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_write(
         &mut self,
         cfg: &RdmapConfig,
@@ -307,7 +307,7 @@ impl Responder {
         let len = payload.len() as u32;
         let before = if self.written.1 { 0 } else { self.written.0 };
         self.written = (before.saturating_add(len), header.last);
-        // Without bytes neither right nor key is needed, as on InfiniBand.
+        // Like on InfiniBand, a zero-length WRITE requires neither access rights nor a key.
         if len == 0 {
             return Ok(());
         }
@@ -323,7 +323,7 @@ impl Responder {
         Ok(())
     }
 
-    /// Checks the place of a request in its queue, which is a message of one segment.
+    /// Checks the position of a request in its queue. Each request is a single segment.
     fn check_request(&self, header: &Header) -> Result<(), Reason> {
         let Place::Untagged { msn, mo, .. } = header.place else {
             return Err(Reason::UnexpectedOpcode);
@@ -337,17 +337,17 @@ impl Responder {
         if !header.last {
             return Err(Reason::TooLong);
         }
-        // The peer knows how many it may have.
+        // The peer knows this limit.
         if self.answers.len() >= usize::from(self.ird) {
             return Err(Reason::NoBuffer);
         }
         Ok(())
     }
 
-    /// Takes the request of a READ.
+    /// Processes a READ request.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_read(
         &mut self,
         cfg: &RdmapConfig,
@@ -365,8 +365,8 @@ impl Responder {
             if !self.access.contains(right) {
                 return Err(Reason::RdmapAccess);
             }
-            // Every segment of the answer looks again; a READ that cannot be answered at all is
-            // refused by its own header.
+            // This is checked again for each response segment. We also check it here, so that an
+            // invalid READ is reported with its own header.
             let key = RKey(request.source_stag);
             mrs.resolve_remote_head(cfg.pd, cfg.qp, key, to, len, 0, right)
                 .map_err(|e| rdmap_reason(e, to, len))?;
@@ -377,10 +377,10 @@ impl Responder {
         Ok(())
     }
 
-    /// Carries out an atomic.
+    /// Executes an atomic.
     ///
     /// # Errors
-    /// The reason for which the connection ends.
+    /// Returns the reason for closing the connection.
     pub(super) fn handle_atomic(
         &mut self,
         cfg: &RdmapConfig,
@@ -403,7 +403,7 @@ impl Responder {
         let mut bytes = [0; 8];
         let faults = fault::count();
         span.read(0, &mut bytes);
-        // In the byte order of this host, whose memory it is.
+        // The memory uses host byte order.
         let original = u64::from_ne_bytes(bytes);
         span.write(0, &request.atomic.apply(original).to_ne_bytes());
         if fault::count() != faults {
@@ -417,10 +417,10 @@ impl Responder {
         Ok(())
     }
 
-    /// Makes the next segment of an answer.
+    /// Creates the next response segment.
     ///
     /// # Errors
-    /// The message with which the connection ends: about the request that cannot be answered.
+    /// Returns the Terminate message for a request that cannot be processed.
     pub(super) fn poll(&mut self, tx: &mut Tx<'_>) -> Result<bool, Terminate> {
         let (request, msn, sent) = match self.answers.front_mut() {
             None => return Ok(false),
@@ -451,7 +451,7 @@ impl Responder {
         let (cfg, key) = (tx.cfg, RKey(request.source_stag));
         let to = request.source_to.wrapping_add(offset.into());
         tx.segment(&header, |mrs, out| {
-            // The owner may have taken the region back since the request came.
+            // The owner may have invalidated the region since the request was received.
             let span = mrs.resolve_remote(cfg.pd, cfg.qp, key, to, len, Access::REMOTE_READ)?;
             span.append_to(0, len as usize, out);
             Ok(())
@@ -466,7 +466,7 @@ impl Responder {
     }
 }
 
-/// The event by which the owner learns that the peer did something wrong.
+/// Returns the event used to report an error by the peer.
 pub(super) fn event_of(cfg: &RdmapConfig, reason: Reason) -> AsyncEvent {
     match is_access_error(reason) {
         true => AsyncEvent::QpAccessError(cfg.qp),

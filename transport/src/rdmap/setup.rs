@@ -1,8 +1,8 @@
-//! What two ends agree on by request and reply (RFC 5044 7.1, RFC 6581 9).
+//! Negotiation using request and reply frames (RFC 5044 7.1, RFC 6581 9).
 //!
-//! We want CRCs, and offer that the responder may send first: our first message is then an RDMA WRITE
-//! or READ of no bytes, as the responder chooses. A responder that has not been offered this sends
-//! nothing before the initiator has.
+//! We always request CRCs, and allow the responder to send first. In this case our first message is
+//! a zero-length RDMA WRITE or READ, as requested by the responder. If a responder doesn't support
+//! this, it will not send anything before it has received a message from the initiator.
 
 use thiserror::Error;
 
@@ -10,71 +10,71 @@ use super::wire::fpdu::Framing;
 use super::wire::start::{ANY_DEPTH, Enhanced, StartFrame, StartKind};
 use super::wire::terminate::Reason;
 
-/// Message by which the initiator lets the responder send (ready to receive).
+/// Message sent by the initiator to allow the responder to send (ready to receive).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rtr {
-    /// An FPDU of no bytes.
+    /// Empty FPDU.
     Empty,
-    /// An RDMA WRITE of no bytes.
+    /// Zero-length RDMA WRITE.
     Write,
-    /// An RDMA READ of no bytes.
+    /// Zero-length RDMA READ.
     Read,
 }
 
-/// What an end wants of a connection.
+/// Requested connection parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wishes {
-    /// Markers in what it receives.
+    /// Request markers in received data.
     pub markers: bool,
-    /// CRCs in both directions. They are there as well if the peer wants them.
+    /// Request CRCs for both directions. They are also used if requested by the peer.
     pub crc: bool,
-    /// Revision of MPA that it asks with: 1, or 2 with resources.
+    /// MPA revision for the request: 1, or 2 with resources.
     pub revision: u8,
-    /// RDMA READs and atomics of the peer that it holds at once.
+    /// Maximum number of incoming RDMA READs and atomics.
     pub ird: u16,
-    /// RDMA READs and atomics of its own that it wants at once.
+    /// Maximum number of outgoing RDMA READs and atomics.
     pub ord: u16,
 }
 
-/// What both ends have agreed on, from the point of view of one.
+/// Negotiated parameters, as seen from one side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Agreed {
-    /// Framing of what is sent.
+    /// Framing for sent data.
     pub tx: Framing,
-    /// Framing of what is received.
+    /// Framing for received data.
     pub rx: Framing,
-    /// RDMA READs and atomics of the peer that are held at once.
+    /// Maximum number of incoming RDMA READs and atomics.
     pub ird: u16,
-    /// RDMA READs and atomics of our own at once.
+    /// Maximum number of outgoing RDMA READs and atomics.
     pub ord: u16,
-    /// Initiator: the message that is sent before all others.
+    /// Initiator: message to send before all other messages.
     pub rtr: Option<Rtr>,
-    /// Responder: nothing may be sent before the first message has come.
+    /// Responder: nothing must be sent before the first message has been received.
     pub awaits_first: bool,
 }
 
-/// Reason why there is no agreement.
+/// Reason why the negotiation has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Disagreement {
-    /// A revision that is not spoken here.
-    #[error("MPA revision {revision}")]
+    /// The revision is not supported.
+    #[error("unsupported MPA revision {revision}")]
     Revision {
-        /// Revision of the peer's frame.
+        /// Revision sent by the peer.
         revision: u8,
     },
-    /// The reply has no resources, though the request has.
-    #[error("a reply without resources")]
+    /// The reply does not contain resources even though the request does.
+    #[error("resources missing in the reply")]
     NoResources,
-    /// The responder wants more RDMA READs than the initiator holds.
-    #[error("too many RDMA READs of the responder")]
+    /// The responder requires more RDMA READs than the initiator supports.
+    #[error("responder requires too many RDMA READs")]
     Depth,
-    /// The responder has chosen no first message that was offered.
-    #[error("no first message that was offered")]
+    /// The responder has not selected a supported first message.
+    #[error("responder selected an unsupported first message")]
     Rtr,
 }
 
 impl Disagreement {
-    /// Reason that a Terminate message names for it.
+    /// Returns the reason to be used in a Terminate message.
     #[must_use]
     pub fn reason(self) -> Reason {
         match self {
@@ -85,7 +85,7 @@ impl Disagreement {
     }
 }
 
-/// The smaller of two numbers of RDMA READs, of which the peer's may leave the choice to us.
+/// Returns the minimum of two RDMA READ limits, where the peer may leave the choice to us.
 fn at_most(own: u16, peers: u16) -> u16 {
     match peers {
         ANY_DEPTH => own,
@@ -93,7 +93,7 @@ fn at_most(own: u16, peers: u16) -> u16 {
     }
 }
 
-/// The request of an end.
+/// Creates a request.
 #[must_use]
 pub fn request(wishes: &Wishes, private_data: Vec<u8>) -> StartFrame {
     StartFrame {
@@ -114,7 +114,7 @@ pub fn request(wishes: &Wishes, private_data: Vec<u8>) -> StartFrame {
     }
 }
 
-/// The reply that refuses a request.
+/// Creates a reply that rejects a request.
 #[must_use]
 pub fn refusal(request: &StartFrame, private_data: Vec<u8>) -> StartFrame {
     StartFrame {
@@ -127,7 +127,7 @@ pub fn refusal(request: &StartFrame, private_data: Vec<u8>) -> StartFrame {
     }
 }
 
-/// The reply of an end that takes a request, and what is agreed by it.
+/// Creates a reply that accepts a request. Returns it with the negotiated parameters.
 ///
 /// # Errors
 /// [`Disagreement::Revision`].
@@ -182,12 +182,12 @@ pub fn reply(
     Ok((reply, agreed))
 }
 
-/// The first message that a responder asks for, of those that it was offered.
+/// Selects the first message from the types supported by the initiator.
 fn choose_rtr(said: &Enhanced, ird: u16) -> Option<Rtr> {
     if !said.peer_to_peer {
         return None;
     }
-    // A WRITE needs least of both ends. A READ needs a place for it.
+    // A WRITE is the cheapest for both sides. A READ requires a resource.
     match said {
         Enhanced {
             write_rtr: true, ..
@@ -198,8 +198,9 @@ fn choose_rtr(said: &Enhanced, ird: u16) -> Option<Rtr> {
     }
 }
 
-/// What is agreed by a reply that takes our request, and why the connection is to be ended if the reply
-/// does not fit. The message that says so is framed as the two frames ask for.
+/// Determines the negotiated parameters from our request and the reply. Also returns the reason if
+/// the reply is not acceptable and the connection must be closed. The framing from both frames must
+/// be used for the Terminate message.
 #[must_use]
 pub fn judge(request: &StartFrame, reply: &StartFrame) -> (Agreed, Option<Disagreement>) {
     let crc = request.crc || reply.crc;
@@ -221,7 +222,7 @@ pub fn judge(request: &StartFrame, reply: &StartFrame) -> (Agreed, Option<Disagr
     (agreed, disagreement)
 }
 
-/// Adds what a reply says of revision 2 to what is agreed.
+/// Updates the parameters with the revision 2 fields in a reply.
 fn agree_on_resources(
     agreed: &mut Agreed,
     request: &StartFrame,
@@ -255,7 +256,7 @@ fn agree_on_resources(
         (true, Enhanced { send_rtr: true, .. }) if asked.send_rtr => Some(Rtr::Empty),
         _ => return Err(Disagreement::Rtr),
     };
-    // It takes a place as any other READ does.
+    // This uses a resource like any other READ.
     if agreed.rtr == Some(Rtr::Read) {
         agreed.ord = agreed.ord.max(1);
     }
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_agree_on_the_smaller_depths() {
+    fn both_sides_use_smaller_limits() {
         let asked = request(&wishes(3, 5), b"hello".to_vec());
         let (said, passive) = reply(&asked, &wishes(4, 9), b"welcome".to_vec()).unwrap();
         let (active, None) = judge(&asked, &said) else {
@@ -287,14 +288,14 @@ mod tests {
         assert_eq!((passive.ird, passive.ord), (4, 3));
         assert_eq!(active.rtr, Some(Rtr::Write));
         assert!(passive.awaits_first && active.tx == passive.rx);
-        // Who leaves the choice to the other gets what that wants.
+        // If one side leaves the choice to the peer, the peer's value is used.
         let asked = request(&wishes(ANY_DEPTH, ANY_DEPTH), Vec::new());
         let (_, passive) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
         assert_eq!((passive.ird, passive.ord), (4, 9));
     }
 
     #[test]
-    fn each_direction_has_the_markers_that_its_receiver_wants() {
+    fn markers_follow_receiver_request() {
         let with = Wishes {
             markers: true,
             crc: false,
@@ -307,12 +308,12 @@ mod tests {
         };
         assert!(active.rx.markers && passive.tx.markers);
         assert!(!active.tx.markers && !passive.rx.markers);
-        // One end is enough for CRCs.
+        // CRCs are used if requested by either side.
         assert!(active.tx.crc && active.rx.crc && passive.tx.crc && passive.rx.crc);
     }
 
     #[test]
-    fn revision_1_names_no_depths() {
+    fn revision_1_has_no_resources() {
         let old = Wishes {
             revision: 1,
             ..wishes(7, 8)
@@ -328,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn replies_that_do_not_fit_are_found_out() {
+    fn invalid_replies_are_detected() {
         let asked = request(&wishes(3, 5), Vec::new());
         let (said, _) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
         let change = |change: fn(&mut StartFrame, &mut Enhanced)| {

@@ -1,4 +1,5 @@
-//! Two ends on streams in memory that are cut anywhere, and a peer that sends what it likes.
+//! Two instances using in-memory streams split at random positions, and a peer sending arbitrary
+//! data.
 
 use riser_memory::Memory;
 
@@ -25,7 +26,7 @@ const CAP: QpCap = QpCap {
     max_inline: 64,
 };
 
-/// An end, with a region of its own.
+/// QP with its own memory region.
 struct Bench {
     qp: RdmapQp,
     mrs: MrTable,
@@ -102,7 +103,7 @@ impl Bench {
         self.with(|qp, env| qp.post_recv(&[wr], env)).unwrap();
     }
 
-    /// Makes what is to be sent now.
+    /// Returns the data to send.
     fn output(&mut self, limit: usize) -> Vec<u8> {
         let mut bytes = std::mem::take(&mut self.bytes);
         self.with(|qp, env| qp.poll_output(env, &mut bytes, limit));
@@ -113,7 +114,7 @@ impl Bench {
         self.with(|qp, env| qp.handle_input(bytes, env));
     }
 
-    /// The completions that have come, as number, kind and status.
+    /// Returns all completions with number, type and status.
     fn completions(&mut self) -> Vec<Completion> {
         let of = |event: RcEvent| match event {
             RcEvent::Send(c) | RcEvent::Recv(c) => Some(c),
@@ -166,7 +167,7 @@ impl Ends {
         Self::new(PLAIN, 1024, Some(Rtr::Write), 1)
     }
 
-    /// Moves bytes, in pieces of any length, until there are no more.
+    /// Transfers data in blocks of random size until there is nothing left.
     fn run(&mut self) {
         loop {
             let limit = self.random.usize(1..20_000);
@@ -192,7 +193,7 @@ fn pattern(seed: u8, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn messages_of_every_kind_arrive_however_the_streams_are_cut() {
+fn messages_arrive_for_any_stream_split() {
     for seed in 0..24 {
         let framing = Framing {
             markers: seed % 2 == 0,
@@ -239,7 +240,7 @@ fn messages_of_every_kind_arrive_however_the_streams_are_cut() {
         };
         e.a.send(16, swap, &[e.a.sge(700_008, 8)]);
         e.a.send(17, SendOp::Send, &[]);
-        // Both directions at once.
+        // Both directions at the same time.
         e.a.recv(4, 800_000, 5000);
         e.b.send(
             20,
@@ -285,7 +286,7 @@ fn messages_of_every_kind_arrive_however_the_streams_are_cut() {
 }
 
 #[test]
-fn a_responder_sends_nothing_before_it_has_heard_the_initiator() {
+fn responder_waits_for_first_message() {
     let mut e = Ends::new(PLAIN, 1024, None, 3);
     e.a.recv(1, 0, 64);
     e.b.send(2, SendOp::Send, &[e.b.sge(0, 8)]);
@@ -299,7 +300,7 @@ fn a_responder_sends_nothing_before_it_has_heard_the_initiator() {
 }
 
 #[test]
-fn fences_and_depths_hold_requests_back() {
+fn fences_and_limits_delay_requests() {
     let mut e = Ends::plain();
     e.b.memory.write(5000, b"what is read");
     for n in 0..9 {
@@ -329,7 +330,7 @@ fn fences_and_depths_hold_requests_back() {
 }
 
 #[test]
-fn a_send_invalidates_a_key_and_the_key_is_dead() {
+fn send_with_invalidate_disables_key() {
     let mut e = Ends::plain();
     let fast = e.b.mrs.alloc_fast(PD, 4).unwrap();
     let parts = [e.b.memory.slice(0..100).unwrap()];
@@ -356,7 +357,7 @@ fn a_send_invalidates_a_key_and_the_key_is_dead() {
     e.run();
     let got = e.b.completions();
     assert_eq!((got[0].invalidated, got[0].solicited), (Some(key), true));
-    // Again is an error, which ends the connection at both ends.
+    // Repeating this is an error that closes the connection on both sides.
     e.b.recv(5, 1000, 64);
     e.a.completions();
     e.a.send(6, SendOp::SendInv(key), &[]);
@@ -370,7 +371,7 @@ fn a_send_invalidates_a_key_and_the_key_is_dead() {
 }
 
 #[test]
-fn a_read_that_is_refused_completes_so_and_the_rest_is_flushed() {
+fn rejected_read_fails_and_flushes_rest() {
     let mut e = Ends::plain();
     let mut bad = e.b.remote(0);
     bad.rkey.0 ^= 1;
@@ -381,7 +382,7 @@ fn a_read_that_is_refused_completes_so_and_the_rest_is_flushed() {
     e.a.send(5, SendOp::Read(e.b.remote(0)), &[e.a.sge(0, 10)]);
     e.run();
     let flushed = WcStatus::WrFlushErr;
-    // The connection ends ahead of the answer to the first.
+    // The connection is closed before the first response.
     let want = [
         (3, WcOpcode::Read, flushed),
         (4, WcOpcode::Read, WcStatus::RemAccessErr),
@@ -395,7 +396,7 @@ fn a_read_that_is_refused_completes_so_and_the_rest_is_flushed() {
 }
 
 #[test]
-fn a_bad_local_key_fails_its_request_in_its_turn() {
+fn bad_local_key_fails_request_in_order() {
     let mut e = Ends::plain();
     let mut bad = e.a.sge(0, 8);
     bad.lkey = LKey(bad.lkey.0 ^ 1);
@@ -413,7 +414,7 @@ fn a_bad_local_key_fails_its_request_in_its_turn() {
     assert_eq!(e.b.qp.state(), QpState::Error, "the peer was notified");
 }
 
-/// What a responder answers to segments of a peer that it has no reason to send.
+/// Returns the responder's reaction to invalid segments from a peer.
 fn answer(says: impl FnOnce(&mut Bench) -> Vec<Vec<u8>>) -> (Option<Terminate>, Bench) {
     let mut b = Bench::new(agreed(PLAIN, None, true), 1024);
     let ulpdus = says(&mut b);
@@ -479,7 +480,7 @@ fn read(msn: u32, size: u32, source_stag: u32, source_to: u64) -> Vec<u8> {
     ulpdu(Opcode::ReadRequest, true, untagged(1, msn, 0), &out)
 }
 
-/// The request of an atomic that adds nothing.
+/// Creates a request for an atomic that adds zero.
 fn add(msn: u32, stag: u32, to: u64) -> Vec<u8> {
     let mut out = Vec::new();
     AtomicRequest {
@@ -496,7 +497,7 @@ fn message(last: bool, msn: u32, mo: u32, payload: &[u8]) -> Vec<u8> {
     ulpdu(Opcode::Send, last, untagged(0, msn, mo), payload)
 }
 
-/// A message of one segment.
+/// Creates a single-segment message.
 fn only(opcode: Opcode, place: Place, payload: &[u8]) -> Vec<Vec<u8>> {
     vec![ulpdu(opcode, true, place, payload)]
 }
@@ -505,7 +506,7 @@ type Case = (Reason, fn(u32, u64) -> Vec<Vec<u8>>);
 
 const END: u64 = REGION as u64;
 
-/// By the key and the address of the responder's region.
+/// Each case gets the key and address of the responder's region.
 const MISTAKES: &[Case] = &[
     (Reason::DdpInvalidStag, |key, at| vec![write(key ^ 1, at)]),
     (Reason::DdpBounds, |key, at| vec![write(key, at + END)]),
@@ -563,7 +564,7 @@ const MISTAKES: &[Case] = &[
             &[0; 28],
         )]
     }),
-    // There is one receive.
+    // There is only one receive.
     (Reason::NoBuffer, |_, _| {
         let imm = |msn| ulpdu(Opcode::Immediate, true, untagged(0, msn, 0), &[0; 8]);
         vec![imm(1), imm(2)]
@@ -600,11 +601,11 @@ const MISTAKES: &[Case] = &[
 ];
 
 #[test]
-fn every_mistake_of_a_peer_has_its_reason_and_changes_nothing() {
+fn peer_errors_report_reason_without_side_effects() {
     for (n, (reason, says)) in MISTAKES.iter().enumerate() {
         let (terminate, mut b) = answer(|b| {
             b.recv(1, 500, 64);
-            // The last would be heard, but for the mistake before it.
+            // The last message would be accepted if there was no error before it.
             let mut all = says(b.mr.rkey.0, b.mr.addr);
             all.push(write(b.mr.rkey.0, b.mr.addr));
             all
@@ -619,7 +620,7 @@ fn every_mistake_of_a_peer_has_its_reason_and_changes_nothing() {
 }
 
 #[test]
-fn rights_and_domains_are_those_of_the_queue_pair_and_the_key() {
+fn qp_and_key_limit_access() {
     let other = PdId(Handle::new(2, 1));
     let all = Access::LOCAL_WRITE | Access::REMOTE;
     let atomic = |mr: &Mr| {
@@ -655,7 +656,7 @@ fn rights_and_domains_are_those_of_the_queue_pair_and_the_key() {
             assert_eq!(b.bytes(0, 8), [0; 8]);
         }
     }
-    // A queue pair without the right gives none of its keys'.
+    // If the QP doesn't allow access, all keys are rejected.
     for is_write in [true, false] {
         let (terminate, _) = answer(|b| {
             b.qp.set_access(Access::empty());
@@ -669,7 +670,7 @@ fn rights_and_domains_are_those_of_the_queue_pair_and_the_key() {
 }
 
 #[test]
-fn another_version_violates_no_key() {
+fn unsupported_version_is_no_access_error() {
     for ulpdu in [b"\xc0\x40", b"\x42\x43"] {
         let (_, b) = answer(|_| vec![ulpdu.to_vec()]);
         let event = RcEvent::Async(AsyncEvent::QpReqError(QP));
@@ -678,7 +679,7 @@ fn another_version_violates_no_key() {
 }
 
 #[test]
-fn immediate_data_have_the_length_of_their_own_write() {
+fn immediate_data_reports_write_length() {
     let imm = |msn| ulpdu(Opcode::Immediate, true, untagged(0, msn, 0), &[0; 8]);
     let (terminate, mut b) = answer(|b| {
         b.recv(1, 500, 64);
@@ -691,7 +692,7 @@ fn immediate_data_have_the_length_of_their_own_write() {
 }
 
 #[test]
-fn more_reads_than_agreed_are_refused() {
+fn reads_beyond_limit_are_rejected() {
     let reads = |count| {
         answer(|b| {
             let all = 1..=count;
@@ -704,7 +705,7 @@ fn more_reads_than_agreed_are_refused() {
 }
 
 #[test]
-fn a_wrong_crc_ends_the_connection() {
+fn invalid_crc_closes_connection() {
     let mut e = Ends::plain();
     e.a.send(1, SendOp::Write(e.b.remote(0)), &[e.a.sge(0, 100)]);
     let mut bytes = e.a.output(usize::MAX);
@@ -721,7 +722,7 @@ fn a_wrong_crc_ends_the_connection() {
 }
 
 #[test]
-fn a_region_that_goes_while_it_is_read_ends_the_connection() {
+fn region_removed_during_read_closes_connection() {
     let mut e = Ends::plain();
     e.a.send(1, SendOp::Read(e.b.remote(0)), &[e.a.sge(0, 50_000)]);
     let request = e.a.output(usize::MAX);
@@ -736,7 +737,7 @@ fn a_region_that_goes_while_it_is_read_ends_the_connection() {
 }
 
 #[test]
-fn a_send_queue_drains_and_goes_on() {
+fn send_queue_drains_and_resumes() {
     let mut e = Ends::plain();
     let remote = e.b.remote(0);
     e.a.send(1, SendOp::Write(remote), &[e.a.sge(0, 10_000)]);
@@ -755,17 +756,17 @@ fn a_send_queue_drains_and_goes_on() {
 }
 
 #[test]
-fn requests_that_there_are_not_are_refused_at_the_post() {
+fn unsupported_requests_are_rejected_when_posted() {
     let mut e = Ends::plain();
     let wr = SendWr::new(1, SendOp::SendImm(1), &[]);
     let refused = e.a.with(|qp, env| qp.post_send(&[wr], env)).unwrap_err();
     assert_eq!(refused.reason, crate::verbs::PostReason::InvalidOpcode);
 }
 
-/// Streams of random bytes, and segments of random headers, panic nowhere, and write nothing that no
-/// key gives.
+/// Random data and segments with random headers must not cause a panic and must not write to memory
+/// without a valid key.
 #[test]
-fn noise_changes_nothing() {
+fn random_streams_have_no_effect() {
     let mut random = fastrand::Rng::with_seed(9);
     for round in 0..1000 {
         let mut b = Bench::new(agreed(PLAIN, None, true), 1024);
@@ -794,8 +795,8 @@ fn noise_changes_nothing() {
     }
 }
 
-/// Bytes of a peer in two pieces; the first byte says where they are cut and whether there are markers.
-/// A queue pair that gives no right to write is written to by receives only.
+/// Processes data from a peer in two blocks. The first byte determines the position of the split
+/// and if markers are used. Since the QP doesn't allow write access, only receives can be written.
 fn take_in(bytes: &[u8]) {
     let Some((&how, bytes)) = bytes.split_first() else {
         return;
@@ -811,7 +812,7 @@ fn take_in(bytes: &[u8]) {
     let (first, rest) = bytes.split_at(bytes.len() * usize::from(how) / 256);
     for piece in [first, rest] {
         b.input(piece);
-        // Four READs, of which each may ask for the whole region.
+        // There can be four READs, and each of them can request the full region.
         assert!(b.output(1 << 16).len() < 1 << 17);
     }
     assert!(b.bytes(16, 1000) == [0x55; 1000]);

@@ -1,31 +1,33 @@
-//! Packets on their way out, gathered for as few system calls as possible.
+//! Outgoing packets, batched so that we need as few system calls as possible.
 //!
-//! The device appends packets; consecutive packets to one queue pair that have one length (the last
-//! may be shorter) form a [`Group`], which the socket sends with one segmented send. Packets to
-//! different queue pairs of one address stay apart, because the peer may steer each to another
-//! worker and sees only a train's first packet when it does. For the same reason datagrams to queue
-//! pair 1, which all workers share, go alone; packets that may be marked for congestion and those
-//! that may not stay apart. A packet's place in its group is the IPv4 identification that the
-//! kernel will give it, so the ICRC can only be made once the place is known: [`TxBatch::begin`]
-//! returns it.
+//! The device appends packets to a batch. Consecutive packets to the same queue pair that share the
+//! same length (the last may be shorter) form a [`Group`], which the socket sends using one
+//! segmented send. Packets to different queue pairs at the same address must stay in separate
+//! groups, since the peer may steer each queue pair to a different worker but only looks at the
+//! first packet of a train. For the same reason, datagrams to queue pair 1, which is shared by all
+//! workers, are sent individually. ECN-capable and non-ECN-capable packets are kept apart as well.
+//! The kernel sets the IPv4 identification of a packet to its index in the group, so we can only
+//! compute the ICRC once this index is known: [`TxBatch::begin`] returns it.
 //!
-//! Payload is referred to, not copied: a piece of memory keeps its mapping alive until the batch
-//! is cleared. Headers, padding, ICRCs and short payload lie in one buffer whose neighbours are
-//! merged, so that a packet of one segment costs two vectors, and a group of short ones costs one.
-//! The ICRC is computed over each packet in one piece.
+//! Payload is referenced, not copied: each reference keeps the memory mapping alive until the batch
+//! is cleared. Headers, padding, ICRCs and short payloads are stored in a single buffer, and
+//! adjacent ranges are merged, so a packet with a single segment uses two vectors, and a group of
+//! short packets uses one. The ICRC is computed over each packet as contiguous bytes.
 //!
-//! # Whose memory a batch refers to
+//! # Memory referenced by a batch
 //!
-//! That of requests that are not complete. A request may complete as soon as a packet is received
-//! or a verb is called, even with packets of it still in the batch: a peer can acknowledge a packet
-//! before it is sent, and a queue pair that ends flushes its requests. Its owner may then fill the
-//! buffer with another session's data. So between two calls of [`TxBatch::drain`] a batch refers to
-//! no memory at all: where the socket is full, the payload of what is left is copied into the
-//! batch. A socket with room costs no copy.
+//! A batch may only reference memory of requests that are not yet complete. A request can complete
+//! whenever a packet is received or a verb is called, even if some of the packets are still in the
+//! batch: the peer can acknowledge a packet before we send it, and a queue pair flushes the
+//! requests when it is destroyed. The application could then reuse the buffer for data of a
+//! different session. To prevent this, a batch never references any memory between two calls to
+//! [`TxBatch::drain`]. If the socket is full, the payload of the remaining packets is copied into
+//! the batch. If the socket has room, nothing is copied.
 //!
-//! Bounds: [`MAX_GROUP_SEGMENTS`] packets, [`MAX_GROUP_BYTES`] bytes and [`MAX_GROUP_PIECES`]
-//! pieces in a group; [`MAX_UNSEGMENTED`] destinations remembered; the device stops appending at
-//! the number of groups and bytes that it was asked for, which also bounds the copy.
+//! Bounds: up to [`MAX_GROUP_SEGMENTS`] packets, [`MAX_GROUP_BYTES`] bytes and [`MAX_GROUP_PIECES`]
+//! pieces per group, and up to [`MAX_UNSEGMENTED`] remembered destinations. The device stops
+//! appending once it reaches the requested number of groups and bytes, which also limits the size
+//! of the copy.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
@@ -37,79 +39,83 @@ use riser_memory::MemSlice;
 use crate::rc::TxPacket;
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, MAX_DATAGRAM, Qpn};
 
-/// Hop limit, or TTL, of what we send to single hosts: as
-/// [`DriverConfig::on_link`](super::driver::DriverConfig::on_link) demands at the other end.
+/// Hop limit (or TTL) used for unicast packets, as required by
+/// [`DriverConfig::on_link`](super::driver::DriverConfig::on_link) on the remote side.
 pub const HOP_LIMIT: u8 = 255;
 
-/// ECN codepoint of packets that may be marked, and where it is in the type of service (RFC 3168,
-/// section 5).
+/// ECN codepoint of ECN-capable packets, and the mask for the ECN field in the type of service (RFC
+/// 3168, section 5).
 pub const ECT_0: u8 = 0b10;
 pub(super) const ECN_MASK: u8 = 0b11;
 
-/// Most packets of a group: Linux's `UDP_MAX_SEGMENTS` of the kernels before 6.2.
+/// Max number of packets per group: `UDP_MAX_SEGMENTS` in Linux before 6.2.
 pub const MAX_GROUP_SEGMENTS: usize = 64;
 
-/// Most bytes of a group: the longest UDP payload over IPv4.
+/// Max number of bytes per group: the maximum UDP payload size over IPv4.
 pub const MAX_GROUP_BYTES: usize = 65_507;
 
-/// Most pieces of a group: `UIO_MAXIOV`, less what the largest packet can add.
+/// Max number of pieces per group: `UIO_MAXIOV` minus the number of pieces that the largest packet
+/// can add.
 pub const MAX_GROUP_PIECES: usize = 1024 - 80;
 
-/// Most destinations that are remembered as unable to take segmented sends. While there are that
-/// many, no destination gets any.
+/// Max number of remembered destinations that don't support segmented sends. If the list is full,
+/// we don't use segmented sends for any destination.
 pub const MAX_UNSEGMENTED: usize = 64;
 
-/// Time for which a destination whose segmented send failed gets its packets one by one, before
-/// another attempt: routes and devices change, and a failed attempt costs a retransmission.
+/// After a segmented send has failed, we send packets to this destination individually for this
+/// long before we try again: routes and devices can change, but a failed attempt costs a
+/// retransmission.
 pub const SEGMENT_RETRY: Duration = Duration::from_secs(60);
 
 /// Result of offering groups to a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offered {
-    /// It took this many, or dropped them for an error of their own. At least one.
+    /// The socket accepted this number of groups (at least one), including groups dropped due to an
+    /// error specific to them.
     Taken(usize),
-    /// It dropped the first, because the route to its destination cannot segment.
+    /// The first group was dropped because the route to its destination does not support
+    /// segmentation.
     Unsegmentable,
-    /// The batch has no room for it.
+    /// The socket buffer is full.
     Full,
 }
 
 /// Result of sending a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOutcome {
-    /// Everything was sent, or dropped for an error of its own.
+    /// All groups were sent, or dropped due to an error specific to them.
     Done,
-    /// The socket is full; the rest stays for the next call.
+    /// The socket is full. The remaining groups will be sent by the next call.
     Blocked,
 }
 
-/// A piece of a packet.
+/// Part of a packet.
 #[derive(Clone, Debug)]
 pub enum Piece {
-    /// A range of the batch's own bytes.
+    /// Range of the batch's internal buffer.
     Bytes(Range<usize>),
-    /// Registered memory, referred to until it is sent.
+    /// Registered memory, referenced until it is sent.
     Memory(MemSlice),
 }
 
-/// Destination of a packet, and how it is sent.
+/// Destination of a packet and how to send it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// Address of the destination.
+    /// Destination address.
     pub dst: SocketAddr,
-    /// Address of the device's that it leaves from, by its index in the GID table.
+    /// Source address, as an index into the GID table.
     pub from: u8,
-    /// Type of service, or traffic class, of the IP header.
+    /// Type of service or traffic class for the IP header.
     pub tos: u8,
-    /// Hop limit, or time to live, of the IP header.
+    /// Hop limit or TTL for the IP header.
     pub hop_limit: u8,
-    /// It goes to an address that may be made up, or to a peer that may be gone, and so by a
-    /// socket of its own, and alone.
+    /// The destination address may be spoofed or the peer may be dead, so the packet must be sent
+    /// individually, using a dedicated socket.
     pub is_to_stranger: bool,
 }
 
 impl Way {
-    /// By the ordinary socket to a peer that is known, not to be marked.
+    /// Creates a `Way` to a known peer via the ordinary socket. The packet is not ECN-capable.
     #[must_use]
     pub const fn to(dst: SocketAddr) -> Self {
         Self {
@@ -121,8 +127,8 @@ impl Way {
         }
     }
 
-    /// The same, where routers may mark the packet for congestion (RFC 3168) if `is_markable`,
-    /// since its receiver passes that on.
+    /// Returns the same `Way`, but marks the packet as ECN-capable (RFC 3168) if `is_markable` is
+    /// set, because its receiver will report congestion to us.
     #[must_use]
     pub const fn markable(self, is_markable: bool) -> Self {
         let ecn = if is_markable { ECT_0 } else { 0 };
@@ -133,44 +139,47 @@ impl Way {
     }
 }
 
-/// Packets that one segmented send takes.
+/// Packets that are sent using a single segmented send.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Their destination, and how they are sent.
+    /// Destination of the packets and how to send them.
     pub way: Way,
-    /// The queue pair there.
+    /// Destination QP.
     pub qpn: Qpn,
-    /// Their pieces in the batch's list.
+    /// Range of the packets in the batch's list of pieces.
     pub pieces: Range<usize>,
-    /// Length of every packet but the last, which may be shorter, in bytes.
+    /// Size of each packet in bytes, except for the last, which may be shorter.
     pub segment: usize,
     /// Number of packets in the group.
     pub count: usize,
-    /// Number of bytes in all packets.
+    /// Total size of all packets in bytes.
     pub bytes: usize,
-    /// It takes no other packet: a shorter one ended it, or its destination gets single ones.
+    /// If set, we can't add more packets: the last packet was shorter, or the destination doesn't
+    /// support segmentation.
     closed: bool,
 }
 
-/// Packets on their way out.
+/// Batch of outgoing packets.
 #[derive(Debug)]
 pub struct TxBatch {
     bytes: Vec<u8>,
-    /// A packet in one piece, to compute its ICRC.
+    /// Scratch buffer used to compute the ICRC over a contiguous packet.
     whole: Box<[u8]>,
     pieces: Vec<Piece>,
     groups: Vec<Group>,
-    /// Groups that the socket has taken.
+    /// Number of groups already accepted by the socket.
     taken: usize,
     max_segments: usize,
-    /// Destinations that cannot take segmented sends, and until when this is assumed; oldest first.
+    /// Destinations that don't support segmented sends, with the time when we should try again.
+    /// Oldest first.
     unsegmented: ArrayVec<(IpAddr, Instant), MAX_UNSEGMENTED>,
     total: usize,
     packets: usize,
 }
 
 impl TxBatch {
-    /// An empty batch whose groups have at most `max_segments` packets; 1 without segmentation.
+    /// Creates an empty batch with up to `max_segments` packets per group, or 1 to disable
+    /// segmentation.
     #[must_use]
     pub fn new(max_segments: usize) -> Self {
         Self {
@@ -186,7 +195,7 @@ impl TxBatch {
         }
     }
 
-    /// Forgets all packets, keeping the buffers.
+    /// Removes all packets, but keeps the buffers.
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.pieces.clear();
@@ -196,30 +205,30 @@ impl TxBatch {
         self.packets = 0;
     }
 
-    /// Offers the groups that are left to a socket, in order, until it has all of them or is full.
-    /// `send` gets the batch and the groups that are left, at least one. A batch that is done is
-    /// cleared; one that is not refers to no memory any longer.
+    /// Offers the remaining groups to a socket, in order, until they are all sent or the socket is
+    /// full. `send` is called with the batch and the remaining groups, of which there is at least
+    /// one. When done, the batch is cleared. Otherwise it no longer references any memory.
     pub fn drain(
         &mut self,
         now: Instant,
         mut send: impl FnMut(&Self, &[Group]) -> Offered,
     ) -> SendOutcome {
-        // Routes change, so a destination has another attempt after a while.
+        // Routes can change, so we should try again after a while.
         self.unsegmented.retain(|(_, until)| *until > now);
         while let Some(group) = self.groups.get(self.taken) {
             let dst = group.way.dst.ip();
             match send(self, &self.groups[self.taken..]) {
-                // In order, so that a full socket keeps the rest in their order.
+                // Keep the order if the socket is full.
                 Offered::Taken(n) => self.taken += n,
                 Offered::Unsegmentable => {
-                    // Its packets are lost; their queue pairs repeat them, one by one from now
-                    // on.
+                    // The packets are lost. Their QPs will retransmit them, and we send them
+                    // individually.
                     self.taken += 1;
                     self.stop_segmenting(dst, now + SEGMENT_RETRY);
                 }
                 Offered::Full => {
-                    // From here on the caller may complete requests, whose memory must not be
-                    // sent any more.
+                    // When we return, the caller may complete requests, and we must not send their
+                    // memory after that.
                     self.copy_payload();
                     return SendOutcome::Blocked;
                 }
@@ -229,7 +238,7 @@ impl TxBatch {
         SendOutcome::Done
     }
 
-    /// Copies the payload of what is left into the batch's own bytes.
+    /// Copies the payload of the remaining packets into the batch's internal buffer.
     fn copy_payload(&mut self) {
         let Some(first) = self.groups.get(self.taken) else {
             return;
@@ -250,52 +259,53 @@ impl TxBatch {
         }
     }
 
-    /// Returns whether packets to `dst` go one by one.
+    /// Returns whether packets to `dst` must be sent individually.
     fn sends_singly(&self, dst: IpAddr) -> bool {
         self.unsegmented.is_full() || self.unsegmented.iter().any(|(ip, _)| *ip == dst)
     }
 
-    /// Whether there is nothing in it.
+    /// Returns whether the batch is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// Number of packets in the batch.
+    /// Returns the number of packets in the batch.
     #[must_use]
     pub fn packets(&self) -> usize {
         self.packets
     }
 
-    /// Number of bytes in the batch.
+    /// Returns the number of bytes in the batch.
     #[must_use]
     pub fn total_bytes(&self) -> usize {
         self.total
     }
 
-    /// The groups, in the order to send them.
+    /// Returns the groups in the order in which they should be sent.
     #[must_use]
     pub fn groups(&self) -> &[Group] {
         &self.groups
     }
 
-    /// The pieces of a group.
+    /// Returns the pieces of a group.
     #[must_use]
     pub fn pieces(&self, group: &Group) -> &[Piece] {
         &self.pieces[group.pieces.clone()]
     }
 
-    /// The batch's own bytes that a piece names.
+    /// Returns a range of the batch's internal buffer.
     #[must_use]
     pub fn own(&self, range: &Range<usize>) -> &[u8] {
         &self.bytes[range.clone()]
     }
 
-    /// Appends a packet with its ICRC; without a flow the ICRC is zero. Takes the segments of `tx`.
+    /// Appends a packet and its ICRC, which is zero if `flow` is `None`. Consumes the segments of
+    /// `tx`.
     pub(super) fn push_packet(&mut self, flow: Option<&IcrcFlow>, way: &Way, tx: &mut TxPacket) {
         let len = tx.len() + ICRC_LEN;
-        // The ICRC covers the IPv4 identification, which is the packet's place in its segmented
-        // send. Hence the place first.
+        // The ICRC covers the IPv4 identification, which is the index of the packet in its
+        // segmented send, so we need to determine this index first.
         let id = self.begin(*way, destination(&tx.headers), len);
         let pad = &[0; 3][..tx.pad()];
         let start = self.bytes.len();
@@ -311,9 +321,10 @@ impl TxBatch {
             self.name_bytes(start);
             return;
         };
-        // The ICRC is taken from memory now, and the kernel copies the payload when it sends. If
-        // the owner writes in between, the peer drops the packet as corrupt and it is sent again:
-        // owners must leave the memory of a request alone until it completes.
+        // We read the memory now to compute the ICRC, but the kernel copies the payload when it
+        // sends the packet. If the application writes to the buffer in between, the peer will drop
+        // the packet as corrupt and we will retransmit it. Applications must not modify a buffer
+        // until its request is complete.
         let icrc = match flow {
             Some(_) => seal(gather(&mut self.whole, tx, &last)),
             None => 0,
@@ -331,16 +342,16 @@ impl TxBatch {
         self.name_bytes(start);
     }
 
-    /// Begins a packet of `len` bytes to queue pair `qpn`. Returns its IPv4 identification.
+    /// Starts a packet of `len` bytes to QP `qpn`. Returns its IPv4 identification.
     pub fn begin(&mut self, way: Way, qpn: Qpn, len: usize) -> u16 {
         self.total += len;
         self.packets += 1;
         if let Some(g) = self.groups.last_mut() {
-            // Datagrams of one segmented send have one destination and one length, but for the
-            // last.
+            // All datagrams of a segmented send must have the same destination and, except for the
+            // last, the same length.
             let fits = !g.closed
-                // A longer packet begins another group: the kernel cuts all segments to one
-                // length.
+                // A longer packet needs a new group since the kernel splits the data into segments
+                // of the same length.
                 && len <= g.segment
                 && g.qpn == qpn
                 && qpn != Qpn::GSI
@@ -349,7 +360,7 @@ impl TxBatch {
                 && g.bytes + len <= MAX_GROUP_BYTES
                 && g.pieces.len() < MAX_GROUP_PIECES;
             if fits {
-                // A short segment can only be the last.
+                // A short segment must be the last.
                 g.closed = len < g.segment;
                 g.count += 1;
                 g.bytes += len;
@@ -373,19 +384,19 @@ impl TxBatch {
         self.groups.last_mut().expect("a packet was begun")
     }
 
-    /// Appends bytes of the device's own to the packet.
+    /// Appends bytes to the packet, copying them into the internal buffer.
     pub fn push_bytes(&mut self, data: &[u8]) {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(data);
         self.name_bytes(start);
     }
 
-    /// Makes the batch's own bytes from `start` on a piece of the packet.
+    /// Adds the internal buffer, starting at `start`, as a piece of the current packet.
     fn name_bytes(&mut self, start: usize) {
         let end = self.bytes.len();
         let group = self.groups.last_mut().expect("a packet was begun");
-        // Bytes that follow on bytes of the same group are one vector. Those of the group before
-        // must not grow into this one, which is another message.
+        // Adjacent bytes of the same group are merged into a single vector. This must not extend
+        // the last piece of the previous group, which is a different message.
         if self.pieces.len() > group.pieces.start
             && let Some(Piece::Bytes(last)) = self.pieces.last_mut()
             && last.end == start
@@ -406,7 +417,7 @@ impl TxBatch {
         self.group().pieces.end += 1;
     }
 
-    /// The packets of a group, each in one piece, for captures and tests.
+    /// Returns the packets of a group as contiguous bytes, for captures and tests.
     #[must_use]
     pub fn copy_packets(&self, group: &Group) -> Vec<Vec<u8>> {
         let mut all = Vec::with_capacity(group.bytes);
@@ -414,7 +425,7 @@ impl TxBatch {
         all.chunks(group.segment).map(<[u8]>::to_vec).collect()
     }
 
-    /// Appends the packets of a group to `all`, one after the other.
+    /// Appends all packets of a group to `all`.
     pub(super) fn copy_group(&self, group: &Group, all: &mut Vec<u8>) {
         let before = all.len();
         for piece in self.pieces(group) {
@@ -431,7 +442,7 @@ impl TxBatch {
     }
 }
 
-/// Copies a packet whose last segment is `last` to the beginning of `whole`, without its ICRC.
+/// Copies a packet with `last` as its last segment to the start of `whole`, excluding its ICRC.
 fn gather<'a>(whole: &'a mut [u8], tx: &TxPacket, last: &MemSlice) -> &'a mut [u8] {
     debug_assert!(tx.inline.is_empty(), "copied or referred to");
     let mut at = tx.headers.len();
@@ -445,7 +456,7 @@ fn gather<'a>(whole: &'a mut [u8], tx: &TxPacket, last: &MemSlice) -> &'a mut [u
     &mut whole[..end]
 }
 
-/// The destination queue pair that a header names.
+/// Returns the destination QP number from a header.
 pub(super) fn destination(headers: &[u8]) -> Qpn {
     debug_assert!(headers.len() >= Bth::LEN);
     Qpn::new(u32::from_be_bytes([0, headers[5], headers[6], headers[7]]))
@@ -467,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_packets_to_one_address_are_one_group_and_a_short_one_ends_it() {
+    fn short_packet_closes_its_group() {
         let mut b = TxBatch::new(64);
         let ids: Vec<u16> = [(1, 8), (1, 8), (1, 4), (1, 4), (1, 8), (2, 8)]
             .into_iter()
@@ -504,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_bounded_by_count_and_by_bytes() {
+    fn group_size_is_bounded() {
         let mut b = TxBatch::new(64);
         for n in 0..65 {
             assert_eq!(packet(&mut b, 1, 16), n % 64);
@@ -519,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_are_sealed_whole_whether_their_payload_is_copied_or_referred_to() {
+    fn icrc_covers_copied_and_referenced_payload() {
         let (src, dst) = (way(1).dst, way(2).dst);
         let flow = IcrcFlow::new(src, dst).unwrap();
         let m = Memory::new(4096).unwrap();
@@ -554,12 +565,12 @@ mod tests {
             assert_eq!(packet[12..12 + 301], payload);
             assert_eq!(flow.check_exact(packet, id as u16), Ok(()));
         }
-        // Those with copied payload are one piece with the header that follows.
+        // Packets with copied payload are merged with the header of the next packet.
         assert_eq!(b.pieces(&b.groups()[0]).len(), 1 + (1 + 2 + 3) + 3);
     }
 
     #[test]
-    fn tail_and_next_header_are_one_piece() {
+    fn tail_is_merged_with_next_header() {
         let m = Memory::new(4096).unwrap();
         m.write(0, b"abcdefgh");
         let mut b = TxBatch::new(64);
@@ -575,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_full_socket_leaves_is_sent_as_it_was_when_it_was_made() {
+    fn full_socket_does_not_change_queued_packets() {
         let now = Instant::now();
         let m = Memory::new(4096).unwrap();
         m.fill(0, 4096, b'A');
@@ -607,7 +618,7 @@ mod tests {
         assert!(b.is_empty());
     }
 
-    /// Number of groups that two packets to `dst` make.
+    /// Returns the number of groups used for two packets to `dst`.
     fn groups_of_two(b: &mut TxBatch, dst: u8, now: Instant) -> usize {
         packet(b, dst, 8);
         packet(b, dst, 8);
@@ -617,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_that_cannot_segment_gets_single_packets_for_a_while() {
+    fn unsegmentable_destination_gets_single_packets() {
         let mut now = Instant::now();
         let mut b = TxBatch::new(64);
         packet(&mut b, 1, 8);
@@ -631,7 +642,7 @@ mod tests {
     }
 
     #[test]
-    fn many_destinations_that_cannot_segment_take_bounded_memory() {
+    fn unsegmentable_destinations_are_bounded() {
         let now = Instant::now();
         let mut b = TxBatch::new(64);
         for dst in 1..=200 {

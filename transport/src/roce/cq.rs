@@ -1,15 +1,16 @@
 //! Completion queues.
 //!
-//! A queue holds as many completions as it was created for. One more than that is lost, and losing
-//! one is never silent: the queue is dead from then on ([`VerbsError::CqOverrun`]), the device
-//! raises an asynchronous error and takes the queue pairs that use it to the error state.
+//! A queue can hold the number of completions it was created for. If another completion is added to
+//! a full queue, it will be lost, but this is never silent: the queue enters a permanent error
+//! state ([`VerbsError::CqOverrun`]), the device reports an asynchronous error, and all queue pairs
+//! using the queue are moved to the error state.
 //!
 //! ```text
 //!   idle ──req_notify──▶ armed ──matching completion──▶ idle, one event
 //! ```
 //!
-//! With a [`Moderation`] the event waits for further completions that match: until there are as many
-//! as that says, or until its time has passed, for which the device sets a timer.
+//! With [`Moderation`], the event is delayed until the configured number of matching completions is
+//! available or the configured time has passed. The device sets a timer for the latter.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -19,29 +20,30 @@ use crate::verbs::{Completion, CqAttr, CqInitAttr, Moderation, Notify, QpId, Ver
 /// Result of adding a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Added {
-    /// No event is due.
+    /// No event needs to be generated.
     Quiet,
     /// The armed notification fires.
     Fire,
-    /// The armed notification waits for further completions, so long at most.
+    /// The armed notification is waiting for more completions, for up to this time.
     Wait(Duration),
-    /// There was no room: the completion is lost and the queue is dead.
+    /// The queue was full, so the completion is lost and the queue cannot be used anymore.
     Overrun,
-    /// The queue was dead already.
+    /// The queue had already overrun.
     Dead,
 }
 
-/// Completion queue of the software NIC.
+/// CQ of the software NIC.
 #[derive(Debug)]
 pub struct Cq {
     entries: VecDeque<Completion>,
     capacity: usize,
     armed: Option<Notify>,
     moderation: Moderation,
-    /// Completions that the event of an armed queue has waited for, and until when it waits.
+    /// Number of completions received since the event of an armed queue was delayed, and the time
+    /// when the delay expires.
     moderated: u16,
     due: Option<Instant>,
-    /// Times of the completions that wait, in nanoseconds of the device's clock, if they have any.
+    /// Timestamps of the available completions, in nanoseconds of the device clock, if enabled.
     times: Option<VecDeque<u64>>,
     vector: u32,
     overrun: bool,
@@ -49,13 +51,13 @@ pub struct Cq {
 }
 
 impl Cq {
-    /// An empty queue.
+    /// Creates an empty queue.
     #[must_use]
     pub fn new(init: &CqInitAttr) -> Self {
         let capacity = init.entries as usize;
         Self {
-            // A huge queue that stays nearly empty should not cost its whole size; the first
-            // thousand are there from the start, so that the data path does not allocate.
+            // A huge queue that is mostly empty shouldn't use memory for its maximum size. We
+            // allocate the first thousand entries up front to avoid allocations on the data path.
             entries: VecDeque::with_capacity(capacity.min(1024)),
             capacity,
             armed: None,
@@ -69,7 +71,7 @@ impl Cq {
         }
     }
 
-    /// Attributes of the queue at present.
+    /// Returns the current attributes of the queue.
     #[must_use]
     pub fn attr(&self) -> CqAttr {
         CqAttr {
@@ -80,17 +82,18 @@ impl Cq {
         }
     }
 
-    /// Sets how long an event may wait from now on.
+    /// Sets how long future events may be delayed.
     pub fn moderate(&mut self, moderation: Moderation) {
         self.moderation = moderation;
     }
 
-    /// Notes until when the event of an armed queue waits.
+    /// Sets the time when the delayed event of an armed queue expires.
     pub fn set_due(&mut self, at: Instant) {
         self.due = Some(at);
     }
 
-    /// An event that waits comes now. Returns until when it would have waited; `None` if none does.
+    /// Fires a delayed event immediately. Returns when the delay would have expired, or `None` if
+    /// no event is delayed.
     pub fn take_due(&mut self) -> Option<Instant> {
         let due = self.due.take()?;
         self.armed = None;
@@ -98,70 +101,70 @@ impl Cq {
         Some(due)
     }
 
-    /// Whether completions have times.
+    /// Returns whether completions have timestamps.
     #[must_use]
     pub fn is_timed(&self) -> bool {
         self.times.is_some()
     }
 
-    /// Gives the completion that was added last its time, in nanoseconds of the device's clock.
+    /// Sets the timestamp of the last completion added, in nanoseconds of the device clock.
     pub fn stamp(&mut self, time: u64) {
         if let Some(times) = &mut self.times {
-            // One that was lost has none.
+            // A lost completion does not have a timestamp.
             times.resize(self.entries.len(), time);
         }
     }
 
-    /// Completions that it has room for.
+    /// Returns the capacity of the queue.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Bytes of memory that a queue for `capacity` completions holds when it is full.
+    /// Returns the memory in bytes used by a full queue with this capacity.
     #[must_use]
     pub const fn memory(capacity: u32) -> usize {
         size_of::<Self>() + capacity as usize * size_of::<Completion>()
     }
 
-    /// Number of completions that wait.
+    /// Returns the number of available completions.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Returns whether no completion waits.
+    /// Returns whether the queue is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Whether a completion was lost.
+    /// Returns whether a completion has been lost.
     #[must_use]
     pub fn is_overrun(&self) -> bool {
         self.overrun
     }
 
-    /// Work queues that complete here.
+    /// Returns the number of work queues using this CQ.
     #[must_use]
     pub fn users(&self) -> u32 {
         self.users
     }
 
-    /// Counts a work queue in.
+    /// Adds a work queue to the user count.
     pub fn add_user(&mut self) {
         self.users += 1;
     }
 
-    /// Counts a work queue out.
+    /// Removes a work queue from the user count.
     pub fn remove_user(&mut self) {
         debug_assert!(self.users > 0, "a queue left that never came");
         self.users = self.users.saturating_sub(1);
     }
 
-    /// Loses a completion; returns whether it is the first.
+    /// Discards a completion. This will return `true` if this is the first lost completion.
     pub(super) fn overrun(&mut self) -> bool {
-        // What waits would look like a complete record of what was done.
+        // Otherwise, the remaining completions would look like a full record of the completed work.
         self.entries.clear();
         if let Some(times) = &mut self.times {
             times.clear();
@@ -169,9 +172,10 @@ impl Cq {
         !std::mem::replace(&mut self.overrun, true)
     }
 
-    /// Adds a completion; the result says whether an armed notification fires.
+    /// Adds a completion. The return value indicates if an armed notification fires.
     pub fn push(&mut self, completion: Completion) -> Added {
-        // An overrun queue completes nothing any more: its user could not know what is missing.
+        // We don't add completions to an overrun queue, because the application couldn't know which
+        // ones are missing.
         if self.overrun {
             return Added::Dead;
         }
@@ -179,8 +183,8 @@ impl Cq {
             self.overrun();
             return Added::Overrun;
         }
-        // An error wakes a user that waits for solicited completions only, or it would never
-        // learn of it.
+        // Errors must also wake a user who is only waiting for solicited completions, since they
+        // would never learn about the error otherwise.
         let wakes = completion.solicited || !completion.status.is_ok();
         self.entries.push_back(completion);
         let matches = match &mut self.armed {
@@ -211,10 +215,10 @@ impl Cq {
         Added::Fire
     }
 
-    /// Takes up to `max` completions, oldest first, appending them to `out`.
+    /// Removes up to `max` completions, oldest first, and appends them to `out`.
     ///
     /// # Errors
-    /// [`VerbsError::CqOverrun`] once a completion has been lost.
+    /// [`VerbsError::CqOverrun`] if a completion has been lost.
     pub fn poll(&mut self, max: usize, out: &mut Vec<Completion>) -> Result<usize, VerbsError> {
         if self.overrun {
             return Err(VerbsError::CqOverrun);
@@ -225,17 +229,17 @@ impl Cq {
             times.drain(..n);
         }
         if self.entries.is_empty() {
-            // Begins again at the front of its memory, so that one which is never deep touches
-            // little of it.
+            // Start at the beginning of the buffer again, so a queue that is never deep only uses a
+            // small part of this memory.
             self.entries.clear();
         }
         Ok(n)
     }
 
-    /// The same, with the time of each completion.
+    /// Same as [`Cq::poll`], but also returns the timestamp of each completion.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] where completions have no times, and those of
+    /// [`VerbsError::InvalidParameter`] if timestamps are not enabled, and the errors of
     /// [`Cq::poll`].
     pub fn poll_timed(
         &mut self,
@@ -255,8 +259,8 @@ impl Cq {
         Ok(n)
     }
 
-    /// Removes the completions of a queue pair that goes back to RESET: they are of its life before, as
-    /// those of adapters are (IBTA 11.2.4.2 leaves it open).
+    /// Removes all completions of a QP when it is reset: they belong to its previous use. Hardware
+    /// adapters do the same (IBTA 11.2.4.2 doesn't specify this).
     pub fn forget(&mut self, qp: QpId) {
         if let Some(times) = &mut self.times {
             let mut entries = self.entries.iter();
@@ -265,25 +269,28 @@ impl Cq {
         self.entries.retain(|entry| entry.qp != qp);
     }
 
-    /// Arms the queue; a later call replaces an earlier one, but a solicited notification does not
-    /// weaken one for the next completion (IBTA 11.4.2.2). Answers whether completions wait.
+    /// Arms the queue. A new call replaces the previous one, except that a solicited notification
+    /// does not replace a notification for the next completion (IBTA 11.4.2.2). This will return
+    /// whether completions are available.
     pub fn arm(&mut self, notify: Notify) -> bool {
         let weaker = self.armed == Some(Notify::Next) && notify == Notify::Solicited;
         if !weaker {
-            // A count of 0 would never be reached.
+            // A count of 0 could never be reached.
             self.armed = Some(match notify {
                 Notify::Count(0) => Notify::Count(1),
                 other => other,
             });
         }
-        // An overrun queue reports completions, so that its user polls and meets the error.
+        // An overrun queue reports that completions are available, so the application will poll it
+        // and get the error.
         !self.entries.is_empty() || self.overrun
     }
 
     /// Changes the capacity.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] below the number of completions that wait.
+    /// [`VerbsError::InvalidParameter`] if the new capacity is smaller than the number of available
+    /// completions.
     pub fn resize(&mut self, capacity: u32) -> Result<(), VerbsError> {
         if capacity == 0 || (capacity as usize) < self.entries.len() {
             return Err(VerbsError::InvalidParameter("completion queue entries"));
@@ -304,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_come_out_in_order_and_in_portions() {
+    fn poll_returns_completions_in_order() {
         let mut cq = Cq::new(&CqInitAttr::new(4));
         for n in 0..4 {
             assert_eq!(cq.push(wc(n)), Added::Quiet);
@@ -318,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_of_a_queue_pair_are_forgotten_with_their_times() {
+    fn forget_removes_completions_and_timestamps() {
         let mut cq = Cq::new(&CqInitAttr {
             is_timed: true,
             ..CqInitAttr::new(4)
@@ -340,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_completion_kills_the_queue() {
+    fn lost_completion_makes_queue_unusable() {
         let mut cq = Cq::new(&CqInitAttr::new(1));
         assert_eq!(cq.push(wc(0)), Added::Quiet);
         assert_eq!(cq.push(wc(1)), Added::Overrun);
@@ -352,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn an_armed_queue_fires_once() {
+    fn armed_queue_fires_once() {
         let mut cq = Cq::new(&CqInitAttr::new(16));
         assert!(!cq.arm(Notify::Next));
         assert_eq!(cq.push(wc(0)), Added::Fire);
@@ -361,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn solicited_and_counted_notifications_wait_for_theirs() {
+    fn solicited_and_counted_notifications_fire() {
         let mut cq = Cq::new(&CqInitAttr::new(16));
         cq.arm(Notify::Solicited);
         assert_eq!(cq.push(wc(0)), Added::Quiet);
@@ -385,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resize_keeps_what_waits() {
+    fn resize_keeps_completions() {
         let mut cq = Cq::new(&CqInitAttr::new(2));
         cq.push(wc(0));
         cq.push(wc(1));
@@ -399,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moderated_event_waits_for_its_count_or_its_time() {
+    fn moderated_event_waits_for_count_or_timeout() {
         let mut cq = Cq::new(&CqInitAttr::new(16));
         let period = Duration::from_micros(50);
         cq.moderate(Moderation { count: 3, period });
@@ -416,7 +423,7 @@ mod tests {
         assert_eq!(cq.take_due(), Some(at));
         assert_eq!(cq.take_due(), None);
         assert_eq!(cq.push(wc(6)), Added::Quiet, "its time has disarmed it");
-        // Without a count the time alone decides.
+        // If there is no count, only the timeout is used.
         cq.moderate(Moderation { count: 0, period });
         cq.arm(Notify::Next);
         assert_eq!(cq.push(wc(7)), Added::Wait(period));
@@ -424,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn times_go_with_their_completions() {
+    fn timestamps_match_completions() {
         let init = CqInitAttr {
             is_timed: true,
             ..CqInitAttr::new(3)

@@ -1,7 +1,7 @@
-//! The verbs traits for the owner of a [`Nic`](super::nic::Nic).
+//! Implementations of the verbs traits for types that contain a [`Nic`](super::nic::Nic).
 
-/// Implements [`Verbs`](crate::verbs::Verbs) for a type by its field `nic`, and its method
-/// `join_group` for the multicast groups of its wire.
+/// Implements [`Verbs`](crate::verbs::Verbs) for a type using its field `nic`, and using its method
+/// `join_group` to join multicast groups.
 macro_rules! delegate_verbs_to_nic {
     ($ty:ty) => {
         impl $crate::verbs::Verbs for $ty {
@@ -12,7 +12,7 @@ macro_rules! delegate_verbs_to_nic {
                 };
                 let joined = self.join_group(group);
                 if joined.is_err() {
-                    // It has just been attached.
+                    // We have just attached it.
                     let _ = self.nic.detach_mcast(qp, mgid);
                 }
                 joined
@@ -79,9 +79,9 @@ macro_rules! delegate_verbs_to_nic {
     };
 }
 
-/// Implements [`Verbs`](crate::verbs::Verbs) and [`RdmaCm`](crate::verbs::RdmaCm) for a type by its
-/// field `nic`. Before a call of the RDMA CM, which may start timers, `$tick` brings the device's
-/// clock up to date.
+/// Implements [`Verbs`](crate::verbs::Verbs) and [`RdmaCm`](crate::verbs::RdmaCm) for a type using
+/// its field `nic`. RDMA CM calls can start timers, so `$tick` is used to update the device clock
+/// before each call.
 macro_rules! delegate_to_nic {
     ($ty:ty, $tick:ident) => {
         $crate::roce::delegate::delegate_verbs_to_nic!($ty);
@@ -100,7 +100,7 @@ macro_rules! delegate_to_nic {
     };
 }
 
-/// Forwards the calls of [`RdmaCm`](crate::verbs::RdmaCm) that name no peer.
+/// Forwards the [`RdmaCm`](crate::verbs::RdmaCm) calls that don't refer to a peer.
 macro_rules! forward_cm_calls {
     ($tick:ident) => {
         $crate::roce::delegate::forward! {
@@ -131,42 +131,42 @@ macro_rules! forward_cm_calls {
     };
 }
 
-/// Gives a type the counters of its field `nic`.
+/// Adds methods that return the counters of the field `nic`.
 macro_rules! delegate_counters_to_nic {
     ($ty:ty) => {
         impl $ty {
-            /// Counters of the device.
+            /// Returns the device counters.
             #[must_use]
             pub fn counters(&self) -> &$crate::roce::nic::NicCounters {
                 self.nic.counters()
             }
 
-            /// Counters of the port by the names that Linux has for them.
+            /// Returns the port counters using their Linux names.
             pub fn hw_counters(
                 &self,
             ) -> impl Iterator<Item = $crate::roce::nic::HwCounter> + use<> {
                 self.nic.hw_counters()
             }
 
-            /// Numbers of the device's objects.
+            /// Returns the number of objects of each type.
             #[must_use]
             pub fn usage(&self) -> $crate::roce::nic::NicUsage {
                 self.nic.usage()
             }
 
-            /// Counters of all connections together, closed ones included.
+            /// Returns the sum of the counters of all connections, including closed ones.
             #[must_use]
             pub fn rc_counters(&self) -> $crate::rc::RcCounters {
                 self.nic.rc_counters()
             }
 
-            /// Counters of the connection manager.
+            /// Returns the counters of the connection manager.
             #[must_use]
             pub fn cm_counters(&self) -> $crate::cm::CmCounters {
                 self.nic.cm_counters()
             }
 
-            /// Counters of a queue pair.
+            /// Returns the counters of a QP.
             ///
             /// # Errors
             /// [`VerbsError::InvalidHandle`](crate::verbs::VerbsError::InvalidHandle).
@@ -180,8 +180,9 @@ macro_rules! delegate_counters_to_nic {
     };
 }
 
-/// Forwards methods to the field `nic`, one after the other. Those marked `@live`, and those before
-/// which the clock ticks, fail once the device was removed; not so what ends something (`@end`).
+/// Forwards methods to the field `nic`. Methods marked with `@live`, and methods that update the
+/// clock, return an error if the device has been removed, but destroying an object (`@end`) still
+/// works.
 macro_rules! forward {
     () => {};
     (@ref $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {

@@ -1,45 +1,49 @@
-//! The UDP socket of a device: the only part of it that makes system calls.
+//! The UDP socket of a device. This is the only part of the device that makes system calls.
 //!
-//! One non-blocking, unconnected socket for each of the device's addresses, bound to it and port 4791,
-//! and as a rule there is one. Unconnected,
-//! and with fragmentation forbidden, because the kernel then sends a known IPv4 identification (0,
-//! or the segment's number within a segmented send), which the ICRC covers. Path MTUs that the
-//! kernel learned are ignored (`IP_PMTUDISC_PROBE`): the path MTU of a connection is fixed when it
-//! is made, and an ICMP message that lowers the kernel's can come from anyone, since both ports are
-//! known. Packets that are too long for the interface are refused with `EMSGSIZE`. Sends gather
-//! headers and registered memory in place; consecutive packets leave as one segmented send where
-//! the kernel can do that, and several sends as one system call. Receives take whole trains of
-//! segments at once.
+//! The device uses a non-blocking, unconnected socket bound to port 4791 for each of its addresses;
+//! there is usually only one address. The socket is not connected and does not allow fragmentation,
+//! since the kernel will then set the IPv4 identification to a known value (0, or the segment index
+//! in case of a segmented send). This is required because the ICRC covers this field. We ignore the
+//! path MTU learned by the kernel (`IP_PMTUDISC_PROBE`): the path MTU of a connection is negotiated
+//! when it is established, and since both ports are known, anyone could send an ICMP message to
+//! lower the kernel's value. If a packet is too large for the interface, sending it fails with
+//! `EMSGSIZE`. Headers and registered memory are sent in place using scatter-gather I/O. If
+//! supported by the kernel, consecutive packets are sent using a single segmented send, and
+//! multiple sends using a single system call. We also receive an entire train of segments at once.
 //!
-//! - [`Driver::open`] makes and tunes the socket and finds out what the kernel offers.
-//! - [`Driver::send`] sends a [`TxBatch`] as far as the socket takes it; what is left stays for the
-//!   next call, and the descriptor becomes readable when the socket takes more.
-//! - [`Driver::receive`] hands every waiting datagram to a closure.
-//! - [`Driver::fd`] is what an event loop waits for: an epoll set, readable when there is something
-//!   to receive or a held-back batch may go on. It watches the socket from [`Driver::arm`] to the
-//!   next receive only: a socket that is watched costs each packet that arrives a callback, which
-//!   on one host its sender makes. Not the socket itself, since a ring that a process leaves behind
-//!   would keep its port for a while.
+//! - [`Driver::open`] creates and configures the socket, and checks which features are supported by
+//!   the kernel.
+//! - [`Driver::send`] sends a [`TxBatch`] until the socket is full. The remaining packets will be
+//!   sent by the next call, and the descriptor becomes readable when the socket has room again.
+//! - [`Driver::receive`] passes every available datagram to a closure.
+//! - [`Driver::fd`] returns the descriptor for use in an event loop. This is an epoll set that
+//!   becomes readable when packets are available or a blocked batch can be resumed. We only add the
+//!   socket to the epoll set between [`Driver::arm`] and the next receive, because a watched socket
+//!   needs a callback for each incoming packet, which is executed by the sender if it is on the
+//!   same host. We don't return the socket itself, since io_uring can keep the port in use for a
+//!   while after the process has exited.
 //!
 //! # Strangers
 //!
-//! A question on queue pair 1 may come in the name of a host that does not exist. An answer to an
-//! address on the link then waits for its neighbour, for seconds, in the buffer of the socket that
-//! has sent it. So messages to addresses that have proved nothing
-//! ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) leave by sockets of their own, with
-//! a port of their own; peers look at the destination port only. Where these are full, messages are
-//! dropped, and the requester repeats its question; what is sent to peers never waits for that.
+//! Anyone can send a request to queue pair 1 using a spoofed source address. If this address is on
+//! the local link but doesn't exist, our response will wait for neighbor resolution for seconds,
+//! using up the send buffer of the socket. Therefore, messages to unverified addresses
+//! ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) are sent using separate sockets
+//! with a different source port; peers only check the destination port. If these sockets are full,
+//! messages are dropped and the requester has to retransmit its request. Packets to peers are never
+//! blocked by this.
 //!
-//! A peer that is gone is a neighbour that does not answer as well, and its connections repeat
-//! their requests until they end. Those that have done so for a while send by two more such
-//! sockets. These are bound to the first address. The socket of another one holds up all others for
-//! 5 ms at most; as long as it stays full after that, what would leave by it is dropped.
+//! A peer that has crashed is an unreachable neighbor, too, and its connections will retransmit
+//! until they fail. After some retries, we send these packets using another two such sockets, which
+//! are bound to the first address. The socket of any other address can block the remaining sockets
+//! for up to 5 ms. If it is still full after this, the packets are dropped.
 //!
 //! # Multicast
 //!
-//! The socket is bound to the device's own address, where no datagram to a group arrives. Each group
-//! that is joined has a socket of its own, bound to the group's address. The kernel speaks IGMP and
-//! MLD, and hands a copy to each such socket of the host, that of the sender's device as well.
+//! The socket is bound to a unicast address, so it does not receive any multicast datagrams. We
+//! create a separate socket for each joined group and bind it to the group address. The kernel
+//! implements IGMP and MLD, and passes a copy of each datagram to all such sockets on this host,
+//! including the sending device.
 //!
 //! Not implemented: raw sockets, and IPv6 packets with a flow label.
 
@@ -74,89 +78,94 @@ use super::sys::{
 use crate::netif::interface_index;
 use crate::wire::{Qpn, ROCE_PORT};
 
-/// Datagrams taken by one receiving system call. They come into the first slots, whose memory the
-/// last call has used and the cache still holds.
+/// Max number of datagrams received by a single system call. The first slots are always filled
+/// first, since their memory was used by the previous call and is still in the cache.
 const RX_SLOTS: usize = 8;
-/// The same while they are long trains, whose memory would otherwise not fit the cache.
+/// Same as [`RX_SLOTS`], but used when receiving long trains, which would not fit into the cache
+/// otherwise.
 const RX_SLOTS_OF_TRAINS: usize = 4;
-/// Bytes of one call that show that.
+/// If a call receives this number of bytes, we assume long trains.
 const RX_LONG: usize = 128 << 10;
-/// Room for the longest datagram, or the longest train of them.
+/// Size of a receive buffer: fits the largest datagram and the largest train.
 const RX_BUFFER: usize = 1 << 16;
-/// Groups sent by one system call.
+/// Number of groups sent by a single system call.
 const TX_GROUPS: usize = 16;
-/// Bytes of control messages per message: three values of up to 4 bytes, each with its header,
-/// aligned.
+/// Size of the control buffer for a message in bytes: three values of up to 4 bytes, including
+/// headers and alignment.
 const CONTROL: usize = 96;
 
-/// Sockets for messages to strangers. An address that is made up fills one at most: the kernel
-/// keeps as much for a neighbour that does not answer as a small socket buffer has.
+/// Number of sockets for messages to strangers. A spoofed address can fill up only one of them,
+/// since the kernel queues as many bytes for an unresolved neighbor as fit in a small socket
+/// buffer.
 const STRANGER_SOCKETS: usize = 4;
-/// Sockets for what is repeated for peers that may be gone. They come before those for strangers.
+/// Number of sockets for retransmissions to peers that may be dead. They precede the sockets for
+/// strangers.
 const SILENT_SOCKETS: usize = 2;
-/// Bytes of send buffer to ask for, of each of them.
+/// Send buffer size requested for each of these sockets, in bytes.
 const STRANGER_BUFFER: usize = 1 << 20;
 
-/// Time that a full socket of another address than the first may hold up a batch. One that sends has
-/// room again within it; one that waits for a neighbour that does not answer has none for seconds.
+/// How long a full socket can block a batch, if it is not the socket of the first address. A
+/// working socket will have room again before this timeout, but a socket waiting for an unreachable
+/// neighbor can be full for seconds.
 const OTHER_PATIENCE: Duration = Duration::from_millis(5);
 
-/// Configuration of the socket.
+/// Socket configuration.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
-    /// Address to bind to; its port is 4791.
+    /// Address to bind to, using port 4791.
     pub addr: IpAddr,
-    /// Further addresses of the device, with a socket each.
+    /// Additional device addresses. We create a socket for each of them.
     pub other_addrs: Vec<IpAddr>,
-    /// Bits of a queue-pair number that name the worker. Other than 0, the sockets of all workers
-    /// share the port, and must be opened in the order of the workers' indices.
+    /// Number of bits in a QP number that identify the worker. If not 0, the sockets of all workers
+    /// share the port, and they must be opened in worker order.
     pub worker_bits: u8,
-    /// Bytes of socket buffer to ask for, each way.
+    /// Requested socket buffer size in bytes, for each direction.
     pub socket_buffer: usize,
-    /// To send packets one by one even where the kernel segments.
+    /// Send packets individually even if the kernel supports segmentation.
     pub no_segmentation: bool,
-    /// To drop packets that a router has forwarded: those whose hop limit is not
+    /// Drop packets that have been forwarded by a router, i.e. if the hop limit is not
     /// [`HOP_LIMIT`].
     pub on_link: bool,
 }
 
-/// Counters of the driver.
+/// Driver counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DriverCounters {
-    /// Number of sending system calls.
+    /// Send system calls.
     pub send_calls: u64,
-    /// Receiving system calls that brought something.
+    /// Receive system calls that returned data.
     pub receive_calls: u64,
-    /// Datagrams, or trains of segments, received.
+    /// Received datagrams or trains.
     pub trains: u64,
-    /// Groups dropped because the path does not carry their length (`EMSGSIZE`).
+    /// Groups dropped since they are too large for the path (`EMSGSIZE`).
     pub too_long: u64,
-    /// Groups dropped because the destination cannot be reached, or for any other error.
+    /// Groups dropped because the destination is unreachable, or due to any other error.
     pub send_errors: u64,
-    /// Times that the socket was full.
+    /// Number of times the socket was full.
     pub blocked: u64,
-    /// Messages to strangers and to silent peers, and by further addresses, dropped because too many
-    /// wait for neighbours that do not answer.
+    /// Messages to strangers, to unresponsive peers and from additional addresses that were dropped
+    /// because too many are waiting for unreachable neighbors.
     pub strangers_dropped: u64,
-    /// Datagrams longer than the receive buffer.
+    /// Datagrams that didn't fit into the receive buffer.
     pub truncated: u64,
-    /// Datagrams dropped because a router has forwarded them.
+    /// Datagrams dropped because they were forwarded by a router.
     pub off_link: u64,
 }
 
-/// The socket of a device.
+/// Sockets of a device.
 pub struct Driver {
-    /// Those of the device's addresses, in the order of the GID table.
+    /// Sockets of the device addresses, in GID table order.
     ports: Vec<Port>,
-    /// For messages to silent peers, then for those to strangers, all at one port.
+    /// Sockets for unresponsive peers, followed by the sockets for strangers, all bound to the same
+    /// port.
     strangers: Vec<Socket>,
     stranger_port: u16,
-    /// A socket for each multicast group that was joined.
+    /// Sockets of the joined multicast groups.
     groups: Vec<(IpAddr, Socket)>,
     epoll: OwnedFd,
-    /// Times that the set could not be made to watch a socket.
+    /// Number of times we could not add a socket to the epoll set.
     unwatched: Cell<u64>,
-    /// The socket that was full, by its place among [`Driver::ports`].
+    /// The socket that is currently full, as an index into [`Driver::ports`].
     full: Option<usize>,
     segments: usize,
     rcvbuf: usize,
@@ -165,7 +174,8 @@ pub struct Driver {
     reports_hop_limits: bool,
     counters: DriverCounters,
     rx: Box<[u8]>,
-    /// Datagrams that the next receiving call takes, and whether the last one was full.
+    /// Number of datagrams to request in the next receive call, and whether the previous call used
+    /// all of them.
     rx_slots: usize,
     has_more: bool,
     rx_headers: Box<Headers<RX_SLOTS>>,
@@ -173,13 +183,14 @@ pub struct Driver {
     iovecs: Vec<libc::iovec>,
 }
 
-/// Socket of one of the device's addresses.
+/// Socket of a device address.
 struct Port {
     socket: Socket,
     local: SocketAddr,
-    /// Events that the set watches the socket for; none while the worker is awake.
+    /// Events for which the epoll set currently watches the socket; empty while the worker is
+    /// awake.
     watched: Cell<EventFlags>,
-    /// Time from which on it has taken nothing.
+    /// Time since when the socket has been full.
     full_since: Option<Instant>,
 }
 
@@ -194,8 +205,9 @@ impl Port {
     }
 }
 
-/// Headers of the messages of one system call, with addresses and control data. They are kept:
-/// zeroing them for each call would write kilobytes. What a call uses is written before it.
+/// Message headers for a system call, including addresses and control data. We reuse them because
+/// zeroing them for each call would write kilobytes. All fields needed by a call are set before
+/// using them.
 struct Headers<const N: usize> {
     messages: [libc::mmsghdr; N],
     names: [libc::sockaddr_storage; N],
@@ -208,7 +220,7 @@ impl<const N: usize> Headers<N> {
         Box::new(unsafe { zeroed() })
     }
 
-    /// Prepares one message to be received into each vector.
+    /// Prepares a message to be received into each vector.
     fn receive_into(&mut self, iovecs: &mut [libc::iovec]) {
         for (i, iovec) in iovecs.iter_mut().enumerate() {
             let header = &mut self.messages[i].msg_hdr;
@@ -231,17 +243,16 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-// SAFETY: the only members that are not `Send` are raw pointers: those of `iovecs`, which is empty
-// whenever no method of the driver runs, and those of the headers, which each call writes before it
-// uses them.
+// SAFETY: only the raw pointers are not `Send`: `iovecs` is always empty when no driver method is
+// running, and the pointers in the headers are set by each call before using them.
 unsafe impl Send for Driver {}
 
 impl Driver {
-    /// Makes, tunes and binds the socket.
+    /// Creates, configures and binds the socket.
     ///
     /// # Errors
-    /// The errors of `socket(2)`, `bind(2)` and `epoll_create1(2)`; `EADDRINUSE` if another device
-    /// has one of the addresses.
+    /// Returns the errors of `socket(2)`, `bind(2)` and `epoll_create1(2)`. Fails with `EADDRINUSE`
+    /// if an address is used by a different device.
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
         let socket = match config.worker_bits {
@@ -251,12 +262,12 @@ impl Driver {
         Self::on_socket(config, socket)
     }
 
-    /// Makes a driver of one of the sockets that [`bind_group`] has made, for the first address. Those
-    /// of others are bound here.
+    /// Creates a driver using a socket from [`bind_group`] for the first address. Sockets for
+    /// additional addresses will be created and bound here.
     ///
     /// # Errors
-    /// The errors of setting the socket's options, and of `epoll_create1(2)`; those of
-    /// [`Driver::open`] for the other addresses.
+    /// Returns the errors of setting socket options and of `epoll_create1(2)`, and the errors of
+    /// [`Driver::open`] for additional addresses.
     pub fn on_shared(config: &DriverConfig, socket: OwnedFd) -> io::Result<Self> {
         Self::on_socket(config, Socket::from(socket))
     }
@@ -264,7 +275,8 @@ impl Driver {
     fn on_socket(config: &DriverConfig, socket: Socket) -> io::Result<Self> {
         let mut ports = vec![Port::new(socket, config.addr)];
         for &addr in &config.other_addrs {
-            // Packets find their worker by the first address only, so another is one worker's.
+            // Packets are only steered to workers on the first address, so only a single worker can
+            // use an additional address.
             let local = SocketAddr::new(addr, ROCE_PORT);
             let named = |e: io::Error| io::Error::new(e.kind(), format!("{local}: {e}"));
             let socket = bind_alone(local).map_err(named)?;
@@ -287,7 +299,8 @@ impl Driver {
                 sockopt::SndBuf,
                 size,
             ));
-            // Trains save a system call for each packet; without them the packets come one by one.
+            // A train saves a system call per packet. If not supported, we will receive individual
+            // packets.
             let gro = enable_gro(socket);
             gso &= has_gso(socket);
             info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
@@ -318,19 +331,19 @@ impl Driver {
         })
     }
 
-    /// The first address and the port that it is bound to.
+    /// Returns the first address and its port.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.ports[0].local
     }
 
-    /// The port that messages to strangers come from.
+    /// Returns the source port used for messages to strangers.
     #[must_use]
     pub fn stranger_port(&self) -> u16 {
         self.stranger_port
     }
 
-    /// All its descriptors.
+    /// Returns all descriptors.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let groups = self.groups.iter().map(|(_, socket)| socket);
         let ports = self.ports.iter().map(|port| &port.socket);
@@ -338,22 +351,23 @@ impl Driver {
         sockets.map(AsFd::as_fd).chain([self.epoll.as_fd()])
     }
 
-    /// Has the descriptor of [`Driver::fd`] readable whenever another one is.
+    /// Adds another descriptor to the epoll set, so that [`Driver::fd`] becomes readable when this
+    /// descriptor is readable.
     ///
     /// # Errors
-    /// Those of `epoll_ctl(2)`.
+    /// Returns the errors of `epoll_ctl(2)`.
     pub fn watch_beside(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let data = epoll::EventData::new_u64(0);
         Ok(epoll::add(&self.epoll, fd, data, EventFlags::IN)?)
     }
 
-    /// Closes all sockets, so that another device can have the address. Nothing is sent or received
-    /// from then on.
+    /// Closes all sockets, so that another device can use the address. The driver can't send or
+    /// receive anything after this.
     ///
     /// # Errors
-    /// Those of `socket(2)` and `epoll_create1(2)`.
+    /// Returns the errors of `socket(2)` and `epoll_create1(2)`.
     pub fn close(&mut self) -> io::Result<()> {
-        // Those that are bound nowhere stand for the device's.
+        // Use unbound sockets as placeholders.
         for port in &mut self.ports {
             port.socket = make_socket(port.local)?;
             port.watched.set(EventFlags::empty());
@@ -366,38 +380,40 @@ impl Driver {
         Ok(())
     }
 
-    /// Packets that one group of a batch may have.
+    /// Returns the maximum number of packets per group of a batch.
     #[must_use]
     pub fn max_segments(&self) -> usize {
         self.segments
     }
 
-    /// Bytes that the socket queues for receiving, as the kernel accounts them (with overhead).
+    /// Returns the receive buffer size in bytes, as accounted by the kernel (including overhead).
     #[must_use]
     pub fn receive_buffer(&self) -> usize {
         self.rcvbuf
     }
 
-    /// Bytes that the socket queues for sending, as the kernel accounts them.
+    /// Returns the send buffer size in bytes, as accounted by the kernel.
     #[must_use]
     pub fn send_buffer(&self) -> usize {
         self.sndbuf
     }
 
-    /// Counters since the start.
+    /// Returns the counters since the driver was created.
     #[must_use]
     pub fn counters(&self) -> DriverCounters {
         self.counters
     }
 
-    /// The descriptor to wait for, after [`Driver::arm`]: readable when there is something to do.
+    /// Returns the descriptor to wait for after calling [`Driver::arm`]. It becomes readable when
+    /// the device needs to be polled.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 
-    /// Makes the descriptor readable for packets that are there and for later ones, until the next
-    /// receive. To be called before each sleep. False if that failed, and the caller must not sleep.
+    /// Makes the descriptor readable when packets are already available or arrive later, until the
+    /// next receive. This must be called before waiting. This will return `false` if this fails, in
+    /// which case the caller must not sleep.
     #[must_use]
     pub fn arm(&self) -> bool {
         let mut all = true;
@@ -409,8 +425,8 @@ impl Driver {
         all
     }
 
-    /// Has the set watch a socket for `events`, or forget it where they are none; false if that
-    /// failed, as where the user watches too many descriptors.
+    /// Adds a socket to the epoll set for `events`, or removes it if `events` is empty. This will
+    /// return `false` if this fails, e.g. because the application is watching too many descriptors.
     fn watch(&self, port: &Port, events: EventFlags) -> bool {
         let watched = port.watched.get();
         if watched == events {
@@ -422,7 +438,7 @@ impl Driver {
                 true
             }
             Err(error) => {
-                // A caller that is awake does not mind what the set watches.
+                // If the caller is awake, it doesn't matter which events are set.
                 if !events.is_empty() {
                     self.report_unwatched(&error);
                 }
@@ -434,7 +450,7 @@ impl Driver {
     fn report_unwatched(&self, error: &io::Error) {
         let failures = self.unwatched.get() + 1;
         self.unwatched.set(failures);
-        // At each attempt to sleep there may be another.
+        // This can happen each time we try to sleep.
         if failures.is_power_of_two() {
             let addr = self.local_addr().ip();
             warn!(%addr, %error, failures, "cannot watch the device's socket: its worker polls \
@@ -442,26 +458,27 @@ impl Driver {
         }
     }
 
-    /// Has the hop limits of received packets reported from now on, which costs a control message
-    /// for each train. Without that they are taken for [`HOP_LIMIT`].
+    /// Enables reporting of the hop limit for received packets, which requires a control message
+    /// for each train. Until this is called, we assume [`HOP_LIMIT`].
     pub fn report_hop_limits(&mut self) {
         if !self.reports_hop_limits {
             for Port { socket, local, .. } in &self.ports {
                 if let Err(error) = set_hop_limit(socket, local.is_ipv6(), HOP_LIMIT, true) {
-                    debug!(%error, "hop limits are not reported");
+                    debug!(%error, "cannot enable reporting of hop limits");
                 }
             }
-            // One attempt: a kernel that refuses it will refuse it again.
+            // Only try this once: if the kernel does not support the option, it never will.
             self.reports_hop_limits = true;
         }
     }
 
-    /// Joins a multicast group on the interface of the device's address. Whoever has joined it gets
-    /// its datagrams by [`Driver::receive_groups`]. It may be joined already.
+    /// Joins a multicast group on the interface of the device address. Its datagrams will be
+    /// returned by [`Driver::receive_groups`]. Joining a group twice is allowed.
     ///
     /// # Errors
-    /// Those of `socket(2)`, `bind(2)` and of the options that join a group: `ENODEV` where no
-    /// interface has the address, `ENOBUFS` beyond the system's limit.
+    /// Returns the errors of `socket(2)`, `bind(2)` and of the socket options used to join the
+    /// group: `ENODEV` if the address isn't assigned to any interface, `ENOBUFS` if the system
+    /// limit is exceeded.
     pub fn join(&mut self, group: IpAddr) -> io::Result<()> {
         if self.groups.iter().any(|(joined, _)| *joined == group) {
             return Ok(());
@@ -476,12 +493,12 @@ impl Driver {
 
     /// Leaves a multicast group.
     pub fn leave(&mut self, group: IpAddr) {
-        // The socket ends its membership, and its place in the set.
+        // Closing the socket also drops its group membership and removes it from the epoll set.
         self.groups.retain(|(joined, _)| *joined != group);
     }
 
-    /// Takes in datagrams to multicast groups, a few of each: `handle` gets the sender, the group,
-    /// the bytes and the fields of the IP header. Answers how many.
+    /// Receives a few multicast datagrams for each group. `handle` is called with the source
+    /// address, the group, the data and the IP header fields. Returns the number of datagrams.
     pub fn receive_groups(
         &mut self,
         mut handle: impl FnMut(SocketAddr, IpAddr, &[u8], IpFields),
@@ -489,7 +506,7 @@ impl Driver {
         let mut taken = 0;
         for at in 0..self.groups.len() {
             let (group, fd) = (self.groups[at].0, self.groups[at].1.as_raw_fd());
-            // No trains: each is one datagram. What is left waits for the next round.
+            // There are no trains here, only single datagrams. The next call will receive the rest.
             taken += self
                 .receive_from(fd, 0, &mut |src, _, bytes, ip| {
                     handle(src, group, bytes, ip);
@@ -499,26 +516,26 @@ impl Driver {
         taken
     }
 
-    /// Returns whether the last call of [`Driver::receive`] may have left something.
+    /// Returns whether more packets may be available after the last call to [`Driver::receive`].
     #[must_use]
     pub fn has_more(&self) -> bool {
         self.has_more
     }
 
-    /// Whether a batch was left half sent.
+    /// Returns whether a batch has only been partially sent.
     #[must_use]
     pub fn is_blocked(&self) -> bool {
         self.full.is_some()
     }
 
-    /// Sends a batch, from where the last call on it stopped. Where the socket is full, the rest
-    /// waits in the batch, as bytes of its own, until the descriptor is readable.
+    /// Sends a batch, starting where the previous call stopped. If the socket is full, the
+    /// remaining packets are copied and will be sent when the descriptor becomes readable.
     pub fn send(&mut self, now: Instant, batch: &mut TxBatch) -> SendOutcome {
         self.full = None;
         batch.drain(now, |batch, groups| self.offer(now, batch, groups))
     }
 
-    /// Time at which a batch that was left half sent goes on even if the descriptor shows nothing.
+    /// Returns when a partially sent batch should be resumed even if the descriptor isn't readable.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let full = self.full.filter(|at| *at != 0)?;
@@ -531,8 +548,7 @@ impl Driver {
         if groups[0].way.is_to_stranger {
             return self.offer_to_stranger(batch, &groups[..1]);
         }
-        // Only what goes by the same ordinary socket, up to the first that does not: the order is
-        // kept.
+        // To keep the order, stop at the first group that uses a different socket.
         let from = groups[0].way.from;
         let others = groups
             .iter()
@@ -548,8 +564,8 @@ impl Driver {
                 }
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // ENOBUFS is a full queue of the network device, which drains as a socket's
-                    // buffer does.
+                    // ENOBUFS indicates that the queue of the network device is full. Like a socket
+                    // buffer, it will drain.
                     Some(libc::EAGAIN | libc::ENOBUFS) => {
                         let since = *self.ports[at].full_since.get_or_insert(now);
                         if at != 0 && now >= since + OTHER_PATIENCE {
@@ -566,11 +582,11 @@ impl Driver {
         }
     }
 
-    /// Sends a message to a stranger, or to a peer that may be gone, by the first socket for such
-    /// that has room for it. It is never held back.
+    /// Sends a message to a stranger, or to a peer that may be dead, using the first of these
+    /// sockets that has room. The message is never delayed.
     fn offer_to_stranger(&mut self, batch: &TxBatch, group: &[Group]) -> Offered {
-        // Messages of the CM and data of silent peers have sockets of their own each, or one kind
-        // could fill those of the other.
+        // CM messages and data for unresponsive peers use different sockets, because otherwise one
+        // of them could block the other.
         let sockets = match group[0].qpn {
             Qpn::GSI => SILENT_SOCKETS..self.strangers.len(),
             _ => 0..SILENT_SOCKETS,
@@ -580,33 +596,33 @@ impl Driver {
             match self.send_some(fd, batch, group) {
                 Ok(_) => return Offered::Taken(1),
                 Err(e) => match e.raw_os_error() {
-                    // This socket waits for neighbours; the next may have room.
+                    // This socket is waiting for neighbors, but the next one may have room.
                     Some(libc::EAGAIN | libc::ENOBUFS | libc::EINTR) => {}
                     errno => return self.drop_group(&group[0], errno),
                 },
             }
         }
-        // Dropped, not held back: a batch that waited for these would hold up all peers behind
-        // it.
+        // We need to drop the message, because a blocked batch would delay all peers behind it.
         self.counters.strangers_dropped += 1;
         Offered::Taken(1)
     }
 
-    /// The kernel refused a group for a reason that waiting does not mend.
+    /// Handles a group that was rejected by the kernel for a permanent reason.
     fn drop_group(&mut self, group: &Group, errno: Option<i32>) -> Offered {
         match errno {
             Some(libc::EMSGSIZE) => {
                 self.counters.too_long += 1;
-                // Each power of two, so that a wrong path MTU is logged but does not fill the
-                // log.
+                // Only log powers of two: a wrong path MTU should be logged but must not fill up
+                // the log.
                 if self.counters.too_long.is_power_of_two() {
                     warn!(dst = %group.way.dst, packet = group.segment, dropped = self.counters.too_long,
-                        "the interface does not carry packets of this length: lower the path MTU");
+                        "packet exceeds the interface MTU: lower the path MTU");
                 }
             }
             Some(libc::EIO | libc::EINVAL) if group.count > 1 => {
-                // The route's device cannot segment. What was lost is sent again one by one.
-                debug!(dst = %group.way.dst, errno, "a segmented send failed, sending packets one by one");
+                // The device on this route does not support segmentation. We will retransmit the
+                // lost packets individually.
+                debug!(dst = %group.way.dst, errno, "segmented send failed, sending single packets");
                 self.counters.send_errors += 1;
                 return Offered::Unsegmentable;
             }
@@ -618,11 +634,13 @@ impl Driver {
         Offered::Taken(1)
     }
 
-    /// Sends as many groups as one system call takes; returns how many the socket took.
+    /// Sends up to the maximum number of groups per system call. This will return the number of
+    /// groups accepted by the socket.
     fn send_some(&mut self, fd: RawFd, batch: &TxBatch, groups: &[Group]) -> io::Result<usize> {
         let groups = &groups[..groups.len().min(TX_GROUPS)];
         self.iovecs.clear();
-        // All vectors are laid down before any is pointed to, since the list may move as it grows.
+        // We need to create all vectors before setting any pointers, since the list can be
+        // reallocated when it grows.
         for group in groups {
             for piece in batch.pieces(group) {
                 let (base, len) = match piece {
@@ -635,7 +653,7 @@ impl Driver {
                 });
             }
         }
-        // All leave from one address.
+        // All groups use the same source address.
         let is_v6 = groups[0].way.dst.is_ipv6();
         let tos = tos_message(is_v6);
         let hops = hop_limit_message(is_v6);
@@ -666,9 +684,9 @@ impl Driver {
             };
         }
         self.counters.send_calls += 1;
-        // SAFETY: every message points to an address, vectors and control data that live until the
-        // call returns; the vectors point into the batch's bytes and into mappings that the batch
-        // keeps alive. The kernel only reads.
+        // SAFETY: every message points to an address, vectors and control data that outlive the
+        // call. The vectors point into the buffer of the batch and into mappings that the batch
+        // keeps alive. The kernel only reads from them.
         let sent = unsafe {
             libc::sendmmsg(
                 fd,
@@ -681,9 +699,10 @@ impl Driver {
         check(sent).map(|n| n as usize)
     }
 
-    /// Takes in what waits, at most about `limit` datagrams or trains: for each, `handle` gets the
-    /// sender, the length of a segment (the last may be shorter), the bytes, and the fields of their
-    /// IP headers. Answers how many. A limit of 1 is one system call.
+    /// Receives available packets, up to about `limit` datagrams or trains. For each of them,
+    /// `handle` is called with the source address, the segment length (the last segment may be
+    /// shorter), the data, and the IP header fields. Returns the number of datagrams or trains. If
+    /// `limit` is 1, we make a single system call.
     pub fn receive(
         &mut self,
         limit: usize,
@@ -697,7 +716,7 @@ impl Driver {
         let mut others_have_more = false;
         for at in 1..self.ports.len() {
             let (fd, slots) = (self.ports[at].socket.as_raw_fd(), self.rx_slots);
-            // One call for each: what is left waits for the next round.
+            // Use a single call per address. The next call will receive the rest.
             let got = self.receive_from(fd, at as u8, &mut handle).unwrap_or(0);
             others_have_more |= got == slots;
             taken += got;
@@ -707,15 +726,16 @@ impl Driver {
             let (fd, slots) = (self.ports[0].socket.as_raw_fd(), self.rx_slots);
             match self.receive_from(fd, 0, &mut handle) {
                 Ok(n) => {
-                    // Fewer than asked for: the socket is empty, and another call would only say
-                    // so.
+                    // We received less than requested, so the socket is empty. This avoids another
+                    // call to find out.
                     self.has_more = n == slots;
                     taken += n;
                 }
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
                     Some(libc::EAGAIN) => self.has_more = false,
-                    // An ICMP error of some earlier send, reported here; the next call goes on.
+                    // An ICMP error caused by a previous send is reported here. The next call will
+                    // continue.
                     Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => taken += 1,
                     errno => {
                         debug!(errno, "receive failed");
@@ -728,7 +748,7 @@ impl Driver {
         taken
     }
 
-    /// Takes in one system call what waits at a socket of the address with this index.
+    /// Receives packets from the socket with this address index, using a single system call.
     fn receive_from(
         &mut self,
         fd: RawFd,
@@ -737,15 +757,15 @@ impl Driver {
     ) -> io::Result<usize> {
         let base = self.rx.as_mut_ptr();
         let mut iovecs: [libc::iovec; RX_SLOTS] = std::array::from_fn(|i| libc::iovec {
-            // SAFETY: within the buffer, which has room for every slot.
+            // SAFETY: the buffer has space for every slot, so this is in bounds.
             iov_base: unsafe { base.add(i * RX_BUFFER) }.cast(),
             iov_len: RX_BUFFER,
         });
         let headers = &mut *self.rx_headers;
         let slots = self.rx_slots;
         headers.receive_into(&mut iovecs[..slots]);
-        // SAFETY: every message points to an address, a vector, control space and a part of the
-        // receive buffer that is its own, all of which live until the call returns.
+        // SAFETY: every message points to an address, a vector, control space and a separate part
+        // of the receive buffer, which outlive the call.
         let got = check(unsafe {
             libc::recvmmsg(
                 fd,
@@ -768,19 +788,19 @@ impl Driver {
             let Some(src) = read_addr(&headers.names[i]) else {
                 continue;
             };
-            // What is left of it would fail its ICRC; the sender repeats it.
+            // The ICRC check would fail for truncated data. The sender will retransmit it.
             if header.msg_flags & libc::MSG_TRUNC != 0 {
                 self.counters.truncated += 1;
                 continue;
             }
-            // A router lowers the hop limit, so 255 shows that none has had the packet (RFC
-            // 5082).
+            // Routers decrement the hop limit, so a value of 255 indicates that the packet has not
+            // been forwarded (RFC 5082).
             if self.on_link && hop_limit(header) != Some(HOP_LIMIT.into()) {
                 self.counters.off_link += 1;
                 continue;
             }
             let segment = segment_size(header).unwrap_or(len);
-            // An empty datagram is no packet, and a train of length 0 cannot be cut.
+            // Ignore empty datagrams. We cannot split a train with a segment size of 0.
             if len > 0 && segment > 0 {
                 let bytes = &self.rx[i * RX_BUFFER..][..len];
                 handle(
@@ -795,7 +815,7 @@ impl Driver {
     }
 }
 
-/// Fields of a received IP header.
+/// Returns the IP header fields of a received message.
 fn ip_fields(header: &libc::msghdr, has_hop_limit: bool, gid_index: u8) -> IpFields {
     let hops = has_hop_limit.then(|| hop_limit(header)).flatten();
     IpFields {
@@ -805,15 +825,16 @@ fn ip_fields(header: &libc::msghdr, has_hop_limit: bool, gid_index: u8) -> IpFie
     }
 }
 
-/// Makes the sockets of workers that are processes, `1 << worker_bits` of them, which share the port
-/// of RoCEv2 at an address. Each takes little as long as no process has made a driver of it. They
-/// have to stay open together, since the kernel counts those that are.
+/// Creates `1 << worker_bits` sockets for worker processes which share the RoCEv2 port of an
+/// address. A socket uses few resources until a process creates a driver for it. All sockets must
+/// be kept open, since the kernel selects them by index.
 ///
 /// # Errors
-/// Those of `socket(2)` and `bind(2)`; `EADDRINUSE` where the port is in use, even if it is shared.
+/// Returns the errors of `socket(2)` and `bind(2)`. Fails with `EADDRINUSE` if the port is in use,
+/// even if it is shared.
 pub fn bind_group(addr: IpAddr, worker_bits: u8, requests: Requests) -> io::Result<Vec<OwnedFd>> {
     let local = SocketAddr::new(addr, ROCE_PORT);
-    // Sharing would let the sockets into any other group of this user's.
+    // If the port is shared, our sockets could become part of a different group of the same user.
     drop(bind_alone(local)?);
     let bind = || {
         let socket = bind_in_group(local, worker_bits, requests)?;
@@ -823,35 +844,35 @@ pub fn bind_group(addr: IpAddr, worker_bits: u8, requests: Requests) -> io::Resu
     (0..1u32 << worker_bits).map(|_| bind()).collect()
 }
 
-/// A socket that has the port for itself.
+/// Creates a socket with exclusive use of the port.
 fn bind_alone(local: SocketAddr) -> io::Result<Socket> {
     let socket = make_receiver(local)?;
     socket.bind(&local.into())?;
     Ok(socket)
 }
 
-/// A socket that shares the port with those of other workers.
+/// Creates a socket which shares the port with the sockets of other workers.
 fn bind_in_group(local: SocketAddr, worker_bits: u8, requests: Requests) -> io::Result<Socket> {
     let socket = make_receiver(local)?;
-    // The port is shared from the bind on, and the selector attached after it, when the group
-    // exists.
+    // The port must be shared before calling bind, but we can only attach the selector after that,
+    // when the group exists.
     socket.set_reuse_port(true)?;
     socket.bind(&local.into())?;
     attach_selector(&socket, worker_bits, requests)?;
     Ok(socket)
 }
 
-/// A socket that takes packets as RoCE senders make them, not bound yet.
+/// Creates an unbound socket that accepts packets from RoCE senders.
 fn make_receiver(local: SocketAddr) -> io::Result<Socket> {
     let socket = make_socket(local)?;
-    // IPv6 demands a UDP checksum, which RoCE senders leave out.
+    // By default, IPv6 requires a UDP checksum, but RoCE senders don't set it.
     if local.is_ipv6() {
         allow_no_checksum(&socket)?;
     }
     Ok(socket)
 }
 
-/// A socket that sends packets as the ICRC wants them, not bound yet.
+/// Creates an unbound socket that sends packets as required for the ICRC.
 fn make_socket(local: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(
         Domain::for_address(local),
@@ -866,11 +887,11 @@ fn make_socket(local: SocketAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Makes datagrams to multicast groups leave by the interface of the device's address. Their hop
-/// limit comes with each of them.
+/// Configures the socket to send multicast datagrams via the interface of the device address. The
+/// hop limit is set per datagram.
 fn prepare_groups(socket: &Socket, addr: IpAddr) {
     let set = match addr {
-        // The interface follows from the address that the socket is bound to.
+        // The interface is selected using the bound address.
         IpAddr::V4(_) => socket.set_multicast_ttl_v4(HOP_LIMIT.into()),
         IpAddr::V6(_) => socket
             .set_multicast_hops_v6(HOP_LIMIT.into())
@@ -880,17 +901,17 @@ fn prepare_groups(socket: &Socket, addr: IpAddr) {
             }),
     };
     if let Err(error) = set {
-        debug!(%error, "multicast datagrams leave as the system wishes");
+        debug!(%error, "cannot set multicast options, using system defaults");
     }
 }
 
-/// A socket that receives the datagrams of a multicast group.
+/// Creates a socket to receive the datagrams of a multicast group.
 fn open_group(group: IpAddr, own: IpAddr) -> io::Result<Socket> {
     let is_v6 = group.is_ipv6();
     let socket = make_socket(SocketAddr::new(group, ROCE_PORT))?;
     set_hop_limit(&socket, group.is_ipv6(), HOP_LIMIT, true)?;
     set_ecn(&socket, is_v6)?;
-    // Other devices of the host may join the group as well, and each has a copy.
+    // Other devices on this host can join the group as well, and each will get a copy.
     socket.set_reuse_address(true)?;
     only_own_groups(&socket, is_v6)?;
     match (group, own) {
@@ -902,7 +923,7 @@ fn open_group(group: IpAddr, own: IpAddr) -> io::Result<Socket> {
             allow_no_checksum(&socket)?;
             let no_interface = || io::Error::from_raw_os_error(libc::ENODEV);
             let index = interface_index(own).ok_or_else(no_interface)?;
-            // A group of the link's scope is bound to on an interface only.
+            // Binding to a link-local group requires an interface.
             let at = SocketAddrV6::new(group, ROCE_PORT, 0, index);
             socket.bind(&SocketAddr::from(at).into())?;
             socket.join_multicast_v6(&group, index)?;
@@ -912,11 +933,11 @@ fn open_group(group: IpAddr, own: IpAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// The sockets for messages to strangers and to silent peers, and their port. Nothing is received
-/// there.
+/// Creates the sockets for messages to strangers and unresponsive peers. Returns the sockets and
+/// their port. We don't receive anything on them.
 fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
-    // The first socket gets a port from the kernel and the others share it: the ICRC covers the
-    // port, so it must not depend on which socket has room.
+    // The kernel selects a port for the first socket, and the remaining sockets share it: the ICRC
+    // covers the source port, so the port must not depend on which socket has room.
     let mut local = SocketAddr::new(config.addr, 0);
     let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);
     for _ in 0..SILENT_SOCKETS + STRANGER_SOCKETS {
@@ -927,7 +948,7 @@ fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
             sockopt::SndBuf,
             STRANGER_BUFFER,
         );
-        // Nothing is read there, so as little as possible is kept.
+        // We never read from this socket, so use the minimum buffer size.
         socket.set_recv_buffer_size(1)?;
         socket.set_reuse_port(true)?;
         socket.bind(&local.into())?;
@@ -962,7 +983,7 @@ mod tests {
         .unwrap()
     }
 
-    /// The ECN codepoint of the next datagram.
+    /// Returns the ECN codepoint of the next datagram.
     fn next_ecn(socket: &UdpSocket) -> u8 {
         let (mut data, mut control) = ([0u8; 64], [0u64; 16]);
         let mut vector = libc::iovec {
@@ -975,7 +996,7 @@ mod tests {
         header.msg_iovlen = 1;
         header.msg_control = control.as_mut_ptr().cast();
         header.msg_controllen = size_of_val(&control) as _;
-        // SAFETY: what the header points to lives until the call returns.
+        // SAFETY: all pointers in the header outlive the call.
         let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, 0) };
         assert!(got > 0, "{}", io::Error::last_os_error());
         traffic_class(&header) & 0b11
@@ -1022,8 +1043,8 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_neighbour_of_another_address_holds_up_no_peer_of_the_first() {
-        // SAFETY: the network of this thread alone is unshared.
+    fn dead_neighbor_does_not_block_first_address() {
+        // SAFETY: this only unshares the network namespace of the current thread.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
             let why = io::Error::last_os_error().to_string();
             return skip("a network namespace", &why);
@@ -1073,7 +1094,7 @@ mod tests {
         let wait = Some(Duration::from_secs(10));
         peer.set_read_timeout(wait).unwrap();
         assert_eq!(peer.recv(&mut [0; 2048]).unwrap(), 1024);
-        // As long as the socket takes nothing, the next ones wait no longer.
+        // While the socket is full, further groups are not delayed again.
         assert!(driver.counters().strangers_dropped > 0);
         let dst = ([10, 9, 2, 77], ROCE_PORT).into();
         batch.begin(
@@ -1094,13 +1115,13 @@ mod tests {
     }
 
     #[test]
-    fn the_descriptor_shows_to_a_sleeper_what_came_in_and_that_a_batch_may_go_on() {
+    fn descriptor_signals_packets_and_free_send_buffer() {
         let mut driver = open("127.96.0.3");
         assert!(driver.arm());
         assert!(!is_readable(&driver));
         let sender = UdpSocket::bind(("127.96.0.4", 0)).unwrap();
         set_hop_limit(&sender, false, HOP_LIMIT, false).unwrap();
-        // More than one call takes.
+        // Send more than a single call can receive.
         for _ in 0..=RX_SLOTS {
             sender.send_to(&[0; 16], driver.local_addr()).unwrap();
         }
@@ -1123,10 +1144,10 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_cannot_be_watched_keeps_its_worker_awake() {
+    fn failed_watch_keeps_worker_awake() {
         let mut driver = open("127.96.0.5");
         assert!(driver.arm());
-        // Not a set of descriptors.
+        // This is not an epoll descriptor.
         driver.epoll = std::fs::File::open("/dev/null").unwrap().into();
         driver.receive(1, |_, _, _, _| {});
         assert_eq!(driver.unwatched.get(), 0, "it is awake");
@@ -1136,9 +1157,9 @@ mod tests {
     }
 
     #[test]
-    fn data_may_be_marked_and_marks_are_seen() {
+    fn ecn_marks_are_sent_and_received() {
         marks_pass("127.96.0.1", "127.96.0.2", false);
-        // There is one address only, and other tests may have it.
+        // There is only one address, and it may be used by other tests.
         let v6 = UdpSocket::bind(("::1", ROCE_PORT));
         if v6.is_ok() {
             drop(v6);

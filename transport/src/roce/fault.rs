@@ -1,31 +1,31 @@
-//! A bad wire: loses, repeats, spoils and reorders packets, by a seed.
+//! Fault injection: drops, duplicates, corrupts and reorders packets based on a seed.
 //!
-//! Packets go in with [`FaultInjector::handle_packet`] and come out of
-//! [`FaultInjector::poll_packet`]. A reordered packet is held back until some others have passed
-//! it, or until a time is up. With one seed and one sequence of inputs the outputs are the same.
+//! Packets are passed to [`FaultInjector::handle_packet`] and returned by
+//! [`FaultInjector::poll_packet`]. A reordered packet is delayed until some later packets have been
+//! returned, or until a timeout. The output is deterministic for a given seed and input.
 //!
-//! Bound: [`FaultConfig::reorder_depth`] packets are held back at most.
+//! Bound: up to [`FaultConfig::reorder_depth`] packets are delayed at a time.
 
 use std::collections::VecDeque;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-/// Faults of a wire. Rates are in packets of a million.
+/// Fault configuration. All rates are per million packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultConfig {
-    /// Seed of the random numbers.
+    /// Seed for the random number generator.
     pub seed: u64,
-    /// Packets lost, of a million.
+    /// Rate of dropped packets, per million.
     pub loss: u32,
-    /// Packets sent twice, of a million.
+    /// Rate of duplicated packets, per million.
     pub duplication: u32,
-    /// Packets with some bits flipped, of a million.
+    /// Rate of packets with bit errors, per million.
     pub corruption: u32,
-    /// Packets held back, of a million.
+    /// Rate of delayed packets, per million.
     pub reorder: u32,
-    /// By how many later packets a held-back one is overtaken at most.
+    /// Maximum number of later packets that can overtake a delayed packet.
     pub reorder_depth: u32,
-    /// Maximum time that a packet is held back.
+    /// Maximum delay of a packet.
     pub reorder_time: Duration,
 }
 
@@ -44,7 +44,7 @@ impl Default for FaultConfig {
 }
 
 impl FaultConfig {
-    /// The same with rates in percent.
+    /// Creates a configuration from rates in percent.
     #[must_use]
     pub fn percent(seed: u64, loss: f64, duplication: f64, corruption: f64, reorder: f64) -> Self {
         let rate = |p: f64| (p * 10_000.0).round().clamp(0.0, 1e6) as u32;
@@ -59,46 +59,47 @@ impl FaultConfig {
     }
 }
 
-/// Faults of the wire of a device, by direction. As text they are what `riser --inject` takes.
+/// Faults for each direction. The text format is used by `riser --inject`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoceFaults {
-    /// Faults of what we send.
+    /// Faults for sent packets.
     pub transmit: Option<FaultConfig>,
-    /// Faults of what we receive.
+    /// Faults for received packets.
     pub receive: Option<FaultConfig>,
 }
 
-/// Errors of the text of [`RoceFaults`]. Each names the part that is wrong.
+/// Error when parsing [`RoceFaults`]. Each error contains the invalid part of the text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FaultsError {
-    /// A part without a value.
+    /// Missing value.
     #[error("`{0}` is not KEY=VALUE")]
     NoValue(String),
-    /// A rate that is none.
+    /// Invalid percentage.
     #[error("`{0}` is not a percentage from 0 to 100")]
     Percentage(String),
-    /// A seed that is no number of 64 bits.
+    /// The seed is not a valid 64-bit number.
     #[error("`{0}` is not a number")]
     Seed(String),
-    /// A key that does not exist.
-    #[error("`{0}` is none of loss, duplication, corruption, reorder, seed")]
+    /// Unknown key.
+    #[error("`{0}` is not one of loss, duplication, corruption, reorder, seed")]
     Key(String),
 }
 
 impl FromStr for RoceFaults {
     type Err = FaultsError;
 
-    /// Reads `loss=2,reorder=5,seed=7`: rates in percent of the packets sent, and of those received.
+    /// Parses text like `loss=2,reorder=5,seed=7`. The rates are given in percent, and used for
+    /// both sent and received packets.
     ///
     /// # Errors
-    /// Those of [`FaultsError`].
+    /// See [`FaultsError`].
     fn from_str(text: &str) -> Result<Self, FaultsError> {
         let (mut loss, mut duplication, mut corruption, mut reorder) = (0.0, 0.0, 0.0, 0.0);
         let mut seed = 1_u64;
         for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
             let no_value = || FaultsError::NoValue(part.to_owned());
             let (key, value) = part.split_once('=').ok_or_else(no_value)?;
-            // NaN fails here, too: no range contains it.
+            // This also rejects NaN, since it is not in any range.
             let percent = || match value.trim_end_matches('%').parse::<f64>() {
                 Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
                 _ => Err(FaultsError::Percentage(value.to_owned())),
@@ -119,7 +120,8 @@ impl FromStr for RoceFaults {
             let config = FaultConfig::percent(seed, loss, duplication, corruption, reorder);
             Some(config)
         };
-        // Both ways, as a bad wire is; with different numbers, or both would lose the same packets.
+        // Use these faults in both directions, but with different seeds, since otherwise the same
+        // packets would be lost in both.
         Ok(Self {
             transmit: faults(seed),
             receive: faults(seed.wrapping_add(1)),
@@ -127,18 +129,18 @@ impl FromStr for RoceFaults {
     }
 }
 
-/// Counters of a faulty wire.
+/// Fault injection counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultCounters {
-    /// Packets that went in.
+    /// Packets passed in.
     pub packets: u64,
-    /// Number of lost packets.
+    /// Lost packets.
     pub lost: u64,
-    /// Number of repeated packets.
+    /// Duplicated packets.
     pub duplicated: u64,
-    /// Number of corrupted packets.
+    /// Corrupted packets.
     pub corrupted: u64,
-    /// Number of packets that were overtaken.
+    /// Packets that have been overtaken.
     pub reordered: u64,
 }
 
@@ -150,7 +152,8 @@ struct Held<T> {
     bytes: Vec<u8>,
 }
 
-/// The bad wire. `T` is what travels with a packet: an address, say.
+/// Injects faults into a stream of packets. `T` is additional data for each packet, e.g. an
+/// address.
 #[derive(Debug)]
 pub struct FaultInjector<T> {
     config: FaultConfig,
@@ -162,7 +165,7 @@ pub struct FaultInjector<T> {
 }
 
 impl<T: Clone> FaultInjector<T> {
-    /// A wire with these faults.
+    /// Creates a fault injector.
     #[must_use]
     pub fn new(config: FaultConfig) -> Self {
         Self {
@@ -175,13 +178,13 @@ impl<T: Clone> FaultInjector<T> {
         }
     }
 
-    /// Counters since the start.
+    /// Returns the counters since the injector was created.
     #[must_use]
     pub fn counters(&self) -> FaultCounters {
         self.counters
     }
 
-    /// Takes a packet in.
+    /// Passes a packet to the injector.
     pub fn handle_packet(&mut self, now: Instant, tag: T, mut bytes: Vec<u8>) {
         self.counters.packets += 1;
         if self.happens(self.config.loss) {
@@ -202,14 +205,15 @@ impl<T: Clone> FaultInjector<T> {
         self.pass(now, tag, bytes);
     }
 
-    /// Draws whether something befalls a packet, for `rate` of a million of them.
+    /// Randomly decides whether a fault with this rate (per million) should occur.
     fn happens(&mut self, rate: u32) -> bool {
         rate > 0 && self.random.u32(..1_000_000) < rate
     }
 
     fn pass(&mut self, now: Instant, tag: T, bytes: Vec<u8>) {
         let depth = u64::from(self.config.reorder_depth);
-        // Bounded by the depth, so that a rate of a million does not hold back everything.
+        // Limit this to the configured depth, so we don't delay all packets if the rate is one
+        // million.
         if (self.held.len() as u64) < depth && self.happens(self.config.reorder) {
             self.counters.reordered += 1;
             let by = 1 + self.random.u64(..depth);
@@ -223,7 +227,7 @@ impl<T: Clone> FaultInjector<T> {
         }
         self.passed += 1;
         self.ready.push_back((tag, bytes));
-        // Each packet that passes may be the one that a held-back one waited for.
+        // Each packet passed in may release delayed packets.
         self.release(|h, passed| h.release_after <= passed);
     }
 
@@ -239,16 +243,17 @@ impl<T: Clone> FaultInjector<T> {
         }
     }
 
-    /// The next packet that comes out.
+    /// Returns the next packet.
     pub fn poll_packet(&mut self, now: Instant) -> Option<(T, Vec<u8>)> {
-        // Time releases only where no packets do, which keeps the order a matter of the seed.
+        // We only release packets based on time if no other packets are ready, so that the order
+        // only depends on the seed.
         if self.ready.is_empty() {
             self.release(|h, _| h.release_at <= now);
         }
         self.ready.pop_front()
     }
 
-    /// Time at which a held-back packet comes out though no other passes.
+    /// Returns when a delayed packet will be released even if it isn't overtaken.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.held.iter().map(|h| h.release_at).min()
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_are_read_by_name() {
+    fn faults_are_parsed() {
         let got: RoceFaults = "loss=2,reorder=1.5%,dup=0,seed=9".parse().unwrap();
         let wanted = FaultConfig {
             seed: 9,
@@ -286,7 +291,7 @@ mod tests {
             ..FaultConfig::default()
         };
         assert_eq!(got.transmit, Some(wanted));
-        // The other way with another seed.
+        // The other direction uses a different seed.
         assert_eq!(got.receive, Some(FaultConfig { seed: 10, ..wanted }));
         let refused = |text: &str| text.parse::<RoceFaults>().unwrap_err().to_string();
         assert!(refused("loss").contains("KEY=VALUE"));
@@ -297,13 +302,13 @@ mod tests {
     }
 
     #[test]
-    fn a_good_wire_passes_everything_in_order() {
+    fn good_wire_preserves_order() {
         let (out, _) = run(FaultConfig::default(), 100);
         assert_eq!(out, (0..100).collect::<Vec<_>>());
     }
 
     #[test]
-    fn one_seed_gives_one_sequence_and_every_packet_is_accounted_for() {
+    fn seed_determines_faults() {
         let config = FaultConfig::percent(7, 10.0, 5.0, 5.0, 20.0);
         let (a, counters) = run(config, 10_000);
         assert_eq!(run(config, 10_000).0, a);
@@ -324,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_is_overtaken_by_no_more_than_the_depth() {
+    fn reordering_is_bounded_by_depth() {
         let config = FaultConfig {
             reorder: 300_000,
             reorder_depth: 4,
@@ -333,7 +338,7 @@ mod tests {
         let (out, _) = run(config, 1000);
         for (at, &tag) in out.iter().enumerate() {
             let overtaken_by = out[..at].iter().filter(|&&t| t > tag).count();
-            // Those held back at the same time may come out before it as well.
+            // Packets delayed at the same time can also be returned before it.
             assert!(overtaken_by <= 8, "{tag} at {at}");
         }
     }

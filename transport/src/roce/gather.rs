@@ -1,13 +1,13 @@
-//! The ICRC of payload that stays where it is.
+//! ICRC computation over payload in place.
 
 use riser_memory::MemSlice;
 
 use crate::wire::Icrc;
 
-/// Takes the bytes of a slice into an ICRC.
+/// Updates an ICRC with the bytes of a slice.
 ///
-/// A program that writes a buffer while the device sends it breaks the contract of every RDMA
-/// device; what it can spoil is the checksum of its own packet.
+/// An application must not write to a buffer while the device is sending it; this is true for all
+/// RDMA devices. If it does, only the checksum of this packet will be wrong.
 pub fn update_icrc(icrc: &mut Icrc, slice: &MemSlice) {
     slice.for_each_chunk(|bytes| icrc.update(bytes));
 }

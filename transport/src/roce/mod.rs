@@ -1,9 +1,10 @@
-//! The software NIC: RoCEv2 over an ordinary UDP socket.
+//! The software NIC: RoCEv2 over a standard UDP socket.
 //!
-//! [`Roce::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider),
-//! to be driven by the thread that owns it. It needs no privilege. Two programs on one host use two
-//! addresses, 127.0.0.1 and 127.0.0.2 say. The protocol itself is the [`nic::Nic`], which has no
-//! socket and no clock; [`crate::loopback`] drives the same device over a wire in memory.
+//! [`Roce::open`] opens a device using a local address. The device implements
+//! [`Provider`](crate::verbs::Provider) and must be driven by the thread that owns it. No
+//! privileges are required. Two programs on the same host need to use different addresses, e.g.
+//! 127.0.0.1 and 127.0.0.2. The protocol is implemented in [`nic::Nic`], which doesn't use a socket
+//! or a clock. [`crate::loopback`] uses the same device with an in-memory wire.
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
@@ -19,36 +20,37 @@
 //! let wait = Duration::from_secs(2);
 //! nic.resolve_addr(id, None, "127.0.0.1:5555".parse()?, wait)?;
 //! nic.resolve_route(id, wait)?;
-//! let init = init(&mut nic); // a protection domain, completion queues and the queues' depths
+//! let init = init(&mut nic); // protection domain, completion queues and queue depths
 //! let qp = nic.create_cm_qp(id, &init)?;
 //! nic.connect(id, &ConnParam::default())?;
 //! loop {
 //!     nic.progress(Instant::now());
 //!     match nic.poll_cm_event().map(|e| e.kind) {
-//!         Some(CmEventKind::Established { .. }) => break, // and post work to `qp`
+//!         Some(CmEventKind::Established { .. }) => break, // start posting work to `qp`
 //!         Some(CmEventKind::Rejected { reason, .. }) => panic!("refused: {reason}"),
-//!         _ => {} // nothing yet: nic.arm_fds(), and sleep on nic.event_fds() until nic.deadline()
+//!         _ => {} // call nic.arm_fds() and wait on nic.event_fds() until nic.deadline()
 //!     }
 //! }
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! RoCEv2 is neither encrypted nor authenticated: a host that can send packets with a peer's
-//! address can guess at its connections. Random queue pair numbers, PSNs and keys make guessing
-//! hard; a network that keeps strangers out makes it impossible.
+//! RoCEv2 does not provide encryption or authentication: a host that can send packets with a
+//! spoofed source address can attack connections of this peer by guessing. Random queue pair
+//! numbers, PSNs and keys make this hard, but only a network without untrusted hosts can prevent
+//! it.
 //!
-//! | module | what it is |
+//! | module | description |
 //! | --- | --- |
 //! | [`cq`] | completion queues |
 //! | [`srq`] | shared receive queues |
 //! | [`ud`] | datagram queue pairs |
 //! | [`nic`] | the device and its connection manager, without the socket |
-//! | [`batch`], [`gather`] | packets on their way out |
+//! | [`batch`], [`gather`] | outgoing packets |
 //! | [`driver`] | the UDP socket |
-//! | [`steer`] | which worker a datagram belongs to |
-//! | [`fault`] | a bad wire, by a seed |
-//! | [`pcap`] | captures |
+//! | [`steer`] | selects the worker for a datagram |
+//! | [`fault`] | fault injection based on a seed |
+//! | [`pcap`] | packet captures |
 
 pub mod batch;
 pub mod cq;

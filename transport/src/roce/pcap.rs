@@ -1,7 +1,7 @@
-//! Captures: packets as on the wire, in a classic pcap file of link type "raw IP".
+//! Packet captures in the classic pcap file format with link type "raw IP".
 //!
-//! A UDP socket sees neither IP nor UDP headers, so they are made up here as the peer's kernel
-//! would send them: with the known (or recovered) identification, DF, and real checksums.
+//! IP and UDP headers are not available from a UDP socket, so we generate them as the sending
+//! kernel would: using the known (or recovered) identification, the DF flag, and valid checksums.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::verbs::{NetworkHeader, RouteHeader};
 
-/// Magic number of captures with nanoseconds, in the writer's byte order.
+/// Magic number of a capture with nanosecond timestamps in native byte order.
 const MAGIC_NANOSECONDS: u32 = 0xa1b2_3c4d;
-/// Link type of packets that begin with an IP header.
+/// Link type for packets that start with an IP header.
 const LINKTYPE_RAW: u32 = 101;
 const SNAP_LEN: u32 = 0x4_0000;
 
-/// Writer of a capture in pcap format.
+/// Writes packets to a pcap file.
 pub struct PcapWriter<W: Write> {
     out: W,
     start: Instant,
@@ -32,10 +32,10 @@ impl<W: Write> std::fmt::Debug for PcapWriter<W> {
 }
 
 impl PcapWriter<BufWriter<File>> {
-    /// Creates a capture file, replacing one that exists.
+    /// Creates a capture file. An existing file will be replaced.
     ///
     /// # Errors
-    /// The errors of creating and writing the file.
+    /// Returns an error if the file can't be created or written.
     pub fn create(path: &Path) -> io::Result<Self> {
         let wall = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -45,10 +45,10 @@ impl PcapWriter<BufWriter<File>> {
 }
 
 impl<W: Write> PcapWriter<W> {
-    /// Begins a capture; `start` is the instant that `wall`, time since 1970, stands for.
+    /// Starts a capture. `start` is the instant corresponding to `wall`, the time since 1970.
     ///
     /// # Errors
-    /// The errors of writing.
+    /// Returns write errors.
     pub fn new(mut out: W, start: Instant, wall: Duration) -> io::Result<Self> {
         let mut head = Vec::with_capacity(24);
         head.extend_from_slice(&MAGIC_NANOSECONDS.to_ne_bytes());
@@ -66,10 +66,10 @@ impl<W: Write> PcapWriter<W> {
         })
     }
 
-    /// Adds a packet: the UDP payload, its addresses, and its IPv4 identification.
+    /// Writes a packet, given its UDP payload, addresses and IPv4 identification.
     ///
     /// # Errors
-    /// The errors of writing.
+    /// Returns write errors.
     pub fn write(
         &mut self,
         now: Instant,
@@ -80,7 +80,7 @@ impl<W: Write> PcapWriter<W> {
     ) -> io::Result<()> {
         self.scratch.clear();
         frame(&mut self.scratch, src, dst, ip_id, payload);
-        // Instants have no date: it is counted from the one at the start.
+        // An `Instant` doesn't contain a date, so compute it from the start time.
         let time = self.wall + now.saturating_duration_since(self.start);
         let mut head = [0; 16];
         head[..4].copy_from_slice(&(time.as_secs() as u32).to_ne_bytes());
@@ -92,10 +92,10 @@ impl<W: Write> PcapWriter<W> {
         self.out.write_all(&self.scratch)
     }
 
-    /// Brings everything written so far to the file.
+    /// Flushes all buffered data to the file.
     ///
     /// # Errors
-    /// The errors of writing.
+    /// Returns write errors.
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
@@ -103,12 +103,12 @@ impl<W: Write> PcapWriter<W> {
 
 impl<W: Write> Drop for PcapWriter<W> {
     fn drop(&mut self) {
-        // A capture cut short is still a capture; there is no caller left to report to.
+        // A truncated capture is still useful, and there is no caller to return an error to.
         let _ = self.out.flush();
     }
 }
 
-/// Ones' complement sum of big-endian words; an odd last byte is padded with zero.
+/// Returns the ones' complement sum of big-endian words. An odd last byte is padded with zero.
 fn sum(bytes: &[u8]) -> u32 {
     bytes
         .chunks(2)
@@ -129,7 +129,7 @@ fn checksum(parts: u32) -> u16 {
 
 fn frame(out: &mut Vec<u8>, src: SocketAddr, dst: SocketAddr, ip_id: u16, payload: &[u8]) {
     let udp_len = (payload.len() + 8) as u16;
-    // As the peer's kernel would send it.
+    // The sending kernel would use these values.
     let route = RouteHeader {
         source: src.ip(),
         destination: dst.ip(),
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_packet_has_the_headers_that_a_kernel_would_send() {
+    fn capture_contains_valid_headers() {
         let now = Instant::now();
         let mut out = Vec::new();
         {
@@ -185,7 +185,7 @@ mod tests {
             ]
         );
         assert_eq!(packet[20..26], [0xc0, 0, 0x12, 0xb7, 0, 12]);
-        // The checksum over pseudo header and datagram comes out as all ones.
+        // A valid checksum over the pseudo header and the datagram results in all ones.
         let pseudo = sum(&packet[12..20]) + 17 + 12 + sum(&packet[20..]);
         assert_eq!(checksum(pseudo), 0);
     }

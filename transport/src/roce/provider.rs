@@ -1,4 +1,4 @@
-//! The provider: a device and its socket.
+//! The provider: a device and the socket.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -23,85 +23,89 @@ use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, VerbsError};
 use crate::wire::mad::MadClass;
 use crate::wire::{IcrcFlow, Mad, Qpn, ROCE_PORT, is_link_local};
 
-/// Bytes of IP and UDP headers.
+/// Size of the IP and UDP headers in bytes.
 const HEADERS_V4: u32 = 28;
 const HEADERS_V6: u32 = 48;
 
-/// Interval at which the interface is looked at while there are packets.
+/// How often to check the interface while packets are received.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shortest time between two system calls for notices of the address after sleeps.
+/// Minimum time between two system calls that check for address changes after a sleep.
 const NOTICE_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Trains taken in by one call of `progress`.
+/// Max number of trains received by a single call to `progress`.
 const RX_LIMIT: usize = 32;
-/// Bytes collected before they are sent.
+/// Number of bytes to collect before sending them.
 const TX_BUDGET: usize = 256 << 10;
-/// Batches sent by one call of `progress`.
+/// Max number of batches sent by a single call to `progress`.
 const TX_BATCHES: usize = 8;
-/// Most addresses of a device.
+/// Max number of device addresses.
 const MAX_ADDRS: usize = 16;
-/// Datagrams of other workers that wait to be forwarded.
+/// Max number of datagrams waiting to be forwarded to other workers.
 const MAX_FORWARDED: usize = 1024;
 
-/// Bounds of the bytes that a queue pair has on the way, however many others its peer has.
+/// Lower and upper bound for the number of in-flight bytes of a QP, regardless of how many other
+/// QPs use the same peer.
 const INFLIGHT_MIN: usize = 64 << 10;
 const INFLIGHT_MAX: usize = 1 << 20;
 
-/// Most bytes that the queue pairs with one peer have on the way together, as long as that is more
-/// than each one's [`INFLIGHT_MAX`]. At [`packet_cost`](crate::rc::packet_cost) they are 481
-/// packets of 4096 bytes: fourteen commands of 128 KiB, or what a receiver takes half a millisecond
-/// to take in. More would make no transfer faster, but keep other peers of the receiver waiting
-/// behind it, and push what waits out of its cache.
+/// Max number of in-flight bytes for all QPs with the same peer, as long as this is more than
+/// [`INFLIGHT_MAX`] for each of them. Based on [`packet_cost`](crate::rc::packet_cost), this is 481
+/// packets of 4096 bytes: fourteen commands of 128 KiB, or as much as a receiver can process in
+/// half a millisecond. A higher value would not improve throughput, but it would delay other peers
+/// of this receiver, and evict queued packets from its cache.
 const PEER_INFLIGHT_MAX: usize = 4 << 20;
 
-/// Configuration of a device.
+/// Device configuration.
 #[derive(Clone, Debug)]
 pub struct RoceConfig {
-    /// Its address: one of this host's.
+    /// Local address of the device.
     pub addr: IpAddr,
-    /// Further addresses of this host, for paths of connections ([`NicConfig::other_addrs`]), 15 at
-    /// most. Only a device of one worker, or one whose workers' sockets are of one process, has
-    /// them.
+    /// Additional local addresses used for connection paths ([`NicConfig::other_addrs`]), up to 15.
+    /// This is only supported for devices with a single worker, or if all workers are in the same
+    /// process.
     pub other_addrs: Vec<IpAddr>,
-    /// Largest path MTU of new connections. `None` sets no limit beside what the address's
-    /// interface carries, which the device follows. A connection keeps the path MTU that it was
-    /// made with: where the interface carries less from then on, its long packets are dropped, it
-    /// ends with [`WcStatus::RetryExcErr`](crate::verbs::WcStatus::RetryExcErr), and the next one
-    /// is made with a smaller path MTU.
+    /// Maximum path MTU for new connections. If `None`, the only limit is the current MTU of the
+    /// interface. The path MTU of a connection can't be changed after it has been established: if
+    /// the interface MTU is lowered, its large packets will be dropped and the connection fails
+    /// with [`WcStatus::RetryExcErr`](crate::verbs::WcStatus::RetryExcErr). The next connection
+    /// will then use a smaller path MTU.
     pub mtu: Option<Mtu>,
-    /// Number of the worker.
+    /// Worker index.
     pub worker_index: u32,
-    /// Bits that name a worker: 0 for a device of one worker.
+    /// Number of bits used to identify a worker; 0 for a device with a single worker.
     pub worker_bits: u8,
-    /// Worker that gets the requests for connections.
+    /// Worker that handles connection requests.
     pub requests: Requests,
-    /// Most bytes that a queue pair has on the way; `None` takes what suits the socket's buffer.
+    /// Max number of in-flight bytes per QP. If `None`, the value is based on the size of the
+    /// socket buffer.
     pub max_inflight_bytes: Option<u32>,
-    /// Bytes of socket buffer to ask for.
+    /// Requested socket buffer size in bytes.
     pub socket_buffer: usize,
-    /// Limits on the objects of the device.
+    /// Limits for device objects.
     pub limits: NicLimits,
-    /// Packets to lose, repeat, spoil and reorder, for tests.
+    /// Faults to inject for testing.
     pub faults: RoceFaults,
-    /// A file to capture every packet to.
+    /// File to write a packet capture to.
     pub capture: Option<PathBuf>,
-    /// To be removed with the interface that has the address: from then on everything on the device
-    /// fails ([`AsyncEvent::DeviceFatal`](crate::verbs::AsyncEvent::DeviceFatal)), and another one
-    /// can be opened. Otherwise the port is down until an interface has the address again.
+    /// Set this to remove the device if the interface with its address is removed: everything on
+    /// the device will then fail
+    /// ([`AsyncEvent::DeviceFatal`](crate::verbs::AsyncEvent::DeviceFatal)), and a new device can
+    /// be opened. Otherwise, the port is down until the address is assigned to an interface again.
     pub is_removable: bool,
-    /// To send packets one by one even where the kernel segments.
+    /// Send packets individually even if the kernel supports segmentation.
     pub no_segmentation: bool,
-    /// To take only packets that no router has forwarded, which arrive with hop limit 255 (RFC
-    /// 5082): no host beyond a router can then send in a peer's name. Every peer must send with
-    /// that hop limit, as this provider does; Linux does where its route says so.
+    /// Only accept packets that have not been forwarded by a router, i.e. with a hop limit of 255
+    /// (RFC 5082), to prevent spoofing by hosts behind a router. All peers must use this hop limit
+    /// for sending, as this provider does. On Linux, it can be set using a route.
     pub on_link: bool,
-    /// From where all random numbers come; `None` asks the operating system.
+    /// Seed for all random numbers. If `None`, we use random data from the operating system.
     pub seed: Option<[u8; 32]>,
 }
 
 impl RoceConfig {
-    /// A device of one worker at `addr`, everything else by default.
+    /// Creates a configuration for a device with a single worker at `addr`, using default values
+    /// for everything else.
     #[must_use]
     pub fn new(addr: IpAddr) -> Self {
         Self {
@@ -124,24 +128,24 @@ impl RoceConfig {
     }
 }
 
-/// A datagram that belongs to another worker.
+/// A datagram received by the wrong worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForwardedPacket {
-    /// Number of the worker that it is for.
+    /// Index of the worker that should handle the datagram.
     pub worker: u32,
-    /// Address of its sender.
+    /// Source address.
     pub src: SocketAddr,
-    /// Fields of its IP header.
+    /// IP header fields.
     pub ip: IpFields,
-    /// Bytes of the datagram.
+    /// Data of the datagram.
     pub bytes: Vec<u8>,
 }
 
-/// What a received packet came with.
+/// Metadata of a received packet.
 #[derive(Clone, Copy, Debug)]
 struct Arrival {
     src: SocketAddr,
-    /// The multicast group that it was sent to.
+    /// Multicast group the packet was sent to, if any.
     group: Option<IpAddr>,
     ip: IpFields,
 }
@@ -156,17 +160,17 @@ pub struct Roce {
     capture: Option<PcapWriter<BufWriter<File>>>,
     requests: Requests,
     forwarded: VecDeque<ForwardedPacket>,
-    /// Packets that came out of the faulty wire.
+    /// Packets returned by the fault injector.
     spoilt: TxBatch,
-    /// The configured limit of the path MTU.
+    /// Configured limit for the path MTU.
     mtu_limit: Option<Mtu>,
-    /// The address; `None` where the system does not let it be followed.
+    /// Monitors the address; `None` if not supported by the system.
     watch: Option<AddressWatch>,
-    /// Time at which the interface is looked at next.
+    /// When to check the interface again.
     look_at: Instant,
-    /// Time from which notices are taken after a sleep that no packet has ended.
+    /// When to start checking for address changes after a sleep which was not ended by a packet.
     notices_at: Instant,
-    /// The owner has armed the descriptors since packets were taken in last.
+    /// Set if the owner has armed the descriptors since the last receive.
     has_slept: bool,
     is_removable: bool,
 }
@@ -184,26 +188,27 @@ delegate_to_nic!(Roce, tick);
 delegate_counters_to_nic!(Roce);
 
 impl Roce {
-    /// Opens a device. The sockets of several workers must be opened in the order of their indices,
-    /// before any traffic; they may then move to their threads.
+    /// Opens a device. If there are multiple workers, their sockets must be opened in the order of
+    /// the worker index, before there is any traffic. After that, they can be moved to their
+    /// threads.
     ///
     /// # Errors
-    /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address, which needs an interface that
-    /// neither this configuration nor a GID names, and those of the socket (`EADDRNOTAVAIL` for an
-    /// address that is not ours, `EADDRINUSE` for one that has a device already), of the capture
-    /// file, and [`io::ErrorKind::InvalidInput`] for an interface that carries no RoCE packet or a
-    /// worker that does not exist.
+    /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address, since neither this
+    /// configuration nor a GID can contain the required interface. [`io::ErrorKind::InvalidInput`]
+    /// if the interface MTU is too small for RoCE packets or the worker index is out of range. This
+    /// will also return the errors of the capture file and the socket, e.g. `EADDRNOTAVAIL` if this
+    /// is not a local address or `EADDRINUSE` if it is used by another device.
     pub fn open(config: &RoceConfig) -> io::Result<Self> {
         Self::open_by(config, Driver::open)
     }
 
-    /// Opens a device on the socket of its worker's index, of those that [`bind_group`] has made.
-    /// Datagrams of other workers that come to it nevertheless are in [`Roce::poll_forwarded`].
+    /// Opens a device using the socket created by [`bind_group`] for this worker index. If a
+    /// datagram for another worker is received, it will be returned by [`Roce::poll_forwarded`].
     ///
     /// [`bind_group`]: super::driver::bind_group
     ///
     /// # Errors
-    /// As [`Roce::open`].
+    /// See [`Roce::open`].
     pub fn open_shared(config: &RoceConfig, socket: OwnedFd) -> io::Result<Self> {
         Self::open_by(config, |driver| Driver::on_shared(driver, socket))
     }
@@ -212,19 +217,22 @@ impl Roce {
         config: &RoceConfig,
         open: impl FnOnce(&DriverConfig) -> io::Result<Driver>,
     ) -> io::Result<Self> {
-        // Shifts are checked, since the configuration may name any number of bits.
+        // Use checked shifts since the configuration can contain any number of bits.
         let workers = 1u32.checked_shl(config.worker_bits.into()).unwrap_or(0);
         if u32::from(config.worker_bits) > MAX_WORKER_BITS || config.worker_index >= workers {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("no worker {} of {workers}", config.worker_index),
+                format!(
+                    "invalid worker index {}: the device has {workers} workers",
+                    config.worker_index
+                ),
             ));
         }
         let addrs: Vec<IpAddr> = [config.addr]
             .into_iter()
             .chain(config.other_addrs.iter().copied())
             .collect();
-        // Neither a GID nor this configuration can say on which interface such an address is.
+        // Neither a GID nor this configuration can specify the interface for this address.
         if let Some(addr) = addrs.iter().find(|addr| is_link_local(**addr)) {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
@@ -234,7 +242,7 @@ impl Roce {
         if addrs.len() > MAX_ADDRS {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("a device has {MAX_ADDRS} addresses at most"),
+                format!("too many addresses: the limit is {MAX_ADDRS}"),
             ));
         }
         let has_tx_faults = config.faults.transmit.is_some();
@@ -243,7 +251,8 @@ impl Roce {
             other_addrs: config.other_addrs.clone(),
             worker_bits: config.worker_bits,
             socket_buffer: config.socket_buffer,
-            // A lost packet in the middle of a segmented send would change the numbers of the rest.
+            // If a packet in the middle of a segmented send were dropped, the index of the
+            // following packets would change.
             no_segmentation: config.no_segmentation || has_tx_faults,
             on_link: config.on_link,
         })?;
@@ -251,7 +260,7 @@ impl Roce {
         let limits = carried?.into_iter().chain([config.mtu]);
         let mtu = limits.flatten().min();
         let mtu = mtu.unwrap_or(Mtu::Mtu1024);
-        // Secret: queue-pair numbers, PSNs, keys and ids of the CM follow from it.
+        // This must be kept secret, since QP numbers, PSNs, keys and CM ids are derived from it.
         let mut seed = config.seed.unwrap_or_default();
         if config.seed.is_none() {
             getrandom::fill(&mut seed).map_err(io::Error::other)?;
@@ -282,7 +291,7 @@ impl Roce {
         let watch = AddressWatch::open(config.addr)
             .and_then(|watch| driver.watch_beside(watch.fd()).map(|()| watch));
         let watch = watch.inspect_err(|error| {
-            info!(addr = %config.addr, %error, "the state of the port cannot be followed");
+            info!(addr = %config.addr, %error, "cannot monitor the port state");
         });
         let watch = watch.ok();
         if watch
@@ -290,10 +299,10 @@ impl Roce {
             .is_some_and(|w| w.state() == AddressState::Down)
         {
             nic.set_port_state(PortState::Down);
-            // It was never up.
+            // The port has never been up, so these events can be ignored.
             while nic.poll_async_event().is_some() {}
         }
-        // A faulty wire gets all packets.
+        // A fault injector needs to see all packets.
         if !has_tx_faults && config.faults.receive.is_none() {
             nic.keep_own_packets(driver.max_segments());
         }
@@ -336,7 +345,8 @@ impl Roce {
         joined.map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(libc::EIO)))
     }
 
-    /// Takes over whether an interface has the address, and its link is up.
+    /// Updates the port state depending on whether an interface has this address and its link is
+    /// up.
     fn follow_address(&mut self) {
         let Some(watch) = &mut self.watch else {
             return;
@@ -348,10 +358,12 @@ impl Roce {
         let (addr, state) = (self.nic.local_addr().ip(), watch.state());
         let is_there = |state| matches!(state, AddressState::Up | AddressState::Down);
         match state {
-            AddressState::Up => info!(%addr, "the port is active"),
-            AddressState::Down => warn!(%addr, "the port is down: its link is"),
-            AddressState::Absent => warn!(%addr, "the port is down: no interface has its address"),
-            AddressState::Gone => warn!(%addr, "the port is down: its interface is gone"),
+            AddressState::Up => info!(%addr, "port is active"),
+            AddressState::Down => warn!(%addr, "port is down: no link"),
+            AddressState::Absent => {
+                warn!(%addr, "port is down: address not assigned to any interface");
+            }
+            AddressState::Gone => warn!(%addr, "port is down: interface was removed"),
         }
         if is_there(before) != is_there(state) {
             self.nic.note_gid_change();
@@ -365,32 +377,32 @@ impl Roce {
         }
     }
 
-    /// Ends the device.
+    /// Removes the device.
     fn remove(&mut self) {
         let addr = self.nic.local_addr().ip();
-        warn!(%addr, "the device is removed");
+        warn!(%addr, "device was removed");
         self.nic.remove();
         self.watch = None;
         self.batch.clear();
         self.spoilt.clear();
         self.forwarded.clear();
         if let Err(error) = self.driver.close() {
-            warn!(%addr, %error, "the sockets of a device that is removed stay open");
+            warn!(%addr, %error, "cannot close the sockets of a removed device");
         }
     }
 
-    /// Whether it was removed.
+    /// Returns whether the device has been removed.
     #[must_use]
     pub fn is_removed(&self) -> bool {
         self.nic.check_present().is_err()
     }
 
-    /// Takes over what the interface carries now. While it is unknown, because the interface is
-    /// gone or carries no RoCE packet, the device stays as it is.
+    /// Updates the path MTU limit from the current interface MTU. If this is unknown, because the
+    /// interface was removed or is too small for RoCE packets, the device keeps its current limit.
     fn follow_mtu(&mut self) {
         let addr = self.nic.local_addr().ip();
         let before = self.nic.config().mtu;
-        // Each connection may migrate to any of them.
+        // A connection can migrate to any of these addresses.
         let addrs = self.nic.local_addrs().iter();
         let carried = addrs.map(|addr| carried_mtu(addr.ip()).ok().flatten());
         let least = carried.reduce(|a, b| a.zip(b).map(|(a, b)| a.min(b)));
@@ -401,47 +413,47 @@ impl Roce {
         self.nic.set_mtu(mtu);
         let (mtu, before_bytes) = (mtu.bytes(), before.bytes());
         if mtu < before_bytes {
-            warn!(%addr, mtu, before = before_bytes, "the interface carries less than before: \
-                connections with a larger path MTU will time out and have to be made again");
+            warn!(%addr, mtu, before = before_bytes, "interface MTU was lowered: \
+                connections with a larger path MTU will time out and must be re-established");
         } else if mtu > before_bytes {
-            info!(%addr, mtu, before = before_bytes, "the interface carries more than before");
+            info!(%addr, mtu, before = before_bytes, "interface MTU was raised");
         }
     }
 
-    /// As [`Nic::register_agent`].
+    /// See [`Nic::register_agent`].
     ///
     /// # Errors
-    /// Those of [`Nic::register_agent`].
+    /// See [`Nic::register_agent`].
     pub fn register_agent(&mut self, class: MadClass) -> Result<(), VerbsError> {
         self.nic.register_agent(class)
     }
 
-    /// As [`Nic::send_mad`].
+    /// See [`Nic::send_mad`].
     ///
     /// # Errors
-    /// Those of [`Nic::send_mad`].
+    /// See [`Nic::send_mad`].
     pub fn send_mad(&mut self, to: IpAddr, mad: &Mad) -> Result<(), VerbsError> {
         self.nic.send_mad(to, mad)
     }
 
-    /// As [`Nic::poll_mad`].
+    /// See [`Nic::poll_mad`].
     pub fn poll_mad(&mut self) -> Option<(IpAddr, Mad)> {
         self.nic.poll_mad()
     }
 
-    /// Its address and the port of RoCEv2.
+    /// Returns the device address with the RoCEv2 port.
     #[must_use]
     pub fn socket_addr(&self) -> SocketAddr {
         self.nic.local_addr()
     }
 
-    /// Counters of the socket.
+    /// Returns the socket counters.
     #[must_use]
     pub fn driver_counters(&self) -> DriverCounters {
         self.driver.counters()
     }
 
-    /// Counters of the faulty wire, sending and receiving.
+    /// Returns the fault injection counters for sent and received packets.
     #[must_use]
     pub fn fault_counters(&self) -> (FaultCounters, FaultCounters) {
         (
@@ -454,31 +466,33 @@ impl Roce {
         )
     }
 
-    /// Time of the device's clock, in nanoseconds, as timed completions have it.
+    /// Returns the device clock in nanoseconds, as used for timestamps of completions.
     pub fn device_time(&mut self, now: Instant) -> u64 {
         self.nic.set_now(now);
         self.nic.clock().0
     }
 
-    /// The memory region whose id has an index.
+    /// Returns the memory region with this index in its id.
     #[must_use]
     pub fn mr_at(&self, index: u32) -> Option<MrId> {
         self.nic.mr_at(index)
     }
 
-    /// Takes back the newest `count` sends of a queue pair, which have just been posted: so a list is
-    /// posted whole or not at all. Between the posts and this nothing else of the device may have
-    /// been called. A queue pair in ERROR has completed them, and keeps that.
+    /// Removes the last `count` sends which have just been posted to a QP. This is used to ensure
+    /// that either all requests of a list are posted or none of them. Nothing else can be called on
+    /// the device in between. If the QP is in the ERROR state, the requests have already completed,
+    /// and this has no effect.
     pub fn unpost_send(&mut self, qp: QpId, count: usize) {
         self.nic.unpost_send(qp, count);
     }
 
-    /// The next datagram that belongs to another worker, for its [`Roce::handle_forwarded`].
+    /// Returns the next datagram for another worker, which should pass it to
+    /// [`Roce::handle_forwarded`].
     pub fn poll_forwarded(&mut self) -> Option<ForwardedPacket> {
         self.forwarded.pop_front()
     }
 
-    /// Takes in a datagram that another worker received.
+    /// Handles a datagram received by another worker.
     pub fn handle_forwarded(&mut self, now: Instant, packet: &ForwardedPacket) {
         if self.is_removed() {
             return;
@@ -486,7 +500,7 @@ impl Roce {
         let (src, ip, bytes) = (packet.src, packet.ip, &packet.bytes[..]);
         capture_received(&mut self.capture, now, src, self.nic.local_addr(), bytes);
         match &mut self.rx_faults {
-            // It comes out with what is received next.
+            // The packet will be returned with the next received packets.
             Some(f) => {
                 let group = None;
                 f.handle_packet(now, Arrival { src, group, ip }, bytes.to_vec());
@@ -495,28 +509,28 @@ impl Roce {
         }
     }
 
-    /// Every descriptor of the device's, for a process that has inherited them by `fork`: it must
-    /// not use them, since its parent does.
+    /// Returns all descriptors of the device. If a process has inherited them from `fork`, it must
+    /// not use them, since they are used by its parent.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let watch = self.watch.as_ref().map(AddressWatch::fd);
         self.driver.descriptors().chain(watch)
     }
 
-    /// Destroys all identifiers of connections and sends what waits to be sent, for a process that
-    /// ends: peers get the end of each connection, as from a kernel that cleans up after a process,
-    /// and not by a timeout.
+    /// Destroys all connection ids and sends all pending packets. This should be called before a
+    /// process exits, so that peers are notified of each closed connection instead of having to
+    /// wait for a timeout. A kernel does the same when it cleans up a process.
     pub fn end_connections(&mut self, now: Instant) {
         self.nic.set_now(now);
         self.nic.destroy_ids();
         self.transmit(now);
     }
 
-    /// Brings everything captured so far to the file.
+    /// Flushes all captured packets to the file.
     pub fn flush_capture(&mut self) {
         if let Some(capture) = &mut self.capture
             && let Err(e) = capture.flush()
         {
-            warn!(%e, "cannot write the capture, which ends here");
+            warn!(%e, "cannot write the capture file, capturing stopped");
             self.capture = None;
         }
     }
@@ -528,18 +542,18 @@ impl Roce {
         let requests = self.requests;
         let is_plain = capture.is_none() && faults.is_none();
         let is_ours = |packet: &[u8]| steer(packet, bits, requests).is_none_or(|to| to == worker);
-        // One system call.
+        // This makes a single system call.
         let taken = self.driver.receive(1, |src, segment, bytes, ip| {
-            // The common case hands whole trains on. The kernel has chosen the worker by the
-            // first packet.
+            // In the common case, handle an entire train at once. The kernel has selected the
+            // worker based on the first packet only.
             if is_plain && (bits == 0 || bytes.chunks(segment).all(is_ours)) {
                 nic.handle_train(now, src, segment, bytes, ip);
                 return;
             }
             for packet in bytes.chunks(segment) {
                 if let Some(to) = steer(packet, bits, requests).filter(|&to| to != worker) {
-                    // Bounded: workers that are busy elsewhere lose packets, as a full socket
-                    // would.
+                    // This is bounded: if the other worker is busy, the packets are lost, as with a
+                    // full socket.
                     if forwarded.len() < MAX_FORWARDED {
                         forwarded.push_back(ForwardedPacket {
                             worker: to,
@@ -584,15 +598,15 @@ impl Roce {
         taken
     }
 
-    /// Sends what has been posted, as [`Provider::progress`] does, but takes nothing in: for a caller
-    /// that posts and may not come back soon. Answers how many packets left.
+    /// Sends posted work like [`Provider::progress`], but does not receive. This is useful if the
+    /// caller may not call the device again soon. Returns the number of packets sent.
     pub fn transmit(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
         if self.is_removed() {
             return 0;
         }
         let mut sent = 0;
-        // A bounded number of batches, so that receiving has its turn.
+        // Limit the number of batches, so that we also get to receive packets.
         for _ in 0..TX_BATCHES {
             if self.tx_faults.is_some() {
                 let n = self.transmit_spoilt(now);
@@ -602,7 +616,7 @@ impl Roce {
                 }
                 continue;
             }
-            // What was left by a full socket goes before anything new.
+            // If the socket was full, send the remaining packets first.
             if self.batch.is_empty() {
                 sent += self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
                 let own = self.receive_own(now);
@@ -618,16 +632,16 @@ impl Roce {
         sent
     }
 
-    /// Takes in what was sent to the device's own address, which no socket sees.
+    /// Receives packets sent to the local device address, which don't use a socket.
     fn receive_own(&mut self, now: Instant) -> usize {
-        // Captured once, although it is sent and received.
+        // These packets are both sent and received, but we should only capture them once.
         if let Some(own) = self.nic.own_packets() {
             capture_sent(&mut self.capture, now, &self.nic, own);
         }
         self.nic.receive_own(now)
     }
 
-    /// Sends through the bad wire.
+    /// Sends packets using the fault injector.
     fn transmit_spoilt(&mut self, now: Instant) -> usize {
         let Some(faults) = &mut self.tx_faults else {
             return 0;
@@ -650,7 +664,7 @@ impl Roce {
         }
         capture_sent(&mut self.capture, now, &self.nic, &self.spoilt);
         if !self.spoilt.is_empty() {
-            // What does not go out now goes out first the next time.
+            // If we cannot send all packets now, the next call will continue with the rest.
             self.driver.send(now, &mut self.spoilt);
         }
         n
@@ -660,7 +674,7 @@ impl Roce {
 impl Provider for Roce {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
-        // Now and then only: these are system calls that the data path does not need.
+        // Don't do this each time, because these system calls aren't needed by the data path.
         if now >= self.look_at {
             self.look_at = now + LOOK_INTERVAL;
             self.follow_mtu();
@@ -675,37 +689,40 @@ impl Provider for Roce {
                 self.driver.leave(group);
             }
         }
-        // Sending comes first: what the user posted in answer to the last call's completions leaves
-        // together with the acknowledgements of that call, in one system call.
+        // Send first: if the application has posted work based on the completions of the last call,
+        // it is sent with the acknowledgements of that call, using a single system call.
         let mut sent = self.transmit(now);
         let mut received = self.receive(now);
         while self.driver.has_more() && received < RX_LIMIT {
-            // Between two system calls, since the windows of busy peers wait for acknowledgements.
-            // Not after the last one: what the user posts next then takes them along.
+            // Send between two receive system calls, because busy peers may be waiting for
+            // acknowledgements to open their window. After the last one, we can wait, so the
+            // acknowledgements are sent with the work posted next by the application.
             sent += self.transmit(now);
             received += self.receive(now);
         }
-        // What has ended the sleep, where no packet has. Other things end it too, such as requests by
-        // TCP, so not each time; a notice that waits ends each sleep until it is taken.
+        // If we were not woken by a packet, check if there is a notification. We could also have
+        // been woken by something else, such as a TCP request, so don't check each time. An unread
+        // notification will wake us again until it is read.
         if std::mem::take(&mut self.has_slept) && received == 0 && now >= self.notices_at {
             self.notices_at = now + NOTICE_INTERVAL;
             self.follow_address();
         }
-        // Before the turns of strangers, whose messages must not be what it is behind with.
+        // Set this before strangers are handled, since their messages must not be the reason for
+        // the backlog.
         self.nic.set_behind(received >= RX_LIMIT);
         let fired = self.nic.handle_timeouts(now);
         sent + received + fired
     }
 
     fn deadline(&self) -> Option<Instant> {
-        // A user that has not taken its events yet is not to sleep.
+        // Don't let the application sleep if there are unread events.
         if self.nic.has_events() {
             return Some(self.nic.now());
         }
         if self.is_removed() {
             return None;
         }
-        // While the socket takes nothing, its readiness says when to go on, not ours.
+        // If the socket is full, we need to wait until it is writable, not for our timer.
         let nic = if self.driver.is_blocked() {
             self.nic.timer_deadline()
         } else {
@@ -727,28 +744,28 @@ impl Provider for Roce {
     }
 }
 
-/// Bytes that a queue pair may have on the way in any case, and that those of one peer may have
-/// together, by the bytes of our receive buffer.
+/// Returns the number of in-flight bytes always allowed for a QP, and the number allowed for all
+/// QPs with the same peer, based on the size of our receive buffer.
 fn plan_inflight(receive_buffer: usize) -> (u32, u32) {
-    // What is on the way has to fit the receive buffer of the socket at the other end, which has
-    // dropped what does not. How large that is no packet says, so our own stands for it: peers of
-    // one configuration are granted the same. For the answers to our READs it is the right one. A
-    // quarter of it, since other peers send to that socket as well. These are upper bounds: a
-    // window begins with a few packets, grows while nothing is lost, and is cut by losses and by
-    // marks (`rc/congestion.rs`), so a peer whose buffer is smaller, or that more peers send to,
-    // costs a retransmission now and then.
+    // All in-flight data must fit into the receive buffer of the remote socket, since it will be
+    // dropped otherwise. We don't know the size of the remote buffer, so we use our own: peers
+    // usually have the same configuration. For responses to our READs, this is the correct value.
+    // We only use a quarter of it, because other peers send to this socket as well. These are upper
+    // bounds: the window starts with a few packets, grows while there is no loss, and is reduced in
+    // response to loss and congestion marks (`rc/congestion.rs`). If the peer has a smaller buffer,
+    // or receives data from more peers, this will only cause a few retransmissions.
     let quarter = receive_buffer / 4;
     let each = quarter.clamp(INFLIGHT_MIN, INFLIGHT_MAX);
     let together = quarter.clamp(INFLIGHT_MIN, PEER_INFLIGHT_MAX);
     (each as u32, together as u32)
 }
 
-/// The largest path MTU that the interface of `addr` carries; `None` where that is not known.
+/// Returns the maximum path MTU supported by the interface of `addr`, or `None` if unknown.
 fn carried_mtu(addr: IpAddr) -> io::Result<Option<Mtu>> {
     let Some(link) = interface_mtu(addr) else {
         return Ok(None);
     };
-    // An MTU counts whole IP packets.
+    // The interface MTU includes the IP header.
     let headers = if addr.is_ipv4() {
         HEADERS_V4
     } else {
@@ -756,7 +773,7 @@ fn carried_mtu(addr: IpAddr) -> io::Result<Option<Mtu>> {
     };
     let mtu = Mtu::for_udp_payload(link.saturating_sub(headers));
     mtu.map(Some).ok_or_else(|| {
-        let text = format!("the interface of {addr} carries packets of {link} bytes only");
+        let text = format!("the MTU of the interface of {addr} is too small: {link} bytes");
         io::Error::new(io::ErrorKind::InvalidInput, text)
     })
 }
@@ -774,7 +791,7 @@ fn write_capture(
     if let Some(c) = capture
         && let Err(e) = c.write(now, src, dst, id, packet)
     {
-        warn!(%e, "cannot write the capture, which ends here");
+        warn!(%e, "cannot write the capture file, capturing stopped");
         *capture = None;
     }
 }
@@ -788,7 +805,7 @@ fn capture_sent(capture: &mut Capture, now: Instant, nic: &Nic, batch: &TxBatch)
             true => nic.stranger_addr(),
             false => nic.local_addrs()[usize::from(group.way.from)],
         };
-        // The number in the group is the identification that the kernel gives the packet.
+        // The kernel uses the index in the group as the identification of the packet.
         for (id, packet) in batch.copy_packets(group).iter().enumerate() {
             write_capture(capture, now, local, group.way.dst, id as u16, packet);
         }
@@ -805,7 +822,7 @@ fn capture_received(
     if capture.is_none() {
         return;
     }
-    // The socket does not report the identification; the ICRC implies it.
+    // The identification is not available from the socket, but we can recover it from the ICRC.
     let id = IcrcFlow::new(src, local).and_then(|f| f.check(packet, 0).ok());
     debug_assert_eq!(local.port(), ROCE_PORT);
     write_capture(capture, now, src, local, id.unwrap_or(0), packet);
@@ -816,7 +833,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_whose_socket_is_watched_lets_its_worker_sleep() {
+    fn worker_sleeps_if_socket_is_watched() {
         let addr = "127.96.0.6".parse().unwrap();
         let mut device = Roce::open(&RoceConfig::new(addr)).unwrap();
         assert!(!device.arm_fds());

@@ -7,33 +7,33 @@
 use crate::rc::RecvQueue;
 use crate::verbs::{CqId, PdId, SrqAttr, VerbsError, XrcdId};
 
-/// A receive queue that several queue pairs draw from.
+/// Receive queue shared by multiple QPs.
 #[derive(Debug)]
 pub struct Srq {
     /// Protection domain of the queue.
     pub pd: PdId,
-    /// Receives that are posted.
+    /// Posted receives.
     pub queue: RecvQueue,
     limit: u32,
-    /// Queue pairs that use it.
+    /// Number of QPs using this queue.
     pub users: u32,
-    /// What it has besides in an XRC domain.
+    /// Additional state of an XRC SRQ.
     pub xrc: Option<XrcSrq>,
 }
 
-/// What a shared receive queue of an XRC domain has besides.
+/// Additional state of an XRC SRQ.
 #[derive(Clone, Copy, Debug)]
 pub struct XrcSrq {
-    /// XRC domain of the queue.
+    /// XRC domain.
     pub xrcd: XrcdId,
-    /// Completion queue of its receives.
+    /// CQ used for receives.
     pub cq: CqId,
-    /// Number by which peers name it.
+    /// Number used by peers to address this queue.
     pub number: u32,
 }
 
 impl Srq {
-    /// Makes an empty queue.
+    /// Creates an empty queue.
     #[must_use]
     pub fn new(pd: PdId, attr: SrqAttr) -> Self {
         Self {
@@ -45,7 +45,7 @@ impl Srq {
         }
     }
 
-    /// Capacity and limit of the queue.
+    /// Returns the capacity and the limit of the queue.
     #[must_use]
     pub fn attr(&self) -> SrqAttr {
         SrqAttr {
@@ -58,11 +58,11 @@ impl Srq {
     /// Resizes the queue or arms its limit.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] below what is posted, or a limit above the capacity;
-    /// nothing has changed then.
+    /// [`VerbsError::InvalidParameter`] if the new capacity is less than the number of posted
+    /// receives, or the limit exceeds the capacity. The queue is not modified in this case.
     pub fn modify(&mut self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), VerbsError> {
         let capacity = max_wr.unwrap_or(self.queue.capacity() as u32);
-        // Everything is checked before the queue is resized.
+        // Check everything before we resize the queue.
         if limit.is_some_and(|l| l > capacity) {
             return Err(VerbsError::InvalidParameter("shared receive queue limit"));
         }
@@ -77,10 +77,10 @@ impl Srq {
         Ok(())
     }
 
-    /// Returns whether the limit has been reached; it is unarmed then.
+    /// Returns whether the limit has been reached. If so, the limit is disarmed.
     pub fn take_limit_event(&mut self) -> bool {
-        // Below the limit, not at it. The event comes once; the user arms it again when it has
-        // posted.
+        // The event is generated when we are below the limit, not at the limit. It is only
+        // generated once: the application should arm the limit again after posting more receives.
         let reached = self.limit > 0 && (self.queue.len() as u64) < u64::from(self.limit);
         if reached {
             self.limit = 0;
@@ -95,7 +95,7 @@ mod tests {
     use crate::verbs::{Handle, RecvWr, WrId};
 
     #[test]
-    fn the_limit_fires_once_and_must_be_armed_again() {
+    fn limit_event_fires_once() {
         let attr = SrqAttr {
             max_wr: 4,
             max_sge: 1,
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_change_changes_nothing() {
+    fn rejected_modify_has_no_effect() {
         let attr = SrqAttr {
             max_wr: 4,
             max_sge: 1,

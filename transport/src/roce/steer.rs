@@ -1,16 +1,18 @@
-//! Which worker a datagram belongs to.
+//! Selects the worker that should receive a datagram.
 //!
-//! All workers of a device share one UDP port. A queue pair's number carries its worker in the low
-//! bits, so the destination queue pair steers a packet. Queue pair 1 exists once for all of them:
-//! there the connection manager says whose a message is ([`worker_of`]), by a communication id
-//! whose low bits carry the worker as well. Other MADs belong to worker 0.
+//! All workers of a device share a UDP port. Since the low bits of a queue pair number contain the
+//! worker index, packets can be steered by their destination queue pair. The exception is queue
+//! pair 1, which is shared by all workers: here we use the communication id of the CM message,
+//! which also contains the worker index in its low bits ([`worker_of`]). Other MADs are handled by
+//! worker 0.
 //!
-//! Workers may also be processes that know nothing of each other's listeners ([`Requests::ToFirst`]).
-//! Then messages that name no id of ours go to worker 0, which finds out whose they are.
+//! If workers are processes, they don't know about the listeners of other workers
+//! ([`Requests::ToFirst`]). In this case, messages without a local id are passed to worker 0, which
+//! will find the right worker.
 //!
-//! The same rule exists as a function ([`steer`]) and as a classic BPF program for
-//! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]); the tests run both over the same packets, and send
-//! each CM message to sockets that share a port. Offsets count from the beginning of the UDP
+//! The rule is implemented both as a function ([`steer`]) and as a classic BPF program for
+//! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]). The tests compare both for the same packets, and send
+//! each CM message to sockets sharing a port. All offsets are relative to the start of the UDP
 //! payload.
 
 use crate::cm::worker_of;
@@ -20,9 +22,9 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::mad::MadClass;
 
-/// BTH: the word with the destination queue pair in its low 24 bits.
+/// Offset of the BTH word with the destination QP in its low 24 bits.
 const BTH_DEST: usize = 4;
-/// A MAD, after BTH and DETH.
+/// Offset of the MAD after BTH and DETH.
 const MAD: usize = 12 + 8;
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
@@ -30,27 +32,30 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_be_bytes(b.try_into().ok()?))
 }
 
-/// Where CM messages go that name no id of the receiver's: requests, and refusals by peers that have
-/// had no answer.
+/// Worker that handles CM messages without a local id: requests, and rejects from peers which have
+/// not received a response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Requests {
-    /// To the workers in turn, by the id of the sender: each worker listens for all.
+    /// Distribute messages to all workers based on the remote id. All workers need to have the same
+    /// listeners.
     #[default]
     Spread,
-    /// To worker 0.
+    /// Send all messages to worker 0.
     ToFirst,
 }
 
-/// The worker that a datagram belongs to, of `1 << worker_bits`; `None` if it is too short to say.
+/// Returns which of the `1 << worker_bits` workers should receive a datagram, or `None` if the
+/// datagram is too short.
 #[must_use]
 pub fn steer(datagram: &[u8], worker_bits: u8, requests: Requests) -> Option<u32> {
     let qpn = word(datagram, BTH_DEST)? & 0x00ff_ffff;
-    // Queue pair 1 is every worker's, so its number says nothing.
+    // For QP1, the number does not tell us which worker to use.
     if qpn != 1 {
         return Some(qpn & ((1 << worker_bits) - 1));
     }
     let mad = datagram.get(MAD..)?;
-    // Only CM messages carry ids. The rest, such as queries of the I/O unit, is worker 0's.
+    // Only CM messages contain ids. Everything else, e.g. an I/O unit query, is handled by worker
+    // 0.
     if *mad.get(MAD_CLASS_OFFSET)? != MadClass::ComMgt as u8 {
         return Some(0);
     }
@@ -61,7 +66,7 @@ pub fn steer(datagram: &[u8], worker_bits: u8, requests: Requests) -> Option<u32
     }
 }
 
-/// One instruction of classic BPF: code, jump if true, jump if false, operand.
+/// Classic BPF instruction: code, jump if true, jump if false, operand.
 pub type Instruction = (u16, u8, u8, u32);
 
 const LD_W_ABS: u16 = 0x20;
@@ -72,10 +77,11 @@ const JEQ_K: u16 = 0x15;
 const RET_A: u16 = 0x16;
 const RET_K: u16 = 0x06;
 
-/// The same rule as a program. A load beyond the packet ends it with 0, that is worker 0.
+/// Returns the rule as a BPF program. If a load is out of bounds, the program returns 0, i.e.
+/// worker 0.
 #[must_use]
 pub fn program(worker_bits: u8, requests: Requests) -> [Instruction; 18] {
-    /// Where the first id is loaded, and where the answer is worker 0.
+    /// Index of the instruction to load the first id, and of the one returning worker 0.
     const FIRST_ID: u8 = 14;
     const ZERO: u8 = 17;
     let mask = (1u32 << worker_bits) - 1;
@@ -83,7 +89,7 @@ pub fn program(worker_bits: u8, requests: Requests) -> [Instruction; 18] {
         Requests::Spread => FIRST_ID,
         Requests::ToFirst => ZERO,
     };
-    // Jumps count from the next instruction.
+    // Jumps are relative to the next instruction.
     let if_attribute = |at: u8, attribute: CmAttribute, to: u8| {
         (JEQ_K, to - at - 1, 0, u32::from(attribute as u16))
     };
@@ -101,7 +107,7 @@ pub fn program(worker_bits: u8, requests: Requests) -> [Instruction; 18] {
         if_attribute(10, CmAttribute::Req, request),
         if_attribute(11, CmAttribute::SidrReq, request),
         (LD_W_ABS, 0, 0, (MAD + SECOND_ID_OFFSET) as u32),
-        // An id of zero: the sender does not know ours.
+        // If the id is zero, the sender doesn't know our id yet.
         (JEQ_K, request - 14, 1, 0),
         (LD_W_ABS, 0, 0, (MAD + FIRST_ID_OFFSET) as u32),
         (AND_K, 0, 0, mask),
@@ -117,7 +123,7 @@ mod tests {
     use super::Requests::{Spread, ToFirst};
     use super::*;
 
-    /// Runs a program as the kernel does; `None` for a load beyond the packet.
+    /// Runs a program like the kernel does. Returns `None` if a load is out of bounds.
     fn run(program: &[Instruction], packet: &[u8]) -> Option<u32> {
         let (mut a, mut pc) = (0u32, 0usize);
         loop {
@@ -153,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_go_by_the_peers_id_and_answers_by_ours() {
+    fn steering_uses_remote_id_for_requests() {
         assert_eq!(steer(&mad(0x10, 0x1235, 0), 2, Spread), Some(1));
         assert_eq!(steer(&mad(0x10, 0x1235, 2), 2, Spread), Some(1));
         assert_eq!(steer(&mad(0x13, 0x1235, 0x7777_0002), 2, Spread), Some(2));
@@ -168,7 +174,7 @@ mod tests {
         assert_eq!(steer(&data[..7], 3, Spread), None);
     }
 
-    /// Every CM message with every combination of known and unknown ids, as a datagram.
+    /// Returns datagrams for all CM messages, with any combination of known and unknown ids.
     fn cm_datagrams() -> Vec<Vec<u8>> {
         let ids = [0, 0x1235, 0x7777_0002, 0xffff_ffff];
         let mut datagrams = Vec::new();
@@ -181,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn the_program_the_function_and_the_connection_manager_agree_on_every_message() {
+    fn bpf_program_matches_steer_function() {
         for datagram in cm_datagrams() {
             let worker = worker_of(&datagram[MAD..][..256], 2);
             assert_eq!(
@@ -192,7 +198,8 @@ mod tests {
             );
             assert_eq!(run(&program(2, Spread), &datagram), worker);
         }
-        // Withdrawn by a peer without an answer; asked for a datagram service, and answered.
+        // A reject from a peer which has not received a response, then a SIDR request and its
+        // response.
         assert_eq!(steer(&mad(0x12, 0x1237, 0), 2, Spread), Some(3));
         assert_eq!(steer(&mad(0x12, 0x1237, 0x7777_0002), 2, Spread), Some(2));
         assert_eq!(steer(&mad(0x17, 0x1237, 0xffff_0000), 2, Spread), Some(3));
@@ -200,16 +207,16 @@ mod tests {
     }
 
     #[test]
-    fn requests_go_to_the_first_worker_where_the_others_may_not_know_them() {
+    fn requests_go_to_first_worker() {
         let (request, answer) = (0x1235, 0x7777_0002);
         for (attribute, second, to) in [
             (0x10, 0, 0),      // REQ
-            (0x10, answer, 0), // REQ, where a reserved field is not zero
-            (0x12, 0, 0),      // REJ of a REQ without an answer
-            (0x12, answer, 2), // REJ of a REP
+            (0x10, answer, 0), // REQ with a reserved field set
+            (0x12, 0, 0),      // REJ without a reply
+            (0x12, answer, 2), // REJ after a REP
             (0x13, answer, 2), // REP
             (0x17, 0, 0),      // SIDR_REQ
-            (0x18, answer, 1), // SIDR_REP, by the id of the question
+            (0x18, answer, 1), // SIDR_REP, using the id of the request
         ] {
             let datagram = mad(attribute, request, second);
             assert_eq!(steer(&datagram, 2, ToFirst), Some(to), "{attribute:#x}");
@@ -218,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_that_share_a_port_get_what_their_workers_must() {
+    fn shared_sockets_receive_steered_packets() {
         use std::net::UdpSocket;
         use std::time::Duration;
 
@@ -267,7 +274,8 @@ mod tests {
             }
             let requests = if to_first { ToFirst } else { Spread };
             let program = program(bits, requests);
-            // What is too short is worker 0's, and so is what goes there before it is too short.
+            // Datagrams that are too short are handled by worker 0, as well as those for which the
+            // program returns before reaching the missing part.
             let or_first = |to: Option<u32>| if to_first { to.or(Some(0)) } else { to };
             prop_assert_eq!(
                 or_first(run(&program, &packet)),

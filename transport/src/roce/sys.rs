@@ -1,4 +1,4 @@
-//! Socket options, addresses and control messages of the [driver](super::driver).
+//! Socket options, addresses and control messages used by the [driver](super::driver).
 
 #![allow(
     unsafe_code,
@@ -18,7 +18,7 @@ use rustix::event::epoll::{self, EventFlags};
 use super::batch::ECT_0;
 use super::steer::{self, Requests};
 
-/// Control messages of UDP that the C library binding does not have everywhere.
+/// UDP control messages that are not defined for all targets of the libc crate.
 pub(super) const UDP_SEGMENT: libc::c_int = 103;
 pub(super) const UDP_GRO: libc::c_int = 104;
 
@@ -26,27 +26,27 @@ const UDP_NO_CHECK6_RX: libc::c_int = 102;
 const IPV6_MULTICAST_ALL: libc::c_int = 29;
 
 sockopt_impl!(
-    /// Accepts IPv6 datagrams without a UDP checksum, as RoCEv2 allows (annex A17).
+    /// Accepts IPv6 datagrams without a UDP checksum, as allowed for RoCEv2 (annex A17).
     NoCheck6Rx, SetOnly, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, bool
 );
 sockopt_impl!(
-    /// Path MTU discovery of IPv4.
+    /// Path MTU discovery for IPv4.
     Ipv4MtuDiscover, SetOnly, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::c_int
 );
 sockopt_impl!(
-    /// Path MTU discovery of IPv6.
+    /// Path MTU discovery for IPv6.
     Ipv6MtuDiscover, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::c_int
 );
 sockopt_impl!(
-    /// To receive datagrams of groups that other sockets have joined.
+    /// Receive datagrams for groups joined by any other socket.
     Ipv4MulticastAll, SetOnly, libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, bool
 );
 sockopt_impl!(
-    /// The same over IPv6.
+    /// Same as `Ipv4MulticastAll`, for IPv6.
     Ipv6MulticastAll, SetOnly, libc::IPPROTO_IPV6, IPV6_MULTICAST_ALL, bool
 );
 sockopt_impl!(
-    /// Hop limit of what is sent over IPv6.
+    /// Hop limit for sent IPv6 packets.
     Ipv6UnicastHops, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, libc::c_int
 );
 
@@ -58,24 +58,24 @@ pub(super) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// Asks for a socket buffer of `bytes`, past the system's limit where that is permitted, and
-/// returns what it is then: Linux doubles the number for its own overhead.
+/// Requests a socket buffer size of `bytes`, exceeding the system limit if permitted. Returns the
+/// actual size: Linux doubles the value to account for its own overhead.
 pub(super) fn grow_buffer<F: AsFd>(
     socket: &F,
     force: impl SetSockOpt<Val = usize>,
     plain: impl SetSockOpt<Val = usize> + GetSockOpt<Val = usize>,
     bytes: usize,
 ) -> usize {
-    // The kernel takes a signed number.
+    // The kernel uses a signed value.
     let bytes = bytes.min(i32::MAX as usize);
     if setsockopt(socket, force, &bytes).is_err() {
-        // The plain option takes as much as the limit allows.
+        // This option is subject to the system limit.
         let _ = setsockopt(socket, plain, &bytes);
     }
     getsockopt(socket, plain).unwrap_or(0)
 }
 
-/// Has packets sent whole, without regard to the path MTU that the kernel has learned.
+/// Sends packets of any size, ignoring the path MTU learned by the kernel.
 pub(super) fn set_mtu_probe(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     if is_v6 {
         setsockopt(socket, Ipv6MtuDiscover, &libc::IPV6_PMTUDISC_PROBE)?;
@@ -85,12 +85,13 @@ pub(super) fn set_mtu_probe(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Accepts datagrams without a UDP checksum: the ICRC covers more, and hardware sends none.
+/// Accepts datagrams without a UDP checksum: the ICRC covers more data, and hardware does not set
+/// the checksum.
 pub(super) fn allow_no_checksum(socket: &impl AsFd) -> io::Result<()> {
     Ok(setsockopt(socket, NoCheck6Rx, &true)?)
 }
 
-/// Has only datagrams received that arrive where the socket has joined their group.
+/// Only receive multicast datagrams for groups which have been joined by this socket.
 pub(super) fn only_own_groups(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     match is_v6 {
         true => setsockopt(socket, Ipv6MulticastAll, &false)?,
@@ -99,15 +100,15 @@ pub(super) fn only_own_groups(socket: &impl AsFd, is_v6: bool) -> io::Result<()>
     Ok(())
 }
 
-/// Sets the hop limit of what is sent, and whether that of what is received is reported.
+/// Sets the hop limit for sending, and whether the hop limit of received packets is reported.
 pub(super) fn set_hop_limit(
     socket: &impl AsFd,
     is_v6: bool,
     limit: u8,
     report: bool,
 ) -> io::Result<()> {
-    // Received hop limits are asked for only where they are checked: each costs a control
-    // message.
+    // Only request received hop limits if we need to check them, since this requires an additional
+    // control message.
     let limit = libc::c_int::from(limit);
     if is_v6 {
         setsockopt(socket, Ipv6UnicastHops, &limit)?;
@@ -119,8 +120,8 @@ pub(super) fn set_hop_limit(
     Ok(())
 }
 
-/// Has everything sent as capable of ECN, unless its control messages say otherwise, and the mark
-/// of what is received reported (RFC 3168).
+/// Marks all sent packets as ECN-capable unless overridden by a control message, and enables
+/// reporting of the ECN field in received packets (RFC 3168).
 pub(super) fn set_ecn(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     if is_v6 {
         setsockopt(socket, sockopt::Ipv6TClass, &ECT_0.into())?;
@@ -132,21 +133,22 @@ pub(super) fn set_ecn(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Turns on trains of datagrams on receiving (UDP_GRO) and reports whether the kernel has them.
+/// Enables receiving trains of datagrams (UDP_GRO). This will return `false` if not supported by
+/// the kernel.
 pub(super) fn enable_gro(socket: &impl AsFd) -> bool {
     setsockopt(socket, sockopt::UdpGroSegment, &true).is_ok()
 }
 
-/// Returns whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all
-/// sends and taking it back shows it.
+/// Returns whether the kernel can split a send into multiple datagrams (UDP_SEGMENT). To check
+/// this, we set the default segment size and reset it.
 pub(super) fn has_gso(socket: &impl AsFd) -> bool {
-    // The kernel refuses the option where it does not have it. 0 is off again: sizes are given
+    // This fails if the option is not supported. 0 disables it again, since we set the segment size
     // for each send.
     let set = |size| setsockopt(socket, sockopt::UdpGsoSegment, &size).is_ok();
     set(1024) && set(0)
 }
 
-/// Level and type of the control message with the type of service or traffic class.
+/// Returns the level and type of the control message for the type of service or traffic class.
 pub(super) fn tos_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
     if is_v6 {
         (libc::IPPROTO_IPV6, libc::IPV6_TCLASS)
@@ -155,8 +157,8 @@ pub(super) fn tos_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
     }
 }
 
-/// The type of service, or traffic class, of a datagram, or of every one of a train: the kernel
-/// merges no datagrams in which it differs.
+/// Returns the type of service or traffic class of a datagram. It is the same for all datagrams of
+/// a train, since the kernel doesn't merge datagrams if it is different.
 pub(super) fn traffic_class(header: &libc::msghdr) -> u8 {
     let tos = control_value(header, |level, kind| {
         (level, kind) == tos_message(true) || (level, kind) == tos_message(false)
@@ -164,7 +166,7 @@ pub(super) fn traffic_class(header: &libc::msghdr) -> u8 {
     tos.map_or(0, |tos| tos as u8)
 }
 
-/// Level and type of the control message with the hop limit or time to live.
+/// Returns the level and type of the control message for the hop limit or TTL.
 pub(super) fn hop_limit_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
     if is_v6 {
         (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT)
@@ -173,7 +175,7 @@ pub(super) fn hop_limit_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
     }
 }
 
-/// The segment length of a train, in bytes; `None` for a single datagram.
+/// Returns the segment size of a train in bytes, or `None` for a single datagram.
 pub(super) fn segment_size(header: &libc::msghdr) -> Option<usize> {
     let length = control_value(header, |level, kind| {
         (level, kind) == (libc::IPPROTO_UDP, UDP_GRO)
@@ -181,45 +183,46 @@ pub(super) fn segment_size(header: &libc::msghdr) -> Option<usize> {
     length.and_then(|v| usize::try_from(v).ok())
 }
 
-/// The hop limit with which a datagram, or every one of a train, has arrived.
+/// Returns the received hop limit of a datagram or train.
 pub(super) fn hop_limit(header: &libc::msghdr) -> Option<libc::c_int> {
     control_value(header, |level, kind| {
         (level, kind) == hop_limit_message(true) || (level, kind) == hop_limit_message(false)
     })
 }
 
-/// The value of the first control message that is wanted. Those that are asked for carry an
-/// integer, or, as IPv4's type of service does, a byte.
+/// Returns the value of the first matching control message. The values are integers, except for the
+/// IPv4 type of service, which is a single byte.
 fn control_value(
     header: &libc::msghdr,
     is_wanted: impl Fn(libc::c_int, libc::c_int) -> bool,
 ) -> Option<libc::c_int> {
-    // SAFETY: the kernel filled in the control data and its length; the macros stay within it.
+    // SAFETY: the control data and its length have been set by the kernel. The macros don't access
+    // anything outside of it.
     let mut c = unsafe { libc::CMSG_FIRSTHDR(header) };
     while !c.is_null() {
-        // SAFETY: not null, so within the control data.
+        // SAFETY: `c` is not null, so it points into the control data.
         let (level, kind) = unsafe { ((*c).cmsg_level, (*c).cmsg_type) };
         if is_wanted(level, kind) {
-            // IPv4's type of service comes as one byte, everything else as an integer.
-            // SAFETY: computes a length, and reads the header that is there.
+            // The IPv4 type of service is a single byte, all other values are integers. SAFETY:
+            // this computes a length and reads a valid header.
             if unsafe { (*c).cmsg_len < libc::CMSG_LEN(size_of::<libc::c_int>() as _) as _ } {
-                // SAFETY: the kernel writes one byte at least.
+                // SAFETY: the kernel always writes at least one byte.
                 return Some(unsafe { *libc::CMSG_DATA(c) }.into());
             }
-            // SAFETY: the message is long enough for an integer.
+            // SAFETY: we have checked that the message is long enough for an integer.
             let v = unsafe { ptr::read_unaligned(libc::CMSG_DATA(c).cast::<libc::c_int>()) };
             return Some(v);
         }
-        // SAFETY: as for the first.
+        // SAFETY: same as for the first message.
         c = unsafe { libc::CMSG_NXTHDR(header, c) };
     }
     None
 }
 
-/// Writes control messages one after the other.
+/// Writes control messages to a buffer.
 pub(super) struct ControlWriter<'a> {
     buffer: &'a mut [u64],
-    /// Bytes that are used.
+    /// Number of bytes used.
     pub(super) len: usize,
 }
 
@@ -228,9 +231,9 @@ impl<'a> ControlWriter<'a> {
         Self { buffer, len: 0 }
     }
 
-    /// Appends a message. Panics if there is no room for it.
+    /// Appends a message. Panics if it does not fit.
     pub(super) fn push(&mut self, (level, kind): (libc::c_int, libc::c_int), value: &[u8]) {
-        // SAFETY: computes lengths only.
+        // SAFETY: this only computes lengths.
         let (space, len) = unsafe {
             (
                 libc::CMSG_SPACE(value.len() as _) as usize,
@@ -238,8 +241,8 @@ impl<'a> ControlWriter<'a> {
             )
         };
         assert!(self.len + space <= size_of_val(self.buffer));
-        // SAFETY: the space of the message, header and value, lies within the buffer from `len` on,
-        // which is aligned because each space is a multiple of the buffer's alignment.
+        // SAFETY: the buffer has space for the header and value, starting at `len`. The offset is
+        // aligned because the size of each message is a multiple of the buffer's alignment.
         unsafe {
             let c = self.buffer.as_mut_ptr().byte_add(self.len);
             let c = c.cast::<libc::cmsghdr>();
@@ -255,13 +258,13 @@ impl<'a> ControlWriter<'a> {
 pub(super) fn read_addr(storage: &libc::sockaddr_storage) -> Option<SocketAddr> {
     match i32::from(storage.ss_family) {
         libc::AF_INET => {
-            // SAFETY: the family says what the storage holds.
+            // SAFETY: the type of the storage is given by the address family.
             let a = unsafe { &*ptr::from_ref(storage).cast::<libc::sockaddr_in>() };
             let ip = Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
             Some(SocketAddrV4::new(ip, u16::from_be(a.sin_port)).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: the family says what the storage holds.
+            // SAFETY: the type of the storage is given by the address family.
             let a = unsafe { &*ptr::from_ref(storage).cast::<libc::sockaddr_in6>() };
             let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
             Some(SocketAddrV6::new(ip, u16::from_be(a.sin6_port), 0, a.sin6_scope_id).into())
@@ -270,7 +273,7 @@ pub(super) fn read_addr(storage: &libc::sockaddr_storage) -> Option<SocketAddr> 
     }
 }
 
-/// Writes an address to where a message header points; returns its length in bytes.
+/// Writes an address to the storage used by a message header. Returns its length in bytes.
 pub(super) fn write_addr(
     storage: &mut libc::sockaddr_storage,
     addr: SocketAddr,
@@ -282,25 +285,26 @@ pub(super) fn write_addr(
             a.sin_family = libc::AF_INET as _;
             a.sin_port = v4.port().to_be();
             a.sin_addr.s_addr = u32::from(*v4.ip()).to_be();
-            // SAFETY: the storage has room for every kind of address, and is aligned for it.
+            // SAFETY: the storage has the size and alignment required for any address type.
             unsafe { ptr::from_mut(storage).cast::<libc::sockaddr_in>().write(a) };
             size_of::<libc::sockaddr_in>() as _
         }
         SocketAddr::V6(v6) => {
-            // SAFETY: as above.
+            // SAFETY: same as for IPv4.
             let mut a: libc::sockaddr_in6 = unsafe { zeroed() };
             a.sin6_family = libc::AF_INET6 as _;
             a.sin6_port = v6.port().to_be();
             a.sin6_addr.s6_addr = v6.ip().octets();
             a.sin6_scope_id = v6.scope_id();
-            // SAFETY: as above.
+            // SAFETY: same as for IPv4.
             unsafe { ptr::from_mut(storage).cast::<libc::sockaddr_in6>().write(a) };
             size_of::<libc::sockaddr_in6>() as _
         }
     }
 }
 
-/// Has a set that watches a socket for some events watch it for others; for none it forgets it.
+/// Updates the events for which an epoll set watches a socket. If `events` is empty, the socket
+/// is removed from the set.
 pub(super) fn watch(
     set: &OwnedFd,
     socket: &impl AsFd,
@@ -318,7 +322,7 @@ pub(super) fn watch(
     Ok(())
 }
 
-/// Attaches the program that picks a worker's socket.
+/// Attaches the BPF program that selects the socket of a worker.
 pub(super) fn attach_selector(
     socket: &impl AsFd,
     worker_bits: u8,
@@ -330,7 +334,7 @@ pub(super) fn attach_selector(
         len: code.len() as u16,
         filter: code.as_mut_ptr(),
     };
-    // The instructions live until the call returns; the kernel copies them.
+    // The instructions are valid until the call returns, and the kernel creates a copy.
     setsockopt(socket, sockopt::AttachReusePortCbpf, &program)?;
     Ok(())
 }

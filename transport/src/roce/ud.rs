@@ -1,17 +1,17 @@
-//! Datagram queue pairs: unreliable datagram, and queue pair 1 (IBTA 9.8.3, 10.2.9).
+//! Datagram queue pairs: unreliable datagram and queue pair 1 (IBTA 9.8.3, 10.2.9).
 //!
-//! A send is one packet and completes when it has been handed out. A receive begins with 40 bytes
-//! for the global route header: over IPv6 that is the IP header, over IPv4 the last 20 bytes are. A
-//! datagram with a wrong queue key, or for which no receive is posted, or which is too long for its
-//! receive, is lost; that is what "unreliable" means.
+//! Each send uses a single packet, and completes when this packet has been sent. A receive starts
+//! with 40 bytes for the global route header: for IPv6, this is the IP header; for IPv4, the last
+//! 20 bytes contain the IP header. Datagrams are dropped if the queue key is wrong, if no receive
+//! is posted, or if they don't fit into the receive. This is what "unreliable" means.
 //!
 //! ```text
-//!  RESET → INIT → RTR → RTS ⇄ SQD      SQE: a send failed, later sends flush, receives go on
+//!  RESET → INIT → RTR → RTS ⇄ SQD      SQE: a send failed, later sends flush, receives continue
 //!    ↑                   ↓ ↑           ERROR: everything flushes
 //!    └── any state      SQE            any state → ERROR
 //! ```
 //!
-//! Bounds: the depths it was created with.
+//! Bounds: queue depths are set when the queue pair is created.
 
 use std::collections::VecDeque;
 
@@ -26,7 +26,7 @@ use crate::verbs::{
 };
 use crate::wire::{Bth, Deth, ExtHeaders, ImmDt, Opcode, Packet, Psn, Qpn, emit_headers};
 
-/// Most scatter-gather entries of a datagram send.
+/// Max number of scatter-gather entries for a datagram send.
 pub const MAX_UD_SGE: usize = 16;
 
 #[derive(Debug)]
@@ -42,7 +42,7 @@ struct UdSend {
     length: u32,
 }
 
-/// A datagram queue pair.
+/// A datagram QP.
 #[derive(Debug)]
 pub struct UdQp {
     id: QpId,
@@ -56,12 +56,12 @@ pub struct UdQp {
     mtu: usize,
     sends: VecDeque<UdSend>,
     wqe: RecvWqe,
-    /// Datagrams lost for want of a receive, for a wrong key or for their length.
+    /// Number of datagrams dropped due to a missing receive, a wrong key, or their length.
     pub dropped: u64,
 }
 
 impl UdQp {
-    /// A queue pair in RESET. Messages are at most `mtu` bytes.
+    /// Creates a QP in the RESET state. The maximum message size is `mtu` bytes.
     #[must_use]
     pub fn new(id: QpId, pd: PdId, qpn: Qpn, cap: QpCap, sq_sig_all: bool, mtu: usize) -> Self {
         Self {
@@ -80,19 +80,19 @@ impl UdQp {
         }
     }
 
-    /// State of the queue pair.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Returns whether a send could go out now.
+    /// Returns whether a send is ready to be transmitted.
     #[must_use]
     pub fn has_work(&self) -> bool {
         !self.sends.is_empty() && matches!(self.state, QpState::Rts)
     }
 
-    /// Sets the queue key that received datagrams must have.
+    /// Sets the queue key required for received datagrams.
     pub fn set_qkey(&mut self, qkey: QKey) {
         self.qkey = qkey.0;
     }
@@ -102,8 +102,8 @@ impl UdQp {
         self.psn = Psn::new(psn);
     }
 
-    /// Goes to a state that the caller has found legal. Going to ERROR flushes both queues, going
-    /// to RESET forgets them.
+    /// Changes the state. The caller must check that this transition is valid. In the ERROR state,
+    /// both queues are flushed; in the RESET state, they are cleared.
     pub fn on_state(&mut self, state: QpState, rq: &mut RecvQueue, out: &mut Vec<RcEvent>) {
         self.become_state(state);
         match state {
@@ -112,7 +112,7 @@ impl UdQp {
                 rq.clear();
             }
             QpState::Error => self.flush(rq, out),
-            // A datagram that has begun has also ended, so there is nothing to wait for.
+            // A started datagram is always complete, so we don't need to wait for anything.
             QpState::Sqd => out.push(RcEvent::Async(AsyncEvent::SqDrained(self.id))),
             _ => {}
         }
@@ -146,10 +146,11 @@ impl UdQp {
         Completion::new(wr_id, status, opcode, self.id, self.qpn.value())
     }
 
-    /// Posts a send whose address handle stands for `way`. In SQE and ERROR it flushes at once.
+    /// Posts a send using `way` from its address handle. In the SQE and ERROR states, it is flushed
+    /// immediately.
     ///
     /// # Errors
-    /// Why it was refused.
+    /// Returns the reason why the request was rejected.
     pub fn post_send(
         &mut self,
         wr: &SendWr<'_>,
@@ -167,7 +168,7 @@ impl UdQp {
             SendOp::SendImm(imm) => Some(imm),
             _ => return Err(PostReason::InvalidOpcode),
         };
-        // A datagram queue pair has no peer; each send names its own.
+        // A datagram QP is not connected, so each send must specify the destination.
         let ud = wr.ud.ok_or(PostReason::InvalidRequest("no destination"))?;
         let length = match wr.inline {
             Some(data) => data.len() as u64,
@@ -186,7 +187,7 @@ impl UdQp {
         if self.sends.len() >= self.cap.max_send_wr as usize {
             return Err(PostReason::QueueFull);
         }
-        // The scatter list is copied, not the data: those are gathered when the datagram leaves.
+        // We only copy the scatter list here. The data is read when we send the datagram.
         self.sends.push_back(UdSend {
             wr_id: wr.wr_id,
             flags: wr.flags,
@@ -198,26 +199,26 @@ impl UdQp {
             inline: wr.inline.map(Box::from),
             length: length as u32,
         });
-        // Posted in a state that sends nothing, it completes as flushed at once.
+        // Nothing is sent in this state, so flush the request immediately.
         if matches!(self.state, QpState::Sqe | QpState::Error) {
             self.flush_sends(out);
         }
         Ok(())
     }
 
-    /// Takes back the newest `count` sends.
+    /// Removes the last `count` sends.
     pub fn unpost_send(&mut self, count: usize) {
         self.sends.truncate(self.sends.len().saturating_sub(count));
     }
 
-    /// The next packet to send and where to. Its send completes.
+    /// Returns the next packet to send and its destination, and completes the send.
     pub fn poll_transmit(
         &mut self,
         mrs: &MrTable,
         out: &mut Vec<RcEvent>,
         tx: &mut TxPacket,
     ) -> Option<Way> {
-        // SQD holds back what was posted, until RTS.
+        // In the SQD state, posted sends must wait until the state is RTS again.
         if self.state != QpState::Rts {
             return None;
         }
@@ -231,7 +232,7 @@ impl UdQp {
             match mrs.resolve_local(self.pd, sge, false) {
                 Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
                 Err(_) => {
-                    // IBTA 10.3.1.6: a failed datagram send stops the send queue.
+                    // IBTA 10.3.1.6: the send queue stops if a datagram send fails.
                     let c = self.completion(send.wr_id, WcOpcode::Send, WcStatus::LocProtErr);
                     out.push(RcEvent::Send(c));
                     self.become_state(QpState::Sqe);
@@ -248,7 +249,7 @@ impl UdQp {
         let bth = Bth::new(opcode, send.qpn, self.psn)
             .with_solicited(send.flags.contains(SendFlags::SOLICITED))
             .with_pad_for(send.length as usize);
-        // A queue key with its top bit set stands for the queue pair's own (IBTA 10.2.5).
+        // If the top bit of the queue key is set, use the key of the QP instead (IBTA 10.2.5).
         let qkey = if send.qkey & 0x8000_0000 != 0 && self.qpn != Qpn::GSI {
             self.qkey
         } else {
@@ -259,11 +260,11 @@ impl UdQp {
             imm: send.imm.map(ImmDt::new),
             ..ExtHeaders::default()
         };
-        // No receiver looks at a datagram's number, but each must have one.
+        // Each datagram needs a PSN, even though receivers don't check it.
         self.psn = self.psn.next();
         tx.headers = emit_headers(&bth, &ext);
         tx.payload_len = send.length as usize;
-        // At once, since nothing acknowledges a datagram.
+        // Datagrams are not acknowledged, so complete it now.
         if self.sq_sig_all || send.flags.contains(SendFlags::SIGNALED) {
             let mut c = self.completion(send.wr_id, WcOpcode::Send, WcStatus::Success);
             c.byte_len = send.length;
@@ -272,8 +273,8 @@ impl UdQp {
         Some(send.way)
     }
 
-    /// Takes in a datagram whose ICRC and partition key have been checked, and that came with this
-    /// IP header.
+    /// Handles a received datagram with this IP header. The ICRC and the partition key must have
+    /// been verified.
     pub fn handle_packet(
         &mut self,
         packet: &Packet<'_>,
@@ -286,20 +287,21 @@ impl UdQp {
             self.state,
             QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe
         );
-        // The state first: a queue pair in INIT or ERROR takes nothing.
+        // Check the state first: a QP in the INIT or ERROR state does not receive anything.
         let Some(deth) = packet.ext.deth.filter(|_| receives) else {
             self.dropped += 1;
             return;
         };
         let total = GRH_LEN + packet.payload.len();
-        // IBTA 9.9.3, class D: a sender must not be able to stop a queue pair that others send to.
+        // IBTA 9.9.3, class D: a sender must not be able to stop a QP that is also used by other
+        // senders.
         let fits = rq.next_length().is_some_and(|room| room as usize >= total);
         if deth.qkey() != self.qkey || packet.payload.len() > self.mtu || !fits {
             self.dropped += 1;
             return;
         }
-        // Taken out while `self` is used, without an allocation: a scatter list of no entries is
-        // empty.
+        // Take the receive while we need `self`. This doesn't allocate since the scatter list of
+        // the new value is empty.
         let mut wqe = std::mem::replace(&mut self.wqe, RecvWqe::new(0));
         rq.pop(&mut wqe);
         let grh = header.to_bytes();
@@ -314,19 +316,19 @@ impl UdQp {
             c.network = Some(header.network());
         }
         out.push(RcEvent::Recv(c));
-        // The receive itself was wrong, which is our owner's mistake, unlike all above.
+        // Unlike all errors above, an invalid receive is the fault of the local user.
         if !status.is_ok() {
             self.on_state(QpState::Error, rq, out);
         }
     }
 }
 
-/// Writes `parts`, one after the other, over a scatter list that is long enough.
+/// Writes all `parts` to a scatter list, which must be large enough.
 fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
     let mut sges = sges.iter();
     let mut span = None;
-    // One span goes on across the parts: the route header and the payload are one message to the
-    // user.
+    // The position is kept across parts: the route header and the payload are a single message for
+    // the application.
     let mut within = 0;
     let mut rest: usize = parts.iter().map(|part| part.len()).sum();
     for part in parts {
@@ -407,7 +409,7 @@ mod tests {
         Way::to("10.0.0.9:4791".parse().unwrap())
     }
 
-    /// The IP header of a datagram of `len` bytes from 10.0.0.1 to 10.0.0.2.
+    /// Creates the IP header of a datagram of `len` bytes from 10.0.0.1 to 10.0.0.2.
     fn header(len: usize) -> RouteHeader {
         RouteHeader {
             source: [10, 0, 0, 1].into(),
@@ -431,7 +433,7 @@ mod tests {
         }
     }
 
-    /// The packet that `b` sends, as one datagram with a made-up ICRC.
+    /// Returns the packet sent by `b` as a single datagram with a fake ICRC.
     fn transmit(b: &mut Bench) -> Option<Vec<u8>> {
         let mut tx = TxPacket::default();
         let dst = b.qp.poll_transmit(&b.mrs, &mut b.out, &mut tx)?;
@@ -451,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn every_transition_is_taken() {
+    fn valid_transitions_occur() {
         let in_state = |state| {
             let mut b = in_rts(Qpn::new(2));
             let path: &[QpState] = match state {
@@ -493,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_datagram_arrives_behind_its_route_header() {
+    fn datagram_follows_route_header() {
         let mut b = in_rts(Qpn::new(0x77));
         b.memory.write(4096, b"hello");
         let send = [sge(&b, 4096, 2), sge(&b, 4098, 3)];
@@ -520,17 +522,17 @@ mod tests {
         );
         assert_eq!(c.network, Some(NetworkHeader::Ipv4));
         let bytes = b.memory.whole().to_vec();
-        // IP header, UDP header, BTH, DETH, immediate, payload, padding and ICRC.
+        // IP header, UDP header, BTH, DETH, immediate data, payload, padding and ICRC.
         let total = 20 + 8 + 12 + 8 + 4 + 8 + 4;
         assert_eq!(bytes[..20], [0; 20]);
         assert_eq!(bytes[20..30], [0x45, 0x2e, 0, total, 0, 0, 0x40, 0, 63, 17]);
-        // The checksum and the addresses of the IP header, then the payload.
+        // Checksum and addresses of the IP header, then the payload.
         assert_eq!(bytes[100..110], [0x27, 0x7d, 10, 0, 0, 1, 10, 0, 0, 2]);
         assert_eq!(&bytes[110..116], b"hello\0");
     }
 
     #[test]
-    fn a_wrong_key_or_a_missing_receive_loses_the_datagram() {
+    fn wrong_key_or_missing_receive_drops_datagram() {
         let mut b = in_rts(Qpn::new(0x77));
         b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &mut b.out)
             .unwrap();
@@ -551,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_key_stops_the_send_queue_and_flushes_what_follows() {
+    fn invalid_lkey_stops_send_queue() {
         let mut b = in_rts(Qpn::new(0x77));
         let mut bad = sge(&b, 0, 8);
         bad.lkey.0 ^= 0x100;
@@ -579,10 +581,10 @@ mod tests {
 
     #[test]
     #[allow(unsafe_code, reason = "the region covers the whole address space")]
-    fn a_datagram_populates_its_own_bytes_alone() {
+    fn datagram_populates_only_its_pages() {
         let mut mrs = MrTable::new(16, 8, [0; 16]);
         let memory = Memory::new(4096).unwrap();
-        // SAFETY: what is not mapped is found out before it is touched.
+        // SAFETY: this is never accessed, since a check for unmapped memory is done first.
         let space = unsafe { Memory::foreign(std::ptr::null_mut(), usize::MAX) };
         let access = Access::LOCAL_WRITE | Access::ON_DEMAND;
         let mr = mrs.reg(PD, &space.whole(), access).unwrap();
@@ -601,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn a_datagram_that_is_too_long_is_lost_and_nothing_else() {
+    fn oversized_datagram_is_dropped() {
         let mut b = in_rts(Qpn::new(0x77));
         let send = [sge(&b, 4096, 64)];
         b.qp.post_send(&wr(&send, SendFlags::empty()), peer(), &mut b.out)

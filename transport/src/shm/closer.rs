@@ -1,11 +1,12 @@
-//! Closes sockets of users with whom no memory is shared, on a thread of its own, where the kernel
-//! cannot refuse descriptors ([`refuses_descriptors`]).
+//! Closes sockets of untrusted users on a separate thread, if the kernel cannot reject descriptors
+//! ([`refuses_descriptors`]).
 //!
-//! Closing a socket closes the descriptors in messages that were not read, and reading a message
-//! without taking its descriptors closes these. Either takes as long as their sender wants. Any local
-//! user can connect to a listener, and bind the name of one. So no other thread closes a socket that
-//! leads to such a user, and none reads from it. That is all that can be done: a process does not end
-//! before its threads have, and no thread ends that waits for a file system which does not answer.
+//! Closing a socket also closes all descriptors in unread messages, and reading a message without
+//! accepting its descriptors closes them as well. A malicious sender can make this block for as
+//! long as they want. Any local user can connect to a listener, or bind to the name of a listener.
+//! Therefore, no other thread must close a socket connected to an untrusted user, or read from it.
+//! There is nothing more we can do: a process can't exit before all of its threads have, and a
+//! thread blocked on a file system that doesn't respond never exits.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,29 +18,30 @@ use nix::sys::socket::{getsockopt, sockopt};
 
 use super::descriptors::refuses_descriptors;
 
-/// Most sockets that are being closed before no further one is accepted or connected. Each thread
-/// that looks at the same moment can add one, and a listener that is closed those that waited there.
+/// Max number of sockets being closed; if exceeded, we don't accept or connect to any more. Each
+/// thread that checks this at the same time can add another one, and closing a listener adds its
+/// pending connections.
 const MAX_CLOSING: usize = 64;
 
-/// Interval at which the end of closing is looked for.
+/// How often to check whether a socket has been closed.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Sockets that are not closed yet.
+/// Sockets which have not been closed yet.
 #[derive(Debug, Default)]
 struct Unclosed {
     count: usize,
-    /// Whose the one is that is being closed, for an error.
+    /// Owner of the socket being closed, for use in an error message.
     owner: Option<String>,
 }
 
-/// The thread, and the sockets that it has not closed yet.
+/// The thread and its queue of sockets to close.
 #[derive(Debug)]
 struct Closer {
     queue: Sender<OwnedFd>,
     unclosed: Arc<Mutex<Unclosed>>,
 }
 
-/// The closer of this process, which is started when it is needed.
+/// Closer for this process. The thread is started when it is first needed.
 static CLOSER: Mutex<Option<Closer>> = Mutex::new(None);
 
 impl Closer {
@@ -63,7 +65,7 @@ impl Closer {
         Ok(Self { queue, unclosed })
     }
 
-    /// Checks that at most this many sockets are left.
+    /// Returns an error if there are more than `most` sockets left to close.
     fn check(&self, most: usize) -> io::Result<()> {
         let unclosed = lock(&self.unclosed);
         if unclosed.count <= most {
@@ -71,7 +73,7 @@ impl Closer {
         }
         let mut text = "sockets of other users are still being closed".to_owned();
         if let Some(owner) = &unclosed.owner {
-            text += &format!(", now one of {owner}");
+            text += &format!(", currently one of {owner}");
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, text))
     }
@@ -84,15 +86,17 @@ impl Closer {
     }
 }
 
-/// Every change is whole, so poison is ignored.
+/// Poison can be ignored because there are no partial updates.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Checks that another socket could be closed. To be called before one is accepted or connected.
+/// Checks whether another socket could be closed. This must be called before accepting or
+/// connecting a socket.
 ///
 /// # Errors
-/// [`io::ErrorKind::ResourceBusy`] while too many are being closed, and those of starting a thread.
+/// [`io::ErrorKind::ResourceBusy`] if too many sockets are being closed. This will also return
+/// errors of starting the thread.
 pub(super) fn check_room() -> io::Result<()> {
     if refuses_descriptors() {
         return Ok(());
@@ -106,18 +110,19 @@ pub(super) fn check_room() -> io::Result<()> {
         .map_or(Ok(()), |closer| closer.check(MAX_CLOSING - 1))
 }
 
-/// Closes a socket: elsewhere, if [`check_room`] has started the thread.
+/// Closes a socket, using the thread if it has been started by [`check_room`].
 pub(super) fn close(socket: OwnedFd) {
     if let Some(closer) = &*lock(&CLOSER) {
         closer.close(socket);
     }
 }
 
-/// Waits for `patience` until no socket is being closed that other users might have sent something
-/// slow to. `execve(2)` would wait for its end, however long that takes.
+/// Waits up to `patience` until there are no more sockets of other users being closed. Otherwise,
+/// `execve(2)` would block until they are closed, no matter how long this takes.
 ///
 /// # Errors
-/// [`io::ErrorKind::ResourceBusy`]: some still are, which the text names.
+/// [`io::ErrorKind::ResourceBusy`] if there are still sockets being closed. The error message
+/// contains their owner.
 pub fn check_closed(patience: Duration) -> io::Result<()> {
     let until = Instant::now() + patience;
     loop {
@@ -140,7 +145,8 @@ mod tests {
 
     use super::*;
 
-    /// A connection whose closing waits for an hour, and its peer, which ends that.
+    /// Creates a connection that blocks for an hour when it is closed, and its peer, which can
+    /// unblock it.
     fn slow() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -153,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_sockets_fill_it_and_leave_it() {
+    fn slow_sockets_use_up_closer() {
         let closer = Closer::start().unwrap();
         closer.check(0).unwrap();
         let (slow, never_reads) = slow();
@@ -163,7 +169,7 @@ mod tests {
             closer.check(MAX_CLOSING - 1).unwrap();
             closer.close(quick.try_clone().unwrap().into());
         }
-        // The first one is still being closed.
+        // The first socket is still being closed.
         for most in [MAX_CLOSING - 1, 0] {
             let error = closer.check(most).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
@@ -174,15 +180,15 @@ mod tests {
     }
 
     #[test]
-    fn a_process_whose_socket_is_slow_to_close_is_named() {
+    fn error_names_owner_of_blocking_socket() {
         let closer = Closer::start().unwrap();
         let (first, second) = std::os::unix::net::UnixStream::pair().unwrap();
         let (slow, never_reads) = slow();
-        // What the thread would close is what a message carries.
+        // The thread blocks on the descriptor contained in a message.
         send(&first, &slow);
         drop((first, slow));
         closer.close(second.into());
-        let named = format!("now one of process {} of user", std::process::id());
+        let named = format!("currently one of process {} of user", std::process::id());
         eventually("it is named", Duration::from_secs(20), || {
             let error = closer.check(0).map_err(|error| error.to_string());
             error.is_err_and(|text| text.contains(&named))

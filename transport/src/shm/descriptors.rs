@@ -1,9 +1,10 @@
-//! Unix sockets that take no descriptors from their peers.
+//! Unix sockets that don't accept descriptors from their peers.
 //!
-//! A descriptor that is sent is closed by its receiver, even one that is never taken, and its sender
-//! decides how long that takes: a TCP socket may linger, and a file be of a file system that does not
-//! answer. Not even SIGKILL ends the wait for the latter. Linux 6.16 can refuse descriptors before they
-//! are sent (`SO_PASSRIGHTS`). A listener's connections inherit that from it.
+//! The receiver of a descriptor needs to close it, even if it never reads the message, and the
+//! sender can control how long this takes: a TCP socket can linger, and a file can be on a file
+//! system that does not respond. In the latter case, not even SIGKILL will terminate the process.
+//! Since version 6.16, Linux can reject descriptors when they are sent (`SO_PASSRIGHTS`). This
+//! option is inherited by the connections of a listener.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,18 +15,19 @@ use nix::sys::socket::setsockopt;
 use nix::{setsockopt_impl, sockopt_impl};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-/// As in the kernel's `asm-generic/socket.h`; the C library binding does not have it.
+/// Defined in the kernel's `asm-generic/socket.h`, but not in the libc crate.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
 sockopt_impl!(
-    /// Lets peers send descriptors, as they can by default.
+    /// Allows peers to send descriptors, which is the default.
     PassRights, SetOnly, libc::SOL_SOCKET, SO_PASSRIGHTS, bool
 );
 
-/// Sets whether peers can send descriptors to a socket; false if the kernel cannot refuse them.
+/// Sets whether a peer can send descriptors to this socket. This will return `false` if the kernel
+/// doesn't support this option.
 ///
 /// # Errors
-/// Those of `setsockopt(2)`.
+/// Returns the errors of `setsockopt(2)`.
 pub(super) fn pass(socket: &OwnedFd, passes: bool) -> io::Result<bool> {
     match setsockopt(socket, PassRights, &passes) {
         Ok(()) => Ok(true),
@@ -34,10 +36,10 @@ pub(super) fn pass(socket: &OwnedFd, passes: bool) -> io::Result<bool> {
     }
 }
 
-/// A new socket that takes no descriptors, where the kernel can refuse them.
+/// Creates a socket that does not accept descriptors, if supported by the kernel.
 ///
 /// # Errors
-/// Those of `socket(2)` and `setsockopt(2)`.
+/// Returns the errors of `socket(2)` and `setsockopt(2)`.
 pub(super) fn socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -45,9 +47,10 @@ pub(super) fn socket() -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Whether the kernel can refuse descriptors that are sent to a socket, as Linux can since 6.16. On
-/// others, any local user can send one whose closing never ends to a process that shares memory, which
-/// then cannot end either. False as well if no socket was left to try it with, at the first call.
+/// Returns whether the kernel can reject descriptors sent to a socket, as supported by Linux 6.16
+/// and later. If not, a local user can send a descriptor that blocks forever on close to any
+/// process which shares memory, so that this process cannot exit. This will also return `false` if
+/// a test socket could not be created by the first call.
 #[must_use]
 pub fn refuses_descriptors() -> bool {
     static REFUSES: LazyLock<bool> = LazyLock::new(|| {

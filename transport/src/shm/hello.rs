@@ -1,21 +1,23 @@
-//! Setting up shared memory between two processes: messages on a Unix socket, and access control.
+//! Setting up shared memory between two processes: Unix socket messages and access control.
 //!
 //! ```text
 //!   connecting side                         listening side
 //!        ── HELLO: version, own address ──▶     (user id checked on accept)
 //!        ◀─ WELCOME: version, lengths ───       with the descriptor of the memory
-//!        ◀─────── one byte: wake up ─────▶      as long as the link lasts
+//!        ◀─────── one byte: wake up ─────▶      while the link is up
 //! ```
 //!
-//! Messages keep their boundaries (`SOCK_SEQPACKET`). The name of a listener is abstract, so it
-//! exists within one network namespace, as the IP address that it is made of does, and goes with
-//! its owner. Any local user can bind such a name. So each side asks the kernel for the other's user
-//! id (`SO_PEERCRED`), which on the connecting side is that of the process which began to listen.
+//! We use `SOCK_SEQPACKET` to preserve message boundaries. A listener uses an abstract name. Like
+//! the IP address included in the name, it only exists within a network namespace, and it is
+//! removed when the listener is closed. Any local user can bind to this name, so both sides must
+//! query the user id of their peer from the kernel (`SO_PEERCRED`). On the connecting side, this is
+//! the user id of the process which called listen.
 //!
-//! The listening side makes the memory: it need not trust a file of the other's, and takes no
-//! descriptors from it. The connecting side takes one, from a user whom it has checked; before that
-//! none can be sent ([`descriptors`]). Where the kernel cannot refuse them, no message of a user who is
-//! not let in is read, and sockets that lead to one are closed by [`closer`].
+//! The listening side creates the memory, so it does not need to trust a file created by the peer,
+//! and never accepts descriptors from it. The connecting side accepts a single descriptor after
+//! checking the user id; until then, the kernel rejects descriptors ([`descriptors`]). If this is
+//! not supported by the kernel, we never read messages from an untrusted user, and use [`closer`]
+//! to close their sockets.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -37,63 +39,63 @@ use super::descriptors::{self, refuses_descriptors};
 use super::ring::{DATA, RING};
 use crate::netif::LocalAddresses;
 
-/// Version of the messages and of what is in the memory. Another one is refused.
+/// Version of the messages and of the memory layout. Any other version is rejected.
 const VERSION: u16 = 1;
 
 const HELLO: [u8; 8] = *b"RISRSHM>";
 const WELCOME: [u8; 8] = *b"RISRSHM<";
 
-/// Connections that wait in the kernel to be accepted.
+/// Max number of connections waiting to be accepted.
 const BACKLOG: i32 = 64;
 
-/// User id by which the kernel shows users that have none here (`/proc/sys/kernel/overflowuid`).
-/// It proves nothing.
+/// The kernel reports this user id for users without a mapping in this namespace
+/// (`/proc/sys/kernel/overflowuid`), so it must not be trusted.
 const OVERFLOW_UID: u32 = 65_534;
 
-/// Time in which a device that is there answers, unless its thread hangs.
+/// Response timeout, which should only be exceeded if the thread of the device hangs.
 const PATIENCE: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 500_000_000,
 };
 
-/// The first message of a connection.
+/// First message on a connection.
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Hello {
     magic: [u8; 8],
     version: U16,
     reserved: [u8; 6],
-    /// IP address of the sender's device; IPv4 as an IPv4-mapped one.
+    /// IP address of the sender's device. An IPv4 address is stored as an IPv4-mapped address.
     address: [u8; 16],
 }
 
-/// Its answer.
+/// Response to [`Hello`].
 #[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Welcome {
     magic: [u8; 8],
     version: U16,
     reserved: [u8; 2],
-    /// Bytes of a ring.
+    /// Size of a ring in bytes.
     ring: U32,
 }
 
-/// Users whose processes a device shares memory with.
+/// Users allowed to share memory with a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShmUsers {
-    /// User ids beside our own and root's.
+    /// Additional user ids. Our own user id and root are always allowed.
     pub also: Vec<u32>,
 }
 
 impl ShmUsers {
-    /// Whether a process of a user is let in.
+    /// Returns whether processes of this user are allowed.
     fn lets_in(&self, uid: u32) -> bool {
         let own = rustix::process::geteuid().as_raw();
         let is_named = self.also.contains(&uid);
         is_named || uid != OVERFLOW_UID && (uid == own || uid == 0)
     }
 
-    /// Checks the user at the other end of a socket.
+    /// Checks the user id of a socket's peer.
     fn check(&self, socket: &impl AsFd) -> io::Result<()> {
         let peer = getsockopt(socket, sockopt::PeerCredentials)?;
         let uid = peer.uid();
@@ -101,7 +103,7 @@ impl ShmUsers {
             return Ok(());
         }
         let pid = peer.pid();
-        let text = format!("process {pid} is of user {uid}, with whom no memory is shared");
+        let text = format!("process {pid} of user {uid} is not allowed to share memory");
         Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
     }
 }
@@ -110,7 +112,7 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// The name of the listener of the device at an address.
+/// Returns the listener name for the device at an address.
 fn name(addr: IpAddr) -> String {
     format!("riser-shm/{}", addr.to_canonical())
 }
@@ -119,7 +121,7 @@ fn socket_address(addr: IpAddr) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new_abstract_name(name(addr).as_bytes())?)
 }
 
-/// A name that is listened at.
+/// A listening socket.
 #[derive(Debug)]
 pub(super) struct Listener(OwnedFd);
 
@@ -131,8 +133,8 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Closing it would close here what strangers have connected. Those that wait are accepted
-        // even after the end of all others, so none is left.
+        // We must not close connections of untrusted users on this thread. After shutdown, we can
+        // still accept all pending connections, so there won't be any left.
         let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
         while let Ok(socket) = rustix::net::accept_with(&self.0, SocketFlags::CLOEXEC) {
             closer::close(socket);
@@ -140,18 +142,18 @@ impl Drop for Listener {
     }
 }
 
-/// Listens for the device at an address.
+/// Creates the listener for the device at an address.
 ///
 /// # Errors
-/// [`io::ErrorKind::AddrInUse`] where another process does, which the text names, and those of
-/// [`closer::check_room`].
+/// [`io::ErrorKind::AddrInUse`] if the name is in use; the error message contains the other
+/// process. This will also return the errors of [`closer::check_room`].
 pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     closer::check_room()?;
     let (socket, name) = (descriptors::socket()?, socket_address(addr)?);
     rustix::net::bind(&socket, &name).map_err(|error| match error {
         rustix::io::Errno::ADDRINUSE => {
             let holder = holder(addr).unwrap_or_default();
-            let text = format!("{holder} holds the name of the socket for shared memory at {addr}");
+            let text = format!("socket name for shared memory at {addr} is in use by {holder}");
             io::Error::new(io::ErrorKind::AddrInUse, text)
         }
         error => error.into(),
@@ -160,12 +162,13 @@ pub(super) fn listen(addr: IpAddr) -> io::Result<Listener> {
     Ok(Listener(socket))
 }
 
-/// A process that listens at an address. Any local user can take a name, so it need not be one of ours.
+/// Process that is listening on an address. Any local user can use this name, so it may not be one
+/// of our processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListeningProcess {
-    /// Its name and number, if it is known.
+    /// Process name and id, if known.
     process: Option<String>,
-    /// Its user id, if it is known: not where the kernel cannot refuse descriptors
+    /// User id, if known. This is never known if the kernel can't reject descriptors
     /// ([`refuses_descriptors`]).
     pub uid: Option<u32>,
 }
@@ -176,10 +179,11 @@ impl fmt::Display for ListeningProcess {
     }
 }
 
-/// The process that listens at an address.
+/// Returns the process that is listening on an address.
 pub(super) fn holder(addr: IpAddr) -> Option<ListeningProcess> {
     if !refuses_descriptors() {
-        // Who is connected can send one until the socket is closed. Names are of any bytes.
+        // If we connected, the process could send descriptors until we close the socket. Names can
+        // contain arbitrary bytes.
         let table = std::fs::read("/proc/net/unix").ok()?;
         let table = String::from_utf8_lossy(&table);
         return is_listened_at(&table, addr).then(ListeningProcess::default);
@@ -189,9 +193,9 @@ pub(super) fn holder(addr: IpAddr) -> Option<ListeningProcess> {
     let (pid, uid) = (peer.pid(), peer.uid());
     let process = format!("process {pid} of user {uid}");
     let process = match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
-        // A process chooses its name itself.
+        // A process can set its name to anything.
         Ok(comm) => format!("{} ({process})", comm.trim_end().escape_debug()),
-        // The unit of `riserd` hides processes of other users.
+        // The `riserd` unit can't see the processes of other users.
         Err(_) => process,
     };
     Some(ListeningProcess {
@@ -200,20 +204,21 @@ pub(super) fn holder(addr: IpAddr) -> Option<ListeningProcess> {
     })
 }
 
-/// Whether the kernel's table of Unix sockets has one that listens at the name of an address.
+/// Searches the kernel's table of Unix sockets for a listener using the name of this address.
 fn is_listened_at(table: &str, addr: IpAddr) -> bool {
     let name = format!("@{}", name(addr));
     table.lines().any(|line| {
         let fields: Vec<_> = line.split_ascii_whitespace().collect();
-        // The fourth is the flag of listeners (`__SO_ACCEPTCON`): their connections have the name, too.
+        // Check the listener flag in the fourth column (`__SO_ACCEPTCON`), since connections use
+        // the same name.
         matches!(fields.as_slice(), [_, _, _, "00010000", _, _, _, at] if *at == name)
     })
 }
 
-/// Connects to the process that has the name of an address, which any local user can take.
+/// Connects to the process using the name of this address, which could be any local user.
 ///
 /// # Errors
-/// Those of [`closer::check_room`] and `connect(2)`.
+/// Returns the errors of [`closer::check_room`] and `connect(2)`.
 fn reach(addr: IpAddr) -> io::Result<OwnedFd> {
     closer::check_room()?;
     let (socket, name) = (descriptors::socket()?, socket_address(addr)?);
@@ -221,11 +226,11 @@ fn reach(addr: IpAddr) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Checks that addresses are of this host. Any other belongs to another host: a local process that
-/// listens at its name is not that host, and access rules must not take it for that.
+/// Verifies that all addresses are local. If an address is used by a different host, a local
+/// process using its name must not be mistaken for this host by access rules.
 ///
 /// # Errors
-/// [`io::ErrorKind::AddrNotAvailable`], and those of `getifaddrs(3)`.
+/// [`io::ErrorKind::AddrNotAvailable`], and the errors of `getifaddrs(3)`.
 pub(super) fn check_local(addresses: &[IpAddr]) -> io::Result<()> {
     let all = LocalAddresses::look()?;
     match addresses.iter().find(|addr| !all.has(**addr)) {
@@ -237,22 +242,23 @@ pub(super) fn check_local(addresses: &[IpAddr]) -> io::Result<()> {
     }
 }
 
-/// Connects to the device at `to`, and says hello from the one at `own`.
+/// Connects to the device at `to`, and sends a HELLO from the device at `own`.
 ///
 /// # Errors
-/// Those of [`check_local`] and [`closer::check_room`],
-/// [`io::ErrorKind::ConnectionRefused`] where no process listens, [`io::ErrorKind::WouldBlock`]
-/// where too many wait, [`io::ErrorKind::PermissionDenied`] for a listener of a user who is not let
-/// in, and [`io::ErrorKind::UnexpectedEof`] where the listener has refused already.
+/// - [`io::ErrorKind::ConnectionRefused`] if no process is listening
+/// - [`io::ErrorKind::WouldBlock`] if there are too many pending connections
+/// - [`io::ErrorKind::PermissionDenied`] if the user of the listener is not allowed
+/// - [`io::ErrorKind::UnexpectedEof`] if the listener has already rejected the connection
+/// - the errors of [`check_local`] and [`closer::check_room`]
 pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<OwnedFd> {
     check_local(&[to, own])?;
     let socket = reach(to).map_err(|error| match error.kind() {
         io::ErrorKind::ConnectionRefused => {
-            let text = format!("no process of this host shares memory at {to}");
+            let text = format!("no process on this host shares memory at {to}");
             io::Error::new(io::ErrorKind::ConnectionRefused, text)
         }
         io::ErrorKind::WouldBlock => {
-            let text = format!("too many processes wait to share memory at {to}");
+            let text = format!("too many processes are waiting to share memory at {to}");
             io::Error::new(io::ErrorKind::WouldBlock, text)
         }
         _ => error,
@@ -261,7 +267,7 @@ pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<O
         closer::close(socket);
         return Err(error);
     }
-    // The memory comes with the answer.
+    // We will receive the memory with the response.
     descriptors::pass(&socket, true)?;
     let hello = Hello {
         magic: HELLO,
@@ -273,28 +279,28 @@ pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<O
     Ok(socket)
 }
 
-/// The error of a socket whose peer may have closed it, which is how it refuses.
+/// Converts a socket error. If the peer has closed the socket, it has rejected the connection.
 fn or_refused(error: rustix::io::Errno) -> io::Error {
     match error {
-        // Before it was sent to, and with a HELLO that was not read.
+        // The socket was closed before we could send, or with an unread HELLO.
         rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => refused(),
         error => error.into(),
     }
 }
 
 fn refused() -> io::Error {
-    let text = "the process that shares memory there has refused: it lets in root and its own \
-                user, and its log says why";
+    let text = "connection refused by the process that shares memory: it only accepts root and its \
+                own user; see its log";
     io::Error::new(io::ErrorKind::UnexpectedEof, text)
 }
 
-/// Accepts a connection; `None` if none waits.
+/// Accepts a connection. Returns `None` if there are no pending connections.
 ///
 /// # Errors
-/// [`io::ErrorKind::PermissionDenied`] for a user who is not let in, and those of `accept(2)` and
-/// [`closer::check_room`].
+/// [`io::ErrorKind::PermissionDenied`] if the user is not allowed, and the errors of `accept(2)`
+/// and [`closer::check_room`].
 pub(super) fn accept(listener: &Listener, users: &ShmUsers) -> io::Result<Option<OwnedFd>> {
-    // Anyone may be the next.
+    // The next connection could be from any user.
     closer::check_room()?;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     match rustix::net::accept_with(listener, flags) {
@@ -310,32 +316,33 @@ pub(super) fn accept(listener: &Listener, users: &ShmUsers) -> io::Result<Option
     }
 }
 
-/// The address that a HELLO to the device at `own` names. Both are of this host and of one family.
+/// Returns the address from a HELLO to the device at `own`. Both must be local addresses of the
+/// same family.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] for any other message, and those of [`check_local`].
+/// [`io::ErrorKind::InvalidData`] for any other message, and the errors of [`check_local`].
 pub(super) fn parse_hello(message: &[u8], own: IpAddr) -> io::Result<IpAddr> {
-    let hello = Hello::ref_from_bytes(message).map_err(|_| invalid("not a HELLO"))?;
+    let hello = Hello::ref_from_bytes(message).map_err(|_| invalid("invalid HELLO"))?;
     if hello.magic != HELLO {
-        return Err(invalid("not a HELLO"));
+        return Err(invalid("invalid HELLO"));
     }
     if hello.version.get() != VERSION {
-        return Err(invalid("a HELLO of another version"));
+        return Err(invalid("unsupported version in HELLO"));
     }
     let addr = Ipv6Addr::from(hello.address).to_canonical();
     if addr.is_ipv4() != own.is_ipv4() {
-        return Err(invalid("a HELLO from an address of the other family"));
+        return Err(invalid("address family mismatch in HELLO"));
     }
-    // Access rules trust an address as far as the network does: a local process can send from any
-    // address of its host, and from no other one.
+    // Access rules need to be able to trust this address in the same way as on a network: a local
+    // process can use any address of its host, but no other address.
     check_local(&[addr, own])?;
     Ok(addr)
 }
 
-/// Answers a HELLO with the memory.
+/// Sends the memory in response to a HELLO.
 ///
 /// # Errors
-/// The peer is gone.
+/// Returns an error if the socket was closed by the peer.
 pub(super) fn welcome(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()> {
     let welcome = Welcome {
         magic: WELCOME,
@@ -353,21 +360,22 @@ pub(super) fn welcome(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()
     Ok(())
 }
 
-/// Result of reading a socket.
+/// Result of reading from a socket.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// A message of this many bytes.
+    /// Received a message of this size in bytes.
     Bytes(usize),
-    /// Nothing for now.
+    /// No message is currently available.
     None,
-    /// The peer has closed its end, or has ended.
+    /// The peer has closed the socket or exited.
     End,
 }
 
-/// Receives a message. Descriptors that come with it are not taken.
+/// Receives a message. Any descriptors are discarded.
 pub(super) fn receive(socket: &OwnedFd, room: &mut [u8]) -> Message {
     match rustix::net::recv(socket, room, RecvFlags::DONTWAIT) {
-        // No message is empty, so this is the end, or a peer that violates the protocol.
+        // There are no empty messages, so either the socket is closed or the peer violates the
+        // protocol.
         Ok((0, _)) => Message::End,
         Ok((len, _)) => Message::Bytes(len),
         Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => Message::None,
@@ -375,11 +383,11 @@ pub(super) fn receive(socket: &OwnedFd, room: &mut [u8]) -> Message {
     }
 }
 
-/// Receives a WELCOME; `None` while it has not come.
+/// Receives a WELCOME. This will return `None` if it is not available yet.
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] for any other message, [`io::ErrorKind::UnexpectedEof`] if the
-/// peer has refused.
+/// peer has rejected the connection.
 pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     let mut message = [0; size_of::<Welcome>() + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -400,21 +408,22 @@ pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
         return Err(refused());
     }
     let welcome = Welcome::ref_from_bytes(&message[..received.bytes])
-        .map_err(|_| invalid("not a WELCOME"))?;
+        .map_err(|_| invalid("invalid WELCOME"))?;
     let is_ours = welcome.magic == WELCOME
         && welcome.version.get() == VERSION
         && welcome.ring.get() as usize * 2 == DATA;
     if !is_ours {
-        return Err(invalid("a WELCOME of another version"));
+        return Err(invalid("unsupported version in WELCOME"));
     }
-    let memory = memory.ok_or_else(|| invalid("a WELCOME without memory"))?;
+    let memory = memory.ok_or_else(|| invalid("missing memory in WELCOME"))?;
     Ok(Some(memory))
 }
 
-/// Says hello to the device at an address from there, and waits for the answer for [`PATIENCE`].
+/// Sends a HELLO to and from the device at this address, and waits up to [`PATIENCE`] for the
+/// response.
 ///
 /// # Errors
-/// Those of [`connect`] and [`receive_welcome`], and [`io::ErrorKind::TimedOut`].
+/// [`io::ErrorKind::TimedOut`], and the errors of [`connect`] and [`receive_welcome`].
 pub(super) fn ask(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     let socket = connect(addr, addr, users)?;
     let mut readable = [PollFd::new(&socket, PollFlags::IN)];
@@ -422,15 +431,15 @@ pub(super) fn ask(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     match receive_welcome(&socket)? {
         Some(_) => Ok(()),
         None => {
-            let text = format!("the process that shares memory at {addr} does not answer");
+            let text = format!("timed out waiting for the process that shares memory at {addr}");
             Err(io::Error::new(io::ErrorKind::TimedOut, text))
         }
     }
 }
 
-/// Wakes the peer. A full socket already holds wake-ups.
+/// Wakes up the peer. If the socket is full, it already contains wake-up messages.
 pub(super) fn ring_bell(socket: &OwnedFd) {
-    // A peer that is gone is noticed by the end of the socket.
+    // If the peer is dead, we will find out when the socket is closed.
     let _ = rustix::net::send(socket, b"!", SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
@@ -449,7 +458,7 @@ mod tests {
 
     use super::*;
 
-    /// Time limit for what happens on another thread.
+    /// Timeout for operations on a different thread.
     const PATIENT: Duration = Duration::from_secs(20);
 
     fn hello(change: impl FnOnce(&mut Hello)) -> Vec<u8> {
@@ -464,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hello_names_an_address_of_this_host() {
+    fn hello_requires_local_address() {
         let good = hello(|_| {});
         let own = IpAddr::from([127, 0, 0, 1]);
         assert_eq!(
@@ -472,15 +481,15 @@ mod tests {
             IpAddr::from([127, 0, 0, 9])
         );
         let wrong = [
-            (good[..31].to_vec(), "not a HELLO"),
-            ([&good[..], &[0]].concat(), "not a HELLO"),
-            (hello(|h| h.magic = WELCOME), "not a HELLO"),
+            (good[..31].to_vec(), "invalid HELLO"),
+            ([&good[..], &[0]].concat(), "invalid HELLO"),
+            (hello(|h| h.magic = WELCOME), "invalid HELLO"),
             (hello(|h| h.version = U16::new(2)), "version"),
             (
                 hello(|h| h.address = mapped([192, 0, 2, 1].into())),
                 "not an address",
             ),
-            // A socket can be bound to these two.
+            // It is possible to bind a socket to these addresses.
             (
                 hello(|h| h.address = mapped([239, 1, 2, 3].into())),
                 "not an address",
@@ -489,10 +498,10 @@ mod tests {
                 hello(|h| h.address = mapped([0, 0, 0, 0].into())),
                 "not an address",
             ),
-            (hello(|h| h.address = [0; 16]), "other family"),
+            (hello(|h| h.address = [0; 16]), "family mismatch"),
             (
                 hello(|h| h.address = mapped("::1".parse().unwrap())),
-                "other family",
+                "family mismatch",
             ),
         ];
         for (message, why) in wrong {
@@ -504,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn the_overflow_user_proves_nothing() {
+    fn overflow_uid_is_not_trusted() {
         let none = ShmUsers::default();
         assert!(none.lets_in(0));
         assert!(none.lets_in(rustix::process::geteuid().as_raw()));
@@ -517,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn one_process_listens_at_an_address() {
+    fn second_listener_gets_address_in_use() {
         let addr = IpAddr::from([127, 1, 2, 3]);
         let own = IpAddr::from([127, 0, 0, 1]);
         let users = ShmUsers::default();
@@ -531,7 +540,7 @@ mod tests {
         if refuses_descriptors() {
             let holder = format!("process {} of user", std::process::id());
             assert!(text.contains(&holder), "{text}");
-            // The question who it is.
+            // This connection was made to find out the process name.
             let asked = accept(&listener, &users).unwrap().unwrap();
             assert!(matches!(receive(&asked, &mut [0; 64]), Message::End));
         }
@@ -563,7 +572,7 @@ mod tests {
         rustix::net::sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)
     }
 
-    /// A listener of a program that is none of ours, which can send and receive anything.
+    /// Creates a listener of an untrusted program, which can send and receive arbitrary messages.
     fn squat(addr: IpAddr) -> OwnedFd {
         let socket = descriptors::socket().unwrap();
         descriptors::pass(&socket, true).unwrap();
@@ -573,11 +582,11 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_a_name_can_send_no_descriptor_before_its_user_is_checked() {
+    fn squatter_cannot_send_descriptors() {
         let addr = IpAddr::from([127, 1, 2, 8]);
         let squatter = squat(addr);
         if !refuses_descriptors() {
-            // No process is connected to.
+            // We must not connect to the process.
             assert_eq!(holder(addr), Some(ListeningProcess::default()));
             let waiting = rustix::net::accept(&squatter);
             assert_eq!(waiting.unwrap_err(), rustix::io::Errno::WOULDBLOCK);
@@ -588,7 +597,7 @@ mod tests {
         let server = rustix::net::accept(&squatter).unwrap();
         assert_eq!(send_one(&server), Err(rustix::io::Errno::PERM));
         assert!(matches!(receive(&client, &mut [0; 64]), Message::None));
-        // This one is let in, and may answer with memory.
+        // This client is allowed to connect, and can send a response with memory.
         let client = connect(addr, addr, &ShmUsers::default()).unwrap();
         let server = rustix::net::accept(&squatter).unwrap();
         assert_eq!(send_one(&server), Ok(1));
@@ -596,7 +605,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_is_found_in_the_table_of_the_kernel() {
+    fn listener_is_found_in_kernel_table() {
         let addr = IpAddr::from([127, 1, 2, 9]);
         let look = || {
             let table = std::fs::read("/proc/net/unix").unwrap();
@@ -615,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_at_the_address_of_another_host_is_not_used() {
+    fn listener_on_remote_address_is_rejected() {
         let users = ShmUsers::default();
         for addr in [[192, 0, 2, 99], [239, 1, 2, 4]].map(IpAddr::from) {
             let listener = listen(addr).unwrap();
@@ -626,36 +635,36 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_closed_unread_was_refused() {
+    fn unread_close_is_reported_as_refused() {
         let addr = IpAddr::from([127, 1, 2, 6]);
         let users = ShmUsers::default();
         let listener = listen(addr).unwrap();
         let client = connect(addr, addr, &users).unwrap();
-        // As `accept` does with another user.
+        // This is also done by `accept` if the user is not allowed.
         drop(rustix::net::accept(&listener).unwrap());
         let error = receive_welcome(&client).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{error}");
-        // One that is refused sooner cannot even say hello.
+        // If the connection is rejected earlier, sending the HELLO fails.
         let error = rustix::net::send(&client, b"x", SendFlags::NOSIGNAL).map_err(or_refused);
         assert_eq!(error.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]
-    fn a_name_is_free_as_soon_as_its_listener_is_closed() {
+    fn closing_listener_releases_name() {
         let addr = IpAddr::from([127, 1, 2, 7]);
         let listener = listen(addr).unwrap();
         let waiting = connect(addr, addr, &ShmUsers::default()).unwrap();
         drop(listener);
         let again = listen(addr).unwrap();
         assert!(accept(&again, &ShmUsers::default()).unwrap().is_none());
-        // It is closed elsewhere.
+        // The socket is closed on a separate thread.
         eventually("it has ended", PATIENT, || {
             receive_welcome(&waiting).is_err()
         });
     }
 
     #[test]
-    fn another_message_than_a_welcome_is_refused() {
+    fn invalid_welcome_is_rejected() {
         let addr = IpAddr::from([127, 1, 2, 4]);
         let users = ShmUsers::default();
         let listener = listen(addr).unwrap();
@@ -672,11 +681,11 @@ mod tests {
             ring: U32::new(RING as u32 * 2),
         };
         for (message, why) in [
-            (b"!".to_vec(), "not a WELCOME"),
-            (vec![0; 16], "another version"),
-            (vec![0; 17], "not a WELCOME"),
-            (longer.as_bytes().to_vec(), "another version"),
-            (welcome.as_bytes().to_vec(), "without memory"),
+            (b"!".to_vec(), "invalid WELCOME"),
+            (vec![0; 16], "unsupported version"),
+            (vec![0; 17], "invalid WELCOME"),
+            (longer.as_bytes().to_vec(), "unsupported version"),
+            (welcome.as_bytes().to_vec(), "missing memory"),
         ] {
             let client = connect(addr, addr, &users).unwrap();
             let server = accept(&listener, &users).unwrap().unwrap();

@@ -1,23 +1,25 @@
-//! A device's links: one for each pair of devices that share memory.
+//! Links of a device. Each pair of devices sharing memory uses a link.
 //!
-//! A link has a name at each end, which has the form of an IP address and is never used for another
-//! link: the names by which a [`Nic`](crate::roce::nic::Nic) knows its peers. A packet is attributed
-//! to the link that it came over, so a peer cannot use the connections of another one. The peer's own
-//! address comes from its HELLO and serves logs and access rules only.
+//! Each side uses a different name for a link. It has the format of an IP address, and is never
+//! reused for a different link. This is how a [`Nic`](crate::roce::nic::Nic) identifies its peers.
+//! Packets are assigned to the link they are received on, so a peer cannot use the connections of
+//! another peer. The peer's address from the HELLO is only used for logging and access rules.
 //!
 //! ```text
-//!  accept ─▶ AwaitsHello ── HELLO ──▶ Up ──▶ gone: end of the socket, or a rule broken
+//!  accept ─▶ AwaitsHello ── HELLO ──▶ Up ──▶ closed: end of the socket, or invalid ring data
 //!  connect ─▶ AwaitsWelcome ─ WELCOME ─▶
-//!                └── time is over ──▶ gone
+//!                └── timeout ──▶ closed
 //! ```
 //!
 //! # Bounds
-//! [`MAX_LINKS`] links of [`DATA`](super::ring::DATA) bytes of memory each; [`MAX_GREETING`] of them
-//! that were accepted and have not said hello, for [`GREETING`] each: the oldest gives its place to
-//! the next one. A device without a free place leaves its listener to the others that have it.
-//! [`MAX_WAITING`] packets wait for a WELCOME. Packets for which a ring has no room are lost, as in a
-//! full socket, and repeated by their queue pairs: a peer that reads nothing delays no other one.
-//! What processes can do wrong again and again is logged once in a while ([`quiet`]).
+//! A device can have up to [`MAX_LINKS`] links, which use [`DATA`](super::ring::DATA) bytes of
+//! memory each. Of these, up to [`MAX_GREETING`] accepted links can be waiting for a HELLO for up
+//! to [`GREETING`]; if there are more, the oldest is closed. If a device doesn't have a free slot,
+//! pending connections will be accepted by other devices sharing the listener. While waiting for a
+//! WELCOME, up to [`MAX_WAITING`] packets are queued. If a ring is full, packets are dropped like
+//! on a full socket and will be retransmitted by their queue pairs, so a peer that does not read
+//! can't delay another peer. Log messages that can be triggered repeatedly by other processes are
+//! rate-limited ([`quiet`]).
 
 mod lives;
 mod quiet;
@@ -41,53 +43,56 @@ use super::ring::{Broken, Rings};
 use crate::roce::batch::{Group, Piece, TxBatch};
 use crate::roce::nic::LinkPeer;
 
-/// Most links of a device.
+/// Max number of links per device.
 pub const MAX_LINKS: usize = 64;
 
-/// Most links that were accepted and have not said hello.
+/// Max number of accepted links waiting for a HELLO.
 pub const MAX_GREETING: usize = 16;
 
-/// Time that either side has for its first message.
+/// Timeout for the first message from either side.
 pub const GREETING: Duration = Duration::from_secs(2);
 
-/// Time for which no process is accepted after that has failed.
+/// How long to wait after accepting a connection has failed.
 const REST: Duration = Duration::from_secs(1);
 
-/// Packets that wait for a WELCOME: messages of the connection manager, which repeats them.
+/// Max number of packets queued until a WELCOME is received. These are messages of the connection
+/// manager, which will be retransmitted.
 const MAX_WAITING: usize = 64;
 
-/// Packets taken from one link in a round.
+/// Max number of packets received from a link in each round.
 const ROUND: usize = 64;
 
-/// Packets taken from a link whose peer has gone: all that fit the ring, unless they are tiny.
+/// Max number of packets received from a closed link, which is enough for a full ring unless the
+/// packets are tiny.
 const LAST_ROUND: usize = 4096;
 
-/// Messages read from a socket in a round.
+/// Max number of messages read from a socket in each round.
 const BELLS: usize = 16;
 
-/// What the set of descriptors calls the listener, and the descriptor that makes it readable.
+/// Event data used for the listener in the epoll set, and for the eventfd.
 const LISTENER: u64 = u64::MAX;
 const KICK: u64 = u64::MAX - 1;
 
-/// Generations of a slot, of 28 bits together with its number. All ones would be the broadcast
-/// address. A name is used again after that many links, when nothing of the first one is left.
+/// Max generation of a slot. The generation and the slot index use 28 bits. If all bits were set,
+/// the name would be the broadcast address. A name is reused after this number of links, when the
+/// first link using it has long been closed.
 const GENERATIONS: u32 = (1 << 28) / MAX_LINKS as u32 - 1;
 
-/// Prefix of the names of links where addresses are of IPv6. It is one of the prefixes for local use
-/// (RFC 4193); of IPv4, the names are of the reserved class E.
+/// Prefix of link names if device addresses are IPv6. This is a unique local address prefix (RFC
+/// 4193). For IPv4, we use the reserved class E.
 const V6_PREFIX: u128 = 0xfd52_6973_6572_0000 << 64;
 const V4_PREFIX: u32 = 0xf000_0000;
 
-/// Counters of the links of a device.
+/// Link counters of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkCounters {
-    /// Links that came up.
+    /// Established links.
     pub up: u64,
-    /// Peers refused: of other users, without a proper first message, or too many.
+    /// Rejected peers: wrong user, invalid first message, or too many links.
     pub refused: u64,
-    /// Links that ended because the peer broke a rule of the rings.
+    /// Links closed because the peer has written invalid ring data.
     pub broken: u64,
-    /// Packets lost because a ring was full or its link gone.
+    /// Packets dropped because a ring was full or the link was closed.
     pub dropped: u64,
     /// Wake-ups sent.
     pub bells: u64,
@@ -107,11 +112,11 @@ enum State {
 
 #[derive(Debug)]
 struct Link {
-    /// By which it is known here.
+    /// Local name of this link.
     name: IpAddr,
-    /// Address of the peer's device.
+    /// Device address of the peer.
     peer: IpAddr,
-    /// This side has connected, so the link leads to the listener at that address.
+    /// Set if we have connected to the listener at the peer's address.
     is_outgoing: bool,
     socket: OwnedFd,
     state: State,
@@ -125,8 +130,9 @@ impl Link {
         }
     }
 
-    /// As whom the device knows the peer. An answer to a datagram leads back by the link's name, or
-    /// by the address that was asked, which a user who has asked expects.
+    /// Returns the name and address of the peer for use by the device. A datagram user can send a
+    /// response using either the link name or, if it has sent a request first, the address of this
+    /// request.
     fn source(&self) -> LinkPeer {
         let datagrams = if self.is_outgoing {
             self.peer
@@ -147,13 +153,13 @@ impl Link {
     }
 }
 
-/// A place for a link.
+/// Slot for a link.
 #[derive(Debug, Default)]
 struct Slot {
     link: Option<Link>,
-    /// Name and peer's address of the link, or of the last one.
+    /// Name and peer address of the current or previous link.
     last: Option<(IpAddr, IpAddr)>,
-    /// Links that were here.
+    /// Number of previous links in this slot.
     generation: u32,
 }
 
@@ -163,31 +169,31 @@ pub(super) struct Links {
     own: IpAddr,
     users: ShmUsers,
     listener: Option<Arc<Listener>>,
-    /// The listener is in the set.
+    /// Set if the listener is in the epoll set.
     is_attended: bool,
-    /// It is not until then.
+    /// If set, the listener is ignored until this time.
     rests_until: Option<Instant>,
-    /// Time at which the addresses of links are looked for again.
+    /// When to check the addresses of links again.
     check_due: Instant,
     lines: Lines,
-    /// Readable when a socket is, or after a kick.
+    /// Epoll set, which is readable if a socket is readable, or after a kick.
     set: OwnedFd,
     kick: OwnedFd,
     slots: Vec<Slot>,
-    /// Slots that have a link: each round looks at these only.
+    /// Slots with a link. We only iterate over these slots in each round.
     live: Vec<usize>,
-    /// Free slots, those that were used longest ago first.
+    /// Free slots, least recently used first.
     free: VecDeque<usize>,
-    /// Names of links that have ended, for the device to learn.
+    /// Names of closed links that have not been reported to the device.
     lost: Vec<IpAddr>,
     counters: LinkCounters,
 }
 
 impl Links {
-    /// None yet, for the device at `own`.
+    /// Creates an empty set of links for the device at `own`.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Returns an error if there are no more descriptors available.
     pub(super) fn new(
         own: IpAddr,
         users: ShmUsers,
@@ -229,7 +235,7 @@ impl Links {
         live.filter_map(|&slot| self.slots[slot].link.as_ref())
     }
 
-    /// The number in a link's name.
+    /// Returns the number used in the name of a link.
     fn number(&self, name: IpAddr) -> Option<u32> {
         match name {
             IpAddr::V4(v4) if self.own.is_ipv4() => {
@@ -250,8 +256,8 @@ impl Links {
         (link.name == name).then_some(slot)
     }
 
-    /// The address of the peer behind a name, also if its link has ended; another address is its
-    /// own name.
+    /// Returns the peer address for a link name, even if the link is already closed. Any other
+    /// address is returned unchanged.
     pub(super) fn peer_of(&self, name: IpAddr) -> IpAddr {
         let slot = self.number(name).map(|n| n as usize % MAX_LINKS);
         let known = slot.and_then(|slot| self.slots[slot].last);
@@ -261,10 +267,12 @@ impl Links {
         }
     }
 
-    /// The name of the link to the device that listens at `peer`, which is made if there is none.
+    /// Returns the name of the link to the device listening at `peer`. If there is no link, it is
+    /// created.
     ///
     /// # Errors
-    /// Those of [`hello::connect`], and [`io::ErrorKind::QuotaExceeded`] at the limit.
+    /// [`io::ErrorKind::QuotaExceeded`] if there are too many links, and the errors of
+    /// [`hello::connect`].
     pub(super) fn reach(&mut self, now: Instant, peer: IpAddr) -> io::Result<IpAddr> {
         let leads_there = |link: &&Link| link.is_outgoing && link.peer == peer;
         if let Some(link) = self.all().find(leads_there) {
@@ -282,7 +290,7 @@ impl Links {
         self.add(socket, peer, true, state)
     }
 
-    /// Adds a link, for which there is a free slot.
+    /// Adds a link. There must be a free slot.
     fn add(
         &mut self,
         socket: OwnedFd,
@@ -315,17 +323,17 @@ impl Links {
         Ok(name)
     }
 
-    /// Ends a link.
+    /// Closes a link.
     fn end(&mut self, slot: usize) {
         let Some(link) = self.slots[slot].link.take() else {
             return;
         };
-        // It leaves the set when it is closed, but for a copy that another process might have.
+        // It would be removed from the set by closing it, unless another process has a copy.
         let _ = epoll::delete(&self.set, &link.socket);
         self.live.retain(|&other| other != slot);
         self.free.push_back(slot);
         self.lose(link.name);
-        debug!(peer = %link.peer, name = %link.name, "a link has ended");
+        debug!(peer = %link.peer, name = %link.name, "link closed");
         self.attend_or_warn();
     }
 
@@ -335,12 +343,14 @@ impl Links {
         }
     }
 
-    /// A link that has ended, or that something was sent to although it had.
+    /// Returns the next closed link, including links that were used to send after they had been
+    /// closed.
     pub(super) fn poll_lost(&mut self) -> Option<IpAddr> {
         self.lost.pop()
     }
 
-    /// Sends packets, each to the link that its destination names, or to the listener there.
+    /// Sends packets to the link specified by their destination, or to the listener at this
+    /// address.
     pub(super) fn send(&mut self, now: Instant, batch: &TxBatch, groups: &[Group]) {
         for group in groups {
             debug_assert_eq!(group.count, 1, "nothing cuts a train here");
@@ -358,7 +368,7 @@ impl Links {
                 self.lose(to);
                 return false;
             }
-            // A datagram to an address.
+            // This is a datagram sent to an address.
             None => match self.reach(now, to).ok().and_then(|name| self.by_name(name)) {
                 Some(slot) => slot,
                 None => return false,
@@ -381,7 +391,7 @@ impl Links {
         }
     }
 
-    /// Lets the peers see what was sent to them.
+    /// Makes all sent packets visible to the peers.
     pub(super) fn publish(&mut self) {
         for &slot in &self.live {
             if let Some(link) = &mut self.slots[slot].link
@@ -393,10 +403,11 @@ impl Links {
         }
     }
 
-    /// Hands packets that have come to `take`, with the peer of their link; returns how many.
+    /// Passes all received packets to `take` together with the peer of their link. Returns the
+    /// number of packets.
     pub(super) fn receive(&mut self, mut take: impl FnMut(LinkPeer, &[u8])) -> usize {
         let mut taken = 0;
-        // From the last on, since one that ends leaves the list.
+        // Iterate in reverse order, because closing a link removes it from the list.
         for at in (0..self.live.len()).rev() {
             taken += self.receive_from(self.live[at], ROUND, &mut take);
         }
@@ -437,19 +448,20 @@ impl Links {
         if let Some(link) = &self.slots[slot].link
             && let Some(held_back) = self.lines.broken.pass(Instant::now())
         {
-            info!(peer = %link.peer, %broken, held_back, "a peer breaks the rules of shared memory");
+            info!(peer = %link.peer, %broken, held_back, "invalid data in shared memory");
         }
         self.counters.broken += 1;
         self.end(slot);
     }
 
-    /// Whether a packet waits.
+    /// Returns whether there are packets available.
     pub(super) fn has_input(&self) -> bool {
         self.all()
             .any(|link| matches!(&link.state, State::Up(rings) if rings.has_input()))
     }
 
-    /// Asks all peers for wake-ups. Where a packet has come meanwhile, the set becomes readable.
+    /// Enables wake-ups for all peers. If a packet has been received in the meantime, the epoll set
+    /// becomes readable.
     pub(super) fn sleep(&self) {
         let mut has_input = false;
         for link in self.all() {
@@ -458,12 +470,12 @@ impl Links {
             }
         }
         if has_input {
-            // The counter is far from its limit, so this cannot fail.
+            // This cannot fail since the counter will never reach its maximum.
             let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
         }
     }
 
-    /// Stops asking for wake-ups.
+    /// Disables wake-ups.
     pub(super) fn wake(&self) {
         for link in self.all() {
             if let State::Up(rings) = &link.state {
@@ -478,7 +490,7 @@ fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64) -> io::Result<()> {
     Ok(epoll::add(set, fd, data, epoll::EventFlags::IN)?)
 }
 
-/// Puts a packet into a ring; false if there is no room.
+/// Writes a packet to a ring. This will return `false` if the ring is full.
 fn put(rings: &mut Rings, batch: &TxBatch, group: &Group) -> Result<bool, Broken> {
     if !rings.begin(group.bytes)? {
         return Ok(false);

@@ -1,50 +1,54 @@
-//! A device between processes of one host: its packets go through shared memory.
+//! A device for processes on the same host, which uses shared memory to send packets.
 //!
-//! [`Shm::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider),
-//! to be driven by the thread that owns it. It is the [`Nic`](crate::roce::nic::Nic) of the software
-//! NIC, with its queue pairs, keys and connection manager, on another wire. So requests, rights,
-//! fences, invalidation and errors are those of RDMA, and no byte of a process is mapped by another
-//! one: the owner of memory executes each READ and WRITE of a peer after it has checked the key, and
-//! what is shared are two rings of packets.
+//! [`Shm::open`] opens a device using a local address. The device implements
+//! [`Provider`](crate::verbs::Provider) and must be driven by the thread that owns it. It uses the
+//! [`Nic`](crate::roce::nic::Nic) of the software NIC with its queue pairs, keys and connection
+//! manager, but a different wire. As a result, requests, access rights, fences, invalidation and
+//! errors work like RDMA, and the memory of a process is never mapped by another process: each READ
+//! or WRITE is executed by the owner of the memory, after checking the key. Only two packet rings
+//! are shared.
 //!
-//! | module | what it is |
+//! | module | description |
 //! | --- | --- |
-//! | `hello` | the Unix socket by which two processes come to share memory, and who may |
-//! | `descriptors` | sockets that take no descriptors from their peers |
-//! | `closer` | closes sockets of those who may not, where the kernel has none of these |
+//! | `hello` | the Unix socket used to set up shared memory, and access control |
+//! | `descriptors` | sockets that don't accept descriptors from their peers |
+//! | `closer` | closes sockets of untrusted users if not supported by the kernel |
 //! | `ring` | packets in shared memory |
-//! | `link` | the links of a device, and their lives |
+//! | `link` | the links of a device and their states |
 //! | `provider` | [`Shm`] |
 //!
-//! # The way of a packet
+//! # Sending a packet
 //!
-//! Headers and payload are copied into the ring, from where the peer copies the packet as a whole
-//! before it parses it, and its payload to its destination: three copies of data from the disk's
-//! buffer to the initiator's, and no system call. A peer that sleeps has announced it, and is woken
-//! by a byte over the Unix socket. The end of that socket is the end of all connections of the link, at
-//! once.
+//! Headers and payload are copied into the ring. The peer copies the entire packet out of the ring
+//! before parsing it, and then copies the payload to its destination. This means that data is
+//! copied three times between the buffer of the disk and the buffer of the initiator, but we don't
+//! need any system calls. If a peer is about to sleep, it sets a flag, and we wake it up by sending
+//! a byte on the Unix socket. When this socket is closed, all connections of the link are closed
+//! immediately.
 //!
 //! # Security
 //!
-//! - User ids, as the kernel reports them, decide which processes may connect ([`ShmUsers`]).
-//! - Both addresses of a link are of interfaces of this host ([`is_local`](crate::netif::is_local)),
-//!   or it ends within a second.
-//! - A peer can write anything into the rings at any time. Every value is read once, into private
-//!   memory, and checked as bytes from a network are.
-//! - Packets are attributed to the link that they came over, not to what they say, so no peer takes
-//!   part in connections of another.
-//! - A peer cannot make a device wait: packets that it does not read are dropped, and the kernel
-//!   refuses descriptors, whose closing may take long. Those of the user of a listener are taken after
-//!   that user was let in.
-//! - Kernels before Linux 6.16 cannot refuse them ([`refuses_descriptors`]). There, no message of a user
-//!   who is not let in is read, and their sockets are closed on another thread; while too many are being
-//!   closed, no process is accepted. Users who are let in are trusted. And **any local user can keep a
-//!   process that shares memory from ending**, even after SIGKILL.
+//! - Only processes with specific user ids can connect ([`ShmUsers`]). The user id is provided by
+//!   the kernel.
+//! - Both addresses of a link must be local addresses of this host
+//!   ([`is_local`](crate::netif::is_local)). Otherwise, it is closed within a second.
+//! - A peer can write anything to the rings at any time. We read each value once, copying it to
+//!   private memory, and verify it like data from a network.
+//! - The source of a packet depends on the link it is received on, not on its contents, so a peer
+//!   can't use the connections of another peer.
+//! - A peer can't block a device: if it doesn't read packets, they are dropped. Descriptors, which
+//!   could block when they are closed, are rejected by the kernel, except from the user of a
+//!   listener after checking their user id.
+//! - Before Linux 6.16, the kernel cannot reject descriptors ([`refuses_descriptors`]). In this
+//!   case, we never read messages from untrusted users, and close their sockets on a separate
+//!   thread. If there are too many of them, no more connections are accepted. Allowed users are
+//!   trusted. However, **any local user can prevent a process with shared memory from exiting**,
+//!   even after SIGKILL.
 //!
-//! Packets have no ICRC (their field is zero), and a path MTU of 4096 bytes.
+//! Packets don't have an ICRC (the field is zero), and the path MTU is 4096 bytes.
 //!
-//! Not implemented: memory that both processes map, which would save copies; a link that carries
-//! connections of several workers.
+//! Not implemented: memory mapped by both processes, which would avoid copies; sharing a link
+//! between multiple workers.
 
 mod closer;
 mod descriptors;

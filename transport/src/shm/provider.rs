@@ -17,37 +17,38 @@ use crate::verbs::{
 };
 use crate::wire::is_link_local;
 
-/// Name of the provider.
+/// Provider name.
 pub const PROVIDER: &str = "shm";
 
-/// Bytes collected before they are put into rings.
+/// Number of bytes to collect before writing them to the rings.
 const TX_BUDGET: usize = 256 << 10;
-/// Batches sent by one call of `progress`.
+/// Max number of batches sent by a single call to `progress`.
 const TX_BATCHES: usize = 8;
 
-/// Most bytes that a queue pair has on the way, as they would count in a socket buffer
-/// ([`packet_cost`](crate::rc::packet_cost)): half of a ring, at most.
+/// Max number of in-flight bytes per QP, using the size of packets in a socket buffer
+/// ([`packet_cost`](crate::rc::packet_cost)). This is at most half of a ring.
 const MAX_INFLIGHT: u32 = 1 << 20;
 
-/// Interval at which a device that does not sleep looks at its sockets, for which it needs system
-/// calls. Packets need none.
+/// How often to check the sockets while the device is awake, which requires system calls. Packets
+/// don't.
 const LOOK_INTERVAL: Duration = Duration::from_micros(250);
 
-/// Configuration of a device.
+/// Device configuration.
 #[derive(Debug)]
 pub struct ShmConfig {
-    /// Its address: one of this host's.
+    /// Local address of the device.
     pub addr: IpAddr,
-    /// Accepts connections of other processes. Without it the device can only connect.
+    /// Listener used to accept connections from other processes. If `None`, the device can only
+    /// connect.
     pub listener: Option<ShmListener>,
-    /// Users whose processes it shares memory with.
+    /// Users allowed to share memory with this device.
     pub users: ShmUsers,
-    /// Limits on the objects of the device.
+    /// Limits for device objects.
     pub limits: NicLimits,
 }
 
 impl ShmConfig {
-    /// A device at `addr` that does not listen.
+    /// Creates a configuration for a device at `addr` without a listener.
     #[must_use]
     pub fn new(addr: IpAddr) -> Self {
         Self {
@@ -58,7 +59,7 @@ impl ShmConfig {
         }
     }
 
-    /// A device at `addr` that listens.
+    /// Creates a configuration for a device at `addr` with a listener.
     ///
     /// # Errors
     /// See [`ShmListener::bind`].
@@ -70,20 +71,21 @@ impl ShmConfig {
     }
 }
 
-/// Listens at an address for other processes of this host, in this network namespace.
+/// Listens on an address for other processes on this host, in the same network namespace.
 ///
-/// Several devices, one of each worker, may have clones of one: each link belongs to the device that
-/// accepts it, with all its connections. The name is free when the last clone is dropped.
+/// A listener can be cloned to share it between the devices of multiple workers: each link and all
+/// of its connections belong to the device that has accepted it. The name is released when the last
+/// clone is dropped.
 #[derive(Clone, Debug)]
 pub struct ShmListener(Arc<Listener>);
 
 impl ShmListener {
-    /// Listens from now on.
+    /// Starts to listen.
     ///
     /// # Errors
-    /// [`io::ErrorKind::AddrNotAvailable`] for an address that no interface of this host has,
-    /// [`io::ErrorKind::AddrInUse`] where another process listens at the address, which the text
-    /// names, and [`io::ErrorKind::ResourceBusy`] while sockets of other users are being closed.
+    /// [`io::ErrorKind::AddrNotAvailable`] if this is not a local address,
+    /// [`io::ErrorKind::AddrInUse`] if the name is in use (the error message contains the other
+    /// process), [`io::ErrorKind::ResourceBusy`] if sockets of other users are being closed.
     pub fn bind(addr: IpAddr) -> io::Result<Self> {
         let addr = addr.to_canonical();
         hello::check_local(&[addr])?;
@@ -91,35 +93,37 @@ impl ShmListener {
     }
 }
 
-/// Asks the process of this host that listens at an address whether it shares memory with us, and
-/// waits for half a second at most.
+/// Checks whether the local process listening on an address shares memory with us. This can block
+/// for up to half a second.
 ///
 /// # Errors
-/// The reason why not: [`io::ErrorKind::AddrNotAvailable`] where the address is not of this host,
-/// [`io::ErrorKind::ConnectionRefused`] where no process listens,
-/// [`io::ErrorKind::PermissionDenied`] where it is not of one of `users`,
-/// [`io::ErrorKind::UnexpectedEof`] where it refuses, as it does where its version is another one,
-/// [`io::ErrorKind::TimedOut`] where it does not answer, [`io::ErrorKind::WouldBlock`] where too many
-/// processes wait, and [`io::ErrorKind::ResourceBusy`] while sockets of other users are being closed.
+/// - [`io::ErrorKind::AddrNotAvailable`] if this is not a local address
+/// - [`io::ErrorKind::ConnectionRefused`] if no process is listening
+/// - [`io::ErrorKind::PermissionDenied`] if the process is not owned by one of `users`
+/// - [`io::ErrorKind::UnexpectedEof`] if the connection is rejected, e.g. because the version is
+///   different
+/// - [`io::ErrorKind::TimedOut`] if there is no response
+/// - [`io::ErrorKind::WouldBlock`] if there are too many pending connections
+/// - [`io::ErrorKind::ResourceBusy`] if sockets of other users are being closed
 pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     hello::ask(addr.to_canonical(), users)
 }
 
-/// The process that listens at an address; `None` if there is none.
+/// Returns the process listening on an address, if any.
 #[must_use]
 pub fn listening_process(addr: IpAddr) -> Option<ListeningProcess> {
     hello::holder(addr.to_canonical())
 }
 
-/// A device whose packets go through shared memory. See the [module](super).
+/// A device that uses shared memory to send packets. See the [module](super) documentation.
 #[derive(Debug)]
 pub struct Shm {
     nic: Nic,
     links: Links,
     batch: TxBatch,
-    /// Peers were asked for wake-ups.
+    /// Set if wake-ups are enabled for all peers.
     is_armed: bool,
-    /// When the sockets are looked at next.
+    /// When to check the sockets again.
     look_due: Instant,
 }
 
@@ -131,8 +135,8 @@ impl Shm {
     ///
     /// # Errors
     /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address,
-    /// [`io::ErrorKind::AddrNotAvailable`] for one that no interface of this host has, and no
-    /// descriptor is left.
+    /// [`io::ErrorKind::AddrNotAvailable`] if this is not a local address. This will also return an
+    /// error if there are no more descriptors available.
     pub fn open(config: ShmConfig) -> io::Result<Self> {
         let addr = config.addr.to_canonical();
         if is_link_local(addr) {
@@ -167,20 +171,20 @@ impl Shm {
         self.nic.set_now(Instant::now());
     }
 
-    /// Its address.
+    /// Returns the device address.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
         self.nic.local_addr().ip()
     }
 
-    /// Counters of the links.
+    /// Returns the link counters.
     #[must_use]
     pub fn link_counters(&self) -> LinkCounters {
         self.links.counters()
     }
 
-    /// The address of the device at the other end of a link, by the link's name, from which its
-    /// datagrams come; another address as it is.
+    /// Returns the address of the remote device for the name of a link, which is the source address
+    /// of its datagrams. Any other address is returned unchanged.
     #[must_use]
     pub fn peer_of(&self, source: IpAddr) -> IpAddr {
         self.links.peer_of(source)
@@ -206,7 +210,7 @@ impl Shm {
         sent
     }
 
-    /// Looks at the sockets, where that is due.
+    /// Checks the sockets if it is time to do so.
     fn look(&mut self, now: Instant) -> usize {
         let was_armed = std::mem::take(&mut self.is_armed);
         if was_armed {
@@ -222,7 +226,7 @@ impl Shm {
             .look(now, |from, packet| nic.handle_unsealed(now, from, packet))
     }
 
-    /// Ends what belongs to links that have ended.
+    /// Releases everything that used a closed link.
     fn lose_peers(&mut self, now: Instant) -> usize {
         let mut lost = 0;
         while let Some(name) = self.links.poll_lost() {
@@ -232,7 +236,8 @@ impl Shm {
         lost
     }
 
-    /// Links lead to one device each, and the NIC attaches no queue pair to a group on them.
+    /// Each link connects to a single device, and the NIC does not support multicast groups on
+    /// links.
     #[allow(
         clippy::unused_self,
         clippy::needless_pass_by_ref_mut,
@@ -242,7 +247,7 @@ impl Shm {
         Err(VerbsError::InvalidParameter("multicast group"))
     }
 
-    /// The address that a user knows a peer by.
+    /// Returns the address of a peer to show to the application.
     fn peer(&self, addr: SocketAddr) -> SocketAddr {
         SocketAddr::new(self.links.peer_of(addr.ip()), addr.port())
     }
@@ -261,8 +266,8 @@ impl RdmaCm for Shm {
         self.tick();
         let (now, ip) = (self.nic.now(), dst.ip().to_canonical());
         let name = self.links.reach(now, ip).unwrap_or_else(|error| {
-            debug!(%dst, %error, "no memory can be shared");
-            // An address that cannot be reached, which the device reports as such.
+            debug!(%dst, %error, "cannot share memory");
+            // This address is unreachable, which will be reported by the device.
             match ip {
                 IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
                 IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
@@ -289,8 +294,9 @@ impl Provider for Shm {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
         let looked = self.look(now);
-        // Sending comes first, as with the socket (`roce/provider.rs`): what the user posted in
-        // answer to the last call's completions leaves with the acknowledgements of that call.
+        // Send first, like on a socket (`roce/provider.rs`): if the application has posted work
+        // based on the completions of the last call, it is sent with the acknowledgements of that
+        // call.
         let sent = self.transmit(now);
         let nic = &mut self.nic;
         let received = self
@@ -302,7 +308,7 @@ impl Provider for Shm {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        // A user that has not taken its events yet is not to sleep, nor one whose packets wait.
+        // Don't let the application sleep if there are unread events or packets.
         if self.nic.has_events() || self.links.has_input() {
             return Some(self.nic.now());
         }

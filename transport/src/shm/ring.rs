@@ -1,23 +1,24 @@
-//! Packets between two processes: one ring of bytes for each direction, in shared memory.
+//! Packets between two processes, using a byte ring in shared memory for each direction.
 //!
-//! A ring has one writer and one reader. A packet is its length in four bytes, then its bytes, whose
-//! number is a multiple of four; it may wrap around the end. Positions count bytes and wrap at 2³².
+//! A ring has one writer and one reader. A packet starts with its length (four bytes), followed by
+//! its data, which must be a multiple of four bytes. It can wrap around at the end of the ring.
+//! Positions are in bytes and wrap at 2³².
 //!
 //! ```text
 //!   read, free again │ written, not read │ free
 //!                   head                tail
 //! ```
 //!
-//! The writer stores the tail and the reader the head, each after the bytes that it covers. Each side
-//! keeps its own position in private memory and reads only the other's from shared memory. That
-//! value is untrusted: it is read once, and one that no correct peer would write ends the link
-//! ([`Broken`]). A packet is copied out before it is parsed.
+//! The tail is updated by the writer, and the head by the reader, after accessing the data. Each
+//! side stores its own position in private memory, and only reads the position of the peer from
+//! shared memory. This value is not trusted: we read it once, and if it is invalid, the link is
+//! closed ([`Broken`]). Packets are copied before they are parsed.
 //!
 //! # Sleep
 //!
-//! A reader that is about to sleep sets a third word and reads the tail once more. A writer reads
-//! that word after it has stored the tail. Sequentially consistent fences in between ensure that at
-//! least one of them sees the other's store.
+//! Before it goes to sleep, a reader sets a third word and then checks the tail again. The writer
+//! updates the tail and then checks this word. We use sequentially consistent fences in between, to
+//! ensure that at least one side sees the update of the other.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
@@ -27,61 +28,61 @@ use thiserror::Error;
 
 use crate::wire::MAX_DATAGRAM;
 
-/// Bytes of one ring: a power of two. What one queue pair has under way fills half of it
-/// (`MAX_INFLIGHT` in `provider.rs`), so three busy ones of a link can fill it; what finds no room is
-/// repeated.
+/// Size of a ring in bytes, which must be a power of two. In-flight data of a single QP can use up
+/// to half of it (`MAX_INFLIGHT` in `provider.rs`), so a link with three busy QPs can fill the
+/// ring. If a packet does not fit, it will be retransmitted.
 pub(super) const RING: usize = 1 << 20;
 
-/// Bytes of data of a link: both rings.
+/// Data size of a link: both rings.
 pub(super) const DATA: usize = 2 * RING;
 
-/// Bytes before a packet: its length.
+/// Size of the length field before each packet.
 const PREFIX: usize = 4;
 
-/// Bytes that are copied out at once, before the length of a packet is known: a command, an answer
-/// or an acknowledgement with its length.
+/// Number of bytes to copy at first, when we don't know the packet length yet. This is enough for a
+/// command, a response or an acknowledgement including its length.
 const GULP: usize = 128;
 
-/// Words from one to the next, so that no two are in one cache line or in two that are fetched
-/// together.
+/// Distance between two words, so that they are never in the same cache line, or in two adjacent
+/// lines that are fetched together.
 const SPACING: usize = 32;
 
-/// The peer has written what it may not. The link is of no further use.
+/// The peer has written invalid data. The link can't be used anymore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(super) enum Broken {
-    /// A position is out of its range.
-    #[error("position {theirs:#x} in a ring is not within {RING} bytes of {ours:#x}")]
+    /// A position is out of range.
+    #[error("invalid ring position {theirs:#x}: not within {RING} bytes of {ours:#x}")]
     Position {
-        /// The peer's position.
+        /// Position of the peer.
         theirs: u32,
         /// Our position.
         ours: u32,
     },
-    /// A packet has a length that no packet has, or is longer than what was written.
-    #[error("length {len} of a packet where {written} bytes were written")]
+    /// The packet length is invalid or larger than the available data.
+    #[error("invalid packet length {len}: only {written} bytes were written")]
     Length {
-        /// Length as the peer wrote it.
+        /// Length written by the peer.
         len: u32,
-        /// Bytes that the peer has written, the length included.
+        /// Number of bytes written by the peer, including the length field.
         written: u32,
     },
 }
 
-/// Side of a link. The side that made the memory writes the first ring.
+/// Side of a link. The maker writes to the first ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
-    /// Made the memory.
+    /// The side that has created the memory.
     Maker,
-    /// Was given it.
+    /// The side that has received the memory.
     Taker,
 }
 
-/// Words of one ring, and where its bytes begin.
+/// Shared words of a ring, and the offset of its data.
 #[derive(Clone, Copy, Debug)]
 struct Ring {
     tail: usize,
     head: usize,
-    /// Not 0 where the reader sleeps.
+    /// Not 0 if the reader is sleeping.
     sleeps: usize,
     start: usize,
 }
@@ -96,8 +97,8 @@ impl Ring {
         }
     }
 
-    /// Calls `f` for the one or two pieces of `len` bytes from `position` on, with their place in
-    /// the data and in the range.
+    /// Calls `f` for each contiguous part of `len` bytes starting at `position`, with its offset in
+    /// the data and its range. There are one or two parts.
     fn pieces(&self, position: u32, len: usize, mut f: impl FnMut(usize, std::ops::Range<usize>)) {
         let at = position as usize % RING;
         let first = len.min(RING - at);
@@ -108,21 +109,23 @@ impl Ring {
     }
 }
 
-/// One side's ends of both rings.
+/// State of both rings on one side.
 #[derive(Debug)]
 pub(super) struct Rings {
     shared: SharedMemory,
     out: Ring,
-    /// Next byte to write, the tail that the peer can see, and the peer's head when last read.
+    /// Position of the next byte to write, the tail visible to the peer, and the last known head of
+    /// the peer.
     tail: u32,
     published: u32,
     head_seen: u32,
     input: Ring,
-    /// Next byte to read, the head that the peer can see, and the peer's tail when last read.
+    /// Position of the next byte to read, the head visible to the peer, and the last known tail of
+    /// the peer.
     head: u32,
     released: u32,
     tail_seen: u32,
-    /// A packet and its length, copied out.
+    /// Buffer for the current packet and its length.
     packet: Box<[u8]>,
 }
 
@@ -150,14 +153,14 @@ impl Rings {
         self.shared.word(index)
     }
 
-    /// Begins a packet of `len` bytes; false if there is no room for it. Its bytes follow by
-    /// [`Rings::write`] and [`Rings::write_memory`].
+    /// Starts a packet of `len` bytes, to be written using [`Rings::write`] and
+    /// [`Rings::write_memory`]. This will return `false` if it doesn't fit.
     pub(super) fn begin(&mut self, len: usize) -> Result<bool, Broken> {
         debug_assert!(len <= MAX_DATAGRAM && len.is_multiple_of(4));
         let need = PREFIX + len;
         if RING - (self.tail.wrapping_sub(self.head_seen) as usize) < need {
             let theirs = self.word(self.out.head).load(Ordering::Acquire);
-            // The reader moves forward only, and never past what was published.
+            // The reader can only move forward, up to the position that we have published.
             let is_forward =
                 theirs.wrapping_sub(self.head_seen) <= self.published.wrapping_sub(self.head_seen);
             if !is_forward {
@@ -173,7 +176,7 @@ impl Rings {
         Ok(true)
     }
 
-    /// Writes bytes of the packet that was begun.
+    /// Writes data to the current packet.
     pub(super) fn write(&mut self, bytes: &[u8]) {
         let (out, shared) = (self.out, &self.shared);
         out.pieces(self.tail, bytes.len(), |at, part| {
@@ -182,7 +185,7 @@ impl Rings {
         self.tail = self.tail.wrapping_add(bytes.len() as u32);
     }
 
-    /// Writes registered memory as bytes of the packet that was begun.
+    /// Writes registered memory to the current packet.
     pub(super) fn write_memory(&mut self, slice: &MemSlice) {
         let (out, shared) = (self.out, &self.shared);
         let len = slice.len();
@@ -193,7 +196,8 @@ impl Rings {
         self.tail = self.tail.wrapping_add(len as u32);
     }
 
-    /// Lets the peer see what was written; returns whether it sleeps and has to be woken.
+    /// Makes all written data visible to the peer. Returns whether the peer is sleeping and should
+    /// be woken up.
     pub(super) fn publish(&mut self) -> bool {
         if self.published == self.tail {
             return false;
@@ -202,12 +206,12 @@ impl Rings {
         self.word(self.out.tail).store(self.tail, Ordering::Release);
         fence(Ordering::SeqCst);
         let sleeps = self.word(self.out.sleeps);
-        // Read first: an exchange takes the line from the peer each time. It is woken once for
-        // each sleep.
+        // Use a load first, since swap always invalidates the peer's cache line. The peer must only
+        // be woken once per sleep.
         sleeps.load(Ordering::Relaxed) != 0 && sleeps.swap(0, Ordering::Relaxed) != 0
     }
 
-    /// The next packet, copied out; `None` if there is none.
+    /// Copies and returns the next packet, or `None` if the ring is empty.
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Broken> {
         if self.tail_seen == self.head {
             self.look()?;
@@ -218,10 +222,10 @@ impl Rings {
         }
         let gulp = GULP.min(written as usize);
         self.copy_out(0..gulp);
-        // From our copy: the peer may write another length meanwhile.
+        // Use our copy, because the peer could modify the length at any time.
         let prefix = self.packet.first_chunk().expect("room for a packet");
         let len = u32::from_ne_bytes(*prefix);
-        // In bounds before anything is added to it.
+        // Check this first, to avoid an overflow below.
         let is_length = len as usize <= MAX_DATAGRAM && len.is_multiple_of(4);
         if !is_length || PREFIX as u32 + len > written {
             return Err(Broken::Length { len, written });
@@ -234,7 +238,7 @@ impl Rings {
         Ok(Some(&self.packet[PREFIX..end]))
     }
 
-    /// Copies bytes from the head on to their places in `packet`.
+    /// Copies data at this offset from the head to `packet`.
     fn copy_out(&mut self, range: std::ops::Range<usize>) {
         let from = self.head.wrapping_add(range.start as u32);
         let room = &mut self.packet[range];
@@ -244,13 +248,13 @@ impl Rings {
         });
     }
 
-    /// Reads how far the peer has written.
+    /// Updates the position of the peer's writer.
     fn look(&mut self) -> Result<(), Broken> {
         let theirs = self.word(self.input.tail).load(Ordering::Acquire);
         let ours = self.head;
         let written = theirs.wrapping_sub(ours);
-        // More than fits would make it overwrite what is being read, and less than before would
-        // be taken for nearly 2³² bytes.
+        // If it exceeds the ring size, the peer would overwrite unread data. If the position has
+        // been moved back, this would be close to 2³² bytes.
         if written as usize > RING || !written.is_multiple_of(4) {
             return Err(Broken::Position { theirs, ours });
         }
@@ -258,7 +262,7 @@ impl Rings {
         Ok(())
     }
 
-    /// Returns the room of packets that were read to the peer.
+    /// Makes the space of all read packets available to the peer.
     pub(super) fn release(&mut self) {
         if self.released != self.head {
             self.released = self.head;
@@ -267,19 +271,19 @@ impl Rings {
         }
     }
 
-    /// Whether a packet waits, or the peer's position is wrong.
+    /// Returns whether a packet is available or the peer's position is invalid.
     pub(super) fn has_input(&self) -> bool {
         self.word(self.input.tail).load(Ordering::Acquire) != self.head
     }
 
-    /// Asks the peer for a wake-up with its next packet; returns whether there is one already.
+    /// Requests a wake-up for the next packet. This will return whether there already is a packet.
     pub(super) fn sleep(&self) -> bool {
         self.word(self.input.sleeps).store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.has_input()
     }
 
-    /// Stops asking for wake-ups.
+    /// Disables wake-ups.
     pub(super) fn wake(&self) {
         self.word(self.input.sleeps).store(0, Ordering::Relaxed);
     }
@@ -306,10 +310,10 @@ mod tests {
     }
 
     #[test]
-    fn packets_of_every_length_arrive_in_order_around_the_end() {
+    fn packets_wrap_around_in_order() {
         let (mut a, mut b) = pair();
         let memory = Memory::new(4096).unwrap();
-        // Three times around, in both directions.
+        // Fill the ring three times in both directions.
         let mut sent = 0;
         for n in 0.. {
             let len = ((n * 148) % (MAX_DATAGRAM + 4)) & !3;
@@ -335,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_ring_refuses_a_packet_until_one_was_read() {
+    fn full_ring_rejects_packets() {
         let (mut a, mut b) = pair();
         let mut count = 0;
         while a.begin(4092).unwrap() {
@@ -361,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_once() {
+    fn sleeping_reader_is_woken_once() {
         let (mut a, mut b) = pair();
         assert!(!b.sleep());
         push(&mut a, &[1; 4]);
@@ -377,7 +381,7 @@ mod tests {
         }
     }
 
-    /// Reads from a ring with this tail and these first bytes.
+    /// Reads from a ring with this tail and these initial bytes.
     fn read_hostile(tail: u32, bytes: &[u8]) -> Result<Option<Vec<u8>>, Broken> {
         let (mut a, b) = pair();
         b.shared.write(b.out.start, bytes);
@@ -386,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tail_out_of_range_ends_the_link() {
+    fn invalid_tail_breaks_link() {
         for tail in [1, 2, 7, RING as u32 + 4, u32::MAX - 3, 1 << 31] {
             let wrong = Broken::Position {
                 theirs: tail,
@@ -394,7 +398,7 @@ mod tests {
             };
             assert_eq!(read_hostile(tail, &[0; 4]), Err(wrong), "{tail}");
         }
-        // A tail that goes back is one too far ahead.
+        // If the tail has been moved back, it looks like it is too far ahead.
         let (mut a, mut b) = pair();
         push(&mut b, &[1; 8]);
         b.publish();
@@ -404,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_no_packet_has_ends_the_link() {
+    fn invalid_length_breaks_link() {
         let max = MAX_DATAGRAM as u32;
         for len in [1, 6, max + 4, RING as u32, 1 << 31, u32::MAX, u32::MAX - 3] {
             let written = RING as u32;
@@ -415,7 +419,7 @@ mod tests {
                 "{len}"
             );
         }
-        // Longer than what was written, by the length itself or by more.
+        // Exceeds the available data by the length field or more.
         for (len, written) in [(4, 4), (8, 8), (max, max), (256, 128)] {
             let wrong = Broken::Length { len, written };
             assert_eq!(read_hostile(written, &len.to_ne_bytes()), Err(wrong));
@@ -424,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_out_of_range_ends_the_link() {
+    fn invalid_head_breaks_link() {
         for (head, is_honest) in [
             (0, true),
             (RING as u32 - 4096, true),
@@ -443,7 +447,7 @@ mod tests {
         }
     }
 
-    /// A peer that writes anywhere at any time can end the link, and nothing else.
+    /// Even if a peer writes anything anywhere, it can only cause the link to be closed.
     #[test]
     fn random_bytes_and_positions_never_panic() {
         let mut random = fastrand::Rng::with_seed(7);

@@ -1,41 +1,43 @@
-//! The unreliable-connection transport of IBTA volume 1, section 9.8.2, as a pure machine.
+//! The unreliable connection transport (IBTA volume 1, section 9.8.2), implemented as a pure state
+//! machine.
 //!
-//! A [`UcQp`] is one end of a connection on which nothing is acknowledged or repeated. A request
-//! completes when its last packet has been handed out. It shares rings, packets and opcodes with
-//! [`rc`](crate::rc), and like an [`RcQp`](crate::rc::RcQp) it owns no socket, clock or thread and
-//! allocates nothing on its way.
+//! [`UcQp`] is one end of a connection without acknowledgements or retransmissions. A request
+//! completes when its last packet has been returned to the caller. Rings, packets and opcodes are
+//! shared with [`rc`](crate::rc). Like [`RcQp`](crate::rc::RcQp), it does not use sockets, clocks
+//! or threads and does not allocate memory on the data path.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! | --- | --- |
-//! | `requester` | cuts send requests into packets |
-//! | `pace` | how fast these leave |
-//! | `responder` | takes the peer's packets and moves their data |
+//! | `requester` | splits send requests into packets |
+//! | `pace` | pacing of these packets |
+//! | `responder` | processes packets from the peer and transfers their data |
 //!
 //! ```text
-//!  RESET → INIT → RTR → RTS ⇄ SQD      SQE: a request failed, later ones flush, receives go on
-//!    ↑                   ↓ ↑   ↓       ERROR: everything flushes
+//!  RESET → INIT → RTR → RTS ⇄ SQD      SQE: a request failed, rest is flushed, can receive
+//!    ↑                   ↓ ↑   ↓       ERROR: everything is flushed
 //!    └── any state      SQE ← ─┘       any state → ERROR
 //! ```
 //!
-//! # What the peer loses
+//! # Lost messages
 //!
-//! A message is delivered whole or not at all, in its completion; a part of it may have reached
-//! memory. A packet that is not the one expected ends the message that it interrupts, and the next
-//! packet that begins a message begins with it, at any PSN. So a first packet that the network
-//! repeats counts as a new message: nothing tells it from one behind a gap. Also lost is a message
-//! without a receive, one longer than its receive, and one that key, right or range do not allow;
-//! the peer learns of none of these (IBTA 9.9.3, class D).
+//! A message either completes or is lost, but a part of a lost message may already have been
+//! written to memory. If a packet is not the expected one, the current message is lost, and the
+//! next first packet will start a new message with any PSN. A first packet that was duplicated by
+//! the network is therefore treated as a new message, since it looks the same as a packet after a
+//! gap. A message is also lost if there is no receive, if it exceeds the receive, or if the key,
+//! access rights or range are invalid. The peer is not notified in these cases (IBTA 9.9.3, class
+//! D).
 //!
-//! The receive of a message that is lost stays in its place, and takes the next message from its
-//! first byte on. One of a shared queue, which serves other queue pairs, completes with an error
-//! (class E): [`WcStatus::LocLenErr`] where it is too short, else [`WcStatus::RemInvReqErr`], since
-//! the rest of the message did not come. The queue pair goes on. So it is in Linux's `rdma_rxe` where
-//! a message is interrupted; one that is too long ends its receive in either queue. Linux's `rdmavt`
-//! keeps receives of shared queues as well.
+//! If a message is lost, its receive is used again for the next message, starting at the first
+//! byte. However, a receive from a shared queue, which is used by multiple QPs, completes with an
+//! error (class E): [`WcStatus::LocLenErr`] if it was too short, or else
+//! [`WcStatus::RemInvReqErr`], since the rest of the message was not received. The QP is not
+//! affected. Linux `rdma_rxe` does the same if a message is interrupted, but always completes the
+//! receive if the message is too long. Linux `rdmavt` also keeps receives from shared queues.
 //!
-//! # Bounds
-//! The depths that it was created with. What leaves is paced (`pace.rs`). Packets are not marked as
-//! ECN-capable, because nothing would slow them down.
+//! # Limits
+//! Queue sizes are set at creation. Transmission is paced (`pace.rs`). Packets are not marked as
+//! ECN-capable, since there is no way to slow them down.
 
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
 
@@ -58,71 +60,71 @@ use crate::wire::{Packet, Psn, Qpn, Service};
 use requester::Requester;
 use responder::Responder;
 
-/// Configuration of a queue pair.
+/// QP configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct UcConfig {
-    /// Its handle, put into completions and events.
+    /// QP handle, used in completions and events.
     pub qp: QpId,
-    /// Its number, put into completions.
+    /// QP number, used in completions.
     pub qp_num: u32,
-    /// Protection domain of the queue pair.
+    /// Protection domain of the QP.
     pub pd: PdId,
-    /// Depths of its queues; `max_recv_sge` is that of a shared receive queue, if it has one.
+    /// Queue sizes. `max_recv_sge` must match the SRQ, if used.
     pub cap: QpCap,
-    /// Every send completes visibly.
+    /// If set, all sends generate a completion.
     pub sq_sig_all: bool,
-    /// Receives come from a shared receive queue.
+    /// If set, receives are taken from an SRQ.
     pub has_srq: bool,
-    /// Most bytes that leave at once, each packet counted as
+    /// Maximum burst size in bytes, where each packet is counted as
     /// [`packet_cost`](crate::rc::packet_cost).
     pub max_burst_bytes: u32,
 }
 
-/// Attributes of the transition to RTR (IBTA 11.2.5.2).
+/// Attributes for the transition to RTR (IBTA 11.2.5.2).
 #[derive(Clone, Copy, Debug)]
 pub struct UcRtrParams {
-    /// Path MTU of both directions.
+    /// Path MTU for both directions.
     pub path_mtu: Mtu,
-    /// The peer's queue pair.
+    /// The peer's QP number.
     pub dest_qpn: Qpn,
-    /// First PSN that we expect.
+    /// First PSN we expect to receive.
     pub rq_psn: Psn,
-    /// Rights of the peer: the remote ones only.
+    /// Access rights for the peer. Only remote rights are used.
     pub access: Access,
 }
 
-/// Counters of a queue pair since it was created.
+/// Counters for a QP, starting at its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UcCounters {
     /// Number of packets sent.
     pub tx_packets: u64,
     /// Number of payload bytes sent.
     pub tx_bytes: u64,
-    /// Number of packets taken in.
+    /// Number of packets received.
     pub rx_packets: u64,
-    /// Payload bytes taken in.
+    /// Number of payload bytes received.
     pub rx_bytes: u64,
-    /// Packets with another PSN than the expected one.
+    /// Number of packets received with an unexpected PSN.
     pub out_of_order: u64,
-    /// Messages that were given up: a packet was missing, there was no receive, or they were
-    /// refused.
+    /// Number of messages lost because of a missing packet, a missing receive or an error.
     pub lost_messages: u64,
-    /// Packets that belong to no message, or that the state does not take.
+    /// Number of packets that don't belong to a message or are not valid in the current state.
     pub dropped: u64,
 }
 
-/// The path to the peer, known from RTR on.
+/// Path to the peer, set on the transition to RTR.
 #[derive(Clone, Copy, Debug)]
 struct Link {
     dest: Qpn,
     mtu: Mtu,
 }
 
-/// An unreliable-connected queue pair. See the [module](self).
+/// Unreliable connected QP. See the [module](self) documentation.
 ///
-/// The caller checks a request against the table of IBTA 11.2.5.2 ([`qp_state`]) and calls the
-/// `to_*` function of the new state, which panics where the table has no such transition. After
-/// each call it sends what [`UcQp::poll_transmit`] gives, and drains the events.
+/// The caller must check each transition using the table in IBTA 11.2.5.2 ([`qp_state`]) and then
+/// call the corresponding `to_*` function, which will panic if the transition is not in the table.
+/// After each call, it must send the packets returned by [`UcQp::poll_transmit`] and drain the
+/// events.
 #[derive(Debug)]
 pub struct UcQp {
     cfg: UcConfig,
@@ -131,14 +133,14 @@ pub struct UcQp {
     requester: Requester,
     responder: Responder,
     counters: UcCounters,
-    /// No packet has come since RTR.
+    /// Set if no packet was received since RTR.
     awaits_first_packet: bool,
-    /// `SqDrained` still has to be raised.
+    /// Set if `SqDrained` has not been reported yet.
     awaits_drain: bool,
 }
 
 impl UcQp {
-    /// A queue pair in RESET.
+    /// Creates a QP in RESET.
     #[must_use]
     pub fn new(cfg: UcConfig) -> Self {
         Self {
@@ -153,24 +155,24 @@ impl UcQp {
         }
     }
 
-    /// State of the queue pair.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Counters since its creation.
+    /// Returns the counters since creation.
     #[must_use]
     pub fn counters(&self) -> &UcCounters {
         &self.counters
     }
 
-    /// Transition from RESET to INIT.
+    /// RESET to INIT.
     pub fn to_init(&mut self) {
         self.become_state(QpState::Init);
     }
 
-    /// INIT to RTR: packets are taken from now on.
+    /// INIT to RTR. The QP will now process received packets.
     pub fn to_rtr(&mut self, params: &UcRtrParams) {
         self.become_state(QpState::Rtr);
         self.link = Some(Link {
@@ -181,46 +183,46 @@ impl UcQp {
         self.awaits_first_packet = true;
     }
 
-    /// RTR to RTS: requests are sent from now on, the first packet with this PSN.
+    /// RTR to RTS. The QP will now send requests, starting with this PSN.
     pub fn to_rts(&mut self, sq_psn: Psn) {
         assert_eq!(self.state, QpState::Rtr, "SQD and SQE are left by `resume`");
         self.become_state(QpState::Rts);
         self.requester.start(sq_psn);
     }
 
-    /// RTS to SQD: a message that has begun is finished, no other begins. `SqDrained` reports the
-    /// end.
+    /// RTS to SQD. The current message is completed but no new message is started. `SqDrained` is
+    /// reported when this is done.
     pub fn to_sqd(&mut self, env: &mut Env<'_>) {
         self.become_state(QpState::Sqd);
         self.awaits_drain = true;
         self.check_drained(env);
     }
 
-    /// SQD or SQE back to RTS.
+    /// SQD or SQE to RTS.
     pub fn resume(&mut self) {
         assert_ne!(self.state, QpState::Rtr, "RTR is left by `to_rts`");
         self.become_state(QpState::Rts);
         self.awaits_drain = false;
     }
 
-    /// Any state to ERROR: every request in both queues completes as flushed, sends first, each
-    /// queue in order. What a shared queue holds stays there.
+    /// Any state to ERROR. All requests in both queues are flushed, starting with the send queue,
+    /// in order. Receives in a shared queue are not affected.
     pub fn to_error(&mut self, env: &mut Env<'_>) {
         let was_in_error = self.state == QpState::Error;
         self.become_state(QpState::Error);
         self.awaits_drain = false;
         self.requester.flush(&self.cfg, env.out);
         self.flush_receives(env);
-        // The owner of a shared queue waits for this event before it destroys the queue pair: no
-        // receive of the shared queue is taken for it any longer.
+        // The owner of a shared queue must wait for this event before destroying the QP, since it
+        // indicates that no more receives will be consumed.
         if self.cfg.has_srq && !was_in_error {
             let event = AsyncEvent::QpLastWqeReached(self.cfg.qp);
             env.out.push(RcEvent::Async(event));
         }
     }
 
-    /// Any state to RESET: everything is forgotten, nothing completes. The caller clears the queue
-    /// pair's own receive queue.
+    /// Any state to RESET. All state is cleared without completing any requests. The caller must
+    /// clear the QP's own receive queue.
     pub fn to_reset(&mut self) {
         self.become_state(QpState::Reset);
         self.requester.reset();
@@ -229,27 +231,28 @@ impl UcQp {
         self.awaits_drain = false;
     }
 
-    /// Whether a message that had begun before a move to SQD is not complete yet.
+    /// Returns true if a message that was started before the transition to SQD is not yet complete.
     #[must_use]
     pub fn is_draining(&self) -> bool {
         self.state == QpState::Sqd && !self.requester.is_between_messages()
     }
 
-    /// Changes what the peer may do.
+    /// Sets the access rights for the peer.
     pub fn set_access(&mut self, access: Access) {
         self.responder.set_access(access);
     }
 
-    /// Changes the most bytes that leave at once ([`UcConfig::max_burst_bytes`]).
+    /// Sets the maximum burst size ([`UcConfig::max_burst_bytes`]).
     pub fn set_max_burst(&mut self, bytes: u32) {
         self.requester.set_max_burst(bytes);
     }
 
-    /// Posts a chain of send requests. In SQE and ERROR they complete as flushed at once.
+    /// Posts a chain of send requests. In SQE and ERROR, they are flushed immediately.
     ///
     /// # Errors
-    /// The index of the first request that was not posted, and why. RESET, INIT and RTR take none,
-    /// and READs, atomics and SENDs that invalidate do not exist here.
+    /// Returns the index of the first request that could not be posted, and the reason. This fails
+    /// in RESET, INIT and RTR, and for READs, atomics and SENDs with invalidate, which are not
+    /// supported.
     pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let result = post_sends(self.state, wrs, |wr| self.requester.post(wr));
         if matches!(self.state, QpState::Sqe | QpState::Error) {
@@ -258,17 +261,16 @@ impl UcQp {
         result
     }
 
-    /// Takes back the newest `count` sends, before anything has been done for them.
+    /// Removes the last `count` send requests, before they are processed.
     pub fn unpost_send(&mut self, count: usize) {
         self.requester.unpost(count);
     }
 
-    /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at
-    /// once.
+    /// Posts receives to the QP's own receive queue. In ERROR, they are flushed immediately.
     ///
     /// # Errors
-    /// The index of the first request that was not posted, and why. RESET takes none, nor does a
-    /// queue pair with a shared receive queue.
+    /// Returns the index of the first request that could not be posted, and the reason. This fails
+    /// in RESET, and if the QP uses an SRQ.
     pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
         let result = post_receives(self.state, self.cfg.has_srq, wrs, env.rq);
         if self.state == QpState::Error {
@@ -277,13 +279,14 @@ impl UcQp {
         result
     }
 
-    /// Takes in a packet for this queue pair, whose ICRC and source have been checked.
+    /// Processes a packet received for this QP. The caller must already have verified its ICRC and
+    /// source address.
     pub fn handle_packet(&mut self, pkt: &Packet<'_>, env: &mut Env<'_>) {
         let takes = matches!(
             self.state,
             QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe
         );
-        // The state first: a queue pair in RESET, INIT or ERROR takes nothing.
+        // Check the state first, since packets must be ignored in RESET, INIT and ERROR.
         let Some(link) = self.link.filter(|_| takes && pkt.op.service == Service::Uc) else {
             self.counters.dropped += 1;
             return;
@@ -297,26 +300,26 @@ impl UcQp {
         let handled =
             self.responder
                 .handle_packet(&self.cfg, link.mtu, pkt, env, &mut self.counters);
-        // The receive itself was wrong, which is our owner's mistake.
+        // The receive was invalid, which is an error by our owner.
         if handled.is_err() {
             self.to_error(env);
         }
     }
 
-    /// Next time at which [`UcQp::handle_timeout`] must be called.
+    /// Returns the next time [`UcQp::handle_timeout`] must be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let sends = matches!(self.state, QpState::Rts | QpState::Sqd);
         self.requester.deadline().filter(|_| sends)
     }
 
-    /// Ends a wait whose time has come: the next poll sends what waited.
+    /// Clears an expired wait. Pending packets are sent by the next poll.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.requester.handle_timeout(now);
     }
 
-    /// The next packet to send, written into `tx`; false if there is none for now. With the last
-    /// packet of a message its request completes.
+    /// Writes the next packet to `tx`, or returns false if there is nothing to send. The last
+    /// packet of a message completes its request.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         tx.clear();
         let may_start = match self.state {
@@ -343,8 +346,8 @@ impl UcQp {
         is_sent
     }
 
-    /// A send request has failed, and completed so: the others flush, and receives go on (IBTA
-    /// 10.3.1.6).
+    /// Called when a send request has failed: the remaining requests are flushed but receiving
+    /// still works (IBTA 10.3.1.6).
     fn stop_sending(&mut self, env: &mut Env<'_>) {
         self.become_state(QpState::Sqe);
         self.awaits_drain = false;
@@ -364,12 +367,12 @@ impl UcQp {
     }
 
     fn flush_receives(&mut self, env: &mut Env<'_>) {
-        // The one that is bound is older than all in the queue.
+        // A bound receive is older than all receives in the queue.
         if let Some(wr_id) = self.responder.unbind() {
             let flushed = recv_completion(&self.cfg, wr_id, WcStatus::WrFlushErr);
             env.out.push(RcEvent::Recv(flushed));
         }
-        // A shared queue serves other queue pairs, which still need what is in it.
+        // Don't flush a shared queue, since it is still used by other QPs.
         if !self.cfg.has_srq {
             while let Some(wr_id) = env.rq.pop_id() {
                 let flushed = recv_completion(&self.cfg, wr_id, WcStatus::WrFlushErr);
@@ -379,7 +382,7 @@ impl UcQp {
     }
 }
 
-/// The completion of a receive without data.
+/// Creates the completion for a receive without data.
 fn recv_completion(cfg: &UcConfig, wr_id: WrId, status: WcStatus) -> Completion {
     Completion::new(wr_id, status, WcOpcode::Recv, cfg.qp, cfg.qp_num)
 }

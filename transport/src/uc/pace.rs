@@ -1,23 +1,23 @@
-//! How fast the packets of an unreliable connection leave.
+//! Pacing for unreliable connections.
 //!
-//! UC has no acknowledgements, and a packet that finds the peer's socket full is lost, with its whole
-//! message. So at most one burst leaves at once, which fits in the socket's buffer, and then one burst
-//! in each [`BURST_TIME`]. The peer has to empty its socket that often; its network need not be faster
-//! than this rate.
+//! UC has no acknowledgements. If the peer's socket buffer is full, the packet is dropped and the
+//! message is lost. We therefore limit a burst to the size of a socket buffer and send at most one
+//! burst per [`BURST_TIME`]. The peer must be able to read its socket at this rate, and its network
+//! doesn't need to be faster than that.
 
 use std::time::{Duration, Instant};
 
-/// Time in which the peer is taken to empty its socket of a burst.
+/// Time in which we expect the peer to read a burst from its socket.
 const BURST_TIME: Duration = Duration::from_nanos(BURST_NANOS);
 const BURST_NANOS: u64 = 500_000;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
-    /// Bytes of a burst, of packets as they lie in the peer's socket buffer.
+    /// Burst size in bytes, based on the packet size in the peer's socket buffer.
     burst: u32,
-    /// Time at which what has left would have left at an even pace.
+    /// Time at which all data sent so far would have been sent at a constant rate.
     even: Option<Instant>,
-    /// The end of the wait that a packet has found.
+    /// Time until which a packet must wait.
     until: Option<Instant>,
 }
 
@@ -34,14 +34,14 @@ impl Pace {
         self.burst = burst.max(1);
     }
 
-    /// Returns whether a packet has to wait.
+    /// Returns whether the next packet must wait.
     pub(super) fn waits(&mut self, now: Instant) -> bool {
         let at = self.even.and_then(|even| even.checked_sub(BURST_TIME));
         self.until = at.filter(|&at| at > now);
         self.until.is_some()
     }
 
-    /// A packet leaves that takes `cost` bytes there.
+    /// Updates the state when a packet is sent that will use `cost` bytes in the peer's buffer.
     pub(super) fn on_sent(&mut self, now: Instant, cost: u32) {
         let nanos = BURST_NANOS * u64::from(cost) / u64::from(self.burst);
         let even = self.even.map_or(now, |even| even.max(now));
@@ -52,7 +52,7 @@ impl Pace {
         self.until
     }
 
-    /// Ends a wait whose time has come.
+    /// Clears an expired wait.
     pub(super) fn handle_timeout(&mut self, now: Instant) {
         self.until = self.until.filter(|&at| at > now);
     }
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_leaves_at_once_and_the_rest_at_its_pace() {
+    fn burst_is_sent_then_paced() {
         let start = Instant::now();
         let mut pace = Pace::new(1000);
         let sent = |pace: &mut Pace, now| {
@@ -74,13 +74,13 @@ mod tests {
             }
             count
         };
-        // The packet that ends the burst is not cut in two.
+        // The last packet of a burst is not split.
         assert_eq!(sent(&mut pace, start), 11);
         let at = pace.deadline().unwrap();
         assert_eq!(at - start, BURST_TIME / 10);
         assert_eq!(sent(&mut pace, at), 1);
         assert_eq!(sent(&mut pace, start + BURST_TIME), 9);
-        // A pause is made up for by one burst, however long it was.
+        // After a pause of any length, only a single burst is allowed.
         assert_eq!(sent(&mut pace, start + BURST_TIME * 100), 11);
         pace.handle_timeout(start + BURST_TIME * 101);
         assert_eq!(pace.deadline(), None);

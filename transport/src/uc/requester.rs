@@ -1,4 +1,4 @@
-//! The requester: cuts send requests into packets. A request completes with its last one.
+//! Requester: splits send requests into packets. A request completes with its last packet.
 
 use std::time::Instant;
 
@@ -12,16 +12,16 @@ use crate::rc::{Env, RcEvent, TxPacket, packet_cost};
 use crate::verbs::{PostReason, QpType, SendFlags, SendWr, WcStatus};
 use crate::wire::{Bth, Psn, Service, push_header};
 
-/// A request has completed with an error, so the send queue stops.
+/// Returned if a request has failed, which stops the send queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stopped;
 
 #[derive(Debug)]
 pub(super) struct Requester {
     sq: SendQueue,
-    /// PSN of the next packet.
+    /// PSN for the next packet.
     psn: Psn,
-    /// Packets of the oldest request that have left; 0 between two messages.
+    /// Number of packets of the oldest request that were sent, or 0 between messages.
     index: u32,
     pace: Pace,
 }
@@ -40,8 +40,8 @@ impl Requester {
         self.psn = psn;
     }
 
-    /// Forgets everything, as a queue pair in RESET does. What has left still fills the peer's
-    /// socket, so the pace goes on.
+    /// Resets all state, for a QP in RESET. The pacing state is not changed, since packets already
+    /// sent can still be in the peer's socket buffer.
     pub(super) fn reset(&mut self) {
         self.sq.clear();
         self.index = 0;
@@ -74,7 +74,7 @@ impl Requester {
         self.sq.unpost(count);
     }
 
-    /// Completes every request as flushed, in order.
+    /// Flushes all requests, in order.
     pub(super) fn flush(&mut self, cfg: &UcConfig, out: &mut Vec<RcEvent>) {
         self.index = 0;
         while !self.sq.is_empty() {
@@ -84,8 +84,8 @@ impl Requester {
         }
     }
 
-    /// The next packet, if there is one and its time has come. `may_start` is false while the send
-    /// queue drains.
+    /// Writes the next packet to `tx` if there is one and pacing allows it. `may_start` is false
+    /// while the send queue is draining.
     pub(super) fn poll(
         &mut self,
         cfg: &UcConfig,
@@ -101,7 +101,7 @@ impl Requester {
             }
             let wqe = *wqe;
             if wqe.is_local() {
-                // What was sent before it is complete, so it waits for nothing.
+                // All previous requests are complete, so this doesn't need to wait.
                 if wqe.run_local(cfg.pd, cfg.qp, env.mrs).is_err() {
                     return Err(self.fail(cfg, env, WcStatus::MwBindErr));
                 }
@@ -120,7 +120,7 @@ impl Requester {
         Ok(false)
     }
 
-    /// Writes the next packet of the oldest request into `tx`.
+    /// Writes the next packet of the oldest request to `tx`.
     fn cut(
         &mut self,
         cfg: &UcConfig,
@@ -137,8 +137,8 @@ impl Requester {
             is_first: self.index == 0,
             is_last: self.index + 1 == packets,
         };
-        // All entries before the first packet, although that may need a few only: a message that
-        // has begun can no longer be taken back.
+        // Check all entries before sending the first packet, even if it only needs a few of them:
+        // once started, we can't cancel the message.
         if cut.is_first && !cut.is_last {
             for sge in self.sq.sges(at) {
                 env.mrs.resolve_local(cfg.pd, sge, false)?;
@@ -173,7 +173,7 @@ impl Requester {
         }
     }
 
-    /// Ends the oldest request with an error.
+    /// Fails the oldest request.
     fn fail(&mut self, cfg: &UcConfig, env: &mut Env<'_>, status: WcStatus) -> Stopped {
         self.index = 0;
         let failed = self.sq.retire().completion(cfg.qp, cfg.qp_num, status);

@@ -1,8 +1,8 @@
-//! The responder: takes the peer's packets and moves their data (IBTA 9.8.2.2, 9.9.3).
+//! Responder: processes packets from the peer and transfers their data (IBTA 9.8.2.2, 9.9.3).
 //!
-//! A packet is checked in this order, and nothing changes before the last check: PSN, place in its
-//! message, payload length, access flags of the queue pair, receive buffer, or key, range and access
-//! flags of the region.
+//! A packet is checked in this order, and there are no side effects before the last check: PSN,
+//! position in the message, payload size, access rights of the QP, receive buffer or key, range and
+//! access rights of the region.
 
 use super::{UcConfig, UcCounters, UcRtrParams, recv_completion};
 use crate::rc::message::{WritePart, payload_len};
@@ -11,27 +11,28 @@ use crate::rc::{Env, RcEvent, RecvQueue, RecvWqe};
 use crate::verbs::{Access, Completion, Mtu, WcOpcode, WcStatus, WrId};
 use crate::wire::{Operation, Packet, Psn};
 
-/// Reason why a message ends before its last packet has been taken.
+/// Reason why a message was not completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
-    /// It is lost. Its receive, if it has one, is not.
+    /// The message is lost but its receive can be used again.
     Lost,
-    /// It is lost, for it is longer than its receive.
+    /// The message is lost because it exceeds its receive.
     TooLong,
-    /// Its receive has completed with an error of our owner's.
+    /// The receive has completed with an error caused by our owner.
     BadReceive,
 }
 
-/// The queue pair cannot go on: a receive of its owner's was wrong, and has completed so.
+/// Returned if the QP can't continue because a receive was invalid. The receive has already been
+/// completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Broken;
 
 #[derive(Debug)]
 pub(super) struct Responder {
     access: Access,
-    /// The PSN that comes next, if nothing is lost.
+    /// Next expected PSN if no packets are lost.
     expected: Psn,
-    /// The message in progress. [`Inbound::None`] also while the rest of a lost one arrives.
+    /// Current message. Set to [`Inbound::None`] while receiving the rest of a lost message.
     inbound: Inbound,
     recv: RecvWqe,
     is_bound: bool,
@@ -57,9 +58,9 @@ impl Responder {
         self.access = params.access & Access::REMOTE;
     }
 
-    /// Forgets everything, as a queue pair in RESET does.
+    /// Resets all state, for a QP in RESET.
     pub(super) fn reset(&mut self) {
-        // The scatter list's memory is kept for the next connection.
+        // Keep the memory of the scatter list for the next connection.
         let recv = std::mem::replace(&mut self.recv, RecvWqe::new(0));
         *self = Self::with_recv(recv);
     }
@@ -68,13 +69,13 @@ impl Responder {
         self.access = access & Access::REMOTE;
     }
 
-    /// Gives up the receive that a message has, or has left behind.
+    /// Returns the receive bound to the current message or kept from a lost message.
     pub(super) fn unbind(&mut self) -> Option<WrId> {
         self.inbound = Inbound::None;
         std::mem::take(&mut self.is_bound).then_some(self.recv.wr_id)
     }
 
-    /// Takes in a packet.
+    /// Processes a packet.
     pub(super) fn handle_packet(
         &mut self,
         cfg: &UcConfig,
@@ -87,13 +88,13 @@ impl Responder {
         let is_next = pkt.bth.psn() == self.expected;
         counters.out_of_order += u64::from(!is_next);
         self.expected = pkt.bth.psn().next();
-        // A packet of the message is missing, or the peer has given it up itself and begins
-        // another.
+        // A packet of the current message is missing, or the peer has aborted it and started a new
+        // message.
         if (!is_next || is_start) && self.inbound != Inbound::None {
             self.lose(cfg, WcStatus::RemInvReqErr, env, counters);
         }
         if !is_start && self.inbound == Inbound::None {
-            // The rest of a message that is lost.
+            // This packet belongs to a lost message.
             counters.dropped += 1;
             return Ok(());
         }
@@ -112,8 +113,8 @@ impl Responder {
         Ok(())
     }
 
-    /// Gives a message up. Its receive waits for the next one, unless it is of a shared queue, whose
-    /// owner gets it back with an error (IBTA 9.9.3, classes D and E).
+    /// Discards the current message. Its receive is used for the next message, or completed with an
+    /// error if it is from a shared queue (IBTA 9.9.3, classes D and E).
     fn lose(
         &mut self,
         cfg: &UcConfig,
@@ -129,7 +130,7 @@ impl Responder {
         }
     }
 
-    /// Puts the data of a packet that is in its place where they belong.
+    /// Writes the data of an expected packet to memory.
     fn place(
         &mut self,
         cfg: &UcConfig,
@@ -137,8 +138,8 @@ impl Responder {
         pkt: &Packet<'_>,
         env: &mut Env<'_>,
     ) -> Result<(), End> {
-        // A packet in the middle has to be full, or sender and receiver would disagree about where
-        // the next one's data belongs.
+        // Packets in the middle must be full-sized. Otherwise sender and receiver would not agree
+        // on the position of the next packet.
         let len = pkt.payload.len();
         if !pkt.op.payload.allows(len, mtu.bytes() as usize) {
             return Err(End::Lost);
@@ -152,7 +153,7 @@ impl Responder {
         }
     }
 
-    /// Provides a receive: one that a lost message has left behind, or the next of the queue.
+    /// Binds a receive, either from a lost message or from the queue.
     fn bind(&mut self, rq: &mut RecvQueue) -> Result<(), End> {
         if !self.is_bound && !rq.pop(&mut self.recv) {
             return Err(End::Lost);
@@ -167,7 +168,7 @@ impl Responder {
             _ => 0,
         };
         self.bind(env.rq)?;
-        // Not more than a receive holds, which is at most the longest message.
+        // This cannot exceed the receive size, which is at most the maximum message size.
         let total = received + payload_len(pkt);
         if total > self.recv.length {
             return Err(End::TooLong);
@@ -185,8 +186,8 @@ impl Responder {
     fn on_write(&mut self, cfg: &UcConfig, pkt: &Packet<'_>, env: &mut Env<'_>) -> Result<(), End> {
         let part = WritePart::of(self.inbound, pkt).filter(|part| part.is_allowed(self.access));
         let part = part.ok_or(End::Lost)?;
-        // The whole rest of the range, and again with each packet, since the owner may have
-        // invalidated the key in the middle of a message.
+        // Check the remaining range. This is repeated for each packet because the owner may have
+        // invalidated the key.
         let right = Access::REMOTE_WRITE;
         let head = pkt.payload.len();
         let span = env.mrs.resolve_remote_head(
@@ -199,7 +200,7 @@ impl Responder {
             right,
         );
         let span = span.map_err(|_| End::Lost)?;
-        // Before the payload is written: its last packet goes with its receive.
+        // Do this before writing the payload, since the last packet also needs a receive.
         if pkt.op.has_imm() {
             self.bind(env.rq)?;
         }
@@ -210,13 +211,13 @@ impl Responder {
         }
         self.inbound = Inbound::None;
         if pkt.op.has_imm() {
-            // The length of the WRITE; the receive itself gets no data.
+            // This is the length of the WRITE. No data is written to the receive itself.
             self.complete(cfg, pkt, env, WcOpcode::RecvWriteImm, part.total);
         }
         Ok(())
     }
 
-    /// Completes the receive of a message that is whole.
+    /// Completes the receive for a complete message.
     fn complete(
         &mut self,
         cfg: &UcConfig,

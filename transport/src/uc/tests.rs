@@ -1,5 +1,5 @@
-//! Scripts: bytes and times in, bytes and events out. The bytes are written out here, from the
-//! specification, and not made with the code under test.
+//! Test scripts: packets and time as input, packets and events as output. Packets are written as
+//! bytes based on the specification, instead of using the code under test.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -26,7 +26,7 @@ const PEER: RemoteAddr = RemoteAddr {
 };
 const MTU: usize = 256;
 
-/// One queue pair and everything around it. Receives lie at 32 KiB into the memory.
+/// QP with its environment. Receives use memory at offset 32 KiB.
 struct Rig {
     qp: UcQp,
     mrs: MrTable,
@@ -133,7 +133,7 @@ impl Rig {
         self.memory.slice(0x8000..0x8000 + length).unwrap().to_vec()
     }
 
-    /// The next packet, without its ICRC.
+    /// Returns the next packet without its ICRC.
     fn packet(&mut self) -> Option<Vec<u8>> {
         let (now, mut tx) = (self.now, TxPacket::default());
         let is_sent = self.run(|qp, env| qp.poll_transmit(now, env, &mut tx));
@@ -144,7 +144,7 @@ impl Rig {
         })
     }
 
-    /// Everything that it sends now.
+    /// Returns all packets that are currently sent.
     fn sent(&mut self) -> Vec<Vec<u8>> {
         let packets = std::iter::from_fn(|| self.packet());
         packets.take(1000).collect()
@@ -160,7 +160,8 @@ impl Rig {
         std::mem::take(&mut self.out)
     }
 
-    /// Ids and statuses of the send completions since the last call; anything else fails.
+    /// Returns the IDs and status values of send completions since the last call. Panics on any
+    /// other event.
     fn sends(&mut self) -> Vec<(u64, WcStatus)> {
         let send = |e| match e {
             RcEvent::Send(c) => (c.wr_id.0, c.status),
@@ -169,7 +170,7 @@ impl Rig {
         self.events().into_iter().map(send).collect()
     }
 
-    /// The same of the receive completions, with their lengths.
+    /// The same for receive completions, including the size.
     fn receives(&mut self) -> Vec<(u64, WcStatus, u32)> {
         let recv = |e| match e {
             RcEvent::Recv(c) => (c.wr_id.0, c.status, c.byte_len),
@@ -183,7 +184,7 @@ impl Rig {
     }
 }
 
-/// A datagram for the queue pair, with an ICRC that is looked at elsewhere.
+/// Creates a datagram for the QP. The ICRC is not checked here.
 fn datagram(opcode: u8, psn: u32, ext: &[u8], payload: &[u8]) -> Vec<u8> {
     let pad = (4 - payload.len() % 4) % 4;
     let mut p = vec![opcode, (pad as u8) << 4, 0xff, 0xff, 0, 0, 0, 0x11, 0];
@@ -206,7 +207,7 @@ fn bytes(len: usize) -> Vec<u8> {
 const OK: WcStatus = WcStatus::Success;
 
 #[test]
-fn every_opcode_has_the_bytes_of_the_specification() {
+fn opcodes_match_specification_bytes() {
     let mut rig = Rig::new();
     let data = bytes(600);
     rig.memory.write(0, &data);
@@ -247,7 +248,7 @@ fn every_opcode_has_the_bytes_of_the_specification() {
         ]
     );
     assert_eq!(rig.sends(), [(1, OK), (2, OK)]);
-    // The opcodes that are left, by their first bytes.
+    // Remaining opcodes, identified by the first byte.
     rig.post(3, SendOp::Send, 300);
     rig.post(4, SendOp::Send, 0);
     rig.post(5, SendOp::SendImm(1), 0);
@@ -262,7 +263,7 @@ fn every_opcode_has_the_bytes_of_the_specification() {
 }
 
 #[test]
-fn a_request_completes_with_its_last_packet_and_its_solicited_bit_is_there() {
+fn request_completes_with_last_packet() {
     let mut rig = Rig::new();
     let sges = [rig.sge(0, 300)];
     let wr = SendWr::new(1, SendOp::Send, &sges).flags(SendFlags::SOLICITED | SendFlags::SIGNALED);
@@ -278,7 +279,7 @@ fn a_request_completes_with_its_last_packet_and_its_solicited_bit_is_there() {
 }
 
 #[test]
-fn what_needs_an_answer_is_refused_at_the_post() {
+fn requests_needing_responses_are_rejected() {
     let mut rig = Rig::new();
     let eight = [rig.sge(0, 8)];
     let refused = [
@@ -302,11 +303,11 @@ fn what_needs_an_answer_is_refused_at_the_post() {
 }
 
 #[test]
-fn a_message_arrives_whole_or_not_at_all() {
+fn incomplete_message_is_not_delivered() {
     let mut rig = Rig::new();
     rig.post_recv(1, 600);
     let data = bytes(600);
-    // Whole.
+    // Complete message.
     rig.feed(0x20, RQ_PSN, &[], &data[..256]);
     rig.feed(0x21, RQ_PSN + 1, &[], &data[256..512]);
     assert!(rig.events().is_empty());
@@ -318,7 +319,7 @@ fn a_message_arrives_whole_or_not_at_all() {
     assert_eq!((c.wr_id, c.status, c.byte_len), (WrId(1), OK, 600));
     assert_eq!((c.imm, c.opcode), (Some(0x0908_0706), WcOpcode::Recv));
     assert_eq!(rig.received(600), data);
-    // Without its middle, its first, its last.
+    // The middle, first or last packet is missing.
     rig.post_recv(2, 600);
     let psn = RQ_PSN + 3;
     rig.feed(0x20, psn, &[], &data[..256]);
@@ -327,11 +328,11 @@ fn a_message_arrives_whole_or_not_at_all() {
     rig.feed(0x22, psn + 5, &[], &data[..7]);
     rig.feed(0x20, psn + 6, &[], &data[..256]);
     rig.feed(0x24, psn + 8, &[], &data[100..200]);
-    // The next one finds the receive that the lost ones have begun.
+    // The next message uses the receive of the lost messages.
     assert_eq!(rig.receives(), [(2, OK, 100)]);
     assert_eq!(rig.received(100), data[100..200]);
     assert_eq!((rig.lost(), rig.qp.counters().dropped), (2, 3));
-    // A message that is given up for another, without a gap.
+    // The peer aborts a message and starts a new one without a gap.
     rig.post_recv(3, 600);
     rig.feed(0x20, psn + 9, &[], &data[..256]);
     rig.feed(0x24, psn + 10, &[], &data[..3]);
@@ -341,7 +342,7 @@ fn a_message_arrives_whole_or_not_at_all() {
 }
 
 #[test]
-fn a_message_without_a_receive_or_too_long_for_it_is_lost() {
+fn message_without_fitting_receive_is_lost() {
     let mut rig = Rig::new();
     let data = bytes(300);
     rig.feed(0x24, RQ_PSN, &[], &data[..10]);
@@ -349,14 +350,14 @@ fn a_message_without_a_receive_or_too_long_for_it_is_lost() {
     rig.post_recv(1, 260);
     rig.feed(0x22, RQ_PSN + 2, &[], &data[256..]);
     assert_eq!(rig.lost(), 2);
-    // Longer than the receive by its last packet, and by its first.
+    // The receive is exceeded by the last packet, and by the first packet.
     rig.feed(0x20, RQ_PSN + 3, &[], &data[..256]);
     rig.feed(0x22, RQ_PSN + 4, &[], &data[256..]);
     rig.feed(0x20, RQ_PSN + 5, &[], &data[..256]);
     rig.feed(0x22, RQ_PSN + 6, &[], &data[256..260]);
     assert_eq!(rig.receives(), [(1, OK, 260)]);
     assert_eq!(rig.received(260), data[..260]);
-    // A middle packet that is not full, and one too long for the path.
+    // A middle packet that is too short, and a packet that exceeds the path MTU.
     rig.post_recv(2, 2000);
     rig.feed(0x20, RQ_PSN + 7, &[], &data[..255]);
     rig.feed(0x24, RQ_PSN + 8, &[], &data[..257]);
@@ -364,14 +365,14 @@ fn a_message_without_a_receive_or_too_long_for_it_is_lost() {
 }
 
 #[test]
-fn a_write_is_checked_for_right_key_and_range_with_each_packet() {
+fn write_packets_check_access_key_and_range() {
     let mut rig = Rig::new();
     let data = bytes(300);
     let (addr, rkey) = (rig.mr.addr + 0x8000, rig.mr.rkey);
     rig.feed(0x26, RQ_PSN, &reth(addr, rkey, 300), &data[..256]);
     rig.feed(0x28, RQ_PSN + 1, &[], &data[256..]);
     assert_eq!(rig.received(300), data);
-    // With immediate, and a receive that is short of it.
+    // With immediate data, and with a receive that is too short.
     rig.memory.fill(0x8000, 300, 0);
     rig.post_recv(1, 0);
     rig.feed(0x26, RQ_PSN + 2, &reth(addr, rkey, 300), &data[..256]);
@@ -391,7 +392,7 @@ fn a_write_is_checked_for_right_key_and_range_with_each_packet() {
         reth(addr, RKey(rkey.0 ^ 0x100), 3),
         reth(end - 2, rkey, 3),
         reth(u64::MAX - 1, rkey, 3),
-        // A length that the payload is not.
+        // The length does not match the payload.
         reth(addr, rkey, 2),
         reth(addr, rkey, 4),
     ];
@@ -399,20 +400,20 @@ fn a_write_is_checked_for_right_key_and_range_with_each_packet() {
         rig.feed(0x2a, RQ_PSN + n, reth, &data[..3]);
     }
     assert_eq!(rig.lost(), 5);
-    // Without a receive for the immediate.
+    // There is no receive for the immediate data.
     let mut ext = reth(addr, rkey, 3);
     ext.extend_from_slice(&[0, 0, 0, 1]);
     rig.feed(0x2b, RQ_PSN + 9, &ext, &data[..3]);
-    // The key goes in the middle of a message.
+    // The key is invalidated in the middle of a message.
     rig.feed(0x26, RQ_PSN + 10, &reth(addr, rkey, 300), &data[..256]);
     rig.memory.fill(0x8000, 300, 0);
     rig.mrs.dereg(rig.mr.id).unwrap();
     rig.feed(0x28, RQ_PSN + 11, &[], &data[256..]);
-    // A WRITE of nothing needs no key.
+    // A zero-length WRITE doesn't require a key.
     rig.feed(0x2a, RQ_PSN + 12, &reth(0, RKey(0), 0), &[]);
     assert_eq!((rig.lost(), rig.events().len()), (7, 0));
     assert_eq!(rig.received(300), [0; 300]);
-    // Without the right of the queue pair.
+    // The QP does not allow access.
     let mut rig = Rig::with(false, Access::REMOTE_READ);
     let (addr, rkey) = (rig.mr.addr + 0x8000, rig.mr.rkey);
     rig.feed(0x2a, RQ_PSN, &reth(addr, rkey, 3), &data[..3]);
@@ -423,7 +424,7 @@ fn a_write_is_checked_for_right_key_and_range_with_each_packet() {
 }
 
 #[test]
-fn a_bad_receive_ends_the_queue_pair() {
+fn invalid_receive_fails_qp() {
     let mut rig = Rig::new();
     let bad = [Sge {
         lkey: LKey(0),
@@ -439,7 +440,7 @@ fn a_bad_receive_ends_the_queue_pair() {
     let statuses = [(1, WcStatus::LocProtErr, 0), (2, WcStatus::WrFlushErr, 0)];
     assert_eq!(rig.receives(), statuses);
     assert_eq!(rig.qp.state(), QpState::Error);
-    // What comes and what is posted now.
+    // Packets received and requests posted in this state.
     rig.feed(0x24, RQ_PSN + 1, &[], &[1, 2, 3]);
     rig.post_recv(3, 64);
     assert_eq!(rig.receives(), [(3, WcStatus::WrFlushErr, 0)]);
@@ -448,7 +449,7 @@ fn a_bad_receive_ends_the_queue_pair() {
 }
 
 #[test]
-fn a_bad_request_stops_sending_and_nothing_else() {
+fn invalid_request_only_stops_sending() {
     let mut rig = Rig::new();
     let bad = [Sge {
         lkey: LKey(0),
@@ -473,10 +474,10 @@ fn a_bad_request_stops_sending_and_nothing_else() {
     assert_eq!(rig.receives(), [(5, OK, 3)]);
     rig.qp.resume();
     rig.post(6, SendOp::Send, 4);
-    // The PSNs go on where they were.
+    // The PSNs continue after the previous packet.
     assert_eq!(rig.sent()[0][9..12], [0xff, 0xff, 0xff]);
     assert_eq!(rig.sends(), [(6, OK)]);
-    // The memory of a message goes in its middle.
+    // The memory is deregistered in the middle of a message.
     rig.post(7, SendOp::Send, 600);
     rig.packet().unwrap();
     rig.mrs.dereg(rig.mr.id).unwrap();
@@ -485,7 +486,7 @@ fn a_bad_request_stops_sending_and_nothing_else() {
 }
 
 #[test]
-fn local_operations_run_in_their_turn() {
+fn local_operations_execute_in_order() {
     let mut rig = Rig::new();
     let fast = rig.mrs.alloc_fast(PD, 2).unwrap();
     let slice = rig.memory.slice(0x8000..0x8100).unwrap();
@@ -509,7 +510,7 @@ fn local_operations_run_in_their_turn() {
 }
 
 #[test]
-fn a_draining_queue_ends_the_message_that_it_has_begun() {
+fn draining_queue_completes_current_message() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 600);
     rig.post(2, SendOp::Send, 4);
@@ -530,7 +531,7 @@ fn a_draining_queue_ends_the_message_that_it_has_begun() {
 }
 
 #[test]
-fn what_leaves_is_paced() {
+fn sent_packets_are_paced() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Write(PEER), 60 * MTU);
     let burst = rig.sent().len();
@@ -551,7 +552,7 @@ fn what_leaves_is_paced() {
 }
 
 #[test]
-fn the_receive_of_a_shared_queue_completes_with_an_error_where_its_message_is_lost() {
+fn lost_message_fails_shared_receive() {
     let mut rig = Rig::with(true, Access::REMOTE);
     rig.post_recv(1, 600);
     rig.post_recv(2, 260);
@@ -572,7 +573,7 @@ fn the_receive_of_a_shared_queue_completes_with_an_error_where_its_message_is_lo
             })
             .collect()
     };
-    // A packet is missing; then one too long by its last packet, whose end is no message.
+    // A packet is missing, followed by a message where the last packet is too long and dropped.
     rig.feed(0x20, RQ_PSN, &[], &bytes(256));
     rig.feed(0x20, RQ_PSN + 2, &[], &bytes(256));
     assert_eq!(ends(&mut rig), [(1, WcStatus::RemInvReqErr)]);
@@ -582,7 +583,7 @@ fn the_receive_of_a_shared_queue_completes_with_an_error_where_its_message_is_lo
     rig.feed(0x24, RQ_PSN + 5, &[], &bytes(3));
     assert_eq!(ends(&mut rig), [(3, WcStatus::Success)]);
     assert_eq!((rig.lost(), rig.qp.state()), (2, QpState::Rts));
-    // Without a receive, or without the right, there is none to complete.
+    // If there is no receive or no access, nothing is completed.
     rig.feed(0x2a, RQ_PSN + 6, &reth(0, RKey(1), 3), &bytes(3));
     assert!(rig.events().is_empty());
     rig.feed(0x20, RQ_PSN + 7, &[], &bytes(256));
@@ -602,13 +603,13 @@ fn the_receive_of_a_shared_queue_completes_with_an_error_where_its_message_is_lo
 }
 
 #[test]
-fn the_first_packet_in_rtr_is_an_event() {
+fn first_packet_in_rtr_reports_event() {
     let mut rig = Rig::in_reset(false);
     rig.qp.to_init();
     rig.feed(0x24, RQ_PSN, &[], &[]);
     assert_eq!(rig.qp.counters().dropped, 1);
     rig.receive_with(Access::REMOTE);
-    // Packets of another service are not for it.
+    // Packets for a different service should be dropped.
     rig.feed(0x04, RQ_PSN, &[], &[]);
     assert!(rig.events().is_empty());
     rig.feed(0x24, RQ_PSN, &[], &[]);
@@ -618,7 +619,7 @@ fn the_first_packet_in_rtr_is_an_event() {
 }
 
 #[test]
-fn a_reset_forgets_everything() {
+fn reset_clears_all_state() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 600);
     rig.packet().unwrap();
@@ -638,7 +639,7 @@ fn a_reset_forgets_everything() {
 }
 
 #[test]
-fn every_transition_is_taken() {
+fn tests_cover_all_transitions() {
     let in_state = |state| {
         let mut rig = Rig::in_reset(false);
         let rank = |state| STATES.iter().position(|s| *s == state);
@@ -685,8 +686,7 @@ fn every_transition_is_taken() {
     });
 }
 
-/// A packet of the peer's: opcode, steps from the PSN that follows the last, a length, and whether
-/// its key is right.
+/// Packet from the peer: opcode, offset from the next PSN, size, and whether its key is valid.
 type Forged = (u8, u32, usize, bool);
 
 fn forged() -> impl Strategy<Value = Forged> {
@@ -695,7 +695,7 @@ fn forged() -> impl Strategy<Value = Forged> {
     (0x20u8..0x2c, psn, len, any::<bool>())
 }
 
-/// No packets break a queue pair, complete a receive twice or reach other memory.
+/// Packets must not break the QP, complete a receive twice, or access other memory.
 fn take_in(packets: Vec<Forged>) {
     let mut rig = Rig::new();
     rig.memory.fill(0, 0x8000, 0x55);
@@ -707,7 +707,7 @@ fn take_in(packets: Vec<Forged>) {
             wr_id: WrId(n as u64),
             sges: &list,
         };
-        // A full queue takes none; that is as good.
+        // This can fail if the queue is full.
         let _ = rig.run(|qp, env| qp.post_recv(&[wr], env));
         psn = psn.wrapping_add(step) & 0x00ff_ffff;
         let key = if is_known { rig.mr.rkey } else { RKey(0) };
@@ -733,7 +733,7 @@ fn take_in(packets: Vec<Forged>) {
 
 proptest! {
     #[test]
-    fn no_packets_do_harm(packets in proptest::collection::vec(forged(), 0..60)) {
+    fn hostile_packets_are_harmless(packets in proptest::collection::vec(forged(), 0..60)) {
         take_in(packets);
     }
 }

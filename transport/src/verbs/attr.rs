@@ -1,4 +1,4 @@
-//! Capabilities, attributes, states.
+//! Capabilities, attributes and states.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -13,130 +13,135 @@ use super::{
 };
 
 bitflags! {
-    /// Rights to a memory region.
+    /// Memory region access rights.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct Access: u8 {
-        /// The device may write it for local requests (receives, reads).
+        /// The device can write to this region for local requests (receives, READs).
         const LOCAL_WRITE = 1;
-        /// A peer may write it.
+        /// A peer can write to this region.
         const REMOTE_WRITE = 2;
-        /// A peer may read it.
+        /// A peer can read from this region.
         const REMOTE_READ = 4;
-        /// A peer may run atomics on it.
+        /// A peer can execute atomics on this region.
         ///
-        /// No user yet.
+        /// Currently not used.
         const REMOTE_ATOMIC = 8;
-        /// Memory windows may be bound to it.
+        /// Memory windows can be bound to this region.
         ///
-        /// No user yet.
+        /// Currently not used.
         const MW_BIND = 16;
-        /// Addresses count from 0 instead of from the virtual address.
+        /// Use addresses starting at 0 instead of the virtual address.
         ///
-        /// No user yet.
+        /// Currently not used.
         const ZERO_BASED = 32;
-        /// Pages need not be there before they are used. The software NIC pins none in any case;
-        /// with this right it finds out at each access whether the range is mapped, and where it is
-        /// not the access fails like one outside the region.
+        /// Pages don't need to be mapped before they are used. The software NIC never pins any
+        /// memory. If this is set, it will check on each access whether the range is mapped. If
+        /// not, the access fails as if it were outside of the region.
         ///
-        /// No user yet.
+        /// Currently not used.
         const ON_DEMAND = 64;
     }
 }
 
 impl Access {
-    /// The rights that only peers use.
+    /// All rights for remote access.
     pub const REMOTE: Self = Self::REMOTE_WRITE
         .union(Self::REMOTE_READ)
         .union(Self::REMOTE_ATOMIC);
 }
 
-/// The limits of a device.
+/// Device capabilities and limits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceAttr {
-    /// Name for people, such as `roce-127.0.0.1`.
+    /// Display name, for example `roce-127.0.0.1`.
     pub name: String,
-    /// Name of the provider: `roce`, `rdma_core`, `shm`, `loopback`.
+    /// Provider name: `roce`, `rdma_core`, `shm`, `loopback`.
     pub provider: &'static str,
-    /// The node's GUID, as the CM carries it.
+    /// Node GUID, as used by the CM.
     pub node_guid: u64,
-    /// Largest number of protection domains.
+    /// Maximum number of protection domains.
     pub max_pd: u32,
-    /// Largest number of memory regions.
+    /// Maximum number of memory regions.
     pub max_mr: u32,
-    /// Longest region, in bytes.
+    /// Maximum size of a memory region in bytes.
     pub max_mr_size: u64,
-    /// Largest number of memory windows; 0 where there are none.
+    /// Maximum number of memory windows, or 0 if not supported.
     pub max_mw: u32,
-    /// Memory can be registered [`Access::ON_DEMAND`].
+    /// Set if [`Access::ON_DEMAND`] is supported.
     pub on_demand: bool,
-    /// Most segments in one fast registration.
+    /// Maximum number of segments in a fast registration.
     pub max_fast_reg_segments: u32,
-    /// Segments of a fast registration may start and end anywhere, or must meet at pages.
+    /// Set if the segments of a fast registration can start and end at any address. Otherwise they
+    /// must meet at page boundaries.
     pub sg_gaps: bool,
-    /// The completion of a receive names the key that the peer's send invalidated. Where it
-    /// does not, ask no peer to invalidate: nothing would report that a region is free again.
+    /// Set if the completion for a receive contains the key invalidated by the peer. If not
+    /// supported, don't request any invalidation from a peer, because you will not be notified when
+    /// a region is available again.
     pub reports_invalidation: bool,
-    /// Largest number of completion queues.
+    /// Maximum number of completion queues.
     pub max_cq: u32,
-    /// Most entries of a completion queue.
+    /// Maximum number of entries in a completion queue.
     pub max_cqe: u32,
-    /// Number of completion vectors, which count from 0.
+    /// Number of completion vectors, starting at 0.
     pub comp_vectors: u32,
-    /// Largest number of queue pairs.
+    /// Maximum number of queue pairs.
     pub max_qp: u32,
-    /// Most requests in a send or receive queue.
+    /// Maximum number of requests in a send or receive queue.
     pub max_qp_wr: u32,
-    /// Most scatter-gather entries in a request.
+    /// Maximum number of scatter/gather entries in a request.
     pub max_sge: u32,
-    /// Most bytes of inline data.
+    /// Maximum size of inline data in bytes.
     pub max_inline: u32,
-    /// Most shared receive queues.
+    /// Maximum number of shared receive queues.
     pub max_srq: u32,
-    /// Most requests in one of them.
+    /// Maximum number of requests in a shared receive queue.
     pub max_srq_wr: u32,
-    /// Most incoming READs and atomics that a queue pair holds (responder resources).
+    /// Maximum number of incoming READs and atomics per queue pair (responder resources).
     pub max_qp_rd_atom: u8,
-    /// Most outgoing READs and atomics of a queue pair (initiator depth).
+    /// Maximum number of outgoing READs and atomics per queue pair (initiator depth).
     pub max_qp_init_rd_atom: u8,
-    /// Largest number of address handles.
+    /// Maximum number of address handles.
     pub max_ah: u32,
-    /// Most multicast groups with queue pairs of the device; 0 where it has no multicast.
+    /// Maximum number of multicast groups used by queue pairs of this device, or 0 if not
+    /// supported.
     pub max_mcast_grp: u32,
-    /// Most queue pairs that are attached to a group.
+    /// Maximum number of queue pairs attached to a multicast group.
     pub max_mcast_qp_attach: u32,
-    /// Least and largest rate limit of a queue pair, in kbit/s; 0 where it has none.
+    /// Minimum rate limit for a queue pair in kbit/s, or 0 if not supported.
     pub min_rate_kbps: u32,
-    /// See [`DeviceAttr::min_rate_kbps`].
+    /// Maximum rate limit for a queue pair in kbit/s, or 0 if not supported.
     pub max_rate_kbps: u32,
-    /// Number of ports, which count from 1.
+    /// Number of ports, starting at 1.
     pub ports: u8,
-    /// Connections may have an alternate path ([`QpAttr::alt_path`]).
+    /// Set if connections can use an alternate path ([`QpAttr::alt_path`]).
     pub path_migration: bool,
 }
 
-/// How fast a queue pair sends at most (`ibv_modify_qp_rate_limit(3)`).
+/// Maximum send rate for a queue pair (`ibv_modify_qp_rate_limit(3)`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimit {
-    /// Bits of RoCE packets, from their first header to their ICRC, in kbit/s; 0 is no limit.
+    /// Maximum rate in kbit/s, including all data from the first header to the ICRC of a RoCE
+    /// packet. Use 0 to disable the limit.
     pub rate_kbps: u32,
-    /// Bytes that may leave at once, at least a packet; 0 leaves it to the device.
+    /// Maximum burst size in bytes, at least one packet. Use 0 for the device default.
     pub max_burst: u32,
 }
 
-/// Attributes that a completion queue is created with.
+/// Attributes used to create a completion queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CqInitAttr {
-    /// Completions that it has room for, at least.
+    /// Minimum number of completions that can be stored.
     pub entries: u32,
-    /// Completion vector that its events come by, below [`DeviceAttr::comp_vectors`].
+    /// Completion vector used for events, below [`DeviceAttr::comp_vectors`].
     pub vector: u32,
-    /// Completions are taken with their times, by
+    /// Enables timestamps. Completions must then be polled using
     /// [`Verbs::poll_cq_timed`](super::Verbs::poll_cq_timed).
     pub is_timed: bool,
 }
 
 impl CqInitAttr {
-    /// A queue for `entries` completions, on the first vector, without times.
+    /// Creates the attributes for a queue with `entries` completions, using the first vector and no
+    /// timestamps.
     #[must_use]
     pub fn new(entries: u32) -> Self {
         Self {
@@ -147,74 +152,76 @@ impl CqInitAttr {
     }
 }
 
-/// Time that the event of an armed completion queue may wait for further completions.
+/// Event moderation: allows the event for an armed completion queue to be delayed for more
+/// completions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moderation {
-    /// Completions that match, and with which the event waits no longer; 0 sets no number.
+    /// Number of matching completions after which the event is sent without further delay, or 0 to
+    /// disable.
     pub count: u16,
-    /// Time from the first of them to the event, at most; 0 lets no event wait.
+    /// Maximum delay between the first completion and the event, or 0 for no delay.
     pub period: Duration,
 }
 
-/// Attributes of a completion queue at present.
+/// Current attributes of a completion queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CqAttr {
-    /// Completions that it has room for.
+    /// Number of completions that can be stored.
     pub entries: u32,
-    /// Completion vector that its events come by.
+    /// Completion vector used for events.
     pub vector: u32,
-    /// Completions have times.
+    /// Set if completions have timestamps.
     pub is_timed: bool,
-    /// Time that its events may wait.
+    /// Event moderation.
     pub moderation: Moderation,
 }
 
-/// State of a port.
+/// Port state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortState {
-    /// There is no link.
+    /// The link is down.
     Down,
     /// The port is ready for traffic.
     Active,
 }
 
-/// Attributes of a port.
+/// Port attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortAttr {
-    /// State of the link.
+    /// Link state.
     pub state: PortState,
-    /// Largest path MTU of the port.
+    /// Maximum path MTU supported by the port.
     pub max_mtu: Mtu,
-    /// Path MTU in use.
+    /// Current path MTU.
     pub active_mtu: Mtu,
-    /// Longest message, in bytes.
+    /// Maximum message size in bytes.
     pub max_msg_size: u32,
-    /// Entries of the GID table.
+    /// Number of entries in the GID table.
     pub gid_table_len: u16,
-    /// Entries of the P_Key table.
+    /// Number of entries in the P_Key table.
     pub pkey_table_len: u16,
-    /// IP address of the port.
+    /// Port IP address.
     pub addr: IpAddr,
 }
 
-/// Path MTU: payload bytes of one packet.
+/// Path MTU: maximum payload size of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, TryFromPrimitive)]
 #[repr(u8)]
 pub enum Mtu {
-    /// Payload of 256 bytes.
+    /// 256 bytes.
     Mtu256 = 1,
-    /// Payload of 512 bytes.
+    /// 512 bytes.
     Mtu512 = 2,
-    /// Payload of 1024 bytes.
+    /// 1024 bytes.
     Mtu1024 = 3,
-    /// Payload of 2048 bytes.
+    /// 2048 bytes.
     Mtu2048 = 4,
-    /// Payload of 4096 bytes.
+    /// 4096 bytes.
     Mtu4096 = 5,
 }
 
 impl Mtu {
-    /// All path MTUs, smallest first.
+    /// All path MTUs, in ascending order.
     pub const ALL: [Self; 5] = [
         Self::Mtu256,
         Self::Mtu512,
@@ -223,7 +230,7 @@ impl Mtu {
         Self::Mtu4096,
     ];
 
-    /// Largest payload of a packet, in bytes.
+    /// Returns the maximum payload size in bytes.
     #[must_use]
     pub const fn bytes(self) -> u32 {
         match self {
@@ -235,20 +242,21 @@ impl Mtu {
         }
     }
 
-    /// The code that messages carry: 1 for 256 up to 5 for 4096 (IBTA 12.7).
+    /// Returns the wire code: 1 for 256 up to 5 for 4096 (IBTA 12.7).
     #[must_use]
     pub const fn code(self) -> u8 {
         self as u8
     }
 
-    /// The MTU of a code.
+    /// Returns the MTU for a wire code.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::try_from(code).ok()
     }
 
-    /// The largest MTU whose packets fit `payload` bytes of UDP payload: BTH, the longest extended
-    /// headers of a packet that also carries payload (RETH and immediate), and ICRC take 36.
+    /// Returns the largest MTU for which all packets fit into `payload` bytes of UDP payload. The
+    /// BTH, the ICRC and the longest extended headers of a packet with payload (RETH and immediate
+    /// data) need 36 bytes.
     #[must_use]
     pub fn for_udp_payload(payload: u32) -> Option<Self> {
         Self::ALL
@@ -258,23 +266,24 @@ impl Mtu {
     }
 }
 
-/// A registered region: its handle, its keys and where its addresses start.
+/// Memory region with its handle, keys and address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mr {
-    /// Handle of the region.
+    /// Region handle.
     pub id: MrId,
     /// Key for local scatter lists.
     pub lkey: LKey,
-    /// Key for the peer; means nothing unless a remote right was given.
+    /// Key for the peer, only valid if remote access is enabled.
     pub rkey: RKey,
-    /// Address of the first byte, as scatter lists and peers write it.
+    /// Start address, as used in scatter lists and by peers.
     pub addr: u64,
-    /// Length of the region in bytes.
+    /// Region size in bytes.
     pub length: u64,
 }
 
 impl Mr {
-    /// The local segment of `length` bytes from `offset` on. It is not checked against the region.
+    /// Returns a scatter list entry for `length` bytes at `offset`. Note that this doesn't check
+    /// the region size.
     #[must_use]
     pub fn sge(&self, offset: usize, length: usize) -> Sge {
         Sge {
@@ -284,7 +293,7 @@ impl Mr {
         }
     }
 
-    /// Where the peer finds the byte at `offset`.
+    /// Returns the remote address for `offset`.
     #[must_use]
     pub fn remote(&self, offset: usize) -> RemoteAddr {
         RemoteAddr {
@@ -294,133 +303,133 @@ impl Mr {
     }
 }
 
-/// Changes of a region (IBTA 11.2.8.6); `None` leaves something as it is.
+/// Region attributes to be changed (IBTA 11.2.8.6). Use `None` to keep the current value.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MrChange<'a> {
-    /// The memory, and the address from which those of the region count.
+    /// New memory, and the start address to use for the region.
     pub translation: Option<(&'a MemSlice, u64)>,
-    /// Protection domain of the region.
+    /// New protection domain.
     pub pd: Option<PdId>,
-    /// Access rights of its keys.
+    /// New access rights.
     pub access: Option<Access>,
 }
 
-/// Kind of a memory window (IBTA 10.6.7.2).
+/// Memory window type (IBTA 10.6.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MwType {
-    /// Any queue pair of the protection domain serves its key. It is bound again and again, and
-    /// unbound by a bind of no bytes.
+    /// The key can be used via any queue pair in the protection domain. The window can be bound
+    /// repeatedly, and is unbound using a zero-length bind.
     Type1,
-    /// Type 2B: only the queue pair that bound it serves its key. It is invalidated like a
-    /// fast-registration region, before it can be bound again.
+    /// Type 2B: the key can only be used via the queue pair that bound the window. Like a
+    /// fast-registration region, it must be invalidated before it can be bound again.
     Type2,
 }
 
-/// A memory window: a key for a part of a region, which a [`SendOp::BindMw`](super::SendOp::BindMw)
-/// names.
+/// Memory window: a key for a part of a region, as specified by a
+/// [`SendOp::BindMw`](super::SendOp::BindMw).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mw {
-    /// Handle of the window.
+    /// Window handle.
     pub id: MwId,
-    /// Its key at first, which works for nothing. Later ones differ from it in the low byte.
+    /// Initial key, which is not valid. Later keys only differ in the low byte.
     pub rkey: RKey,
-    /// Kind of the window.
+    /// Window type.
     pub mw_type: MwType,
 }
 
-/// Binding of a memory window (IBTA 11.4.1.1).
+/// Memory window binding (IBTA 11.4.1.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MwBind {
-    /// The window.
+    /// Window to bind.
     pub mw: MwId,
-    /// Its key from now on: the index of its present key with another low byte.
+    /// New key: the index of the current key with a different low byte.
     pub key: RKey,
-    /// The region, which needs [`Access::MW_BIND`].
+    /// Region, which must have [`Access::MW_BIND`].
     pub mr: MrId,
-    /// First byte, as scatter lists write it for the region.
+    /// Start address, as used in scatter lists for this region.
     pub addr: u64,
-    /// Length in bytes; 0 unbinds a window of type 1.
+    /// Size in bytes, or 0 to unbind a type 1 window.
     pub length: u64,
-    /// Rights of peers. Those to write need [`Access::LOCAL_WRITE`] of the region, others none.
-    /// With [`Access::ZERO_BASED`], for a window of type 2, peers count addresses from 0.
+    /// Access rights for peers. Write access requires [`Access::LOCAL_WRITE`] for the region. If
+    /// [`Access::ZERO_BASED`] is set for a type 2 window, peers must use addresses starting at 0.
     pub access: Access,
 }
 
-/// What to do with a range of a region before it is used (`ibv_advise_mr(3)`).
+/// Advice for a memory range (`ibv_advise_mr(3)`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MrAdvice {
-    /// Bring its pages in, for reading.
+    /// Prefetch pages for reading.
     Prefetch,
-    /// Bring its pages in, for writing.
+    /// Prefetch pages for writing.
     PrefetchWrite,
 }
 
-/// A region's attributes at present.
+/// Current attributes of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MrAttr {
-    /// Protection domain of the object.
+    /// Protection domain.
     pub pd: PdId,
-    /// Keys, address and length.
+    /// Keys, address and size.
     pub mr: Mr,
-    /// Access rights of local and remote keys.
+    /// Access rights for local and remote keys.
     pub access: Access,
-    /// Its keys work: false for a fast-registration region that is not registered.
+    /// Set if the keys are valid. Not set for a fast-registration region that is not registered.
     pub valid: bool,
 }
 
-/// Capacity of a shared receive queue.
+/// Shared receive queue attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqAttr {
-    /// Number of receives that it holds.
+    /// Maximum number of receives.
     pub max_wr: u32,
-    /// Scatter-gather entries of a request.
+    /// Maximum number of scatter/gather entries in a receive.
     pub max_sge: u32,
-    /// Threshold: when fewer requests than this remain, one limit event is raised; 0 is unarmed.
+    /// Limit: if the number of remaining receives falls below this value, a limit event is
+    /// generated once. Set to 0 to disable.
     pub limit: u32,
 }
 
-/// Kind of queue pair.
+/// Queue pair type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QpType {
     /// Reliable connection (IBTA 9.7).
     Rc,
     /// Unreliable connection (IBTA 9.8.2).
     ///
-    /// No user yet.
+    /// Currently not used.
     Uc,
     /// Unreliable datagram.
     Ud,
-    /// The sending end of an extended reliable connection: each request names one of the peer's
-    /// shared receive queues (IBTA annex A14). It has a send queue only.
+    /// Initiator of an extended reliable connection. Each request specifies a shared receive queue
+    /// of the peer (IBTA annex A14). There is only a send queue.
     ///
-    /// No user yet.
+    /// Currently not used.
     XrcIni,
-    /// The receiving end of an extended reliable connection, of an XRC domain. It has no queues:
-    /// messages go to the shared receive queues of its domain, and to their completion queues. Keys
-    /// are looked up in the protection domain of the queue that a request names.
+    /// Target of an extended reliable connection, which belongs to an XRC domain. There are no
+    /// queues: messages use the shared receive queues of the domain and their completion queues.
+    /// Keys are looked up in the protection domain of the queue specified in the request.
     ///
-    /// No user yet.
+    /// Currently not used.
     XrcTgt,
-    /// The general service interface: queue pair 1, a datagram queue pair for MADs. A device has
-    /// one, and its connection manager answers what it gets itself.
+    /// General services interface: queue pair 1, used to send and receive MADs as datagrams. There
+    /// is one per device. The connection manager handles the messages it receives.
     Gsi,
-    /// The subnet management interface: queue pair 0. RoCE has no subnet management, and so every
-    /// device here refuses it (annex A16).
+    /// Subnet management interface: queue pair 0. This is not supported by any device, as RoCE has
+    /// no subnet management (annex A16).
     Smi,
-    /// Raw packets of Ethernet. Every device here refuses them: the software NIC sends UDP.
+    /// Raw Ethernet packets. This is not supported by any device: the software NIC uses UDP.
     RawPacket,
 }
 
 impl QpType {
-    /// Returns whether queue pairs of this kind carry out an operation of the send queue (IBTA
-    /// 9.4, 9.5). What they do not is refused when it is posted.
+    /// Returns whether a send operation is supported for this queue pair type (IBTA 9.4, 9.5).
+    /// Posting an unsupported operation returns an error.
     #[must_use]
     pub fn has_operation(self, op: &SendOp) -> bool {
         match self {
             Self::Rc | Self::XrcIni => true,
             Self::XrcTgt | Self::Smi | Self::RawPacket => false,
-            // Nothing comes back from the peer of an unreliable connection, and it invalidates
-            // nothing.
+            // There are no responses on an unreliable connection, and no invalidation.
             Self::Uc => !matches!(
                 op,
                 SendOp::SendInv(_)
@@ -433,24 +442,23 @@ impl QpType {
     }
 }
 
-/// Depths of a queue pair's queues.
+/// Queue pair queue sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpCap {
-    /// Requests in the send queue.
+    /// Maximum number of requests in the send queue.
     pub max_send_wr: u32,
-    /// Requests in the receive queue; ignored with a shared one.
+    /// Maximum number of requests in the receive queue. Ignored if a shared receive queue is used.
     pub max_recv_wr: u32,
-    /// Scatter-gather entries of a send request.
+    /// Maximum number of scatter/gather entries in a send request.
     pub max_send_sge: u32,
-    /// Scatter-gather entries of a receive.
+    /// Maximum number of scatter/gather entries in a receive.
     pub max_recv_sge: u32,
-    /// Bytes of inline data.
+    /// Maximum size of inline data in bytes.
     pub max_inline: u32,
 }
 
 impl QpCap {
-    /// Queues of these lengths, whose requests have one scatter-gather entry each and no inline
-    /// data.
+    /// Creates queue sizes with a single scatter/gather entry per request and no inline data.
     #[must_use]
     pub fn new(max_send_wr: u32, max_recv_wr: u32) -> Self {
         Self {
@@ -463,47 +471,49 @@ impl QpCap {
     }
 }
 
-/// Order in which the receives of a queue pair's own queue are taken.
+/// Order in which a queue pair consumes its own receives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RecvOrder {
-    /// As posted. All of them are used in turn, and so the memory of all becomes resident.
+    /// In the order they were posted. All receives are used in turn, so all of their memory will be
+    /// resident.
     #[default]
     OldestFirst,
-    /// The one that was posted last, so that a peer touches the memory of no more receives than it
-    /// has messages under way, and that memory is in the cache. This is a wish: a device that takes
-    /// receives in order ignores it, so the owner relies on the ids of completions only.
+    /// Last posted receive first. A peer will only touch as many receives as it has messages in
+    /// flight, so that their memory will stay in the cache. This is only a hint: a device that
+    /// consumes receives in order ignores it, so the owner must only rely on the IDs in the
+    /// completions.
     NewestFirst,
 }
 
-/// Attributes that a queue pair is created with.
+/// Attributes used to create a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpInitAttr {
-    /// Protection domain of the object.
+    /// Protection domain.
     pub pd: PdId,
-    /// Completion queue of sends.
+    /// Completion queue for sends.
     pub send_cq: CqId,
-    /// Completion queue of receives; may be the same.
+    /// Completion queue for receives. This can be the same as for sends.
     pub recv_cq: CqId,
-    /// A shared receive queue instead of its own.
+    /// Shared receive queue to be used instead of a separate one.
     pub srq: Option<SrqId>,
-    /// XRC domain of a [`QpType::XrcTgt`]; others have none.
+    /// XRC domain, only used for [`QpType::XrcTgt`].
     pub xrcd: Option<XrcdId>,
-    /// Transport service of the queue pair.
+    /// Transport service.
     pub qp_type: QpType,
-    /// Depths of its queues.
+    /// Queue sizes.
     pub cap: QpCap,
-    /// Every send completes visibly, signaled or not.
+    /// If set, all sends generate a completion even if they are not signaled.
     pub sq_sig_all: bool,
-    /// Order of its own receives.
+    /// Order in which receives are consumed.
     pub recv_order: RecvOrder,
-    /// Datagrams that it sends to a multicast group do not come back to it, although it is attached
-    /// to the group. Others get them.
+    /// If set, multicast datagrams sent by this queue pair are not looped back, even if it
+    /// is attached to the group. They are still received by all other members.
     pub block_self_mcast: bool,
 }
 
 impl QpInitAttr {
-    /// A queue pair with one completion queue for both directions and a receive queue of its own,
-    /// whose sends complete visibly where they are signaled.
+    /// Creates attributes for a queue pair with a single completion queue for both directions, a
+    /// separate receive queue, and completions for signaled sends only.
     #[must_use]
     pub fn new(pd: PdId, cq: CqId, qp_type: QpType, cap: QpCap) -> Self {
         Self {
@@ -520,8 +530,8 @@ impl QpInitAttr {
         }
     }
 
-    /// The receiving end of an extended reliable connection. It has neither a protection domain nor
-    /// completion queues: those of its shared receive queues count.
+    /// Creates attributes for the target of an extended reliable connection. It has neither a
+    /// protection domain nor completion queues, and uses the ones from its shared receive queues.
     #[must_use]
     pub fn xrc_target(xrcd: XrcdId) -> Self {
         let none = Handle::new(0, 0);
@@ -532,7 +542,7 @@ impl QpInitAttr {
     }
 }
 
-/// State of a queue pair (IBTA 10.3.1).
+/// Queue pair state (IBTA 10.3.1).
 ///
 /// ```text
 ///  RESET → INIT → RTR → RTS ⇄ SQD
@@ -541,42 +551,44 @@ impl QpInitAttr {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QpState {
-    /// As created: takes no requests.
+    /// Initial state: no requests can be posted.
     Reset,
-    /// Takes receives; sends and packets do nothing yet.
+    /// Receives can be posted, but no packets are sent or processed.
     Init,
-    /// Ready to receive: answers packets, does not send.
+    /// Ready to receive: packets are processed, but no requests are sent.
     Rtr,
     /// Ready to send: fully operational.
     Rts,
-    /// Send queue drained: finishes what it began, starts nothing new.
+    /// Send queue drained: current requests are completed, but no new requests are started.
     Sqd,
-    /// Send queue error: a datagram send failed; receives go on.
+    /// Send queue error: sending a datagram has failed, but receiving still works.
     Sqe,
-    /// Error: all requests complete as flushed.
+    /// Error: all requests are flushed.
     Error,
 }
 
-/// An address for a path.
+/// Address for a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AhAttr {
-    /// GID of the peer.
+    /// Peer GID.
     pub dgid: Gid,
-    /// Index of our own GID.
+    /// Index of our GID.
     pub sgid_index: u16,
-    /// Hop limit of the IP header. The software NIC sends it to multicast groups; a single host
-    /// gets 255, by which it may know that no router had the packet (RFC 5082).
+    /// IP hop limit. The software NIC only uses this for multicast. It always uses 255 for a single
+    /// host, which allows the host to verify that the packet was not forwarded by a router (RFC
+    /// 5082).
     pub hop_limit: u8,
-    /// Traffic class of the IP header. The lowest two bits are those of ECN, which the device sets.
+    /// IP traffic class. The lowest two bits are used for ECN and set by the device.
     pub traffic_class: u8,
-    /// Flow label of the IPv6 header, of 20 bits. The software NIC sends 0.
+    /// IPv6 flow label, 20 bits. The software NIC uses 0.
     pub flow_label: u32,
-    /// Number of our port.
+    /// Local port number.
     pub port: u8,
 }
 
 impl AhAttr {
-    /// A path from our first GID to a peer's, of hop limit 64, without traffic class and flow label.
+    /// Creates a path from our first GID to a peer, with a hop limit of 64 and no traffic class or
+    /// flow label.
     #[must_use]
     pub fn new(dgid: Gid) -> Self {
         Self {
@@ -590,72 +602,72 @@ impl AhAttr {
     }
 }
 
-/// Alternate path of a connection, which it takes when it migrates (IBTA 17.2.8).
+/// Alternate path of a connection, used after a migration (IBTA 17.2.8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AltPath {
-    /// Address of the path. Its port is the one that the path leaves by.
+    /// Path address, including the local port to use.
     pub ah: AhAttr,
-    /// Index into the P_Key table.
+    /// P_Key index.
     pub pkey_index: u16,
-    /// ACK timeout on this path: 4.096 µs × 2^n, *n* up to 31; 0 waits for ever.
+    /// ACK timeout for this path: 4.096 µs × 2^n, *n* up to 31, or 0 to wait forever.
     pub timeout: u8,
 }
 
-/// Attributes of a queue pair: given to `modify_qp` (what is `None` stays as it is) and answered by
+/// Queue pair attributes, set by `modify_qp` (use `None` to keep the current value) and returned by
 /// `query_qp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct QpAttr {
-    /// State to go to; `None` changes attributes only.
+    /// New state, or `None` to change attributes only.
     pub state: Option<QpState>,
-    /// Index into the P_Key table.
+    /// P_Key index.
     pub pkey_index: Option<u16>,
-    /// Port number, which counts from 1.
+    /// Port number, starting at 1.
     pub port: Option<u8>,
-    /// Rights of peers through this queue pair (the remote ones only).
+    /// Access rights for peers using this queue pair. Only remote rights are used.
     pub access: Option<Access>,
-    /// Queue key, datagram queue pairs.
+    /// Q_Key, for datagram queue pairs.
     pub qkey: Option<QKey>,
     /// Path to the peer.
     pub ah: Option<AhAttr>,
-    /// Path MTU of the connection.
+    /// Path MTU.
     pub path_mtu: Option<Mtu>,
     /// The peer's queue pair number.
     pub dest_qp: Option<u32>,
-    /// First PSN that we expect.
+    /// First PSN we expect to receive.
     pub rq_psn: Option<u32>,
-    /// First PSN that we send.
+    /// First PSN we will send.
     pub sq_psn: Option<u32>,
-    /// Incoming READs and atomics held at once (responder resources).
+    /// Maximum number of incoming READs and atomics (responder resources).
     pub max_dest_rd_atomic: Option<u8>,
-    /// Outgoing READs and atomics at once (initiator depth).
+    /// Maximum number of outgoing READs and atomics (initiator depth).
     pub max_rd_atomic: Option<u8>,
-    /// Code of the delay that our RNR NAK asks for (IBTA table 45).
+    /// Delay requested by our RNR NAKs, as a code (IBTA table 45).
     pub min_rnr_timer: Option<u8>,
-    /// ACK timeout is 4.096 µs × 2^n; 0 waits for ever.
+    /// ACK timeout: 4.096 µs × 2^n, or 0 to wait forever.
     pub timeout: Option<u8>,
-    /// Retries after a timeout or a sequence NAK, up to 7. The software NIC spends none on a
-    /// sequence NAK, which proves that the peer lives.
+    /// Retry count for a timeout or sequence NAK, up to 7. The software NIC doesn't use a retry for
+    /// a sequence NAK, because this proves that the peer is alive.
     pub retry_cnt: Option<u8>,
-    /// Retries after an RNR NAK; 7 is without end.
+    /// Retry count for RNR NAKs; 7 means unlimited.
     pub rnr_retry: Option<u8>,
-    /// Alternate path of a connection; answered as `None` after it was taken.
+    /// Alternate path. Returned as `None` once it is in use.
     pub alt_path: Option<AltPath>,
-    /// State of path migration. [`PathMigState::Rearm`] can be set where there is an alternate
-    /// path, [`PathMigState::Migrated`] always: an armed connection migrates by it.
-    /// [`PathMigState::Armed`] is answered only.
+    /// Path migration state. [`PathMigState::Rearm`] can be set if there is an alternate path.
+    /// [`PathMigState::Migrated`] can always be set, and will migrate an armed connection.
+    /// [`PathMigState::Armed`] is only returned.
     pub path_mig_state: Option<PathMigState>,
-    /// [`AsyncEvent::SqDrained`] reports the end of draining. Set with the move to
-    /// [`QpState::Sqd`], never answered.
+    /// Requests [`AsyncEvent::SqDrained`] when the send queue has been drained. Set together with
+    /// the transition to [`QpState::Sqd`], and never returned.
     pub en_sqd_async_notify: Option<bool>,
-    /// Requests that had begun before a move to [`QpState::Sqd`] are not complete yet. Answered
-    /// only.
+    /// Set if requests that were started before the transition to [`QpState::Sqd`] are not yet
+    /// complete. Only returned.
     pub sq_draining: Option<bool>,
-    /// The queue pair's partition key, answered only.
+    /// P_Key of the queue pair. Only returned.
     pub pkey: Option<PKey>,
 }
 
 impl QpAttr {
-    /// A change of the state alone.
+    /// Creates attributes that only change the state.
     #[must_use]
     pub fn to(state: QpState) -> Self {
         Self {
@@ -665,50 +677,53 @@ impl QpAttr {
     }
 }
 
-/// Something that happened to a device or one of its objects, outside any request (IBTA 11.6.3).
+/// Asynchronous event for a device or one of its objects (IBTA 11.6.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsyncEvent {
-    /// A completion was lost: the queue was full. Its queue pairs go to the error state.
+    /// A completion was lost because the queue was full. All queue pairs using it enter the error
+    /// state.
     CqError(CqId),
-    /// The queue pair went to the error state for a reason that no completion reports.
+    /// The queue pair has entered the error state for a reason that is not reported by a
+    /// completion.
     QpFatal(QpId),
-    /// The peer sent a request that the transport had to refuse as invalid.
+    /// An invalid request was received from the peer.
     QpReqError(QpId),
-    /// The peer's request violated a key or a right.
+    /// A request from the peer used an invalid key or access right.
     QpAccessError(QpId),
-    /// The first packet arrived on a queue pair in RTR.
+    /// The first packet was received by a queue pair in RTR.
     CommEstablished(QpId),
-    /// The send queue has drained after a move to SQD that asked for this event.
+    /// The send queue was drained after a transition to SQD with this event enabled.
     SqDrained(QpId),
-    /// The connection has taken its alternate path.
+    /// The connection has migrated to its alternate path.
     PathMig(QpId),
-    /// The peer of an armed connection has migrated to a path that is not the alternate path here:
-    /// what it sends there is dropped.
+    /// The peer of an armed connection has migrated to a path that is not our alternate path.
+    /// Packets sent via this path are dropped.
     PathMigError(QpId),
-    /// The last receive of a shared queue that an erroneous queue pair held is back.
+    /// A queue pair in the error state has returned its last receive from a shared queue.
     QpLastWqeReached(QpId),
-    /// A shared receive queue has fewer requests than its limit.
+    /// The number of receives in a shared receive queue is below the limit.
     SrqLimitReached(SrqId),
-    /// A port came up.
+    /// The port is now active.
     PortActive(u8),
-    /// A port went down.
+    /// The port is now down.
     PortError(u8),
-    /// The GID table changed.
+    /// The GID table was changed.
     GidChange(u8),
-    /// The device is going away.
+    /// The device is being removed.
     DeviceFatal,
 }
 
-/// A key is an index of the device's and a low byte of its owner's (IBTA 10.6.3.2). The low byte
-/// changes from one use of a region to the next.
+/// A key consists of an index assigned by the device and a low byte that can be set by its owner
+/// (IBTA 10.6.3.2). The low byte should be changed each time the region is reused.
 impl RKey {
-    /// The same key with another low byte, as fast registration requires.
+    /// Returns the same key with a different low byte, as required for fast registration.
     #[must_use]
     pub fn with_key_byte(self, byte: u8) -> Self {
         Self((self.0 & !0xff) | u32::from(byte))
     }
 
-    /// The next key of a fast-registration region: the low byte counts on, wrapping.
+    /// Returns the next key for a fast-registration region, with the low byte incremented
+    /// (wrapping).
     #[must_use]
     pub fn next(self) -> Self {
         self.with_key_byte((self.0 as u8).wrapping_add(1))

@@ -1,4 +1,4 @@
-//! The connection API's types.
+//! Types for the connection API.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -6,34 +6,35 @@ use thiserror::Error;
 
 use super::{AhAttr, AltPath, CmId, Gid, Mtu, QKey, QpType, VerbsError};
 
-/// Most private data that an RDMA CM user can send in a request, in bytes (92 less the 36-byte
-/// address header).
+/// Maximum size of private data in a connection request, in bytes (92 minus the 36-byte address
+/// header).
 pub const MAX_CONNECT_PRIVATE_DATA: usize = 56;
 
-/// Most private data in an accept, in bytes.
+/// Maximum size of private data in an accept, in bytes.
 pub const MAX_ACCEPT_PRIVATE_DATA: usize = 196;
 
-/// Most private data in a reject, in bytes.
+/// Maximum size of private data in a reject, in bytes.
 pub const MAX_REJECT_PRIVATE_DATA: usize = 148;
 
-/// Most private data in a request of a datagram identifier, in bytes (216 less the 36-byte address
+/// Maximum size of private data in a datagram request, in bytes (216 minus the 36-byte address
 /// header).
 pub const MAX_DATAGRAM_CONNECT_PRIVATE_DATA: usize = 180;
 
-/// Most private data in the answer to such a request, accept or reject, in bytes.
+/// Maximum size of private data in the response to a datagram request, in bytes.
 pub const MAX_DATAGRAM_ANSWER_PRIVATE_DATA: usize = 136;
 
-/// Q_Key of datagram identifiers that ask for no other (`RDMA_UDP_QKEY` of Linux).
+/// Default Q_Key for datagram IDs (`RDMA_UDP_QKEY` in Linux).
 pub const DATAGRAM_QKEY: QKey = QKey(0x0123_4567);
 
-/// Number of the queue pair that datagrams to a multicast group name (IBTA 10.5).
+/// Queue pair number used to send datagrams to a multicast group (IBTA 10.5).
 pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
 
-/// Multicast groups that an identifier may be in at a time.
+/// Maximum number of multicast groups an ID can join.
 pub const MAX_GROUPS_PER_ID: usize = 64;
 
-/// MGID of a multicast group: on RoCEv2 its IPv6 address, or its IPv4 address mapped into one, as
-/// for any GID (Linux: `cma_iboe_set_mgid`). `None` for an address that is no group's.
+/// Returns the MGID of a multicast group. On RoCEv2, this is the IPv6 address or the IPv4-mapped
+/// address, as for any GID (`cma_iboe_set_mgid` in Linux). Returns `None` if this is not a
+/// multicast address.
 ///
 /// ```
 /// # use riser_transport::verbs::mgid;
@@ -46,28 +47,28 @@ pub fn mgid(group: IpAddr) -> Option<Gid> {
     group.is_multicast().then(|| group.into())
 }
 
-/// Range of service ids that an identifier's ports map to.
+/// Port space, which determines how ports are mapped to service IDs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PortSpace {
-    /// Reliable connections: service id `0x0000000001060000 | port`.
+    /// Reliable connections: service ID `0x0000000001060000 | port`.
     Tcp,
     /// Datagrams: `0x0000000001110000 | port`.
     Udp,
-    /// Datagrams of IP over InfiniBand: `0x0000000000020000 | port`.
+    /// Datagrams for IP over InfiniBand: `0x0000000000020000 | port`.
     IpoIb,
-    /// Any transport service, by IP address and port: `0x00000000013f0000 | port`.
+    /// Any transport service, using IP address and port: `0x00000000013f0000 | port`.
     IbIp,
-    /// A bare InfiniBand service id, with no address header in the private data.
+    /// InfiniBand service ID without an address header in the private data.
     Ib {
-        /// ServiceID of 64 bits.
+        /// Service ID, 64 bits.
         service_id: u64,
-        /// Bits of it that a listener compares.
+        /// Bits to be compared by a listener.
         mask: u64,
     },
 }
 
 impl PortSpace {
-    /// Type of the queue pairs of identifiers that are created without naming one.
+    /// Returns the default queue pair type for IDs in this port space.
     #[must_use]
     pub const fn qp_type(self) -> QpType {
         match self {
@@ -77,75 +78,77 @@ impl PortSpace {
     }
 }
 
-/// Options of an identifier (`rdma_set_option`, level `RDMA_OPTION_ID`).
+/// ID options (`rdma_set_option`, level `RDMA_OPTION_ID`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CmOption {
-    /// Type of service of what the identifier sends from now on: the traffic class of its messages
-    /// and, from the time that it is connected, of its queue pair's packets. The low two bits
-    /// belong to congestion notification (RFC 3168) and are ignored. The request carries it, and
-    /// the peer answers with it.
+    /// Type of service for all data sent after this: the traffic class for messages, and for
+    /// packets from the queue pair after it is connected. The low two bits are ignored because they
+    /// are used for congestion notification (RFC 3168). The value is sent in the request and also
+    /// used by the peer.
     TypeOfService(u8),
-    /// The local port may have several owners that all say so, until one of them listens. May be
-    /// set until the identifier listens, and be taken back before it is bound.
+    /// Allows the local port to be shared by multiple IDs that all set this option, until one of
+    /// them is listening. Can be set before the ID is listening and cleared before it is bound.
     ReuseAddress(bool),
-    /// The unspecified address of IPv6 stands for addresses of IPv6 only. May be set until the
-    /// identifier has resolved an address or listens. Off without it; on for IPv4.
+    /// If set, the unspecified IPv6 address only includes IPv6 addresses. Can be set before the ID
+    /// has resolved an address or is listening. Disabled by default, but always enabled for IPv4.
     AddressFamilyOnly(bool),
-    /// Requests have no address header in their private data, all of which is the user's then; the
-    /// peer learns no port. A listener and those who connect to it must agree. So do identifiers of
-    /// Linux that have addresses of `AF_IB`. May be set until the identifier is bound.
+    /// If set, requests don't contain an address header and all private data is available to the
+    /// user, but the peer doesn't get the port. This must match between a listener and its peers.
+    /// On Linux, this is used for IDs with `AF_IB` addresses. Can be set before the ID is bound.
     BareRequests(bool),
-    /// Largest path MTU that a request asks for. May be set until the identifier connects.
+    /// Maximum path MTU to request. Can be set before connecting.
     PathMtu(Mtu),
-    /// ACK timeout of the connection's queue pairs: 4.096 µs × 2ⁿ, *n* up to 31. For reliable
-    /// connections, before they are made. With iWARP, where eight times that is less than
-    /// [`PEER_TIME`](crate::iwarp::PEER_TIME), an idle connection does not notice that its peer is gone.
+    /// ACK timeout for the connection's queue pairs: 4.096 µs × 2ⁿ, *n* up to 31. Only for reliable
+    /// connections, and must be set before the queue pairs are created. With iWARP, if eight times
+    /// this value is less than [`PEER_TIME`](crate::iwarp::PEER_TIME), an idle connection doesn't
+    /// detect that its peer is down.
     AckTimeout(u8),
-    /// The peer may load an alternate path, with its request or later (IBTA 12.8). Without it such a
-    /// path is refused: the peer names an address to which our packets go after a migration. A
-    /// listener's requests have the listener's. rdma-core has no such option.
+    /// Allows the peer to load an alternate path, either in its request or later (IBTA 12.8). This
+    /// is rejected by default, as the peer can specify an address to which our packets are sent
+    /// after a migration. Requests use the option of their listener. There is no such option in
+    /// rdma-core.
     AlternatePaths(bool),
 }
 
-/// Vendor options of a queue pair, which both sides exchange when they connect (enhanced connection
-/// establishment). The software NIC has none of its own: its queue pairs are 0 here, and what is
-/// given is for queue pairs that their owners take through their states.
+/// Vendor options of a queue pair, which are exchanged when connecting (enhanced connection
+/// establishment). The software NIC has no options, so this is always 0 for its queue pairs.
+/// Options set here are for queue pairs whose states are managed by their owner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ece {
-    /// IEEE identifier (OUI) of the vendor, 24 bits; 0 for no options.
+    /// IEEE vendor ID (OUI), 24 bits, or 0 for no options.
     pub vendor_id: u32,
-    /// The vendor's options.
+    /// Vendor-specific options.
     pub options: u32,
 }
 
-/// Parameters that both sides exchange when they connect.
+/// Parameters exchanged when connecting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnParam {
-    /// The user's private data.
+    /// Private data.
     pub private_data: Vec<u8>,
-    /// Incoming READs and atomics that we hold at once.
+    /// Maximum number of incoming READs and atomics.
     pub responder_resources: u8,
-    /// Outgoing READs and atomics that we want at once.
+    /// Maximum number of outgoing READs and atomics.
     pub initiator_depth: u8,
-    /// We answer with end-to-end credits.
+    /// Enables end-to-end credits.
     pub flow_control: bool,
-    /// Retries after a timeout, up to 7; a request carries it for the peer to use.
+    /// Retry count for timeouts, up to 7, sent to the peer in a request.
     pub retry_count: u8,
-    /// Retries after RNR, 7 without end.
+    /// Retry count for RNR NAKs; 7 means unlimited.
     pub rnr_retry_count: u8,
-    /// Our queue pair uses a shared receive queue.
+    /// Set if our queue pair uses a shared receive queue.
     pub srq: bool,
-    /// Number of the queue pair, 24 bits. In an event the peer's, or 0 where a request of a
-    /// datagram identifier names none. In a call ours, if the identifier has no queue pair, and
-    /// its owner takes one through its states by [`RdmaCm::init_qp_attr`](super::RdmaCm::init_qp_attr).
+    /// Queue pair number, 24 bits. In an event, this is the peer's, or 0 for the request of a
+    /// datagram ID. In a call, this is our number if the ID has no queue pair and its owner manages
+    /// the states using [`RdmaCm::init_qp_attr`](super::RdmaCm::init_qp_attr).
     pub qp_num: u32,
-    /// Vendor options. An answer names the vendor of the request and those of its options that the
-    /// other side takes.
+    /// Vendor options. A response contains the vendor ID from the request and the options supported
+    /// by both sides.
     pub ece: Ece,
-    /// Datagram identifiers: the Q_Key of the queue pair, the peer's in an event. Without one in
-    /// [`RdmaCm::accept`](super::RdmaCm::accept) it is [`DATAGRAM_QKEY`].
+    /// For datagram IDs: Q_Key of the queue pair, in an event that of the peer.
+    /// [`RdmaCm::accept`](super::RdmaCm::accept) uses [`DATAGRAM_QKEY`] by default.
     pub qkey: Option<QKey>,
-    /// Datagram identifiers, in an event: the way to the queue pair, for
+    /// For datagram IDs, in an event: address of the queue pair, to be used with
     /// [`Verbs::create_ah`](super::Verbs::create_ah).
     pub ah: Option<AhAttr>,
 }
@@ -168,124 +171,125 @@ impl Default for ConnParam {
     }
 }
 
-/// Something that happened to an identifier.
+/// Event for a CM ID.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CmEvent {
-    /// The identifier; for a connection request, the new one.
+    /// CM ID. This is a new ID for a connection request.
     pub id: CmId,
-    /// Kind of the event.
+    /// Event type.
     pub kind: CmEventKind,
 }
 
-/// The RDMA CM's events.
+/// RDMA CM event types.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CmEventKind {
-    /// The call `resolve_addr` succeeded.
+    /// `resolve_addr` was successful.
     AddrResolved,
-    /// The call `resolve_addr` failed.
+    /// `resolve_addr` has failed.
     AddrError(CmError),
-    /// The call `resolve_route` succeeded.
+    /// `resolve_route` was successful.
     RouteResolved,
-    /// The call `resolve_route` failed.
+    /// `resolve_route` has failed.
     RouteError(CmError),
-    /// A peer asks to connect.
+    /// Connection request from a peer.
     ConnectRequest {
-        /// The listener it came to.
+        /// Listener that received the request.
         listener: CmId,
-        /// The peer's address and port.
+        /// Peer address and port.
         peer: SocketAddr,
-        /// Parameters that the peer proposes.
+        /// Parameters proposed by the peer.
         param: ConnParam,
     },
-    /// The peer has accepted the request of an identifier without a queue pair. The owner of the
-    /// queue pair takes it to RTS and calls [`RdmaCm::establish`](super::RdmaCm::establish), or
-    /// rejects.
+    /// The peer has accepted the request for an ID without a queue pair. The owner of the queue
+    /// pair must set its state to RTS and call [`RdmaCm::establish`](super::RdmaCm::establish), or
+    /// reject the connection.
     ConnectResponse {
-        /// The peer's parameters.
+        /// Parameters from the peer.
         param: ConnParam,
     },
-    /// The peer did not answer, or something failed on the way.
+    /// There was no response from the peer, or a different error occurred.
     ConnectError(CmError),
-    /// The peer could not be reached: every retry timed out.
+    /// The peer could not be reached because all retries timed out.
     Unreachable,
-    /// The peer refused the connection.
+    /// The connection was rejected by the peer.
     Rejected {
-        /// The IB CM's reason (28: by the consumer, 8: no listener …). For a datagram identifier
-        /// the status of the SIDR_REP (IBTA 12.11.2.1; 1: no listener, 2: refused), which
-        /// librdmacm reports as unreachable.
+        /// Reason from the IB CM (28: rejected by the consumer, 8: no listener …). For a datagram
+        /// ID, this is the status in the SIDR_REP (IBTA 12.11.2.1; 1: no listener, 2: rejected),
+        /// which is reported as unreachable by librdmacm.
         reason: u16,
-        /// The private data of the refusal.
+        /// Private data in the REJ.
         private_data: Vec<u8>,
     },
-    /// Both sides are connected. The active side has the peer's private data here. Of a datagram
-    /// identifier only the active side gets it, with number, Q_Key and address of the queue pair.
+    /// The connection is established. On the active side, this contains the peer's private data.
+    /// For a datagram ID, only the active side gets this event, with the number, Q_Key and address
+    /// of the queue pair.
     Established {
-        /// The peer's parameters; private data is empty on the passive side.
+        /// Parameters from the peer. The private data is empty on the passive side.
         param: ConnParam,
     },
-    /// An alternate path was agreed on, and loaded into the queue pair, whose
-    /// [`PathMigState`](super::PathMigState) is REARM. Comes to both sides, behind `Established`
-    /// where the request had the path.
+    /// An alternate path was accepted and loaded into the queue pair, whose
+    /// [`PathMigState`](super::PathMigState) is now REARM. This event is sent to both sides, and
+    /// follows `Established` if the path was specified in the request.
     AlternatePath {
-        /// The path, seen from here.
+        /// Path as seen from our side.
         path: AltPath,
     },
-    /// The peer has refused an alternate path, or not answered. The connection stays as it was.
+    /// The alternate path was rejected or there was no response. The connection is not affected.
     AlternatePathError {
-        /// Status of the APR (IBTA 12.8.2), such as 2: not supported, 5: in use already, 8: wrong
-        /// GID. `None` without an answer, as from Linux, which has no such messages on RoCE.
+        /// APR status (IBTA 12.8.2), for example 2: not supported, 5: already in use, 8: invalid
+        /// GID. `None` if there was no response, as with Linux, which doesn't support this on RoCE.
         status: Option<u8>,
     },
-    /// The connection ended, by either side.
+    /// The connection was closed by either side.
     Disconnected,
-    /// The device is going away; destroy everything on it.
+    /// The device is being removed. All of its objects must be destroyed.
     DeviceRemoval,
-    /// The queue pair's number may be used again. The last event of a connection that was
-    /// established, after `Disconnected`.
+    /// The queue pair number can be reused. This is the last event for an established connection,
+    /// following `Disconnected`.
     TimewaitExit,
-    /// The call `join_multicast` succeeded.
+    /// `join_multicast` was successful.
     MulticastJoin {
-        /// Parameters for datagrams to the group: the way, whose GID is the group's MGID, the
-        /// number [`MULTICAST_QPN`] and the Q_Key.
+        /// Parameters for sending to the group: an address with the MGID, the queue pair number
+        /// [`MULTICAST_QPN`] and the Q_Key.
         param: ConnParam,
     },
-    /// A group could not be joined, or is lost.
+    /// Joining the group has failed, or the membership was lost.
     MulticastError(CmError),
 }
 
-/// Reason why a connection call or a connection failed.
+/// Error for a connection or a connection call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmError {
-    /// The identifier does not exist or is not in a state for this.
-    #[error("connection identifier is not in a state for {0}")]
+    /// The ID doesn't exist, or the call is not valid in its current state.
+    #[error("connection identifier in invalid state for {0}")]
     InvalidState(&'static str),
-    /// More identifiers than the device allows.
+    /// The maximum number of IDs is exceeded.
     #[error("too many connection identifiers")]
     TooManyIds,
-    /// Something else is bound to that address and port.
+    /// The address and port are already in use.
     #[error("address in use")]
     AddressInUse,
-    /// The address is not this device's.
+    /// This is not an address of this device.
     #[error("address not available on this device")]
     AddressNotAvailable,
-    /// An IPv6 link-local address, which names no host without an interface.
+    /// An IPv6 link-local address does not identify a host without an interface.
     #[error("link-local addresses are not supported: use a global or unique local one")]
     LinkLocal,
-    /// The destination's family or scope cannot be reached from this device.
+    /// The destination can't be reached from this device because of its address family or scope.
     #[error("destination cannot be reached from this device")]
     Unreachable,
-    /// More private data than the message has room for.
-    #[error("private data is {len} bytes, {max} at most")]
+    /// The private data exceeds the available space in the message.
+    #[error("private data too long: {len} bytes, maximum is {max}")]
     PrivateDataTooLong {
-        /// Number of bytes given.
+        /// Private data size in bytes.
         len: usize,
-        /// Number of bytes that fit.
+        /// Maximum size in bytes.
         max: usize,
     },
-    /// No answer in time.
+    /// Timed out waiting for a response.
     #[error("timed out")]
     Timeout,
-    /// The queue pair or the device refused.
+    /// Error returned by the queue pair or device.
     #[error(transparent)]
     Verbs(#[from] VerbsError),
 }

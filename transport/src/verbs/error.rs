@@ -1,119 +1,119 @@
-//! Errors of the verbs.
+//! Error types.
 
 use thiserror::Error;
 
 use super::QpState;
 
-/// Reason why a verb refused (IBTA 11.2's "verb results").
+/// Error returned by a verb (IBTA 11.2, "verb results").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum VerbsError {
-    /// The id names nothing, or something that is gone.
+    /// The handle is invalid or the object has been removed.
     #[error("invalid {0} handle")]
     InvalidHandle(&'static str),
-    /// Other objects still use this one.
+    /// The object is still used by other objects.
     #[error("{0} is busy")]
     ResourceBusy(&'static str),
-    /// The device's limit for this kind of object is reached.
+    /// The device limit for this type of object is exceeded.
     #[error("the device has reached its limit: {0}")]
     InsufficientResources(&'static str),
-    /// A value outside what the device or the standard allows.
+    /// The value is not supported by the device or not allowed by the standard.
     #[error("invalid {0}")]
     InvalidParameter(&'static str),
-    /// An access-flag combination that the standard forbids.
+    /// This combination of access flags is not allowed by the standard.
     #[error("invalid access flags: {0}")]
     InvalidAccess(&'static str),
-    /// The object is not in a state that allows this.
+    /// The operation is not valid in the current state.
     #[error("{0}")]
     InvalidState(&'static str),
-    /// There is no such port.
+    /// The port does not exist.
     #[error("no port {0}")]
     InvalidPort(u8),
-    /// There is no such entry in a GID or P_Key table.
+    /// The entry does not exist in the GID or P_Key table.
     #[error("no table entry {0}")]
     InvalidIndex(u16),
-    /// The queue pair state table has no such transition.
+    /// The transition is not in the queue pair state table.
     #[error("no transition from {from:?} to {to:?}")]
     InvalidTransition {
-        /// The state it is in.
+        /// Current state.
         from: QpState,
-        /// The state that was asked for.
+        /// Requested state.
         to: QpState,
     },
-    /// The transition needs an attribute that was not given.
+    /// An attribute required by the transition is missing.
     #[error("transition to {to:?} requires {attribute}")]
     MissingAttribute {
-        /// The state that was asked for.
+        /// Requested state.
         to: QpState,
-        /// Name of the attribute.
+        /// Attribute name.
         attribute: &'static str,
     },
-    /// The transition does not allow an attribute that was given.
+    /// An attribute is not allowed for the transition.
     #[error("transition to {to:?} does not allow {attribute}")]
     ForbiddenAttribute {
-        /// The state that was asked for.
+        /// Requested state.
         to: QpState,
-        /// Name of the attribute.
+        /// Attribute name.
         attribute: &'static str,
     },
-    /// The queue pair's type has no such operation.
+    /// The operation is not supported for this queue pair type.
     #[error("not supported on this queue pair type: {0}")]
     WrongQpType(&'static str),
-    /// A completion was lost because the queue was full; it takes no others.
+    /// A completion was lost because the queue was full. The queue cannot be used anymore.
     #[error("completion queue overrun")]
     CqOverrun,
-    /// The device has no such objects or operations.
+    /// The device does not support these objects or operations.
     #[error("the device does not support {0}")]
     Unsupported(&'static str),
-    /// The device is gone or never was.
+    /// The device has been removed or never existed.
     #[error("device is not available")]
     DeviceGone,
-    /// The operating system refused; the value is `errno`.
+    /// Error from the operating system; the value is `errno`.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
 }
 
-/// A post that stopped at a request: those before `index` are posted, it and those after are not.
+/// Error returned when posting. Requests before `index` have been posted, and the rest have not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("work request {index}: {reason}")]
 pub struct PostError {
-    /// Position in the chain, from 0.
+    /// Position in the chain, starting at 0.
     pub index: usize,
-    /// Reason of the refusal.
+    /// Reason.
     pub reason: PostReason,
 }
 
-/// Reason why a work request was refused at the post.
+/// Reason why a work request could not be posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PostReason {
-    /// The id names nothing.
+    /// The handle is invalid.
     #[error("invalid handle")]
     InvalidHandle,
-    /// The queue pair's state takes no such request.
-    #[error("queue pair state {0:?} takes no such request")]
+    /// The request is not valid in the current queue pair state.
+    #[error("work request not allowed in queue pair state {0:?}")]
     InvalidState(QpState),
     /// The queue is full.
     #[error("queue full")]
     QueueFull,
-    /// More scatter-gather entries than the queue was created for.
+    /// The number of scatter/gather entries exceeds the queue limit.
     #[error("too many scatter-gather entries")]
     TooManySges,
-    /// The scatter list is longer than a message may be, or its sum overflows.
+    /// The size of the scatter list exceeds the maximum message size or overflows.
     #[error("message too long")]
     MessageTooLong,
-    /// Inline data longer than the queue was created for, beside a scatter list, or of an operation
-    /// that has no data of its own.
+    /// Inline data exceeds the queue limit, is used together with a scatter list, or is not
+    /// supported for this operation.
     #[error("inline data too long or not allowed")]
     InvalidInline,
-    /// The operation does not exist on this kind of queue pair.
+    /// The operation is not supported for this queue pair type.
     #[error("operation not supported on this queue pair")]
     InvalidOpcode,
-    /// A key, region or address handle that the request names is not usable.
+    /// A key, region or address handle in the request is invalid.
     #[error("invalid key, region or address handle")]
     InvalidKey,
-    /// A value of the request is against the rules (alignment, length of an atomic, and so on).
+    /// A value in the request is invalid (for example the alignment or length of an atomic).
     #[error("invalid request: {0}")]
     InvalidRequest(&'static str),
-    /// The operating system refused; the value is `errno`.
+    /// Error from the operating system; the value is `errno`.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
 }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_of_the_operating_system_are_named() {
+    fn os_errors_include_name() {
         let text = "No such device (os error 19)";
         assert_eq!(VerbsError::Os(19).to_string(), text);
         assert_eq!(PostReason::Os(19).to_string(), text);

@@ -1,5 +1,5 @@
-//! The 40 bytes before a received datagram, and the way back to its sender (IBTA 11.4.2.1, annex
-//! A17.4.5).
+//! The 40 bytes preceding a received datagram, used to determine the address of its sender (IBTA
+//! 11.4.2.1, annex A17.4.5).
 //!
 //! ```text
 //!            0        20        40
@@ -11,47 +11,48 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::{AhAttr, Gid, VerbsError};
 
-/// Bytes before a received datagram's payload.
+/// Number of bytes preceding the payload of a received datagram.
 pub const GRH_LEN: usize = 40;
 
-/// Offset of an IPv4 header in them, which is at their end.
+/// Offset of the IPv4 header, which is stored at the end.
 const IPV4_AT: usize = 20;
 
 const PROTOCOL_UDP: u8 = 17;
-/// Version 4, and five words of header.
+/// IP version 4, and a header of five words.
 const IPV4_PLAIN: u8 = 0x45;
 const DO_NOT_FRAGMENT: u8 = 0x40;
 
-/// Kind of the header before a received datagram.
+/// Type of the header preceding a received datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NetworkHeader {
-    /// The IPv4 header of RoCEv2, in the last 20 bytes.
+    /// RoCEv2 IPv4 header, stored in the last 20 bytes.
     Ipv4,
-    /// The IPv6 header of RoCEv2.
+    /// RoCEv2 IPv6 header.
     Ipv6,
 }
 
-/// Fields of the IP header that a datagram came with.
+/// Fields from the IP header of a received datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouteHeader {
-    /// Address of the sender.
+    /// Sender address.
     pub source: IpAddr,
-    /// Address that it was sent to, of the same family: ours, or that of a multicast group.
+    /// Destination address of the same family: either our address or a multicast group.
     pub destination: IpAddr,
-    /// Traffic class, or type of service: DSCP and ECN.
+    /// Traffic class or type of service: DSCP and ECN.
     pub traffic_class: u8,
-    /// Flow label, of 20 bits; 0 over IPv4.
+    /// Flow label, 20 bits. Set to 0 for IPv4.
     pub flow_label: u32,
-    /// Hop limit, or time to live, with which it has arrived.
+    /// Hop limit or time to live, as received.
     pub hop_limit: u8,
-    /// Identification; 0 over IPv6.
+    /// Identification. Set to 0 for IPv6.
     pub identification: u16,
-    /// Bytes behind the IP header: UDP header, transport headers, payload, padding and ICRC.
+    /// Number of bytes following the IP header: UDP header, transport headers, payload, padding and
+    /// ICRC.
     pub payload_len: u16,
 }
 
 impl RouteHeader {
-    /// Kind of the header.
+    /// Returns the header type.
     #[must_use]
     pub fn network(&self) -> NetworkHeader {
         match self.source {
@@ -60,8 +61,8 @@ impl RouteHeader {
         }
     }
 
-    /// The header as it stands before the payload: what an adapter and `rdma_rxe` copy out of the
-    /// packet. IPv4 headers have a checksum.
+    /// Returns the header as stored before the payload. An adapter or `rdma_rxe` copies this from
+    /// the packet. The checksum is set for an IPv4 header.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; GRH_LEN] {
         let mut h = [0; GRH_LEN];
@@ -94,16 +95,16 @@ impl RouteHeader {
         h
     }
 
-    /// Reads the bytes before a received datagram.
+    /// Parses the bytes preceding a received datagram.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] where they are no IP header, or one of another protocol
-    /// than UDP.
+    /// Returns [`VerbsError::InvalidParameter`] if this is not an IP header or the protocol is not
+    /// UDP.
     pub fn parse(grh: &[u8; GRH_LEN]) -> Result<Self, VerbsError> {
         let ip = &grh[IPV4_AT..];
-        // The bytes before an IPv4 header are what the receive's memory held, where the adapter
-        // does not write them. So an IPv4 header with the right sum is believed (as rdma-core
-        // does).
+        // If the adapter doesn't write the bytes before an IPv4 header, they contain old data from
+        // the receive buffer. We therefore accept any IPv4 header with a valid checksum (same as
+        // rdma-core).
         let is_v6 = grh[0] >> 4 == 6 && !(ip[0] == IPV4_PLAIN && ipv4_checksum(ip) == 0);
         let header = if is_v6 {
             let first = u32::from_be_bytes([grh[0], grh[1], grh[2], grh[3]]);
@@ -134,7 +135,8 @@ impl RouteHeader {
     }
 }
 
-/// The checksum of an IPv4 header whose checksum field is zero; 0 for one with a right sum.
+/// Returns the checksum to use for an IPv4 header with the checksum field set to zero, or 0 if the
+/// header already contains a valid checksum.
 fn ipv4_checksum(header: &[u8]) -> u16 {
     let words = header
         .chunks_exact(2)
@@ -144,21 +146,22 @@ fn ipv4_checksum(header: &[u8]) -> u16 {
     !((folded & 0xffff) + (folded >> 16)) as u16
 }
 
-/// Attributes of an address handle that leads back to the sender of a datagram: the source becomes
-/// the destination, and traffic class, flow label and hop limit stay as they came. `gid_index`
-/// looks an address of the datagram's destination up in the GID table of `port`.
+/// Creates address handle attributes for sending to the source of a datagram, using the same
+/// traffic class, flow label and hop limit. `gid_index` is used to look up the destination address
+/// of the datagram in the GID table of `port`.
 ///
 /// # Errors
-/// [`VerbsError::InvalidParameter`] for a header that is none, and for a datagram to a multicast
-/// group or another address that is not ours.
+/// Returns [`VerbsError::InvalidParameter`] if the header is invalid, or if the datagram was sent
+/// to a multicast group or a different address that is not ours.
 pub(super) fn way_back(
     port: u8,
     grh: &[u8; GRH_LEN],
     gid_index: impl FnOnce(Gid) -> Option<u16>,
 ) -> Result<AhAttr, VerbsError> {
     let header = RouteHeader::parse(grh)?;
-    let sgid_index = gid_index(header.destination.into())
-        .ok_or(VerbsError::InvalidParameter("destination that is not ours"))?;
+    let sgid_index = gid_index(header.destination.into()).ok_or(VerbsError::InvalidParameter(
+        "destination address of the datagram",
+    ))?;
     Ok(AhAttr {
         sgid_index,
         hop_limit: header.hop_limit,
@@ -209,7 +212,7 @@ mod tests {
     ];
 
     #[test]
-    fn an_ipv4_header_is_in_the_last_twenty_bytes() {
+    fn ipv4_header_uses_last_20_bytes() {
         let bytes = v4().to_bytes();
         assert_eq!(bytes[..20], [0; 20]);
         assert_eq!(bytes[20..], IPV4);
@@ -218,14 +221,14 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv6_header_takes_all_forty() {
+    fn ipv6_header_uses_40_bytes() {
         assert_eq!(v6().to_bytes(), IPV6);
         assert_eq!(RouteHeader::parse(&IPV6), Ok(v6()));
         assert_eq!(v6().network(), NetworkHeader::Ipv6);
     }
 
     #[test]
-    fn an_ipv4_header_behind_other_bytes_is_found_by_its_checksum() {
+    fn ipv4_header_is_detected_by_checksum() {
         let mut bytes = [0x60; 40];
         bytes[20..].copy_from_slice(&IPV4);
         assert_eq!(RouteHeader::parse(&bytes), Ok(v4()));
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn other_bytes_are_no_header() {
+    fn invalid_route_headers_are_rejected() {
         assert!(RouteHeader::parse(&[0; 40]).is_err());
         let mut tcp = IPV6;
         tcp[6] = 6;
@@ -242,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_back_has_the_addresses_exchanged() {
+    fn return_path_swaps_addresses() {
         let (a, b) = (v6().source, v6().destination);
         let own = |gid| (gid == Gid::from(b)).then_some(3);
         let attr = way_back(1, &IPV6, own).unwrap();

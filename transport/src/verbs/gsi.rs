@@ -1,21 +1,21 @@
-//! Queue pairs of datagrams, queue pair 1 among them.
+//! Datagram queue pairs, including queue pair 1.
 
 use super::{QKey, QpAttr, QpId, QpState, Verbs, VerbsError};
 
-/// Takes a queue pair 1 from RESET to RTS, with the attributes that are the same for every one
-/// (IBTA 11.2.4.2): those of [`make_datagrams_ready`] and the well-known Q_Key.
+/// Sets the state of queue pair 1 from RESET to RTS using the well-known Q_Key and the attributes
+/// of [`make_datagrams_ready`] (IBTA 11.2.4.2).
 ///
 /// # Errors
-/// The errors of [`Verbs::modify_qp`].
+/// Returns an error from [`Verbs::modify_qp`].
 pub fn make_gsi_ready<V: Verbs + ?Sized>(verbs: &mut V, qp: QpId) -> Result<(), VerbsError> {
     make_datagrams_ready(verbs, qp, QKey::GSI)
 }
 
-/// Takes a queue pair of datagrams from RESET to RTS: the first partition, port 1, a Q_Key, and no
-/// destination and PSN of a peer, as it talks to all of them.
+/// Sets the state of a datagram queue pair from RESET to RTS using the first partition, port 1 and
+/// a Q_Key. No destination or PSN is required since the queue pair can communicate with any peer.
 ///
 /// # Errors
-/// The errors of [`Verbs::modify_qp`].
+/// Returns an error from [`Verbs::modify_qp`].
 pub fn make_datagrams_ready<V: Verbs + ?Sized>(
     verbs: &mut V,
     qp: QpId,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A handle: a slot and the generation of its present owner.
+/// Handle, consisting of a slot and its current generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Handle {
     index: u32,
@@ -10,19 +10,19 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// A handle of slot `index` in its `generation`-th use. For providers.
+    /// Creates a handle for a slot. Only used by providers.
     #[must_use]
     pub const fn new(index: u32, generation: u32) -> Self {
         Self { index, generation }
     }
 
-    /// Index of the slot.
+    /// Returns the slot index.
     #[must_use]
     pub const fn index(self) -> usize {
         self.index as usize
     }
 
-    /// Number of the use of the slot.
+    /// Returns the slot generation.
     #[must_use]
     pub const fn generation(self) -> u32 {
         self.generation
@@ -56,64 +56,64 @@ macro_rules! handles {
 }
 
 handles! {
-    /// Handle of a protection domain.
+    /// Protection domain handle.
     PdId
-    /// A memory region, registered or for fast registration.
+    /// Memory region handle, including fast-registration regions.
     MrId
-    /// A memory window.
+    /// Memory window handle.
     MwId
-    /// Handle of a completion queue.
+    /// Completion queue handle.
     CqId
-    /// A shared receive queue.
+    /// Shared receive queue handle.
     SrqId
-    /// Handle of a queue pair.
+    /// Queue pair handle.
     QpId
-    /// Handle of an address handle.
+    /// Address handle.
     AhId
-    /// Handle of an XRC domain (IBTA annex A14).
+    /// XRC domain handle (IBTA annex A14).
     XrcdId
-    /// An identifier of the RDMA CM: a listener, a connection, or one about to be.
+    /// RDMA CM ID: a listener or a connection, which may not be established yet.
     CmId
 }
 
-/// Local key: names a region in a scatter list of this device.
+/// Local key, used in a scatter list for this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[repr(transparent)]
 pub struct LKey(pub u32);
 
-/// Remote key: names a region, on the wire, to the peer that may use it.
+/// Remote key, sent to a peer to provide access to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct RKey(pub u32);
 
-/// The caller's own value, handed back in the completion of a request.
+/// Work request ID, set by the caller and returned in the completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct WrId(pub u64);
 
-/// A partition key; the top bit marks full membership.
+/// Partition key. The top bit indicates full membership.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PKey(pub u16);
 
 impl PKey {
-    /// The default partition, full member: the only one on RoCE.
+    /// Default partition with full membership, which is the only partition on RoCE.
     pub const DEFAULT: Self = Self(0xffff);
 }
 
-/// A queue key, checked on datagrams.
+/// Queue key, checked for datagrams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QKey(pub u32);
 
 impl QKey {
-    /// The well-known queue key of queue pair 1 (IBTA 13.2.2).
+    /// Well-known Q_Key for queue pair 1 (IBTA 13.2.2).
     pub const GSI: Self = Self(0x8001_0000);
 }
 
-/// A global identifier: 16 bytes in network order. On RoCEv2 an IPv6 address, or an IPv4 address
-/// mapped into one.
+/// Global identifier: 16 bytes in network order. On RoCEv2, this is an IPv6 address or an
+/// IPv4-mapped address.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// The address that the GID stands for; an IPv4-mapped one comes back as IPv4.
+    /// Returns the IP address for this GID. An IPv4-mapped address is returned as IPv4.
     #[must_use]
     pub fn ip(self) -> std::net::IpAddr {
         std::net::Ipv6Addr::from(self.0).to_canonical()
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gid_is_the_address_it_stands_for() {
+    fn gid_converts_to_ip_address() {
         for text in ["127.0.0.1", "10.99.0.2", "fe80::1", "2001:db8::7"] {
             let ip: std::net::IpAddr = text.parse().unwrap();
             assert_eq!(Gid::from(ip).ip(), ip);

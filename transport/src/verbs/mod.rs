@@ -1,16 +1,16 @@
-//! The verbs: one set of safe types with the InfiniBand rules, for every provider.
+//! Verbs: a safe API for InfiniBand objects, used by all providers.
 //!
-//! Objects are named by small copyable ids ([`QpId`], [`CqId`], …) that carry a generation, so a
-//! stale id is an [`VerbsError::InvalidHandle`], never another object. Work requests borrow their
-//! scatter lists and are copied into the queue by the post. Nothing blocks: a call either does its
-//! work or says why not, and everything that happens later is a [`Completion`], an [`AsyncEvent`]
-//! or a [`CmEvent`].
+//! Objects are identified by small copyable IDs ([`QpId`], [`CqId`], …). These contain a
+//! generation, so using a stale ID returns [`VerbsError::InvalidHandle`] and never accesses a
+//! different object. Work requests borrow their scatter lists and are copied to the queue when
+//! posted. No function will block: a call either does its work or returns an error, and later
+//! results are reported as a [`Completion`], [`AsyncEvent`] or [`CmEvent`].
 //!
 //! - [`Verbs`]: devices, protection domains, memory, completion queues, queue pairs, posting.
-//! - [`RdmaCm`]: connections by address, shaped like the RDMA CM.
-//! - [`Provider`]: both, and how an event loop drives them.
+//! - [`RdmaCm`]: connections by address, similar to the RDMA CM.
+//! - [`Provider`]: combines both and defines how they are used by an event loop.
 //!
-//! # The loop
+//! # Event loop
 //!
 //! ```text
 //! loop {
@@ -23,10 +23,11 @@
 //! }
 //! ```
 //!
-//! Programs written for libibverbs need more of the verbs than `riserd` and `riser` do. Calls and
-//! operations that neither of them uses are marked with "No user yet"; the tests use them all.
+//! Programs using libibverbs need more of the verbs than `riserd` and `riser`. Functions and
+//! operations that neither of them uses are marked as "Currently not used", but are covered by
+//! tests.
 //!
-//! Byte order: everything here is in host order; providers convert at the wire.
+//! All values use host byte order and are converted by the provider.
 
 mod attr;
 mod cm;
@@ -56,39 +57,41 @@ pub use path_migration::PathMigState;
 pub use poll::PollContext;
 pub use wr::*;
 
-/// The channel-interface verbs of one opened device (IBTA chapter 11).
+/// Verbs for an open device (IBTA chapter 11).
 ///
-/// One thread owns a device; a process that wants several threads opens the device once for each.
+/// A device can only be used by a single thread. If a process needs multiple threads, it should
+/// open the device once per thread.
 pub trait Verbs {
-    /// The device's capabilities, fixed while it is open.
+    /// Returns the device capabilities, which don't change while it is open.
     fn device_attr(&self) -> &DeviceAttr;
 
-    /// The attributes of a port; ports count from 1.
+    /// Returns the port attributes. Port numbers start at 1.
     ///
     /// # Errors
     /// [`VerbsError::InvalidPort`].
     fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError>;
 
-    /// An entry of a port's GID table.
+    /// Returns an entry in the GID table.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
     fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError>;
 
-    /// An entry of a port's P_Key table.
+    /// Returns an entry in the P_Key table.
     ///
     /// # Errors
     /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
     fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError>;
 
-    /// Answer of the device itself to a management datagram, as if it had come to a port; `None` to
-    /// one that asks for no answer. The device answers reads of subnet management (IBTA 14.2.5) and
-    /// performance management (16.1); whether the request has succeeded is the status in the answer
-    /// (13.4.7). Other hosts get answers to the latter by queue pair 1.
+    /// Processes a management datagram as if it was received by the port. Returns the response from
+    /// the device, or `None` if the datagram doesn't need a response. The device supports reading
+    /// attributes for subnet management (IBTA 14.2.5) and performance management (16.1). The status
+    /// is contained in the response (13.4.7). Other hosts can use queue pair 1 for performance
+    /// management.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidPort`], [`VerbsError::Unsupported`].
@@ -97,37 +100,37 @@ pub trait Verbs {
         Err(VerbsError::Unsupported("local management datagrams"))
     }
 
-    /// The next asynchronous event, oldest first. The queue holds one entry for each object and
-    /// kind of event at most, so it is bounded by the number of objects.
+    /// Returns the next asynchronous event, oldest first. The queue contains at most one entry per
+    /// object and event type, so its size is limited by the number of objects.
     fn poll_async_event(&mut self) -> Option<AsyncEvent>;
 
     /// Allocates a protection domain.
     ///
     /// # Errors
-    /// [`VerbsError::InsufficientResources`] at the device's limit.
+    /// [`VerbsError::InsufficientResources`] if the device limit is exceeded.
     fn alloc_pd(&mut self) -> Result<PdId, VerbsError>;
 
-    /// Frees a protection domain.
+    /// Deallocates a protection domain.
     ///
     /// # Errors
-    /// [`VerbsError::ResourceBusy`] while anything belongs to it.
+    /// [`VerbsError::ResourceBusy`] if it is still in use.
     fn dealloc_pd(&mut self, pd: PdId) -> Result<(), VerbsError>;
 
-    /// Registers a range of memory. Remote addresses of the region count from the range's virtual
-    /// address, or from 0 with [`Access::ZERO_BASED`].
+    /// Registers a memory range. Remote addresses for the region start at its virtual address, or
+    /// at 0 if [`Access::ZERO_BASED`] is set.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidAccess`] for remote write or atomic without local write.
+    /// [`VerbsError::InvalidAccess`] for remote write or atomic access without local write access.
     fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
 
-    /// As [`Verbs::reg_mr`], but addresses of the region, in scatter lists and in requests of peers,
-    /// count from `iova`.
+    /// Like [`Verbs::reg_mr`], but addresses in scatter lists and requests from peers start at
+    /// `iova`.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// Those of [`Verbs::reg_mr`]; [`VerbsError::InvalidParameter`] where addresses would wrap, or
-    /// `iova` is not 0 with [`Access::ZERO_BASED`].
+    /// The same as for [`Verbs::reg_mr`], or [`VerbsError::InvalidParameter`] if addresses would
+    /// wrap, or if `iova` is not 0 with [`Access::ZERO_BASED`].
     fn reg_mr_iova(
         &mut self,
         pd: PdId,
@@ -136,22 +139,22 @@ pub trait Verbs {
         access: Access,
     ) -> Result<Mr, VerbsError>;
 
-    /// Changes memory, domain or rights of a registered region, or several of them at once; its keys
-    /// stay (IBTA 11.2.8.6). Requests under way see the region as it is when they get to it. Where
-    /// this fails nothing has changed.
+    /// Changes the memory, protection domain or access rights of a registered region. The keys
+    /// don't change (IBTA 11.2.8.6). Pending requests will use the new values when they are
+    /// processed. On error, nothing is changed.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// Those of [`Verbs::reg_mr_iova`]; [`VerbsError::InvalidParameter`] where there is no change;
-    /// [`VerbsError::InvalidState`] for a region of another kind; [`VerbsError::ResourceBusy`]
-    /// while memory windows are bound to it.
+    /// The same as for [`Verbs::reg_mr_iova`], or [`VerbsError::InvalidParameter`] if `change` is
+    /// empty, [`VerbsError::InvalidState`] for a different type of region, and
+    /// [`VerbsError::ResourceBusy`] while memory windows are bound to the region.
     fn rereg_mr(&mut self, mr: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError>;
 
-    /// Allocates a null region, for scatter lists only: what is read from it is zero, and what is
-    /// written to it goes nowhere. Its addresses count from 0.
+    /// Allocates a null region, which can only be used in scatter lists: it is read as zeros, and
+    /// data written to it is discarded. Addresses start at 0.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`].
@@ -160,68 +163,69 @@ pub trait Verbs {
         Err(VerbsError::Unsupported("null regions"))
     }
 
-    /// Brings in the pages that the segments of regions cover, before this returns.
+    /// Prefetches the pages for these scatter list entries before returning.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`] for a key that names no region of the domain,
-    /// [`VerbsError::InvalidAccess`], [`VerbsError::InvalidParameter`] for a range outside the
-    /// region or that is not mapped, [`VerbsError::Unsupported`].
+    /// [`VerbsError::InvalidHandle`] if a key is not valid in this protection domain,
+    /// [`VerbsError::InvalidAccess`], [`VerbsError::InvalidParameter`] if a range exceeds the
+    /// region or is not mapped, [`VerbsError::Unsupported`].
     fn advise_mr(&mut self, pd: PdId, advice: MrAdvice, sges: &[Sge]) -> Result<(), VerbsError> {
         let _ = (pd, advice, sges);
         Err(VerbsError::Unsupported("prefetching"))
     }
 
-    /// Allocates a memory window. Its key works once a [`SendOp::BindMw`] has given it a range.
+    /// Allocates a memory window. The key is valid once the window has been bound using
+    /// [`SendOp::BindMw`].
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`] for a kind that the device
-    /// does not have.
+    /// [`VerbsError::InsufficientResources`], or [`VerbsError::Unsupported`] if the device does not
+    /// support this type.
     fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError>;
 
-    /// Frees a memory window; its key fails from now on.
+    /// Deallocates a memory window. The key is not valid after this.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError>;
 
-    /// A region's attributes at present.
+    /// Returns the current attributes of a region.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError>;
 
-    /// Deregisters a region; its keys fail from now on.
+    /// Deregisters a region. The keys are not valid after this.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`], [`VerbsError::ResourceBusy`] while memory windows are bound to
-    /// it.
+    /// [`VerbsError::InvalidHandle`], or [`VerbsError::ResourceBusy`] while memory windows are
+    /// bound to the region.
     fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError>;
 
-    /// Allocates a region for fast registration with room for `max_segments` segments. It covers
-    /// nothing until [`Verbs::map_mr_sg`] and a [`SendOp::RegMr`].
+    /// Allocates a region for fast registration with up to `max_segments` segments. It cannot be
+    /// used before calling [`Verbs::map_mr_sg`] and posting a [`SendOp::RegMr`].
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] beyond [`DeviceAttr::max_fast_reg_segments`].
+    /// [`VerbsError::InvalidParameter`] if [`DeviceAttr::max_fast_reg_segments`] is exceeded.
     fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError>;
 
-    /// Sets what the next [`SendOp::RegMr`] of a fast-registration region will cover: as many of
-    /// `segments` as fit. Answers how many bytes that is. The keys of a region that is still valid
-    /// must be invalidated first.
+    /// Sets the memory to be used by the next [`SendOp::RegMr`] for a fast-registration region,
+    /// using as many `segments` as possible. Returns the size in bytes. If the keys of the region
+    /// are still valid, they must be invalidated first.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`] while the region is valid.
+    /// [`VerbsError::InvalidHandle`], or [`VerbsError::InvalidState`] while the region is valid.
     fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
 
-    /// Creates a completion queue with room for at least `entries` completions.
+    /// Creates a completion queue for at least `entries` completions.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] for 0 or more than [`DeviceAttr::max_cqe`].
+    /// [`VerbsError::InvalidParameter`] for 0 or if [`DeviceAttr::max_cqe`] is exceeded.
     fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError> {
         self.create_cq_with(&CqInitAttr::new(entries))
     }
@@ -229,46 +233,47 @@ pub trait Verbs {
     /// Creates a completion queue.
     ///
     /// # Errors
-    /// Those of [`Verbs::create_cq`]; [`VerbsError::InvalidParameter`] for a vector that the device
-    /// does not have, and [`VerbsError::Unsupported`] for times where it has no clock.
+    /// The same as for [`Verbs::create_cq`], or [`VerbsError::InvalidParameter`] if the vector does
+    /// not exist, and [`VerbsError::Unsupported`] for timestamps if there is no clock.
     fn create_cq_with(&mut self, init: &CqInitAttr) -> Result<CqId, VerbsError>;
 
-    /// Attributes of a completion queue at present (IBTA 11.2.8.2).
+    /// Returns the current attributes of a completion queue (IBTA 11.2.8.2).
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn query_cq(&self, cq: CqId) -> Result<CqAttr, VerbsError>;
 
-    /// Sets how long events of a completion queue may wait for further completions. An event that
-    /// waits comes at once. The queue of a failed device, and one that was overrun, waits for
-    /// nothing.
+    /// Sets the event moderation for a completion queue. A delayed event is sent immediately.
+    /// Events are never delayed for a failed device or after an overrun.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`]; [`VerbsError::InvalidParameter`] where the device cannot.
+    /// [`VerbsError::InvalidHandle`], or [`VerbsError::InvalidParameter`] if not supported by the
+    /// device.
     fn modify_cq(&mut self, cq: CqId, moderation: Moderation) -> Result<(), VerbsError>;
 
-    /// Changes a completion queue's capacity.
+    /// Changes the size of a completion queue.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] below the number of completions that it holds.
+    /// [`VerbsError::InvalidParameter`] if the existing completions don't fit.
     fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError>;
 
     /// Destroys a completion queue.
     ///
     /// # Errors
-    /// [`VerbsError::ResourceBusy`] while a queue pair uses it.
+    /// [`VerbsError::ResourceBusy`] if it is used by a queue pair.
     fn destroy_cq(&mut self, cq: CqId) -> Result<(), VerbsError>;
 
-    /// Takes up to `max` completions, oldest first, appending them to `out`; answers how many.
+    /// Polls up to `max` completions, oldest first, and appends them to `out`. Returns the number
+    /// of completions.
     ///
     /// # Errors
-    /// [`VerbsError::CqOverrun`] once a completion has been lost; the queue is then dead.
+    /// [`VerbsError::CqOverrun`] if a completion was lost. The queue can't be used after this.
     fn poll_cq(
         &mut self,
         cq: CqId,
@@ -276,13 +281,13 @@ pub trait Verbs {
         out: &mut Vec<Completion>,
     ) -> Result<usize, VerbsError>;
 
-    /// As [`Verbs::poll_cq`], with the time of each completion.
+    /// Like [`Verbs::poll_cq`], but includes timestamps.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] for a queue that was created without times
-    /// ([`CqInitAttr::is_timed`]), and those of [`Verbs::poll_cq`].
+    /// The same as for [`Verbs::poll_cq`], or [`VerbsError::InvalidParameter`] if the queue was
+    /// created without timestamps ([`CqInitAttr::is_timed`]).
     fn poll_cq_timed(
         &mut self,
         cq: CqId,
@@ -290,40 +295,42 @@ pub trait Verbs {
         out: &mut Vec<TimedCompletion>,
     ) -> Result<usize, VerbsError>;
 
-    /// Number of completions that wait, counting no further than `max`.
+    /// Returns the number of available completions, up to `max`.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError>;
 
-    /// Arms a completion queue: one [`Verbs::poll_cq_event`] for the next completion that matches.
-    /// Answers whether completions are waiting already, in which case poll again before sleeping.
-    /// A device that interrupts may be armed only by [`Provider::arm_fds`], so this costs no system
-    /// call while the user is awake.
+    /// Arms a completion queue: the next matching completion will generate a single
+    /// [`Verbs::poll_cq_event`]. Returns whether there are already completions in the queue. In
+    /// this case, you need to poll it again before sleeping. If a device uses interrupts, it may be
+    /// armed later by [`Provider::arm_fds`], so that no system call is needed while the user is
+    /// running.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError>;
 
-    /// The next completion queue whose armed notification has fired.
+    /// Returns the next completion queue for which the armed notification was triggered.
     fn poll_cq_event(&mut self) -> Option<CqId>;
 
     /// Creates a shared receive queue.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] beyond the device's limits.
+    /// [`VerbsError::InvalidParameter`] if the device limits are exceeded.
     fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError>;
 
-    /// Resizes a shared receive queue (`max_wr`) or arms its limit event (`limit`).
+    /// Changes the size of a shared receive queue (`max_wr`) or arms its limit event (`limit`).
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] below what is posted, or a limit above the capacity.
+    /// [`VerbsError::InvalidParameter`] if the posted receives don't fit or if the limit exceeds
+    /// the size.
     fn modify_srq(
         &mut self,
         srq: SrqId,
@@ -331,35 +338,35 @@ pub trait Verbs {
         limit: Option<u32>,
     ) -> Result<(), VerbsError>;
 
-    /// Capacity and armed limit of a shared receive queue.
+    /// Returns the size and armed limit of a shared receive queue.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn query_srq(&self, srq: SrqId) -> Result<SrqAttr, VerbsError>;
 
-    /// Destroys a shared receive queue; what is posted to it goes without completions.
+    /// Destroys a shared receive queue. There will be no completions for its receives.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::ResourceBusy`] while a queue pair uses it.
+    /// [`VerbsError::ResourceBusy`] if it is used by a queue pair.
     fn destroy_srq(&mut self, srq: SrqId) -> Result<(), VerbsError>;
 
-    /// Posts receives to a shared receive queue. All are posted, or all from the named index on are
-    /// not.
+    /// Posts receives to a shared receive queue. On error, the receives before the returned index
+    /// have been posted.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`PostError`] with the index of the first request that was not posted.
+    /// Returns [`PostError`] with the index of the first request that was not posted.
     fn post_srq_recv(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError>;
 
-    /// Opens an XRC domain (IBTA annex A14): shared receive queues, and the queue pairs through which
-    /// all peers reach them.
+    /// Opens an XRC domain (IBTA annex A14), which contains shared receive queues and the queue
+    /// pairs used by peers to access them.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`].
@@ -369,23 +376,23 @@ pub trait Verbs {
 
     /// Closes an XRC domain.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::ResourceBusy`] while queue pairs or shared receive queues belong to it.
+    /// [`VerbsError::ResourceBusy`] if it is used by queue pairs or shared receive queues.
     fn close_xrcd(&mut self, xrcd: XrcdId) -> Result<(), VerbsError> {
         let _ = xrcd;
         Err(VerbsError::InvalidHandle("XRC domain"))
     }
 
-    /// Creates a shared receive queue of an XRC domain, whose receives complete in `cq`. Its keys,
-    /// and those of what peers do through it, are looked up in `pd`.
+    /// Creates a shared receive queue in an XRC domain, using `cq` for completions of receives.
+    /// Keys used by its receives and by requests from peers are looked up in `pd`.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] beyond the device's limits, [`VerbsError::InvalidHandle`],
-    /// [`VerbsError::Unsupported`].
+    /// [`VerbsError::InvalidParameter`] if the device limits are exceeded,
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::Unsupported`].
     fn create_xrc_srq(
         &mut self,
         pd: PdId,
@@ -397,62 +404,63 @@ pub trait Verbs {
         Err(VerbsError::Unsupported("XRC domains"))
     }
 
-    /// The number of a shared receive queue of an XRC domain, by which peers name it.
+    /// Returns the number used by peers to access a shared receive queue in an XRC domain.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidParameter`] for another shared receive
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidParameter`] for any other shared receive
     /// queue, [`VerbsError::Unsupported`].
     fn srq_num(&self, srq: SrqId) -> Result<u32, VerbsError> {
         let _ = srq;
         Err(VerbsError::Unsupported("XRC domains"))
     }
 
-    /// Creates a queue pair in state RESET.
+    /// Creates a queue pair in RESET.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] beyond the device's limits, [`VerbsError::InvalidHandle`].
+    /// [`VerbsError::InvalidParameter`] if the device limits are exceeded,
+    /// [`VerbsError::InvalidHandle`].
     fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError>;
 
-    /// The queue pair's number on the wire.
+    /// Returns the queue pair number used on the wire.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn qp_num(&self, qp: QpId) -> Result<u32, VerbsError>;
 
-    /// Changes state and attributes by the table of IBTA 11.2.5.2: a transition that the table does
-    /// not have, a required attribute that is missing and an attribute that it forbids are refused,
-    /// and then nothing has changed.
+    /// Changes the state and attributes based on the table in IBTA 11.2.5.2. This returns an error
+    /// without any changes if the transition is not in the table, if a required attribute is
+    /// missing, or if an attribute is not allowed.
     ///
     /// # Errors
     /// [`VerbsError::InvalidTransition`], [`VerbsError::MissingAttribute`],
     /// [`VerbsError::ForbiddenAttribute`], [`VerbsError::InvalidParameter`].
     fn modify_qp(&mut self, qp: QpId, attr: &QpAttr) -> Result<(), VerbsError>;
 
-    /// State and attributes at present; attributes never set are `None`.
+    /// Returns the current state and attributes. Attributes that were never set are `None`.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError>;
 
-    /// Limits how fast a queue pair sends from now on, until it is reset. All of its packets count.
+    /// Sets the maximum send rate for a queue pair until it is reset. This includes all packets.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`]; [`VerbsError::InvalidParameter`] below
-    /// [`DeviceAttr::min_rate_kbps`] or above [`DeviceAttr::max_rate_kbps`];
-    /// [`VerbsError::InvalidState`] in RESET and ERROR; [`VerbsError::WrongQpType`] for queue pair 1;
-    /// [`VerbsError::Unsupported`].
+    /// [`VerbsError::InvalidHandle`]; [`VerbsError::InvalidParameter`] if this is less than
+    /// [`DeviceAttr::min_rate_kbps`] or exceeds [`DeviceAttr::max_rate_kbps`];
+    /// [`VerbsError::InvalidState`] in RESET and ERROR; [`VerbsError::WrongQpType`] for queue pair
+    /// 1; [`VerbsError::Unsupported`].
     fn modify_qp_rate_limit(&mut self, qp: QpId, limit: RateLimit) -> Result<(), VerbsError> {
         let _ = (qp, limit);
         Err(VerbsError::Unsupported("rate limits"))
     }
 
-    /// The limit of a queue pair at present.
+    /// Returns the current rate limit of a queue pair.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
@@ -460,80 +468,83 @@ pub trait Verbs {
         self.query_qp(qp).map(|_| RateLimit::default())
     }
 
-    /// Destroys a queue pair. Work still in its queues goes without completions; drain it first
-    /// where they matter. Memory windows of type 2 that it has bound are unbound.
+    /// Destroys a queue pair. There will be no completions for requests in its queues, so the queue
+    /// pair should be drained first if these are needed. All type 2 memory windows bound by this
+    /// queue pair are unbound.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn destroy_qp(&mut self, qp: QpId) -> Result<(), VerbsError>;
 
-    /// Attaches a datagram queue pair to a multicast group: it gets a copy of each datagram to the
-    /// group with its queue key (IBTA 11.3.1). On RoCE the MGID is the group's IP address, an IPv4
-    /// one mapped into IPv6, and `mlid` means nothing. To be attached twice is the same as once.
-    /// The device joins the group on the network, for its first queue pair there.
+    /// Attaches a datagram queue pair to a multicast group, so that it gets a copy of each datagram
+    /// sent to the group with a matching Q_Key (IBTA 11.3.1). On RoCE, the MGID is the IP address
+    /// of the group, using an IPv4-mapped address for IPv4, and `mlid` is ignored. Attaching twice
+    /// has no effect. The device joins the group on the network when the first queue pair is
+    /// attached.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`], [`VerbsError::WrongQpType`], [`VerbsError::InvalidParameter`]
-    /// for an address that is no group or of another family than the device's,
-    /// [`VerbsError::InsufficientResources`] beyond [`DeviceAttr::max_mcast_grp`] or
-    /// [`DeviceAttr::max_mcast_qp_attach`], and [`VerbsError::Os`] where the system does not join.
+    /// if this is not a multicast address or has a different address family than the device,
+    /// [`VerbsError::InsufficientResources`] if [`DeviceAttr::max_mcast_grp`] or
+    /// [`DeviceAttr::max_mcast_qp_attach`] is exceeded, and [`VerbsError::Os`] if the system cannot
+    /// join the group.
     fn attach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError>;
 
-    /// Detaches a queue pair from a multicast group (IBTA 11.3.2). One that is destroyed is
-    /// detached from all.
+    /// Detaches a queue pair from a multicast group (IBTA 11.3.2). This is also done when a queue
+    /// pair is destroyed.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidParameter`] for a group that it is not
-    /// attached to.
+    /// [`VerbsError::InvalidHandle`], or [`VerbsError::InvalidParameter`] if it is not attached to
+    /// this group.
     fn detach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError>;
 
-    /// Posts a chain of requests to the send queue. The chain posts whole, or fails at the named
-    /// index and from there on nothing is posted.
+    /// Posts a chain of requests to the send queue. On error, the requests before the returned
+    /// index have been posted.
     ///
     /// # Errors
-    /// [`PostError`] with the index of the first request that was not posted.
+    /// Returns [`PostError`] with the index of the first request that was not posted.
     fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError>;
 
-    /// Posts receives, as [`Verbs::post_send`].
+    /// Posts receives, see [`Verbs::post_send`].
     ///
     /// # Errors
-    /// [`PostError`] with the index of the first request that was not posted.
+    /// Returns [`PostError`] with the index of the first request that was not posted.
     fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError>;
 
-    /// Creates an address handle for datagram sends.
+    /// Creates an address handle for sending datagrams.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] for an address that the device cannot reach.
+    /// [`VerbsError::InvalidParameter`] if the address can't be reached by the device.
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError>;
 
-    /// Attributes of an address handle (IBTA 11.2.2.3).
+    /// Returns the attributes of an address handle (IBTA 11.2.2.3).
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`].
     fn query_ah(&self, ah: AhId) -> Result<AhAttr, VerbsError>;
 
-    /// Changes the attributes of an address handle (IBTA 11.2.2.2). Sends that were posted before
-    /// go where it led then.
+    /// Changes the attributes of an address handle (IBTA 11.2.2.2). Sends that were already posted
+    /// still use the previous attributes.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// Those of [`Verbs::create_ah`], [`VerbsError::InvalidHandle`].
+    /// The same as for [`Verbs::create_ah`], or [`VerbsError::InvalidHandle`].
     fn modify_ah(&mut self, ah: AhId, attr: AhAttr) -> Result<(), VerbsError>;
 
-    /// Attributes of an address handle that leads back to the sender of a datagram, by its
-    /// completion and the [`GRH_LEN`] bytes before its payload: the addresses are exchanged, and
-    /// traffic class, flow label and hop limit are those with which it has arrived.
+    /// Creates address handle attributes for sending to the source of a datagram, based on its
+    /// completion and the [`GRH_LEN`] bytes before the payload: the addresses are swapped, while
+    /// traffic class, flow label and hop limit are used as received.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidPort`], and [`VerbsError::InvalidParameter`] for a completion without a
-    /// route header, for a header that is none, and for a datagram to a multicast group.
+    /// [`VerbsError::InvalidPort`], or [`VerbsError::InvalidParameter`] if the completion has no
+    /// route header, the header is invalid, or the datagram was sent to a multicast group.
     fn ah_from_wc(
         &self,
         port: u8,
@@ -542,7 +553,9 @@ pub trait Verbs {
     ) -> Result<AhAttr, VerbsError> {
         let gids = self.query_port(port)?.gid_table_len;
         if wc.network.is_none() {
-            return Err(VerbsError::InvalidParameter("completion without a header"));
+            return Err(VerbsError::InvalidParameter(
+                "completion without a route header",
+            ));
         }
         grh::way_back(port, grh, |gid| {
             (0..gids).find(|&index| self.query_gid(port, index) == Ok(gid))
@@ -556,12 +569,13 @@ pub trait Verbs {
     fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError>;
 }
 
-/// Connections by address (the RDMA CM's calls, one to one).
+/// Connections by address, using the same calls as the RDMA CM.
 ///
-/// Every call returns at once; its outcome is a [`CmEvent`]. A failed call changes nothing.
+/// All calls return immediately, and the result is reported as a [`CmEvent`]. If a call returns an
+/// error, nothing is changed.
 pub trait RdmaCm {
-    /// Creates an identifier for the usual queue pairs of its port space, not yet bound to a
-    /// device.
+    /// Creates an ID using the default queue pair type for the port space. It is not bound to a
+    /// device yet.
     ///
     /// # Errors
     /// [`CmError::TooManyIds`].
@@ -569,32 +583,33 @@ pub trait RdmaCm {
         self.create_id_for(port_space, port_space.qp_type())
     }
 
-    /// Creates an identifier for queue pairs of a type. A listener takes the requests that ask for
-    /// its type.
+    /// Creates an ID for a queue pair type. A listener only accepts requests for this type.
     ///
     /// # Errors
-    /// [`CmError::TooManyIds`], [`VerbsError::WrongQpType`] for a type that cannot be connected.
+    /// [`CmError::TooManyIds`], or [`VerbsError::WrongQpType`] for a type that cannot be connected.
     fn create_id_for(&mut self, port_space: PortSpace, qp_type: QpType) -> Result<CmId, CmError>;
 
     /// Sets an option.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] where it is too late, [`VerbsError::InvalidParameter`].
+    /// [`CmError::InvalidState`] if the option can't be changed anymore,
+    /// [`VerbsError::InvalidParameter`].
     fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError>;
 
-    /// Binds to a local address; port 0 takes a free port. An unspecified address means the
-    /// device's own; that of IPv6 also where this is of IPv4, but for an identifier with
-    /// [`CmOption::AddressFamilyOnly`].
+    /// Binds the ID to a local address, or to a free port if the port is 0. An unspecified address
+    /// means the device address. This includes the IPv6 unspecified address for an IPv4 device,
+    /// unless [`CmOption::AddressFamilyOnly`] is set.
     ///
-    /// A port has one owner in its port space, or several with [`CmOption::ReuseAddress`].
+    /// Only one ID per port space can use a port, unless [`CmOption::ReuseAddress`] is set.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] if it is bound; [`CmError::AddressInUse`] if another identifier is
-    /// bound to this address and port; [`CmError::AddressNotAvailable`] if the address is not the
-    /// device's, or if this address or that of the port's owner is unspecified.
+    /// [`CmError::InvalidState`] if already bound; [`CmError::AddressInUse`] if the address and
+    /// port are used by a different ID; [`CmError::AddressNotAvailable`] if this is not an address
+    /// of the device, or if either this address or that of the other ID using the port is
+    /// unspecified.
     fn bind_addr(&mut self, id: CmId, addr: std::net::SocketAddr) -> Result<(), CmError>;
 
-    /// Resolves a destination to a device and a GID; the answer is `AddrResolved` or `AddrError`.
+    /// Resolves a destination to a device and GID. The result is `AddrResolved` or `AddrError`.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].
@@ -606,172 +621,174 @@ pub trait RdmaCm {
         timeout: Duration,
     ) -> Result<(), CmError>;
 
-    /// Resolves the path to the destination; the answer is `RouteResolved` or `RouteError`.
+    /// Resolves the path to the destination. The result is `RouteResolved` or `RouteError`.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].
     fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError>;
 
-    /// Creates a queue pair that this identifier takes through its states while connecting. One for
-    /// datagrams goes to RTS at once, with the Q_Key [`DATAGRAM_QKEY`].
+    /// Creates a queue pair whose state will be updated by the ID while connecting. A datagram
+    /// queue pair is immediately set to RTS with the Q_Key [`DATAGRAM_QKEY`].
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::Verbs`].
     fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError>;
 
-    /// Listens on the bound address, or on a free port of the device's if it is not bound; no other
-    /// identifier may be bound to the same, even if both said that they share it. `backlog` bounds
-    /// the connection requests not yet accepted or rejected; a request beyond it is dropped and
-    /// will be sent again by its peer.
+    /// Starts listening on the bound address, or on a free port of the device if not bound. The
+    /// address must not be used by any other ID, even if both allow sharing. `backlog` limits the
+    /// number of connection requests that are not yet accepted or rejected. If it is exceeded, a
+    /// request is dropped and should be resent by the peer.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::AddressInUse`].
     fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError>;
 
-    /// Attributes that take a queue pair of the identifier's to INIT, RTR or RTS, for an owner that
-    /// does it by itself ([`Verbs::modify_qp`]). Those of INIT are known once the identifier is
-    /// bound or has an address resolved, the others from a request that came in, or from the answer
-    /// to one that was sent.
+    /// Returns the attributes required to set a queue pair to INIT, RTR or RTS, if its owner
+    /// manages the state ([`Verbs::modify_qp`]). The attributes for INIT are available once the ID
+    /// is bound or an address has been resolved, and the rest when a request or the response to a
+    /// request has been received.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] before they are known, [`VerbsError::InvalidParameter`] for another
-    /// state.
+    /// [`CmError::InvalidState`] if they are not available yet, or [`VerbsError::InvalidParameter`]
+    /// for any other state.
     fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError>;
 
-    /// Sends a connection request; a datagram identifier asks for the number and the Q_Key of the
-    /// queue pair behind the port.
+    /// Sends a connection request. For a datagram ID, this requests the number and Q_Key of the
+    /// queue pair used for the port.
     ///
-    /// An identifier without a queue pair asks for the one that [`ConnParam::qp_num`] names, which
-    /// stays its owner's to move. The answer is `ConnectResponse`.
+    /// If the ID has no queue pair, the number is set in [`ConnParam::qp_num`] and the owner must
+    /// manage the queue pair state. The result is `ConnectResponse`.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
 
-    /// Accepts a connection request. Receives should be posted to the queue pair before. A datagram
-    /// identifier is established by that, without an event. An identifier without a queue pair
-    /// names the one of [`ConnParam::qp_num`], which its owner has taken to RTR or RTS before.
+    /// Accepts a connection request. Receives should be posted to the queue pair before this call.
+    /// A datagram ID is established by this, without an event. If the ID has no queue pair, the
+    /// number is set in [`ConnParam::qp_num`] and the owner must have set its state to RTR or RTS.
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
 
-    /// Establishes a connection whose queue pair the owner has taken to RTS after
-    /// `ConnectResponse`. No event comes for it here.
+    /// Establishes a connection after the owner of the queue pair has received `ConnectResponse`
+    /// and set the state to RTS. There is no event for this.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].
     fn establish(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Rejects a connection request, or the answer to one, with private data (reason "consumer
-    /// defined").
+    /// Rejects a connection request or the response to a request, with private data (reason
+    /// "consumer defined").
     ///
     /// # Errors
     /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
     fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
 
-    /// The same, because the peer's vendor options (enhanced connection establishment) are not
-    /// those of this side (IBTA 12.6.7.2, reason 35).
+    /// Like [`RdmaCm::reject`], but because the vendor options of the peer (enhanced connection
+    /// establishment) are not supported (IBTA 12.6.7.2, reason 35).
     ///
     /// # Errors
-    /// As [`RdmaCm::reject`]; [`CmError::InvalidState`] for a datagram identifier.
+    /// The same as for [`RdmaCm::reject`], or [`CmError::InvalidState`] for a datagram ID.
     fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
 
-    /// Asks the peer for more time to answer its request.
+    /// Requests more time to respond to the peer's request.
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].
     fn mra(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Notifies the CM that data arrived on a connection whose RTU did not; the CM then treats it
-    /// as established.
+    /// Notifies the CM that data was received for a connection without an RTU. The connection is
+    /// then considered established.
     ///
     /// # Errors
     /// [`CmError::InvalidState`].
     fn notify_established(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Takes the queue pair to the error state and notifies the peer. Idempotent.
+    /// Sets the queue pair to the error state and notifies the peer. This can be called multiple
+    /// times.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] before a connection was tried.
+    /// [`CmError::InvalidState`] before a connection was requested.
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// Proposes an alternate path to the peer, for the connection's queue pair (IBTA 12.8). Before the
-    /// identifier connects, its request names the path; on a connection a LAP does. The answer is
-    /// `AlternatePath` or `AlternatePathError`. When the peer has agreed, both queue pairs have the
-    /// path and are rearmed: they migrate by themselves once packets have armed them, or by
-    /// [`Verbs::modify_qp`].
+    /// Proposes an alternate path to the peer for the connection's queue pair (IBTA 12.8). If the
+    /// ID is not connected yet, the path is sent in the request, otherwise in a LAP. The result is
+    /// `AlternatePath` or `AlternatePathError`. If accepted by the peer, both queue pairs load the
+    /// path and are rearmed: they will migrate automatically once they have been armed by packets,
+    /// or when requested by [`Verbs::modify_qp`].
     ///
-    /// No user yet.
+    /// Currently not used.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] while the identifier connects, for one whose queue pair its owner
-    /// takes through its states, and while another path is discussed; those of
-    /// [`Verbs::modify_qp`] for the path; [`VerbsError::Unsupported`] for a device that has none.
+    /// [`CmError::InvalidState`] while connecting, if the queue pair state is managed by its owner,
+    /// or while a different path is being negotiated; the errors of [`Verbs::modify_qp`] for the
+    /// path; [`VerbsError::Unsupported`] if not supported by the device.
     fn load_alternate_path(&mut self, id: CmId, path: &AltPath) -> Result<(), CmError>;
 
-    /// Joins a multicast group with a datagram identifier that is bound or has resolved an address;
-    /// the answer is `MulticastJoin` or `MulticastError`. The event names the group's MGID, to which
-    /// the identifier's owner attaches its queue pair; one that only sends needs no more than the
-    /// event, and says so by `send_only`.
+    /// Joins a multicast group with a datagram ID that is bound or has resolved an address. The
+    /// result is `MulticastJoin` or `MulticastError`. The event contains the MGID of the group, to
+    /// which the owner must attach its queue pair. This is not required if `send_only` is set.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`]; [`CmError::AddressInUse`] for a group that it has joined;
-    /// [`VerbsError::InvalidParameter`] for an address that is no group's;
-    /// [`CmError::Unreachable`] for one of the other family;
-    /// [`VerbsError::InsufficientResources`] beyond [`MAX_GROUPS_PER_ID`].
+    /// [`CmError::InvalidState`]; [`CmError::AddressInUse`] if it has already joined the group;
+    /// [`VerbsError::InvalidParameter`] if this is not a multicast address;
+    /// [`CmError::Unreachable`] for a different address family;
+    /// [`VerbsError::InsufficientResources`] if [`MAX_GROUPS_PER_ID`] is exceeded.
     fn join_multicast(&mut self, id: CmId, group: IpAddr, send_only: bool) -> Result<(), CmError>;
 
-    /// Leaves a multicast group. No event comes for it.
+    /// Leaves a multicast group. There is no event for this.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`]; [`CmError::AddressNotAvailable`] for a group that the identifier
-    /// has not joined.
+    /// [`CmError::InvalidState`], or [`CmError::AddressNotAvailable`] if it has not joined the
+    /// group.
     fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError>;
 
-    /// Destroys an identifier and ends its operations. It leaves its groups. Its queue pair stays
-    /// the caller's to destroy.
+    /// Destroys an ID, cancels its operations and leaves its groups. The queue pair must be
+    /// destroyed by the caller.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] for an id that does not exist.
+    /// [`CmError::InvalidState`] if the ID does not exist.
     fn destroy_id(&mut self, id: CmId) -> Result<(), CmError>;
 
-    /// The local address, once bound.
+    /// Returns the local address if bound.
     fn local_addr(&self, id: CmId) -> Option<std::net::SocketAddr>;
 
-    /// The peer's address, once resolved or requested.
+    /// Returns the peer address if resolved or requested.
     fn peer_addr(&self, id: CmId) -> Option<std::net::SocketAddr>;
 
-    /// The next event, oldest first.
+    /// Returns the next event, oldest first.
     fn poll_cm_event(&mut self) -> Option<CmEvent>;
 }
 
-/// Descriptors of a device: a sleep asks for them, and allocates nothing for the answer.
+/// Device file descriptors. Stored inline because they are needed before each sleep, which must not
+/// allocate.
 pub type EventFds<'a> = ArrayVec<BorrowedFd<'a>, 4>;
 
-/// A device with its connection manager, and how an event loop drives them.
+/// Device with its connection manager, as used by an event loop.
 pub trait Provider: Verbs + RdmaCm {
-    /// Does what can be done now without waiting: takes in packets or events, fires the timers due
-    /// by `now`, sends what is ready. Answers how much it did; 0 means idle.
+    /// Does all work that is currently possible without blocking: processes received packets or
+    /// events, handles timers that have expired by `now`, and sends packets. Returns the amount of
+    /// work done, where 0 means idle.
     fn progress(&mut self, now: Instant) -> usize;
 
-    /// Next time at which [`Provider::progress`] must be called, and events be taken, even if no
-    /// descriptor becomes readable. It has come already while an event waits that no descriptor
-    /// shows.
+    /// Returns the next time at which [`Provider::progress`] must be called and events must be
+    /// polled, even if no file descriptor is readable. If there is an event not indicated by a file
+    /// descriptor, this time is already in the past.
     fn deadline(&self) -> Option<Instant>;
 
-    /// Descriptors that become readable when there is something to do, provided that
-    /// [`Provider::arm_fds`] was called after the last [`Provider::progress`].
+    /// Returns file descriptors that will be readable if there is work to do. This requires calling
+    /// [`Provider::arm_fds`] after the last [`Provider::progress`].
     fn event_fds(&self) -> EventFds<'_>;
 
-    /// Makes the descriptors readable for what has arrived since the last [`Provider::progress`] and
-    /// for what arrives later. To be called before each sleep: where a wake-up costs
-    /// the peer a system call, it makes one only for a sleeper.
+    /// Enables the file descriptors for everything received since the last [`Provider::progress`]
+    /// and from now. This must be called before each sleep: if a wakeup needs a system call by the
+    /// peer, this is only done when we are sleeping.
     ///
-    /// Returns whether something has come that no descriptor shows, so that the caller must not
-    /// sleep.
+    /// Returns true if there is work not indicated by a file descriptor. In this case the caller
+    /// must not sleep.
     #[must_use]
     fn arm_fds(&mut self) -> bool {
         false

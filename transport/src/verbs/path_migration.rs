@@ -1,24 +1,24 @@
-//! The state of a connection's path migration.
+//! Path migration state of a connection.
 
 use riser_state::State;
 
-/// State of a connection's path migration (IBTA 17.2.8).
+/// Path migration state of a connection (IBTA 17.2.8).
 ///
 /// ```text
 ///              modify                  packet without MigReq
 ///  MIGRATED ────────────> REARM ─────────────────────────────> ARMED
 ///    ↑  ↑                  │ ↑                                  │ │
 ///    │  └───── modify ─────┘ └───────────── modify ─────────────┘ │
-///    └── modify, retries used up, packet with MigReq on the other path: to that path
+///    └── modify, out of retries, packet with MigReq on the other path: use that path
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PathMigState {
-    /// There is one path, and nothing migrates. Packets have the MigReq bit.
+    /// There is a single path and no migration. Packets have the MigReq bit set.
     Migrated,
-    /// The alternate path is loaded here; the peer has not shown yet that it is there as well.
-    /// Packets do not have the bit.
+    /// The alternate path is loaded, but we don't know yet if it is also loaded by the peer.
+    /// Packets don't have the MigReq bit set.
     Rearm,
-    /// Both sides are ready to migrate. Packets do not have the bit.
+    /// Both sides are ready to migrate. Packets don't have the MigReq bit set.
     Armed,
 }
 

@@ -1,4 +1,4 @@
-//! Contexts in which the completions of a queue are handled (Linux's `enum ib_poll_context`).
+//! Contexts for handling the completions of a queue (see `enum ib_poll_context` in Linux).
 //!
 //! ```text
 //! event → turn → more? → waits for its next turn
@@ -8,26 +8,25 @@
 
 use super::{Completion, CqId, Notify, Verbs, VerbsError};
 
-/// Context in which the completions of a queue are handled. There are no interrupts here and no
-/// work queues: a loop gives each queue its turns.
+/// Context for handling the completions of a queue. Since there are no interrupts or work queues,
+/// this is used by a loop to schedule multiple queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PollContext {
-    /// The loop takes completions whenever it likes, as `ib_process_cq_direct` does. There are no
-    /// events.
+    /// The loop can poll completions at any time, like `ib_process_cq_direct`. There are no events.
     Direct {
-        /// Completions of a turn, at most.
+        /// Maximum number of completions per turn.
         budget: usize,
     },
-    /// After an event, in turns with other queues, none of which waits for long. For data
-    /// (`IB_POLL_SOFTIRQ`).
+    /// After an event, in turns with other queues, so that no queue has to wait for long. Used for
+    /// data (`IB_POLL_SOFTIRQ`).
     Softirq,
-    /// After an event, all that there are, at once. For a few completions whose handling may take
-    /// long (`IB_POLL_WORKQUEUE`).
+    /// After an event, all available completions at once. Used if there are few completions that
+    /// can take long to handle (`IB_POLL_WORKQUEUE`).
     Workqueue,
 }
 
 impl PollContext {
-    /// Completions of a turn, at most.
+    /// Returns the maximum number of completions per turn.
     #[must_use]
     pub const fn budget(self) -> usize {
         match self {
@@ -37,16 +36,17 @@ impl PollContext {
         }
     }
 
-    /// Whether the queue has events.
+    /// Returns whether the queue uses events.
     #[must_use]
     pub const fn has_events(self) -> bool {
         !matches!(self, Self::Direct { .. })
     }
 
-    /// Takes the completions of a turn, appending them to `out`; answers how many.
+    /// Polls the completions for a single turn and appends them to `out`. Returns the number of
+    /// completions.
     ///
     /// # Errors
-    /// Those of [`Verbs::poll_cq`].
+    /// Returns an error from [`Verbs::poll_cq`].
     pub fn poll<V: Verbs + ?Sized>(
         self,
         verbs: &mut V,
@@ -56,11 +56,11 @@ impl PollContext {
         verbs.poll_cq(cq, self.budget(), out)
     }
 
-    /// Whether a queue needs another turn after one that took `taken` completions, which have been
-    /// handled. Otherwise it has an event when there are more, if it has events at all. It is armed
-    /// only once it is empty, since an event for what is there already would cost a system call.
+    /// Returns true if the queue needs another turn after `taken` completions were handled.
+    /// Otherwise there will be an event for the next completion, if events are used. We only arm an
+    /// empty queue, because an event for existing completions would need a system call.
     pub fn has_more<V: Verbs + ?Sized>(self, verbs: &mut V, cq: CqId, taken: usize) -> bool {
-        // A queue that cannot be armed is one that was destroyed meanwhile.
+        // If the queue can't be armed, it has been destroyed in the meantime.
         let mut arm = || verbs.req_notify_cq(cq, Notify::Next).unwrap_or(false);
         taken == self.budget() || self.has_events() && arm()
     }
@@ -72,7 +72,7 @@ mod tests {
     use crate::loopback::{Endpoint, FabricConfig, Pair};
     use crate::verbs::{QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr, WrId};
 
-    /// A queue whose completions are receives that are flushed.
+    /// Creates a queue and a queue pair to flush receives.
     fn queue(nic: &mut Endpoint) -> (CqId, QpId) {
         let pd = nic.alloc_pd().unwrap();
         let cq = nic.create_cq(256).unwrap();
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_has_turns_until_it_is_empty_and_then_an_event() {
+    fn queue_is_armed_when_empty() {
         let nic = &mut Pair::new(FabricConfig::default()).a;
         let (cq, qp) = queue(nic);
         let context = PollContext::Softirq;
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(context.poll(nic, cq, &mut out), Ok(32));
         assert!(context.has_more(nic, cq, 32));
         assert_eq!(context.poll(nic, cq, &mut out), Ok(8));
-        // What has come meanwhile is no event, but another turn.
+        // A new completion must not cause an event but another turn.
         complete(nic, qp, 1);
         assert!(context.has_more(nic, cq, 8));
         assert_eq!(context.poll(nic, cq, &mut out), Ok(1));
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn work_is_taken_at_once_and_a_queue_without_events_has_none() {
+    fn workqueue_polls_all_and_direct_never_arms() {
         let nic = &mut Pair::new(FabricConfig::default()).a;
         let (cq, qp) = queue(nic);
         let mut out = Vec::new();

@@ -1,10 +1,10 @@
-//! The queue-pair state table (IBTA 11.2.5.2, table 91) as data, and the check of a modify request
-//! against it.
+//! Queue pair state table (IBTA 11.2.5.2, table 91), and validation of modify requests.
 //!
-//! Every row is a transition with the attributes that it requires and those that it allows besides,
-//! for each kind of queue pair. What is not in the table does not exist: [`plan_modify`] refuses a
-//! transition without a row, a required attribute that is missing and an attribute that the row
-//! does not name. A request without a state is a transition from the present state to itself.
+//! Each row defines a transition with its required and optional attributes per queue pair type. If
+//! something is not in the table, it is not allowed: [`plan_modify`] returns an error if there is
+//! no row for the transition, if a required attribute is missing, or if an attribute is not listed
+//! in the row. A request without a state is treated as a transition from the current state to
+//! itself.
 
 use bitflags::bitflags;
 use riser_state::State;
@@ -12,54 +12,54 @@ use riser_state::State;
 use super::{QpAttr, QpState, QpType, VerbsError};
 
 bitflags! {
-    /// Set of the attributes of a [`QpAttr`] that are given.
+    /// Set of attributes in a [`QpAttr`].
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Attrs: u32 {
-        /// `pkey_index`: index of the partition key.
+        /// `pkey_index`: P_Key index.
         const PKEY_INDEX = 1;
-        /// `port`: number of the port.
+        /// `port`: port number.
         const PORT = 1 << 1;
-        /// `access`: rights of remote peers.
+        /// `access`: remote access rights.
         const ACCESS = 1 << 2;
-        /// `qkey`: queue key of datagrams.
+        /// `qkey`: Q_Key for datagrams.
         const QKEY = 1 << 3;
         /// `ah`: path to the peer.
         const AH = 1 << 4;
-        /// `path_mtu`: path MTU of the connection.
+        /// `path_mtu`: path MTU.
         const PATH_MTU = 1 << 5;
-        /// `dest_qp`: number of the peer's queue pair.
+        /// `dest_qp`: queue pair number of the peer.
         const DEST_QP = 1 << 6;
-        /// `rq_psn`: first PSN that is expected.
+        /// `rq_psn`: first PSN expected.
         const RQ_PSN = 1 << 7;
-        /// `sq_psn`: first PSN that is sent.
+        /// `sq_psn`: first PSN sent.
         const SQ_PSN = 1 << 8;
-        /// `max_dest_rd_atomic`: READs and atomics taken at once.
+        /// `max_dest_rd_atomic`: maximum number of incoming READs and atomics.
         const MAX_DEST_RD_ATOMIC = 1 << 9;
-        /// `max_rd_atomic`: READs and atomics sent at once.
+        /// `max_rd_atomic`: maximum number of outgoing READs and atomics.
         const MAX_RD_ATOMIC = 1 << 10;
-        /// `min_rnr_timer`: code of the RNR NAK timer.
+        /// `min_rnr_timer`: RNR NAK timer code.
         const MIN_RNR_TIMER = 1 << 11;
-        /// `timeout`: code of the local ACK timeout.
+        /// `timeout`: local ACK timeout code.
         const TIMEOUT = 1 << 12;
-        /// `retry_cnt`: retries after a timeout.
+        /// `retry_cnt`: retry count for timeouts.
         const RETRY_CNT = 1 << 13;
-        /// `rnr_retry`: retries after RNR NAKs.
+        /// `rnr_retry`: retry count for RNR NAKs.
         const RNR_RETRY = 1 << 14;
-        /// `pkey`, which is answered and never set.
+        /// `pkey`: only returned, never set.
         const PKEY = 1 << 15;
         /// `alt_path`: alternate path.
         const ALT_PATH = 1 << 16;
-        /// `path_mig_state`: state of path migration.
+        /// `path_mig_state`: path migration state.
         const PATH_MIG_STATE = 1 << 17;
-        /// `en_sqd_async_notify`: event at the end of draining.
+        /// `en_sqd_async_notify`: event when the send queue is drained.
         const EN_SQD_ASYNC_NOTIFY = 1 << 18;
-        /// `sq_draining`, which is answered and never set.
+        /// `sq_draining`: only returned, never set.
         const SQ_DRAINING = 1 << 19;
     }
 }
 
 impl Attrs {
-    /// The attributes that `attr` gives, its state aside.
+    /// Returns the attributes set in `attr`, without the state.
     #[must_use]
     pub fn of(attr: &QpAttr) -> Self {
         let mut set = Self::empty();
@@ -89,7 +89,7 @@ impl Attrs {
         set
     }
 
-    /// Name of the first attribute of the set, for errors.
+    /// Returns the name of the first attribute in the set, used for errors.
     fn first_name(self) -> &'static str {
         match self.iter().next() {
             Some(Self::PKEY_INDEX) => "pkey_index",
@@ -117,29 +117,29 @@ impl Attrs {
     }
 }
 
-/// Attributes of a transition for one kind of queue pair.
+/// Attributes for a transition and queue pair type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// Attributes that must be given.
+    /// Required attributes.
     pub required: Attrs,
-    /// Attributes that may be given besides.
+    /// Optional attributes.
     pub optional: Attrs,
 }
 
-/// A transition of the table. A kind of queue pair that does not have it has no rule.
+/// Transition in the table. There is no rule for a queue pair type that doesn't support it.
 #[derive(Debug)]
 pub struct Transition {
-    /// State that the transition leaves.
+    /// Previous state.
     pub from: QpState,
-    /// State that the transition reaches.
+    /// New state.
     pub to: QpState,
     /// Rule for reliable connections.
     pub rc: Option<Rule>,
     /// Rule for unreliable connections.
     pub uc: Option<Rule>,
-    /// Rule for the sending end of extended reliable connections.
+    /// Rule for initiators of extended reliable connections.
     pub xrc_ini: Option<Rule>,
-    /// Rule for the receiving end of extended reliable connections.
+    /// Rule for targets of extended reliable connections.
     pub xrc_tgt: Option<Rule>,
     /// Rule for datagram queue pairs.
     pub ud: Option<Rule>,
@@ -160,8 +160,8 @@ macro_rules! rule {
 
 macro_rules! transitions {
     ($($from:ident => $to:ident { rc: $rc:tt; uc: $uc:tt; xrc_ini: $ini:tt; xrc_tgt: $tgt:tt; ud: $ud:tt; gsi: $gsi:tt; })*) => {
-        /// All transitions except those to RESET and ERROR, which every state has and which take no
-        /// attribute.
+        /// All transitions except for those to RESET and ERROR, which are valid in all states and
+        /// don't allow any attributes.
         pub static TRANSITIONS: &[Transition] = &[$(Transition {
             from: QpState::$from,
             to: QpState::$to,
@@ -252,10 +252,11 @@ transitions! {
     }
 }
 
-/// The rule of a transition, `None` where the table has none.
+/// Returns the rule for a transition, or `None` if the transition is not in the table.
 #[must_use]
 pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
-    // From any state, a queue pair that has failed included, since these are the ways out of it.
+    // These are valid in any state, including ERROR, as they are the only way to recover a failed
+    // queue pair.
     if matches!(to, QpState::Reset | QpState::Error) {
         return Some(Rule {
             required: Attrs::empty(),
@@ -274,10 +275,9 @@ pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
     }
 }
 
-/// The state of a queue pair of one kind, as a machine changes it. Besides the transitions that a
-/// request asks for, an unreliable queue pair goes to SQE by itself where a request fails (IBTA
-/// 10.3.1.6): from RTS, and a connection from SQD as well, where it ends the message that it has
-/// begun.
+/// State of a queue pair with its type, used by the state machines. In addition to requested
+/// transitions, an unreliable queue pair enters SQE if a request fails (IBTA 10.3.1.6): from RTS,
+/// and for a connection also from SQD while completing a current message.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OfType(pub(crate) QpType, pub(crate) QpState);
 
@@ -290,8 +290,8 @@ impl std::fmt::Debug for OfType {
 impl State for OfType {
     fn may_become(&self, next: &Self) -> bool {
         let Self(qp_type, from) = *self;
-        // A queue pair without acknowledgements stops sending by itself where a reliable connection
-        // would go to ERROR.
+        // Without acknowledgements, the queue pair stops sending instead of entering ERROR like a
+        // reliable connection.
         let fails = match (qp_type, from) {
             (QpType::Rc | QpType::XrcIni | QpType::XrcTgt, _) => false,
             (QpType::Uc, QpState::Sqd) | (_, QpState::Rts) => next.1 == QpState::Sqe,
@@ -301,22 +301,23 @@ impl State for OfType {
     }
 }
 
-/// Changes the state of a queue pair's machine.
+/// Changes the state of a queue pair.
 ///
 /// # Panics
-/// If the table has no such transition.
+/// Panics if the transition is not in the table.
 pub(crate) fn become_state(state: &mut QpState, qp_type: QpType, next: QpState) {
     riser_state::become_state(&mut OfType(qp_type, *state), OfType(qp_type, next));
     *state = next;
 }
 
-/// Checks a modify request against the table; answers the state to go to.
+/// Validates a modify request and returns the new state.
 ///
 /// # Errors
 /// [`VerbsError::InvalidTransition`], [`VerbsError::MissingAttribute`],
 /// [`VerbsError::ForbiddenAttribute`].
 pub fn plan_modify(qp_type: QpType, from: QpState, attr: &QpAttr) -> Result<QpState, VerbsError> {
-    // Without a state only attributes change, which the table treats as staying in it.
+    // Without a state, this only changes attributes. In the table, this is a transition to the same
+    // state.
     let to = attr.state.unwrap_or(from);
     let rule = rule(qp_type, from, to).ok_or(VerbsError::InvalidTransition { from, to })?;
     let given = Attrs::of(attr);
@@ -337,7 +338,7 @@ pub fn plan_modify(qp_type: QpType, from: QpState, attr: &QpAttr) -> Result<QpSt
     Ok(to)
 }
 
-/// All states of a queue pair.
+/// All queue pair states.
 #[cfg(test)]
 pub(crate) const STATES: [QpState; 7] = [
     QpState::Reset,
@@ -369,7 +370,7 @@ mod tests {
         matches!(qp_type, QpType::Rc | QpType::XrcIni | QpType::XrcTgt)
     }
 
-    /// A request that gives exactly `set`.
+    /// Creates a request that only contains `set`.
     fn request(to: QpState, set: Attrs) -> QpAttr {
         let ah = AhAttr::new(Gid::default());
         let has = |a| set.contains(a);
@@ -402,7 +403,7 @@ mod tests {
         }
     }
 
-    /// The pairs of states, besides those to RESET and ERROR, that the specification connects.
+    /// State pairs connected in the specification, in addition to transitions to RESET and ERROR.
     const LEGAL: [(u8, u8); 9] = [
         (0, 1),
         (1, 1),
@@ -416,7 +417,7 @@ mod tests {
     ];
 
     #[test]
-    fn every_pair_of_states_is_legal_or_refused_as_the_specification_says() {
+    fn state_pairs_match_specification() {
         for qp_type in TYPES {
             for (i, from) in STATES.into_iter().enumerate() {
                 for (j, to) in STATES.into_iter().enumerate() {
@@ -443,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_goes_where_requests_take_it_and_unreliable_ones_fail_by_themselves() {
+    fn unreliable_qps_enter_sqe_without_request() {
         let of = |qp_type| table(&STATES.map(|state| OfType(qp_type, state)));
         let connections = "Reset: Reset Init Error\n\
              Init: Reset Init Rtr Error\n\
@@ -466,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn every_attribute_is_required_allowed_or_refused() {
+    fn attributes_are_required_optional_or_forbidden() {
         for qp_type in TYPES {
             for from in STATES {
                 for to in STATES {
@@ -495,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_brought_up_with_the_attributes_of_the_specification() {
+    fn transition_attributes_match_specification() {
         let names = |set: Attrs| set.iter().map(Attrs::first_name).collect::<Vec<_>>();
         let r = |from, to| names(rule(QpType::Rc, from, to).unwrap().required);
         assert_eq!(
@@ -523,7 +524,7 @@ mod tests {
                 "rnr_retry"
             ]
         );
-        // Without what READs, atomics and acknowledgements need.
+        // Attributes for READs, atomics and acknowledgements are not required.
         let r = |from, to| names(rule(QpType::Uc, from, to).unwrap().required);
         assert_eq!(
             r(QpState::Reset, QpState::Init),
@@ -534,7 +535,8 @@ mod tests {
             ["ah", "path_mtu", "dest_qp", "rq_psn"]
         );
         assert_eq!(r(QpState::Rtr, QpState::Rts), ["sq_psn"]);
-        // Each end of an extended connection has what its direction needs (Linux's table).
+        // Each side of an extended connection only needs the attributes for its direction (same as
+        // the table in Linux).
         let r = |from, to| {
             [QpType::XrcIni, QpType::XrcTgt].map(|t| names(rule(t, from, to).unwrap().required))
         };
@@ -568,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_state_a_request_changes_attributes_of_the_present_one() {
+    fn request_without_state_changes_attributes() {
         let attr = QpAttr {
             min_rnr_timer: Some(3),
             ..QpAttr::default()

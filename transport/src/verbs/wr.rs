@@ -6,87 +6,89 @@ use bitflags::bitflags;
 
 use super::{Access, AhId, LKey, MrId, MwBind, NetworkHeader, QKey, QpId, RKey, WrId};
 
-/// One segment of local memory in a scatter list. Laid out as `ibv_sge`.
+/// Scatter list entry for local memory. Uses the same layout as `ibv_sge`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Sge {
-    /// Virtual address (or offset, for a zero-based region) of the first byte.
+    /// Virtual address of the first byte, or offset in a zero-based region.
     pub addr: u64,
-    /// Length of the piece in bytes.
+    /// Size in bytes.
     pub length: u32,
-    /// Key of the region that the segment lies in.
+    /// Region key.
     pub lkey: LKey,
 }
 
-/// A range of the peer's memory: where it starts. The scatter list gives the length.
+/// Start address of a range in the peer's memory. The size is determined by the scatter list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteAddr {
     /// Address in the peer's region.
     pub addr: u64,
-    /// The peer's key for it.
+    /// Region key of the peer.
     pub rkey: RKey,
 }
 
-/// Operation of a send request.
+/// Send request operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOp {
-    /// Send the scatter list to the peer's next receive.
+    /// Sends the data in the scatter list to the peer's next receive.
     Send,
-    /// Send, with four bytes of immediate data.
+    /// Send with four bytes of immediate data.
     ///
-    /// No user yet.
+    /// Currently not used.
     SendImm(u32),
-    /// Send, and invalidate a key of the peer's.
+    /// Send, and invalidate a key of the peer.
     SendInv(RKey),
-    /// Write the scatter list into the peer's memory.
+    /// Writes the data in the scatter list to the peer's memory.
     Write(RemoteAddr),
-    /// Write, and consume a receive of the peer's for the immediate data.
+    /// Write, and consume a receive of the peer for the immediate data.
     ///
-    /// No user yet.
+    /// Currently not used.
     WriteImm(RemoteAddr, u32),
-    /// Read the peer's memory into the scatter list.
+    /// Reads the peer's memory into the scatter list.
     Read(RemoteAddr),
-    /// Compare eight bytes of the peer's memory and swap them if equal; the old value comes back.
+    /// Compares eight bytes of the peer's memory and swaps them if equal. Returns the original
+    /// value.
     ///
-    /// No user yet.
+    /// Currently not used.
     CmpSwap {
-        /// The eight bytes, aligned to eight.
+        /// Remote address, which must be aligned to eight bytes.
         remote: RemoteAddr,
         /// Value to compare with.
         compare: u64,
         /// Value to store if equal.
         swap: u64,
     },
-    /// Add to eight bytes of the peer's memory; the old value comes back.
+    /// Adds to eight bytes of the peer's memory. Returns the original value.
     ///
-    /// No user yet.
+    /// Currently not used.
     FetchAdd {
-        /// The eight bytes, aligned to eight.
+        /// Remote address, which must be aligned to eight bytes.
         remote: RemoteAddr,
-        /// Addend; the sum wraps.
+        /// Value to add. The result can wrap.
         add: u64,
     },
-    /// Make a fast-registration region valid with what was mapped onto it.
+    /// Registers the mapped memory of a fast-registration region.
     RegMr {
-        /// Region to be registered.
+        /// Region to register.
         mr: MrId,
-        /// Its key from now on: the index of its present key with another low byte.
+        /// New key: the index of the current key with a different low byte.
         key: RKey,
-        /// Access rights of the new key.
+        /// Access rights for the new key.
         access: Access,
     },
-    /// Bind a memory window. It starts after the requests before it have started, and what comes
-    /// after it finds the window bound; with [`SendFlags::FENCE`] it waits for READs and atomics.
+    /// Binds a memory window. This is executed when all previous requests have been started and
+    /// before the following requests. With [`SendFlags::FENCE`], it also waits for READs and
+    /// atomics.
     ///
-    /// No user yet.
+    /// Currently not used.
     BindMw(MwBind),
-    /// Make a key of our own invalid. It waits for earlier requests of the queue whose scatter lists
-    /// name the key, and with [`SendFlags::FENCE`] for all earlier ones.
+    /// Invalidates a local key. This waits for previous requests in the queue if their scatter
+    /// lists use this key. With [`SendFlags::FENCE`], it waits for all previous requests.
     LocalInv(RKey),
 }
 
 impl SendOp {
-    /// The opcode in the completion of such a request.
+    /// Returns the opcode used in the completion.
     #[must_use]
     pub fn wc_opcode(&self) -> WcOpcode {
         match self {
@@ -103,14 +105,14 @@ impl SendOp {
 }
 
 bitflags! {
-    /// Flags of a send request.
+    /// Send request flags.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct SendFlags: u8 {
-        /// Completes visibly. Without it only an error does.
+        /// Generates a completion. If not set, there is only a completion on error.
         const SIGNALED = 1;
-        /// The receiver's completion counts for a solicited notification.
+        /// The receiver's completion triggers a solicited notification.
         const SOLICITED = 2;
-        /// Starts only after all earlier READs and atomics of the queue have completed.
+        /// Only start this request when all previous READs and atomics in the queue are complete.
         const FENCE = 4;
     }
 }
@@ -118,39 +120,40 @@ bitflags! {
 /// Destination of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdDest {
-    /// Path to the receiver.
+    /// Address handle for the receiver.
     pub ah: AhId,
-    /// The queue pair there.
+    /// The receiver's queue pair number.
     pub qpn: u32,
-    /// The queue key that it expects.
+    /// Q_Key expected by the receiver.
     pub qkey: QKey,
 }
 
-/// A request for a send queue.
+/// Send work request.
 #[derive(Clone, Copy, Debug)]
 pub struct SendWr<'a> {
-    /// Comes back in the completion.
+    /// Returned in the completion.
     pub wr_id: WrId,
-    /// Operation with its arguments.
+    /// Operation with its parameters.
     pub op: SendOp,
-    /// Local memory: the source of sends and writes, the destination of reads and atomics. Keys
-    /// and ranges are checked when the request is carried out: a bad one ends it with
-    /// [`WcStatus::LocProtErr`] in its turn, not at the post (IBTA 10.7.3.2).
+    /// Local memory: source for sends and writes, destination for reads and atomics. Keys and
+    /// ranges are checked when the request is executed, and not when it is posted. If they are
+    /// invalid, it completes with [`WcStatus::LocProtErr`] (IBTA 10.7.3.2).
     pub sges: &'a [Sge],
-    /// The data of a send or write in place of a scatter list, which is then empty. It is copied at
-    /// the post and needs no key; at most [`QpCap::max_inline`](super::QpCap::max_inline) bytes.
+    /// Data for a send or write to be used instead of a scatter list, which must be empty. The data
+    /// is copied when posted and doesn't need a key. The maximum size is
+    /// [`QpCap::max_inline`](super::QpCap::max_inline) bytes.
     pub inline: Option<&'a [u8]>,
-    /// Flags of the operation.
+    /// Operation flags.
     pub flags: SendFlags,
-    /// The destination, on datagram queue pairs only.
+    /// Destination, only used for datagram queue pairs.
     pub ud: Option<UdDest>,
-    /// Number of the peer's shared receive queue, of 24 bits; needed on
-    /// [`QpType::XrcIni`](super::QpType::XrcIni), and ignored on others.
+    /// Number of the peer's shared receive queue, 24 bits. Required for
+    /// [`QpType::XrcIni`](super::QpType::XrcIni), otherwise ignored.
     pub remote_srqn: Option<u32>,
 }
 
 impl<'a> SendWr<'a> {
-    /// Makes a signaled request.
+    /// Creates a signaled request.
     #[must_use]
     pub fn new(wr_id: u64, op: SendOp, sges: &'a [Sge]) -> Self {
         Self {
@@ -164,9 +167,9 @@ impl<'a> SendWr<'a> {
         }
     }
 
-    /// Makes a signaled request that carries its data.
+    /// Creates a signaled request with inline data.
     ///
-    /// No user yet.
+    /// Currently not used.
     #[must_use]
     pub fn with_inline(wr_id: u64, op: SendOp, data: &'a [u8]) -> Self {
         Self {
@@ -175,135 +178,138 @@ impl<'a> SendWr<'a> {
         }
     }
 
-    /// The same request with other flags.
+    /// Sets the flags.
     #[must_use]
     pub fn flags(self, flags: SendFlags) -> Self {
         Self { flags, ..self }
     }
 }
 
-/// A request for a receive queue.
+/// Receive work request.
 #[derive(Clone, Copy, Debug)]
 pub struct RecvWr<'a> {
-    /// Comes back in the completion.
+    /// Returned in the completion.
     pub wr_id: WrId,
-    /// Memory for the message, whose length bounds the message. On datagram queue pairs the
-    /// first 40 bytes are the global route header's place. As for sends, a bad key ends the
-    /// receive with [`WcStatus::LocProtErr`] when a message needs it, not at the post.
+    /// Memory for the message, which also limits the message size. For datagram queue pairs, the
+    /// first 40 bytes are used for the global route header. As for sends, keys are checked when a
+    /// message is received, and not when posted. If invalid, the receive completes with
+    /// [`WcStatus::LocProtErr`].
     pub sges: &'a [Sge],
 }
 
-/// Kind of request that a completion ends.
+/// Type of the completed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WcOpcode {
-    /// A send of any kind.
+    /// Any type of send.
     Send,
-    /// An RDMA WRITE, with or without immediate.
+    /// RDMA WRITE, with or without immediate data.
     Write,
-    /// An RDMA READ request.
+    /// RDMA READ request.
     Read,
-    /// An atomic compare-and-swap request.
+    /// Atomic compare-and-swap request.
     CmpSwap,
-    /// An atomic fetch-and-add request.
+    /// Atomic fetch-and-add request.
     FetchAdd,
-    /// A fast registration request.
+    /// Fast registration.
     RegMr,
-    /// A request that binds a memory window.
+    /// Memory window bind.
     BindMw,
-    /// A local invalidation request.
+    /// Local invalidation.
     LocalInv,
-    /// A receive, ended by a send.
+    /// Receive completed by a send.
     Recv,
-    /// A receive, consumed by a WRITE with immediate.
+    /// Receive consumed by a WRITE with immediate data.
     RecvWriteImm,
 }
 
 impl WcOpcode {
-    /// Whether the request stood in a receive queue.
+    /// Returns whether the request was posted to a receive queue.
     #[must_use]
     pub fn is_recv(self) -> bool {
         matches!(self, Self::Recv | Self::RecvWriteImm)
     }
 }
 
-/// Status of a completed request (IBTA 11.6.2).
+/// Work completion status (IBTA 11.6.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WcStatus {
-    /// The request has succeeded.
+    /// The request succeeded.
     Success,
-    /// The message is longer than the receive, or than a message may be.
+    /// The message exceeds the receive size or the maximum message size.
     LocLenErr,
-    /// The request was inconsistent in a way that only its execution could show.
+    /// The request was inconsistent, which could only be detected when executing it.
     LocQpOpErr,
-    /// A local key did not allow the access.
+    /// A local key does not allow this access.
     LocProtErr,
-    /// Flushed in the error state.
+    /// Flushed because of the error state.
     WrFlushErr,
-    /// A memory-window or registration request failed.
+    /// A memory window bind or registration has failed.
     MwBindErr,
-    /// The response does not fit the request.
+    /// The response does not match the request.
     BadRespErr,
-    /// A local key failed while receiving a WRITE with immediate.
+    /// A local key was invalid when receiving a WRITE with immediate data.
     LocAccessErr,
-    /// The peer refused the request as invalid. For a receive: the rest of its message did not come.
+    /// The peer rejected the request as invalid. For a receive: the message was not received
+    /// completely.
     RemInvReqErr,
-    /// The peer's key, right or range did not allow the access.
+    /// A key, access right or range was rejected by the peer.
     RemAccessErr,
     /// The peer could not complete the request.
     RemOpErr,
-    /// The transport's retries are exhausted.
+    /// The transport retry count was exceeded.
     RetryExcErr,
-    /// The peer stayed not ready for longer than the RNR retries.
+    /// The RNR retry count was exceeded because the peer was not ready.
     RnrRetryExcErr,
-    /// The work was aborted by the peer's reset of a shared queue.
+    /// The operation was aborted by the peer because a shared queue was reset.
     RemAbortErr,
-    /// Any other error of the provider.
+    /// Any other provider error.
     FatalErr,
 }
 
 impl WcStatus {
-    /// Whether the request succeeded.
+    /// Returns true if the request succeeded.
     #[must_use]
     pub fn is_ok(self) -> bool {
         self == Self::Success
     }
 }
 
-/// The end of a work request.
+/// Work completion.
 ///
-/// With a status other than success only `wr_id`, `status`, `opcode`, `qp`, `qp_num` and
-/// `vendor_err` are valid.
+/// If the status is not success, only `wr_id`, `status`, `opcode`, `qp`, `qp_num` and `vendor_err`
+/// are valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// The request's own value.
+    /// Work request ID.
     pub wr_id: WrId,
-    /// Status of the request.
+    /// Completion status.
     pub status: WcStatus,
-    /// Kind of the request.
+    /// Request type.
     pub opcode: WcOpcode,
-    /// The queue pair it was posted to; for a shared receive queue, the one it was used by. It may
-    /// have been destroyed since, and then the handle names none.
+    /// Queue pair the request was posted to, or the queue pair that has used a shared receive. The
+    /// handle is invalid if the queue pair has been destroyed.
     pub qp: QpId,
-    /// Its number on the wire, which stays known after it was destroyed.
+    /// Queue pair number, which is also valid if the queue pair has been destroyed.
     pub qp_num: u32,
-    /// Bytes received or read; includes the 40 bytes of route header on a datagram receive.
+    /// Number of bytes received or read. This includes the 40-byte route header for a datagram.
     pub byte_len: u32,
-    /// Immediate data, where the peer sent any.
+    /// Immediate data, if sent by the peer.
     pub imm: Option<u32>,
-    /// The key of ours that the peer's send invalidated.
+    /// Local key invalidated by the peer.
     pub invalidated: Option<RKey>,
-    /// The sender's queue pair number, on datagram receives.
+    /// The sender's queue pair number, for datagram receives.
     pub src_qp: u32,
-    /// It counts for a solicited notification.
+    /// Set if this triggers a solicited notification.
     pub solicited: bool,
-    /// Kind of the route header before a datagram; `None` where there is none, as with connections.
+    /// Type of the route header in a received datagram, or `None` if there is no header, as for
+    /// connections.
     pub network: Option<NetworkHeader>,
-    /// The provider's own detail of an error; 0 if none.
+    /// Provider-specific error code, or 0.
     pub vendor_err: u32,
 }
 
 impl Completion {
-    /// The end of a request that has received nothing.
+    /// Creates a completion for a request without received data.
     #[must_use]
     pub const fn new(
         wr_id: WrId,
@@ -329,28 +335,28 @@ impl Completion {
     }
 }
 
-/// A completion, and when it came into its queue.
+/// Completion with timestamps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimedCompletion {
-    /// The completion itself.
+    /// Completion.
     pub completion: Completion,
-    /// Time by the device's clock, in nanoseconds.
+    /// Time based on the device clock, in nanoseconds.
     pub device_time: u64,
-    /// Time since the Unix epoch, by the system's clock as it was when the device was opened.
+    /// Time since the Unix epoch, based on the system clock when the device was opened.
     pub wall_time: Duration,
 }
 
-/// For which completions an armed queue fires.
+/// Completions that trigger an armed queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notify {
-    /// The next completion of any kind.
+    /// Next completion of any type.
     Next,
-    /// The next solicited or failed one.
+    /// Next completion that is solicited or has failed.
     ///
-    /// No user yet.
+    /// Currently not used.
     Solicited,
-    /// The completion by which this many have been added.
+    /// Completion after which this number has been added.
     ///
-    /// No user yet.
+    /// Currently not used.
     Count(u32),
 }

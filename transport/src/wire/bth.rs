@@ -1,4 +1,4 @@
-//! The base transport header (IBTA 9.2), the first 12 bytes of every packet.
+//! Base transport header (IBTA 9.2), the first 12 bytes of every packet.
 
 use zerocopy::byteorder::big_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -8,7 +8,7 @@ use super::opcode::Opcode;
 
 const SOLICITED: u8 = 0x80;
 const MIGRATED: u8 = 0x40;
-/// Offset of the byte that has it.
+/// Offset of the byte holding the migration bit.
 const FLAGS_OFFSET: usize = 1;
 const PAD_MASK: u8 = 0x30;
 const PAD_SHIFT: u32 = 4;
@@ -17,25 +17,24 @@ const FECN: u8 = 0x80;
 const BECN: u8 = 0x40;
 const ACK_REQUEST: u8 = 0x80;
 
-/// The partition key of the default partition with full membership, the only
-/// one on RoCE unless another is configured.
+/// P_Key of the default partition with full membership. RoCE uses only this key unless configured
+/// otherwise.
 pub const DEFAULT_PKEY: u16 = 0xffff;
 
-/// Base transport header as it lies on the wire.
+/// Base transport header in wire format.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct Bth {
     opcode: u8,
-    /// Solicited event, migration state, pad count, header version.
+    /// Solicited event, migration state, pad count and header version.
     flags: u8,
     pkey: U16,
-    /// FECN and BECN; the ICRC treats this byte as all ones because routers
-    /// may change it.
+    /// FECN and BECN. The ICRC treats this byte as all ones because routers can change it.
     congestion: u8,
     dest_qpn: U24,
-    /// Acknowledge request in the top bit, seven reserved bits below it.
+    /// Acknowledge request in the top bit, followed by seven reserved bits.
     ack: u8,
     psn: U24,
 }
@@ -43,15 +42,15 @@ pub struct Bth {
 const _: () = assert!(size_of::<Bth>() == Bth::LEN);
 
 impl Bth {
-    /// Length of the header in bytes.
+    /// Header length in bytes.
     pub const LEN: usize = 12;
 
-    /// A header for the default partition with every flag clear.
+    /// Creates a header for the default partition with all flags clear.
     #[must_use]
     pub fn new(opcode: Opcode, dest_qpn: Qpn, psn: Psn) -> Self {
         Self {
             opcode: opcode as u8,
-            // Linux and every NIC send "migrated": there is no alternate path.
+            // Linux and all NICs send "migrated" because there is no alternate path.
             flags: MIGRATED,
             pkey: U16::new(DEFAULT_PKEY),
             congestion: 0,
@@ -61,8 +60,8 @@ impl Bth {
         }
     }
 
-    /// The header of a congestion notification (annex A17.9.3): the BECN bit, the partition key of
-    /// the packet that was marked, and no sequence number.
+    /// Creates the header of a congestion notification packet (annex A17.9.3). This has the BECN
+    /// bit set, uses the P_Key of the marked packet, and carries no sequence number.
     #[must_use]
     pub fn cnp(dest_qpn: Qpn, pkey: u16) -> Self {
         Self {
@@ -73,14 +72,14 @@ impl Bth {
         }
     }
 
-    /// With another operation code.
+    /// Sets the opcode.
     #[must_use]
     pub fn with_opcode(mut self, opcode: Opcode) -> Self {
         self.opcode = opcode as u8;
         self
     }
 
-    /// With the solicited-event bit.
+    /// Sets or clears the solicited-event bit.
     #[must_use]
     pub fn with_solicited(mut self, on: bool) -> Self {
         self.flags = if on {
@@ -91,7 +90,7 @@ impl Bth {
         self
     }
 
-    /// With the migration bit.
+    /// Sets or clears the migration bit.
     #[must_use]
     pub fn with_migrated(mut self, on: bool) -> Self {
         self.flags = if on {
@@ -102,28 +101,28 @@ impl Bth {
         self
     }
 
-    /// Clears the migration bit of a packet, whose headers begin with a BTH.
+    /// Clears the migration bit of a packet, given its headers starting with the BTH.
     pub fn clear_migrated(headers: &mut [u8]) {
         if let Some(flags) = headers.get_mut(FLAGS_OFFSET) {
             *flags &= !MIGRATED;
         }
     }
 
-    /// With the acknowledge-request bit.
+    /// Sets or clears the acknowledge-request bit.
     #[must_use]
     pub fn with_ack_request(mut self, on: bool) -> Self {
         self.ack = if on { ACK_REQUEST } else { 0 };
         self
     }
 
-    /// With a partition key other than the default.
+    /// Sets a P_Key other than the default.
     #[must_use]
     pub fn with_pkey(mut self, pkey: u16) -> Self {
         self.pkey = U16::new(pkey);
         self
     }
 
-    /// With the pad count that `payload_len` bytes of payload need.
+    /// Sets the pad count required for `payload_len` bytes of payload.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "a pad count is at most 3")]
     pub fn with_pad_for(mut self, payload_len: usize) -> Self {
@@ -131,37 +130,37 @@ impl Bth {
         self
     }
 
-    /// The operation code as received, known or not.
+    /// Returns the opcode as received, even if unknown.
     #[must_use]
     pub fn raw_opcode(&self) -> u8 {
         self.opcode
     }
 
-    /// The operation code, if it is one of the [table](super::opcode).
+    /// Returns the opcode if it is in the [table](super::opcode).
     #[must_use]
     pub fn opcode(&self) -> Option<Opcode> {
         Opcode::from_u8(self.opcode)
     }
 
-    /// Whether the receiver should be woken when the message completes.
+    /// Returns whether the receiver should be notified when this message completes.
     #[must_use]
     pub fn is_solicited(&self) -> bool {
         self.flags & SOLICITED != 0
     }
 
-    /// Whether the sender's path is in the migrated state.
+    /// Returns true if the sender's path is in the migrated state.
     #[must_use]
     pub fn is_migrated(&self) -> bool {
         self.flags & MIGRATED != 0
     }
 
-    /// Bytes of padding between payload and ICRC, `0..=3`.
+    /// Number of pad bytes between payload and ICRC, `0..=3`.
     #[must_use]
     pub fn pad(&self) -> usize {
         usize::from((self.flags & PAD_MASK) >> PAD_SHIFT)
     }
 
-    /// Transport header version; only 0 exists.
+    /// Transport header version. Only version 0 exists.
     #[must_use]
     pub fn version(&self) -> u8 {
         self.flags & VERSION_MASK
@@ -185,26 +184,26 @@ impl Bth {
         self.congestion & BECN != 0
     }
 
-    /// DestQP: number of the destination queue pair.
+    /// Destination queue pair number.
     #[must_use]
     pub fn dest_qpn(&self) -> Qpn {
         self.dest_qpn.into()
     }
 
-    /// Whether the sender asks for an acknowledgement of this packet.
+    /// Returns whether the sender requests an acknowledgement for this packet.
     #[must_use]
     pub fn is_ack_requested(&self) -> bool {
         self.ack & ACK_REQUEST != 0
     }
 
-    /// PSN: packet sequence number, 24 bits.
+    /// Packet sequence number, 24 bits.
     #[must_use]
     pub fn psn(&self) -> Psn {
         self.psn.into()
     }
 }
 
-/// Bytes of padding, `0..=3`, that bring `payload_len` to a multiple of four.
+/// Returns the number of pad bytes, `0..=3`, required to align `payload_len` to four bytes.
 #[must_use]
 pub const fn pad_len(payload_len: usize) -> usize {
     payload_len.wrapping_neg() & 3
@@ -215,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_has_the_bytes_of_the_specification() {
+    fn bth_matches_specification_bytes() {
         let bth = Bth::new(
             Opcode::RcSendOnlyImm,
             Qpn::new(0x12_3456),
@@ -246,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_completes_a_word() {
+    fn padding_aligns_payload_to_word() {
         assert_eq!([0, 1, 2, 3, 4, 5].map(pad_len), [0, 3, 2, 1, 0, 3]);
     }
 }

@@ -1,6 +1,5 @@
-//! Additions of the RDMA CM to the IB CM (IBTA annex A11): service ids made of
-//! port space and port, and a 36-byte header at the start of the private data
-//! of REQ and SIDR_REQ that carries the IP addresses.
+//! RDMA CM extensions to the IB CM (IBTA annex A11): service IDs that encode a port space and port,
+//! and a 36-byte header with the IP addresses at the start of the private data in REQ and SIDR_REQ.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -10,33 +9,33 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::cm_msg::ServiceId;
 
-/// Length of the header in bytes.
+/// Header length in bytes.
 pub const CMA_HEADER_LEN: usize = 36;
 
-/// Port spaces of the RDMA CM; the number is bits 16 to 31 of a service id.
+/// Port spaces of the RDMA CM. The value is used for bits 16 to 31 of the service ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum RdmaPortSpace {
-    /// Multicast and datagrams of IP over InfiniBand.
+    /// Multicast and datagrams for IP over InfiniBand.
     IpoIb = 0x0002,
-    /// RDMA_PS_TCP: port space of reliable connections.
+    /// RDMA_PS_TCP: port space for reliable connections.
     Tcp = 0x0106,
-    /// RDMA_PS_UDP: port space of datagrams.
+    /// RDMA_PS_UDP: port space for datagrams.
     Udp = 0x0111,
-    /// InfiniBand service ids below an address.
+    /// InfiniBand service IDs, scoped to an address.
     Ib = 0x013f,
 }
 
 impl RdmaPortSpace {
     const ALL: [Self; 4] = [Self::IpoIb, Self::Tcp, Self::Udp, Self::Ib];
 
-    /// The service id of a port.
+    /// Returns the service ID for a port.
     #[must_use]
     pub const fn service_id(self, port: u16) -> ServiceId {
         ServiceId((self as u64) << 16 | port as u64)
     }
 
-    /// Port space and port of a service id, if it is one of the RDMA CM's.
+    /// Returns the port space and port encoded in a service ID, if it is an RDMA CM service ID.
     #[must_use]
     pub fn of(service_id: ServiceId) -> Option<(Self, u16)> {
         let space = u16::try_from(service_id.0 >> 16).ok()?;
@@ -45,25 +44,25 @@ impl RdmaPortSpace {
     }
 }
 
-/// Reason why private data do not begin with a usable header.
+/// Error returned when private data does not start with a valid header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmaError {
-    /// Shorter than the header.
-    #[error("{len} bytes of private data, the address header needs 36")]
+    /// The data is shorter than the header.
+    #[error("private data too short for the address header: {len} bytes")]
     Length {
-        /// Number of bytes that there are.
+        /// Number of bytes available.
         len: usize,
     },
-    /// Header version other than 0.
-    #[error("address header version {version:#04x}")]
+    /// The header version is not 0.
+    #[error("unsupported address header version {version:#04x}")]
     Version {
-        /// The version received, major in the high nibble.
+        /// Version received, with the major version in the high nibble.
         version: u8,
     },
-    /// IP version other than 4 and 6.
-    #[error("address header says IP version {version}")]
+    /// The IP version is neither 4 nor 6.
+    #[error("unsupported IP version {version} in the address header")]
     IpVersion {
-        /// Version that was received.
+        /// Version received.
         version: u8,
     },
 }
@@ -80,37 +79,37 @@ struct CmaRaw {
 
 const _: () = assert!(size_of::<CmaRaw>() == CMA_HEADER_LEN);
 
-/// The addresses and the source port of a connection request. Both addresses
-/// are of one family by construction.
+/// Addresses and source port of a connection request. Both addresses always use the same address
+/// family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CmaHeader {
-    /// Port number of the requester.
+    /// Source port used by the requester.
     pub src_port: u16,
-    /// Addresses of both sides.
+    /// Source and destination address.
     pub addrs: CmaAddrs,
 }
 
 /// Source and destination address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CmaAddrs {
-    /// Two addresses of IPv4.
+    /// IPv4 addresses.
     V4 {
-        /// Address of the requester.
+        /// Requester address.
         src: Ipv4Addr,
-        /// The address asked for.
+        /// Address the request is sent to.
         dst: Ipv4Addr,
     },
-    /// Two addresses of IPv6.
+    /// IPv6 addresses.
     V6 {
-        /// Address of the requester.
+        /// Requester address.
         src: Ipv6Addr,
-        /// The address asked for.
+        /// Address the request is sent to.
         dst: Ipv6Addr,
     },
 }
 
 impl CmaAddrs {
-    /// A pair of one family; `None` if the families differ.
+    /// Creates an address pair, or returns `None` if the address families differ.
     #[must_use]
     pub fn new(src: IpAddr, dst: IpAddr) -> Option<Self> {
         match (src, dst) {
@@ -120,7 +119,7 @@ impl CmaAddrs {
         }
     }
 
-    /// Address of the requester.
+    /// Returns the requester address.
     #[must_use]
     pub fn src(&self) -> IpAddr {
         match *self {
@@ -129,7 +128,7 @@ impl CmaAddrs {
         }
     }
 
-    /// The address asked for.
+    /// Returns the address the request is sent to.
     #[must_use]
     pub fn dst(&self) -> IpAddr {
         match *self {
@@ -139,7 +138,7 @@ impl CmaAddrs {
     }
 }
 
-/// The last four of sixteen bytes.
+/// Returns the IPv4 address stored in the last four bytes.
 fn right_aligned(bytes: [u8; 16]) -> Ipv4Addr {
     let [.., a, b, c, d] = bytes;
     Ipv4Addr::new(a, b, c, d)
@@ -152,7 +151,7 @@ fn align_right(addr: Ipv4Addr) -> [u8; 16] {
 }
 
 impl CmaHeader {
-    /// Parse the start of private data; what follows is the user's.
+    /// Parses the header and returns it with the remaining private data, which belongs to the user.
     pub fn parse(private_data: &[u8]) -> Result<(Self, &[u8]), CmaError> {
         let error = CmaError::Length {
             len: private_data.len(),
@@ -163,7 +162,7 @@ impl CmaHeader {
                 version: raw.version,
             });
         }
-        // The low nibble is reserved, and not looked at.
+        // The low nibble is reserved and must be ignored.
         let addrs = match raw.ip_version >> 4 {
             4 => CmaAddrs::V4 {
                 src: right_aligned(raw.src),
@@ -184,7 +183,7 @@ impl CmaHeader {
         ))
     }
 
-    /// Bytes of the header on the wire.
+    /// Returns the header in wire format.
     #[must_use]
     pub fn emit(&self) -> [u8; CMA_HEADER_LEN] {
         let (ip_version, src, dst) = match self.addrs {
@@ -207,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn service_ids_hold_space_and_port() {
+    fn service_ids_encode_port_space_and_port() {
         assert_eq!(
             RdmaPortSpace::Tcp.service_id(3260),
             ServiceId(0x0000_0000_0106_0cbc)
@@ -225,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_lie_where_linux_puts_them() {
+    fn address_header_matches_linux_layout() {
         let header = CmaHeader {
             src_port: 0x8d18,
             addrs: CmaAddrs::V4 {
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_headers_are_refused() {
+    fn invalid_cma_headers_are_rejected() {
         assert_eq!(
             CmaHeader::parse(&[0; 35]),
             Err(CmaError::Length { len: 35 })

@@ -1,71 +1,71 @@
-//! Device-management MADs: an I/O unit's report of its controllers and services (IBTA volume
+//! Device-management MADs, used by an I/O unit to report its controllers and services (IBTA volume
 //! 1, chapter 16.3).
 //!
-//! InfiniBand initiators find SRP targets with them. RoCE has no subnet manager to ask who offers
-//! them, but the MADs themselves travel over queue pair 1 as on InfiniBand: an initiator that knows
-//! an address asks for [`ClassPortInfo`], [`IoUnitInfo`], the [`IocProfile`] of each controller and
-//! its [`ServiceEntry`] list.
+//! InfiniBand initiators use these MADs to discover SRP targets. RoCE has no subnet manager that
+//! could list the available targets, but the MADs can still be sent via queue pair 1 as on
+//! InfiniBand: if an initiator knows an address, it can query [`ClassPortInfo`], [`IoUnitInfo`],
+//! the [`IocProfile`] of each controller and its [`ServiceEntry`] list.
 //!
-//! A MAD is 256 bytes: the common header ([`DmHeader`], 24 bytes), 40 bytes that GET and its answer
-//! leave zero, and 192 bytes of attribute. Received lengths are the only authority; nothing here
-//! panics on a peer's bytes.
+//! A MAD is 256 bytes: the common header ([`DmHeader`], 24 bytes), 40 bytes that must be zero in
+//! GET and its response, and 192 bytes of attribute data. We only rely on the received length, so
+//! no input can cause a panic here.
 
 use num_enum::{FromPrimitive, IntoPrimitive};
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Length of a management datagram, in bytes.
+/// Size of a management datagram in bytes.
 pub const MAD_LEN: usize = 256;
 
-/// Management class of device management.
+/// Management class used for device management.
 pub const CLASS: u8 = 0x06;
 
-/// Offset of the attribute.
+/// Offset of the attribute data.
 const DATA: usize = 64;
 
-/// Services in one answer.
+/// Number of services in a single response.
 pub const SERVICES_PER_MAD: usize = 4;
 
-/// Controller slots in an I/O unit's list.
+/// Maximum number of controller slots in an I/O unit.
 pub const MAX_SLOTS: u8 = 255;
 
-/// Methods of the common header (IBTA 13.4.5).
+/// Methods used in the common header (IBTA 13.4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum Method {
-    /// Asks for an attribute.
+    /// DevMgtGet(): reads an attribute.
     Get = 0x01,
-    /// DevMgtGetResp(): the answer to a Get.
+    /// DevMgtGetResp(): response to a Get.
     GetResp = 0x81,
-    /// Any other value on the wire.
+    /// Any other value.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Attribute of a MAD, with its modifier.
+/// Attribute with its modifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attribute {
-    /// ClassPortInfo: versions and capabilities of the class.
+    /// ClassPortInfo: class versions and capabilities.
     ClassPortInfo,
-    /// IOUnitInfo: the controllers in the unit's slots.
+    /// IOUnitInfo: controllers in the unit's slots.
     IoUnitInfo,
-    /// IOControllerProfile of a slot, counted from 1.
+    /// IOControllerProfile for a slot.
     IocProfile {
-        /// Number of the slot, from 1.
+        /// Slot number, starting at 1.
         slot: u32,
     },
-    /// ServiceEntries of a slot, from one number to another, both included.
+    /// ServiceEntries for a slot, given as an inclusive range.
     ServiceEntries {
-        /// The slot, from 1.
+        /// Slot number, starting at 1.
         slot: u16,
-        /// The first service, from 0.
+        /// First service, starting at 0.
         first: u8,
-        /// Number of the last service.
+        /// Last service, inclusive.
         last: u8,
     },
-    /// Any other value on the wire.
+    /// Any other value.
     Other {
-        /// Attribute identifier, 16 bits.
+        /// Attribute ID, 16 bits.
         id: u16,
         /// Attribute modifier, 32 bits.
         modifier: u32,
@@ -101,11 +101,11 @@ impl Attribute {
     }
 }
 
-/// Status of an answer (IBTA 13.4.7 and 16.3.2).
+/// Response status (IBTA 13.4.7 and 16.3.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
 #[repr(u16)]
 pub enum Status {
-    /// The request has succeeded.
+    /// The request succeeded.
     Success = 0,
     /// The method is not supported.
     UnsupportedMethod = 0x0008,
@@ -113,25 +113,25 @@ pub enum Status {
     UnsupportedAttribute = 0x000c,
     /// A field or the modifier is invalid.
     InvalidField = 0x001c,
-    /// There is no controller in this slot.
+    /// No controller present in this slot.
     NoController = 0x0100,
-    /// A code of another meaning.
+    /// Any other status code.
     #[num_enum(catch_all)]
     Other(u16),
 }
 
-/// Reason why bytes are not a device-management MAD.
+/// Error returned for data that is not a valid device-management MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmError {
-    /// Shorter than a MAD.
-    #[error("{0} bytes are no management datagram")]
+    /// The data is shorter than a MAD.
+    #[error("invalid management datagram length {0}")]
     Length(usize),
-    /// Another base version, class or class version.
-    #[error("{field} is {value:#x}")]
+    /// The base version, class or class version is not supported.
+    #[error("unsupported {field} {value:#x}")]
     Field {
-        /// Name of the field.
+        /// Field name.
         field: &'static str,
-        /// Value that was received.
+        /// Value received.
         value: u8,
     },
 }
@@ -153,24 +153,24 @@ struct RawHeader {
 
 const _: () = assert!(size_of::<RawHeader>() == 24);
 
-/// The header of a device-management MAD.
+/// Header of a device-management MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmHeader {
-    /// Method of the MAD.
+    /// Method.
     pub method: Method,
-    /// Status of an answer; success in a request.
+    /// Response status. Must be success in a request.
     pub status: Status,
-    /// Chosen by the asker, returned in the answer.
+    /// Transaction ID, set by the requester and returned in the response.
     pub transaction: u64,
-    /// Attribute of the MAD.
+    /// Attribute with its modifier.
     pub attribute: Attribute,
 }
 
 impl DmHeader {
-    /// Reads the header of a MAD and gives its attribute's 192 bytes.
+    /// Parses the header and returns it with the 192 bytes of attribute data.
     ///
     /// # Errors
-    /// [`DmError`].
+    /// Returns [`DmError`] if the data is not a valid MAD.
     pub fn parse(mad: &[u8]) -> Result<(Self, &[u8]), DmError> {
         let mad = mad.get(..MAD_LEN).ok_or(DmError::Length(mad.len()))?;
         let (raw, _) = RawHeader::ref_from_prefix(mad).expect("a MAD is longer than its header");
@@ -191,10 +191,10 @@ impl DmHeader {
         Ok((header, &mad[DATA..]))
     }
 
-    /// Writes a whole MAD with this header and an attribute.
+    /// Builds a complete MAD from this header and the attribute data.
     ///
     /// # Panics
-    /// If the attribute is longer than 192 bytes.
+    /// Panics if the attribute data exceeds 192 bytes.
     #[must_use]
     pub fn emit(&self, attribute: &[u8]) -> [u8; MAD_LEN] {
         let (id, modifier) = self.attribute.fields();
@@ -217,18 +217,19 @@ impl DmHeader {
     }
 }
 
-/// ClassPortInfo (IBTA 13.4.8.1), as far as a unit without redirection and traps fills it.
+/// ClassPortInfo (IBTA 13.4.8.1), limited to the fields used when redirection and traps are not
+/// supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClassPortInfo {
-    /// RespTimeValue: an answer takes at most 4.096 µs × 2^n.
+    /// RespTimeValue: the maximum response time is 4.096 µs × 2^n.
     pub response_time: u8,
 }
 
 impl ClassPortInfo {
-    /// Length of the attribute, in bytes.
+    /// Attribute size in bytes.
     pub const LEN: usize = 72;
 
-    /// Reads the attribute; `None` where it is cut short.
+    /// Parses the attribute. Returns `None` if the data is too short.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         let data = data.get(..Self::LEN)?;
@@ -237,7 +238,7 @@ impl ClassPortInfo {
         })
     }
 
-    /// Bytes of the attribute on the wire.
+    /// Returns the attribute in wire format.
     #[must_use]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
@@ -248,21 +249,21 @@ impl ClassPortInfo {
     }
 }
 
-/// IOUnitInfo (IBTA 16.3.3.3): which slots hold controllers.
+/// IOUnitInfo (IBTA 16.3.3.3): lists the slots that contain controllers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IoUnitInfo {
-    /// Changes whenever the rest does.
+    /// Must change whenever any other field is updated.
     pub change_id: u16,
-    /// Number of slots of the unit.
+    /// Number of slots in the unit.
     pub slots: u8,
     present: [bool; MAX_SLOTS as usize],
 }
 
 impl IoUnitInfo {
-    /// Length of the attribute, in bytes.
+    /// Attribute size in bytes.
     pub const LEN: usize = 132;
 
-    /// A unit with controllers in slots 1 to `controllers` of `slots`.
+    /// Creates a unit with `slots` slots and controllers in slots 1 to `controllers`.
     #[must_use]
     pub fn new(change_id: u16, slots: u8, controllers: u8) -> Self {
         let mut present = [false; MAX_SLOTS as usize];
@@ -274,19 +275,19 @@ impl IoUnitInfo {
         }
     }
 
-    /// The slots that hold a controller, counted from 1.
+    /// Iterates over the slots that contain a controller, starting at 1.
     pub fn controllers(&self) -> impl Iterator<Item = u8> + '_ {
         (1..=self.slots).filter(|&slot| self.present[usize::from(slot) - 1])
     }
 
-    /// Reads the attribute; `None` where it is cut short.
+    /// Parses the attribute. Returns `None` if the data is too short.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         let data = data.get(..Self::LEN)?;
         let mut present = [false; MAX_SLOTS as usize];
         for (slot, here) in present.iter_mut().enumerate() {
-            // The first of two slots is in the upper half of a byte. 1 is "present"; everything
-            // else is none.
+            // The upper half of each byte is used for the first of its two slots. Only the value 1
+            // means "present".
             let nibble = data[4 + slot / 2] >> (4 * (1 - slot % 2)) & 0xf;
             *here = nibble == 1;
         }
@@ -297,14 +298,14 @@ impl IoUnitInfo {
         })
     }
 
-    /// Bytes of the attribute on the wire.
+    /// Returns the attribute in wire format.
     #[must_use]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
         out[..2].copy_from_slice(&self.change_id.to_be_bytes());
         out[2] = self.slots;
-        // All 256 nibbles, also those beyond the unit's slots, for which 0xf says that there is
-        // no slot.
+        // We need to set all 256 nibbles. For slots beyond this unit, 0xf indicates that the slot
+        // does not exist.
         for slot in 0..256usize {
             let nibble = match self.present.get(slot) {
                 _ if slot >= usize::from(self.slots) => 0xf,
@@ -346,43 +347,44 @@ struct RawProfile {
 
 const _: () = assert!(size_of::<RawProfile>() == IocProfile::LEN);
 
-/// IOControllerProfile of an SRP target (IBTA 16.3.3.4, SRP r16a table B.7).
+/// IOControllerProfile for an SRP target (IBTA 16.3.3.4, SRP r16a table B.7).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IocProfile {
-    /// The controller's GUID: the second half of its target port identifiers.
+    /// Controller GUID, used as the second half of its target port identifiers.
     pub guid: u64,
-    /// Requests that a channel may have outstanding.
+    /// Maximum number of outstanding requests per channel.
     pub send_queue_depth: u16,
-    /// RDMA READs that it has outstanding.
+    /// Maximum number of outstanding RDMA READs.
     pub read_depth: u8,
-    /// The longest information unit that it receives, in bytes.
+    /// Maximum size of an information unit that the controller can receive, in bytes.
     pub send_size: u32,
-    /// The longest RDMA transfer, in bytes.
+    /// Maximum RDMA transfer size in bytes.
     pub rdma_size: u32,
-    /// Number of services of the controller.
+    /// Number of services provided by the controller.
     pub services: u8,
-    /// Name for people; at most 64 bytes of ASCII are carried.
+    /// Display name, truncated to 64 bytes of ASCII.
     pub name: String,
 }
 
 impl IocProfile {
-    /// Length of the attribute, in bytes.
+    /// Attribute size in bytes.
     pub const LEN: usize = 128;
 
-    /// I/O class of SRP revision 16a.
+    /// I/O class for SRP revision 16a.
     const IO_CLASS: u16 = 0x0100;
-    /// I/O subclass, "SCSI storage" with SRP.
+    /// I/O subclass for SRP, "SCSI storage".
     const IO_SUBCLASS: u16 = 0x609e;
-    /// Protocol number of SRP.
+    /// SRP protocol number.
     const PROTOCOL: u16 = 0x0108;
-    /// Sends to and from the controller, RDMA READ and WRITE from it.
+    /// Send to and from the controller, RDMA READ and RDMA WRITE from the controller.
     const CAPABILITIES: u8 = 0x33;
 
-    /// Reads the attribute. `None` where it is cut short or describes no SRP target.
+    /// Parses the attribute. Returns `None` if the data is too short or if the controller is not an
+    /// SRP target.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         let (raw, _) = RawProfile::ref_from_prefix(data).ok()?;
-        // Controllers of other protocols may be in other slots.
+        // Other slots can contain controllers using different protocols.
         let srp = raw.io_class.get() == Self::IO_CLASS
             && raw.io_subclass.get() == Self::IO_SUBCLASS
             && raw.protocol.get() == Self::PROTOCOL;
@@ -397,7 +399,7 @@ impl IocProfile {
         })
     }
 
-    /// Bytes of the attribute on the wire.
+    /// Returns the attribute in wire format.
     #[must_use]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let raw = RawProfile {
@@ -430,22 +432,23 @@ impl IocProfile {
     }
 }
 
-/// An entry of ServiceEntries (IBTA 16.3.3.5, SRP r16a table B.8).
+/// Entry in ServiceEntries (IBTA 16.3.3.5, SRP r16a table B.8).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// Name, at most 40 bytes of ASCII: `SRP.T10:` and the identifier extension in hexadecimal.
+    /// Service name, up to 40 bytes of ASCII: `SRP.T10:` followed by the identifier extension in
+    /// hexadecimal.
     pub name: String,
-    /// The service id to connect to.
+    /// Service ID to connect to.
     pub service_id: u64,
 }
 
-/// Prefix of the names of SRP services (SRP annex B).
+/// Prefix for SRP service names (SRP annex B).
 pub const SRP_SERVICE_PREFIX: &str = "SRP.T10:";
 
 impl ServiceEntry {
     const LEN: usize = 48;
 
-    /// The service of an SRP target port with this identifier extension.
+    /// Creates the service entry for an SRP target port with this identifier extension.
     #[must_use]
     pub fn srp(extension: u64, service_id: u64) -> Self {
         Self {
@@ -454,20 +457,20 @@ impl ServiceEntry {
         }
     }
 
-    /// The identifier extension, if this is an SRP service.
+    /// Returns the identifier extension if this is an SRP service.
     #[must_use]
     pub fn srp_extension(&self) -> Option<u64> {
         let digits = self.name.strip_prefix(SRP_SERVICE_PREFIX)?;
-        // `from_str_radix` would take a sign.
+        // We need this check because `from_str_radix` also accepts a sign.
         let plain = digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit());
         plain.then(|| u64::from_str_radix(digits, 16).ok())?
     }
 
-    /// Reads the first `count` entries of the attribute, as many as it has room for.
+    /// Parses the first `count` entries of the attribute, or fewer if the data is too short.
     #[must_use]
     pub fn parse_list(data: &[u8], count: usize) -> Vec<Self> {
         data.chunks_exact(Self::LEN)
-            // The count is the sender's claim; the room in the MAD bounds it.
+            // `count` is provided by the sender, so it must be limited to the available space.
             .take(count.min(SERVICES_PER_MAD))
             .map(|entry| {
                 let (name, id) = entry.split_at(40);
@@ -479,7 +482,7 @@ impl ServiceEntry {
             .collect()
     }
 
-    /// Writes the attribute with up to [`SERVICES_PER_MAD`] entries.
+    /// Returns the attribute in wire format with up to [`SERVICES_PER_MAD`] entries.
     #[must_use]
     pub fn emit_list(entries: &[Self]) -> [u8; Self::LEN * SERVICES_PER_MAD] {
         let mut out = [0; Self::LEN * SERVICES_PER_MAD];
@@ -491,7 +494,8 @@ impl ServiceEntry {
     }
 }
 
-/// Printable ASCII up to the first other byte: names of peers reach terminals and logs.
+/// Returns the leading printable ASCII. We stop at any other byte because these names are provided
+/// by the peer and can be printed to terminals and logs.
 fn text(bytes: &[u8]) -> String {
     bytes
         .iter()
@@ -514,7 +518,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_get_of_service_entries_has_the_bytes_of_the_standard() {
+    fn service_entries_get_matches_standard_bytes() {
         let mad = DmHeader {
             method: Method::Get,
             status: Status::Success,
@@ -537,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_nibbles_high_first() {
+    fn slots_use_high_nibble_first() {
         let bytes = IoUnitInfo::new(7, 16, 3).emit();
         assert_eq!(bytes[..4], [0, 7, 16, 0]);
         assert_eq!(bytes[4..8], [0x11, 0x10, 0, 0]);
@@ -548,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_lies_where_the_standard_puts_it() {
+    fn ioc_profile_matches_standard_layout() {
         let profile = IocProfile {
             guid: 0x1122_3344_5566_7788,
             send_queue_depth: 128,
@@ -572,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_services_carry_the_extension() {
+    fn service_names_contain_extension() {
         let entry = ServiceEntry::srp(0xabc, 0x0106_12b7);
         assert_eq!(entry.name, "SRP.T10:0000000000000abc");
         assert_eq!(entry.srp_extension(), Some(0xabc));
@@ -587,7 +591,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_panics_and_control_characters_never_pass(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn arbitrary_mads_never_panic_or_leak_controls(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             let mut mad = bytes.clone();
             if let Some(head) = mad.get_mut(..3) {
                 head.copy_from_slice(&[1, CLASS, 1]);

@@ -1,5 +1,5 @@
-//! The extended transport headers (IBTA 9.3) that follow the BTH; which ones,
-//! the [opcode table](super::opcode) says.
+//! Extended transport headers (IBTA 9.3), which follow the BTH as defined in the [opcode
+//! table](super::opcode).
 
 use core::time::Duration;
 
@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::ids::{Msn, Qpn, U24};
 
-/// The Q_Key of queue pair 1 (IBTA 10.2.5).
+/// Q_Key for queue pair 1 (IBTA 10.2.5).
 pub const GSI_QKEY: u32 = 0x8001_0000;
 
 /// Datagram extended transport header (IBTA 9.3).
@@ -26,7 +26,7 @@ pub struct Deth {
 const _: () = assert!(size_of::<Deth>() == 8);
 
 impl Deth {
-    /// A header with the queue key of the receiver and the sender's number.
+    /// Creates a header with the receiver's Q_Key and the sender's queue pair number.
     #[must_use]
     pub fn new(qkey: u32, src_qpn: Qpn) -> Self {
         Self {
@@ -36,20 +36,21 @@ impl Deth {
         }
     }
 
-    /// The queue key that must equal the receiver's.
+    /// Q_Key, which must match the receiver's.
     #[must_use]
     pub fn qkey(&self) -> u32 {
         self.qkey.get()
     }
 
-    /// The queue pair that sent the datagram.
+    /// The sender's queue pair number.
     #[must_use]
     pub fn src_qpn(&self) -> Qpn {
         self.src_qpn.into()
     }
 }
 
-/// XRC extended transport header (IBTA annex A14): the shared receive queue that a request is for.
+/// XRC extended transport header (IBTA annex A14), used to select the shared receive queue for a
+/// request.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -62,7 +63,7 @@ pub struct XrcEth {
 const _: () = assert!(size_of::<XrcEth>() == 4);
 
 impl XrcEth {
-    /// A header with the number of the receiver's shared receive queue, of 24 bits.
+    /// Creates a header with the 24-bit number of the receiver's shared receive queue.
     #[must_use]
     pub fn new(srqn: u32) -> Self {
         Self {
@@ -78,8 +79,8 @@ impl XrcEth {
     }
 }
 
-/// RDMA extended transport header (IBTA 9.3). Address and length are the
-/// peer's claims: check them against the region before use.
+/// RDMA extended transport header (IBTA 9.3). Address and length are provided by the peer, so they
+/// must be checked against the memory region before use.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -93,7 +94,7 @@ pub struct Reth {
 const _: () = assert!(size_of::<Reth>() == 16);
 
 impl Reth {
-    /// A header for `dma_len` bytes at `va` in the region of `rkey`.
+    /// Creates a header for `dma_len` bytes at `va`, using `rkey` for the region.
     #[must_use]
     pub fn new(va: u64, rkey: u32, dma_len: u32) -> Self {
         Self {
@@ -115,7 +116,7 @@ impl Reth {
         self.rkey.get()
     }
 
-    /// Length of the whole transfer in bytes.
+    /// Total transfer length in bytes.
     #[must_use]
     pub fn dma_len(&self) -> u32 {
         self.dma_len.get()
@@ -137,7 +138,8 @@ pub struct AtomicEth {
 const _: () = assert!(size_of::<AtomicEth>() == 28);
 
 impl AtomicEth {
-    /// Compare the eight bytes at `va` with `compare`; if equal, store `swap`.
+    /// Creates a compare-and-swap request: if the eight bytes at `va` equal `compare`, they will be
+    /// set to `swap`.
     #[must_use]
     pub fn compare_swap(va: u64, rkey: u32, compare: u64, swap: u64) -> Self {
         Self {
@@ -148,7 +150,8 @@ impl AtomicEth {
         }
     }
 
-    /// Add `add`, wrapping, to the eight bytes at `va`.
+    /// Creates a fetch-and-add request: `add` will be added to the eight bytes at `va`, wrapping on
+    /// overflow.
     #[must_use]
     pub fn fetch_add(va: u64, rkey: u32, add: u64) -> Self {
         Self {
@@ -171,20 +174,20 @@ impl AtomicEth {
         self.rkey.get()
     }
 
-    /// The value to store (compare-and-swap) or to add (fetch-and-add).
+    /// Value to store (compare-and-swap) or to add (fetch-and-add).
     #[must_use]
     pub fn swap_or_add(&self) -> u64 {
         self.swap_or_add.get()
     }
 
-    /// The value to compare with; means nothing in a fetch-and-add.
+    /// Value to compare with. Not used for fetch-and-add.
     #[must_use]
     pub fn compare(&self) -> u64 {
         self.compare.get()
     }
 }
 
-/// Acknowledge extended transport header (IBTA 9.3).
+/// ACK extended transport header (IBTA 9.3).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -197,7 +200,7 @@ pub struct Aeth {
 const _: () = assert!(size_of::<Aeth>() == 4);
 
 impl Aeth {
-    /// A header with what happened and how many messages are complete.
+    /// Creates a header with a syndrome and the number of completed messages.
     #[must_use]
     pub fn new(syndrome: AethSyndrome, msn: Msn) -> Self {
         Self {
@@ -206,34 +209,34 @@ impl Aeth {
         }
     }
 
-    /// Syndrome of the header, decoded.
+    /// Returns the decoded syndrome.
     #[must_use]
     pub fn syndrome(&self) -> AethSyndrome {
         AethSyndrome::from_wire(self.syndrome)
     }
 
-    /// The responder's count of completed messages.
+    /// Number of messages completed by the responder.
     #[must_use]
     pub fn msn(&self) -> Msn {
         self.msn.into()
     }
 }
 
-/// The first byte of an AETH (IBTA 9.7.5.2).
+/// AETH syndrome, the first byte of the header (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AethSyndrome {
-    /// Everything up to and including the packet's PSN arrived.
+    /// All packets up to and including this PSN were received.
     Ack(Credit),
-    /// No receive buffer: send again after the time.
+    /// No receive buffer available. The requester should retry after this time.
     RnrNak(RnrTimer),
-    /// NAK: the request failed.
+    /// The request failed.
     Nak(NakCode),
-    /// Values the specification reserves; a requester ignores such packets.
+    /// Reserved value. A requester must ignore this packet.
     Reserved(u8),
 }
 
 impl AethSyndrome {
-    /// Decode; total, every byte has a meaning.
+    /// Decodes the syndrome. All values are valid.
     #[must_use]
     pub fn from_wire(byte: u8) -> Self {
         let value = byte & 0x1f;
@@ -245,7 +248,7 @@ impl AethSyndrome {
         }
     }
 
-    /// Encodes the syndrome's byte.
+    /// Encodes the syndrome.
     #[must_use]
     pub const fn to_wire(self) -> u8 {
         match self {
@@ -257,28 +260,28 @@ impl AethSyndrome {
     }
 }
 
-/// Code of a NAK: why a request failed (IBTA 9.7.5.2).
+/// NAK code, indicating why a request failed (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromPrimitive)]
 #[repr(u8)]
 pub enum NakCode {
-    /// A packet is missing before this one: go back to the acknowledged PSN.
+    /// A previous packet is missing. The requester must resend starting at the acknowledged PSN.
     PsnSequence = 0,
-    /// The opcode, its place in the message or its length is wrong.
+    /// The opcode, its position in the message or its length is invalid.
     InvalidRequest = 1,
-    /// Key, access right or range was refused.
+    /// The key, access rights or address range are invalid.
     RemoteAccess = 2,
     /// The responder could not complete the request.
     RemoteOperation = 3,
-    /// Invalid RD request, of reliable datagrams only.
+    /// Invalid RD request. Only used for reliable datagrams.
     InvalidRdRequest = 4,
 }
 
-/// A five-bit credit code: how many receive requests the responder has beyond
-/// the acknowledged message (IBTA 9.7.7.2).
+/// Five-bit credit code: the number of receive requests that the responder has available beyond the
+/// acknowledged message (IBTA 9.7.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit(u8);
 
-/// Credits of codes 0 to 30.
+/// Credits for codes 0 to 30.
 const CREDITS: [u16; 31] = [
     0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536,
     2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768,
@@ -288,16 +291,16 @@ impl Credit {
     /// The responder does not use end-to-end flow control.
     pub const UNLIMITED: Self = Self(0x1f);
 
-    /// The largest code that promises no more than `count` messages.
+    /// Returns the largest code for at most `count` messages.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "a row of 31")]
     pub fn at_most(count: usize) -> Self {
-        // Code 0 promises none, so there is always one that is not above.
+        // Code 0 means no credits, so there is always a valid code.
         let above = CREDITS.partition_point(|&credits| usize::from(credits) <= count);
         Self((above - 1) as u8)
     }
 
-    /// The number of messages promised, `None` without flow control.
+    /// Returns the number of credits, or `None` if flow control is not used.
     #[must_use]
     pub fn count(self) -> Option<u32> {
         CREDITS
@@ -305,33 +308,32 @@ impl Credit {
             .map(|&credits| u32::from(credits))
     }
 
-    /// Code of five bits, as on the wire.
+    /// Returns the five-bit wire code.
     #[must_use]
     pub const fn code(self) -> u8 {
         self.0
     }
 }
 
-/// A five-bit code of the time after which a requester may try again
-/// (IBTA 9.7.5.2).
+/// Five-bit code for the time a requester must wait before a retry (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RnrTimer(u8);
 
-/// The times of the codes in units of 10 µs; code 0 is the longest.
+/// Timer values in units of 10 µs. Note that code 0 is the longest.
 const RNR_TENS_OF_MICROS: [u32; 32] = [
     65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536,
     2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
 ];
 
 impl RnrTimer {
-    /// The low five bits of `code`.
+    /// Uses the low five bits of `code`.
     #[must_use]
     pub const fn new(code: u8) -> Self {
         Self(code & 0x1f)
     }
 
-    /// The shortest code that waits at least `time`; the longest there is, if
-    /// none does.
+    /// Returns the code for the shortest time that is at least `time`, or for the maximum time if
+    /// `time` exceeds it.
     #[must_use]
     pub fn at_least(time: Duration) -> Self {
         (1..32)
@@ -340,21 +342,20 @@ impl RnrTimer {
             .unwrap_or(Self(0))
     }
 
-    /// The time, 10 µs to 655.36 ms.
+    /// Returns the time, 10 µs to 655.36 ms.
     #[must_use]
     pub const fn duration(self) -> Duration {
         Duration::from_micros(RNR_TENS_OF_MICROS[self.0 as usize] as u64 * 10)
     }
 
-    /// Code of five bits, as on the wire.
+    /// Returns the five-bit wire code.
     #[must_use]
     pub const fn code(self) -> u8 {
         self.0
     }
 }
 
-/// Atomic acknowledge extended transport header (IBTA 9.3): the value before
-/// the operation.
+/// Atomic ACK extended transport header (IBTA 9.3), which returns the value before the operation.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -366,7 +367,7 @@ pub struct AtomicAckEth {
 const _: () = assert!(size_of::<AtomicAckEth>() == 8);
 
 impl AtomicAckEth {
-    /// A header with the value that was there before.
+    /// Creates a header with the original value.
     #[must_use]
     pub fn new(original: u64) -> Self {
         Self {
@@ -374,15 +375,15 @@ impl AtomicAckEth {
         }
     }
 
-    /// The value that was there before.
+    /// Returns the value before the operation.
     #[must_use]
     pub fn original(&self) -> u64 {
         self.original.get()
     }
 }
 
-/// Immediate data (IBTA 9.3): four bytes handed to the receiver's
-/// completion. Held in the order of the wire and given as a big-endian number.
+/// Immediate data (IBTA 9.3): four bytes passed to the receiver's completion. This is stored in
+/// wire order and returned as a big-endian number.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -394,7 +395,7 @@ pub struct ImmDt {
 const _: () = assert!(size_of::<ImmDt>() == 4);
 
 impl ImmDt {
-    /// Header with these immediate data.
+    /// Creates a header with this immediate data.
     #[must_use]
     pub fn new(data: u32) -> Self {
         Self {
@@ -402,15 +403,15 @@ impl ImmDt {
         }
     }
 
-    /// The data as a number.
+    /// Returns the data as a number.
     #[must_use]
     pub fn data(&self) -> u32 {
         self.data.get()
     }
 }
 
-/// Invalidate extended transport header (IBTA 9.3): the remote key that the
-/// receiver shall invalidate.
+/// Invalidate extended transport header (IBTA 9.3), containing the R_Key that the receiver should
+/// invalidate.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -422,7 +423,7 @@ pub struct Ieth {
 const _: () = assert!(size_of::<Ieth>() == 4);
 
 impl Ieth {
-    /// A header for `rkey`.
+    /// Creates a header for `rkey`.
     #[must_use]
     pub fn new(rkey: u32) -> Self {
         Self {
@@ -430,7 +431,7 @@ impl Ieth {
         }
     }
 
-    /// The key to invalidate.
+    /// R_Key to invalidate.
     #[must_use]
     pub fn rkey(&self) -> u32 {
         self.rkey.get()
@@ -442,7 +443,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_syndrome_byte_survives_a_round_trip() {
+    fn syndrome_bytes_round_trip() {
         for byte in 0..=255u8 {
             assert_eq!(AethSyndrome::from_wire(byte).to_wire(), byte);
         }

@@ -1,5 +1,5 @@
-//! The 24-bit numbers of the transport: packet sequence numbers, queue-pair
-//! numbers and message sequence numbers, and the raw 24-bit field they share.
+//! 24-bit numbers used by the transport: packet sequence numbers, queue pair numbers and message
+//! sequence numbers, based on a shared 24-bit field.
 
 use core::cmp::Ordering;
 use core::fmt;
@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 const MASK: u32 = 0x00ff_ffff;
 
-/// A 24-bit big-endian field as it lies on the wire.
+/// 24-bit big-endian field in wire format.
 #[derive(
     Clone,
     Copy,
@@ -28,14 +28,14 @@ pub struct U24([u8; 3]);
 const _: () = assert!(size_of::<U24>() == 3);
 
 impl U24 {
-    /// The low 24 bits of `value`.
+    /// Uses the low 24 bits of `value`.
     #[must_use]
     pub const fn new(value: u32) -> Self {
         let bytes = value.to_be_bytes();
         Self([bytes[1], bytes[2], bytes[3]])
     }
 
-    /// Value, from 0 to FFFFFFh.
+    /// Returns the value, 0 to FFFFFFh.
     #[must_use]
     pub const fn value(self) -> u32 {
         u32::from_be_bytes([0, self.0[0], self.0[1], self.0[2]])
@@ -48,20 +48,20 @@ impl fmt::Debug for U24 {
     }
 }
 
-/// Defines a number that lies on the wire as [`U24`] and wraps there.
+/// Defines a number that is encoded as [`U24`] and wraps at 24 bits.
 macro_rules! number {
     ($(#[$attribute:meta])* $name:ident) => {
         $(#[$attribute])*
         pub struct $name(u32);
 
         impl $name {
-            /// The low 24 bits of `value`.
+            /// Uses the low 24 bits of `value`.
             #[must_use]
             pub const fn new(value: u32) -> Self {
                 Self(value & MASK)
             }
 
-            /// Value, from 0 to FFFFFFh.
+            /// Returns the value, 0 to FFFFFFh.
             #[must_use]
             pub const fn value(self) -> u32 {
                 self.0
@@ -95,44 +95,45 @@ macro_rules! number {
 }
 
 number! {
-    /// A packet sequence number, modulo 2²⁴ (IBTA 9.7.1).
+    /// Packet sequence number, modulo 2²⁴ (IBTA 9.7.1).
     ///
-    /// There is no `Ord`: order holds only inside a window of half the number
-    /// space, is not transitive, and must be asked for by name.
+    /// This does not implement `Ord`, because PSNs can only be compared within half the number
+    /// space and the order is not transitive. Use [`Self::window_cmp`] or the other explicit
+    /// methods instead.
     #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
     Psn
 }
 
 number! {
-    /// Queue-pair number, 24 bits.
+    /// Queue pair number, 24 bits.
     #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
     Qpn
 }
 
 number! {
-    /// A responder's count of completed messages, modulo 2²⁴ (IBTA 9.7.7.1).
+    /// Number of messages completed by a responder, modulo 2²⁴ (IBTA 9.7.7.1).
     #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
     Msn
 }
 
 impl Psn {
-    /// Half of the number space: PSNs further apart than this compare the
-    /// other way round.
+    /// Half of the number space. If the distance between two PSNs exceeds this, the result of a
+    /// comparison is reversed.
     pub const HALF: u32 = 1 << 23;
 
-    /// The PSN that follows.
+    /// Returns the next PSN.
     #[must_use]
     pub const fn next(self) -> Self {
         self.add(1)
     }
 
-    /// PSN before this one, modulo 2^24.
+    /// Returns the previous PSN, modulo 2^24.
     #[must_use]
     pub const fn prev(self) -> Self {
         self.sub(1)
     }
 
-    /// `count` PSNs later, wrapping.
+    /// Returns the PSN incremented by `count`, wrapping.
     #[must_use]
     #[allow(
         clippy::should_implement_trait,
@@ -142,7 +143,7 @@ impl Psn {
         Self(self.0.wrapping_add(count) & MASK)
     }
 
-    /// `count` PSNs earlier, wrapping.
+    /// Returns the PSN decremented by `count`, wrapping.
     #[must_use]
     #[allow(
         clippy::should_implement_trait,
@@ -152,39 +153,39 @@ impl Psn {
         Self(self.0.wrapping_sub(count) & MASK)
     }
 
-    /// Number of steps forward from `self` to `later`, `0..2²⁴`.
+    /// Returns the forward distance from `self` to `later`, `0..2²⁴`.
     #[must_use]
     pub const fn distance_to(self, later: Self) -> u32 {
         later.0.wrapping_sub(self.0) & MASK
     }
 
-    /// Signed distance `self - other`, in `-2²³..2²³`.
+    /// Returns the signed difference `self - other`, in `-2²³..2²³`.
     #[must_use]
     pub const fn diff(self, other: Self) -> i32 {
-        // The shift puts the sign bit of the 24-bit difference into bit 31.
+        // The shift moves the sign bit of the 24-bit difference to bit 31.
         ((self.0.wrapping_sub(other.0) << 8) as i32) >> 8
     }
 
-    /// Order inside a window of half the number space (IBTA 9.7.1: the
-    /// responder's valid, duplicate and out-of-sequence regions).
+    /// Compares two PSNs within half the number space (IBTA 9.7.1: the responder's valid, duplicate
+    /// and out-of-sequence regions).
     #[must_use]
     pub fn window_cmp(self, other: Self) -> Ordering {
         self.diff(other).cmp(&0)
     }
 
-    /// Whether `self` lies in the half of the number space before `other`.
+    /// Returns true if `self` is in the half of the number space before `other`.
     #[must_use]
     pub const fn is_before(self, other: Self) -> bool {
         self.diff(other) < 0
     }
 
-    /// Whether `self` lies in the half of the number space after `other`.
+    /// Returns whether `self` is in the half of the number space after `other`.
     #[must_use]
     pub const fn is_after(self, other: Self) -> bool {
         self.diff(other) > 0
     }
 
-    /// Whether `self` is one of the `count` PSNs that begin with `first`.
+    /// Returns true if `self` is within the range of `count` PSNs starting at `first`.
     #[must_use]
     pub const fn is_within(self, first: Self, count: u32) -> bool {
         first.distance_to(self) < count
@@ -192,22 +193,22 @@ impl Psn {
 }
 
 impl Qpn {
-    /// Queue pair 0, subnet management; unused on RoCE.
+    /// Queue pair 0, used for subnet management. Not used by RoCE.
     pub const SMI: Self = Self(0);
-    /// Queue pair 1, the general services interface.
+    /// Queue pair 1, general services interface.
     pub const GSI: Self = Self(1);
-    /// The destination of datagrams to a multicast group (IBTA 10.5.2).
+    /// Destination used for multicast datagrams (IBTA 10.5.2).
     pub const MULTICAST: Self = Self(MASK);
 }
 
 impl Msn {
-    /// The count after one more message.
+    /// Returns the count incremented by one message.
     #[must_use]
     pub const fn next(self) -> Self {
         Self(self.0.wrapping_add(1) & MASK)
     }
 
-    /// Number of messages from `self` to `later`, `0..2²⁴`.
+    /// Returns the number of messages from `self` to `later`, `0..2²⁴`.
     #[must_use]
     pub const fn distance_to(self, later: Self) -> u32 {
         later.0.wrapping_sub(self.0) & MASK
@@ -221,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_space_wraps_at_twenty_four_bits() {
+    fn psn_wraps_at_24_bits() {
         assert_eq!(Psn::new(0xff_ffff).next(), Psn::new(0));
         assert_eq!(Psn::new(0).prev(), Psn::new(0xff_ffff));
         assert!(Psn::new(0xff_ffff).is_before(Psn::new(0)));

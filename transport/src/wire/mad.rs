@@ -1,23 +1,23 @@
-//! Management datagrams (IBTA 13.4): 256 bytes, of which the first 24 are the
-//! header that all classes share.
+//! Management datagrams (IBTA 13.4). These are 256 bytes long, and the first 24 bytes are a header
+//! common to all classes.
 
 use thiserror::Error;
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Length of every MAD in bytes.
+/// Size of a MAD in bytes.
 pub const MAD_LEN: usize = 256;
 
-/// Bytes after the common header.
+/// Number of bytes following the common header.
 pub const MAD_BODY_LEN: usize = MAD_LEN - size_of::<MadHeader>();
 
-/// The only base version.
+/// Supported base version.
 pub const BASE_VERSION: u8 = 1;
 
-/// A MAD of 256 bytes.
+/// Complete MAD of 256 bytes.
 pub type Mad = [u8; MAD_LEN];
 
-/// The common header as it lies on the wire.
+/// Common MAD header in wire format.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -41,8 +41,8 @@ const _: () = assert!(size_of::<MadHeader>() == 24);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MadClass {
-    /// Subn: subnet management class, by LIDs. It is spoken on queue pair 0, which RoCE does not
-    /// have.
+    /// Subn: LID-routed subnet management class. This uses queue pair 0, which does not exist on
+    /// RoCE.
     SubnLid = 0x01,
     /// SubnAdm: subnet administration class.
     SubnetAdm = 0x03,
@@ -52,11 +52,11 @@ pub enum MadClass {
     DeviceMgmt = 0x06,
     /// ComMgt: communication management class.
     ComMgt = 0x07,
-    /// Subn: subnet management class, by directed routes.
+    /// Subn: directed-route subnet management class.
     SubnDirected = 0x81,
 }
 
-/// Methods (IBTA 13.4.5); the top bit says response.
+/// Methods (IBTA 13.4.5). The top bit is set in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MadMethod {
@@ -64,17 +64,17 @@ pub enum MadMethod {
     Get = 0x01,
     /// Set(): write an attribute.
     Set = 0x02,
-    /// A datagram with no response at this layer; all CM messages.
+    /// Send(): a datagram without a response at this layer. Used for all CM messages.
     Send = 0x03,
-    /// Trap(): notice of an event.
+    /// Trap(): event notice.
     Trap = 0x05,
-    /// Report(): a notice for one that has asked for such ones.
+    /// Report(): notice forwarded to a subscriber.
     Report = 0x06,
-    /// TrapRepress(): an end to the repetition of a trap.
+    /// TrapRepress(): stops the repetition of a trap.
     TrapRepress = 0x07,
-    /// SubnAdmGetTable(): read all records that match (IBTA 15.2.2).
+    /// SubnAdmGetTable(): reads all matching records (IBTA 15.2.2).
     GetTable = 0x12,
-    /// SubnAdmDelete(): remove a record.
+    /// SubnAdmDelete(): removes a record.
     Delete = 0x15,
     /// Response to [`Self::Get`] and [`Self::Set`].
     GetResp = 0x81,
@@ -86,26 +86,26 @@ pub enum MadMethod {
     DeleteResp = 0x95,
 }
 
-/// Bit of the methods that are responses, which have no response themselves.
+/// Set in methods that are responses, which must not be responded to.
 pub const RESPONSE: u8 = 0x80;
 
-/// Status of a response: the codes that all classes share (IBTA 13.4.7).
+/// Response status codes common to all classes (IBTA 13.4.7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum MadStatus {
-    /// The request has succeeded.
+    /// The request succeeded.
     Success = 0,
-    /// The class, or its version, is not supported.
+    /// The class or class version is not supported.
     BadVersion = 0x0004,
-    /// The class has no such method here.
+    /// The method is not supported.
     UnsupportedMethod = 0x0008,
     /// The method is not supported for this attribute.
     UnsupportedAttribute = 0x000c,
-    /// A field of the attribute, or the modifier, has a value that is not valid.
+    /// The modifier or an attribute field has an invalid value.
     InvalidField = 0x001c,
 }
 
-/// ClassPortInfo (IBTA 13.4.8.1), which every class has, of one without redirection and traps.
+/// ClassPortInfo (IBTA 13.4.8.1), which is supported by all classes, without redirection and traps.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -114,17 +114,17 @@ pub struct ClassPortInfo {
     base_version: u8,
     class_version: u8,
     capabilities: U16,
-    /// The low 5 bits are the response time, the others further capabilities.
+    /// The low 5 bits are the response time, and the rest are additional capabilities.
     response_time: U32,
-    /// Where requests are redirected to, and where traps go.
+    /// Addresses for redirected requests and traps.
     rest: [u8; 64],
 }
 
 const _: () = assert!(size_of::<ClassPortInfo>() == 72);
 
 impl ClassPortInfo {
-    /// A version of a class with these capabilities that answers within 4.096 µs ×
-    /// 2^`response_time`.
+    /// Creates the attribute for a class version with these capabilities and a maximum response
+    /// time of 4.096 µs × 2^`response_time`.
     #[must_use]
     pub fn new(class_version: u8, capabilities: u16, response_time: u8) -> Self {
         Self {
@@ -137,29 +137,29 @@ impl ClassPortInfo {
     }
 }
 
-/// A transaction id: a response repeats its request's.
+/// Transaction ID, which must be copied from a request to its response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct TransactionId(pub u64);
 
-/// Reason why bytes are not a MAD.
+/// Error returned for data that is not a MAD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum MadError {
     /// The length is not 256 bytes.
-    #[error("MAD of {len} bytes")]
+    #[error("invalid MAD length {len}")]
     Length {
         /// Number of bytes received.
         len: usize,
     },
-    /// Base version other than 1.
-    #[error("MAD base version {version}")]
+    /// The base version is not 1.
+    #[error("unsupported MAD base version {version}")]
     BaseVersion {
-        /// Base version that was received.
+        /// Base version received.
         version: u8,
     },
 }
 
 impl MadHeader {
-    /// A request header with status, class-specific field and modifier zero.
+    /// Creates a request header with status, class-specific field and modifier set to zero.
     #[must_use]
     pub fn new(
         class: MadClass,
@@ -182,13 +182,13 @@ impl MadHeader {
         }
     }
 
-    /// Split a MAD into header and body.
+    /// Splits a MAD into header and body.
     pub fn parse(mad: &[u8]) -> Result<(Self, &[u8; MAD_BODY_LEN]), MadError> {
         let error = MadError::Length { len: mad.len() };
         let mad: &Mad = mad.try_into().map_err(|_| error)?;
         let (header, body) = Self::read_from_prefix(mad).map_err(|_| error)?;
         let body = body.try_into().map_err(|_| error)?;
-        // A MAD of another base version may be laid out in another way.
+        // MADs with a different base version could use a different layout.
         if header.base_version != BASE_VERSION {
             return Err(MadError::BaseVersion {
                 version: header.base_version,
@@ -197,22 +197,22 @@ impl MadHeader {
         Ok((header, body))
     }
 
-    /// The header of a MAD, of any base version.
+    /// Returns the header of a MAD with any base version.
     #[must_use]
     pub fn of(mad: &Mad) -> Self {
         let (header, _) = Self::read_from_prefix(mad).expect("a MAD is longer than its header");
         header
     }
 
-    /// With a status, as in a response.
+    /// Sets the response status.
     #[must_use]
     pub fn with_status(mut self, status: u16) -> Self {
         self.status = U16::new(status);
         self
     }
 
-    /// Header of the response: the same, with the method's response and a status. Set() is answered
-    /// like Get() (IBTA 13.4.5).
+    /// Returns the response header: a copy with the corresponding response method and a new status.
+    /// Note that Get() and Set() use the same response method (IBTA 13.4.5).
     #[must_use]
     pub fn response(self, status: MadStatus) -> Self {
         let method = match self.method {
@@ -222,7 +222,7 @@ impl MadHeader {
         Self { method, ..self }.with_status(status as u16)
     }
 
-    /// With an attribute modifier.
+    /// Sets the attribute modifier.
     #[must_use]
     pub fn with_modifier(mut self, modifier: u32) -> Self {
         self.modifier = U32::new(modifier);
@@ -235,7 +235,7 @@ impl MadHeader {
         self.base_version
     }
 
-    /// Field of the class beside the status: hop pointer and hop count of a directed route.
+    /// Class-specific field next to the status: hop pointer and hop count for a directed route.
     #[must_use]
     pub fn class_specific(&self) -> u16 {
         self.class_specific.get()
@@ -247,13 +247,13 @@ impl MadHeader {
         self.class
     }
 
-    /// Version of the class.
+    /// Class version.
     #[must_use]
     pub fn class_version(&self) -> u8 {
         self.class_version
     }
 
-    /// Method as received, response bit included.
+    /// Method as received, including the response bit.
     #[must_use]
     pub fn method(&self) -> u8 {
         self.method
@@ -265,19 +265,19 @@ impl MadHeader {
         self.status.get()
     }
 
-    /// TransactionID, which answers repeat.
+    /// Transaction ID, which must be copied to the response.
     #[must_use]
     pub fn transaction(&self) -> TransactionId {
         TransactionId(self.transaction.get())
     }
 
-    /// AttributeID of the MAD.
+    /// Attribute ID.
     #[must_use]
     pub fn attribute(&self) -> u16 {
         self.attribute.get()
     }
 
-    /// AttributeModifier of the MAD.
+    /// Attribute modifier.
     #[must_use]
     pub fn modifier(&self) -> u32 {
         self.modifier.get()
@@ -289,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_header_has_the_bytes_of_the_specification() {
+    fn mad_header_matches_specification_bytes() {
         let header = MadHeader::new(
             MadClass::ComMgt,
             2,
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_says_what_it_can_and_how_fast() {
+    fn class_port_info_matches_specification_bytes() {
         let info = ClassPortInfo::new(2, 0x0300, 18);
         let mut expected = [0; 72];
         expected[..8].copy_from_slice(&[1, 2, 0x03, 0x00, 0, 0, 0, 18]);

@@ -1,25 +1,25 @@
-//! The RoCEv2 wire format: everything between the UDP header and the ICRC, and what is before it in
-//! a datagram.
+//! The RoCEv2 wire format: the data between the UDP header and the ICRC, plus the lower-layer
+//! headers of a datagram.
 //!
-//! | module | what it names |
+//! | module | contents |
 //! | --- | --- |
 //! | [`ids`] | [`Psn`], [`Qpn`], [`Msn`] and their 24-bit arithmetic |
-//! | [`bth`] | the base transport header |
-//! | [`ext`] | the extended headers and the AETH syndromes |
-//! | [`opcode`] | the one table of operation codes |
-//! | [`packet`] | parsing a datagram, emitting the headers of one |
-//! | [`ud`] | all headers of a datagram, from the link's on |
-//! | [`dm`] | device-management MADs: discovery of I/O controllers |
-//! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
-//! | [`peer_ids`] | what is known of a peer's IPv4 identifications |
-//! | [`mad`] | the header of management datagrams |
-//! | [`smp`] | attributes of subnet management |
-//! | [`perf`] | attributes of performance management: the counters of a port |
-//! | [`cm_msg`] | every message of the InfiniBand CM |
-//! | [`cma`] | service ids and address header of the RDMA CM |
+//! | [`bth`] | base transport header |
+//! | [`ext`] | extended headers and AETH syndromes |
+//! | [`opcode`] | opcode table |
+//! | [`packet`] | parsing a datagram and emitting its headers |
+//! | [`ud`] | all headers of a datagram, including the link layer |
+//! | [`dm`] | device-management MADs, used to discover I/O controllers |
+//! | [`icrc`] | invariant CRC, for known and unknown IPv4 identifications |
+//! | [`peer_ids`] | tracking the IPv4 identifications used by a peer |
+//! | [`mad`] | management datagram header |
+//! | [`smp`] | subnet management attributes |
+//! | [`perf`] | performance management attributes: port counters |
+//! | [`cm_msg`] | InfiniBand CM messages |
+//! | [`cma`] | service IDs and address header used by the RDMA CM |
 //!
-//! Nothing here keeps protocol state, and nothing panics on a peer's bytes:
-//! the received length is the only authority.
+//! This module does not keep any protocol state. The parsers only rely on the received length, so
+//! that invalid data from a peer cannot cause a panic.
 
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation))]
 
@@ -53,9 +53,9 @@ pub use packet::{
     ExtHeaders, HeaderBuf, MAX_HEADER_LEN, Packet, PacketError, ROCE_PORT, emit_headers,
     push_header,
 };
-/// Whether an address is an IPv6 link-local one. It names a host only together with an interface,
-/// for which neither a GID nor [`std::net::IpAddr`] has room, so RoCE here does without such
-/// addresses.
+/// Returns true for an IPv6 link-local address. These addresses are only valid together with an
+/// interface, which can't be stored in a GID or in [`std::net::IpAddr`], so they are not supported
+/// for RoCE.
 #[must_use]
 pub fn is_link_local(addr: std::net::IpAddr) -> bool {
     matches!(addr, std::net::IpAddr::V6(v6) if v6.is_unicast_link_local())

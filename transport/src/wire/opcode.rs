@@ -1,9 +1,9 @@
-//! The one table of operation codes (IBTA 9.2.1, table 38), from which parser,
-//! emitter, requester and responder take header layout and legality.
+//! The opcode table (IBTA 9.2.1, table 38), used by the parser, emitter, requester and responder to
+//! determine the header layout and to validate packets.
 //!
-//! Reliable connected, unreliable connected, unreliable datagram, extended reliable connected
-//! (annex A14) and the congestion notification of RoCEv2 are here; reliable datagram is not spoken,
-//! and its codes are unknown ones.
+//! We support reliable connected, unreliable connected, unreliable datagram, extended reliable
+//! connected (annex A14) and the RoCEv2 congestion notification. Reliable datagram is not
+//! supported, so its opcodes are treated as unknown.
 
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth, XrcEth};
 
@@ -21,7 +21,7 @@ pub enum Service {
 }
 
 impl Service {
-    /// Top three bits of the service's opcodes (IBTA 9.2.1, table 37).
+    /// Returns the top three bits used for opcodes of this service (IBTA 9.2.1, table 37).
     const fn opcode_bits(self) -> u8 {
         match self {
             Self::Rc => 0x00,
@@ -32,57 +32,57 @@ impl Service {
     }
 }
 
-/// Operation that a packet is part of.
+/// Operation a packet belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// SEND, with or without immediate data or invalidation.
     Send,
     /// RDMA WRITE, with or without immediate data.
     Write,
-    /// A request of an RDMA READ.
+    /// RDMA READ request.
     ReadRequest,
-    /// A response to an RDMA READ.
+    /// RDMA READ response.
     ReadResponse,
-    /// Acknowledgement, positive or negative.
+    /// ACK or NAK.
     Acknowledge,
-    /// Response to an atomic.
+    /// Atomic response.
     AtomicAck,
-    /// An atomic compare-and-swap request.
+    /// Atomic compare-and-swap request.
     CmpSwap,
-    /// An atomic fetch-and-add request.
+    /// Atomic fetch-and-add request.
     FetchAdd,
     /// Congestion notification (annex A17).
     CongestionNotification,
 }
 
-/// Position of a packet in its message.
+/// Packet position in its message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Position {
-    /// The first of several.
+    /// First packet of a multi-packet message.
     First,
-    /// Neither first nor last.
+    /// Neither first nor last packet.
     Middle,
-    /// The last of several.
+    /// Last packet of a multi-packet message.
     Last,
-    /// The only packet of its message.
+    /// Single packet of a message.
     Only,
 }
 
 impl Position {
-    /// Whether a message begins here.
+    /// Returns whether this is the first packet of a message.
     #[must_use]
     pub const fn is_start(self) -> bool {
         matches!(self, Self::First | Self::Only)
     }
 
-    /// Whether a message ends here.
+    /// Returns true if this is the last packet of a message.
     #[must_use]
     pub const fn is_end(self) -> bool {
         matches!(self, Self::Last | Self::Only)
     }
 }
 
-/// An extended header kind.
+/// Extended header type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ExtHeader {
     /// Datagram extended transport header: [`Deth`].
@@ -101,15 +101,15 @@ pub enum ExtHeader {
     Ieth,
     /// XRC extended transport header: [`XrcEth`].
     XrcEth,
-    /// Sixteen reserved bytes, sent as zero and ignored.
+    /// Sixteen reserved bytes, set to zero and ignored on receive.
     Reserved,
 }
 
-/// Reserved bytes of a congestion notification.
+/// Size of the reserved field in a congestion notification.
 pub const RESERVED_LEN: usize = 16;
 
 impl ExtHeader {
-    /// Length on the wire in bytes.
+    /// Returns the header size in bytes.
     #[must_use]
     pub const fn wire_len(self) -> usize {
         match self {
@@ -126,21 +126,21 @@ impl ExtHeader {
     }
 }
 
-/// Payload lengths that a packet may have (IBTA 9.7.4.1.6).
+/// Valid payload sizes for a packet (IBTA 9.7.4.1.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PayloadRule {
-    /// The packet has no payload.
+    /// No payload.
     Empty,
-    /// Exactly the path MTU: first and middle packets.
+    /// Exactly the path MTU, for first and middle packets.
     ExactlyMtu,
-    /// One byte to the path MTU: last packets.
+    /// One byte up to the path MTU, for last packets.
     OneToMtu,
-    /// Nothing to the path MTU: only packets.
+    /// Zero bytes up to the path MTU, for single packets.
     ZeroToMtu,
 }
 
 impl PayloadRule {
-    /// Returns whether `len` bytes are legal under a path MTU of `mtu` bytes.
+    /// Returns whether a payload of `len` bytes is valid for this path MTU.
     #[must_use]
     pub const fn allows(self, len: usize, mtu: usize) -> bool {
         match self {
@@ -152,27 +152,27 @@ impl PayloadRule {
     }
 }
 
-/// One row of the table.
+/// Row in the opcode table.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OpcodeInfo {
-    /// Opcode of this row.
+    /// Opcode.
     pub opcode: Opcode,
-    /// Transport service of a packet.
+    /// Transport service.
     pub service: Service,
-    /// Operation that the packet is part of.
+    /// Operation the packet belongs to.
     pub operation: Operation,
-    /// Position in its message.
+    /// Packet position in its message.
     pub position: Position,
-    /// The extended headers after the BTH, in order.
+    /// Extended headers following the BTH, in order.
     pub headers: &'static [ExtHeader],
-    /// Length of all extended headers, in bytes.
+    /// Total size of the extended headers in bytes.
     pub ext_len: usize,
-    /// Payload lengths that are legal.
+    /// Valid payload sizes.
     pub payload: PayloadRule,
 }
 
 impl OpcodeInfo {
-    /// Whether the packet goes from responder to requester.
+    /// Returns true if this packet is sent by the responder.
     #[must_use]
     pub const fn is_response(&self) -> bool {
         matches!(
@@ -181,13 +181,13 @@ impl OpcodeInfo {
         )
     }
 
-    /// Whether the packet goes from requester to responder.
+    /// Returns whether this packet is sent by the requester.
     #[must_use]
     pub const fn is_request(&self) -> bool {
         !self.is_response() && !matches!(self.operation, Operation::CongestionNotification)
     }
 
-    /// Returns whether `header` is one of this packet's.
+    /// Returns true if this packet contains `header`.
     #[must_use]
     pub const fn has(&self, header: ExtHeader) -> bool {
         let mut i = 0;
@@ -200,27 +200,27 @@ impl OpcodeInfo {
         false
     }
 
-    /// Returns whether the packet carries immediate data.
+    /// Returns whether this packet contains immediate data.
     #[must_use]
     pub const fn has_imm(&self) -> bool {
         self.has(ExtHeader::ImmDt)
     }
 
-    /// Returns whether the packet asks for a remote key's invalidation.
+    /// Returns true if this packet contains a request to invalidate an R_Key.
     #[must_use]
     pub const fn has_ieth(&self) -> bool {
         self.has(ExtHeader::Ieth)
     }
 
-    /// Returns whether the packet takes a receive work request when its message
-    /// completes: every SEND, and an RDMA WRITE with immediate data.
+    /// Returns whether this packet consumes a receive work request when the message completes, as
+    /// for a SEND or an RDMA WRITE with immediate data.
     #[must_use]
     pub const fn consumes_receive(&self) -> bool {
         matches!(self.operation, Operation::Send) || self.has_imm()
     }
 }
 
-/// Length in bytes of the longest extended headers: an XRCETH and an AtomicETH.
+/// Maximum size of the extended headers in bytes: an XRCETH and an AtomicETH.
 pub const MAX_EXT_LEN: usize = size_of::<XrcEth>() + size_of::<AtomicEth>();
 
 const fn ext_len(headers: &[ExtHeader]) -> usize {
@@ -233,17 +233,17 @@ const fn ext_len(headers: &[ExtHeader]) -> usize {
     len
 }
 
-/// Makes the enumeration, the table and the lookup from one list of rows.
+/// Generates the enum, the table and the lookup function from a single list.
 macro_rules! opcodes {
     ($($(#[$doc:meta])* $name:ident = $code:literal, $service:ident $operation:ident $position:ident [$($header:ident)*] $payload:ident;)*) => {
-        /// An operation code of the table; its number is the one on the wire.
+        /// Opcode in the table. The value is the wire code.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u8)]
         pub enum Opcode {
             $($(#[$doc])* $name = $code,)*
         }
 
-        /// All rows, in the order of their codes.
+        /// All rows, ordered by opcode.
         pub static OPCODES: &[OpcodeInfo] = &[$(OpcodeInfo {
             opcode: Opcode::$name,
             service: Service::$service,
@@ -265,9 +265,9 @@ opcodes! {
     RcSendLast = 0x02, Rc Send Last [] OneToMtu;
     /// Last packet of a SEND with immediate data.
     RcSendLastImm = 0x03, Rc Send Last [ImmDt] OneToMtu;
-    /// A SEND of one packet.
+    /// Single-packet SEND.
     RcSendOnly = 0x04, Rc Send Only [] ZeroToMtu;
-    /// A SEND of one packet with immediate data.
+    /// Single-packet SEND with immediate data.
     RcSendOnlyImm = 0x05, Rc Send Only [ImmDt] ZeroToMtu;
     /// First packet of an RDMA WRITE.
     RcWriteFirst = 0x06, Rc Write First [Reth] ExactlyMtu;
@@ -277,11 +277,11 @@ opcodes! {
     RcWriteLast = 0x08, Rc Write Last [] OneToMtu;
     /// Last packet of an RDMA WRITE with immediate data.
     RcWriteLastImm = 0x09, Rc Write Last [ImmDt] OneToMtu;
-    /// An RDMA WRITE of one packet.
+    /// Single-packet RDMA WRITE.
     RcWriteOnly = 0x0a, Rc Write Only [Reth] ZeroToMtu;
-    /// An RDMA WRITE of one packet with immediate data.
+    /// Single-packet RDMA WRITE with immediate data.
     RcWriteOnlyImm = 0x0b, Rc Write Only [Reth ImmDt] ZeroToMtu;
-    /// An RDMA READ request.
+    /// RDMA READ request.
     RcReadRequest = 0x0c, Rc ReadRequest Only [Reth] Empty;
     /// First packet of an RDMA READ response.
     RcReadResponseFirst = 0x0d, Rc ReadResponse First [Aeth] ExactlyMtu;
@@ -289,102 +289,102 @@ opcodes! {
     RcReadResponseMiddle = 0x0e, Rc ReadResponse Middle [] ExactlyMtu;
     /// Last packet of an RDMA READ response.
     RcReadResponseLast = 0x0f, Rc ReadResponse Last [Aeth] OneToMtu;
-    /// An RDMA READ response of one packet.
+    /// Single-packet RDMA READ response.
     RcReadResponseOnly = 0x10, Rc ReadResponse Only [Aeth] ZeroToMtu;
-    /// Acknowledgement of requests, or a NAK.
+    /// ACK or NAK for requests.
     RcAcknowledge = 0x11, Rc Acknowledge Only [Aeth] Empty;
-    /// The response to an atomic.
+    /// Atomic response.
     RcAtomicAcknowledge = 0x12, Rc AtomicAck Only [Aeth AtomicAckEth] Empty;
-    /// An atomic compare-and-swap request.
+    /// Atomic compare-and-swap request.
     RcCmpSwap = 0x13, Rc CmpSwap Only [AtomicEth] Empty;
-    /// An atomic fetch-and-add request.
+    /// Atomic fetch-and-add request.
     RcFetchAdd = 0x14, Rc FetchAdd Only [AtomicEth] Empty;
-    /// Last packet of a SEND with invalidation.
+    /// Last packet of a SEND with invalidate.
     RcSendLastInvalidate = 0x16, Rc Send Last [Ieth] OneToMtu;
-    /// A SEND of one packet with invalidation.
+    /// Single-packet SEND with invalidate.
     RcSendOnlyInvalidate = 0x17, Rc Send Only [Ieth] ZeroToMtu;
-    /// First packet of a SEND on an unreliable connection.
+    /// First packet of a UC SEND.
     UcSendFirst = 0x20, Uc Send First [] ExactlyMtu;
-    /// Middle packet of a SEND on an unreliable connection.
+    /// Middle packet of a UC SEND.
     UcSendMiddle = 0x21, Uc Send Middle [] ExactlyMtu;
-    /// Last packet of a SEND on an unreliable connection.
+    /// Last packet of a UC SEND.
     UcSendLast = 0x22, Uc Send Last [] OneToMtu;
-    /// Last packet of a SEND with immediate data on an unreliable connection.
+    /// Last packet of a UC SEND with immediate data.
     UcSendLastImm = 0x23, Uc Send Last [ImmDt] OneToMtu;
-    /// A SEND of one packet on an unreliable connection.
+    /// Single-packet UC SEND.
     UcSendOnly = 0x24, Uc Send Only [] ZeroToMtu;
-    /// A SEND of one packet with immediate data on an unreliable connection.
+    /// Single-packet UC SEND with immediate data.
     UcSendOnlyImm = 0x25, Uc Send Only [ImmDt] ZeroToMtu;
-    /// First packet of an RDMA WRITE on an unreliable connection.
+    /// First packet of a UC RDMA WRITE.
     UcWriteFirst = 0x26, Uc Write First [Reth] ExactlyMtu;
-    /// Middle packet of an RDMA WRITE on an unreliable connection.
+    /// Middle packet of a UC RDMA WRITE.
     UcWriteMiddle = 0x27, Uc Write Middle [] ExactlyMtu;
-    /// Last packet of an RDMA WRITE on an unreliable connection.
+    /// Last packet of a UC RDMA WRITE.
     UcWriteLast = 0x28, Uc Write Last [] OneToMtu;
-    /// Last packet of an RDMA WRITE with immediate data on an unreliable connection.
+    /// Last packet of a UC RDMA WRITE with immediate data.
     UcWriteLastImm = 0x29, Uc Write Last [ImmDt] OneToMtu;
-    /// An RDMA WRITE of one packet on an unreliable connection.
+    /// Single-packet UC RDMA WRITE.
     UcWriteOnly = 0x2a, Uc Write Only [Reth] ZeroToMtu;
-    /// An RDMA WRITE of one packet with immediate data on an unreliable connection.
+    /// Single-packet UC RDMA WRITE with immediate data.
     UcWriteOnlyImm = 0x2b, Uc Write Only [Reth ImmDt] ZeroToMtu;
-    /// A datagram in one packet.
+    /// Datagram.
     UdSendOnly = 0x64, Ud Send Only [Deth] ZeroToMtu;
-    /// A datagram with immediate data.
+    /// Datagram with immediate data.
     UdSendOnlyImm = 0x65, Ud Send Only [Deth ImmDt] ZeroToMtu;
-    /// A congestion notification (annex A17.9.3). It has an opcode space of its own, but is about a
+    /// Congestion notification (annex A17.9.3). This uses a separate opcode space but refers to a
     /// connection.
     Cnp = 0x81, Rc CongestionNotification Only [Reserved] Empty;
-    /// First packet of a SEND, XRC.
+    /// First packet of an XRC SEND.
     XrcSendFirst = 0xa0, Xrc Send First [XrcEth] ExactlyMtu;
-    /// Middle packet of a SEND, XRC.
+    /// Middle packet of an XRC SEND.
     XrcSendMiddle = 0xa1, Xrc Send Middle [XrcEth] ExactlyMtu;
-    /// Last packet of a SEND, XRC.
+    /// Last packet of an XRC SEND.
     XrcSendLast = 0xa2, Xrc Send Last [XrcEth] OneToMtu;
-    /// Last packet of a SEND with immediate data, XRC.
+    /// Last packet of an XRC SEND with immediate data.
     XrcSendLastImm = 0xa3, Xrc Send Last [XrcEth ImmDt] OneToMtu;
-    /// A SEND of one packet, XRC.
+    /// Single-packet XRC SEND.
     XrcSendOnly = 0xa4, Xrc Send Only [XrcEth] ZeroToMtu;
-    /// A SEND of one packet with immediate data, XRC.
+    /// Single-packet XRC SEND with immediate data.
     XrcSendOnlyImm = 0xa5, Xrc Send Only [XrcEth ImmDt] ZeroToMtu;
-    /// First packet of an RDMA WRITE, XRC.
+    /// First packet of an XRC RDMA WRITE.
     XrcWriteFirst = 0xa6, Xrc Write First [XrcEth Reth] ExactlyMtu;
-    /// Middle packet of an RDMA WRITE, XRC.
+    /// Middle packet of an XRC RDMA WRITE.
     XrcWriteMiddle = 0xa7, Xrc Write Middle [XrcEth] ExactlyMtu;
-    /// Last packet of an RDMA WRITE, XRC.
+    /// Last packet of an XRC RDMA WRITE.
     XrcWriteLast = 0xa8, Xrc Write Last [XrcEth] OneToMtu;
-    /// Last packet of an RDMA WRITE with immediate data, XRC.
+    /// Last packet of an XRC RDMA WRITE with immediate data.
     XrcWriteLastImm = 0xa9, Xrc Write Last [XrcEth ImmDt] OneToMtu;
-    /// An RDMA WRITE of one packet, XRC.
+    /// Single-packet XRC RDMA WRITE.
     XrcWriteOnly = 0xaa, Xrc Write Only [XrcEth Reth] ZeroToMtu;
-    /// An RDMA WRITE of one packet with immediate data, XRC.
+    /// Single-packet XRC RDMA WRITE with immediate data.
     XrcWriteOnlyImm = 0xab, Xrc Write Only [XrcEth Reth ImmDt] ZeroToMtu;
-    /// An RDMA READ request, XRC.
+    /// XRC RDMA READ request.
     XrcReadRequest = 0xac, Xrc ReadRequest Only [XrcEth Reth] Empty;
-    /// First packet of an RDMA READ response, XRC.
+    /// First packet of an XRC RDMA READ response.
     XrcReadResponseFirst = 0xad, Xrc ReadResponse First [Aeth] ExactlyMtu;
-    /// Middle packet of an RDMA READ response, XRC.
+    /// Middle packet of an XRC RDMA READ response.
     XrcReadResponseMiddle = 0xae, Xrc ReadResponse Middle [] ExactlyMtu;
-    /// Last packet of an RDMA READ response, XRC.
+    /// Last packet of an XRC RDMA READ response.
     XrcReadResponseLast = 0xaf, Xrc ReadResponse Last [Aeth] OneToMtu;
-    /// An RDMA READ response of one packet, XRC.
+    /// Single-packet XRC RDMA READ response.
     XrcReadResponseOnly = 0xb0, Xrc ReadResponse Only [Aeth] ZeroToMtu;
-    /// Acknowledgement of requests, or a NAK, XRC.
+    /// ACK or NAK for XRC requests.
     XrcAcknowledge = 0xb1, Xrc Acknowledge Only [Aeth] Empty;
-    /// The response to an atomic, XRC.
+    /// XRC atomic response.
     XrcAtomicAcknowledge = 0xb2, Xrc AtomicAck Only [Aeth AtomicAckEth] Empty;
-    /// An atomic compare-and-swap request, XRC.
+    /// XRC atomic compare-and-swap request.
     XrcCmpSwap = 0xb3, Xrc CmpSwap Only [XrcEth AtomicEth] Empty;
-    /// An atomic fetch-and-add request, XRC.
+    /// XRC atomic fetch-and-add request.
     XrcFetchAdd = 0xb4, Xrc FetchAdd Only [XrcEth AtomicEth] Empty;
-    /// Last packet of a SEND with invalidation, XRC.
+    /// Last packet of an XRC SEND with invalidate.
     XrcSendLastInvalidate = 0xb6, Xrc Send Last [XrcEth Ieth] OneToMtu;
-    /// A SEND of one packet with invalidation, XRC.
+    /// Single-packet XRC SEND with invalidate.
     XrcSendOnlyInvalidate = 0xb7, Xrc Send Only [XrcEth Ieth] ZeroToMtu;
 }
 
 const UNKNOWN: u8 = 0xff;
 
-/// Row of each code in [`OPCODES`], or [`UNKNOWN`].
+/// Maps each code to its row in [`OPCODES`], or to [`UNKNOWN`].
 static ROWS: [u8; 256] = {
     let mut rows = [UNKNOWN; 256];
     let mut row = 0;
@@ -401,7 +401,7 @@ static ROWS: [u8; 256] = {
 };
 
 impl OpcodeInfo {
-    /// The row of a code as received, `None` if it is not in the table.
+    /// Returns the row for a received code, or `None` if it is unknown.
     #[must_use]
     pub fn lookup(code: u8) -> Option<&'static Self> {
         OPCODES.get(usize::from(ROWS[usize::from(code)]))
@@ -409,24 +409,24 @@ impl OpcodeInfo {
 }
 
 impl Opcode {
-    /// The opcode of a code as received, `None` if it is not in the table.
+    /// Returns the opcode for a received code, or `None` if it is unknown.
     #[must_use]
     pub fn from_u8(code: u8) -> Option<Self> {
         OpcodeInfo::lookup(code).map(|info| info.opcode)
     }
 
-    /// The opcode of the same packet in another service: their low five bits are equal (IBTA 9.2.1,
-    /// table 38).
+    /// Returns the opcode of the same packet in a different service. This is possible because the
+    /// low five bits are the same for all services (IBTA 9.2.1, table 38).
     ///
     /// # Panics
-    /// If the service has no such packet.
+    /// Panics if this packet does not exist in `service`.
     #[must_use]
     pub fn in_service(self, service: Service) -> Self {
         let code = self as u8 & 0x1f | service.opcode_bits();
-        Self::from_u8(code).expect("a packet that the service has")
+        Self::from_u8(code).expect("packet exists in the service")
     }
 
-    /// Row of this opcode in the table.
+    /// Returns the table row for this opcode.
     #[must_use]
     pub fn info(self) -> &'static OpcodeInfo {
         &OPCODES[usize::from(ROWS[self as usize])]
@@ -438,7 +438,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_lengths_are_those_of_the_specification() {
+    fn header_lengths_match_specification() {
         let expected: [(u8, usize); 61] = [
             (0x00, 12),
             (0x01, 12),
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn receives_are_consumed_by_sends_and_by_writes_with_immediate() {
+    fn sends_and_immediate_writes_consume_receives() {
         let consuming: Vec<u8> = OPCODES
             .iter()
             .filter(|i| i.consumes_receive())
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn payload_rules_bound_the_length() {
+    fn payload_rules_limit_length() {
         assert!(
             PayloadRule::ExactlyMtu.allows(1024, 1024)
                 && !PayloadRule::ExactlyMtu.allows(1023, 1024)

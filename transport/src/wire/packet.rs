@@ -1,9 +1,8 @@
-//! A whole RoCEv2 packet: the payload of one UDP datagram to port 4791.
+//! RoCEv2 packet: the payload of a UDP datagram sent to port 4791.
 //!
-//! [`Packet::parse`] checks structure only: lengths, version, opcode, padding.
-//! The ICRC, the P_Key, sequence and access rights are judged by the code that knows
-//! the flow and the queue pair. Sending is the mirror image with the payload
-//! left out: [`emit_headers`] writes the headers, and the caller gathers
+//! [`Packet::parse`] only verifies the structure: lengths, version, opcode and padding. The ICRC,
+//! P_Key, sequence number and access rights must be checked by the code handling the flow and the
+//! queue pair. To send a packet, [`emit_headers`] writes the headers, and the caller must gather
 //! headers, payload, [padding](super::bth::pad_len) and ICRC.
 
 use arrayvec::ArrayVec;
@@ -15,14 +14,15 @@ use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth, XrcEth}
 use super::icrc::ICRC_LEN;
 use super::opcode::{ExtHeader, MAX_EXT_LEN, OpcodeInfo, PayloadRule, RESERVED_LEN};
 
-/// UDP destination port of RoCEv2 (IBTA annex A17).
+/// UDP destination port for RoCEv2 (IBTA annex A17).
 pub const ROCE_PORT: u16 = 4791;
 
-/// Reason why a datagram is not a RoCEv2 packet; such datagrams are dropped silently.
+/// Error returned for a datagram that is not a valid RoCEv2 packet. These datagrams are silently
+/// dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PacketError {
-    /// Shorter than a BTH and an ICRC.
-    #[error("packet of {len} bytes has no room for BTH and ICRC")]
+    /// The datagram is too short for a BTH and an ICRC.
+    #[error("packet too short for BTH and ICRC: {len} bytes")]
     ShortBth {
         /// Number of bytes received.
         len: usize,
@@ -33,78 +33,77 @@ pub enum PacketError {
         /// Number of bytes received.
         len: usize,
     },
-    /// BTH: transport header version other than 0.
-    #[error("transport header version {version}")]
+    /// The transport header version is not 0.
+    #[error("unsupported transport header version {version}")]
     Version {
-        /// TVer that was received.
+        /// TVer received.
         version: u8,
     },
-    /// BTH: the opcode is not in the table.
+    /// The opcode is unknown.
     #[error("unknown opcode {opcode:#04x}")]
     Opcode {
-        /// Opcode that was received.
+        /// Opcode received.
         opcode: u8,
     },
-    /// Shorter than the extended headers of its opcode and an ICRC.
-    #[error("packet of {len} bytes cannot hold {need} bytes of headers and ICRC")]
+    /// The datagram is too short for an ICRC and the extended headers required by the opcode.
+    #[error("packet too short for headers and ICRC: {len} of {need} bytes")]
     ShortHeaders {
-        /// Bytes of headers and ICRC that the opcode demands.
+        /// Number of bytes required for headers and ICRC.
         need: usize,
         /// Number of bytes received.
         len: usize,
     },
-    /// BTH: the pad count reaches back into the headers.
+    /// The pad count exceeds the available data.
     #[error("pad count {pad} exceeds the {available} bytes between headers and ICRC")]
     Pad {
-        /// PadCnt that was received.
+        /// PadCnt received.
         pad: usize,
-        /// Number of bytes that there are.
+        /// Number of bytes available.
         available: usize,
     },
-    /// Payload where the opcode has none.
-    #[error("{len} bytes of payload after opcode {opcode:#04x}, which has none")]
+    /// Unexpected payload for this opcode.
+    #[error("unexpected payload of {len} bytes for opcode {opcode:#04x}")]
     Payload {
-        /// Opcode that was received.
+        /// Opcode received.
         opcode: u8,
-        /// Length of the payload in bytes.
+        /// Payload size in bytes.
         len: usize,
     },
 }
 
-/// The extended headers of a packet. Which are present follows from the
-/// opcode alone.
+/// Extended headers in a packet, as determined by the opcode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExtHeaders {
-    /// DETH, of datagrams only.
+    /// DETH, only used for datagrams.
     pub deth: Option<Deth>,
-    /// RETH, of RDMA requests.
+    /// RETH, used for RDMA requests.
     pub reth: Option<Reth>,
-    /// AtomicETH, of atomic requests.
+    /// AtomicETH, used for atomic requests.
     pub atomic_eth: Option<AtomicEth>,
-    /// AETH, of acknowledgements and responses.
+    /// AETH, used for acknowledgements and responses.
     pub aeth: Option<Aeth>,
-    /// AtomicAckETH, of atomic responses.
+    /// AtomicAckETH, used for atomic responses.
     pub atomic_ack: Option<AtomicAckEth>,
-    /// ImmDt, where there are immediate data.
+    /// ImmDt, if the packet contains immediate data.
     pub imm: Option<ImmDt>,
-    /// IETH, of SEND with invalidate.
+    /// IETH, used for SEND with invalidate.
     pub ieth: Option<Ieth>,
-    /// XRCETH, of XRC requests.
+    /// XRCETH, used for XRC requests.
     pub xrc: Option<XrcEth>,
 }
 
-/// A parsed packet that borrows its payload from the datagram.
+/// Parsed packet. The payload is borrowed from the datagram.
 #[derive(Clone, Copy, Debug)]
 pub struct Packet<'a> {
-    /// BTH: base transport header.
+    /// Base transport header.
     pub bth: Bth,
-    /// The row of its opcode.
+    /// Opcode table row.
     pub op: &'static OpcodeInfo,
-    /// The extended headers the opcode demands; the others are `None`.
+    /// Extended headers. Only headers required by the opcode are set.
     pub ext: ExtHeaders,
-    /// Payload without padding and ICRC.
+    /// Payload, without padding and ICRC.
     pub payload: &'a [u8],
-    /// ICRC as received, not yet checked; wire bytes are little-endian.
+    /// ICRC as received, not yet verified. Note that it uses little-endian byte order.
     pub icrc: u32,
 }
 
@@ -115,20 +114,19 @@ fn take<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
 }
 
 impl<'a> Packet<'a> {
-    /// Parse the payload of a UDP datagram. The received length is the only
-    /// authority on where things end.
+    /// Parses a UDP payload. All lengths are validated against the received size.
     #[inline]
     pub fn parse(datagram: &'a [u8]) -> Result<Self, PacketError> {
         let len = datagram.len();
         let Some((body, icrc)) = datagram.split_last_chunk::<ICRC_LEN>() else {
             return Err(PacketError::ShortBth { len });
         };
-        // The ICRC is cut off first, so that no header can reach into it.
+        // We remove the ICRC first, so that no header can overlap it.
         let mut rest = body;
         let Some(bth) = take::<Bth>(&mut rest) else {
             return Err(PacketError::ShortBth { len });
         };
-        // Padding makes every packet a multiple of four bytes.
+        // Because of the padding, the size of a valid packet is always a multiple of four.
         if !len.is_multiple_of(4) {
             return Err(PacketError::Unaligned { len });
         }
@@ -145,12 +143,12 @@ impl<'a> Packet<'a> {
         };
         let ext = ExtHeaders::parse(op, &mut rest).ok_or(short)?;
 
-        // The pad count is the sender's, and may reach back into the headers.
+        // The pad count is provided by the sender and can exceed the available data.
         let (pad, available) = (bth.pad(), rest.len());
         let payload_len = available
             .checked_sub(pad)
             .ok_or(PacketError::Pad { pad, available })?;
-        // Padding counts too: an opcode without payload has none.
+        // This includes padding: if there is no payload, there must be no padding.
         if op.payload == PayloadRule::Empty && available != 0 {
             return Err(PacketError::Payload {
                 opcode,
@@ -202,37 +200,37 @@ impl ExtHeaders {
     }
 }
 
-/// Length in bytes of the longest headers of a packet.
+/// Maximum size of the packet headers in bytes.
 pub const MAX_HEADER_LEN: usize = Bth::LEN + MAX_EXT_LEN;
 
-/// Room for the headers of one packet.
+/// Buffer for the headers of a packet.
 pub type HeaderBuf = ArrayVec<u8, MAX_HEADER_LEN>;
 
-/// Appends one header.
+/// Appends a header to the buffer.
 ///
 /// # Panics
 ///
-/// If there is no room for it: no packet has that many headers.
+/// Panics if the buffer is full, which is not possible for valid packets.
 pub fn push_header<T: IntoBytes + Immutable>(out: &mut HeaderBuf, header: &T) {
     out.try_extend_from_slice(header.as_bytes())
         .expect("the longest header fits");
 }
 
-/// The headers of one packet, ready to be followed by payload, padding and
-/// ICRC. `bth` must already carry the pad count for the payload.
+/// Returns the headers of a packet, to be followed by payload, padding and ICRC. The pad count in
+/// `bth` must already be set.
 ///
 /// # Panics
 ///
-/// If the opcode of `bth` is not in the table or `ext` lacks a header that it
-/// demands: both are our own mistakes.
+/// Panics if the opcode in `bth` is unknown or if a required header is not set in `ext`, as both
+/// would be bugs in the caller.
 #[must_use]
 pub fn emit_headers(bth: &Bth, ext: &ExtHeaders) -> HeaderBuf {
-    let op = OpcodeInfo::lookup(bth.raw_opcode()).expect("an opcode of the table");
+    let op = OpcodeInfo::lookup(bth.raw_opcode()).expect("known opcode");
     let mut out = HeaderBuf::new();
     push_header(&mut out, bth);
     for &header in op.headers {
         let bytes = ext.bytes(header);
-        let bytes = bytes.unwrap_or_else(|| panic!("{:?} needs its {header:?}", op.opcode));
+        let bytes = bytes.unwrap_or_else(|| panic!("{:?} requires {header:?}", op.opcode));
         out.try_extend_from_slice(bytes)
             .expect("the longest header fits");
     }
@@ -274,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn every_opcode_round_trips() {
+    fn opcodes_round_trip() {
         for op in OPCODES {
             let payload: &[u8] = if op.payload == PayloadRule::Empty {
                 &[]
@@ -295,8 +293,8 @@ mod tests {
     }
 
     #[test]
-    fn a_congestion_notification_has_the_bytes_of_the_specification() {
-        // The example of Mellanox's "RoCEv2 CNP Packet Format Example", with its ICRC.
+    fn cnp_matches_specification_bytes() {
+        // Example packet including ICRC from Mellanox's "RoCEv2 CNP Packet Format Example".
         let mut wire = vec![0x81, 0x00, 0xff, 0xff, 0x40, 0x00, 0x00, 0xd2];
         wire.extend_from_slice(&[0; 20]);
         wire.extend_from_slice(&[0xe4, 0x2d, 0xad, 0x81]);
@@ -309,8 +307,8 @@ mod tests {
     }
 
     #[test]
-    fn cve_2026_46043_padding_cannot_reach_into_the_headers() {
-        // CVE-2026-46043: pad count and ICRC longer than what was received.
+    fn cve_2026_46043_padding_cannot_overlap_headers() {
+        // CVE-2026-46043: pad count and ICRC exceed the received data.
         let mut bytes = datagram(Opcode::RcSendOnly, &[]);
         bytes[1] |= 0x30;
         assert_eq!(
@@ -374,8 +372,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "needs its Reth")]
-    fn a_missing_header_is_our_bug() {
+    #[should_panic(expected = "requires Reth")]
+    fn missing_header_panics() {
         let bth = Bth::new(Opcode::RcReadRequest, Qpn::new(2), Psn::new(0));
         let _ = emit_headers(&bth, &ExtHeaders::default());
     }
@@ -397,7 +395,7 @@ mod tests {
                     bytes.len()
                 );
                 let headers = emit_headers(&packet.bth, &packet.ext);
-                // Reserved bytes are ignored, and sent as zeroes.
+                // Reserved bytes are ignored when parsing and set to zero when sending.
                 let is_cnp = packet.op.opcode == Opcode::Cnp;
                 let compared = if is_cnp { Bth::LEN } else { header_len };
                 prop_assert_eq!(&headers[..compared], &bytes[..compared]);

@@ -1,50 +1,49 @@
-//! A receiver's knowledge of the IPv4 identifications of a peer, which
-//! [`IcrcFlow::check`] recovers: see the [ICRC](super::icrc).
+//! Tracks the IPv4 identifications used by a peer, as recovered by [`IcrcFlow::check`]: see
+//! [ICRC](super::icrc).
 
 use super::icrc::{IcrcError, IcrcFlow};
 
-/// Pattern by which a peer numbers its IPv4 packets, learned from those that passed the
-/// linear test.
+/// Pattern of a peer's IPv4 identifications, based on the packets that passed the linear check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdPattern {
-    /// Too few packets seen; every identification is admitted.
+    /// Not enough packets received yet. All identifications are accepted.
     Learning,
-    /// 0, or the segment's number in a segmented send; demanded.
+    /// 0, or the segment number in a segmented send. This is enforced.
     Segments,
-    /// Counting up, more or less. The next number is guessed first, which makes
-    /// the check cheaper, and every identification is admitted.
+    /// Mostly counting up. We try the next number first, which makes the check cheaper, but still
+    /// accept all identifications.
     Counting,
-    /// None of these; every identification is admitted.
+    /// No known pattern. All identifications are accepted.
     Arbitrary,
 }
 
-/// Packets after which a pattern is believed.
+/// Number of packets required to determine the pattern.
 const LEARN: u16 = 64;
-/// A segmented send has at most this many segments (`UDP_MAX_SEGMENTS`).
+/// Maximum number of segments in a segmented send (`UDP_MAX_SEGMENTS`).
 const SEGMENTS: u16 = 128;
-/// Distance by which a counting peer may be ahead of or behind the last packet.
+/// Maximum distance from the previous packet for the identifications of a counting peer.
 const COUNT_WINDOW: u16 = 1024;
-/// Packets in a row that break the pattern, each of which passed the linear
-/// test, after which the peer has changed and is learned again. Chance does that
-/// once in 2⁶⁴ tries, and a peer that changes loses at most this many packets.
+/// Number of consecutive packets that must pass the linear check but break the pattern before we
+/// learn the pattern again. The probability for random data is 2⁻⁶⁴, and we drop at most this many
+/// packets if the peer has really changed.
 const BREAKS: u8 = 4;
 
-/// The memory of one peer's identifications.
+/// Identifications used by a single peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerIds {
     pattern: IdPattern,
-    /// Packets seen while learning.
+    /// Number of packets received while learning.
     seen: u16,
-    /// Packets in a row that broke the pattern.
+    /// Number of consecutive packets that broke the pattern.
     broken: u8,
-    /// The largest identification seen while learning.
+    /// Largest identification received while learning.
     largest: u16,
-    /// Number of zeros while learning.
+    /// Number of zero identifications received while learning.
     zeroes: u16,
-    /// All identifications seen while learning stepped by little.
+    /// Set while all identifications were close to the previous value.
     steps: bool,
-    /// Whether the last packet that began a train, and the last that followed another in one, had
-    /// the number after the one before it.
+    /// Indexed by position, for the first packet of a train and for a packet following it: set if
+    /// the identification of the last such packet was one more than that of its predecessor.
     counted: [bool; 2],
     last: u16,
 }
@@ -56,7 +55,7 @@ impl Default for PeerIds {
 }
 
 impl PeerIds {
-    /// Peer of whom no packet was seen.
+    /// Creates the state for a new peer.
     #[must_use]
     pub const fn new() -> Self {
         Self {
@@ -71,32 +70,33 @@ impl PeerIds {
         }
     }
 
-    /// The pattern believed so far.
+    /// Returns the current pattern.
     #[must_use]
     pub fn pattern(&self) -> IdPattern {
         self.pattern
     }
 
-    /// The identification to try first, for a packet that begins a train (`follows` is false), or
-    /// that follows another one in it.
+    /// Returns the identification to try first. `follows` must be false for the first packet of a
+    /// train and true for the following packets.
     #[must_use]
     pub fn likely(&self, follows: bool) -> u16 {
         match self.pattern {
             IdPattern::Counting => self.last.wrapping_add(1),
-            // A train is a segmented send as a rule, which counts from 0. It may also be a part of
-            // one, or packets that were sent one by one, which are all numbered 0.
+            // A train is usually a segmented send, which counts up from 0. But it can also be a
+            // part of a segmented send, or contain packets that were sent individually and all use
+            // 0.
             IdPattern::Segments if self.counted[usize::from(follows)] => self.last + 1,
             IdPattern::Learning | IdPattern::Segments | IdPattern::Arbitrary => 0,
         }
     }
 
-    /// Takes in the identification of a packet that passed the linear test; returns whether this
-    /// peer would use it.
+    /// Updates the state with the identification of a packet that passed the linear check. Returns
+    /// true if this peer would use this identification.
     pub fn admit(&mut self, id: u16, follows: bool) -> bool {
-        // Also one that has sent single packets only, all numbered 0, may begin with segments at
-        // any time: their numbers are always possible.
+        // Segment numbers are always valid: even if a peer has only sent single packets using 0, it
+        // can start sending segments at any time.
         if self.pattern == IdPattern::Segments && id >= SEGMENTS {
-            // The last number stays: a corrupt packet says nothing about the peer.
+            // We don't update the last number, because the packet is probably corrupt.
             self.broken += 1;
             if self.broken == BREAKS {
                 *self = Self::new();
@@ -113,10 +113,10 @@ impl PeerIds {
     }
 
     fn learn(&mut self, id: u16) {
-        // Forward or back, since packets may be reordered.
+        // Check both directions because packets can be reordered.
         let ahead = id.wrapping_sub(self.last);
         let is_step = ahead <= COUNT_WINDOW || ahead >= COUNT_WINDOW.wrapping_neg();
-        // The first packet has none before it to step from.
+        // There is no previous identification for the first packet.
         self.steps &= self.seen == 0 || is_step;
         self.largest = self.largest.max(id);
         self.zeroes += u16::from(id == 0);
@@ -125,7 +125,7 @@ impl PeerIds {
             return;
         }
         self.pattern = match self.largest {
-            // Each segmented send begins at 0. A counter may be as small by chance, and passes 0
+            // Each segmented send starts at 0. A counter can also be small, but will use 0 only
             // once.
             small if small < SEGMENTS && self.zeroes > 1 => IdPattern::Segments,
             _ if self.steps => IdPattern::Counting,
@@ -134,7 +134,7 @@ impl PeerIds {
     }
 }
 
-/// Verifies the packets of one flow.
+/// Verifies the packets of a single flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IcrcVerifier {
     flow: IcrcFlow,
@@ -142,7 +142,7 @@ pub struct IcrcVerifier {
 }
 
 impl IcrcVerifier {
-    /// A verifier that knows nothing of the peer yet.
+    /// Creates a verifier for a new peer.
     #[must_use]
     pub fn new(flow: IcrcFlow) -> Self {
         Self {
@@ -151,14 +151,14 @@ impl IcrcVerifier {
         }
     }
 
-    /// The pattern of identifications that is demanded of the peer.
+    /// Returns the identification pattern currently used to verify packets.
     #[must_use]
     pub fn pattern(&self) -> IdPattern {
         self.ids.pattern()
     }
 
-    /// Checks a received UDP payload, which follows another one in a train of the peer's or begins
-    /// one. Returns its IPv4 identification, which is 0 on IPv6.
+    /// Verifies a received UDP payload. `follows` must be set if this is not the first packet of a
+    /// train. Returns the IPv4 identification, or 0 for IPv6.
     ///
     /// # Errors
     /// See [`IcrcError`].
@@ -171,8 +171,8 @@ impl IcrcVerifier {
         }
     }
 
-    /// The end of a train: where the next one does not go on with its numbers, they are forgotten.
-    /// Most trains then leave the verifier as it was.
+    /// Marks the end of a train. If the next train does not continue its numbers, they are
+    /// discarded, so that most trains don't change the verifier.
     pub fn end_train(&mut self) {
         if self.ids.pattern == IdPattern::Segments && !self.ids.counted[0] {
             self.ids.last = 0;
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_that_sends_small_numbers_is_held_to_them() {
+    fn small_identifications_are_enforced() {
         let flow = v4();
         let mut verifier = IcrcVerifier::new(flow);
         for _ in 0..LEARN {
@@ -198,11 +198,11 @@ mod tests {
             verifier.verify(&odd, false),
             Err(IcrcError::UnlikelyId { id: 0x0100 })
         );
-        // A first segmented send after many single packets is no surprise.
+        // A segmented send must be accepted even after many single packets.
         for id in 0..44 {
             verifier.verify(&sealed(&flow, 1040, id), id > 0).unwrap();
         }
-        // A peer that changed for good is learned again.
+        // If a peer has changed permanently, we must learn its new pattern.
         for _ in 0..BREAKS {
             verifier.verify(&odd, false).unwrap_err();
         }
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_are_told_apart() {
+    fn identification_patterns_are_distinguished() {
         let learn = |id: &dyn Fn(u16) -> u16| {
             let mut ids = PeerIds::new();
             assert!((0..LEARN).all(|i| ids.admit(id(i), false)));
@@ -224,7 +224,7 @@ mod tests {
         );
         let mut admits = |id| segments.admit(id, false);
         assert!(admits(0) && admits(127) && !admits(128));
-        // A counter that was small while it was learned goes on.
+        // The counter values were small during learning but will continue to increase.
         for first in [0, 1, 64] {
             let mut small = learn(&|i| first + i);
             assert_eq!(small.pattern(), IdPattern::Counting);
@@ -235,14 +235,14 @@ mod tests {
             (counting.pattern(), counting.likely(false)),
             (IdPattern::Counting, 0x9e)
         );
-        // A counter that jumps while its host is idle stays welcome.
+        // A counter that jumps while its host is idle must still be accepted.
         assert!(counting.admit(0x8000, false) && counting.admit(0x8001, true));
         let mut arbitrary = learn(&|i| i.wrapping_mul(40_503));
         assert_eq!(arbitrary.pattern(), IdPattern::Arbitrary);
         assert!(arbitrary.admit(1, false) && arbitrary.admit(0xff00, false));
     }
 
-    /// Takes in trains of these numbers, and returns how many of them were guessed wrongly.
+    /// Processes trains with these identifications and returns the number of wrong guesses.
     fn misses(ids: &mut PeerIds, trains: &[&[u16]]) -> usize {
         let mut misses = 0;
         for train in trains {
@@ -255,18 +255,18 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_guessed_by_their_place_in_a_train() {
+    fn identifications_are_guessed_by_train_position() {
         let segmented: &[u16] = &[0, 1, 2, 3];
         let mut ids = PeerIds::new();
         misses(&mut ids, &[segmented; LEARN as usize / 4]);
         assert_eq!(ids.pattern(), IdPattern::Segments);
-        // Answers alone, and trains of every length.
+        // Single responses, and trains of any length.
         let trains: [&[u16]; 5] = [segmented, &[0], &[0], &[0, 1], segmented];
         assert_eq!(misses(&mut ids, &trains), 0);
-        // Single packets that a receiving adapter has put together.
+        // Single packets that were merged by the receiving adapter.
         let single: &[u16] = &[0, 0, 0, 0];
         assert_eq!(misses(&mut ids, &[single; 3]), 1);
-        // A segmented send that comes in parts, or one by one.
+        // A segmented send received in parts or packet by packet.
         assert_eq!(misses(&mut ids, &[&[0, 1], &[2, 3], &[4, 5], &[6]]), 2);
     }
 }

@@ -1,42 +1,43 @@
-//! Performance management (IBTA 16.1): the counters of a port.
+//! Performance management (IBTA 16.1): port counters.
 //!
-//! A MAD has the common header of 24 bytes, 40 bytes that stay zero, and 192 bytes of attribute.
+//! A MAD consists of the common 24-byte header, 40 bytes that must be zero, and 192 bytes of
+//! attribute data.
 
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// The only version of the class.
+/// Supported class version.
 pub const CLASS_VERSION: u8 = 1;
 
-/// Offset of the attribute, in bytes.
+/// Offset of the attribute data in bytes.
 pub const DATA: usize = 64;
 
-/// PortSelect that means all ports.
+/// PortSelect value used to select all ports.
 pub const ALL_PORTS: u8 = 0xff;
 
-/// Identifiers of attributes (IBTA table 221).
+/// Attribute IDs (IBTA table 221).
 pub mod attribute {
-    /// ClassPortInfo: versions and capabilities of the class.
+    /// ClassPortInfo: class versions and capabilities.
     pub const CLASS_PORT_INFO: u16 = 0x0001;
-    /// PortSamplesControl: sampling of counters over intervals.
+    /// PortSamplesControl: configures the sampling of counters.
     pub const PORT_SAMPLES_CONTROL: u16 = 0x0010;
     /// PortSamplesResult: the samples.
     pub const PORT_SAMPLES_RESULT: u16 = 0x0011;
-    /// PortCounters: counters that stop at their largest value.
+    /// PortCounters: counters that saturate at the maximum value.
     pub const PORT_COUNTERS: u16 = 0x0012;
-    /// PortCountersExtended: counters of 64 bits.
+    /// PortCountersExtended: 64-bit counters.
     pub const PORT_COUNTERS_EXTENDED: u16 = 0x001d;
 }
 
-/// Capabilities of the class (IBTA table 222): PortSelect [`ALL_PORTS`] is understood.
+/// Class capability (IBTA table 222): [`ALL_PORTS`] is supported in PortSelect.
 pub const ALL_PORT_SELECT: u16 = 1 << 8;
-/// PortCountersExtended is supported, with all its counters.
+/// Class capability: all PortCountersExtended counters are supported.
 pub const EXTENDED_WIDTH: u16 = 1 << 9;
-/// QP1Dropped is counted.
+/// Class capability: QP1Dropped is supported.
 pub const COUNTS_QP1_DROPPED: u16 = 1 << 15;
 
-/// Counters of PortCounters that are selected: bits of CounterSelect, and above them those of
-/// CounterSelect2 (IBTA table 224).
+/// Bits used to select counters in PortCounters: CounterSelect, followed by CounterSelect2 (IBTA
+/// table 224).
 pub mod select {
     /// PortRcvErrors.
     pub const RCV_ERRORS: u32 = 1 << 3;
@@ -52,7 +53,7 @@ pub mod select {
     pub const QP1_DROPPED: u32 = 1 << 17;
 }
 
-/// PortCounters (IBTA 16.1.3.5). A counter that would not fit stays at its largest value.
+/// PortCounters (IBTA 16.1.3.5). Counters saturate at the maximum value.
 #[derive(
     Clone,
     Copy,
@@ -69,33 +70,33 @@ pub mod select {
 #[repr(C)]
 pub struct PortCounters {
     pub(crate) reserved: u8,
-    /// Port, from 1; in a request also [`ALL_PORTS`].
+    /// Port number, starting at 1. [`ALL_PORTS`] is also valid in a request.
     pub port_select: u8,
-    /// Counters that a Set() resets: see [`select`].
+    /// Counters reset by Set(), see [`select`].
     pub counter_select: U16,
     pub(crate) symbol_errors: U16,
     pub(crate) link_error_recovery: u8,
     pub(crate) link_downed: u8,
-    /// Packets that were malformed or failed the check of their ICRC.
+    /// Number of packets dropped because of an invalid format or ICRC.
     pub rcv_errors: U16,
     pub(crate) rcv_remote_physical_errors: U16,
     pub(crate) rcv_switch_relay_errors: U16,
     pub(crate) xmit_discards: U16,
     pub(crate) xmit_constraint_errors: u8,
     pub(crate) rcv_constraint_errors: u8,
-    /// Further counters that a Set() resets: bit 0 selects PortXmitWait, bit 1 QP1Dropped.
+    /// More counters reset by Set(): bit 0 is used for PortXmitWait, bit 1 for QP1Dropped.
     pub counter_select2: u8,
     pub(crate) link_overrun_errors: u8,
-    /// MADs that were dropped at queue pair 1.
+    /// Number of MADs dropped at queue pair 1.
     pub qp1_dropped: U16,
     pub(crate) vl15_dropped: U16,
-    /// Words of 4 bytes that were sent.
+    /// Data sent, in 4-byte words.
     pub xmit_data: U32,
-    /// Words of 4 bytes that were received.
+    /// Data received, in 4-byte words.
     pub rcv_data: U32,
-    /// Packets that were sent.
+    /// Number of packets sent.
     pub xmit_packets: U32,
-    /// Packets that were received.
+    /// Number of packets received.
     pub rcv_packets: U32,
     pub(crate) xmit_wait: U32,
 }
@@ -103,7 +104,8 @@ pub struct PortCounters {
 const _: () = assert!(size_of::<PortCounters>() == 44);
 
 impl PortCounters {
-    /// No counts of a port, with selected counters (see [`select`]).
+    /// Creates an attribute with all counters set to zero. `selected` is a set of bits in
+    /// [`select`].
     #[must_use]
     pub fn of(port_select: u8, selected: u32) -> Self {
         let [_, select2, high, low] = selected.to_be_bytes();
@@ -115,14 +117,14 @@ impl PortCounters {
         }
     }
 
-    /// Counters that are selected: see [`select`].
+    /// Returns the selected counters, see [`select`].
     #[must_use]
     pub fn selected(&self) -> u32 {
         u32::from(self.counter_select2) << 16 | u32::from(self.counter_select.get())
     }
 }
 
-/// PortCountersExtended (IBTA 16.1.4.11), as far as it has no counters of errors.
+/// PortCountersExtended (IBTA 16.1.4.11), without the error counters.
 #[derive(
     Clone,
     Copy,
@@ -139,26 +141,26 @@ impl PortCounters {
 #[repr(C)]
 pub struct PortCountersExtended {
     pub(crate) reserved: u8,
-    /// Port, from 1; in a request also [`ALL_PORTS`].
+    /// Port number, starting at 1. [`ALL_PORTS`] is also valid in a request.
     pub port_select: u8,
-    /// Counters that a Set() resets: bit 0 is that of the first, and so on.
+    /// Counters reset by Set(), starting with the first counter at bit 0.
     pub counter_select: U16,
     pub(crate) counter_select2: U32,
-    /// Words of 4 bytes that were sent.
+    /// Data sent, in 4-byte words.
     pub xmit_data: U64,
-    /// Words of 4 bytes that were received.
+    /// Data received, in 4-byte words.
     pub rcv_data: U64,
-    /// Packets that were sent.
+    /// Number of packets sent.
     pub xmit_packets: U64,
-    /// Packets that were received.
+    /// Number of packets received.
     pub rcv_packets: U64,
-    /// Packets to single hosts that were sent.
+    /// Number of unicast packets sent.
     pub unicast_xmit_packets: U64,
-    /// Packets to this host that were received.
+    /// Number of unicast packets received.
     pub unicast_rcv_packets: U64,
-    /// Packets to groups that were sent.
+    /// Number of multicast packets sent.
     pub multicast_xmit_packets: U64,
-    /// Packets to groups that were received.
+    /// Number of multicast packets received.
     pub multicast_rcv_packets: U64,
 }
 
@@ -169,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_counters_are_where_the_specification_has_them() {
+    fn port_counters_match_specification_layout() {
         let counters = PortCounters {
             rcv_errors: U16::new(0x0203),
             qp1_dropped: U16::new(7),
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn the_extended_counters_follow_in_eight_bytes_each() {
+    fn extended_counters_are_64_bits() {
         let counters = PortCountersExtended {
             port_select: 1,
             counter_select: U16::new(0x00ff),

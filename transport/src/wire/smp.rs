@@ -1,76 +1,77 @@
-//! Attributes of subnet management (IBTA 14.2.5): what a port says of itself.
+//! Subnet management attributes (IBTA 14.2.5), used to query a port.
 //!
-//! A MAD has the common header of 24 bytes, the M_Key, 32 bytes that stay zero or belong to a
-//! directed route, and 64 bytes of attribute. RoCE has no subnet management, so these MADs travel
-//! on no wire: a program asks its own NIC.
+//! A MAD consists of the common 24-byte header, the M_Key, 32 bytes that are either zero or used by
+//! a directed route, and 64 bytes of attribute data. RoCE does not support subnet management, so
+//! these MADs are never sent on the wire: they are only used by a program to query the local NIC.
 
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// The only version of the class.
+/// Supported class version.
 pub const CLASS_VERSION: u8 = 1;
 
-/// Offset of the attribute, in bytes.
+/// Offset of the attribute data in bytes.
 pub const DATA: usize = 64;
 
-/// Length of an attribute, in bytes.
+/// Attribute size in bytes.
 pub const DATA_LEN: usize = 64;
 
-/// Status bit of a directed route: the MAD is on its way back (IBTA 14.2.1.2).
+/// Status bit used for directed routes, set while the MAD is being returned (IBTA 14.2.1.2).
 pub const DIRECTION: u16 = 0x8000;
 
-/// P_Keys in a block of the P_Key table.
+/// Number of P_Keys in a single block of the P_Key table.
 pub const PKEYS_PER_BLOCK: usize = 32;
 
-/// Identifiers of attributes (IBTA table 140).
+/// Attribute IDs (IBTA table 140).
 pub mod attribute {
-    /// NodeDescription: a name for people.
+    /// NodeDescription: display name.
     pub const NODE_DESCRIPTION: u16 = 0x0010;
     /// NodeInfo: the node and its GUIDs.
     pub const NODE_INFO: u16 = 0x0011;
-    /// SwitchInfo: a switch's forwarding tables.
+    /// SwitchInfo: forwarding tables.
     pub const SWITCH_INFO: u16 = 0x0012;
-    /// GUIDInfo: a block of the port's GUIDs.
+    /// GUIDInfo: block of port GUIDs.
     pub const GUID_INFO: u16 = 0x0014;
-    /// PortInfo: state and limits of a port.
+    /// PortInfo: port state and limits.
     pub const PORT_INFO: u16 = 0x0015;
-    /// P_KeyTable: a block of the port's partitions.
+    /// P_KeyTable: block of port P_Keys.
     pub const PKEY_TABLE: u16 = 0x0016;
 }
 
-/// NodeInfo (IBTA 14.2.5.3) of a channel adapter.
+/// NodeInfo (IBTA 14.2.5.3) for a channel adapter.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct NodeInfo {
-    /// Highest base version of MADs.
+    /// Highest supported MAD base version.
     pub base_version: u8,
-    /// Version of the class.
+    /// Class version.
     pub class_version: u8,
-    /// Kind of node: 1 is a channel adapter.
+    /// Node type: 1 is a channel adapter.
     pub node_type: u8,
     /// Number of ports.
     pub ports: u8,
-    /// GUID of the system that the node is a part of.
+    /// GUID of the system containing the node.
     pub system_image_guid: U64,
-    /// GUID of the node.
+    /// Node GUID.
     pub node_guid: U64,
-    /// GUID of the port that has the request.
+    /// GUID of the port receiving the request.
     pub port_guid: U64,
-    /// Entries of the P_Key table of each port.
+    /// Number of entries in the P_Key table of each port.
     pub partition_cap: U16,
-    /// Device of the vendor.
+    /// Vendor-specific device ID.
     pub device_id: U16,
-    /// Revision of the device.
+    /// Device revision.
     pub revision: U32,
-    /// Number of the port, and in the low 24 bits the vendor's OUI.
+    /// Port number in the high 8 bits, and vendor OUI in the low 24 bits.
     pub port_and_vendor: U32,
 }
 
 const _: () = assert!(size_of::<NodeInfo>() == 40);
 
-/// PortInfo (IBTA 14.2.5.6). Fields of half a byte are in pairs, the first one in the high bits.
+/// PortInfo (IBTA 14.2.5.6). Half-byte fields are stored in pairs, with the first field in the high
+/// bits.
 #[derive(
     Clone,
     Copy,
@@ -87,32 +88,33 @@ const _: () = assert!(size_of::<NodeInfo>() == 40);
 #[repr(C)]
 pub struct PortInfo {
     pub(crate) m_key: U64,
-    /// High half of the port's GIDs.
+    /// High half of the port GIDs.
     pub gid_prefix: U64,
     pub(crate) lid: U16,
     pub(crate) master_sm_lid: U16,
-    /// Capabilities of the port: bit 16 is communication management.
+    /// Port capabilities: bit 16 is communication management.
     pub capabilities: U32,
     pub(crate) diag_code: U16,
     pub(crate) m_key_lease_period: U16,
-    /// Number of the port that has the request.
+    /// Number of the port receiving the request.
     pub local_port: u8,
-    /// Width in lanes, as the next two: bit 0 is one lane.
+    /// Enabled link widths. In this and the next two fields, bit 0 means one lane.
     pub link_width_enabled: u8,
-    /// Widths that are possible.
+    /// Supported link widths.
     pub link_width_supported: u8,
-    /// Width of the link.
+    /// Current link width.
     pub link_width_active: u8,
-    /// LinkSpeedSupported, of which 1 is 2.5 Gbit/s, and PortState: 1 is down, 4 active.
+    /// LinkSpeedSupported, where 1 is 2.5 Gbit/s, and PortState, where 1 is down and 4 is active.
     pub speed_supported_and_state: u8,
-    /// PortPhysicalState, of which 2 is polling and 5 linked, and LinkDownDefaultState.
+    /// PortPhysicalState, where 2 is polling and 5 is linked, and LinkDownDefaultState.
     pub physical_state: u8,
     pub(crate) m_key_protection_and_lmc: u8,
     /// LinkSpeedActive and LinkSpeedEnabled.
     pub speed_active_and_enabled: u8,
-    /// NeighborMTU, a code from 1 (256 bytes) to 5 (4096), and the subnet manager's service level.
+    /// NeighborMTU, with values from 1 (256 bytes) to 5 (4096), and the service level for the
+    /// subnet manager.
     pub neighbor_mtu: u8,
-    /// VLCap, of which 1 is VL 0 alone, and InitType.
+    /// VLCap, where 1 means only VL 0, and InitType.
     pub vl_cap: u8,
     pub(crate) vl_high_limit: u8,
     pub(crate) vl_arbitration_high_cap: u8,
@@ -120,16 +122,16 @@ pub struct PortInfo {
     /// InitTypeReply and MTUCap.
     pub mtu_cap: u8,
     pub(crate) vl_stall_and_hoq_life: u8,
-    /// OperationalVLs, and enforcement of partitions, which switches have.
+    /// OperationalVLs and partition enforcement, which is only used by switches.
     pub operational_vls: u8,
     pub(crate) m_key_violations: U16,
-    /// Packets of other partitions.
+    /// Number of packets received with an invalid P_Key.
     pub p_key_violations: U16,
     pub(crate) q_key_violations: U16,
-    /// Entries of the GUID table.
+    /// Number of entries in the GUID table.
     pub guid_cap: u8,
     pub(crate) subnet_timeout: u8,
-    /// RespTimeValue: an answer takes at most 4.096 µs × 2^n.
+    /// RespTimeValue: the maximum response time is 4.096 µs × 2^n.
     pub response_time: u8,
     pub(crate) error_thresholds: u8,
     pub(crate) max_credit_hint: U16,
@@ -145,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_node_is_where_the_specification_has_it() {
+    fn node_info_matches_specification_layout() {
         let info = NodeInfo {
             base_version: 1,
             class_version: 1,
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn the_port_is_where_the_specification_has_it() {
+    fn port_info_matches_specification_layout() {
         let info = PortInfo {
             gid_prefix: U64::new(0xfe80_0000_0000_0000),
             capabilities: U32::new(0x0001_0000),

@@ -1,5 +1,6 @@
-//! All headers of an unreliable datagram, from the link's on: what a queue pair 0 or 1 without a
-//! network stack below it sends, and what a capture holds (IBTA 7.7, 8.3, 9.2; annexes A16 and A17).
+//! All headers of an unreliable datagram, starting at the link layer, as sent by queue pair 0 or 1
+//! without an underlying network stack or as stored in a packet capture (IBTA 7.7, 8.3, 9.2;
+//! annexes A16 and A17).
 //!
 //! ```text
 //! InfiniBand   LRH [GRH]               BTH DETH [ImmDt]
@@ -7,10 +8,10 @@
 //! RoCEv2       Ethernet [VLAN] IP UDP  BTH DETH [ImmDt]
 //! ```
 //!
-//! [`UdHeader::pack`] works lengths, types and checksums out from the parts that are there and the
-//! length of the payload; [`UdHeader::unpack`] refuses bytes in which they contradict each other or
-//! the length received. The software NIC needs none of this: its socket makes the headers up to
-//! UDP's.
+//! [`UdHeader::pack`] sets lengths, types and checksums based on the available headers and the
+//! payload size. [`UdHeader::unpack`] returns an error if these fields don't match each other or
+//! the received size. The software NIC does not use this module, because the headers up to UDP are
+//! created by its socket.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -33,93 +34,93 @@ const UDP_LEN: usize = 8;
 const DETH_LEN: usize = 8;
 const IMM_LEN: usize = 4;
 
-/// Length in bytes of the longest headers of a datagram.
+/// Maximum size of the datagram headers in bytes.
 pub const MAX_UD_HEADER_LEN: usize =
     ETHERNET_LEN + VLAN_LEN + GRH_LEN + UDP_LEN + Bth::LEN + DETH_LEN + IMM_LEN;
 
-/// Room for the headers of one datagram.
+/// Buffer for the headers of a datagram.
 pub type UdHeaderBuf = ArrayVec<u8, MAX_UD_HEADER_LEN>;
 
-/// Next header of an LRH: a BTH, or a GRH (IBTA 7.7.5).
+/// LRH next header value for a BTH, optionally after a GRH (IBTA 7.7.5).
 const LNH_BTH: u8 = 2;
 const LNH_GRH: u8 = 3;
-/// Next header of a GRH before a BTH (IBTA 8.3.4).
+/// GRH next header value for a BTH (IBTA 8.3.4).
 const NEXT_BTH: u8 = 0x1b;
 const NEXT_UDP: u8 = 17;
 const TYPE_IPV4: u16 = 0x0800;
 const TYPE_VLAN: u16 = 0x8100;
 const TYPE_IPV6: u16 = 0x86dd;
-/// EtherType of RoCE before version 2 (annex A16).
+/// EtherType for RoCE version 1 (annex A16).
 const TYPE_ROCE: u16 = 0x8915;
 const IPV4_PLAIN: u8 = 0x45;
 const DO_NOT_FRAGMENT: u16 = 0x4000;
 const LID_LENGTH_MASK: u16 = 0x07ff;
 
-/// Reason why bytes are not the headers of a datagram, or headers cannot be written.
+/// Error returned if datagram headers can't be parsed or created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum UdHeaderError {
-    /// The bytes end within a header, or before the ICRC.
-    #[error("{len} bytes hold no datagram with its headers")]
+    /// The data is truncated within a header or before the ICRC.
+    #[error("datagram truncated at {len} bytes")]
     Short {
         /// Number of bytes received.
         len: usize,
     },
-    /// A header names no header that may follow it.
+    /// Unsupported next header value.
     #[error("{header}: unexpected next header {value:#06x}")]
     Next {
-        /// Name of the header.
+        /// Header name.
         header: &'static str,
-        /// Value of its field.
+        /// Field value.
         value: u16,
     },
-    /// A field has another value than the only one that a datagram has.
+    /// A field has an invalid value for a datagram.
     #[error("{header}: unexpected {field}")]
     Field {
-        /// Name of the header.
+        /// Header name.
         header: &'static str,
-        /// Name of the field.
+        /// Field name.
         field: &'static str,
     },
-    /// A length field contradicts the bytes that there are.
-    #[error("{header}: length {said}, but {len} bytes follow")]
+    /// A length field does not match the available data.
+    #[error("{header}: invalid length {said}, {len} bytes available")]
     Length {
-        /// Name of the header.
+        /// Header name.
         header: &'static str,
-        /// The length that the field stands for, in bytes.
+        /// Length in bytes according to the field.
         said: usize,
-        /// Number of bytes that it should stand for.
+        /// Expected length in bytes.
         len: usize,
     },
-    /// The payload is longer than a length field can say, or the layers do not fit each other.
+    /// The payload exceeds a length field, or the layers are incompatible.
     #[error("{0}")]
     Unwritable(&'static str),
 }
 
-/// Local route header of InfiniBand, without what follows from the rest of the packet.
+/// InfiniBand local route header, without fields that depend on the rest of the packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lrh {
     /// Virtual lane, 4 bits.
     pub virtual_lane: u8,
     /// Service level, 4 bits.
     pub service_level: u8,
-    /// LID of the destination.
+    /// Destination LID.
     pub destination: u16,
-    /// LID of the source.
+    /// Source LID.
     pub source: u16,
 }
 
-/// Ethernet header, without the type.
+/// Ethernet header, without the EtherType.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ethernet {
-    /// Address of the destination.
+    /// Destination address.
     pub destination: [u8; 6],
-    /// Address of the source.
+    /// Source address.
     pub source: [u8; 6],
-    /// Tag control information of a VLAN: priority, drop eligibility and number.
+    /// VLAN tag control information: priority, drop eligibility and VLAN ID.
     pub vlan: Option<u16>,
 }
 
-/// Layer below the network's.
+/// Link layer header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkHeader {
     /// InfiniBand.
@@ -128,16 +129,16 @@ pub enum LinkHeader {
     Ethernet(Ethernet),
 }
 
-/// Kind of link, by which the first header is read.
+/// Link type, which determines how the first header is parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkKind {
-    /// InfiniBand: the bytes begin with an LRH.
+    /// InfiniBand: the data starts with an LRH.
     InfiniBand,
     /// Ethernet.
     Ethernet,
 }
 
-/// Fields of a GRH or IPv6 header.
+/// Fields in a GRH or IPv6 header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GlobalRoute {
     /// Traffic class.
@@ -146,13 +147,13 @@ pub struct GlobalRoute {
     pub flow_label: u32,
     /// Hop limit.
     pub hop_limit: u8,
-    /// GID of the source.
+    /// Source GID.
     pub source: Ipv6Addr,
-    /// GID of the destination.
+    /// Destination GID.
     pub destination: Ipv6Addr,
 }
 
-/// Fields of an IPv4 header without options, whose packet must not be fragmented.
+/// Fields in an IPv4 header without options. The packet must not be fragmented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ipv4Route {
     /// Type of service.
@@ -161,33 +162,33 @@ pub struct Ipv4Route {
     pub identification: u16,
     /// Time to live.
     pub ttl: u8,
-    /// Address of the source.
+    /// Source address.
     pub source: Ipv4Addr,
-    /// Address of the destination.
+    /// Destination address.
     pub destination: Ipv4Addr,
 }
 
-/// Layer between link and transport.
+/// Network layer header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NetworkLayer {
-    /// None, within a subnet of InfiniBand.
+    /// No network header, used within an InfiniBand subnet.
     Local,
-    /// GRH, of InfiniBand and of RoCE before version 2.
+    /// GRH, used by InfiniBand and by RoCE version 1.
     Grh(GlobalRoute),
-    /// IPv4 and UDP, whose source port this is. The checksum of UDP is 0, which means none.
+    /// IPv4 and UDP, with the UDP source port. The UDP checksum is set to 0, which disables it.
     Ipv4(Ipv4Route, u16),
-    /// IPv6 and UDP, likewise.
+    /// IPv6 and UDP, with the UDP source port.
     Ipv6(GlobalRoute, u16),
 }
 
 /// All headers of an unreliable datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdHeader {
-    /// Header of the link.
+    /// Link header.
     pub link: LinkHeader,
-    /// Headers of the network.
+    /// Network headers.
     pub network: NetworkLayer,
-    /// Base transport header; its opcode and pad count are made to fit.
+    /// Base transport header. The opcode and pad count are updated as required.
     pub bth: Bth,
     /// Datagram extended transport header.
     pub deth: Deth,
@@ -206,7 +207,8 @@ fn take<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
     Some(value)
 }
 
-/// The checksum of an IPv4 header whose field is zero; 0 for a header with a right one.
+/// Returns the checksum to use for an IPv4 header with the checksum field set to zero, or 0 if the
+/// header already contains a valid checksum.
 fn checksum(header: &[u8]) -> u16 {
     let words = header.chunks_exact(2);
     let sum: u32 = words
@@ -218,18 +220,18 @@ fn checksum(header: &[u8]) -> u16 {
 }
 
 impl UdHeader {
-    /// Bytes from the BTH to the ICRC.
+    /// Returns the number of bytes from the BTH to the end of the ICRC.
     fn transport_len(&self, payload_len: usize) -> usize {
         let imm = self.imm.map_or(0, |_| IMM_LEN);
         Bth::LEN + DETH_LEN + imm + payload_len + pad_len(payload_len) + ICRC_LEN
     }
 
-    /// Writes the headers of a datagram with `payload_len` bytes of payload, which are to be followed
-    /// by the payload, its padding and the ICRC.
+    /// Writes the headers for a datagram with `payload_len` bytes of payload. The caller must
+    /// append the payload, its padding and the ICRC.
     ///
     /// # Errors
-    /// [`UdHeaderError::Unwritable`] for a payload that a length field has no room for, for a value
-    /// that is larger than its field, and for layers that no link carries one above the other.
+    /// Returns [`UdHeaderError::Unwritable`] if the payload exceeds a length field, if a value
+    /// exceeds its field, or if the link does not support these layers.
     pub fn pack(&self, payload_len: usize) -> Result<UdHeaderBuf, UdHeaderError> {
         use UdHeaderError::Unwritable;
         let transport = self.transport_len(payload_len);
@@ -278,7 +280,7 @@ impl UdHeader {
                         "virtual lane or service level of more than 4 bits",
                     ));
                 }
-                // In words of four bytes, from the LRH to the ICRC.
+                // Number of four-byte words from the LRH up to the ICRC.
                 let words = checked(transport, LRH_LEN + grh)? / 4;
                 if words > LID_LENGTH_MASK {
                     return Err(Unwritable("the payload is too long"));
@@ -307,8 +309,9 @@ impl UdHeader {
         Ok(())
     }
 
-    /// Reads a packet from its link's header to its ICRC. Returns the headers and the payload. What
-    /// follows the packet's own length, such as the filling of a short Ethernet frame, is left out.
+    /// Parses a packet from the link header to the ICRC, and returns the headers and the payload.
+    /// Any data beyond the packet length, such as the padding of a short Ethernet frame, is
+    /// ignored.
     ///
     /// # Errors
     /// See [`UdHeaderError`].
@@ -341,7 +344,7 @@ impl UdHeader {
             true => Some(take(&mut rest).ok_or(short)?),
             false => None,
         };
-        // The pad count is the sender's, and may reach back into the headers.
+        // The pad count is provided by the sender and can exceed the available data.
         let payload_len = rest.len().checked_sub(ICRC_LEN + bth.pad()).ok_or(short)?;
         let header = Self {
             link,
@@ -401,7 +404,8 @@ fn put_udp(out: &mut UdHeaderBuf, port: u16, len: u16) {
 
 type Layers = (LinkHeader, NetworkLayer);
 
-/// Leaves as many bytes as a length field says. More may be there: links fill short packets.
+/// Truncates the data to the value of a length field. The data can be longer because links pad
+/// short packets.
 fn cut(rest: &mut &[u8], header: &'static str, said: usize) -> Result<(), UdHeaderError> {
     let whole = *rest;
     *rest = whole.get(..said).ok_or(UdHeaderError::Length {
@@ -530,7 +534,8 @@ fn take_ipv4(rest: &mut &[u8], short: UdHeaderError) -> Result<Ipv4Route, UdHead
     if checksum(&h) != 0 {
         return wrong("checksum");
     }
-    // Also a packet that may be fragmented is whole if it has no offset and is the last.
+    // A packet without the "don't fragment" bit is still complete if the offset is zero and no more
+    // fragments follow.
     if word(&h[6..]) & !DO_NOT_FRAGMENT != 0 {
         return wrong("fragment");
     }
@@ -552,7 +557,7 @@ fn take_ipv4(rest: &mut &[u8], short: UdHeaderError) -> Result<Ipv4Route, UdHead
     })
 }
 
-/// The source port. Of a checksum nothing is known here: the ICRC covers more.
+/// Returns the source port. The checksum is not verified, as the ICRC covers more data.
 fn take_udp(rest: &mut &[u8], short: UdHeaderError) -> Result<u16, UdHeaderError> {
     let h: [u8; UDP_LEN] = take(rest).ok_or(short)?;
     if word(&h[2..]) != ROCE_PORT {
@@ -580,7 +585,7 @@ mod tests {
     use super::super::ids::{Psn, Qpn};
     use super::*;
 
-    /// The headers of a MAD that a Linux 6.12 kernel (`rdma_rxe`) sent, from a capture.
+    /// Headers of a MAD sent by a Linux 6.12 kernel (`rdma_rxe`), from a packet capture.
     const OF_LINUX: [u8; 62] = [
         0x52, 0x54, 0x00, 0x00, 0x00, 0x01, 0x52, 0x54, 0x00, 0x00, 0x00, 0x02, 0x08, 0x00, 0x45,
         0x00, 0x01, 0x34, 0x06, 0xd5, 0x40, 0x00, 0x40, 0x11, 0x1c, 0x1c, 0x0a, 0x63, 0x01, 0x02,
@@ -638,7 +643,7 @@ mod tests {
         })
     }
 
-    /// A whole packet with `len` bytes of payload.
+    /// Creates a complete packet with `len` bytes of payload.
     fn packet(header: &UdHeader, len: usize) -> Vec<u8> {
         let mut bytes = header.pack(len).unwrap().to_vec();
         bytes.extend((0..len).map(|n| n as u8));
@@ -647,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mad_has_the_bytes_that_linux_sends() {
+    fn ud_headers_match_linux_mad() {
         assert_eq!(of_linux().pack(256).unwrap()[..], OF_LINUX);
         let mut bytes = OF_LINUX.to_vec();
         bytes.resize(OF_LINUX.len() + 256 + ICRC_LEN, 7);
@@ -656,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn infiniband_counts_words_from_its_first_header_on() {
+    fn infiniband_length_includes_lrh() {
         let local = header(lrh(), NetworkLayer::Local).pack(256).unwrap();
         // IBTA 7.7: lane and version, level and next header, LIDs, 72 words.
         assert_eq!(local[..8], [0x10, 0x22, 0, 3, 0, 72, 0, 4]);
@@ -665,20 +670,20 @@ mod tests {
             .pack(256)
             .unwrap();
         assert_eq!(grh[..8], [0x10, 0x23, 0, 3, 0, 82, 0, 4]);
-        // IBTA 8.3: version, class and label, 280 bytes that follow, a BTH, the hop limit.
+        // IBTA 8.3: version, class and label, 280 bytes of payload, BTH as next header, hop limit.
         assert_eq!(grh[8..16], [0x6b, 0x8a, 0xbc, 0xde, 0x01, 0x18, 0x1b, 63]);
         assert_eq!((grh[16], grh[31], grh[32], grh[47]), (0xfd, 1, 0xfd, 2));
     }
 
     #[test]
-    fn a_tagged_frame_has_its_type_behind_the_tag() {
+    fn ethertype_follows_vlan_tag() {
         let tagged = header(ethernet(Some(0x6005)), NetworkLayer::Grh(global()));
         let tagged = tagged.pack(0).unwrap();
         assert_eq!(tagged[12..18], [0x81, 0x00, 0x60, 0x05, 0x89, 0x15]);
         let v6 = header(ethernet(None), NetworkLayer::Ipv6(global(), 0xc000));
         let v6 = v6.pack(1).unwrap();
         assert_eq!(v6[12..14], [0x86, 0xdd]);
-        // BTH, DETH, payload with its padding and ICRC make 28, UDP another 8.
+        // 28 bytes for BTH, DETH, padded payload and ICRC, plus 8 bytes for UDP.
         assert_eq!(v6[18..22], [0, 36, 17, 63]);
         assert_eq!(v6[54..62], [0xc0, 0, 0x12, 0xb7, 0, 36, 0, 0]);
         assert_eq!(v6[63] & 0x30, 0x30, "three bytes of padding");
@@ -704,7 +709,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_packed_is_unpacked_and_nothing_shorter() {
+    fn packed_headers_unpack_unless_truncated() {
         for (kind, mut header) in all() {
             for len in [0, 1, 2, 3, 4, 255, 4096] {
                 header.bth = header.bth.with_pad_for(len);
@@ -715,7 +720,7 @@ mod tests {
                 let want: Vec<u8> = (0..len).map(|n| n as u8).collect();
                 let read = UdHeader::unpack(kind, &bytes).unwrap();
                 assert_eq!(read, (header, &want[..]));
-                // A frame that its link has filled.
+                // The frame was padded by its link.
                 bytes.extend_from_slice(&[9; 10]);
                 let read = UdHeader::unpack(kind, &bytes).unwrap();
                 assert_eq!(read, (header, &want[..]));
@@ -724,7 +729,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_no_link_carries_are_not_written() {
+    fn unsupported_layers_are_not_packed() {
         let wrong = [
             header(ethernet(None), NetworkLayer::Local),
             header(lrh(), NetworkLayer::Ipv6(global(), 1)),
@@ -739,7 +744,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_other_packets_are_refused() {
+    fn unexpected_header_values_are_rejected() {
         // Type, version, fragment, checksum, protocol, port, length, opcode and transport version.
         let at = [12, 14, 20, 24, 23, 36, 38, 42, 43];
         for at in at {

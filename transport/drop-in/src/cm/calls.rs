@@ -3,7 +3,6 @@
 use std::ffi::{c_int, c_void};
 use std::mem;
 use std::net::{IpAddr, SocketAddr};
-use std::ptr;
 use std::slice;
 use std::time::Duration;
 
@@ -17,8 +16,8 @@ use riser_transport::verbs::{
 use super::af_ib::{Address, Service};
 use super::on_device::{bind_at, is_for, listen_on};
 use super::{
-    Id, Path, acknowledge_kept, device_at, device_towards, id_of, is_away, port_space_of,
-    rdma_get_cm_event, returns, shared,
+    Id, Path, acknowledge_kept, device_at, device_towards, id_of, is_away, next_event,
+    port_space_of, returns, shared,
 };
 use crate::devices::devices;
 use crate::errno::{Errno, minus};
@@ -43,10 +42,7 @@ pub(super) fn complete(id: Ref<Id>) -> Result<(), Errno> {
     // SAFETY: the identifier is alive, and its events are its own.
     unsafe {
         acknowledge_kept(id);
-        let mut event = ptr::null_mut();
-        if rdma_get_cm_event(channel.handle(), &raw mut event) != 0 {
-            return Err(Errno::last());
-        }
+        let event = next_event(channel.handle())?;
         (*id.c()).event = event;
         match (*event).status {
             0 => Ok(()),

@@ -10,8 +10,8 @@ use riser_transport::verbs::RdmaCm as _;
 
 use super::af_ib::{AF_INFINIBAND, Address, Service, infiniband};
 use super::{
-    Id, bind, complete, create_id, create_qp, id_of, migrate, rdma_ack_cm_event, rdma_destroy_id,
-    rdma_destroy_qp, rdma_destroy_srq, rdma_get_cm_event, rdma_resolve_route, rdma_set_option,
+    Id, bind, complete, create_id, create_qp, id_of, migrate, next_event, rdma_ack_cm_event,
+    rdma_destroy_id, rdma_destroy_qp, rdma_destroy_srq, rdma_resolve_route, rdma_set_option,
     resolve_addr,
 };
 use crate::domain::Pd;
@@ -317,12 +317,10 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
             return Err(Errno::INVALID);
         }
         let channel = listener.lock().channel;
-        let mut event = ptr::null_mut();
-        // SAFETY: the channel is the listener's, and the event is this call's.
+        // SAFETY: the channel is the listener's.
+        let event = unsafe { next_event(channel.handle()) }?;
+        // SAFETY: the event is this call's.
         let new = unsafe {
-            if rdma_get_cm_event(channel.handle(), &raw mut event) != 0 {
-                return Err(Errno::last());
-            }
             if (*event).event != RDMA_CM_EVENT_CONNECT_REQUEST {
                 let status = (*event).status;
                 rdma_ack_cm_event(event);

@@ -14,6 +14,7 @@ use riser_transport::verbs::{CmEvent, CmEventKind, CmId, ConnParam, RdmaCm as _,
 use super::af_ib::Service;
 use super::groups::on_join;
 use super::{EventChannel, Id, create_id, device_at, id_of, returns};
+use crate::cancel::{read_count, step};
 use crate::context::Context;
 use crate::engine::State;
 use crate::errno::{Errno, minus};
@@ -347,19 +348,64 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
 }
 
 /// `rdma_get_cm_event(3)`.
-pub(crate) unsafe extern "C" fn rdma_get_cm_event(
+pub(crate) unsafe extern "C-unwind" fn rdma_get_cm_event(
     channel: *mut rdma_event_channel,
     event: *mut *mut rdma_cm_event,
 ) -> c_int {
     // SAFETY: the program's pointer, as the manual page demands.
-    minus(
-        unsafe { Ref::<EventChannel>::get(channel) }.and_then(|channel| {
-            let next = channel.events.take(|event| event.owner().events.add())?;
-            // SAFETY: the program gives a place for the event.
-            unsafe { event.write(give(next)) };
-            Ok(())
-        }),
-    )
+    let known = step(|| unsafe { Ref::<EventChannel>::get(channel) }.map(|c| c.events.raw_fd()));
+    let Ok(fd) = known else {
+        return step(|| minus(Err(Errno::INVALID)));
+    };
+    loop {
+        // SAFETY: the program has the channel, and no frame has anything to drop.
+        let error = unsafe { read_count(fd) };
+        // SAFETY: the program's pointers, as the manual page demands.
+        if let Some(result) = step(|| unsafe { take(channel, error, event) }) {
+            return result;
+        }
+    }
+}
+
+/// Passes the next event to the program; `None` if it has to wait again.
+///
+/// # Safety
+/// The pointers are the program's, as the manual page demands.
+unsafe fn take(
+    channel: *mut rdma_event_channel,
+    error: c_int,
+    event: *mut *mut rdma_cm_event,
+) -> Option<c_int> {
+    if error != 0 {
+        return Some(minus(Err(Errno(error))));
+    }
+    // SAFETY: as the caller promises.
+    let channel = match unsafe { Ref::<EventChannel>::get(channel) } {
+        Ok(channel) => channel,
+        Err(errno) => return Some(minus(Err(errno))),
+    };
+    let next = channel.events.pop(|event| event.owner().events.add())?;
+    // SAFETY: the program provides memory for the pointer.
+    unsafe { event.write(give(next)) };
+    Some(0)
+}
+
+/// `rdma_get_cm_event(3)` within another call, in which the thread is not cancelled.
+///
+/// # Errors
+/// Parameters of the call.
+///
+/// # Safety
+/// The channel is alive.
+pub(super) unsafe fn next_event(
+    channel: *mut rdma_event_channel,
+) -> Result<*mut rdma_cm_event, Errno> {
+    let mut event = ptr::null_mut();
+    // SAFETY: as the caller promises.
+    match step(|| unsafe { rdma_get_cm_event(channel, &raw mut event) }) {
+        0 => Ok(event),
+        _ => Err(Errno::last()),
+    }
 }
 
 /// Makes an event for the program.

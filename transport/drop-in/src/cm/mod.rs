@@ -31,7 +31,7 @@ use std::mem::{self, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::rdma_core::convert::{SockAddr, socket_addr};
@@ -51,7 +51,7 @@ use crate::devices::{Device, devices};
 use crate::domain::{Pd, Xrcd, alloc_pd, ibv_dealloc_pd, open_unnamed_xrcd};
 use crate::engine::Engine;
 use crate::errno::{Errno, minus, pointer};
-use crate::lock::unpoisoned;
+use crate::lock::{Shielded, shielded, unpoisoned};
 use crate::object::{Ref, kind};
 use crate::open::{engine, open_on};
 use crate::queue::{EventQueue, Unacknowledged};
@@ -148,8 +148,8 @@ impl From<CmError> for Errno {
 }
 
 impl Id {
-    fn lock(&self) -> MutexGuard<'_, IdState> {
-        unpoisoned(self.state.lock())
+    fn lock(&self) -> Shielded<'_, IdState> {
+        shielded(&self.state)
     }
 
     /// Its identifiers of the devices.
@@ -186,9 +186,9 @@ unsafe fn id_of(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
 
 /// A context that the identifiers of a device share, with a protection domain for queue pairs that
 /// are created without one. It stays open, as in librdmacm.
-pub(crate) struct Shared {
-    pub(crate) context: Ref<Context>,
-    pub(crate) pd: Ref<Pd>,
+struct Shared {
+    context: Ref<Context>,
+    pd: Ref<Pd>,
     /// XRC domain for those that are created without one, once there is such.
     xrcd: Mutex<Option<Ref<Xrcd>>>,
 }
@@ -213,7 +213,7 @@ impl Shared {
 ///
 /// # Errors
 /// Those of opening the device.
-pub(crate) fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
+fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
     shared_on(device, || engine(device))
 }
 
@@ -259,13 +259,13 @@ fn is_away(device: &'static Device) -> bool {
 }
 
 /// The device that has an address.
-pub(crate) fn device_at(addr: IpAddr) -> Option<&'static Device> {
+fn device_at(addr: IpAddr) -> Option<&'static Device> {
     devices().iter().find(|d| d.config.addr == addr)
 }
 
 /// The device from which a destination is reached: the one whose address the host would use, or the
 /// first of the destination's family.
-pub(crate) fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
+fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
     let any: SocketAddr = match dst {
         SocketAddr::V4(_) => ([0, 0, 0, 0], 0).into(),
         SocketAddr::V6(_) => ([0u16; 8], 0).into(),
@@ -288,7 +288,7 @@ pub(crate) fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> 
 ///
 /// # Safety
 /// The pointer is null, or the address has the size of its family.
-pub(crate) unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
+unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
     if addr.is_null() {
         return Ok(None);
     }

@@ -112,8 +112,11 @@ fn wait(device: &'static Device) {
     let mut pause = PAUSE;
     loop {
         let is_there = is_there(addr);
-        // Before the lock, for which threads that fork or listen wait: this may take seconds.
-        let is_wanted = !unpoisoned(IDS.lock()).get().is_empty();
+        let is_wanted = {
+            let _held = hold();
+            !unpoisoned(IDS.lock()).get().is_empty()
+        };
+        // Without the lock, for which threads that fork or listen wait: this may take seconds.
         let opened = (is_there && is_wanted)
             .then(|| engine(device).ok())
             .flatten();

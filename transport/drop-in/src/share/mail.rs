@@ -4,20 +4,35 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use rustix::io::Errno as Os;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
-    sendmsg_addr, socket_with, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    recvmsg, sendmsg, sendmsg_addr, socket_with, sockopt,
 };
-use tracing::debug;
+use rustix::process::Uid;
+use tracing::{debug, warn};
+
+use crate::thread;
 
 /// Room for a message with the longest packet.
 pub(super) const MESSAGE: usize = 8 << 10;
 
 /// Most descriptors that a message may have with it, by the kernel.
 pub(super) const MAX_DESCRIPTORS: usize = 253;
+
+/// Threads at most that close descriptors of other users.
+const MAX_DISCARDING: usize = 64;
+
+/// Number of these threads.
+static DISCARDING: AtomicUsize = AtomicUsize::new(0);
+
+/// Time after which such a thread has received its message.
+const TAKEN: Duration = Duration::from_millis(20);
 
 /// A message between processes of an address: its first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,33 +111,32 @@ pub(super) fn receive(mailbox: &OwnedFd, buffer: &mut [u8]) -> Option<Received> 
     receive_with(mailbox, buffer, &mut Vec::new())
 }
 
-/// Receives a message, and the descriptors that come with it; `None` where there is none.
+/// Receives a message, and the descriptors that come with it; `None` where there is none. Those of
+/// another user are closed by another thread.
 pub(super) fn receive_with(
     mailbox: &OwnedFd,
     buffer: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
 ) -> Option<Received> {
-    // The kernel closes those for which there is no room.
+    let sender = peek(mailbox)?;
+    if sender.user != Some(rustix::process::geteuid()) {
+        discard(mailbox, sender.has_descriptors);
+        return Some(Received::OfAnotherUser(sender.name));
+    }
     let mut space =
         [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let got = recvmsg(mailbox, &mut [IoSliceMut::new(buffer)], &mut control, flags).ok()?;
-    let mut user = None;
     for message in control.drain() {
-        match message {
-            RecvAncillaryMessage::ScmRights(fds) => descriptors.extend(fds.inspect(|fd| {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            descriptors.extend(fds.inspect(|fd| {
                 // Who has sent it may have it wait at its close. Most have no such option.
                 let _ = sockopt::set_socket_linger(fd, None);
-            })),
-            RecvAncillaryMessage::ScmCredentials(who) => user = Some(who.uid),
-            _ => {}
+            }));
         }
     }
     let from = got.address.and_then(|a| SocketAddrUnix::try_from(a).ok());
-    if user != Some(rustix::process::geteuid()) {
-        return Some(Received::OfAnotherUser(from));
-    }
     Some(match got.bytes {
         0 => Received::Nothing,
         len => Received::Message {
@@ -131,6 +145,72 @@ pub(super) fn receive_with(
             from,
         },
     })
+}
+
+/// Sender of a message.
+struct Sender {
+    user: Option<Uid>,
+    name: Option<SocketAddrUnix>,
+    has_descriptors: bool,
+}
+
+/// The sender of the next message, which stays in the mailbox with its descriptors.
+fn peek(mailbox: &OwnedFd) -> Option<Sender> {
+    // Without room for descriptors: the kernel reports that there are some.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let got = recvmsg(mailbox, &mut [], &mut control, flags).ok()?;
+    let user = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmCredentials(who) => Some(who.uid),
+        _ => None,
+    });
+    Some(Sender {
+        user,
+        name: got.address.and_then(|a| SocketAddrUnix::try_from(a).ok()),
+        has_descriptors: got.flags.contains(ReturnFlags::CTRUNC),
+    })
+}
+
+/// Receives the next message without room for its descriptors, which the kernel then closes. That
+/// takes as long as their sender wants, for example with a file of a FUSE file system.
+fn discard(mailbox: &OwnedFd, has_descriptors: bool) {
+    if has_descriptors && discard_in_thread(mailbox).is_ok() {
+        return;
+    }
+    let _ = recvmsg(
+        mailbox,
+        &mut [],
+        &mut RecvAncillaryBuffer::default(),
+        RecvFlags::DONTWAIT,
+    );
+}
+
+/// As [`discard`], in a thread of its own.
+///
+/// # Errors
+/// There are [`MAX_DISCARDING`] such threads, or the system makes none.
+fn discard_in_thread(mailbox: &OwnedFd) -> io::Result<()> {
+    let mailbox = mailbox.try_clone()?;
+    let count = DISCARDING.fetch_add(1, Ordering::Relaxed);
+    let (done, is_done) = mpsc::channel();
+    let begun = match count < MAX_DISCARDING {
+        true => thread::spawn("riser-discard".into(), move || {
+            discard(&mailbox, false);
+            DISCARDING.fetch_sub(1, Ordering::Relaxed);
+            let _ = done.send(());
+        }),
+        false => Err(io::ErrorKind::ResourceBusy.into()),
+    };
+    match &begun {
+        // The kernel takes the message out of the mailbox before it closes the descriptors.
+        Ok(()) => drop(is_done.recv_timeout(TAKEN)),
+        Err(error) => {
+            DISCARDING.fetch_sub(1, Ordering::Relaxed);
+            warn!(%error, "closing descriptors of another user may stop the device");
+        }
+    }
+    begun
 }
 
 /// Answers a message. A process that does not read its answer does not get it.

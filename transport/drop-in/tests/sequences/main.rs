@@ -19,7 +19,6 @@
 mod library;
 
 mod cm;
-mod rsockets;
 mod verbs;
 
 use std::env;
@@ -303,15 +302,4 @@ fn connections_in_any_order() {
 #[test]
 fn connections_of_a_process() {
     run_seeds(cm::run);
-}
-
-#[test]
-fn rsockets_in_any_order() {
-    run_in_processes("rsockets_of_a_process");
-}
-
-/// Runs in a process of its own, see above.
-#[test]
-fn rsockets_of_a_process() {
-    run_seeds(rsockets::run);
 }

@@ -39,6 +39,8 @@ struct State {
     next_writing: u64,
     /// It is not opened again.
     refuses: bool,
+    /// Each operation blocks a thread.
+    blocks_threads: bool,
 }
 
 /// The last failed write-back, and who knows of it (Linux, `lib/errseq.c`).
@@ -196,6 +198,16 @@ impl Disk {
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Sets whether its file system executes nothing without a thread that waits for it, as FUSE and
+    /// NFS do, or one that is frozen.
+    pub fn set_blocks_threads(&self, blocks: bool) {
+        lock(&self.0).blocks_threads = blocks;
+    }
+
+    pub(crate) fn blocks_threads(&self) -> bool {
+        lock(&self.0).blocks_threads
     }
 
     /// Length in bytes.
@@ -398,6 +410,10 @@ impl File {
             is_buffered: true,
             ..self
         }
+    }
+
+    pub(crate) fn is_buffered(&self) -> bool {
+        self.is_buffered
     }
 
     /// A write is under way from now on.

@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use riser_memory::MemSlice;
 
+use super::io_wq::{self, Execution};
 use super::{Disk, File, Object, Socket};
 use crate::handle::Handle;
 use crate::objects::Writing;
@@ -31,6 +32,8 @@ pub struct Operation {
     pub is_cancelled: bool,
     /// It would end if it were completed now: a receive with nothing to take would not.
     pub is_ready: bool,
+    /// It waits for a thread of the kernel. Only its cancellation ends it.
+    pub is_queued: bool,
 }
 
 impl Operation {
@@ -74,6 +77,8 @@ struct State {
     /// Completions, with the sockets of accepts.
     completions: VecDeque<(Cqe, Option<Handle>)>,
     is_closed: bool,
+    /// Threads for operations that block.
+    threads: usize,
 }
 
 #[derive(Debug)]
@@ -92,6 +97,7 @@ struct Pending {
     before: u64,
     /// Its bytes on their way to the page cache.
     writing: Option<Writing>,
+    execution: Execution,
 }
 
 /// What an operation has come to.
@@ -115,8 +121,13 @@ impl From<Result<usize, i32>> for End {
 }
 
 impl Kernel {
-    pub(crate) fn new() -> (Queue, Self) {
-        let state = Rc::default();
+    /// Makes a kernel for a ring of so many entries, with so many threads for operations that block,
+    /// or as many as the kernel has by default.
+    pub(crate) fn new(threads: u32, entries: u32) -> (Queue, Self) {
+        let state = Rc::new(RefCell::new(State {
+            threads: io_wq::limit(threads, entries),
+            ..State::default()
+        }));
         (Queue(Rc::clone(&state)), Self(state))
     }
 
@@ -127,8 +138,22 @@ impl Kernel {
         state.pending.iter().map(Pending::describe).collect()
     }
 
+    /// As [`Kernel::operations`], without those that cannot end because one of these disks hangs.
+    #[must_use]
+    pub fn operations_beside(&self, hung: &[Disk]) -> Vec<Operation> {
+        let state = self.0.borrow();
+        let hangs = |pending: &&Pending| match pending.handle.simulated() {
+            Some(Object::File(file)) => {
+                !pending.is_ended() && hung.iter().any(|disk| disk.is_same(file.disk()))
+            }
+            _ => false,
+        };
+        let able = state.pending.iter().filter(|pending| !hangs(pending));
+        able.map(Pending::describe).collect()
+    }
+
     /// Carries an operation out, and reports its end to the ring; returns the result, or `None` if
-    /// there is no such operation, or it still waits for its socket.
+    /// there is no such operation, or it still waits for its socket or for a thread.
     pub fn complete(&self, id: OperationId, outcome: Outcome) -> Option<i32> {
         let state = &mut *self.0.borrow_mut();
         let at = state.pending.iter().position(|p| p.user_data == id.0)?;
@@ -142,6 +167,7 @@ impl Kernel {
         // Its handle and its memory go before the ring hears of it, as with the host.
         if !more {
             state.pending.remove(at);
+            state.start_queued();
         }
         let user_data = id.0;
         let cqe = Cqe {
@@ -186,6 +212,10 @@ impl Queue {
             reported,
             before: 0,
             writing: None,
+            execution: match file.simulated() {
+                Some(Object::File(file)) => Execution::of(op, file),
+                _ => Execution::Inline,
+            },
         });
     }
 
@@ -200,14 +230,12 @@ impl Queue {
     pub(crate) fn enter(&mut self) {
         let state = &mut *self.0.borrow_mut();
         for pending in &mut state.queued {
-            if let Some(Object::File(file)) = pending.handle.simulated() {
-                pending.before = file.disk().changes();
-                if let Op::Write { offset, .. } = pending.op {
-                    pending.writing = file.begin_write(offset, || pending.gather(0));
-                }
+            if pending.execution == Execution::Inline {
+                pending.start();
             }
         }
         state.pending.append(&mut state.queued);
+        state.start_queued();
     }
 
     pub(crate) fn take_completion(&mut self) -> Option<(Cqe, Option<Handle>)> {
@@ -225,7 +253,57 @@ impl Queue {
     }
 }
 
+impl State {
+    /// Starts operations that wait for a thread, as long as there are some.
+    fn start_queued(&mut self) {
+        let is_busy = |pending: &&Pending| matches!(pending.execution, Execution::Running { .. });
+        let busy = self.pending.iter().filter(is_busy);
+        let mut free = self.threads.saturating_sub(busy.count());
+        for at in 0..self.pending.len() {
+            let Execution::Queued { hashed } = self.pending[at].execution else {
+                continue;
+            };
+            if free == 0 {
+                break;
+            }
+            let is_hash_busy = hashed && self.is_hash_busy(at);
+            if !self.pending[at].is_cancelled && !is_hash_busy {
+                self.pending[at].execution = Execution::Running { hashed };
+                self.pending[at].start();
+                free -= 1;
+            }
+        }
+    }
+
+    /// Whether a hashed operation of the same file blocks a thread.
+    fn is_hash_busy(&self, at: usize) -> bool {
+        let disk = |pending: &Pending| match pending.handle.simulated() {
+            Some(Object::File(file)) => Some(file.disk().clone()),
+            _ => None,
+        };
+        let own = disk(&self.pending[at]);
+        let mut hashed = self
+            .pending
+            .iter()
+            .filter(|pending| pending.execution == Execution::Running { hashed: true });
+        hashed.any(|other| match (&own, disk(other)) {
+            (Some(own), Some(other)) => own.is_same(&other),
+            _ => false,
+        })
+    }
+}
+
 impl Pending {
+    /// It begins: a flush covers what was written before.
+    fn start(&mut self) {
+        if let Some(Object::File(file)) = self.handle.simulated() {
+            self.before = file.disk().changes();
+            if let Op::Write { offset, .. } = self.op {
+                self.writing = file.begin_write(offset, || self.gather(0));
+            }
+        }
+    }
+
     fn describe(&self) -> Operation {
         Operation {
             id: OperationId(self.user_data),
@@ -234,22 +312,28 @@ impl Pending {
             len: self.len(),
             is_cancelled: self.is_cancelled,
             is_ready: self.is_ready(),
+            is_queued: self.is_queued(),
         }
+    }
+
+    fn is_queued(&self) -> bool {
+        matches!(self.execution, Execution::Queued { .. })
     }
 
     fn len(&self) -> usize {
         self.slices.iter().map(MemSlice::len).sum()
     }
 
-    /// Whether its cancellation ends it: a disk that has begun is not interrupted.
+    /// Whether its cancellation ends it: a disk that has begun is not interrupted, and its thread is
+    /// not freed.
     fn is_ended(&self) -> bool {
         let is_disk = matches!(self.handle.simulated(), Some(Object::File(_)));
-        self.is_cancelled && !is_disk
+        self.is_cancelled && (!is_disk || self.is_queued())
     }
 
     fn is_ready(&self) -> bool {
-        if self.is_ended() {
-            return true;
+        if self.is_ended() || self.is_queued() {
+            return self.is_ended();
         }
         match (self.op, self.handle.simulated()) {
             (Op::Receive(mode), Some(Object::Socket(socket))) => {
@@ -278,6 +362,7 @@ impl Pending {
     /// Does what it asks for, as far as the outcome says.
     fn end(&mut self, outcome: Outcome) -> End {
         match outcome {
+            _ if self.is_queued() && !self.is_ended() => End::Waits,
             Outcome::Failed(errno) => End::Result(-errno),
             _ if self.is_ended() => End::Result(-libc::ECANCELED),
             Outcome::Whole => self.carry_out(usize::MAX),

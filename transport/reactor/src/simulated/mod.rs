@@ -13,7 +13,8 @@
 //!                             Disk        Socket ◀─ Peer ─▶ the simulator's network
 //! ```
 //!
-//! - [`Kernel`]: the operations under way on one ring, and their completion.
+//! - [`Kernel`]: the operations under way on one ring, and their completion. `io_wq`: the threads of
+//!   the kernel that some of them need.
 //! - [`Disk`]: a file or block device: what was written, what is stable, and what a crash leaves of
 //!   it.
 //! - [`Listener`], [`Peer`]: sockets, from the network's side.
@@ -22,6 +23,7 @@
 //! Objects are shared by count and between rings: a disk outlives the ring, and the process, that
 //! used it.
 
+mod io_wq;
 mod kernel;
 mod threads;
 

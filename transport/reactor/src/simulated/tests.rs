@@ -331,3 +331,66 @@ fn a_thread_with_one_job_is_joined() {
     thread.join();
     assert!(is_done.try_recv().is_ok() && threads.runnable().is_empty());
 }
+
+/// A ring with so few entries that the kernel's default number of threads would do for all.
+fn small_ring(capacity: u32) -> (Ring, Kernel) {
+    Ring::simulated(RingConfig {
+        capacity,
+        ..RingConfig::default()
+    })
+    .unwrap()
+}
+
+/// Operations that wait for a thread of the kernel.
+fn queued(kernel: &Kernel) -> usize {
+    let operations = kernel.operations();
+    operations.iter().filter(|one| one.is_queued).count()
+}
+
+/// Operations on a disk that hangs leave threads for those on another disk.
+#[test]
+fn blocking_operations_leave_threads_for_others() {
+    let (mut ring, kernel) = small_ring(64);
+    let [hung, healthy] = [(), ()].map(|()| Disk::new(1 << 20));
+    hung.set_blocks_threads(true);
+    let [hung, healthy] = [&hung, &healthy].map(|disk| crate::Handle::from(disk.open()));
+    for n in 0..60 {
+        let data = [filled(1, 512)];
+        ring.submit_write(&hung, n * 512, &data, Durability::Cached, Token(n))
+            .unwrap();
+    }
+    ring.submit_sync(&healthy, SyncKind::Data, Token(60))
+        .unwrap();
+    ring.submit().unwrap();
+    assert_eq!((queued(&kernel), kernel.operations().len()), (0, 61));
+}
+
+/// Writes through the page cache of one file have one thread at a time.
+#[test]
+fn buffered_writes_of_file_take_turns() {
+    let (mut ring, kernel) = small_ring(64);
+    let disk = Disk::new(1 << 20);
+    let file = crate::Handle::from(disk.open().buffered());
+    for n in 0..3 {
+        let data = [filled(1, 512)];
+        ring.submit_write(&file, 0, &data, Durability::Cached, Token(n))
+            .unwrap();
+    }
+    ring.submit_sync(&file, SyncKind::Data, Token(3)).unwrap();
+    ring.submit().unwrap();
+    assert_eq!(queued(&kernel), 2);
+    let ids: Vec<_> = kernel.operations().iter().map(|one| one.id).collect();
+    assert_eq!(kernel.complete(ids[1], Outcome::Whole), None, "no thread");
+    // An operation with a thread is not interrupted; a queued one is cancelled.
+    ring.cancel(Token(0)).unwrap();
+    ring.cancel(Token(1)).unwrap();
+    let is_ready = |at: usize| kernel.operations()[at].is_ready;
+    assert!(is_ready(0) && is_ready(1) && !is_ready(2) && is_ready(3));
+    assert_eq!(
+        kernel.complete(ids[1], Outcome::Whole),
+        Some(-libc::ECANCELED)
+    );
+    assert_eq!(queued(&kernel), 1, "the thread is not free");
+    assert_eq!(kernel.complete(ids[0], Outcome::Whole), Some(512));
+    assert_eq!(queued(&kernel), 0);
+}

@@ -1,4 +1,4 @@
-//! A peer that sends anything, and a user that calls anything.
+//! Tests with random messages from the peer and random calls from the user.
 
 use proptest::prelude::*;
 use riser_testkit::{fuzz, one_of};
@@ -8,7 +8,7 @@ use crate::wire::cm_msg::{AprStatus, CM_CLASS_VERSION};
 
 #[derive(Clone, Debug)]
 enum Action {
-    /// A CM MAD whose ids are taken from the identifiers that exist.
+    /// CM MAD using IDs that exist.
     Mad {
         from: u8,
         attribute: u8,
@@ -16,7 +16,7 @@ enum Action {
         theirs: u8,
         body: Vec<u8>,
     },
-    /// A real request.
+    /// Valid request.
     Req {
         from: u8,
         qpn: u8,
@@ -101,7 +101,8 @@ fn forged(attribute: u8, ours: CommId, theirs: u8, body: &[u8]) -> Mad {
     mad
 }
 
-/// Nothing panics, every limit holds, and releasing everything leaves nothing.
+/// There should be no panic, all limits should be respected, and no state should remain after
+/// releasing everything.
 fn run(actions: Vec<Action>, paths: bool) {
     let mut config = CmConfig::new(CaGuid(2));
     (
@@ -171,7 +172,7 @@ fn run(actions: Vec<Action>, paths: bool) {
         let armed = cm.conns.values().filter(|c| c.deadline.is_some()).count();
         assert_eq!(armed, cm.timers.len());
     }
-    // Releasing everything leaves nothing, in any state.
+    // All IDs can be released in any state, and nothing should remain.
     for id in all_ids(&cm) {
         let _ = cm.destroy(now, id);
     }
@@ -188,7 +189,7 @@ fn run(actions: Vec<Action>, paths: bool) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
     #[test]
-    fn nothing_panics_and_every_limit_holds(
+    fn hostile_messages_respect_limits(
         actions in proptest::collection::vec(action(), 1..150),
         paths: bool,
     ) {

@@ -1,8 +1,8 @@
-//! Two hosts of two workers each, and their users, under a virtual clock, joined by a network that
-//! loses, doubles and reorders. In all cases nothing is left behind, and both sides agree on
-//! whether there was a connection, but for one case: every REP or RTU that the limit of a
-//! stranger's answers allows was lost, and the passive side has given up before the first packet of
-//! data. Then the active side learns it from that packet, which is not acknowledged.
+//! Two hosts with two workers each and their users, using a virtual clock and a network that drops,
+//! duplicates and reorders packets. In all cases no state should remain, and both sides must agree
+//! if there was a connection, with one exception: if all REPs or RTUs within the limit for an
+//! unproven address were lost, the passive side may time out before it receives the first data
+//! packet. In this case, the active side will detect this since that packet is not acknowledged.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -13,10 +13,10 @@ use super::*;
 
 #[derive(Clone, Copy)]
 struct Faults {
-    /// Per cent.
+    /// Loss in percent.
     loss: u32,
     duplication: u32,
-    /// Milliseconds at most, one way.
+    /// Maximum one-way delay in milliseconds.
     delay: u32,
 }
 
@@ -31,7 +31,7 @@ enum Step {
         id: IbCmId,
         act: Act,
     },
-    /// A packet of data from the active side, which is repeated so often.
+    /// Data packet from the active side, with the number of retries.
     Data {
         side: usize,
         id: IbCmId,
@@ -53,7 +53,7 @@ enum Act {
 }
 
 struct World {
-    /// Machine 2·host + worker.
+    /// Index is 2·host + worker.
     cms: [Cm; 4],
     start: Instant,
     now: Instant,
@@ -61,12 +61,12 @@ struct World {
     order: u64,
     random: ChaCha12Rng,
     faults: Faults,
-    /// Connection number by side and identifier.
+    /// Connection numbers by side and ID.
     numbers: HashMap<(usize, IbCmId), (u16, bool)>,
-    /// Identifiers that were connected. A request that was doubled and arrives
-    /// after timewait makes a second passive identifier; it must not connect.
+    /// IDs that were established. If a duplicate request is received after timewait, it creates a
+    /// second passive ID, which should not be established.
     established: HashSet<(usize, IbCmId)>,
-    /// Identifiers whose last event came, or that the user released.
+    /// IDs that have reported their last event or were released by the user.
     ended: HashSet<(usize, IbCmId)>,
 }
 
@@ -118,7 +118,7 @@ impl World {
 
     fn established(&mut self, side: usize, id: IbCmId) {
         self.established.insert((side, id));
-        // One in three is ended by both sides, about at once.
+        // Every third connection is closed by both sides at about the same time.
         if !self.random.next_u32().is_multiple_of(3) || self.numbers[&(side, id)].1 {
             self.user(side, id, 3000, Act::Disconnect);
         }
@@ -141,7 +141,7 @@ impl World {
     fn act(&mut self, side: usize, id: IbCmId, act: Act) {
         let now = self.now;
         let cm = &mut self.cms[side];
-        // The connection may be gone by now; then the call is refused.
+        // The connection may already have been closed. In this case the call returns an error.
         match act {
             Act::Accept => {
                 let (number, _) = self.numbers[&(side, id)];
@@ -150,7 +150,7 @@ impl World {
             Act::Rtu => {
                 if cm.send_rtu(id, PrivateData::default()).is_ok() {
                     self.established(side, id);
-                    // Half of them are idle for a while.
+                    // Half of the connections are idle for a while.
                     let idle = if self.chance(50) { 20 } else { 20_000 };
                     let retries = 7;
                     self.later(idle, Step::Data { side, id, retries });
@@ -170,8 +170,8 @@ impl World {
         }
     }
 
-    /// A packet on the queue pair of a connection: what the RTU says, it says as well
-    /// (IBTA 12.9.7.2). The reliable connection repeats it, and fails if it is not acknowledged.
+    /// Sends a packet via the QP of a connection. This has the same effect as an RTU (IBTA
+    /// 12.9.7.2). The reliable connection will resend it, and fails if it is not acknowledged.
     fn data(&mut self, side: usize, id: IbCmId, retries: u8) {
         if self.cms[side].state(id) != CmState::Established {
             return;
@@ -190,7 +190,7 @@ impl World {
         }
     }
 
-    /// Returns whether the peer's queue pair is there to take a packet.
+    /// Returns whether the peer's QP can receive a packet.
     fn arrives(&mut self, side: usize, id: IbCmId) -> bool {
         let remote = self.cms[side].conns[&id].remote_id.map(IbCmId);
         let to = (2 * (1 - side / 2)..).take(2);
@@ -243,7 +243,7 @@ impl World {
             },
             IbCmEventKind::RtuReceived { .. } => self.established(side, id),
             IbCmEventKind::DreqReceived { .. } => {
-                // Only an established peer sends one, so the RTU was lost.
+                // The peer only sends data when it is established, so the RTU was lost.
                 self.established.insert((side, id));
                 self.user(side, id, 20, Act::Drep);
             }
@@ -278,7 +278,7 @@ impl World {
         }
     }
 
-    /// Run until nothing is left to do.
+    /// Runs until there is nothing left to do.
     fn run(&mut self) {
         loop {
             self.flush();
@@ -315,7 +315,7 @@ impl World {
     }
 }
 
-/// Number of connections on both sides, and of those on the active side alone.
+/// Returns the number of connections established on both sides, and only on the active side.
 fn agree_and_leave_nothing(seed: u8, faults: Faults) -> (usize, usize) {
     let mut world = World::new(seed, faults);
     for number in 0..SLOTS {
@@ -323,7 +323,7 @@ fn agree_and_leave_nothing(seed: u8, faults: Faults) -> (usize, usize) {
         world.later(2000, Step::Connect { side, number });
     }
     world.run();
-    // How many of a connection's identifiers were connected: active, passive.
+    // Number of established IDs for each connection: active and passive side.
     let mut sides: HashMap<u16, [usize; 2]> = HashMap::new();
     for (&(side, id), &(number, is_active)) in &world.numbers {
         let at = format!("seed {seed}, connection {number}, active {is_active}");
@@ -347,14 +347,14 @@ fn agree_and_leave_nothing(seed: u8, faults: Faults) -> (usize, usize) {
     (connected, alone)
 }
 
-/// The sums over several seeds.
+/// Returns the totals for multiple seeds.
 fn sums(seeds: u8, faults: Faults) -> (usize, usize) {
     let runs = (0..seeds).map(|seed| agree_and_leave_nothing(seed, faults));
     runs.fold((0, 0), |sum, run| (sum.0 + run.0, sum.1 + run.1))
 }
 
 #[test]
-fn a_good_network_connects_each_peer_that_is_not_refused() {
+fn good_network_connects_all_accepted_peers() {
     let faults = Faults {
         loss: 0,
         duplication: 0,
@@ -366,7 +366,7 @@ fn a_good_network_connects_each_peer_that_is_not_refused() {
 }
 
 #[test]
-fn a_bad_network_leaves_both_sides_agreed() {
+fn lossy_network_leaves_sides_in_agreement() {
     let faults = Faults {
         loss: 20,
         duplication: 10,
@@ -374,12 +374,12 @@ fn a_bad_network_leaves_both_sides_agreed() {
     };
     let (connected, alone) = sums(60, faults);
     assert!(connected > 60 * usize::from(SLOTS) * 6 / 10, "{connected}");
-    // In a hundred, one at most; and as a rule data arrive before either side has given up.
+    // At most one percent. Data is usually received before either side times out.
     assert!(100 * alone < connected, "{alone} of {connected}");
 }
 
 #[test]
-fn a_network_that_delays_beyond_the_timers_does_too() {
+fn slow_network_leaves_sides_in_agreement() {
     let faults = Faults {
         loss: 5,
         duplication: 30,

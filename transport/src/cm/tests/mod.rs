@@ -1,4 +1,4 @@
-//! Scripts for every state, and two machines joined by a bad network.
+//! Scripts to test each state, and two instances connected by an unreliable network.
 
 mod hostile;
 mod lossy;
@@ -26,7 +26,7 @@ fn addr(host: u8) -> PeerAddr {
     Ipv4Addr::new(10, 0, 0, host).into()
 }
 
-/// A CM on host `host` whose identifiers come from `seed`.
+/// Creates a CM for `host` with IDs generated from `seed`.
 fn machine(host: u8, seed: u8) -> Cm {
     Cm::new(CmConfig::new(CaGuid(u64::from(host))), 0, 0, [seed; 32])
 }
@@ -77,14 +77,14 @@ fn rep_params(qpn: u32) -> RepParams {
     }
 }
 
-/// An active CM on host 1 and a passive one on host 2, which listens.
+/// Active CM on host 1 and passive CM on host 2, which is listening.
 struct Pair {
     a: Cm,
     p: Cm,
     now: Instant,
 }
 
-/// The connection's identifiers on both sides.
+/// Connection IDs for both sides.
 #[derive(Clone, Copy)]
 struct Ids {
     a: IbCmId,
@@ -105,7 +105,7 @@ impl Pair {
         }
     }
 
-    /// Deliver everything from the active side; how many MADs there were.
+    /// Delivers all messages from the active side and returns the number of MADs.
     fn a_to_p(&mut self) -> usize {
         let mut count = 0;
         while let Some((to, mad)) = self.a.poll_transmit() {
@@ -116,7 +116,7 @@ impl Pair {
         count
     }
 
-    /// Deliver everything from the passive side.
+    /// Delivers all messages from the passive side.
     fn p_to_a(&mut self) -> usize {
         let mut count = 0;
         while let Some((to, mad)) = self.p.poll_transmit() {
@@ -141,7 +141,7 @@ impl Pair {
             .kind
     }
 
-    /// Let time pass on both sides.
+    /// Advances the time on both sides.
     fn pass(&mut self, time: Duration) {
         self.now += time;
         self.a.handle_timeout(self.now);
@@ -152,7 +152,8 @@ impl Pair {
         (self.a.state(ids.a), self.p.state(ids.p))
     }
 
-    /// Nothing left but the passive side's listener, and nothing to say.
+    /// Checks that only the listener on the passive side remains and that there are no pending
+    /// messages.
     fn assert_clean(&mut self) {
         assert_eq!((self.a.id_count(), self.p.id_count()), (0, 1));
         for cm in [&mut self.a, &mut self.p] {
@@ -164,7 +165,7 @@ impl Pair {
         }
     }
 
-    // One builder per state.
+    // Builders for each state.
 
     fn req_sent(&mut self) -> IbCmId {
         self.a

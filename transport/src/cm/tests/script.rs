@@ -1,4 +1,4 @@
-//! A script per state: inputs, expected outputs, explicit time.
+//! Scripts for each state: inputs, expected outputs and explicit time.
 
 use super::*;
 use crate::wire::cm_msg::{CmAttribute, MraOf};
@@ -12,7 +12,7 @@ fn rej(pair: &mut Pair, id: IbCmId, passive: bool, reason: RejReason) {
     cm.send_rej(pair.now, id, reason, info, data).unwrap();
 }
 
-/// The one MAD in a machine's outbox.
+/// Returns the single MAD in the outbox.
 fn only(cm: &mut Cm) -> (PeerAddr, CmMessage, Mad) {
     let (to, mad) = cm.poll_transmit().expect("a MAD");
     assert_eq!(cm.poll_transmit(), None);
@@ -23,7 +23,7 @@ const INTERVAL: Duration = Duration::from_nanos(4096 << 15);
 const TIMEWAIT: Duration = Duration::from_nanos(4096 << 14);
 
 #[test]
-pub(super) fn a_connection_lives_and_dies() {
+pub(super) fn connection_is_established_and_closed() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a
@@ -58,7 +58,7 @@ pub(super) fn a_connection_lives_and_dies() {
 }
 
 #[test]
-pub(super) fn events_carry_what_the_queue_pairs_need() {
+pub(super) fn events_contain_qp_attributes() {
     let mut pair = Pair::new();
     pair.req_sent();
     pair.a_to_p();
@@ -114,7 +114,7 @@ pub(super) fn events_carry_what_the_queue_pairs_need() {
 }
 
 #[test]
-pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
+pub(super) fn xrc_connection_matches_linux() {
     let mut pair = Pair::new();
     let params = ReqParams {
         qp_type: QpType::XrcIni,
@@ -125,7 +125,7 @@ pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
     let CmMessage::Req(req) = message else {
         panic!("{message:?}")
     };
-    // The initiator answers nothing, and the target sends nothing that would be repeated.
+    // The initiator doesn't process any requests, and the target doesn't send any.
     assert_eq!(
         (req.transport, req.extended_transport.value()),
         (TransportType::Extended, 1)
@@ -150,7 +150,7 @@ pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
     let CmMessage::Rep(rep) = message else {
         panic!("{message:?}")
     };
-    // The number is where a reliable datagram service has its context.
+    // The number uses the field for the context of a reliable datagram service.
     assert_eq!((rep.qpn.value(), rep.eecn.value()), (0, PASSIVE_QPN));
     assert_eq!((rep.responder_resources, rep.initiator_depth), (2, 0));
     assert!(rep.srq && !rep.flow_control);
@@ -158,7 +158,7 @@ pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
     let IbCmEventKind::RepReceived { qp, .. } = pair.a_event() else {
         panic!()
     };
-    // Its own retries are those that it was given.
+    // The retry counts are set by the caller.
     assert_eq!(
         (qp.qp_type, qp.dest_qpn.value()),
         (QpType::XrcIni, PASSIVE_QPN)
@@ -167,7 +167,7 @@ pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
     pair.a.send_rtu(a, PrivateData::default()).unwrap();
     pair.a_to_p();
     assert!(matches!(pair.p_event(), IbCmEventKind::RtuReceived { .. }));
-    // A DREQ names the target's number.
+    // A DREQ contains the target's number.
     pair.a
         .send_dreq(pair.now, a, PrivateData::default())
         .unwrap();
@@ -176,7 +176,7 @@ pub(super) fn an_extended_connection_is_made_as_linux_makes_one() {
 }
 
 #[test]
-pub(super) fn vendor_options_go_both_ways() {
+pub(super) fn vendor_options_are_exchanged() {
     let mut pair = Pair::new();
     let ece = |options| Ece {
         vendor_id: 0x15b3,
@@ -212,7 +212,7 @@ pub(super) fn vendor_options_go_both_ways() {
 }
 
 #[test]
-pub(super) fn a_req_is_repeated_as_often_as_it_says_and_then_given_up() {
+pub(super) fn req_is_retried_then_times_out() {
     let mut pair = Pair::new();
     let id = pair.req_sent();
     let (_, _, first) = only(&mut pair.a);
@@ -236,7 +236,7 @@ pub(super) fn a_req_is_repeated_as_often_as_it_says_and_then_given_up() {
 }
 
 #[test]
-pub(super) fn a_peer_that_gave_up_takes_its_request_back() {
+pub(super) fn timed_out_peer_cancels_request() {
     let mut pair = Pair::new();
     let ids = pair.req_rcvd();
     pair.pass(4 * INTERVAL);
@@ -283,7 +283,7 @@ pub(super) fn no_peer_listens() {
 }
 
 #[test]
-pub(super) fn masks_select_service_ids() {
+pub(super) fn listener_masks_select_service_ids() {
     let mut cm = machine(1, 1);
     let range = cm
         .listen(ServiceId(0x0106_0000), 0xffff_ffff_ffff_0000, 1)
@@ -306,7 +306,7 @@ pub(super) fn masks_select_service_ids() {
 }
 
 #[test]
-pub(super) fn requests_that_cannot_be_are_refused_with_the_field_to_blame() {
+pub(super) fn invalid_reqs_are_rejected_with_reason() {
     let refused = |change: &dyn Fn(&mut ReqMsg)| {
         let mut pair = Pair::new();
         pair.req_sent();
@@ -344,7 +344,7 @@ pub(super) fn requests_that_cannot_be_are_refused_with_the_field_to_blame() {
 }
 
 #[test]
-pub(super) fn a_refusal_reaches_the_peer_and_is_repeated_for_a_repeated_request() {
+pub(super) fn rej_is_repeated_for_duplicate_req() {
     let mut pair = Pair::new();
     let ids = pair.req_rcvd();
     rej(&mut pair, ids.p, true, RejReason::ConsumerDefined);
@@ -375,7 +375,7 @@ pub(super) fn a_refusal_reaches_the_peer_and_is_repeated_for_a_repeated_request(
 }
 
 #[test]
-pub(super) fn a_rep_can_be_refused_and_taken_back() {
+pub(super) fn rep_can_be_rejected_and_canceled() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     rej(&mut pair, ids.a, false, RejReason::NoResources);
@@ -410,7 +410,7 @@ pub(super) fn a_rep_can_be_refused_and_taken_back() {
 }
 
 #[test]
-pub(super) fn an_mra_buys_time_on_both_sides() {
+pub(super) fn mra_extends_timeout_on_both_sides() {
     let mut pair = Pair::new();
     let ids = pair.req_rcvd();
     let service = CmTimeout::new(20);
@@ -433,8 +433,7 @@ pub(super) fn an_mra_buys_time_on_both_sides() {
     );
     pair.pass(service.duration());
     assert_eq!(pair.a.poll_transmit(), None);
-    // The time is up, the request is repeated, and so is the plea for time; it
-    // is not heard twice.
+    // After the timeout, both the request and the MRA are sent again, but the MRA is ignored.
     pair.pass(INTERVAL);
     assert_eq!(pair.a_to_p(), 1);
     assert_eq!(pair.p_to_a(), 1);
@@ -468,11 +467,11 @@ pub(super) fn an_mra_buys_time_on_both_sides() {
 }
 
 #[test]
-pub(super) fn a_lost_rep_is_repeated_for_the_repeated_req() {
+pub(super) fn lost_rep_is_repeated_for_duplicate_req() {
     let mut pair = Pair::new();
     let ids = pair.rep_sent();
     let (_, _, lost) = only(&mut pair.p);
-    // Only the active side's clock runs.
+    // Only advance the time on the active side.
     pair.now += INTERVAL;
     pair.a.handle_timeout(pair.now);
     pair.a_to_p();
@@ -481,7 +480,7 @@ pub(super) fn a_lost_rep_is_repeated_for_the_repeated_req() {
 }
 
 #[test]
-pub(super) fn a_lost_rtu_is_repeated_for_the_repeated_rep() {
+pub(super) fn lost_rtu_is_repeated_for_duplicate_rep() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
@@ -499,7 +498,7 @@ pub(super) fn a_lost_rtu_is_repeated_for_the_repeated_rep() {
 }
 
 #[test]
-pub(super) fn data_before_the_rtu_establishes() {
+pub(super) fn data_before_rtu_establishes_connection() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
@@ -517,7 +516,7 @@ pub(super) fn data_before_the_rtu_establishes() {
 }
 
 #[test]
-pub(super) fn a_passive_side_without_rtu_gives_up_and_says_so() {
+pub(super) fn passive_side_without_rtu_times_out() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
@@ -549,7 +548,7 @@ pub(super) fn a_passive_side_without_rtu_gives_up_and_says_so() {
 }
 
 #[test]
-pub(super) fn a_dreq_may_overtake_the_rtu() {
+pub(super) fn dreq_before_rtu_is_handled() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
@@ -563,7 +562,7 @@ pub(super) fn a_dreq_may_overtake_the_rtu() {
 }
 
 #[test]
-pub(super) fn dreqs_may_cross() {
+pub(super) fn simultaneous_dreqs_close_connection() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a
@@ -585,7 +584,7 @@ pub(super) fn dreqs_may_cross() {
 }
 
 #[test]
-pub(super) fn a_lost_drep_is_repeated_and_a_forgotten_dreq_is_answered() {
+pub(super) fn lost_drep_is_repeated_even_if_removed() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a
@@ -601,7 +600,7 @@ pub(super) fn a_lost_drep_is_repeated_and_a_forgotten_dreq_is_answered() {
     pair.a.handle_timeout(pair.now);
     pair.a_to_p();
     assert_eq!(only(&mut pair.p).2, lost);
-    // The passive side forgets; a DREQ is still answered.
+    // The passive side has removed the connection but must still respond to a DREQ.
     pair.now += INTERVAL;
     pair.p.handle_timeout(pair.now);
     assert_eq!(pair.p.state(ids.p), CmState::Idle);
@@ -612,7 +611,7 @@ pub(super) fn a_lost_drep_is_repeated_and_a_forgotten_dreq_is_answered() {
 }
 
 #[test]
-pub(super) fn a_dreq_is_repeated_sooner_than_other_messages() {
+pub(super) fn dreq_uses_shorter_retry_interval() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a.known(ids.a).interval = Duration::from_millis(1500);
@@ -631,7 +630,7 @@ pub(super) fn a_dreq_is_repeated_sooner_than_other_messages() {
 }
 
 #[test]
-pub(super) fn a_dreq_without_answer_ends_the_connection_all_the_same() {
+pub(super) fn unanswered_dreq_closes_connection() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a
@@ -647,8 +646,8 @@ pub(super) fn a_dreq_without_answer_ends_the_connection_all_the_same() {
     );
 }
 
-/// A request of host 1 that names the same things as a connection of its former life, all the way
-/// until it is established; returns the new connection at the passive side.
+/// Sends a request from host 1 using the same values as one of its old connections until it is
+/// established. Returns the new connection on the passive side.
 fn reconnect(pair: &mut Pair, old: Ids, mad: &Mad, reborn: &mut Cm) -> IbCmId {
     pair.p.handle_mad(pair.now, addr(1), mad).unwrap();
     let event = pair.p.poll_event().unwrap();
@@ -656,7 +655,7 @@ fn reconnect(pair: &mut Pair, old: Ids, mad: &Mad, reborn: &mut Cm) -> IbCmId {
     pair.p
         .send_rep(pair.now, event.id, &rep_params(0x23))
         .unwrap();
-    // Up to here the REQ may be forged.
+    // The REQ may be forged at this point.
     assert_eq!(pair.p.state(old.p), CmState::Established);
     let (_, rep) = pair.p.poll_transmit().unwrap();
     reborn.handle_mad(pair.now, addr(2), &rep).unwrap();
@@ -669,10 +668,10 @@ fn reconnect(pair: &mut Pair, old: Ids, mad: &Mad, reborn: &mut Cm) -> IbCmId {
 }
 
 #[test]
-pub(super) fn a_peer_that_restarted_reconnects_at_once_and_the_old_connection_is_stale() {
+pub(super) fn restarted_peer_reconnects_and_old_becomes_stale() {
     let mut pair = Pair::new();
     let ids = pair.established();
-    // The peer comes back with new ids but the same queue pair number.
+    // The peer was restarted and uses new IDs but the same QP number.
     let mut reborn = machine(1, 77);
     reborn
         .send_req(pair.now, addr(2), &req_params(1, 2, ACTIVE_QPN))
@@ -687,10 +686,11 @@ pub(super) fn a_peer_that_restarted_reconnects_at_once_and_the_old_connection_is
 }
 
 #[test]
-pub(super) fn the_same_id_from_a_peer_that_restarted_is_stale_too() {
+pub(super) fn restarted_peer_with_same_id_reconnects() {
     let mut pair = Pair::new();
     let ids = pair.established();
-    // The same seed: the same communication id, another transaction and queue pair.
+    // With the same seed, the communication ID is the same but the transaction and QP are
+    // different.
     let mut reborn = machine(1, 1);
     let mut params = req_params(1, 2, 0x99);
     params.starting_psn = Psn::new(1);
@@ -705,7 +705,7 @@ pub(super) fn the_same_id_from_a_peer_that_restarted_is_stale_too() {
 }
 
 #[test]
-pub(super) fn data_before_the_rtu_ends_what_the_peer_has_forgotten_as_well() {
+pub(super) fn data_before_rtu_closes_stale_connection() {
     let mut pair = Pair::new();
     let ids = pair.established();
     let mut reborn = machine(1, 77);
@@ -722,7 +722,7 @@ pub(super) fn data_before_the_rtu_ends_what_the_peer_has_forgotten_as_well() {
 }
 
 #[test]
-pub(super) fn another_adapter_at_the_same_address_leaves_connections_alone() {
+pub(super) fn other_adapter_at_address_closes_nothing() {
     let mut pair = Pair::new();
     let ids = pair.established();
     let mut other = Cm::new(CmConfig::new(CaGuid(0xbad)), 0, 0, [77; 32]);
@@ -736,7 +736,7 @@ pub(super) fn another_adapter_at_the_same_address_leaves_connections_alone() {
 }
 
 #[test]
-pub(super) fn requests_may_cross() {
+pub(super) fn simultaneous_requests_both_connect() {
     let mut pair = Pair::new();
     pair.a.listen(SERVICE, u64::MAX, 8).unwrap();
     let from_a = pair.req_sent();
@@ -771,7 +771,7 @@ pub(super) fn requests_may_cross() {
 }
 
 #[test]
-pub(super) fn a_rep_for_a_forgotten_request_is_refused() {
+pub(super) fn rep_for_unknown_request_is_rejected() {
     let mut pair = Pair::new();
     let ids = pair.rep_sent();
     pair.a.destroy(pair.now, ids.a).unwrap();
@@ -788,7 +788,7 @@ pub(super) fn a_rep_for_a_forgotten_request_is_refused() {
 }
 
 #[test]
-pub(super) fn messages_from_elsewhere_change_nothing() {
+pub(super) fn messages_from_wrong_address_are_ignored() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
@@ -852,7 +852,7 @@ pub(super) fn limits_hold() {
     assert_eq!(ask(&mut p, 4, 15), None, "a backlog of four");
     assert_eq!((p.counters().dropped, p.poll_transmit()), (2, None));
 
-    // Connected ones no longer count.
+    // Established connections are not counted anymore.
     for id in [ids[0], fourth] {
         p.send_rep(now, id, &rep_params(1)).unwrap();
         p.establish(now, id).unwrap();
@@ -870,7 +870,7 @@ pub(super) fn limits_hold() {
         p.send_req(now, addr(7), &req_params(2, 7, 1)),
         Err(IbCmError::TooManyIds)
     );
-    // A refusal that is kept only to be repeated makes room.
+    // A REJ that is only kept for retransmission can be removed.
     p.destroy(now, ids[1]).unwrap();
     p.poll_transmit();
     assert!(ask(&mut p, 6, 18).is_some());
@@ -878,7 +878,7 @@ pub(super) fn limits_hold() {
 }
 
 #[test]
-pub(super) fn letting_go_ends_every_state_without_events() {
+pub(super) fn destroy_closes_any_state_without_events() {
     let builders: [fn(&mut Pair) -> Ids; 4] = [
         Pair::req_rcvd,
         Pair::rep_sent,
@@ -922,7 +922,7 @@ pub(super) fn letting_go_ends_every_state_without_events() {
 }
 
 #[test]
-pub(super) fn ids_say_which_worker_they_belong_to() {
+pub(super) fn comm_ids_contain_worker_number() {
     let now = Instant::now();
     for worker in 0..4 {
         let mut cm = Cm::new(CmConfig::new(CaGuid(1)), worker, 2, [worker as u8; 32]);
@@ -952,7 +952,7 @@ pub(super) fn ids_say_which_worker_they_belong_to() {
             worker_of(&cm.poll_transmit().unwrap().1, 2),
             Some(3 - worker)
         );
-        // A request that is taken back goes where the request went.
+        // Canceling a request must use the same destination as the request.
         let other = cm.send_req(now, addr(2), &req_params(1, 2, 7)).unwrap();
         cm.poll_transmit();
         cm.destroy(now, other).unwrap();
@@ -962,7 +962,7 @@ pub(super) fn ids_say_which_worker_they_belong_to() {
 }
 
 #[test]
-pub(super) fn calls_in_the_wrong_state_change_nothing() {
+pub(super) fn calls_in_wrong_state_have_no_effect() {
     let mut pair = Pair::new();
     let ids = pair.established();
     let wrong = Err(IbCmError::State {
@@ -991,7 +991,7 @@ pub(super) fn calls_in_the_wrong_state_change_nothing() {
 }
 
 #[test]
-fn a_lost_peer_ends_everything_with_it_at_once() {
+fn lost_peer_closes_all_its_connections() {
     let lose = |pair: &mut Pair| {
         pair.a.lose_peer(pair.now, addr(2));
         pair.p.lose_peer(pair.now, addr(1));
@@ -1028,7 +1028,7 @@ fn a_lost_peer_ends_everything_with_it_at_once() {
     let stale = || IbCmEventKind::StaleConnection;
     assert_eq!(lose(&mut pair), (stale(), stale()));
     assert_eq!(pair.states(ids), (CmState::Timewait, CmState::Timewait));
-    // Nothing was said to a peer that is gone.
+    // No message should be sent to a peer that is down.
     assert_eq!((pair.a_to_p(), pair.p_to_a()), (0, 0));
     pair.pass(TIMEWAIT);
     let over = || IbCmEventKind::TimewaitExit;

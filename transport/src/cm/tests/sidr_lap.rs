@@ -1,4 +1,4 @@
-//! Service id resolution and alternate paths.
+//! Service ID resolution and alternate paths.
 
 use super::*;
 use crate::wire::cm_msg::{AprStatus, MraOf, SidrStatus};
@@ -15,7 +15,7 @@ fn sidr_params(service_id: ServiceId) -> SidrReqParams {
 }
 
 #[test]
-pub(super) fn a_service_id_is_resolved() {
+pub(super) fn service_id_is_resolved() {
     let mut pair = Pair::new();
     let a = pair
         .a
@@ -23,7 +23,7 @@ pub(super) fn a_service_id_is_resolved() {
         .unwrap();
     assert_eq!(pair.a.state(a), CmState::SidrReqSent);
     pair.a_to_p();
-    // Asked again before the answer: no second event.
+    // A duplicate before the response must not create a second event.
     pair.pass(Duration::from_nanos(4096 << 15));
     assert_eq!(pair.a_to_p(), 1);
     let event = pair.p.poll_event().unwrap();
@@ -54,7 +54,7 @@ pub(super) fn a_service_id_is_resolved() {
 }
 
 #[test]
-pub(super) fn an_unknown_service_is_unsupported_and_silence_ends() {
+pub(super) fn unknown_service_is_rejected_and_timeout_closes() {
     let mut pair = Pair::new();
     pair.a
         .send_sidr_req(pair.now, addr(2), &sidr_params(ServiceId(9)))
@@ -105,14 +105,14 @@ pub(super) fn lap(pair: &mut Pair, ids: Ids) {
 }
 
 #[test]
-pub(super) fn alternate_paths_are_refused_where_there_are_none() {
+pub(super) fn alternate_paths_are_rejected_if_disabled() {
     let mut pair = Pair::new();
     let ids = pair.established();
     let refused = pair
         .a
         .send_lap(pair.now, ids.a, CmPath::default(), PrivateData::default());
     assert_eq!(refused, Err(IbCmError::AlternatePaths));
-    // A peer that tries all the same.
+    // The peer sends a LAP even though it is disabled here.
     pair.a.config.alternate_paths = true;
     lap(&mut pair, ids);
     assert_eq!(pair.a.state(ids.a), CmState::LapSent);
@@ -132,7 +132,7 @@ pub(super) fn alternate_paths_are_refused_where_there_are_none() {
 }
 
 #[test]
-pub(super) fn alternate_paths_are_negotiated_where_they_exist() {
+pub(super) fn alternate_paths_are_negotiated_if_enabled() {
     let mut pair = Pair::new();
     pair.a.config.alternate_paths = true;
     pair.p.config.alternate_paths = true;
@@ -166,7 +166,7 @@ pub(super) fn alternate_paths_are_negotiated_where_they_exist() {
         .send_apr(ids.p, AprStatus::Success, info, PrivateData::default())
         .unwrap();
     pair.p.poll_transmit();
-    // The APR was lost: the LAP is repeated, and so is the APR.
+    // The APR was lost, so both the LAP and the APR are sent again.
     pair.pass(Duration::from_nanos((4096 << 16) + (4096 << 15)));
     pair.a_to_p();
     assert_eq!(pair.p.poll_event(), None);
@@ -192,7 +192,7 @@ pub(super) fn alternate_paths_are_negotiated_where_they_exist() {
         (pair.a_event(), pair.a.state(ids.a)),
         (IbCmEventKind::LapTimeout, CmState::Established)
     );
-    // A connection can end while a path is discussed.
+    // A connection can be closed while a path is being negotiated.
     lap(&mut pair, ids);
     pair.p
         .send_dreq(pair.now, ids.p, PrivateData::default())
@@ -202,7 +202,7 @@ pub(super) fn alternate_paths_are_negotiated_where_they_exist() {
 }
 
 #[test]
-pub(super) fn a_lap_for_nothing_names_the_mistake() {
+pub(super) fn lap_for_unknown_connection_is_rejected() {
     let mut pair = Pair::new();
     let ids = pair.established();
     pair.a.config.alternate_paths = true;
@@ -221,12 +221,12 @@ pub(super) fn a_lap_for_nothing_names_the_mistake() {
 }
 
 #[test]
-pub(super) fn crossing_and_stray_messages_about_paths_change_nothing() {
+pub(super) fn crossing_and_stray_path_messages_are_ignored() {
     let mut pair = Pair::new();
     pair.a.config.alternate_paths = true;
     pair.p.config.alternate_paths = true;
     let ids = pair.established();
-    // Both ask at once: each refuses the other.
+    // Both sides send a LAP at the same time and must reject it.
     lap(&mut pair, ids);
     pair.p
         .send_lap(pair.now, ids.p, CmPath::default(), PrivateData::default())
@@ -235,7 +235,7 @@ pub(super) fn crossing_and_stray_messages_about_paths_change_nothing() {
     pair.p_to_a();
     let (_, refusal) = pair.a.poll_transmit().unwrap();
     pair.p.handle_mad(pair.now, addr(1), &from_a).unwrap();
-    // From another host it is no answer.
+    // It should be ignored if received from a different host.
     pair.p.handle_mad(pair.now, addr(9), &refusal).unwrap();
     assert_eq!(pair.p.state(ids.p), CmState::LapSent);
     pair.p.handle_mad(pair.now, addr(1), &refusal).unwrap();
@@ -251,10 +251,10 @@ pub(super) fn crossing_and_stray_messages_about_paths_change_nothing() {
     }
     let established = (CmState::Established, CmState::Established);
     assert_eq!(pair.states(ids), established);
-    // An answer to nothing.
+    // Response without a request.
     pair.p.handle_mad(pair.now, addr(1), &refusal).unwrap();
     assert_eq!((pair.p.poll_event(), pair.states(ids)), (None, established));
-    // A repeated question is one question, whose answer the user may still give.
+    // A duplicate request can still be responded to by the user.
     lap(&mut pair, ids);
     let (_, question) = pair.a.poll_transmit().unwrap();
     for _ in 0..3 {
@@ -279,7 +279,7 @@ pub(super) fn crossing_and_stray_messages_about_paths_change_nothing() {
 }
 
 #[test]
-pub(super) fn messages_take_the_path_that_the_queue_pair_has_migrated_to() {
+pub(super) fn messages_use_migrated_path() {
     let mut pair = Pair::new();
     let ids = pair.established();
     let route = CmRoute {
@@ -293,7 +293,7 @@ pub(super) fn messages_take_the_path_that_the_queue_pair_has_migrated_to() {
         .unwrap();
     let (to, dreq) = pair.a.poll_transmit().unwrap();
     assert_eq!((to, pair.a.route(to, &dreq)), (addr(7), route));
-    // The peer has not migrated: its answer comes by the path of before.
+    // The peer has not migrated, so its response uses the old path.
     pair.p.handle_mad(pair.now, addr(1), &dreq).unwrap();
     assert!(matches!(pair.p_event(), IbCmEventKind::DreqReceived { .. }));
     pair.p

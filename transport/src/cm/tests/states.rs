@@ -1,4 +1,4 @@
-//! The table of states, and the scripts that take every transition of it.
+//! State table, and scripts to test all transitions.
 
 use riser_state::testing::{assert_all_taken, table};
 
@@ -31,7 +31,7 @@ const STATES: [CmState; 20] = [
 ];
 
 #[test]
-fn the_table_is_the_diagram() {
+fn transitions_match_diagram() {
     let expected = "Idle: \n\
                     Listen: \n\
                     ReqSent: MraReqRcvd RepRcvd\n\
@@ -56,45 +56,45 @@ fn the_table_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_is_taken() {
+fn tests_cover_all_transitions() {
     let scripts: &[fn()] = &[
-        script::a_connection_lives_and_dies,
-        script::events_carry_what_the_queue_pairs_need,
-        script::a_req_is_repeated_as_often_as_it_says_and_then_given_up,
-        script::a_peer_that_gave_up_takes_its_request_back,
+        script::connection_is_established_and_closed,
+        script::events_contain_qp_attributes,
+        script::req_is_retried_then_times_out,
+        script::timed_out_peer_cancels_request,
         script::no_peer_listens,
-        script::masks_select_service_ids,
-        script::requests_that_cannot_be_are_refused_with_the_field_to_blame,
-        script::a_refusal_reaches_the_peer_and_is_repeated_for_a_repeated_request,
-        script::a_rep_can_be_refused_and_taken_back,
-        script::an_mra_buys_time_on_both_sides,
-        script::a_lost_rep_is_repeated_for_the_repeated_req,
-        script::a_lost_rtu_is_repeated_for_the_repeated_rep,
-        script::data_before_the_rtu_establishes,
-        script::a_passive_side_without_rtu_gives_up_and_says_so,
-        script::a_dreq_may_overtake_the_rtu,
-        script::dreqs_may_cross,
-        script::a_lost_drep_is_repeated_and_a_forgotten_dreq_is_answered,
-        script::a_dreq_is_repeated_sooner_than_other_messages,
-        script::a_dreq_without_answer_ends_the_connection_all_the_same,
-        script::a_peer_that_restarted_reconnects_at_once_and_the_old_connection_is_stale,
-        script::the_same_id_from_a_peer_that_restarted_is_stale_too,
-        script::data_before_the_rtu_ends_what_the_peer_has_forgotten_as_well,
-        script::another_adapter_at_the_same_address_leaves_connections_alone,
-        script::requests_may_cross,
-        script::a_rep_for_a_forgotten_request_is_refused,
-        script::messages_from_elsewhere_change_nothing,
+        script::listener_masks_select_service_ids,
+        script::invalid_reqs_are_rejected_with_reason,
+        script::rej_is_repeated_for_duplicate_req,
+        script::rep_can_be_rejected_and_canceled,
+        script::mra_extends_timeout_on_both_sides,
+        script::lost_rep_is_repeated_for_duplicate_req,
+        script::lost_rtu_is_repeated_for_duplicate_rep,
+        script::data_before_rtu_establishes_connection,
+        script::passive_side_without_rtu_times_out,
+        script::dreq_before_rtu_is_handled,
+        script::simultaneous_dreqs_close_connection,
+        script::lost_drep_is_repeated_even_if_removed,
+        script::dreq_uses_shorter_retry_interval,
+        script::unanswered_dreq_closes_connection,
+        script::restarted_peer_reconnects_and_old_becomes_stale,
+        script::restarted_peer_with_same_id_reconnects,
+        script::data_before_rtu_closes_stale_connection,
+        script::other_adapter_at_address_closes_nothing,
+        script::simultaneous_requests_both_connect,
+        script::rep_for_unknown_request_is_rejected,
+        script::messages_from_wrong_address_are_ignored,
         script::limits_hold,
-        script::letting_go_ends_every_state_without_events,
-        script::ids_say_which_worker_they_belong_to,
-        script::calls_in_the_wrong_state_change_nothing,
-        sidr_lap::a_service_id_is_resolved,
-        sidr_lap::an_unknown_service_is_unsupported_and_silence_ends,
-        sidr_lap::alternate_paths_are_refused_where_there_are_none,
-        sidr_lap::alternate_paths_are_negotiated_where_they_exist,
-        sidr_lap::a_lap_for_nothing_names_the_mistake,
-        sidr_lap::crossing_and_stray_messages_about_paths_change_nothing,
-        sidr_lap::messages_take_the_path_that_the_queue_pair_has_migrated_to,
+        script::destroy_closes_any_state_without_events,
+        script::comm_ids_contain_worker_number,
+        script::calls_in_wrong_state_have_no_effect,
+        sidr_lap::service_id_is_resolved,
+        sidr_lap::unknown_service_is_rejected_and_timeout_closes,
+        sidr_lap::alternate_paths_are_rejected_if_disabled,
+        sidr_lap::alternate_paths_are_negotiated_if_enabled,
+        sidr_lap::lap_for_unknown_connection_is_rejected,
+        sidr_lap::crossing_and_stray_path_messages_are_ignored,
+        sidr_lap::messages_use_migrated_path,
     ];
     assert_all_taken(&STATES, || {
         scripts.iter().for_each(|script| script());
@@ -137,8 +137,8 @@ fn a_plea_for_time_is_followed_by_an_end() {
     assert_eq!(pair.p.state(ids.p), DreqRcvd);
 }
 
-/// Both states of either side, while an alternate path is discussed: the side that asked for it is
-/// the active one.
+/// Tests both states on each side while an alternate path is being negotiated. The side proposing
+/// it is the active side.
 fn a_discussion_of_a_path_ends_in_every_way() {
     for has_mra in [false, true] {
         let discussing = || {
@@ -154,7 +154,7 @@ fn a_discussion_of_a_path_ends_in_every_way() {
             }
             (pair, ids)
         };
-        // With the APR.
+        // Using the APR.
         let (mut pair, ids) = discussing();
         let (info, none) = (AdditionalInfo::default(), PrivateData::default());
         pair.p
@@ -162,7 +162,7 @@ fn a_discussion_of_a_path_ends_in_every_way() {
             .unwrap();
         pair.p_to_a();
         assert_eq!(pair.states(ids), (Established, Established));
-        // With a DREQ of either side.
+        // Using a DREQ from either side.
         let (mut pair, ids) = discussing();
         pair.a
             .send_dreq(pair.now, ids.a, PrivateData::default())
@@ -175,7 +175,7 @@ fn a_discussion_of_a_path_ends_in_every_way() {
             .unwrap();
         pair.p_to_a();
         assert_eq!(pair.states(ids), (DreqRcvd, DreqSent));
-        // With a REJ: the peer knows of no connection.
+        // Using a REJ: the connection is unknown to the peer.
         let (mut pair, ids) = discussing();
         let rej = |from: IbCmId, to: IbCmId| {
             let rej = CmMessage::Rej(RejMsg {

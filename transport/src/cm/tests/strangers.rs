@@ -1,5 +1,6 @@
-//! An attacker who sends arbitrary messages from forged addresses, but sees no answer: connections
-//! stay, hosts can connect, and what is kept for the attacker is bounded.
+//! An attacker sends arbitrary messages using forged addresses but cannot see any responses:
+//! connections should not be closed, hosts should be able to connect, and the memory used for the
+//! attacker should be limited.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -9,7 +10,7 @@ use chacha20::rand_core::Rng;
 use super::*;
 use crate::wire::cm_msg::{CM_CLASS_VERSION, CmAttribute};
 
-/// A REQ of host `from` with these numbers, as a stranger can make it.
+/// Creates a REQ from `from` with these values, as it could be forged by an attacker.
 fn req_mad(from: PeerAddr, guid: u64, comm_id: u32, qpn: u32, transaction: u64) -> Mad {
     let mut forger = machine(9, 99);
     let mut params = req_params(9, 2, qpn);
@@ -24,7 +25,7 @@ fn req_mad(from: PeerAddr, guid: u64, comm_id: u32, qpn: u32, transaction: u64) 
     CmMessage::Req(req).emit(TransactionId(transaction))
 }
 
-/// Answers all that is asked of a machine, as a user who takes every request does.
+/// Accepts all requests, like a user that doesn't reject anything.
 fn accept_all(cm: &mut Cm, now: Instant) -> Vec<IbCmId> {
     let mut accepted = Vec::new();
     while let Some(event) = cm.poll_event() {
@@ -47,10 +48,10 @@ fn rejections(cm: &mut Cm) -> Vec<RejReason> {
 }
 
 #[test]
-fn a_request_in_a_peers_name_ends_nothing() {
+fn forged_request_closes_nothing() {
     let mut pair = Pair::new();
     let ids = pair.established();
-    // Everything right but for the service, then for the adapter, then everything.
+    // First only the service is wrong, then the adapter, then everything.
     let mut wrong = req_mad(addr(1), 1, 5, ACTIVE_QPN, 1);
     wrong[32..40].copy_from_slice(&0xdead_u64.to_be_bytes());
     let theirs = ids.a.comm_id().0;
@@ -69,7 +70,7 @@ fn a_request_in_a_peers_name_ends_nothing() {
         [RejReason::InvalidServiceId, RejReason::InvalidGid]
     );
     assert_eq!(accept_all(&mut pair.p, pair.now).len(), 3);
-    // They are not confirmed, and the answers are ignored by the host that they go to.
+    // They are not confirmed, and the responses are ignored by the host that receives them.
     while let Some((_, mad)) = pair.p.poll_transmit() {
         pair.a.handle_mad(pair.now, addr(2), &mad).unwrap();
     }
@@ -86,7 +87,7 @@ fn a_request_in_a_peers_name_ends_nothing() {
 }
 
 #[test]
-fn a_silent_peer_holds_its_place_for_a_bounded_time_and_gets_few_answers() {
+fn silent_peer_is_dropped_after_few_responses() {
     for exponent in [0, 20, 31] {
         let mut pair = Pair::new();
         let mut params = req_params(1, 2, 5);
@@ -104,13 +105,13 @@ fn a_silent_peer_holds_its_place_for_a_bounded_time_and_gets_few_answers() {
             }
         }
         assert!(pair.now - begin <= pair.p.config.max_half_open);
-        // REPs, and the REJ at the end.
+        // REPs, and a REJ at the end.
         assert!(sent <= 5, "{sent} answers to an interval of 2^{exponent}");
     }
 }
 
 #[test]
-fn a_peer_that_asks_for_more_time_does_not_get_it() {
+fn half_open_lifetime_ignores_requested_timeout() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a
@@ -123,7 +124,7 @@ fn a_peer_that_asks_for_more_time_does_not_get_it() {
 }
 
 #[test]
-fn an_address_that_has_a_connection_is_answered_as_often_as_it_wants() {
+fn proven_address_gets_all_requested_retries() {
     let mut pair = Pair::new();
     pair.established();
     let mut params = req_params(1, 2, 5);
@@ -143,21 +144,21 @@ fn an_address_that_has_a_connection_is_answered_as_often_as_it_wants() {
 }
 
 #[test]
-fn a_full_backlog_gives_the_place_that_was_left_longest() {
+fn full_backlog_displaces_oldest_connection() {
     let mut pair = Pair::new();
     let req = |n: u8| req_mad(addr(100 + n), 5, 1, 9, 1);
     for n in 0..8 {
         pair.p.handle_mad(pair.now, addr(100 + n), &req(n)).unwrap();
         pair.now += Duration::from_millis(1);
     }
-    // What the user has not answered is not given away.
+    // Requests the user has not yet responded to should not be displaced.
     let more = req(8);
     pair.pass(Duration::from_secs(1));
     pair.p.handle_mad(pair.now, addr(108), &more).unwrap();
     assert_eq!(pair.p.counters().dropped, 1);
     let ids = accept_all(&mut pair.p, pair.now);
     assert_eq!(ids.len(), 8);
-    // Nor is what the peer has had no time to confirm.
+    // The same is true if the peer had no time to confirm.
     pair.now += Duration::from_millis(19);
     pair.p.handle_mad(pair.now, addr(108), &more).unwrap();
     assert_eq!(pair.p.counters().dropped, 2);
@@ -174,10 +175,10 @@ fn a_full_backlog_gives_the_place_that_was_left_longest() {
     assert_eq!(accept_all(&mut pair.p, pair.now).len(), 1);
 }
 
-/// While the socket takes nothing, repetitions are answered up to a bound, and what they took is
-/// given back.
+/// While the socket is blocked, responses to duplicates are limited, and their memory is released
+/// later.
 #[test]
-fn a_socket_that_was_full_leaves_no_memory_behind() {
+fn full_socket_releases_outbox_memory() {
     let mut pair = Pair::new();
     let req = req_mad(addr(100), 5, 1, 9, 1);
     for _ in 0..10_000 {
@@ -191,7 +192,7 @@ fn a_socket_that_was_full_leaves_no_memory_behind() {
 }
 
 #[test]
-fn one_address_leaves_places_of_a_backlog_to_others() {
+fn single_address_cannot_fill_backlog() {
     let mut cm = machine(2, 2);
     let listener = cm.listen(SERVICE, u64::MAX, 256).unwrap();
     let mut now = Instant::now();
@@ -210,7 +211,8 @@ fn one_address_leaves_places_of_a_backlog_to_others() {
     assert_eq!(accept_all(&mut cm, now).len(), 64);
 }
 
-/// Every place of a machine's is taken by half-open connections that have waited long enough.
+/// Creates an instance with the maximum number of half-open connections, all of which can be
+/// displaced.
 fn full_of_half_open(mut change: impl FnMut(&mut CmConfig)) -> (Cm, Vec<IbCmId>, Instant) {
     let mut config = CmConfig::new(CaGuid(2));
     change(&mut config);
@@ -227,19 +229,19 @@ fn full_of_half_open(mut change: impl FnMut(&mut CmConfig)) -> (Cm, Vec<IbCmId>,
 }
 
 #[test]
-fn nothing_gives_its_place_to_a_request_that_is_refused() {
+fn rejected_request_displaces_nothing() {
     let kept = |cm: &Cm, ids: &[IbCmId]| {
         assert!(ids.iter().all(|id| cm.state(*id) == CmState::RepSent));
         assert_eq!(cm.counters().displaced, 0);
     };
     let req = req_mad(addr(1), 5, 1, 9, 1);
-    // No identifier is left for it.
+    // There is no ID available.
     let (mut cm, ids, now) = full_of_half_open(|config| config.max_ids = 9);
     rejections(&mut cm);
     cm.handle_mad(now, addr(1), &req).unwrap();
     assert_eq!(rejections(&mut cm), [RejReason::NoResources]);
     kept(&cm, &ids);
-    // Nor room for its event: eight are pending.
+    // There is no space for the event, since eight are pending.
     let (mut cm, ids, now) = full_of_half_open(|config| config.max_events = 8);
     for n in 0..8 {
         let id = cm.listen(ServiceId(n), u64::MAX, 1).unwrap();
@@ -257,10 +259,10 @@ fn nothing_gives_its_place_to_a_request_that_is_refused() {
     kept(&cm, &ids);
 }
 
-/// It has used the rest of an empty backlog, and others came later: a request of its own takes the
-/// place of its own oldest one, whether or not it has more than its share.
+/// A host has used the rest of an empty backlog, followed by requests from other hosts. A new
+/// request must displace its own oldest connection, even if it doesn't exceed its share.
 #[test]
-fn one_request_takes_one_place() {
+fn new_request_displaces_own_oldest_connection() {
     let mut cm = machine(2, 2);
     let listener = cm.listen(SERVICE, u64::MAX, 256).unwrap();
     let mut now = Instant::now();
@@ -280,9 +282,9 @@ fn one_request_takes_one_place() {
     }
 }
 
-/// A hundred and fifty sessions that are restored at once, by a host that is busy with that.
+/// A busy host restores 150 sessions at once.
 #[test]
-fn a_host_that_connects_many_times_at_once_and_answers_late_is_connected_each_time() {
+fn slow_host_establishes_many_connections_at_once() {
     let (mut a, mut p) = (machine(1, 1), machine(2, 2));
     p.listen(SERVICE, u64::MAX, 256).unwrap();
     let mut now = Instant::now();
@@ -319,9 +321,9 @@ fn a_host_that_connects_many_times_at_once_and_answers_late_is_connected_each_ti
     assert_eq!(accepted.iter().filter(is_up).count(), 150);
 }
 
-/// Also what a refusal costs: the oldest is found without looking at the others.
+/// This also tests the cost of a REJ: the oldest one should be found without a search.
 #[test]
-fn refusals_that_are_kept_go_oldest_first_when_identifiers_run_out() {
+fn oldest_kept_rej_is_removed_first() {
     let mut config = CmConfig::new(CaGuid(2));
     config.max_ids = 100;
     let mut cm = Cm::new(config, 0, 0, [2; 32]);
@@ -345,25 +347,25 @@ fn refusals_that_are_kept_go_oldest_first_when_identifiers_run_out() {
     assert!(!refused[..901].iter().any(kept) && refused[901..].iter().all(kept));
 }
 
-/// State of an honest host's attempt to connect.
+/// State of a connection attempt by a valid host.
 #[derive(Clone, Copy)]
 struct Attempt {
     began: Instant,
-    /// The active side has sent its RTU, and the passive side has got it.
+    /// Set if the active side has sent its RTU, and if the passive side has received it.
     is_up: [bool; 2],
 }
 
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Step {
-    /// A MAD arrives, at the server (0) or at a host.
+    /// A MAD is received by the server (0) or by a host.
     Deliver { to: u8, from: PeerAddr, mad: Mad },
-    /// A host connects.
+    /// A host sends a connection request.
     Connect { host: u8 },
-    /// The stranger sends something.
+    /// The attacker sends a message.
     Stranger,
 }
 
-/// A server (host 2), honest hosts that connect to it and stay, and a stranger.
+/// A server (host 2), valid hosts that connect to it and stay connected, and an attacker.
 struct World {
     cms: HashMap<u8, Cm>,
     now: Instant,
@@ -371,9 +373,9 @@ struct World {
     order: u64,
     random: ChaCha12Rng,
     attempts: HashMap<(u8, u32), Attempt>,
-    /// The last queue pair number that the server gave out.
+    /// Last QP number assigned by the server.
     server_qpn: u32,
-    /// Requests of honest hosts by the identifiers that they made at the server.
+    /// Requests from valid hosts, by their ID on the server.
     served: HashMap<IbCmId, (u8, u32)>,
 }
 
@@ -418,7 +420,7 @@ impl World {
         self.queue.push(Reverse((at, self.order, step)));
     }
 
-    /// A host that exists, or a made-up address.
+    /// Returns an existing host or a random address.
     fn anybody(&mut self) -> PeerAddr {
         match self.below(3) {
             0 => addr(HOSTS.start + self.below(HOSTS.len() as u32) as u8),
@@ -427,7 +429,7 @@ impl World {
     }
 
     fn connect(&mut self, host: u8) {
-        // Queue pair numbers as `rdma_rxe` has them; the stranger knows them.
+        // QP numbers are assigned like in `rdma_rxe` and known to the attacker.
         let qpn = 17 + self.attempts.len() as u32;
         let mut params = req_params(host, SERVER, qpn);
         params.max_cm_retries = Bits::truncate(15);
@@ -440,7 +442,7 @@ impl World {
         self.attempts.insert((host, qpn), attempt);
     }
 
-    /// Carries out events and sends MADs, until there are none.
+    /// Processes events and sends MADs until nothing is left.
     fn flush(&mut self, host: u8) {
         let now = self.now;
         let cm = self.cms.get_mut(&host).unwrap();
@@ -480,7 +482,7 @@ impl World {
         }
     }
 
-    /// Any message with ids and numbers that can be guessed, or that are public.
+    /// Sends a random message using IDs and numbers that are public or can be guessed.
     fn strange(&mut self) {
         let from = self.anybody();
         let host = (self.below(4) == 0).then(|| HOSTS.start + self.below(4) as u8);
@@ -499,7 +501,7 @@ impl World {
                 self.random.fill_bytes(&mut mad[24..]);
                 mad[17] = CmAttribute::Req as u8 + self.below(11) as u8;
                 if self.below(2) == 0 {
-                    // The REJ of a peer that gave up unanswered, and the like.
+                    // For example, the REJ of a peer that timed out without receiving a response.
                     mad[28..32].fill(0);
                     mad[33] = (u16::from(RejReason::Timeout) as u8) << 1;
                     mad[34..36].copy_from_slice(&u16::from(RejReason::Timeout).to_be_bytes());
@@ -509,7 +511,7 @@ impl World {
             }
         };
         let cm = self.cms.get_mut(&to).unwrap();
-        // What is no message changes nothing.
+        // Invalid messages must have no effect.
         let _ = cm.handle_mad(self.now, from, &mad);
     }
 
@@ -527,7 +529,7 @@ impl World {
         }
     }
 
-    /// Runs for `time`; the stranger sends `per_step` messages each `pause`.
+    /// Runs for `time`. The attacker sends `per_step` messages every `pause`.
     fn run(&mut self, time: Duration, pause: Duration, per_step: u32) {
         let end = self.now + time;
         self.at(self.now, Step::Stranger);
@@ -581,7 +583,7 @@ impl World {
         }
     }
 
-    /// All peers that connected are connected still.
+    /// Checks that all peers are still connected.
     fn assert_connected(&self, count: usize) {
         assert_eq!(self.attempts.len(), count);
         let server = &self.cms[&SERVER];
@@ -600,18 +602,18 @@ impl World {
 }
 
 #[test]
-fn honest_hosts_connect_while_made_up_addresses_flood_the_server() {
+fn valid_hosts_connect_during_forged_flood() {
     let mut world = World::new(1);
     world.connect_over(Duration::from_secs(1), 20);
-    // Ten thousand messages a second, half of them requests.
+    // Ten thousand messages per second, half of them requests.
     world.run(Duration::from_secs(4), Duration::from_millis(1), 10);
     world.assert_connected(20);
     assert!(world.cms[&SERVER].counters().displaced > 1000);
 }
 
-/// `RISER_CM_SEEDS` says how many seeds are tried, each for a minute of virtual time.
+/// `RISER_CM_SEEDS` sets the number of seeds, each running for a minute of virtual time.
 #[test]
-fn a_stranger_ends_no_connection_and_prevents_none() {
+fn attacker_neither_closes_nor_prevents_connections() {
     let seeds = std::env::var("RISER_CM_SEEDS").map_or(2, |n| n.parse().unwrap());
     for seed in 0..seeds {
         let mut world = World::new(1000 + seed);

@@ -1,11 +1,11 @@
-//! Connections from addresses that are not proven yet, over a network that loses messages: a REP is
-//! repeated as often as the peer asks for it, and no more often than a few times beside that.
+//! Connections from unproven addresses over an unreliable network: a REP is sent again for each
+//! duplicate request, plus a limited number of retries.
 
 use chacha20::rand_core::Rng;
 
 use super::*;
 
-/// A REQ as Linux makes it: 4.3 s for an answer to each message, 15 repetitions.
+/// Returns the parameters used by Linux: a response timeout of 4.3 s and 15 retries.
 fn linux_params() -> ReqParams {
     ReqParams {
         remote_cm_timeout: CmTimeout::new(20),
@@ -15,14 +15,13 @@ fn linux_params() -> ReqParams {
     }
 }
 
-/// Connects once, each message being lost with this chance in a hundred; whether both sides have
-/// been connected.
+/// Connects once with the given loss in percent. Returns true if both sides were connected.
 fn connects(random: &mut ChaCha12Rng, loss: u32) -> bool {
     let mut lost = || random.next_u32() % 100 < loss;
     let mut pair = Pair::new();
     let a = pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
     let mut passive = None;
-    // Packets of data of the active side, which its queue pair repeats so often.
+    // Data packets from the active side, with the number of retries of its QP.
     let (mut data, mut next_data) = (8, pair.now);
     loop {
         while let Some((_, mad)) = pair.a.poll_transmit() {
@@ -80,8 +79,8 @@ fn connects(random: &mut ChaCha12Rng, loss: u32) -> bool {
 }
 
 #[test]
-fn a_peer_that_asks_long_enough_is_connected_though_messages_are_lost() {
-    // Lost on the way out of either host and on the way in: 10 % at both ends.
+fn retrying_peer_connects_despite_loss() {
+    // Packets are dropped on both send and receive: 10 % on each host.
     let loss = 19;
     let mut random = ChaCha12Rng::from_seed([11; 32]);
     let failed = (0..8000).filter(|_| !connects(&mut random, loss));
@@ -89,7 +88,7 @@ fn a_peer_that_asks_long_enough_is_connected_though_messages_are_lost() {
 }
 
 #[test]
-fn an_unproven_address_gets_an_answer_for_each_request_and_a_few_beside() {
+fn unproven_address_gets_limited_responses() {
     for repetitions in [0, 1, 5, 15, 30] {
         let mut pair = Pair::new();
         pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
@@ -118,12 +117,12 @@ fn an_unproven_address_gets_an_answer_for_each_request_and_a_few_beside() {
             pair.now = next;
             pair.p.handle_timeout(pair.now);
         }
-        // Three by itself, and the REJ at the end. Who asks more often than the request says begins
-        // anew.
+        // Three retries, and the REJ at the end. The count restarts if the peer sends more requests
+        // than specified.
         assert!(answers <= times + 4 * lives, "{answers} to {times}");
         assert!(answers > repetitions, "{answers} to {times}");
         assert_eq!(lives, if repetitions > 15 { 2 } else { 1 });
-        // It is waited for while it asks, but not without end.
+        // We wait while requests are received, but not forever.
         let most = Duration::from_secs(4 * repetitions + 18 + 2);
         assert!(pair.now - begin <= most, "{:?}", pair.now - begin);
         assert_eq!(pair.p.id_count(), 1);
@@ -131,12 +130,12 @@ fn an_unproven_address_gets_an_answer_for_each_request_and_a_few_beside() {
 }
 
 #[test]
-fn a_peer_that_gets_the_rep_late_and_asks_for_time_is_not_cut_off() {
+fn mra_extends_late_rep() {
     let mut pair = Pair::new();
     let a = pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
     let (_, req) = pair.a.poll_transmit().unwrap();
     let mut p = None;
-    // All answers but the last are lost.
+    // Only the last response is received.
     for _ in 0..7 {
         pair.p.handle_timeout(pair.now);
         while pair.p.poll_transmit().is_some() {}

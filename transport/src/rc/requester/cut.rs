@@ -1,4 +1,4 @@
-//! Cutting: which packet goes next, and what it looks like.
+//! Builds the next request packet.
 
 use std::time::Instant;
 
@@ -13,8 +13,8 @@ use crate::verbs::{SendFlags, SendOp, WcStatus};
 use crate::wire::{Bth, Service, XrcEth, push_header};
 
 impl Requester {
-    /// The next request packet, if state, window, credits and fences allow one. `may_start` is
-    /// false while the send queue drains.
+    /// Writes the next request packet to `tx` if allowed by state, window, credits and fences.
+    /// `may_start` is false while the send queue is draining.
     pub(in crate::rc) fn poll(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -25,18 +25,18 @@ impl Requester {
             if ctx.now < until {
                 return Ok(false);
             }
-            // The caller may poll before the timer has fired.
+            // The caller can poll before the timer has expired.
             self.end_rnr_wait();
         }
         while let Some(wqe) = self.sq.peek(self.cur) {
             match wqe.phase {
-                // Its error is reported once the requests before it are complete; until then
-                // nothing behind it may start, since it would complete as flushed although the
-                // peer had carried it out.
+                // The error is reported when all previous requests are complete. Until then, we
+                // must not start any requests after it, because they would be flushed even though
+                // the peer has executed them.
                 Phase::Failed(_) => return Ok(false),
                 Phase::Executed => self.cur += 1,
-                // Local operations begin nothing that the peer sees, but a send queue that drains
-                // starts no request at all.
+                // Local operations are not visible to the peer, but a draining send queue must not
+                // start any requests.
                 Phase::Posted if !may_start => return Ok(false),
                 Phase::Posted if wqe.is_local() => {
                     let wqe = *wqe;
@@ -54,20 +54,20 @@ impl Requester {
         Ok(false)
     }
 
-    /// Whether the next request to send is a READ or an atomic.
+    /// Returns true if the next request to send is a READ or an atomic.
     pub(in crate::rc) fn is_read_next(&self) -> bool {
-        // All packets of the current one may have left.
+        // All packets of the current request may have been sent.
         let is_sent = |wqe: &SendWqe| matches!(wqe.phase, Phase::Started) && wqe.end() <= self.nxt;
         let at = self.cur + u64::from(self.sq.peek(self.cur).is_some_and(is_sent));
         self.sq.peek(at).is_some_and(SendWqe::has_response)
     }
 
-    /// Sends the first packet of the current request, if it may leave now.
+    /// Sends the first packet of the current request if this is currently allowed.
     fn begin(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket) -> Result<bool, Fault> {
         let (first, mtu) = (self.nxt, self.mtu);
         let wqe = self.sq.wqe_mut(self.cur);
-        // The request counts as started only when this packet has been cut. Until then the
-        // numbers are a plan, which is made again the next time.
+        // The request is only started when this packet has been built. Until then, the packet
+        // numbers are not final and will be assigned again on the next attempt.
         wqe.first = first;
         wqe.packets = plan_packets(wqe.length, mtu);
         if !self.may_send(ctx.now) {
@@ -84,7 +84,7 @@ impl Requester {
         Ok(is_sent)
     }
 
-    /// Runs a local operation whose turn has come; false if it must wait.
+    /// Executes a local operation when it is next in order. Returns false if it must wait.
     fn execute(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe) -> Result<bool, Fault> {
         if self.awaits_others(self.cur, wqe) {
             return Ok(false);
@@ -93,8 +93,8 @@ impl Requester {
             self.fail_current(ctx, WcStatus::MwBindErr)?;
             return Ok(false);
         }
-        // It has a place between the packets but none of its own, so `locate` finds the way past
-        // it.
+        // The operation has a position between the packets but doesn't use a packet number, so that
+        // `locate` will skip it.
         let first = self.nxt;
         let done = self.sq.wqe_mut(self.cur);
         done.phase = Phase::Executed;
@@ -104,35 +104,35 @@ impl Requester {
         Ok(true)
     }
 
-    /// Whether a local operation, posted at this position, waits for requests before it. It changes
-    /// our own table alone, so most do not.
+    /// Returns whether a local operation posted at this position must wait for previous requests.
+    /// Most operations don't wait, as they only modify our own table.
     fn awaits_others(&self, at: u64, wqe: &SendWqe) -> bool {
         if wqe.flags.contains(SendFlags::FENCE) {
-            // Its owner has it wait for READs, and for an invalidation all requests are waited for:
-            // only completed ones show that nothing will use the key any more.
+            // The owner can request to wait for READs. For an invalidation we must wait for all
+            // requests, because a key is only unused when they are complete.
             return match wqe.op {
                 SendOp::LocalInv(_) => at != self.sq.head(),
                 _ => !self.reads.is_empty(),
             };
         }
-        // Requests that may have to be sent again still need the key.
+        // Requests that may need to be sent again still need the key.
         matches!(wqe.op, SendOp::LocalInv(key) if self.sq.names(key, at))
     }
 
-    /// Checks what holds for all packets of the current request, before the first one.
+    /// Checks all packets of the current request before sending the first one.
     fn check_start(&self, ctx: &Ctx<'_>) -> Result<(), WcStatus> {
         let wqe = self.sq.wqe(self.cur);
-        // The peer has agreed to no READs or atomics. It would refuse the request and end the
-        // connection; this way the owner sees which request was wrong.
+        // The peer does not accept any READs or atomics and would reject the request, which fails
+        // the connection. With this check, the owner gets an error for the correct request.
         if wqe.has_response() && self.max_reads == 0 {
             return Err(WcStatus::LocQpOpErr);
         }
-        // The only packet of a message looks at all entries itself.
+        // If there is only one packet, it checks all entries itself.
         if wqe.packets == 1 && !wqe.has_response() {
             return Ok(());
         }
-        // All entries, although the first packet may need a few only: once the peer has that, the
-        // message can no longer be taken back.
+        // Check all entries, even if the first packet only needs a few of them: once it has been
+        // sent, we cannot cancel the message.
         for sge in self.sq.sges(self.cur) {
             ctx.mrs
                 .resolve_local(ctx.cfg.pd, sge, wqe.has_response())
@@ -141,22 +141,21 @@ impl Requester {
         Ok(())
     }
 
-    /// Packet numbers that the next packet of a request uses up.
+    /// Returns the number of packet numbers used by the next packet of a request.
     fn next_count(&self, wqe: &SendWqe) -> u32 {
-        // Every packet of a SEND or WRITE has a number of its own, and an atomic is answered by
-        // one.
+        // Each SEND or WRITE packet uses one number, and an atomic has a single response.
         if !matches!(wqe.op, SendOp::Read(_)) {
             return 1;
         }
         let window = self.congestion.packets();
         if self.nxt < self.sent {
-            // A repeated READ request ends where the first one ended, since the responder has a
-            // resource for that range and answers nothing that reaches beyond it.
+            // A repeated READ request must use the original end, as the responder has only stored
+            // this range and ignores requests beyond it.
             let end = self.pieces.iter().find(|&&end| end > self.nxt);
             let end = end.copied().unwrap_or(wqe.end()).min(wqe.end());
             return window.min(wqe.index_of(end) - wqe.index_of(self.nxt));
         }
-        // Two pieces fill the window, so that one is under way while the next is asked for.
+        // Two pieces fill the window, so that one is in flight while we request the next one.
         let piece = if self.max_reads > 1 {
             window.div_ceil(2)
         } else {
@@ -165,7 +164,7 @@ impl Requester {
         piece.min(wqe.packets - wqe.index_of(self.nxt))
     }
 
-    /// Returns whether window, initiator depth, fence, credits and pace allow the next packet of
+    /// Returns true if window, initiator depth, fence, credits and pace allow the next packet of
     /// the current request.
     fn may_send(&mut self, now: Instant) -> bool {
         let wqe = self.sq.wqe(self.cur);
@@ -173,66 +172,66 @@ impl Requester {
             return false;
         }
         if self.is_limited(wqe) {
-            // IBTA 9.7.7.2.5: one packet beyond the limit, when all before it is acknowledged. Its
-            // acknowledgement shows that the message has its receive.
+            // IBTA 9.7.7.2.5: we can send one packet beyond the limit if all previous packets are
+            // acknowledged. The acknowledgement for this packet shows that a receive is available.
             return if self.nxt == wqe.first {
                 self.una == self.nxt
             } else {
-                // Once the first packet has found a receive, the rest of the message has it as
-                // well.
+                // When the first packet has been acknowledged, a receive is available for the rest
+                // of the message.
                 self.una > wqe.first
             };
         }
         self.is_paced(now)
     }
 
-    /// Whether window, initiator depth and fence allow the next packet of a request.
+    /// Returns whether window, initiator depth and fence allow the next packet of a request.
     fn is_allowed(&self, wqe: &SendWqe) -> bool {
         let in_flight = self.nxt - self.una;
-        // The responses of a READ count as in flight as soon as they are asked for: the responder
-        // sends them without regard to our window.
+        // READ responses are counted as in flight once they are requested, because the responder
+        // sends them without checking our window.
         if in_flight > 0 {
             let count = u64::from(self.next_count(wqe));
             let fits = in_flight + count <= u64::from(self.congestion.packets());
-            // A window that was cut may be full of packets that no acknowledgement was asked for:
-            // then one more packet asks.
+            // If the window was reduced, it may be full of packets that didn't request an
+            // acknowledgement. In this case we send one more packet to request it.
             if !fits && self.since_ack_request == 0 {
                 return false;
             }
         }
         if wqe.has_response() {
-            // The part under way has to be answered first: the responder keeps one place for each
-            // request, and a second part would replace what it still has to send of the first.
+            // We must wait for the current part, as the responder only stores one entry per
+            // request, and requesting a different part would replace the remaining packets of the
+            // current one.
             if self.is_part_under_way(wqe) {
                 return false;
             }
-            // One more than the peer has resources would be refused as an invalid request, and
-            // end the connection.
+            // If we exceed the number of resources, the peer will reject this as an invalid request
+            // and fail the connection.
             if self.reads.len() >= self.max_reads && self.max_reads > 0 {
                 return false;
             }
         }
-        // Only the first packet is held back: READs in front of the request have been answered
-        // when it leaves. SENDs and WRITEs in front need no fence, since they take effect in
-        // their order anyway.
+        // This is only needed for the first packet, because all previous READs are complete when it
+        // is sent. SENDs and WRITEs don't need a fence because they are always executed in order.
         let is_fenced = wqe.flags.contains(SendFlags::FENCE) && self.nxt == wqe.first;
         !is_fenced || self.reads.is_empty()
     }
 
-    /// Whether a window of less than one packet allows a packet by now; if not, sees to it that it
-    /// is asked for again.
+    /// If the window is less than one packet, returns true if a packet can be sent now. Otherwise
+    /// this sets the time to check again.
     fn is_paced(&mut self, now: Instant) -> bool {
         let Some(left) = self.left else {
             return true;
         };
         let round_trip = self.round_trip.map_or(FIRST_ROUND_TRIP, |r| r.mean);
-        // A window of a packet or more is paced by its acknowledgements.
+        // A window of at least one packet is paced by acknowledgements.
         let Some(gap) = self.congestion.gap(round_trip) else {
             self.left = None;
             return true;
         };
-        // Sooner than the timer, which runs while a repeated packet waits here, and would take
-        // the pause for silence.
+        // This must be before the timer, which is running if a repeated packet is waiting here and
+        // would otherwise treat the gap as a timeout.
         let at = left + gap.min(self.interval / 2);
         if at <= now {
             return true;
@@ -241,11 +240,11 @@ impl Requester {
         false
     }
 
-    /// Whether the packet `nxt` is in the middle of a READ request of before, of which another part
-    /// is under way.
+    /// Returns true if packet `nxt` is in the middle of a previous READ request and a different
+    /// part of this request is in flight.
     fn is_part_under_way(&self, wqe: &SendWqe) -> bool {
-        // The first packet of a request is in the middle of none, also behind an atomic, whose end
-        // is not among `pieces`.
+        // The first packet of a request is never in the middle. This is also needed after an
+        // atomic, as its end is not stored in `pieces`.
         self.nxt < self.sent
             && self.nxt != wqe.first
             && self.reads.back() == Some(&self.nxt)
@@ -256,7 +255,7 @@ impl Requester {
         wqe.consumes_receive() && self.limit.is_some_and(|limit| wqe.recv_seq > limit)
     }
 
-    /// Writes the packet `nxt` of the current request into `tx`.
+    /// Writes packet `nxt` of the current request to `tx`.
     fn cut(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -273,23 +272,22 @@ impl Requester {
             is_last: index + count == wqe.packets,
         };
         let has_response = wqe.has_response();
-        // The payload is gathered again for a repeated packet, since nothing was kept the first
-        // time.
+        // For a repeated packet we need to gather the payload again, because we don't store
+        // packets.
         if !has_response {
             let len = (wqe.length - cut.offset).min(self.mtu) as usize;
-            // The key may have been invalidated, or the region deregistered, since the last
-            // packet.
+            // Since the last packet, the key may have been invalidated or the region deregistered.
             let (pd, payload) = (ctx.cfg.pd, self.sq.payload(self.cur));
             if gather(payload, pd, ctx.mrs, tx, cut.offset as usize, len).is_err() {
-                // Some entries may be gathered already, and `tx` goes on to the next user.
+                // Some entries may already have been added, and `tx` is reused by the next caller.
                 tx.clear();
                 self.fail_current(ctx, WcStatus::LocProtErr)?;
                 return Ok(false);
             }
             tx.payload_len = len;
         }
-        // READs and atomics are answered in any case. They count as having asked, since their
-        // answer moves the window like an acknowledgement.
+        // READs and atomics always have a response. This is treated like a requested
+        // acknowledgement, as it also advances the window.
         let asks = has_response || self.asks_for_ack(wqe, cut.is_last, may_start);
         let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
         let mut opcode = plan_opcode(&wqe.op, cut);
@@ -299,7 +297,8 @@ impl Requester {
         }
         let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
             .with_ack_request(asks)
-            // The event is for the receiver's completion, which only the last packet makes.
+            // The solicited event is for the receiver's completion, so it is only set in the last
+            // packet.
             .with_solicited(wakes && cut.is_last)
             .with_pad_for(tx.payload_len);
         push_header(&mut tx.headers, &bth);
@@ -313,14 +312,14 @@ impl Requester {
         Ok(true)
     }
 
-    /// A packet that uses up `count` numbers leaves. `read` is whether it is a READ request, of a
-    /// request that has a response.
+    /// Updates the state when a packet using `count` numbers is sent. For a request with a
+    /// response, `read` indicates if it is a READ request.
     fn on_cut(&mut self, ctx: &mut Ctx<'_>, count: u32, asks: bool, read: Option<bool>) {
         self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
         if self.nxt < self.sent {
             ctx.counters.retransmits += 1;
-        // Only first copies are timed, and only packets that are answered at once: what is not
-        // asked for may be acknowledged with a later packet.
+        // Only use the first transmission, and only packets with an immediate response. Without a
+        // request, the acknowledgement may be delayed until a later packet.
         } else if asks && self.timed.is_none() {
             self.timed = Some((self.nxt, ctx.now));
         }
@@ -329,53 +328,55 @@ impl Requester {
         self.sent = self.sent.max(self.nxt);
         if let Some(is_read) = read {
             self.reads.push_back(self.nxt);
-            // An atomic is never repeated in parts, so its end need not be remembered.
+            // An atomic is never repeated in parts, so we don't need to store its end.
             if is_first_time && is_read {
                 self.pieces.push_back(self.nxt);
             }
         }
-        // The next packet's time counts from here.
+        // Used to determine when the next packet can be sent.
         if self.congestion.is_partial() {
             self.left = Some(ctx.now);
         }
-        // A timer that runs belongs to the oldest packet in flight, and is not put off by newer
-        // ones: a steady stream would never time out.
+        // If the timer is already running, it is for the oldest packet in flight. It must not be
+        // restarted by new packets, because otherwise it would never expire during a steady stream.
         if self.timer.is_none() {
-            self.timer = Some(ctx.now + self.vary(self.interval));
+            let length = self.vary(self.interval);
+            self.arm(ctx.now, length);
         }
     }
 
-    /// Returns whether the packet `nxt` asks for an acknowledgement: so often that the window keeps
-    /// moving, and at the end of a message that no other follows at once.
+    /// Returns whether packet `nxt` should request an acknowledgement: often enough to keep the
+    /// window moving, and at the end of a message that is not immediately followed by a new
+    /// message.
     fn asks_for_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
         let window = self.congestion.packets();
-        // Twice in a window, so that packets follow acknowledgements and not one burst the other.
+        // Request two acknowledgements per window, so that packets are sent as they are
+        // acknowledged and not in bursts.
         let most = self.ack_every.min(window.div_ceil(2));
-        // A full window, of which nothing asks for an acknowledgement, would stand still until
-        // the timer.
+        // If the window is full and no packet has requested an acknowledgement, we would be blocked
+        // until the timer expires.
         self.nxt + 1 - self.una >= u64::from(window)
             || self.since_ack_request + 1 >= most
-            // This packet is the one beyond the limit: only its acknowledgement lets the rest
-            // follow.
+            // This is the one packet beyond the limit, and we need its acknowledgement to continue.
             || self.is_limited(wqe)
             || is_last && !self.is_followed(may_start)
     }
 
-    /// Whether another SEND or WRITE will follow the current request without waiting for anything.
+    /// Returns true if the current request will be followed by a SEND or WRITE without any delay.
     fn is_followed(&self, may_start: bool) -> bool {
-        // Its keys are checked when it starts. If one is bad, this message asks then
-        // (`ask_before`), so that the check is not made twice for every request.
+        // The keys of the next request are checked when it is started. If a key is invalid, we
+        // request the acknowledgement then (`ask_before`), so that we don't need to check twice.
         let mut at = self.cur + 1;
         while let Some(next) = self.sq.peek(at) {
             let may_run = match next.phase {
                 Phase::Posted => may_start,
                 Phase::Started => true,
-                // It is done, and what comes behind it follows.
+                // This was already executed, so check the request after it.
                 Phase::Executed => true,
                 Phase::Failed(_) => false,
             };
-            // Anything that may wait, for its turn, a response or credits, could wait for the
-            // very acknowledgement that this message does not ask for.
+            // If the next request may have to wait for previous requests, a response or credits, it
+            // could wait for the acknowledgement that we would not have requested.
             if !may_run || next.has_response() || self.is_limited(next) {
                 return false;
             }

@@ -1,4 +1,4 @@
-//! Answering: the responder resources, and which answer leaves next.
+//! Responder resources, and selection of the next response to send.
 
 use std::time::Instant;
 
@@ -13,18 +13,20 @@ use crate::wire::{
     Packet, Psn, Service, emit_headers,
 };
 
-/// A READ or an atomic that was accepted, kept to be answered again (IBTA 9.7.5.1.2).
+/// READ or atomic that was accepted, stored so that the response can be repeated (IBTA 9.7.5.1.2).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Resource {
     first: Psn,
     packets: u32,
     kind: ResourceKind,
     msn: Msn,
-    /// Packets before it that its answer acknowledges, and nothing else does.
+    /// Number of previous packets that are only acknowledged by this response.
     unacked: u32,
-    /// A packet of its answer has left, which acknowledged what came before it.
+    /// Set if the first packet of the response was sent, which also acknowledged all previous
+    /// packets.
     has_begun: bool,
-    /// The end of its answer has left; before that the peer cannot be done with it.
+    /// Set if the last packet of the response was sent. The peer still needs the response before
+    /// that.
     is_answered: bool,
     pending: Option<Pending>,
 }
@@ -32,7 +34,7 @@ pub(super) struct Resource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ResourceKind {
     Read {
-        /// Domain of the key.
+        /// Protection domain of the key.
         pd: PdId,
         rkey: RKey,
         addr: u64,
@@ -43,7 +45,7 @@ pub(super) enum ResourceKind {
     },
 }
 
-/// Part of a resource that is still to be sent, in packets from its first.
+/// Part of a resource that needs to be sent, in packets relative to its first packet.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     start: u32,
@@ -56,15 +58,15 @@ impl Responder {
         self.waiting > 0 || self.ack.is_some() || self.nak.is_some()
     }
 
-    /// Whether an acknowledgement is all that there is to send.
+    /// Returns true if there is only an acknowledgement to send.
     pub(in crate::rc) fn has_only_ack(&self) -> bool {
         self.waiting == 0 && self.nak.is_none() && self.ack.is_some()
     }
 
-    /// Whether the next answer is an acknowledgement, a NAK or an atomic's.
+    /// Returns whether the next response is an acknowledgement, a NAK or an atomic response.
     pub(in crate::rc) fn is_urgent(&self) -> bool {
-        // An acknowledgement that may leave before a READ's answer is as urgent as one that is
-        // alone.
+        // An acknowledgement that can be sent before a READ response has the same priority as a
+        // single one.
         match self.front() {
             Some(at) => {
                 let resource = &self.resources[at];
@@ -75,39 +77,39 @@ impl Responder {
         }
     }
 
-    /// Whether an acknowledgement is due for something before this resource's next packet.
+    /// Returns true if there is a pending acknowledgement for a packet before this resource.
     fn has_ack_before(&self, resource: &Resource) -> bool {
         self.ack
             .is_some_and(|psn| psn.is_before(resource.next_psn()))
     }
 
-    /// The oldest resource with something to send.
+    /// Returns the oldest resource with pending responses.
     fn front(&self) -> Option<usize> {
         if self.waiting == 0 {
             return None;
         }
-        // A scan, over a handful: the ring is no longer than the responder resources that the CM
-        // agreed to.
+        // A linear search is sufficient, as the ring is limited to the number of responder
+        // resources negotiated by the CM.
         self.resources.iter().position(|r| r.pending.is_some())
     }
 
     fn credit(&self, ctx: &Ctx<'_>) -> AethSyndrome {
-        // A limit would be wrong with a shared queue, whose receives other queue pairs take as
-        // well.
+        // We cannot use a limit with a shared queue, because its receives are also consumed by
+        // other QPs.
         AethSyndrome::Ack(if ctx.cfg.has_srq {
             Credit::UNLIMITED
         } else {
-            // The message in progress is not complete but has its receive.
+            // The current message is incomplete but already has a receive.
             Credit::at_most(ctx.rq.len() + usize::from(self.is_bound))
         })
     }
 
-    /// The peer must not have more READs and atomics outstanding than there are resources. One
-    /// whose answer has left does not count, even if it waits to be answered again: the peer has
-    /// had it.
+    /// Checks that the peer does not use more READs and atomics than there are resources. If the
+    /// response was already sent, the resource is not counted even if it must be sent again, as the
+    /// peer has received it before.
     pub(super) fn check_room(&self) -> Result<(), Refusal> {
-        // The oldest decides, since they are answered in order: behind one that has been
-        // answered, room is made by forgetting it.
+        // Only check the oldest resource, because responses are sent in order: if it was sent, the
+        // resource can be removed to make space.
         let is_full = self.resources.len() >= self.max_resources;
         let may_forget = self.resources.front().is_some_and(|r| r.is_answered);
         if is_full && !may_forget {
@@ -118,20 +120,19 @@ impl Responder {
 
     pub(super) fn accept(&mut self, kind: ResourceKind, packets: u32) -> Result<(), Refusal> {
         self.check_room()?;
-        // What was pushed out can no longer be repeated. A peer within its depth has had the
-        // whole answer, or it would not have sent a further request.
+        // Removed resources can't be repeated anymore. If the peer stays within its limit, it must
+        // have received the full response before sending a new request.
         self.forget_answered(self.max_resources.saturating_sub(1));
-        // The count includes the READ before it is answered (IBTA C9-148): its response carries
-        // it.
+        // The count must already include the READ in its own response (IBTA C9-148).
         self.msn = self.msn.next();
-        // The range of PSNs that it takes is that of its responses, so the next request is
-        // expected after the last of them.
+        // The request uses one PSN per response packet, so the next request is expected after the
+        // last of them.
         self.resources.push_back(Resource {
             first: self.expected,
             packets,
             kind,
             msn: self.msn,
-            // Its response acknowledges all that came before.
+            // The response acknowledges all previous packets.
             unacked: std::mem::take(&mut self.unacked),
             has_begun: false,
             is_answered: false,
@@ -146,7 +147,7 @@ impl Responder {
         Ok(())
     }
 
-    /// Forgets the oldest resources, as long as there are more than `most` and they were answered.
+    /// Removes the oldest resources that were fully sent while there are more than `most`.
     pub(super) fn forget_answered(&mut self, most: usize) {
         while self.resources.len() > most
             && let Some(oldest) = self.resources.pop_front_if(|r| r.is_answered)
@@ -155,40 +156,41 @@ impl Responder {
         }
     }
 
-    /// A packet that was taken in before: SENDs and WRITEs are acknowledged again, READs and
-    /// atomics answered again if their resource is still there (IBTA 9.7.5.1.4, 9.7.5.1.5).
+    /// Handles a packet that was already received. SENDs and WRITEs are acknowledged again, READ
+    /// and atomic responses are sent again if their resource still exists (IBTA 9.7.5.1.4,
+    /// 9.7.5.1.5).
     ///
-    /// The acknowledgement covers all that has been taken in, so it waits until it is asked for, as
-    /// for new packets: `rdma_rxe` loses a request that is acknowledged while it is being repeated.
+    /// The acknowledgement covers all received packets and is only sent when requested, as for new
+    /// packets, as `rdma_rxe` will lose a request that is acknowledged while it is being repeated.
     pub(super) fn on_duplicate(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
         let psn = pkt.bth.psn();
         let mtu = ctx.link.mtu.bytes();
-        // The newest first: an older one with the same PSN is from an earlier turn of the PSN, and
-        // only READs and atomics push it out.
+        // Check the newest resources first. If there is an old one with the same PSN, it is from
+        // before the PSN wrapped, because resources are only removed by new READs and atomics.
         let found = self
             .resources
             .iter_mut()
             .rev()
             .find(|r| psn.is_within(r.first, r.packets));
-        // Nothing is executed twice. SENDs and WRITEs only count towards the next acknowledgement
-        // (IBTA C9-105).
+        // Requests are never executed twice. SENDs and WRITEs are only counted for the next
+        // acknowledgement (IBTA C9-105).
         match (pkt.op.operation, found) {
             (Operation::Send | Operation::Write, _) => self.count(ctx, pkt),
-            // A READ or an atomic that was forgotten is dropped silently: a NAK would end a
-            // connection for an old copy that the network kept.
+            // If the READ or atomic was already removed, we silently drop the packet. A NAK would
+            // fail a connection because of an old packet delayed in the network.
             (_, None) => {}
             (operation, Some(resource)) => {
                 let start = resource.first.distance_to(psn);
-                // A part that was never asked for is not a repetition, but a mistake or a
-                // forgery. It must not reach memory that the first request was not checked for.
+                // If this part was never requested before, it is not a duplicate but an error or an
+                // attack. We must not access memory that was not checked for the original request.
                 let Some(end) = resource.plan_replay(operation, pkt, start, mtu) else {
                     return;
                 };
                 if resource.pending.is_none() {
                     self.waiting += 1;
                 }
-                // From the part that is asked for on, instead of what was still waiting: the
-                // requester has thrown away, or will, what comes behind a missing packet.
+                // Restart at the requested part and replace pending packets, as the requester will
+                // discard everything following a missing packet.
                 resource.pending = Some(Pending {
                     start,
                     next: start,
@@ -198,12 +200,13 @@ impl Responder {
         }
     }
 
-    /// The connection ends: what needs the owner's memory is dropped, and READs of the peer's with
-    /// it. What has been done stays answered, and a refusal keeps its NAK; otherwise the peer takes
-    /// what was delivered for lost, and does not learn why the connection ended.
+    /// Called when the connection is closed. Drops all responses that need the owner's memory and
+    /// the READs of the peer. Requests that were already executed are still acknowledged and a NAK
+    /// is kept. Otherwise the peer would assume that delivered messages were lost, and would not
+    /// get the reason for the failure.
     pub(in crate::rc) fn close(&mut self) {
         self.acknowledge_all();
-        // Not in the middle of an answer, which ends here (see `poll`).
+        // Don't acknowledge in the middle of a response, which is aborted here (see `poll`).
         if let Some(at) = self.front()
             && self.resources[at].is_under_way()
             && self.has_ack_before(&self.resources[at])
@@ -211,23 +214,23 @@ impl Responder {
             self.ack = None;
         }
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
-        // Atomics are kept, since their answers hold their result. A READ would read the owner's
-        // memory.
+        // Atomics are kept because the result is stored in the resource, while a READ would access
+        // the owner's memory.
         self.resources.retain(is_atomic);
-        // The wait was for READ responses, which are gone.
+        // This was only needed for READ responses, which are now removed.
         self.paced = None;
         let waiting = self.resources.iter().filter(|r| r.pending.is_some());
         self.waiting = waiting.count();
-        // A sequence or RNR NAK asks the peer to send again what would now be dropped.
+        // After a sequence or RNR NAK, the peer would resend packets that are now dropped.
         if !self.has_failed() {
             self.nak = None;
         }
     }
 
-    /// Acknowledges all that has been taken in, unasked: there will be no further packet to ask.
+    /// Acknowledges all received packets without a request, because there will be no more packets.
     fn acknowledge_all(&mut self) {
-        // What a READ's answer was to acknowledge as well, if nothing of that answer has left.
-        // Those of atomics will leave.
+        // This includes packets to be acknowledged by a READ response if no part of that response
+        // was sent. Atomic responses will still be sent.
         let is_read = |r: &Resource| matches!(r.kind, ResourceKind::Read { .. });
         let is_owing =
             |r: &Resource| r.pending.is_some() && is_read(r) && !r.has_begun && r.unacked > 0;
@@ -237,36 +240,36 @@ impl Responder {
         }
     }
 
-    /// The next answer, written into `tx`.
+    /// Writes the next response to `tx`.
     pub(in crate::rc) fn poll(
         &mut self,
         ctx: &mut Ctx<'_>,
         tx: &mut TxPacket,
     ) -> Result<bool, Fault> {
-        // In PSN order: an acknowledgement covers everything before its PSN, so it must not
-        // overtake the READ response of an earlier one.
+        // Use PSN order: an acknowledgement also covers all previous packets, so it must not be
+        // sent before a READ response with an earlier PSN.
         while let Some(at) = self.front() {
             let resource = &self.resources[at];
             let is_covered = self.has_ack_before(resource);
             if is_covered && !resource.has_begun {
                 break;
             }
-            // The others wait as well: they are behind it in PSN order.
+            // All later responses must wait as well because of the PSN order.
             if self.is_early(ctx.now, at) {
                 return Ok(false);
             }
-            // False if a replay lost its key and was dropped: then the next one is looked at.
+            // This returns false if a repeated response was dropped because its key is not valid
+            // anymore. Try the next one.
             if self.answer(ctx, tx, at)? {
-                // The packets of an answer acknowledge what came before it. `rdma_rxe` takes an
-                // acknowledgement between them for the end of the answer.
+                // The response packets acknowledge all previous packets. `rdma_rxe` treats an
+                // acknowledgement between them as the end of the response.
                 if is_covered {
                     self.ack = None;
                 }
                 return Ok(true);
             }
         }
-        // The credits are counted now and not when the packet came: more receives may have been
-        // posted since.
+        // Get the credits now, as more receives may have been posted since the packet was received.
         if let Some(psn) = self.ack.take() {
             let syndrome = self.credit(ctx);
             self.emit(
@@ -278,8 +281,8 @@ impl Responder {
             );
             return Ok(true);
         }
-        // After the acknowledgement, whose PSN is older: a NAK is the last word about everything
-        // before it.
+        // This must follow the acknowledgement, which has an earlier PSN, because a NAK also
+        // acknowledges all previous packets.
         let Some((psn, syndrome)) = self.nak.take() else {
             return Ok(false);
         };
@@ -301,14 +304,14 @@ impl Responder {
         Ok(true)
     }
 
-    /// Whether the next packet of a resource has to wait for its time.
+    /// Returns whether pacing does not allow the next packet of this resource yet.
     fn is_early(&mut self, now: Instant, at: usize) -> bool {
-        // A connection that has ended has no timers.
+        // A closed connection has no timers.
         let is_read = matches!(self.resources[at].kind, ResourceKind::Read { .. });
         if !is_read || self.has_failed() || !self.pacer.is_active() {
             return false;
         }
-        // A requester that asks for little at a time looks after the path itself.
+        // If the requester only requests small amounts of data, it handles the congestion itself.
         let pending = self.resources.iter().filter_map(|r| r.pending);
         if pending.map(|p| p.end - p.next).sum::<u32>() <= BURST {
             return false;
@@ -317,13 +320,13 @@ impl Responder {
         self.paced.is_some()
     }
 
-    /// The next packet of a resource; false if it turned out to have none.
+    /// Writes the next packet of a resource to `tx`, or returns false if there is nothing to send.
     fn answer(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket, at: usize) -> Result<bool, Fault> {
         let resource = self.resources[at];
         let Some(mut pending) = resource.pending else {
             return Ok(false);
         };
-        // The MSN is that of the request, not of the newest message.
+        // Use the MSN of this request, not that of the last message.
         let mut ext = aeth(self.credit(ctx), resource.msn);
         let opcode = match resource.kind {
             ResourceKind::Atomic { original } => {
@@ -337,14 +340,13 @@ impl Responder {
                 len,
             } => {
                 let mtu = ctx.link.mtu.bytes();
-                // `packets` comes from the length, so an empty READ has one packet of no bytes
-                // here and `offset` never exceeds `len`.
+                // `packets` is based on the length, so an empty READ has a single packet without
+                // payload and `offset` never exceeds `len`.
                 let offset = pending.next * mtu;
                 let take = (len - offset).min(mtu);
                 let addr = addr.wrapping_add(u64::from(offset));
                 let right = Access::REMOTE_READ;
-                // The key is resolved for each packet, since its owner may have invalidated it
-                // since the last one.
+                // The key must be checked for each packet, as its owner may have invalidated it.
                 match ctx
                     .mrs
                     .resolve_remote(pd, ctx.cfg.qp, rkey, addr, take, right)
@@ -354,8 +356,8 @@ impl Responder {
                 }
                 tx.payload_len = take as usize;
                 self.pacer.on_response(ctx.now);
-                // First and last of what is asked for now: a repeated part is a response of its
-                // own, which begins with First or Only.
+                // This is based on the current request, because a repeated part is a separate
+                // response starting with First or Only.
                 match (
                     pending.next == pending.start,
                     pending.next + 1 == pending.end,
@@ -379,28 +381,28 @@ impl Responder {
         Ok(true)
     }
 
-    /// The key of a READ stopped working while it was being answered. That is an error of the
-    /// owner's, until the whole answer has left: a further one may have been asked for by a packet
-    /// that was long under way, and is dropped.
+    /// Handles a READ key that became invalid before the response was complete. This is an error by
+    /// the owner, unless the full response was sent before. In that case, the current request may
+    /// be caused by a packet delayed in the network, so it is dropped.
     fn lose(&mut self, ctx: &mut Ctx<'_>, at: usize) -> Result<bool, Fault> {
         let psn = self.resources[at].next_psn();
         self.resources[at].pending = None;
         self.waiting -= 1;
-        // The connection goes on: this peer has had its answer once.
+        // The connection continues, as the peer has already received the response once.
         if self.resources[at].is_answered {
             return Ok(false);
         }
-        // The NAK ends the connection for the peer, so answers behind it would not be looked at.
+        // The NAK fails the connection at the peer, which will ignore all responses after it.
         self.silence();
         let fault = self.refuse(ctx, Refusal::RemoteAccess);
-        // It is about the response that could not be made, not the request that comes next: the
-        // answers before it stand.
+        // The NAK must refer to the failed response and not to the next expected request, because
+        // previous responses are valid.
         self.nak = self.nak.map(|(_, syndrome)| (psn, syndrome));
         Err(fault)
     }
 
-    /// Answers were lost before they left, since the memory that they were read from is gone: the peer
-    /// is not taken to have had any of them.
+    /// Marks all responses as not sent. This is used if they were lost before transmission because
+    /// their memory was removed.
     pub(in crate::rc) fn lose_answers(&mut self) {
         for resource in &mut self.resources {
             resource.is_answered = false;
@@ -425,12 +427,12 @@ fn aeth(syndrome: AethSyndrome, msn: Msn) -> ExtHeaders {
 }
 
 impl Resource {
-    /// A packet of the answer has left, and not the last one.
+    /// Returns true if the first packet of the response was sent but not the last one.
     fn is_under_way(&self) -> bool {
         self.pending.is_some_and(|p| p.next > p.start)
     }
 
-    /// Whether a PSN is one of its answer's.
+    /// Returns whether the response includes this PSN.
     pub(super) fn has(&self, psn: Psn) -> bool {
         psn.is_within(self.first, self.packets)
     }
@@ -439,8 +441,8 @@ impl Resource {
         self.first.add(self.pending.map_or(0, |p| p.next))
     }
 
-    /// End of a repeated request that begins at packet `start`; `None` if it is not part of the
-    /// request that was accepted.
+    /// Returns the end of a repeated request starting at packet `start`, or `None` if it is not
+    /// part of the accepted request.
     fn plan_replay(
         &self,
         operation: Operation,
@@ -450,29 +452,29 @@ impl Resource {
     ) -> Option<u32> {
         match self.kind {
             ResourceKind::Atomic { .. } => {
-                // Which of the two atomics it is, is not compared further: the answer is the old
-                // one in any case.
+                // We don't need to check which of the two atomics this is, as the response is
+                // always the stored value.
                 matches!(operation, Operation::CmpSwap | Operation::FetchAdd).then_some(1)
             }
             ResourceKind::Read {
                 rkey, addr, len, ..
             } => {
-                // The lengths are the peer's, hence the checked arithmetic.
+                // The lengths are provided by the peer, so we need checked arithmetic.
                 let reth = pkt.ext.reth?;
                 let offset = start.checked_mul(mtu)?;
                 let part = reth.dma_len();
                 let stop = offset.checked_add(part)?;
-                // Only the last packet of a READ is short, so a part that ends early ends with a
-                // packet.
+                // Only the last packet of a READ can be short, so a part that ends earlier must end
+                // at a packet boundary.
                 let is_whole_packets = part.is_multiple_of(mtu) || stop == len;
                 let is_part = operation == Operation::ReadRequest
                     && reth.rkey() == rkey.0
-                    // Same key and the address that belongs to the PSN: so the part lies inside
-                    // the range that was checked when the request was accepted.
+                    // If key and address match this PSN, the part is within the range that was
+                    // checked when the request was accepted.
                     && reth.va() == addr.wrapping_add(u64::from(offset))
                     && stop <= len
                     && is_whole_packets;
-                // A part of no bytes counts as one packet, which may lie behind the last.
+                // An empty part is counted as one packet, which can be after the last packet.
                 let end = start + plan_packets(part, mtu);
                 (is_part && end <= self.packets).then_some(end)
             }

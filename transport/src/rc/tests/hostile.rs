@@ -1,11 +1,11 @@
-//! Packets that no correct peer would send.
+//! Packets that a valid peer would never send.
 
 use proptest::prelude::*;
 use riser_testkit::{fuzz, one_of};
 
 use super::*;
 
-/// Header bytes: mostly plausible, so that packets get past the first checks.
+/// Generates header bytes that are mostly valid, so that packets pass the first checks.
 fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
     let opcode = one_of![0u8..0x18, Just(0x64)];
     let psn = one_of![
@@ -52,7 +52,7 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// What happens to a queue pair.
+/// Operations on a QP.
 #[derive(Clone, Debug)]
 enum Step {
     Post(prop::sample::Index, usize),
@@ -70,14 +70,14 @@ fn step(rkey: RKey) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Completions that have come of the work requests.
+/// Returns the number of work requests completed.
 fn completed(rig: &mut Rig) -> usize {
     let events = rig.events();
     let is_completion = |e: &&RcEvent| !matches!(e, RcEvent::Async(_));
     events.iter().filter(is_completion).count()
 }
 
-/// In any order of any packets nothing panics, and each request completes once.
+/// No sequence of packets should panic, and each request should complete exactly once.
 fn run(steps: Vec<Step>) {
     let mut rig = Rig::new();
     let (mut posted, mut done) = (0, 0);
@@ -117,7 +117,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_packet_panics_and_no_completion_is_lost(
+    fn hostile_packets_lose_no_completion(
         steps in proptest::collection::vec(step(Rig::new().mr.rkey), 1..60),
     ) {
         run(steps);

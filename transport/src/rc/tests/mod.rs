@@ -1,5 +1,5 @@
-//! Scripts: bytes and times in, bytes and events out. The bytes are written out here, from the
-//! specification, and not made with the code under test.
+//! Test scripts: packets and time as input, packets and events as output. Packets are written as
+//! bytes based on the specification, instead of using the code under test.
 
 mod hostile;
 mod requester;
@@ -20,10 +20,10 @@ use crate::wire::Packet;
 
 pub(super) const PD: PdId = PdId(Handle::new(1, 1));
 pub(super) const QP: QpId = QpId(Handle::new(7, 1));
-/// First PSN that the queue pair sends, and that it expects.
+/// First PSN sent by the QP, and first PSN it expects.
 pub(super) const SQ_PSN: u32 = 0x200;
 pub(super) const RQ_PSN: u32 = 0x100;
-/// ACK timeout code and what it means: 4.096 µs × 2^10.
+/// ACK timeout code and its value: 4.096 µs × 2^10.
 pub(super) const TIMEOUT: u8 = 10;
 pub(super) const T: Duration = Duration::from_nanos(4_194_304);
 pub(super) const PEER: RemoteAddr = RemoteAddr {
@@ -31,7 +31,7 @@ pub(super) const PEER: RemoteAddr = RemoteAddr {
     rkey: RKey(0xabcd_ef01),
 };
 
-/// One queue pair and everything around it.
+/// QP with its environment.
 pub(super) struct Rig {
     pub(super) qp: RcQp,
     pub(super) mrs: MrTable,
@@ -78,7 +78,7 @@ impl Rig {
     pub(super) fn with(options: &Options) -> Self {
         let mut mrs = MrTable::new(16, 8, [5; 16]);
         let memory = Memory::new(64 * 1024).unwrap();
-        // Counted from 0, so that a script can name addresses before it has the memory.
+        // Zero-based, so that a script can use addresses before the memory is allocated.
         let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
         let mr = mrs.reg(PD, &memory.whole(), access).unwrap();
         let cap = QpCap {
@@ -157,7 +157,7 @@ impl Rig {
         self.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
     }
 
-    /// Posts a receive of `length` bytes at 32 KiB into the memory.
+    /// Posts a receive of `length` bytes at offset 32 KiB in the memory.
     pub(super) fn post_recv(&mut self, wr_id: u64, length: usize) {
         let sges = [self.sge(0x8000, length)];
         let wr = RecvWr {
@@ -178,7 +178,7 @@ impl Rig {
         self.memory.slice(0x8000..0x8000 + length).unwrap().to_vec()
     }
 
-    /// Everything that it sends now, without ICRCs.
+    /// Returns all packets that are currently sent, without ICRCs.
     pub(super) fn sent(&mut self) -> Vec<Vec<u8>> {
         let (now, mut tx, mut packets) = (self.now, TxPacket::default(), Vec::new());
         while self.run(|qp, env| qp.poll_transmit(now, env, &mut tx)) {
@@ -192,12 +192,13 @@ impl Rig {
         packets
     }
 
-    /// Opcodes and PSNs of everything that it sends now; an ACK request shows as bit 31.
+    /// Returns opcodes and PSNs of all packets that are currently sent. Bit 31 is set for an ACK
+    /// request.
     pub(super) fn sent_brief(&mut self) -> Vec<(u8, u32)> {
         self.sent().iter().map(|p| brief(p)).collect()
     }
 
-    /// A packet that a router has marked.
+    /// Processes a packet with a congestion mark.
     pub(super) fn feed_marked(&mut self, bytes: &[u8]) {
         let mut datagram = bytes.to_vec();
         datagram.extend_from_slice(&[0; 4]);
@@ -206,7 +207,7 @@ impl Rig {
         self.feed(bytes);
     }
 
-    /// A congestion notification.
+    /// Processes a congestion notification.
     pub(super) fn notify(&mut self) {
         let mut bytes = vec![0x81, 0, 0xff, 0xff, 0x40, 0, 0, 0x11];
         bytes.resize(28, 0);
@@ -225,7 +226,7 @@ impl Rig {
         self.feed(&packet(0x11, psn, false, &[syndrome, 0, 0, 0], &[]));
     }
 
-    /// Lets time pass until the deadline, and does what is due.
+    /// Advances the time to the deadline and processes the timers.
     pub(super) fn expire(&mut self) -> Duration {
         let at = self.qp.poll_timeout().expect("a deadline");
         let waited = at.saturating_duration_since(self.now);
@@ -239,7 +240,8 @@ impl Rig {
         std::mem::take(&mut self.out)
     }
 
-    /// Ids and statuses of the send completions since the last call; anything else fails.
+    /// Returns the IDs and status values of send completions since the last call. Panics on any
+    /// other event.
     pub(super) fn sends(&mut self) -> Vec<(u64, WcStatus)> {
         let send = |e| match e {
             RcEvent::Send(c) => (c.wr_id.0, c.status),
@@ -249,14 +251,14 @@ impl Rig {
     }
 }
 
-/// Opcode and PSN, with the ACK request as bit 31 of the PSN.
+/// Returns opcode and PSN, with the ACK request in bit 31 of the PSN.
 pub(super) fn brief(p: &[u8]) -> (u8, u32) {
     (p[0], u32::from_be_bytes([p[8] & 0x80, p[9], p[10], p[11]]))
 }
 
 pub(super) const ASKS: u32 = 0x8000_0000;
 
-/// A packet for the queue pair, without ICRC.
+/// Creates a packet for the QP, without ICRC.
 pub(super) fn packet(opcode: u8, psn: u32, asks: bool, ext: &[u8], payload: &[u8]) -> Vec<u8> {
     let pad = (4 - payload.len() % 4) % 4;
     let mut p = vec![opcode, (pad as u8) << 4, 0xff, 0xff, 0, 0, 0, 0x11];
@@ -268,7 +270,7 @@ pub(super) fn packet(opcode: u8, psn: u32, asks: bool, ext: &[u8], payload: &[u8
     p
 }
 
-/// A RETH.
+/// Creates a RETH.
 pub(super) fn reth(addr: u64, rkey: RKey, len: u32) -> Vec<u8> {
     [
         &addr.to_be_bytes()[..],
@@ -278,13 +280,13 @@ pub(super) fn reth(addr: u64, rkey: RKey, len: u32) -> Vec<u8> {
     .concat()
 }
 
-/// An AtomicETH.
+/// Creates an AtomicETH.
 pub(super) fn atomic_eth(addr: u64, rkey: RKey, swap_or_add: u64, compare: u64) -> Vec<u8> {
     let tail = [swap_or_add.to_be_bytes(), compare.to_be_bytes()].concat();
     [&addr.to_be_bytes()[..], &rkey.0.to_be_bytes(), &tail].concat()
 }
 
-/// Bytes that differ from each other.
+/// Returns test data with different bytes.
 pub(super) fn bytes(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 256) as u8).collect()
 }

@@ -1,4 +1,4 @@
-//! Scripts of the sending side: packets out, responses in.
+//! Scripts for the requester: checks packets sent and processes responses.
 
 use super::*;
 use crate::verbs::{AsyncEvent, PostReason, WcOpcode};
@@ -12,7 +12,7 @@ const WRITE: SendOp = SendOp::Write(PEER);
 const UNLIMITED: u8 = 0x1f;
 
 #[test]
-fn a_send_is_cut_at_the_mtu_and_asks_at_its_end() {
+fn send_is_split_and_requests_final_ack() {
     let mut rig = Rig::new();
     rig.memory.write(0, &bytes(513));
     rig.post_flags(
@@ -31,7 +31,7 @@ fn a_send_is_cut_at_the_mtu_and_asks_at_its_end() {
         sent[1][..12],
         [0x01, 0x40, 0xff, 0xff, 0, 0, 0, 0x22, 0, 0, 2, 1]
     );
-    // Solicited, three bytes of padding, ACK asked for; immediate data; one byte of payload.
+    // Solicited, three bytes of padding, ACK requested; immediate data; one byte of payload.
     assert_eq!(
         sent[2],
         [
@@ -65,7 +65,7 @@ fn a_send_is_cut_at_the_mtu_and_asks_at_its_end() {
 }
 
 #[test]
-fn every_operation_has_its_opcodes_and_headers() {
+fn operations_use_correct_opcodes_and_headers() {
     let mut rig = Rig::with(&Options {
         window: 64,
         ..DEFAULT
@@ -115,7 +115,7 @@ fn chained_messages_share_an_acknowledgement() {
         };
         rig.post_flags(id, SendOp::Send, 10, flags);
     }
-    // Only the last of the chain asks; ACK requests come every eight packets at the latest.
+    // Only the last message should request an ACK, or at least every eighth packet.
     assert_eq!(
         rig.sent_brief(),
         [(4, SQ_PSN), (4, SQ_PSN + 1), (4, (SQ_PSN + 2) | ASKS)]
@@ -135,14 +135,14 @@ fn chained_messages_share_an_acknowledgement() {
     assert_eq!(asking, [7, 11]);
 }
 
-/// Has the peer send a message that asks for an acknowledgement.
+/// Sends a message that requests an acknowledgement.
 fn ask(rig: &mut Rig, psn: u32) {
     rig.post_recv(9, 64);
     rig.feed(&packet(0x04, psn, true, &[], &[1; 8]));
 }
 
 #[test]
-fn an_acknowledgement_leaves_ahead_of_the_messages_that_are_ready() {
+fn ack_precedes_ready_messages() {
     let mut rig = Rig::new();
     ask(&mut rig, RQ_PSN);
     rig.post(1, SendOp::Write(PEER), 256);
@@ -154,7 +154,7 @@ fn an_acknowledgement_leaves_ahead_of_the_messages_that_are_ready() {
 }
 
 #[test]
-fn an_acknowledgement_leaves_behind_the_reads_that_are_ready() {
+fn ack_follows_ready_reads() {
     let mut rig = Rig::with(&Options {
         window: 64,
         ..DEFAULT
@@ -168,14 +168,14 @@ fn an_acknowledgement_leaves_behind_the_reads_that_are_ready() {
 }
 
 #[test]
-fn a_read_is_answered_packet_by_packet() {
+fn read_receives_response_packets() {
     let mut rig = Rig::new();
     rig.post(1, READ, 600);
     rig.post(2, SendOp::Send, 4);
     let sent = rig.sent();
     assert_eq!(brief(&sent[0]), (0x0c, SQ_PSN | ASKS));
     assert_eq!(sent[0][12..], reth(PEER.addr, PEER.rkey, 600));
-    // The READ takes three PSNs.
+    // The READ uses three PSNs.
     assert_eq!(brief(&sent[1]), (0x04, (SQ_PSN + 3) | ASKS));
     let data = bytes(600);
     let aeth = [UNLIMITED, 0, 0, 1];
@@ -190,20 +190,20 @@ fn a_read_is_answered_packet_by_packet() {
 }
 
 #[test]
-fn a_lost_read_response_is_asked_for_from_the_first_missing_byte() {
+fn lost_read_response_is_requested_from_gap() {
     let mut rig = Rig::new();
     rig.post(1, READ, 700);
     rig.post(2, SendOp::Send, 4);
     rig.sent();
     let aeth = [UNLIMITED, 0, 0, 1];
     rig.feed(&packet(0x0d, SQ_PSN, false, &aeth, &bytes(256)));
-    // The acknowledgement of the SEND implies that the rest of the READ was answered.
+    // The acknowledgement for the SEND implies that the remaining READ responses were sent.
     rig.ack(SQ_PSN + 3, UNLIMITED);
     let sent = rig.sent();
     assert_eq!(brief(&sent[0]), (0x0c, (SQ_PSN + 1) | ASKS));
     assert_eq!(sent[0][12..], reth(PEER.addr + 256, PEER.rkey, 444));
     assert_eq!(brief(&sent[1]), (0x04, (SQ_PSN + 3) | ASKS));
-    // The same sign again does not ask again.
+    // A duplicate must not cause a new request.
     rig.ack(SQ_PSN + 3, UNLIMITED);
     assert!(rig.sent().is_empty());
     assert_eq!(rig.qp.counters().implied_naks, 1);
@@ -214,7 +214,7 @@ fn a_lost_read_response_is_asked_for_from_the_first_missing_byte() {
 }
 
 #[test]
-fn a_long_read_is_asked_for_in_pieces_and_repeated_in_parts_of_them() {
+fn long_read_is_split_and_partially_repeated() {
     let mut rig = Rig::with(&Options {
         window: 8,
         ..DEFAULT
@@ -231,7 +231,8 @@ fn a_long_read_is_asked_for_in_pieces_and_repeated_in_parts_of_them() {
     let aeth = [UNLIMITED, 0, 0, 1];
     rig.feed(&packet(0x0d, SQ_PSN, false, &aeth, &bytes(256)));
     rig.expire();
-    // What is left of the first piece, although the window after a timeout is four packets.
+    // This is the rest of the first piece, even though the window after a timeout is only four
+    // packets.
     assert_eq!(ask(&mut rig), [(SQ_PSN + 1, 768)]);
     for psn in 1..4 {
         let opcode = [0x0d, 0x0e, 0x0f][psn as usize - 1];
@@ -239,8 +240,7 @@ fn a_long_read_is_asked_for_in_pieces_and_repeated_in_parts_of_them() {
         rig.feed(&packet(opcode, SQ_PSN + psn, false, ext, &bytes(256)));
     }
     assert_eq!(ask(&mut rig), [(SQ_PSN + 4, 1024)]);
-    // A second loss makes the window smaller than the piece, which is asked for in parts, one after
-    // the other.
+    // After a second loss the window is smaller than the piece, so we request it in separate parts.
     rig.expire();
     assert_eq!(ask(&mut rig), [(SQ_PSN + 4, 512)]);
     rig.feed(&packet(0x0d, SQ_PSN + 4, false, &aeth, &bytes(256)));
@@ -250,7 +250,7 @@ fn a_long_read_is_asked_for_in_pieces_and_repeated_in_parts_of_them() {
 }
 
 #[test]
-fn an_atomic_brings_back_the_old_value() {
+fn atomic_returns_original_value() {
     let mut rig = Rig::new();
     let remote = RemoteAddr {
         addr: 0x40,
@@ -282,7 +282,7 @@ fn an_atomic_brings_back_the_old_value() {
 }
 
 #[test]
-fn what_follows_an_atomic_is_repeated_with_it() {
+fn packets_after_lost_atomic_are_repeated() {
     let mut rig = Rig::new();
     let add = SendOp::FetchAdd {
         remote: RemoteAddr { addr: 8, ..PEER },
@@ -301,7 +301,7 @@ fn what_follows_an_atomic_is_repeated_with_it() {
 }
 
 #[test]
-fn no_more_reads_are_out_than_the_initiator_depth() {
+fn reads_are_limited_to_initiator_depth() {
     let mut rig = Rig::new();
     for id in 0..4 {
         rig.post(id, READ, 4);
@@ -313,7 +313,7 @@ fn no_more_reads_are_out_than_the_initiator_depth() {
 }
 
 #[test]
-fn a_fence_waits_for_reads_before_it() {
+fn fence_waits_for_previous_reads() {
     let mut rig = Rig::new();
     rig.post(1, READ, 4);
     rig.post(2, WRITE, 4);
@@ -329,7 +329,7 @@ fn a_fence_waits_for_reads_before_it() {
 }
 
 #[test]
-fn a_sequence_nak_goes_back_into_the_middle_of_a_message() {
+fn sequence_nak_restarts_within_message() {
     let mut rig = Rig::new();
     rig.post(1, WRITE, 4);
     rig.post(2, SendOp::Send, 256 * 4);
@@ -345,14 +345,14 @@ fn a_sequence_nak_goes_back_into_the_middle_of_a_message() {
         ]
     );
     assert_eq!(rig.qp.counters().retransmits, 3);
-    // An acknowledgement from before the loss may still arrive.
+    // We may still receive an acknowledgement sent before the loss.
     rig.ack(SQ_PSN + 1, UNLIMITED);
     rig.ack(SQ_PSN + 4, UNLIMITED);
     assert_eq!(rig.sends(), [(2, Success)]);
 }
 
 #[test]
-fn an_acknowledgement_that_comes_after_going_back_is_used() {
+fn late_ack_after_going_back_is_used() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 256 * 3);
     rig.post(2, SendOp::Send, 4);
@@ -364,7 +364,7 @@ fn an_acknowledgement_that_comes_after_going_back_is_used() {
 }
 
 #[test]
-fn responses_to_nothing_that_was_sent_are_ignored() {
+fn responses_to_unsent_packets_are_ignored() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 4);
     rig.ack(SQ_PSN, UNLIMITED);
@@ -384,7 +384,7 @@ fn responses_to_nothing_that_was_sent_are_ignored() {
     assert_eq!(rig.sends(), []);
     assert!(rig.sent().is_empty());
     assert_eq!(rig.qp.counters().stale_responses, 21);
-    // Reserved syndromes mean nothing either.
+    // Reserved syndromes should be ignored.
     rig.ack(SQ_PSN, 0x40);
     rig.ack(SQ_PSN, 0x7f);
     assert_eq!(rig.sends(), []);
@@ -393,7 +393,7 @@ fn responses_to_nothing_that_was_sent_are_ignored() {
 }
 
 #[test]
-fn an_rnr_nak_waits_as_long_as_it_says() {
+fn rnr_nak_delays_retry() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 256 * 2);
     rig.post(2, WRITE, 4);
@@ -401,7 +401,7 @@ fn an_rnr_nak_waits_as_long_as_it_says() {
     // Code 14 is 1.28 ms.
     rig.ack(SQ_PSN, 0x2e);
     assert!(rig.sent().is_empty());
-    // The network doubles the NAK: that is not a second retry.
+    // The NAK was duplicated by the network and must not use a second retry.
     rig.ack(SQ_PSN, 0x2e);
     assert_eq!(rig.expire(), Duration::from_micros(1280));
     assert_eq!(
@@ -412,7 +412,7 @@ fn an_rnr_nak_waits_as_long_as_it_says() {
             (0x0a, (SQ_PSN + 2) | ASKS)
         ]
     );
-    // Progress restores the retries: here the first packet is through.
+    // Any progress resets the retry count: here the first packet was acknowledged.
     rig.ack(SQ_PSN + 1, 0x2e);
     rig.expire();
     rig.sent();
@@ -423,7 +423,7 @@ fn an_rnr_nak_waits_as_long_as_it_says() {
 }
 
 #[test]
-fn seven_rnr_retries_are_without_end() {
+fn rnr_retry_seven_is_unlimited() {
     let mut rig = Rig::with(&Options {
         rnr_retry: 7,
         ..DEFAULT
@@ -440,7 +440,7 @@ fn seven_rnr_retries_are_without_end() {
 }
 
 #[test]
-fn each_fatal_nak_has_its_status_and_flushes_the_rest_in_order() {
+fn fatal_nak_fails_request_and_flushes_rest() {
     for (syndrome, status) in [(0x61, RemInvReqErr), (0x62, RemAccessErr), (0x63, RemOpErr)] {
         let mut rig = Rig::new();
         rig.post_recv(10, 8);
@@ -482,7 +482,7 @@ fn each_fatal_nak_has_its_status_and_flushes_the_rest_in_order() {
 }
 
 #[test]
-fn an_armed_connection_asks_for_its_other_path_and_begins_again_there() {
+fn armed_connection_restarts_on_alternate_path() {
     let mut rig = Rig::new();
     rig.qp.set_armed(true);
     rig.post(1, WRITE, 256 * 40);
@@ -498,13 +498,14 @@ fn an_armed_connection_asks_for_its_other_path_and_begins_again_there() {
     assert!(rig.sends().is_empty());
     let now = rig.now;
     rig.qp.on_migrated(now, TIMEOUT);
-    // The acknowledgement of what came before shows the path, if there is nothing else.
+    // If there is nothing else to send, we use an acknowledgement for previous packets to show the
+    // new path.
     let mut sent = rig.sent_brief();
     assert!(sent.contains(&(0x11, RQ_PSN - 1)));
     sent.retain(|packet| *packet != (0x11, RQ_PSN - 1));
     assert_eq!(sent.len(), window, "the window of a new connection");
     assert_eq!(sent[0].1 & !ASKS, SQ_PSN);
-    // It has no further path.
+    // There are no more paths.
     for _ in 0..6 {
         rig.expire();
         rig.sent();
@@ -513,7 +514,7 @@ fn an_armed_connection_asks_for_its_other_path_and_begins_again_there() {
 }
 
 #[test]
-fn only_what_the_peer_has_reason_to_send_is_known() {
+fn only_plausible_psns_are_known() {
     let mut rig = Rig::new();
     rig.post(1, WRITE, 4);
     rig.sent();
@@ -529,7 +530,7 @@ fn only_what_the_peer_has_reason_to_send_is_known() {
     assert!(!ack(&rig, SQ_PSN.wrapping_sub(5000)));
     assert!(send(&rig, RQ_PSN) && send(&rig, RQ_PSN.wrapping_sub(4096)));
     assert!(!send(&rig, RQ_PSN + 1) && !send(&rig, RQ_PSN.wrapping_sub(4097)));
-    // A READ of many packets may be repeated from any of them.
+    // A READ with multiple packets can be repeated from any position.
     let mr = rig.mr;
     rig.feed(&packet(0x0c, RQ_PSN, true, &reth(0, mr.rkey, 256 * 9), &[]));
     assert!(send(&rig, RQ_PSN + 8) && send(&rig, RQ_PSN + 9));
@@ -539,20 +540,20 @@ fn only_what_the_peer_has_reason_to_send_is_known() {
 }
 
 #[test]
-fn retries_are_spent_in_time_without_progress() {
+fn retries_depend_on_time_without_progress() {
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 4);
     rig.post(2, SendOp::Send, 4);
     rig.sent();
-    // One retry: it is spent after 3·T, and the request fails after 3·T more.
+    // With one retry, it is used after 3·T, and the request fails after 3·T more.
     for _ in 0..5 {
         assert_eq!(rig.expire(), T);
         assert_eq!(rig.sent_brief()[0].1 & !ASKS, SQ_PSN);
     }
-    // Progress starts the count again.
+    // Any progress resets the count.
     rig.ack(SQ_PSN, UNLIMITED);
     assert_eq!(rig.sends(), [(1, Success)]);
-    // The window is a part of a packet by now: the next one leaves a little later.
+    // The window is now less than one packet, so the next packet is sent a bit later.
     rig.sent();
     assert!(rig.expire() < T);
     for _ in 0..5 {
@@ -565,16 +566,35 @@ fn retries_are_spent_in_time_without_progress() {
     assert_eq!(rig.qp.counters().timeouts, 11);
 }
 
+/// On a slow link, acknowledgements are queued behind the peer's data.
 #[test]
-fn credits_limit_what_consumes_receives_and_let_one_packet_try() {
+fn retries_last_longer_while_peer_sends() {
+    let mut rig = Rig::new();
+    rig.post(1, SendOp::Send, 4);
+    for psn in RQ_PSN.. {
+        rig.sent();
+        let write = packet(0x0a, psn, true, &reth(0, RKey(0), 0), &[]);
+        rig.feed(&write);
+        rig.expire();
+        if rig.qp.state() == QpState::Error {
+            break;
+        }
+    }
+    // Twice 3·T, where only a quarter of each timeout is counted.
+    assert_eq!(rig.qp.counters().timeouts, 24);
+}
+
+#[test]
+fn credits_limit_sends_but_allow_probe() {
     let mut rig = Rig::new();
     for id in 0..4 {
         rig.post(id, SendOp::Send, 300);
     }
     rig.post(4, WRITE, 4);
-    // No limit is known yet.
+    // There is no limit yet.
     assert_eq!(rig.sent().len(), 9);
-    // The first is done and the peer has one receive: the rest of what went out is lost.
+    // The first message is complete and the peer has one more receive, so the remaining packets
+    // were dropped.
     rig.ack(SQ_PSN + 1, 0x01);
     rig.ack(SQ_PSN + 2, 0x60);
     assert_eq!(
@@ -588,7 +608,7 @@ fn credits_limit_what_consumes_receives_and_let_one_packet_try() {
         [(0x00, (SQ_PSN + 4) | ASKS)],
         "one packet beyond the limit"
     );
-    // Its acknowledgement shows that the message has its receive.
+    // The acknowledgement shows that the message has a receive.
     rig.ack(SQ_PSN + 4, 0x01);
     assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 5) | ASKS)]);
     rig.ack(SQ_PSN + 5, UNLIMITED);
@@ -598,7 +618,7 @@ fn credits_limit_what_consumes_receives_and_let_one_packet_try() {
 }
 
 #[test]
-fn the_window_bounds_what_is_in_flight() {
+fn window_limits_packets_in_flight() {
     let mut rig = Rig::with(&Options {
         window: 5,
         ..DEFAULT
@@ -613,7 +633,7 @@ fn the_window_bounds_what_is_in_flight() {
     );
     rig.ack(SQ_PSN + 2, UNLIMITED);
     assert_eq!(rig.sent_brief().len(), 3);
-    // After a timeout half as many go.
+    // After a timeout, only half of the packets are sent.
     rig.expire();
     assert_eq!(rig.sent_brief().len(), 2);
     rig.ack(SQ_PSN + 3, UNLIMITED);
@@ -655,15 +675,15 @@ fn registrations_run_in_order() {
     rig.post(3, SendOp::Send, 4);
     rig.post(4, SendOp::LocalInv(key), 0);
     rig.post(5, SendOp::Send, 4);
-    // Neither waits for what is in flight, which does not need the key: one acknowledgement is
-    // asked for.
+    // The packets in flight don't use the key, so no request has to wait and we only need to
+    // request a single acknowledgement.
     let (first, third) = (SQ_PSN, SQ_PSN + 2);
     assert_eq!(
         rig.sent_brief(),
         [(0x04, first), (0x04, first + 1), (0x04, third | ASKS)]
     );
     assert!(!rig.mrs.query(mr).unwrap().valid);
-    // They complete in their turn.
+    // They should complete in order.
     assert_eq!(rig.sends(), []);
     rig.ack(first, UNLIMITED);
     assert_eq!(rig.sends(), [(1, Success), (2, Success)]);
@@ -681,7 +701,7 @@ fn registrations_run_in_order() {
 }
 
 #[test]
-fn an_invalidation_waits_for_requests_that_name_its_key_and_behind_a_fence_for_all() {
+fn invalidation_waits_for_requests_using_key() {
     for is_fenced in [false, true] {
         let mut rig = Rig::new();
         let fast = rig.mrs.alloc_fast(PD, 2).unwrap();
@@ -707,7 +727,7 @@ fn an_invalidation_waits_for_requests_that_name_its_key_and_behind_a_fence_for_a
         };
         rig.post_flags(3, SendOp::LocalInv(key), 0, flags);
         rig.post(4, SendOp::Send, 4);
-        // What it waits for asks for its acknowledgement.
+        // The message it waits for should request an acknowledgement.
         assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ASKS)]);
         assert!(rig.mrs.query(mr).unwrap().valid);
         rig.ack(SQ_PSN, UNLIMITED);
@@ -718,8 +738,8 @@ fn an_invalidation_waits_for_requests_that_name_its_key_and_behind_a_fence_for_a
 }
 
 #[test]
-fn cve_2021_47076_a_bad_local_key_completes_after_what_came_before() {
-    // CVE-2021-47076: such a request gave no completion at all.
+fn cve_2021_47076_bad_key_still_completes() {
+    // CVE-2021-47076: this request never generated a completion.
     let mut rig = Rig::new();
     rig.post(1, SendOp::Send, 4);
     let bad = [Sge {
@@ -742,10 +762,11 @@ fn cve_2021_47076_a_bad_local_key_completes_after_what_came_before() {
     );
 }
 
-/// The message in front does not ask for an acknowledgement where another follows at once.
+/// The first message does not request an acknowledgement if it is immediately followed by a second
+/// one.
 #[test]
-fn a_message_in_front_of_a_bad_key_asks_without_waiting_for_the_timer() {
-    // The key goes away before the first packet of its message, or in the middle.
+fn message_before_bad_key_requests_ack_immediately() {
+    // The key is invalidated before the first packet of the message, or in the middle.
     for before in [0, 2] {
         let mut rig = Rig::new();
         let whole = rig.memory.whole();
@@ -772,9 +793,9 @@ fn a_message_in_front_of_a_bad_key_asks_without_waiting_for_the_timer() {
     }
 }
 
-/// Their acknowledgement is on its way, and their memory may be gone.
+/// The acknowledgement was already requested, and the memory may have been removed.
 #[test]
-fn messages_that_have_asked_are_not_repeated_for_a_bad_key_behind_them() {
+fn bad_key_does_not_repeat_acked_messages() {
     let mut rig = Rig::new();
     rig.post(1, WRITE, 256 * 8);
     rig.post(2, SendOp::Send, 256 * 2);
@@ -794,7 +815,7 @@ fn messages_that_have_asked_are_not_repeated_for_a_bad_key_behind_them() {
 }
 
 #[test]
-fn a_response_that_does_not_fit_ends_the_connection() {
+fn invalid_response_fails_connection() {
     let read = |len| packet(0x10, SQ_PSN, false, &[UNLIMITED, 0, 0, 1], &bytes(len));
     let atomic = [&[UNLIMITED, 0, 0, 1][..], &[0; 8]].concat();
     for (op, answer) in [
@@ -812,7 +833,7 @@ fn a_response_that_does_not_fit_ends_the_connection() {
 }
 
 #[test]
-fn a_draining_queue_finishes_what_it_began() {
+fn draining_queue_completes_started_requests() {
     let mut rig = Rig::with(&Options {
         window: 2,
         ..DEFAULT
@@ -833,7 +854,7 @@ fn a_draining_queue_finishes_what_it_began() {
 }
 
 #[test]
-fn posts_depend_on_the_state() {
+fn posting_depends_on_state() {
     for state in [QpState::Reset, QpState::Init, QpState::Rtr] {
         let mut rig = Rig::with(&Options { state, ..DEFAULT });
         let wr = SendWr::new(1, SendOp::Send, &[]);
@@ -857,7 +878,7 @@ fn posts_depend_on_the_state() {
 }
 
 #[test]
-fn a_chain_stops_at_the_request_that_does_not_fit() {
+fn chain_stops_at_rejected_request() {
     let mut rig = Rig::new();
     let wrs: Vec<_> = (0..20).map(|i| SendWr::new(i, SendOp::Send, &[])).collect();
     let error = rig.run(|qp, env| qp.post_send(&wrs, env)).unwrap_err();
@@ -866,7 +887,7 @@ fn a_chain_stops_at_the_request_that_does_not_fit() {
 }
 
 #[test]
-fn inline_data_travels_without_a_key() {
+fn inline_data_needs_no_key() {
     let mut rig = Rig::new();
     let mut data = *b"inline!";
     let wr = SendWr::with_inline(1, SendOp::Send, &data);
@@ -879,7 +900,7 @@ fn inline_data_travels_without_a_key() {
 }
 
 #[test]
-fn the_first_retransmission_follows_the_measured_round_trip() {
+fn first_retransmission_uses_measured_round_trip() {
     let mut rig = Rig::new();
     let mut cfg = *rig.qp.config();
     cfg.first_retransmit = Duration::from_millis(3);
@@ -905,13 +926,14 @@ fn the_first_retransmission_follows_the_measured_round_trip() {
     rig.sent();
     assert_eq!(rig.expire(), Duration::from_millis(3));
     assert_eq!(rig.sent().len(), 1);
-    // The acknowledgement of a repeated packet measures nothing.
+    // An acknowledgement for a repeated packet should not be used as a measurement.
     rig.ack(SQ_PSN, UNLIMITED);
     rig.post(2, SendOp::Send, 4);
     rig.sent();
     let wait = |rig: &Rig| rig.qp.poll_timeout().unwrap() - rig.now;
     assert_eq!(wait(&rig), Duration::from_millis(3));
-    // One millisecond: three are allowed for the next, which takes as long.
+    // The round trip is one millisecond, so the next one may take up to three, which is the time it
+    // needs.
     rig.now += Duration::from_millis(1);
     rig.ack(SQ_PSN + 1, UNLIMITED);
     rig.post(3, SendOp::Send, 4);
@@ -922,7 +944,7 @@ fn the_first_retransmission_follows_the_measured_round_trip() {
     rig.post(4, SendOp::Send, 4);
     rig.sent();
     assert_eq!(wait(&rig), Duration::from_micros(2500));
-    // Each further one waits twice as long, up to the ACK timeout.
+    // The interval is doubled each time, up to the ACK timeout.
     for micros in [2500, 4194, 4194] {
         assert_eq!(rig.expire().as_micros(), micros);
         rig.sent();
@@ -930,17 +952,17 @@ fn the_first_retransmission_follows_the_measured_round_trip() {
 }
 
 #[test]
-fn a_timeout_that_was_too_early_costs_no_window() {
+fn early_timeout_restores_window() {
     let mut rig = Rig::new();
     rig.post(1, WRITE, 256 * 40);
     assert_eq!(rig.sent().len(), 16);
     rig.expire();
     assert_eq!(rig.sent().len(), 4);
-    // Twelve packets are acknowledged, of which four were sent again: the others were never lost.
+    // Twelve packets are acknowledged but only four were sent again, so the rest was never lost.
     rig.ack(SQ_PSN + 11, UNLIMITED);
     let sent = rig.sent_brief();
     assert_eq!((sent.len(), sent[0].1 & !ASKS), (16, SQ_PSN + 12));
-    // Here all that is acknowledged may have been sent again, and the window stays small.
+    // In this case all acknowledged packets may have been sent again, so the window remains small.
     rig.expire();
     assert_eq!(rig.sent().len(), 4);
     rig.ack(SQ_PSN + 13, UNLIMITED);
@@ -948,7 +970,7 @@ fn a_timeout_that_was_too_early_costs_no_window() {
 }
 
 #[test]
-fn a_notification_narrows_the_window_once_in_a_round_trip() {
+fn cnp_reduces_window_once_per_round_trip() {
     let mut rig = Rig::new();
     rig.post(1, WRITE, 256 * 200);
     assert_eq!(rig.sent().len(), 16);
@@ -964,9 +986,9 @@ fn a_notification_narrows_the_window_once_in_a_round_trip() {
     assert_eq!(rig.sent().len(), 12);
 }
 
-/// Forged notifications slow a connection down, but do not stop it, and not for long.
+/// Forged notifications can slow down a connection for a short time but must not stop it.
 #[test]
-fn no_number_of_notifications_stops_a_connection() {
+fn repeated_cnps_do_not_stop_connection() {
     let mut rig = Rig::new();
     rig.post(1, WRITE, 256 * 250);
     let mut acknowledged = 0;
@@ -1001,7 +1023,7 @@ fn no_number_of_notifications_stops_a_connection() {
 }
 
 #[test]
-fn marked_responses_narrow_the_window_too() {
+fn marked_responses_reduce_window() {
     let mut rig = Rig::new();
     rig.post(1, READ, 256 * 100);
     let asked = |rig: &mut Rig| rig.sent().iter().filter(|p| p[0] == 0x0c).count();

@@ -1,9 +1,9 @@
-//! Scripts of the receiving side: request packets in, answers out.
+//! Scripts for the responder: processes request packets and checks responses.
 
 use super::*;
 use crate::verbs::{AsyncEvent, Completion, WcOpcode};
 
-/// An acknowledgement as it leaves: PSN, syndrome, MSN.
+/// Returns an acknowledgement as sent: PSN, syndrome and MSN.
 fn answer(psn: u32, syndrome: u8, msn: u8) -> Vec<u8> {
     let mut p = vec![0x11, 0x40, 0xff, 0xff, 0, 0, 0, 0x22];
     p.extend_from_slice(&psn.to_be_bytes());
@@ -11,7 +11,7 @@ fn answer(psn: u32, syndrome: u8, msn: u8) -> Vec<u8> {
     p
 }
 
-/// The receive completions since the last call; anything else fails.
+/// Returns the receive completions since the last call. Panics on any other event.
 fn receives(rig: &mut Rig) -> Vec<Completion> {
     let recv = |e| match e {
         RcEvent::Recv(c) => c,
@@ -20,7 +20,7 @@ fn receives(rig: &mut Rig) -> Vec<Completion> {
     rig.events().into_iter().map(recv).collect()
 }
 
-/// A request that must be refused: the NAK, the event and the error state.
+/// Checks that a request was rejected: NAK, event and error state.
 fn refused(rig: &mut Rig, psn: u32, syndrome: u8, event: AsyncEvent) {
     let events = rig.events();
     assert!(events.contains(&RcEvent::Async(event)), "{events:?}");
@@ -36,7 +36,7 @@ fn refused(rig: &mut Rig, psn: u32, syndrome: u8, event: AsyncEvent) {
 }
 
 #[test]
-fn a_send_fills_a_receive_and_is_acknowledged() {
+fn send_completes_receive_and_is_acknowledged() {
     let mut rig = Rig::new();
     rig.post_recv(1, 1000);
     let data = bytes(515);
@@ -54,19 +54,19 @@ fn a_send_fills_a_receive_and_is_acknowledged() {
         (1, 515, Some(0x0102))
     );
     assert!(done[0].solicited && done[0].opcode == WcOpcode::Recv);
-    // No receive is left, so no credit; one message is complete.
+    // There are no more receives, so the credit is zero. One message is complete.
     assert_eq!(rig.sent(), [answer(RQ_PSN + 2, 0x00, 1)]);
 }
 
 #[test]
-fn credits_count_the_receives_that_are_left() {
+fn credits_match_remaining_receives() {
     let mut rig = Rig::new();
     for id in 0..4 {
         rig.post_recv(id, 600);
     }
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
     assert_eq!(rig.sent(), [answer(RQ_PSN, 0x03, 1)]);
-    // A message in progress has its receive, and that one still counts for it.
+    // An incomplete message is still included in the credit because it has a receive.
     rig.feed(&packet(0x00, RQ_PSN + 1, true, &[], &bytes(256)));
     assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x03, 1)]);
     let mut rig = Rig::with(&Options {
@@ -79,7 +79,7 @@ fn credits_count_the_receives_that_are_left() {
 }
 
 #[test]
-fn acknowledgements_are_coalesced_and_never_too_rare() {
+fn acks_are_coalesced_within_limit() {
     let mut rig = Rig::with(&Options {
         ack_every: 4,
         ..DEFAULT
@@ -96,7 +96,7 @@ fn acknowledgements_are_coalesced_and_never_too_rare() {
 }
 
 #[test]
-fn a_gap_gives_one_nak() {
+fn gap_sends_single_nak() {
     let mut rig = Rig::new();
     rig.post_recv(1, 8);
     for psn in [2, 1, 2] {
@@ -106,13 +106,13 @@ fn a_gap_gives_one_nak() {
     assert_eq!(rig.qp.counters().out_of_order, 3);
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[9]));
     assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 1)]);
-    // The next gap is another one.
+    // The next gap should be handled separately.
     rig.feed(&packet(0x04, RQ_PSN + 2, true, &[], &[9]));
     assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x60, 1)]);
 }
 
 #[test]
-fn a_send_without_a_receive_is_told_to_wait() {
+fn send_without_receive_gets_rnr_nak() {
     let mut rig = Rig::new();
     for _ in 0..2 {
         rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
@@ -128,7 +128,7 @@ fn a_send_without_a_receive_is_told_to_wait() {
 }
 
 #[test]
-fn a_write_with_immediate_needs_a_receive_only_at_its_end() {
+fn immediate_write_consumes_receive_at_end() {
     let mut rig = Rig::new();
     let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
     let data = bytes(260);
@@ -156,8 +156,8 @@ fn a_write_with_immediate_needs_a_receive_only_at_its_end() {
 }
 
 #[test]
-fn cve_2022_49929_a_request_that_must_wait_holds_nothing() {
-    // CVE-2022-49929: a reference to the region stayed behind an RNR NAK.
+fn cve_2022_49929_rnr_nak_leaks_nothing() {
+    // CVE-2022-49929: a reference to the region was leaked after an RNR NAK.
     let mut rig = Rig::new();
     let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
     let write = packet(
@@ -177,8 +177,8 @@ fn cve_2022_49929_a_request_that_must_wait_holds_nothing() {
 }
 
 #[test]
-fn an_empty_write_needs_neither_key_nor_right() {
-    // What ib_srpt sends right after the connection is ready.
+fn empty_write_needs_no_key() {
+    // This is sent by ib_srpt when the connection has been established.
     let mut rig = Rig::with(&Options {
         access: Access::empty(),
         state: QpState::Rtr,
@@ -195,7 +195,7 @@ fn an_empty_write_needs_neither_key_nor_right() {
 }
 
 #[test]
-fn opcodes_out_of_place_and_wrong_lengths_are_invalid_requests() {
+fn misplaced_opcodes_and_lengths_are_rejected() {
     let first = || packet(0x00, RQ_PSN, false, &[], &bytes(256));
     let (addr, key) = (Rig::new().mr.addr, Rig::new().mr.rkey);
     let write = |len| packet(0x06, RQ_PSN, false, &reth(addr, key, len), &bytes(256));
@@ -286,7 +286,7 @@ fn opcodes_out_of_place_and_wrong_lengths_are_invalid_requests() {
 }
 
 #[test]
-fn requests_without_the_right_are_invalid_requests() {
+fn requests_without_access_rights_are_rejected() {
     let (addr, key) = (Rig::new().mr.addr, Rig::new().mr.rkey);
     let scripts = [
         (
@@ -313,7 +313,7 @@ fn requests_without_the_right_are_invalid_requests() {
 }
 
 #[test]
-fn keys_and_ranges_are_checked_before_anything_changes() {
+fn keys_and_ranges_are_checked_first() {
     let (addr, key) = (Rig::new().mr.addr, Rig::new().mr.rkey);
     let end = addr + 64 * 1024;
     let bad_key = RKey(key.0 ^ 1);
@@ -337,7 +337,7 @@ fn keys_and_ranges_are_checked_before_anything_changes() {
             &[],
         ));
     }
-    // The whole range counts, not only what the first packet brings.
+    // Check the full range and not just the first packet.
     requests.push(packet(
         0x06,
         RQ_PSN,
@@ -354,7 +354,7 @@ fn keys_and_ranges_are_checked_before_anything_changes() {
 }
 
 #[test]
-fn a_write_whose_key_goes_away_is_refused_in_the_middle() {
+fn write_fails_if_key_is_invalidated() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.feed(&packet(
@@ -370,7 +370,7 @@ fn a_write_whose_key_goes_away_is_refused_in_the_middle() {
 }
 
 #[test]
-fn a_message_longer_than_its_receive_fails_both_ends() {
+fn oversized_message_fails_both_sides() {
     let mut rig = Rig::new();
     rig.post_recv(1, 256);
     rig.post_recv(2, 256);
@@ -389,7 +389,7 @@ fn a_message_longer_than_its_receive_fails_both_ends() {
 }
 
 #[test]
-fn a_receive_with_a_bad_key_is_an_operational_error() {
+fn receive_with_bad_key_reports_operational_error() {
     let mut rig = Rig::new();
     let bad = [
         rig.sge(0, 4),
@@ -406,12 +406,12 @@ fn a_receive_with_a_bad_key_is_an_operational_error() {
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[7; 8]));
     assert!(matches!(rig.out[0], RcEvent::Recv(c) if c.status == WcStatus::LocProtErr));
     refused(&mut rig, RQ_PSN, 0x63, AsyncEvent::QpFatal(QP));
-    // The good first half was not written either.
+    // The valid first half should not be written either.
     assert_eq!(rig.memory.slice(0..8).unwrap().to_vec(), [0; 8]);
 }
 
 #[test]
-fn a_send_may_invalidate_a_fast_registration_and_nothing_else() {
+fn send_invalidates_only_fast_registrations() {
     let mut rig = Rig::new();
     let fast = rig.mrs.alloc_fast(PD, 1).unwrap();
     rig.mrs
@@ -431,7 +431,7 @@ fn a_send_may_invalidate_a_fast_registration_and_nothing_else() {
     assert_eq!(receives(&mut rig)[0].invalidated, Some(fast.rkey));
     assert!(!rig.mrs.query(fast.id).unwrap().valid);
     rig.sent();
-    // A region that was registered for good stays.
+    // A permanently registered region is still available.
     rig.post_recv(2, 8);
     let key = rig.mr.rkey;
     rig.feed(&packet(0x17, RQ_PSN + 1, true, &key.0.to_be_bytes(), &[1]));
@@ -440,7 +440,7 @@ fn a_send_may_invalidate_a_fast_registration_and_nothing_else() {
 }
 
 #[test]
-fn answers_leave_in_the_order_of_their_requests() {
+fn responses_follow_request_order() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.memory.write(0, &bytes(600));
@@ -457,7 +457,7 @@ fn answers_leave_in_the_order_of_their_requests() {
         &[],
     ));
     let sent = rig.sent();
-    // The second acknowledgement covers what the READ response leaves of the first.
+    // The second acknowledgement covers the packets not acknowledged by the READ response.
     let order: Vec<_> = sent.iter().map(|p| brief(p)).collect();
     assert_eq!(
         order,
@@ -481,14 +481,14 @@ fn answers_leave_in_the_order_of_their_requests() {
 }
 
 #[test]
-fn a_repeated_send_is_acknowledged_and_not_delivered() {
+fn duplicate_send_is_acknowledged_but_not_delivered() {
     let mut rig = Rig::new();
     rig.post_recv(1, 8);
     rig.post_recv(2, 8);
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
     rig.sent();
     assert_eq!(receives(&mut rig).len(), 1);
-    // However many repetitions, one acknowledgement.
+    // There should only be one acknowledgement regardless of the number of duplicates.
     for _ in 0..1000 {
         rig.feed(&packet(0x04, RQ_PSN, true, &[], &[2]));
     }
@@ -498,9 +498,9 @@ fn a_repeated_send_is_acknowledged_and_not_delivered() {
     assert_eq!(rig.qp.counters().duplicates, 1000);
 }
 
-/// `rdma_rxe` loses a request for good that is acknowledged before all of it is repeated.
+/// `rdma_rxe` loses a request if it is acknowledged before it was fully repeated.
 #[test]
-fn a_repeated_message_is_acknowledged_when_it_asks() {
+fn duplicate_is_acknowledged_on_request() {
     let mut rig = Rig::new();
     rig.post_recv(1, 600);
     let opcodes = [0x00, 0x01, 0x02];
@@ -520,13 +520,13 @@ fn a_repeated_message_is_acknowledged_when_it_asks() {
         assert!(repeat(&mut rig, 1).is_empty(), "round {round}");
         assert_eq!(repeat(&mut rig, 2).len(), 1, "round {round}");
     }
-    // Some that never ask are acknowledged at last, as new ones are.
+    // Without a request, duplicates are acknowledged after a while like new packets.
     let sent: Vec<_> = (0..8).map(|_| repeat(&mut rig, 0).len()).collect();
     assert_eq!(sent, [0, 0, 0, 0, 0, 0, 0, 1]);
 }
 
 #[test]
-fn a_repeated_read_is_read_again_in_part() {
+fn duplicate_read_is_partially_repeated() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.memory.write(0, &bytes(700));
@@ -553,10 +553,11 @@ fn a_repeated_read_is_read_again_in_part() {
         &[],
     ));
     assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 2)]);
-    // It may also end early, with a packet.
+    // It can also end earlier, at a packet boundary.
     rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 512), &[]));
     assert_eq!(rig.sent_brief(), [(0x0d, RQ_PSN), (0x0f, RQ_PSN + 1)]);
-    // What is no part of it is dropped: another address, another key, too long, another operation.
+    // All other requests are dropped: different address, different key, too long, different
+    // operation.
     for (psn, addr, key, len) in [
         (0, addr + 1, key, 700),
         (0, addr, key.next(), 700),
@@ -585,7 +586,7 @@ fn a_repeated_read_is_read_again_in_part() {
 }
 
 #[test]
-fn a_late_repetition_of_a_read_does_no_harm_after_the_key_is_gone() {
+fn late_duplicate_read_ignores_invalid_key() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]));
@@ -597,7 +598,7 @@ fn a_late_repetition_of_a_read_does_no_harm_after_the_key_is_gone() {
 }
 
 #[test]
-fn a_read_whose_key_goes_away_is_refused_where_it_stands() {
+fn read_fails_if_key_is_invalidated() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 600), &[]));
@@ -612,9 +613,9 @@ fn a_read_whose_key_goes_away_is_refused_where_it_stands() {
     assert_eq!(rig.qp.state(), QpState::Error);
 }
 
-/// The copy of a READ that the network doubled, while the first is being answered.
+/// The network duplicated a READ while we are still sending the response.
 #[test]
-fn a_read_repeated_before_its_last_packet_has_not_been_answered() {
+fn unfinished_read_is_not_considered_answered() {
     let begun = || {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
@@ -625,14 +626,14 @@ fn a_read_repeated_before_its_last_packet_has_not_been_answered() {
         rig.feed(&read);
         rig
     };
-    // Its key goes away: the peer does not have its data, and learns why.
+    // The key is invalidated: the peer does not have its data yet and must get an error.
     let mut rig = begun();
     rig.mrs.dereg(rig.mr.id).unwrap();
     let sent = rig.sent();
     let naks: Vec<_> = sent.iter().map(|p| (brief(p), p[12])).collect();
     assert_eq!(naks, [((0x11, RQ_PSN), 0x62)]);
     assert_eq!(rig.qp.state(), QpState::Error);
-    // A READ more than there are resources does not push it out.
+    // A READ exceeding the number of resources must not replace it.
     let mut rig = begun();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     for psn in [RQ_PSN + 3, RQ_PSN + 4] {
@@ -651,9 +652,9 @@ fn a_read_repeated_before_its_last_packet_has_not_been_answered() {
     assert_eq!(rig.qp.state(), QpState::Error);
 }
 
-/// A requester may ask again in parts. What it has lacked all the time is a first answer.
+/// The requester can repeat the request in parts while it has never received a full response.
 #[test]
-fn a_read_is_answered_when_its_last_packet_has_left_also_in_parts() {
+fn read_is_answered_with_last_packet() {
     let in_parts = || {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
@@ -673,7 +674,7 @@ fn a_read_is_answered_when_its_last_packet_has_left_also_in_parts() {
     let sent = rig.sent();
     let naks: Vec<_> = sent.iter().map(|p| (brief(p), p[12])).collect();
     assert_eq!(naks, [((0x11, RQ_PSN + 2), 0x62)]);
-    // Neither does it give its place to another one before that.
+    // A new request must not replace it before that either.
     for is_complete in [false, true] {
         let mut rig = in_parts();
         if is_complete {
@@ -691,10 +692,10 @@ fn a_read_is_answered_when_its_last_packet_has_left_also_in_parts() {
     }
 }
 
-/// The peer has lost the response, or has it and lost the acknowledgement before it: an
-/// acknowledgement of the READ's PSN would let `rdma_rxe` complete it without data.
+/// The peer has lost the response, or it has the response but lost the previous acknowledgement. If
+/// we acknowledge the PSN of the READ, `rdma_rxe` can complete it without data.
 #[test]
-fn an_acknowledgement_never_names_a_psn_of_a_read() {
+fn ack_never_uses_read_psn() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.post_recv(1, 64);
@@ -705,11 +706,11 @@ fn an_acknowledgement_never_names_a_psn_of_a_read() {
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN), (0x10, RQ_PSN + 1)]);
     rig.feed(&send);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
-    // Both before the first of the answers leaves: that of the READ stands for both.
+    // Both are received before we send the first response: the READ response acknowledges both.
     rig.feed(&send);
     rig.feed(&read);
     assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 1)]);
-    // What follows the READ acknowledges that, and nothing less.
+    // The next request acknowledges the READ, and must not acknowledge less.
     let write = packet(0x0a, RQ_PSN + 2, true, &reth(0, key, 0), &[]);
     rig.feed(&write);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 2)]);
@@ -717,10 +718,10 @@ fn an_acknowledgement_never_names_a_psn_of_a_read() {
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 2)]);
 }
 
-/// `rdma_rxe` completes a READ with a part of its data at an acknowledgement between the packets of
-/// the answer, whatever that names.
+/// If `rdma_rxe` receives an acknowledgement between the packets of a READ response, it will
+/// complete the READ with partial data, regardless of the PSN.
 #[test]
-fn no_acknowledgement_leaves_in_the_middle_of_an_answer() {
+fn ack_does_not_interrupt_read_response() {
     for repeats_read in [false, true] {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
@@ -739,14 +740,14 @@ fn no_acknowledgement_leaves_in_the_middle_of_an_answer() {
         let sent = rig.sent_brief();
         assert!(sent.len() >= 2);
         assert!(sent.iter().all(|(opcode, _)| *opcode != 0x11), "{sent:x?}");
-        // Alone again, it is acknowledged.
+        // Without the READ it is acknowledged again.
         rig.feed(&send);
         assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
     }
 }
 
 #[test]
-fn a_connection_that_ends_acknowledges_nothing_in_the_middle_of_an_answer() {
+fn closing_sends_no_ack_within_response() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.post_recv(1, 64);
@@ -761,9 +762,9 @@ fn a_connection_that_ends_acknowledges_nothing_in_the_middle_of_an_answer() {
     assert!(rig.sent_brief().is_empty());
 }
 
-/// The NAK says that nothing from the READ on has happened, as far as the peer is concerned.
+/// For the peer, the NAK means that nothing starting with the READ was executed.
 #[test]
-fn nothing_behind_a_read_that_lost_its_key_is_acknowledged() {
+fn requests_after_failed_read_are_unacknowledged() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]));
@@ -775,7 +776,7 @@ fn nothing_behind_a_read_that_lost_its_key_is_acknowledged() {
 }
 
 #[test]
-fn a_repeated_atomic_is_answered_and_not_run_again() {
+fn duplicate_atomic_is_not_executed_again() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     let value = |rig: &Rig| {
@@ -796,14 +797,14 @@ fn a_repeated_atomic_is_answered_and_not_run_again() {
     rig.feed(&fail);
     assert_eq!(rig.sent()[0][16..], 70u64.to_be_bytes());
     assert_eq!(value(&rig), 70);
-    // Two resources: the first atomic is forgotten, and its repetition dropped.
+    // With two resources, the first atomic is removed and its duplicate is dropped.
     rig.feed(&add);
     assert!(rig.sent().is_empty());
     assert_eq!(value(&rig), 70);
 }
 
 #[test]
-fn more_reads_than_resources_are_refused_after_the_answers_due() {
+fn excess_reads_are_rejected_after_pending_responses() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     for psn in RQ_PSN..RQ_PSN + 3 {
@@ -823,7 +824,7 @@ fn more_reads_than_resources_are_refused_after_the_answers_due() {
 }
 
 #[test]
-fn cve_2026_93107_states_that_take_no_packets_take_none() {
+fn cve_2026_93107_inactive_states_drop_packets() {
     // CVE-2026-93107: packets were processed in the error state.
     let request = packet(0x0a, RQ_PSN, true, &reth(0, RKey(0), 0), &[]);
     for state in [QpState::Reset, QpState::Init, QpState::Error] {
@@ -843,14 +844,14 @@ fn cve_2026_93107_states_that_take_no_packets_take_none() {
             (2, 0)
         );
     }
-    // A datagram packet is not for a connected queue pair.
+    // A datagram packet is not valid for a connected QP.
     let mut rig = Rig::new();
     rig.feed(&packet(0x64, RQ_PSN, false, &[0; 8], &[]));
     assert_eq!(rig.qp.counters().dropped, 1);
 }
 
 #[test]
-fn an_erroneous_queue_pair_leaves_a_shared_queue_alone() {
+fn failed_qp_keeps_shared_queue() {
     let mut rig = Rig::with(&Options {
         has_srq: true,
         ..DEFAULT
@@ -887,13 +888,13 @@ fn psns_wrap() {
 }
 
 #[test]
-fn requests_and_responses_take_turns() {
+fn requests_and_responses_alternate() {
     let mut rig = Rig::with(&Options {
         window: 64,
         ..DEFAULT
     });
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
-    // The window has to open first.
+    // The window should be opened first.
     for (packets, last) in [(16, 15), (32, 47)] {
         rig.post(0, SendOp::Write(PEER), 256 * packets);
         assert_eq!(rig.sent().len(), packets);
@@ -911,10 +912,10 @@ fn requests_and_responses_take_turns() {
     );
 }
 
-/// Resources are forgotten only when newer READs and atomics need their place, so after a turn of
-/// the PSN an old one covers the PSNs of a new one.
+/// Resources are only removed when the space is needed for new READs and atomics, so after the PSN
+/// has wrapped, an old resource can include PSNs that are used again.
 #[test]
-fn a_repeated_atomic_gets_its_own_answer() {
+fn duplicate_atomic_gets_own_response() {
     let mut rig = Rig::with(&Options {
         reads: 4,
         ..DEFAULT
@@ -926,7 +927,7 @@ fn a_repeated_atomic_gets_its_own_answer() {
     number(&rig, 5);
     rig.feed(&add);
     assert_eq!(original(&rig.sent()[0]), 5);
-    // Everything else is WRITEs of no bytes, for one turn of the PSN.
+    // All other packets are zero-length WRITEs until the PSN wraps.
     let mut datagram = packet(0x0a, 0, false, &reth(0, RKey(0), 0), &[]);
     datagram.extend_from_slice(&[0; 4]);
     for n in 1..1u32 << 24 {
@@ -939,13 +940,13 @@ fn a_repeated_atomic_gets_its_own_answer() {
     number(&rig, 1000);
     rig.feed(&add);
     assert_eq!(original(&rig.sent()[0]), 1000);
-    // The answer was lost, and the request comes again.
+    // The response was lost, so the request is repeated.
     rig.feed(&add);
-    assert_eq!(original(&rig.sent()[0]), 1000, "an answer of long ago");
+    assert_eq!(original(&rig.sent()[0]), 1000, "response of an old request");
 }
 
 #[test]
-fn a_delivered_send_is_acknowledged_although_the_receiver_closes() {
+fn delivered_send_is_acknowledged_on_close() {
     let mut rig = Rig::new();
     rig.post_recv(1, 64);
     rig.feed(&packet(0x04, RQ_PSN, true, &[], b"bye!"));
@@ -954,9 +955,10 @@ fn a_delivered_send_is_acknowledged_although_the_receiver_closes() {
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
 }
 
-/// The answer of a READ acknowledges what came before it; without one an acknowledgement does.
+/// A READ response acknowledges the previous packets. Without a response, we need an
+/// acknowledgement.
 #[test]
-fn a_delivered_send_is_acknowledged_although_the_read_behind_it_is_dropped() {
+fn send_before_dropped_read_is_acknowledged() {
     let mut rig = Rig::with(&Options {
         reads: 4,
         ..DEFAULT
@@ -973,7 +975,7 @@ fn a_delivered_send_is_acknowledged_although_the_read_behind_it_is_dropped() {
 }
 
 #[test]
-fn the_last_answers_of_a_connection_come_to_an_end() {
+fn poll_last_answer_skips_reads_and_terminates() {
     let mut rig = Rig::with(&Options {
         reads: 4,
         ..DEFAULT
@@ -995,9 +997,9 @@ fn the_last_answers_of_a_connection_come_to_an_end() {
     assert_eq!(sent, [(0x11, RQ_PSN + 2), (0x12, RQ_PSN + 3)]);
 }
 
-/// A PSN of the READ's in an acknowledgement would stand for data that the peer never had.
+/// Acknowledging a PSN of the READ would indicate that the peer has received its data.
 #[test]
-fn no_acknowledgement_takes_the_place_of_a_read_that_is_dropped() {
+fn dropped_read_is_not_acknowledged() {
     for asks in [false, true] {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
@@ -1005,7 +1007,7 @@ fn no_acknowledgement_takes_the_place_of_a_read_that_is_dropped() {
         rig.feed(&packet(0x04, RQ_PSN, true, &[], b"bye!"));
         assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
         rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
-        // The acknowledgement was lost, and the SEND comes again.
+        // The acknowledgement was lost, so the SEND is repeated.
         rig.feed(&packet(0x04, RQ_PSN, asks, &[], b"bye!"));
         rig.run(RcQp::to_error);
         assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)], "asks: {asks}");
@@ -1013,7 +1015,7 @@ fn no_acknowledgement_takes_the_place_of_a_read_that_is_dropped() {
 }
 
 #[test]
-fn a_refusal_is_sent_although_the_owner_closes() {
+fn nak_is_sent_on_close() {
     let mut rig = Rig::new();
     rig.feed(&packet(0x0a, RQ_PSN, true, &reth(0, RKey(77), 4), b"evil"));
     assert!(!rig.events().is_empty());
@@ -1026,9 +1028,10 @@ fn a_refusal_is_sent_although_the_owner_closes() {
     );
 }
 
-/// The memory of a READ is the owner's again; the value of an atomic is the queue pair's.
+/// A READ needs memory that now belongs to the owner again, but the result of an atomic is stored
+/// in the QP.
 #[test]
-fn a_connection_that_closes_answers_atomics_and_no_reads() {
+fn closing_answers_atomics_but_not_reads() {
     let mut rig = Rig::with(&Options {
         reads: 4,
         ..DEFAULT
@@ -1042,12 +1045,12 @@ fn a_connection_that_closes_answers_atomics_and_no_reads() {
 }
 
 #[test]
-fn marked_data_is_answered_by_a_notification_now_and_then() {
+fn marked_data_triggers_limited_cnps() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     let write = |rig: &mut Rig, psn| {
         let mut p = packet(0x0a, RQ_PSN + psn, false, &reth(addr, key, 4), &[1; 4]);
-        // A limited member's partition key: it is copied.
+        // The P_Key of a limited member is copied.
         p[2] = 0x7f;
         rig.feed_marked(&p);
         rig.sent()
@@ -1060,7 +1063,7 @@ fn marked_data_is_answered_by_a_notification_now_and_then() {
     assert!(write(&mut rig, 2).is_empty());
     rig.now += Duration::from_micros(1);
     assert_eq!(write(&mut rig, 3), [cnp]);
-    // No notification without a mark, or for what is no data.
+    // Don't send a notification without a mark, or for a packet without data.
     rig.now += Duration::from_millis(1);
     rig.feed(&packet(
         0x0a,
@@ -1075,7 +1078,7 @@ fn marked_data_is_answered_by_a_notification_now_and_then() {
     assert_eq!((c.rx_marked, c.tx_cnps), (4, 2));
 }
 
-/// Time until everything has been sent.
+/// Returns the time needed to send all packets.
 fn time_to_send(rig: &mut Rig, packets: usize) -> Duration {
     let (start, mut sent) = (rig.now, rig.sent().len());
     while sent < packets {
@@ -1086,7 +1089,7 @@ fn time_to_send(rig: &mut Rig, packets: usize) -> Duration {
 }
 
 #[test]
-fn notifications_pace_read_responses_for_a_while() {
+fn cnps_pace_read_responses_temporarily() {
     let mut rig = Rig::new();
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
     let mut psn = RQ_PSN;
@@ -1109,7 +1112,7 @@ fn notifications_pace_read_responses_for_a_while() {
         (900..1300).contains(&slow.as_micros()),
         "ten microseconds each, and an eighth: {slow:?}"
     );
-    // However many come.
+    // The number of notifications does not matter.
     for _ in 0..1000 {
         rig.now += Duration::from_micros(100);
         rig.notify();

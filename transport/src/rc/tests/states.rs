@@ -1,4 +1,4 @@
-//! The tables of states, and scripts that take every transition of them.
+//! State tables, and scripts to test all transitions.
 
 use riser_state::testing::{assert_all_taken, table};
 
@@ -8,9 +8,9 @@ use crate::verbs::QpType;
 use crate::verbs::qp_state::{OfType, STATES};
 
 #[test]
-fn a_queue_pair_takes_every_transition() {
+fn qp_supports_all_transitions() {
     let states = STATES.map(|state| OfType(QpType::Rc, state));
-    // An RC queue pair is never in SQE.
+    // SQE is not used for RC QPs.
     let states = states.into_iter().filter(|s| s.1 != QpState::Sqe);
     let states: Vec<_> = states.collect();
     let in_state = |state| {
@@ -44,7 +44,7 @@ fn a_queue_pair_takes_every_transition() {
 
 #[test]
 #[should_panic(expected = "Reset became Rtr")]
-fn no_state_is_skipped() {
+fn states_cannot_be_skipped() {
     let mut rig = Rig::with(&Options {
         state: QpState::Reset,
         ..DEFAULT
@@ -60,7 +60,7 @@ fn no_state_is_skipped() {
 }
 
 #[test]
-fn a_requester_waits_only_for_receives() {
+fn requester_transitions_match_table() {
     let states = [
         RequesterState::Ready,
         RequesterState::RnrWait(Instant::now()),
@@ -76,7 +76,7 @@ fn a_requester_waits_only_for_receives() {
 }
 
 #[test]
-fn a_responder_fails_for_good() {
+fn responder_transitions_match_table() {
     use ResponderState::{Expecting, Failed, NakSent};
     let states = [Expecting, NakSent, Failed];
     assert_eq!(
@@ -84,15 +84,15 @@ fn a_responder_fails_for_good() {
         "Expecting: NakSent Failed\nNakSent: Expecting Failed\nFailed: \n"
     );
     assert_all_taken(&states, || {
-        // No receive, and then one.
+        // The receive is only posted later.
         let mut rig = Rig::new();
         let send = packet(0x04, RQ_PSN, true, &[], &[9]);
         rig.feed(&send);
         rig.post_recv(1, 8);
         rig.feed(&send);
-        // A middle packet without a message.
+        // A middle packet outside of a message.
         rig.feed(&packet(0x01, RQ_PSN + 1, false, &[], &[0; 256]));
-        // A READ loses its key while a packet is missing.
+        // The key for a READ is invalidated while waiting for a missing packet.
         let mut rig = Rig::new();
         let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
         let reth = reth(addr, rkey, 256);
@@ -104,7 +104,7 @@ fn a_responder_fails_for_good() {
 }
 
 #[test]
-fn the_memory_of_a_queue_pair_is_known_before_it_is_made() {
+fn qp_memory_is_known_in_advance() {
     let mut rig = Rig::new();
     let cap = rig.qp.config().cap;
     let known = RcQp::memory(&cap, 2, 2);

@@ -1,4 +1,4 @@
-//! Extended reliable connections: their packets (IBTA 9.2.1, annex A14).
+//! Extended reliable connections: packet format (IBTA 9.2.1, annex A14).
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn rig() -> Rig {
     })
 }
 
-/// Posts a request for the peer's queue 0x123456.
+/// Posts a request for the peer's SRQ 0x123456.
 fn post(rig: &mut Rig, op: SendOp, length: usize) {
     let sges = [rig.sge(0, length)];
     let list = if length == 0 { &[][..] } else { &sges };
@@ -21,11 +21,11 @@ fn post(rig: &mut Rig, op: SendOp, length: usize) {
     rig.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
 }
 
-/// XRCETH of the queue 0x123456.
+/// XRCETH for queue 0x123456.
 const QUEUE: [u8; 4] = [0, 0x12, 0x34, 0x56];
 
 #[test]
-fn each_request_names_the_queue_behind_its_first_header() {
+fn requests_contain_srq_in_xrceth() {
     let swap = SendOp::CmpSwap {
         remote: RemoteAddr { addr: 8, ..PEER },
         compare: 1,
@@ -57,7 +57,7 @@ fn each_request_names_the_queue_behind_its_first_header() {
         let want = [&[opcode, 0x40][..], &bth, &QUEUE, &rest].concat();
         assert_eq!(sent[0], want, "{op:?}");
     }
-    // Packets of one message.
+    // Packets of a single message.
     let mut rig = rig();
     post(&mut rig, SendOp::Write(PEER), 600);
     let sent = rig.sent();
@@ -75,7 +75,7 @@ fn each_request_names_the_queue_behind_its_first_header() {
 }
 
 #[test]
-fn answers_have_the_opcodes_of_the_service_and_no_queue() {
+fn responses_use_xrc_opcodes_without_xrceth() {
     let mut rig = rig();
     rig.post_recv(1, 8);
     rig.feed(&packet(0xa4, RQ_PSN, true, &QUEUE, &[9]));
@@ -89,14 +89,14 @@ fn answers_have_the_opcodes_of_the_service_and_no_queue() {
         sent,
         [(0xb1, 16), (0xad, 16 + 256), (0xaf, 16 + 44), (0xb2, 24)]
     );
-    // Packets of RC are not for it.
+    // RC packets should be dropped.
     let before = rig.qp.counters().dropped;
     rig.feed(&packet(0x04, RQ_PSN + 4, true, &[], &[9]));
     assert_eq!(rig.qp.counters().dropped, before + 1);
 }
 
 #[test]
-fn a_request_for_a_wrong_queue_is_refused_once_all_before_it_is_answered() {
+fn wrong_queue_is_rejected_in_order() {
     let mut rig = rig();
     rig.post_recv(1, 8);
     rig.feed(&packet(0xa4, RQ_PSN, false, &QUEUE, &[9]));
@@ -106,26 +106,26 @@ fn a_request_for_a_wrong_queue_is_refused_once_all_before_it_is_answered() {
     assert_eq!(rig.qp.state(), QpState::Error);
     let sent = rig.sent();
     let nak = sent.last().unwrap();
-    // Invalid request, for the packet that named it.
+    // Invalid request, using the PSN of the packet.
     assert_eq!((nak[0], nak[12]), (0xb1, 0x61));
     assert_eq!(brief(nak).1 & !ASKS, RQ_PSN + 1);
     assert!(!rig.qp.expects(Psn::new(RQ_PSN + 1)));
 }
 
 #[test]
-fn keys_are_those_of_the_domain_that_the_request_is_for() {
+fn keys_use_domain_of_request() {
     let mut rig = rig();
     let other = PdId(Handle::new(2, 1));
     let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
     let theirs = rig.mrs.reg(other, &rig.memory.whole(), access).unwrap();
     let read = |key| [&QUEUE[..], &reth(0, key, 4)].concat();
-    // Two READs wait for their answers, of a domain each.
+    // Two READs using different domains are waiting for their responses.
     rig.feed(&packet(0xac, RQ_PSN, true, &read(rig.mr.rkey), &[]));
     rig.qp.set_domain(other);
     rig.feed(&packet(0xac, RQ_PSN + 1, true, &read(theirs.rkey), &[]));
     let opcodes: Vec<_> = rig.sent().iter().map(|p| p[0]).collect();
     assert_eq!(opcodes, [0xb0, 0xb0]);
-    // The first domain's key is none of this one's.
+    // The key of the first domain is not valid in this domain.
     rig.feed(&packet(0xac, RQ_PSN + 2, true, &read(rig.mr.rkey), &[]));
     let sent = rig.sent();
     assert_eq!((sent[0][0], sent[0][12]), (0xb1, 0x62));

@@ -1,4 +1,4 @@
-//! Headers of DDP segments and of the RDMAP messages in them.
+//! Headers of DDP segments and the RDMAP messages they contain.
 //!
 //! ```text
 //! tagged:    |T L  rsvd DV|RV rsv opcode| STag (4) | tagged offset (8) |
@@ -10,18 +10,18 @@ use thiserror::Error;
 
 use super::at;
 
-/// Length of the header of a tagged segment, in bytes.
+/// Size of a tagged segment header in bytes.
 pub const TAGGED_LEN: usize = 14;
-/// Length of the header of an untagged segment, in bytes.
+/// Size of an untagged segment header in bytes.
 pub const UNTAGGED_LEN: usize = 18;
 
-/// Length of what an RDMA READ request says, in bytes.
+/// Size of the RDMA READ request data in bytes.
 pub const READ_REQUEST_LEN: usize = 28;
-/// Length of what an atomic request says, in bytes.
+/// Size of the atomic request data in bytes.
 pub const ATOMIC_REQUEST_LEN: usize = 52;
-/// Length of what an atomic response says, in bytes.
+/// Size of the atomic response data in bytes.
 pub const ATOMIC_RESPONSE_LEN: usize = 12;
-/// Length of the data of an immediate message, in bytes.
+/// Size of the data in an immediate message in bytes.
 pub const IMMEDIATE_LEN: usize = 8;
 
 const TAGGED: u8 = 0x80;
@@ -32,58 +32,58 @@ const RDMAP_VERSION_MASK: u8 = 0xc0;
 const RDMAP_VERSION: u8 = 0x40;
 const OPCODE_MASK: u8 = 0x0f;
 
-/// Operation of an RDMAP message (RFC 5040 4.3, RFC 7306 4).
+/// RDMAP opcode (RFC 5040 4.3, RFC 7306 4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromPrimitive)]
 #[repr(u8)]
 pub enum Opcode {
     /// RDMA WRITE.
     Write = 0,
-    /// Request of an RDMA READ.
+    /// RDMA READ request.
     ReadRequest = 1,
-    /// Answer to an RDMA READ.
+    /// RDMA READ response.
     ReadResponse = 2,
-    /// Message for a receive.
+    /// Send.
     Send = 3,
-    /// Message for a receive, which invalidates a key of the receiver's.
+    /// Send, and invalidate a key of the receiver.
     SendInvalidate = 4,
-    /// Message for a receive, whose completion is solicited.
+    /// Send with a solicited completion.
     SendSolicited = 5,
-    /// Message for a receive, which does both.
+    /// Send with a solicited completion, and invalidate a key of the receiver.
     SendSolicitedInvalidate = 6,
-    /// End of the connection, with the reason.
+    /// Closes the connection with a reason.
     Terminate = 7,
-    /// Eight bytes for a receive (RFC 7306 6).
+    /// Eight bytes of immediate data for a receive (RFC 7306 6).
     Immediate = 8,
-    /// Eight bytes for a receive, whose completion is solicited.
+    /// Eight bytes of immediate data for a receive, with a solicited completion.
     ImmediateSolicited = 9,
-    /// Request of an atomic.
+    /// Atomic request.
     AtomicRequest = 10,
-    /// Answer to an atomic.
+    /// Atomic response.
     AtomicResponse = 11,
 }
 
-/// Queue of an untagged message (RFC 5040 5.2, RFC 7306 5.3).
+/// Queue for an untagged message (RFC 5040 5.2, RFC 7306 5.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromPrimitive)]
 #[repr(u32)]
 pub enum Queue {
-    /// Messages for receives.
+    /// Messages that consume a receive.
     Send = 0,
-    /// Requests of RDMA READs and atomics.
+    /// RDMA READ and atomic requests.
     ReadRequest = 1,
-    /// The message that ends the connection.
+    /// Terminate message.
     Terminate = 2,
-    /// Answers to atomics.
+    /// Atomic responses.
     AtomicResponse = 3,
 }
 
 impl Opcode {
-    /// Whether its messages are tagged.
+    /// Returns true for a tagged message.
     #[must_use]
     pub fn is_tagged(self) -> bool {
         matches!(self, Self::Write | Self::ReadResponse)
     }
 
-    /// Queue of its messages; `None` for tagged ones.
+    /// Returns the queue for an untagged message, or `None` if it is tagged.
     #[must_use]
     pub fn queue(self) -> Option<Queue> {
         Some(match self {
@@ -100,7 +100,7 @@ impl Opcode {
         })
     }
 
-    /// Whether the completion of its receive is solicited.
+    /// Returns true if the completion of the receive is solicited.
     #[must_use]
     pub fn is_solicited(self) -> bool {
         matches!(
@@ -110,73 +110,73 @@ impl Opcode {
     }
 }
 
-/// Buffer model of a segment, with its place in the buffer.
+/// Buffer model of a segment, and the position in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In a buffer that the receiver has named.
+    /// Buffer specified by the receiver.
     Tagged {
-        /// Key of the buffer.
+        /// Buffer key.
         stag: u32,
-        /// Address of the segment's first byte.
+        /// Start address in this segment.
         to: u64,
     },
-    /// In the next buffer of a queue.
+    /// Next buffer in a queue.
     Untagged {
-        /// Key that the message invalidates, with the opcodes that do.
+        /// Key to invalidate, if supported by the opcode.
         invalidate: u32,
-        /// Number of the queue.
+        /// Queue number.
         qn: u32,
-        /// Number of the message in its queue, from 1.
+        /// Message number in the queue, starting at 1.
         msn: u32,
-        /// Offset of the segment's first byte in its message.
+        /// Start offset in the message.
         mo: u32,
     },
 }
 
-/// Header of a segment.
+/// Segment header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Operation of the message.
+    /// Operation.
     pub opcode: Opcode,
-    /// It is the message's last segment.
+    /// Set if this is the last segment of a message.
     pub last: bool,
-    /// Place of the segment.
+    /// Segment position.
     pub place: Place,
 }
 
-/// Reason why bytes are no segment.
+/// Error returned for an invalid segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum HeaderError {
-    /// Shorter than its header.
-    #[error("{len} bytes are no DDP segment")]
+    /// The data is shorter than the header.
+    #[error("invalid DDP segment length {len}")]
     Length {
-        /// Number of bytes that there are.
+        /// Number of bytes available.
         len: usize,
     },
-    /// Another version of DDP.
-    #[error("DDP version {version}")]
+    /// The DDP version is not supported.
+    #[error("unsupported DDP version {version}")]
     DdpVersion {
-        /// Version that was received.
+        /// Version received.
         version: u8,
-        /// The segment is tagged.
+        /// Set for a tagged segment.
         tagged: bool,
     },
-    /// Another version of RDMAP.
-    #[error("RDMAP version {version}")]
+    /// The RDMAP version is not supported.
+    #[error("unsupported RDMAP version {version}")]
     RdmapVersion {
-        /// Version that was received.
+        /// Version received.
         version: u8,
     },
-    /// No operation, or one of the other buffer model.
+    /// The opcode is unknown or doesn't match the buffer model.
     #[error("unexpected opcode {opcode}")]
     Opcode {
-        /// Operation code that was received.
+        /// Opcode received.
         opcode: u8,
     },
 }
 
 impl Header {
-    /// Length of the header, in bytes.
+    /// Returns the header size in bytes.
     #[must_use]
     pub const fn len(place: Place) -> usize {
         match place {
@@ -185,10 +185,10 @@ impl Header {
         }
     }
 
-    /// Parses a ULPDU into header and payload.
+    /// Splits a ULPDU into header and payload.
     ///
     /// # Errors
-    /// [`HeaderError`].
+    /// Returns [`HeaderError`] if the header is invalid.
     pub fn parse(bytes: &[u8]) -> Result<(Self, &[u8]), HeaderError> {
         let length = Err(HeaderError::Length { len: bytes.len() });
         let (Some(&ddp), Some(&rdmap)) = (bytes.first(), bytes.get(1)) else {
@@ -255,23 +255,23 @@ impl Header {
     }
 }
 
-/// What an RDMA READ request says (RFC 5040 4.4).
+/// RDMA READ request data (RFC 5040 4.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadRequest {
-    /// Key of the buffer that the answer goes to.
+    /// Key of the sink buffer.
     pub sink_stag: u32,
-    /// Address in this buffer.
+    /// Address in the sink buffer.
     pub sink_to: u64,
-    /// Bytes to read.
+    /// Number of bytes to read.
     pub size: u32,
-    /// Key of the buffer to read.
+    /// Key of the source buffer.
     pub source_stag: u32,
-    /// Address in this buffer.
+    /// Address in the source buffer.
     pub source_to: u64,
 }
 
 impl ReadRequest {
-    /// Parses the payload of a request; `None` where it has another length.
+    /// Parses the payload of a request. Returns `None` if the size is invalid.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         (bytes.len() == READ_REQUEST_LEN).then(|| Self {
@@ -283,7 +283,7 @@ impl ReadRequest {
         })
     }
 
-    /// Appends the payload of the request to `out`.
+    /// Appends the request payload to `out`.
     pub fn emit(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.sink_stag.to_be_bytes());
         out.extend_from_slice(&self.sink_to.to_be_bytes());
@@ -293,26 +293,26 @@ impl ReadRequest {
     }
 }
 
-/// Atomic operation on eight bytes (RFC 7306 5.1), as numbers of the responder's host. A bit of a
-/// mask that is set in an addition ends a field there: no carry leaves it.
+/// Atomic operation on eight bytes (RFC 7306 5.1), using the responder's byte order. For an
+/// addition, each bit set in the mask is the end of a field, which discards the carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
     /// Addition.
     FetchAdd {
-        /// Addend of each field.
+        /// Value to add to each field.
         add: u64,
-        /// Highest bits of the fields.
+        /// Mask with the highest bit of each field set.
         mask: u64,
     },
-    /// Exchange, where the bits of a mask are as expected.
+    /// Swap, if the bits selected by a mask have the expected value.
     CmpSwap {
-        /// Bits to store.
+        /// Value to store.
         swap: u64,
-        /// Bits that are stored.
+        /// Mask for the bits to store.
         swap_mask: u64,
-        /// Bits that are expected.
+        /// Value to compare with.
         compare: u64,
-        /// Bits that are compared.
+        /// Mask for the bits to compare.
         compare_mask: u64,
     },
 }
@@ -321,7 +321,7 @@ impl Atomic {
     const FETCH_ADD: u32 = 0;
     const CMP_SWAP: u32 = 2;
 
-    /// The value that the operation leaves in the place of `old`.
+    /// Returns the new value when applied to `old`.
     #[must_use]
     pub fn apply(self, old: u64) -> u64 {
         match self {
@@ -348,22 +348,22 @@ impl Atomic {
     }
 }
 
-/// What an atomic request says (RFC 7306 5.2).
+/// Atomic request data (RFC 7306 5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AtomicRequest {
-    /// Number that comes back in the answer.
+    /// Request ID, returned in the response.
     pub id: u32,
-    /// Key of the buffer with the eight bytes.
+    /// Buffer key.
     pub stag: u32,
-    /// Their address, a multiple of eight.
+    /// Address, which must be a multiple of eight.
     pub to: u64,
-    /// Operation on them.
+    /// Operation.
     pub atomic: Atomic,
 }
 
 impl AtomicRequest {
-    /// Parses the payload of a request; `None` where it has another length, or an operation that is
-    /// not known.
+    /// Parses the payload of a request. Returns `None` if the size is invalid or the operation is
+    /// unknown.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.len() != ATOMIC_REQUEST_LEN {
@@ -391,7 +391,7 @@ impl AtomicRequest {
         })
     }
 
-    /// Appends the payload of the request to `out`.
+    /// Appends the request payload to `out`.
     pub fn emit(&self, out: &mut Vec<u8>) {
         let (code, values) = match self.atomic {
             Atomic::FetchAdd { add, mask } => (Atomic::FETCH_ADD, [add, mask, 0, 0]),
@@ -412,17 +412,17 @@ impl AtomicRequest {
     }
 }
 
-/// What an atomic response says (RFC 7306 5.2.2).
+/// Atomic response data (RFC 7306 5.2.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AtomicResponse {
-    /// Number of the request.
+    /// Request ID.
     pub id: u32,
-    /// Value of the eight bytes before the operation.
+    /// Value before the operation.
     pub original: u64,
 }
 
 impl AtomicResponse {
-    /// Parses the payload of a response; `None` where it has another length.
+    /// Parses the payload of a response. Returns `None` if the size is invalid.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         (bytes.len() == ATOMIC_RESPONSE_LEN).then(|| Self {
@@ -431,7 +431,7 @@ impl AtomicResponse {
         })
     }
 
-    /// Appends the payload of the response to `out`.
+    /// Appends the response payload to `out`.
     pub fn emit(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.id.to_be_bytes());
         out.extend_from_slice(&self.original.to_be_bytes());
@@ -449,8 +449,8 @@ mod tests {
     }
 
     #[test]
-    fn headers_as_the_figures_have_them() {
-        // The last segment of an RDMA WRITE.
+    fn headers_match_rfc_figures() {
+        // Last segment of an RDMA WRITE.
         let write = Header {
             opcode: Opcode::Write,
             last: true,
@@ -462,7 +462,7 @@ mod tests {
         let bytes = b"\xc1\x40\x01\x02\x03\x04\x11\x12\x13\x14\x15\x16\x17\x18";
         assert_eq!(emitted(&write), bytes);
         assert_eq!(Header::parse(bytes), Ok((write, &[][..])));
-        // A segment of a Send with Solicited Event and Invalidate, which is not its last.
+        // Segment of a Send with Solicited Event and Invalidate, which is not the last segment.
         let send = Header {
             opcode: Opcode::SendSolicitedInvalidate,
             last: false,
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn what_requests_and_answers_say() {
+    fn request_and_response_payloads_round_trip() {
         let read = ReadRequest {
             sink_stag: 1,
             sink_to: 2,
@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_and_operations_that_there_are_not() {
+    fn unknown_versions_and_opcodes_are_rejected() {
         let header = *b"\x41\x43\0\0\0\0\0\0\0\0\0\0\0\x01\0\0\0\0";
         let with = |at: usize, byte: u8| {
             let mut bytes = header;
@@ -539,7 +539,7 @@ mod tests {
         );
         assert_eq!(with(1, 0x83), HeaderError::RdmapVersion { version: 2 });
         assert_eq!(with(1, 0x4c), HeaderError::Opcode { opcode: 12 });
-        // A WRITE is tagged, and a Send is not.
+        // A WRITE is tagged, but a Send is not.
         assert_eq!(with(1, 0x40), HeaderError::Opcode { opcode: 0 });
         assert_eq!(with(0, 0xc1), HeaderError::Opcode { opcode: 3 });
         for len in 0..UNTAGGED_LEN {
@@ -549,10 +549,10 @@ mod tests {
     }
 
     #[test]
-    fn atomics_stay_within_their_masks() {
+    fn atomics_respect_masks() {
         let add = |old, add, mask| Atomic::FetchAdd { add, mask }.apply(old);
         assert_eq!(add(u64::MAX, 2, 0), 1);
-        // Two fields of 32 bits: no carry from the lower one.
+        // Two 32-bit fields: there must be no carry from the lower field.
         let fields = 0x8000_0000_8000_0000;
         assert_eq!(
             add(0x0000_0001_ffff_ffff, 0x0000_0002_0000_0003, fields),

@@ -1,80 +1,80 @@
-//! Framing of the stream: FPDUs with their lengths, padding, CRCs and markers.
+//! Stream framing: FPDUs with length, padding, CRC and markers.
 //!
 //! ```text
 //! | ULPDU length (2) | ULPDU | padding to a multiple of 4 | CRC32C (4) |
 //! ```
 //!
-//! With markers, four bytes stand at every multiple of 512 bytes of the stream, beginning with its
-//! first FPDU: two zeros, and the distance back to the length of the FPDU that they are in, or 0 where
-//! one begins behind them. CRCs cover markers, and padding is computed without them. Both directions
-//! count for themselves.
+//! If markers are used, there are four bytes at each multiple of 512 bytes in the stream, starting
+//! at the first FPDU: two zero bytes, followed by the distance back to the length field of the
+//! current FPDU, or 0 if a new FPDU starts after the marker. CRCs include markers, but the padding
+//! is computed without them. Each direction is counted separately.
 
 use crc_fast::CrcAlgorithm;
 use thiserror::Error;
 
 use super::at;
 
-/// Distance of markers, in bytes.
+/// Distance between markers in bytes.
 pub const MARKER_INTERVAL: usize = 512;
 
 const MARKER_LEN: usize = 4;
 const LENGTH_LEN: usize = 2;
 const CRC_LEN: usize = 4;
 
-/// Longest ULPDU that is sent, in bytes: markers can point back as far as its FPDU begins (RFC 5044
-/// 4.1).
+/// Maximum ULPDU size for sending, in bytes. This ensures that markers can point back to the start
+/// of the FPDU (RFC 5044 4.1).
 pub const MAX_ULPDU: usize = 64_768;
 
-/// Longest FPDU that may arrive, with all its markers, in bytes.
+/// Maximum size of a received FPDU including markers, in bytes.
 pub const MAX_FPDU: usize = {
     let plain = LENGTH_LEN + u16::MAX as usize + 3 + CRC_LEN;
     plain + (plain / (MARKER_INTERVAL - MARKER_LEN) + 2) * MARKER_LEN
 };
 
-/// Reason why the stream cannot be read on.
+/// Reason why the stream can't be processed anymore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FramingError {
-    /// The CRC is wrong.
-    #[error("wrong CRC")]
+    /// The CRC is invalid.
+    #[error("invalid CRC")]
     Crc,
-    /// A marker does not point to the FPDU that it is in.
-    #[error("a marker that does not fit the length of the FPDU")]
+    /// A marker does not point to the current FPDU.
+    #[error("marker does not match the FPDU length")]
     Marker,
 }
 
-/// Options that hold for one direction of a stream.
+/// Options for one direction of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Framing {
-    /// There are markers.
+    /// Set if markers are used.
     pub markers: bool,
-    /// CRCs are right, and checked. Otherwise they are zero.
+    /// Set if CRCs are generated and verified. If not set, they are zero.
     pub crc: bool,
 }
 
 fn crc_of(bytes: &[u8]) -> [u8; CRC_LEN] {
     #[expect(clippy::cast_possible_truncation, reason = "a CRC of 32 bits")]
     let crc = crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
-    // In the order in which iSCSI sends it.
+    // Same byte order as used by iSCSI.
     crc.to_le_bytes()
 }
 
-/// Bytes of an FPDU without markers and CRC.
+/// Returns the size of an FPDU without markers and CRC.
 const fn body_len(ulpdu: usize) -> usize {
     (LENGTH_LEN + ulpdu).next_multiple_of(4)
 }
 
-/// Makes FPDUs.
+/// Creates FPDUs.
 #[derive(Clone, Debug)]
 pub struct Framer {
     framing: Framing,
-    /// Bytes since the last marker.
+    /// Number of bytes since the last marker.
     position: usize,
-    /// Reused for FPDUs with markers.
+    /// Buffer used to create FPDUs with markers.
     plain: Vec<u8>,
 }
 
 impl Framer {
-    /// At the beginning of a stream.
+    /// Creates a framer at the start of a stream.
     #[must_use]
     pub fn new(framing: Framing) -> Self {
         Self {
@@ -84,18 +84,18 @@ impl Framer {
         }
     }
 
-    /// Begins an FPDU at the end of `out`, to which its ULPDU is then appended; answers where it
-    /// begins, for [`Framer::end`].
+    /// Starts an FPDU at the end of `out`. The ULPDU must be appended after this. Returns the start
+    /// offset to be passed to [`Framer::end`].
     pub fn begin(out: &mut Vec<u8>) -> usize {
         let start = out.len();
         out.extend_from_slice(&[0; LENGTH_LEN]);
         start
     }
 
-    /// Ends the FPDU that begins at `start`, and is the last one in `out`.
+    /// Completes the FPDU at `start`, which must be the last FPDU in `out`.
     ///
     /// # Panics
-    /// With a ULPDU of more than [`MAX_ULPDU`] bytes.
+    /// Panics if the ULPDU exceeds [`MAX_ULPDU`] bytes.
     pub fn end(&mut self, out: &mut Vec<u8>, start: usize) {
         let len = out.len() - start - LENGTH_LEN;
         assert!(len <= MAX_ULPDU, "no longer than MULPDU");
@@ -119,14 +119,14 @@ impl Framer {
         plain.clear();
         plain.extend_from_slice(&out[start..]);
         out.truncate(start);
-        // Where the length stands: behind a marker, if there is one before it.
+        // Offset of the length field, after a marker if there is one.
         let begin = start + if self.position == 0 { MARKER_LEN } else { 0 };
         let mut rest = &plain[..];
         loop {
-            // Behind the last byte as well, where a marker stands before the CRC.
+            // This includes the end of the data, where a marker is inserted before the CRC.
             if self.position == 0 {
                 let back = out.len().saturating_sub(begin);
-                let back = u16::try_from(back).expect("no FPDU is longer");
+                let back = u16::try_from(back).expect("FPDU length is limited");
                 out.extend_from_slice(&[0, 0]);
                 out.extend_from_slice(&back.to_be_bytes());
                 self.position = MARKER_LEN;
@@ -143,21 +143,21 @@ impl Framer {
     }
 }
 
-/// Takes FPDUs out of a stream, however it is cut. Bound: one FPDU, as far as it has arrived.
+/// Extracts FPDUs from a stream that can be split at any position. Stores at most one partial FPDU.
 #[derive(Debug)]
 pub struct Deframer {
     framing: Framing,
-    /// Bytes since the last marker, at the beginning of the FPDU.
+    /// Number of bytes since the last marker, at the start of the FPDU.
     position: usize,
-    /// The part of an FPDU that has arrived.
+    /// Received part of an FPDU.
     part: Vec<u8>,
-    /// It is a whole one, which was handed out.
+    /// Set if it is complete and was returned to the caller.
     is_taken: bool,
-    /// The last FPDU without its markers.
+    /// Last FPDU without markers.
     plain: Vec<u8>,
 }
 
-/// Bytes of a marker before the length of an FPDU that begins at a position.
+/// Returns the size of the marker before the length field of an FPDU at this position, if any.
 fn first_marker(framing: Framing, position: usize) -> usize {
     match framing.markers && position == 0 {
         true => MARKER_LEN,
@@ -165,7 +165,7 @@ fn first_marker(framing: Framing, position: usize) -> usize {
     }
 }
 
-/// Checks an FPDU and answers its ULPDU.
+/// Verifies an FPDU and returns its ULPDU.
 fn unpack<'a>(
     framing: Framing,
     position: &mut usize,
@@ -202,7 +202,7 @@ fn unpack<'a>(
 }
 
 impl Deframer {
-    /// At the beginning of a stream.
+    /// Creates a deframer at the start of a stream.
     #[must_use]
     pub fn new(framing: Framing) -> Self {
         Self {
@@ -214,8 +214,8 @@ impl Deframer {
         }
     }
 
-    /// Bytes from the beginning of an FPDU to the end of the one whose first bytes are given; `None`
-    /// while these do not have its length.
+    /// Returns the FPDU size based on its first bytes, or `None` if the length field is not
+    /// available yet.
     fn fpdu_len(&self, bytes: &[u8]) -> Option<usize> {
         let skip = first_marker(self.framing, self.position);
         let len = bytes.get(skip..skip + LENGTH_LEN)?;
@@ -223,7 +223,7 @@ impl Deframer {
         if !self.framing.markers {
             return Some(plain);
         }
-        // Markers make the FPDU longer, and so there may be another one.
+        // Markers increase the size of the FPDU, which can require one more marker.
         let (mut markers, mut end) = (0, 0);
         loop {
             let next = self.position + plain + markers * MARKER_LEN;
@@ -236,11 +236,11 @@ impl Deframer {
         }
     }
 
-    /// The next ULPDU, of what has arrived before and of `input`, whose beginning is then taken;
-    /// `None` when all of it is taken and no FPDU is complete.
+    /// Returns the next ULPDU and consumes the data from `input`, which continues the data from
+    /// previous calls. Returns `None` if all data was consumed without a complete FPDU.
     ///
     /// # Errors
-    /// [`FramingError`]; the stream cannot be read any further.
+    /// Returns [`FramingError`]. The stream cannot be used after this.
     pub fn poll<'a, 'b: 'a>(
         &'a mut self,
         input: &mut &'b [u8],
@@ -250,7 +250,7 @@ impl Deframer {
         }
         let (framing, position) = (self.framing, self.position);
         if self.part.is_empty() {
-            // As a rule an FPDU is there as a whole.
+            // Usually the complete FPDU is available.
             if let Some(len) = self.fpdu_len(input)
                 && let Some(fpdu) = input.get(..len)
             {
@@ -260,7 +260,7 @@ impl Deframer {
         }
         loop {
             let known = self.fpdu_len(&self.part);
-            // As far as the length first, with the marker that may be before it.
+            // Up to the length field first, including a marker that may precede it.
             let want = known.unwrap_or(first_marker(framing, position) + LENGTH_LEN);
             let take = (want - self.part.len()).min(input.len());
             self.part.extend_from_slice(&input[..take]);
@@ -299,9 +299,9 @@ mod tests {
     }
 
     #[test]
-    fn an_fpdu_byte_by_byte() {
-        // The test value of RFC 3720 B.4: 32 bytes of zeros have the CRC aa 36 91 8a. This FPDU is
-        // 32 bytes of which the first two are its length.
+    fn fpdu_matches_test_vector() {
+        // Test vector from RFC 3720 B.4: the CRC of 32 zero bytes is aa 36 91 8a. This FPDU has 32
+        // bytes, starting with the two-byte length.
         assert_eq!(crc_of(&[0; 32]), *b"\xaa\x36\x91\x8a");
         let out = framed(&mut Framer::new(PLAIN), b"abcde");
         assert_eq!(out[..8], *b"\0\x05abcde\0");
@@ -315,14 +315,14 @@ mod tests {
     }
 
     #[test]
-    fn markers_stand_at_every_512th_byte() {
+    fn markers_are_inserted_every_512_bytes() {
         let mut framer = Framer::new(MARKED);
         let mut stream = framed(&mut framer, &[1; 498]);
-        // A marker, 500 bytes, a CRC: the next marker is before the next FPDU.
+        // Marker, 500 bytes, CRC: the next marker is before the next FPDU.
         assert_eq!(stream[..6], *b"\0\0\0\0\x01\xf2");
         assert_eq!(stream.len(), 508);
         stream.extend(framed(&mut framer, &[2; 2]));
-        // Here it would be behind the padding and before the CRC.
+        // In this case it is between the padding and the CRC.
         assert_eq!(stream[508..516], *b"\0\x02\x02\x02\0\0\0\x04");
         assert_eq!(stream.len(), 520);
         assert_eq!(stream[516..], crc_of(&stream[508..516]));
@@ -340,9 +340,9 @@ mod tests {
         assert_eq!(deframer.poll(&mut input), Ok(None));
     }
 
-    /// Streams of random FPDUs, cut anywhere, are read as they were written.
+    /// Streams of random FPDUs split at any position must be received as they were sent.
     #[test]
-    fn streams_may_be_cut_anywhere() {
+    fn split_streams_are_reassembled() {
         let mut random = fastrand::Rng::with_seed(5);
         for round in 0..400 {
             let framing = Framing {
@@ -379,14 +379,15 @@ mod tests {
     }
 
     #[test]
-    fn spoilt_bytes_are_found() {
+    fn corrupt_bytes_are_detected() {
         let mut framer = Framer::new(MARKED);
         let stream = framed(&mut framer, &[7; 1500]);
         for at in 0..stream.len() {
             let mut spoilt = stream.clone();
             spoilt[at] ^= 0x10;
             let mut deframer = Deframer::new(MARKED);
-            // A wrong length may ask for more than there is, but never gives another ULPDU.
+            // An invalid length can result in incomplete data but must never return a different
+            // ULPDU.
             let polled = deframer.poll(&mut &spoilt[..]);
             assert!(matches!(polled, Err(_) | Ok(None)), "{at}");
         }

@@ -16,17 +16,17 @@ use thiserror::Error;
 
 use super::at;
 
-/// Length of a frame without private data, in bytes.
+/// Size of a frame without private data, in bytes.
 pub const START_LEN: usize = 20;
 
-/// Longest private data of a frame, in bytes; those of revision 2 have room for the resources in
-/// these (RFC 5044 7.1.2, RFC 6581 9).
+/// Maximum size of private data in bytes. In revision 2, this includes the resources (RFC 5044
+/// 7.1.2, RFC 6581 9).
 pub const MAX_PRIVATE_DATA: usize = 512;
 
-/// Length of the resources of a frame of revision 2, in bytes.
+/// Size of the resources in a revision 2 frame, in bytes.
 pub const ENHANCED_LEN: usize = 4;
 
-/// Resource number that leaves the choice to the ULP (RFC 6581 9.1).
+/// Resource value that leaves the choice to the ULP (RFC 6581 9.1).
 pub const ANY_DEPTH: u16 = 0x3fff;
 
 const REQUEST_KEY: &[u8; 16] = b"MPA ID Req Frame";
@@ -37,71 +37,71 @@ const CRC: u8 = 0x40;
 const REJECT: u8 = 0x20;
 const ENHANCED: u8 = 0x10;
 
-/// Upper flag of a resource number: A before the IRD, C before the ORD.
+/// Upper flag in a resource value: A for the IRD, C for the ORD.
 const UPPER: u16 = 0x8000;
-/// Lower flag of a resource number: B before the IRD, D before the ORD.
+/// Lower flag in a resource value: B for the IRD, D for the ORD.
 const LOWER: u16 = 0x4000;
 
-/// Kind of a frame.
+/// Frame type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartKind {
-    /// The initiator's frame.
+    /// Request sent by the initiator.
     Request,
-    /// The responder's frame.
+    /// Reply sent by the responder.
     Reply,
 }
 
-/// Resources and wishes of a frame of revision 2 (RFC 6581 9).
+/// Resources and options in a revision 2 frame (RFC 6581 9).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Enhanced {
-    /// RDMA READs that the sender of the frame holds at once, 14 bits.
+    /// Maximum number of incoming RDMA READs supported by the sender of this frame, 14 bits.
     pub ird: u16,
-    /// RDMA READs that the sender of the frame wants under way at once, 14 bits.
+    /// Maximum number of outgoing RDMA READs requested by the sender of this frame, 14 bits.
     pub ord: u16,
-    /// Flag A: the responder may send first, once a message of the initiator has come that is none of
-    /// its ULP's (ready to receive, RTR).
+    /// Flag A: the responder can send first, after it has received a message from the initiator
+    /// that is not a ULP message (ready to receive, RTR).
     pub peer_to_peer: bool,
-    /// Flag B: this message may be an FPDU of no bytes.
+    /// Flag B: this message can be an empty FPDU.
     pub send_rtr: bool,
-    /// Flag C: it may be an RDMA WRITE of no bytes.
+    /// Flag C: this message can be a zero-length RDMA WRITE.
     pub write_rtr: bool,
-    /// Flag D: it may be an RDMA READ of no bytes.
+    /// Flag D: this message can be a zero-length RDMA READ.
     pub read_rtr: bool,
 }
 
-/// A request or reply.
+/// Request or reply frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartFrame {
-    /// Kind of the frame.
+    /// Frame type.
     pub kind: StartKind,
-    /// Its sender wants to receive markers.
+    /// Set if the sender requests to receive markers.
     pub markers: bool,
-    /// Its sender wants CRCs in both directions.
+    /// Set if the sender requests CRCs for both directions.
     pub crc: bool,
-    /// The connection is refused.
+    /// Set if the connection is rejected.
     pub rejected: bool,
-    /// Revision of MPA.
+    /// MPA revision.
     pub revision: u8,
-    /// Resources, with revision 2.
+    /// Resources, used in revision 2.
     pub enhanced: Option<Enhanced>,
-    /// Private data of the ULP.
+    /// ULP private data.
     pub private_data: Vec<u8>,
 }
 
-/// Reason why bytes are no request or reply.
+/// Error returned for an invalid request or reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum StartError {
-    /// The key is not that of the frame that is expected.
+    /// The key does not match the expected frame.
     #[error("not an MPA frame")]
     Key,
-    /// The private data are longer than a frame may have.
-    #[error("{len} bytes of private data, 512 at most")]
+    /// The private data exceeds the maximum size.
+    #[error("private data too long: {len} bytes, maximum is 512")]
     PrivateData {
-        /// Length that the frame names, in bytes.
+        /// Size specified in the frame, in bytes.
         len: usize,
     },
-    /// Resources are announced, but the private data are too short for them.
-    #[error("no room for the resources of revision 2")]
+    /// The frame should contain resources, but the private data is too short.
+    #[error("private data too short for revision 2 resources")]
     NoResources,
 }
 
@@ -140,7 +140,7 @@ impl Enhanced {
 }
 
 impl StartFrame {
-    /// Bytes of private data of the ULP that fit a frame, with or without resources.
+    /// Returns the maximum size of the ULP private data in a frame with or without resources.
     #[must_use]
     pub const fn room(is_enhanced: bool) -> usize {
         match is_enhanced {
@@ -149,11 +149,11 @@ impl StartFrame {
         }
     }
 
-    /// Parses the frame at the beginning of a stream, and answers its length. `None` as long as bytes
-    /// are missing. What cannot become a frame is an error with its first wrong byte.
+    /// Parses the frame at the start of a stream and returns its size. Returns `None` if more data
+    /// is required, or an error as soon as the first invalid byte is received.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// Returns [`StartError`] if the frame is invalid.
     pub fn parse(kind: StartKind, bytes: &[u8]) -> Result<Option<(Self, usize)>, StartError> {
         let key = kind.key();
         let known = bytes.len().min(key.len());
@@ -183,7 +183,7 @@ impl StartFrame {
             kind,
             markers: flags & MARKERS != 0,
             crc: flags & CRC != 0,
-            // Only a reply refuses.
+            // This flag is only valid in a reply.
             rejected: kind == StartKind::Reply && flags & REJECT != 0,
             revision,
             enhanced,
@@ -192,10 +192,10 @@ impl StartFrame {
         Ok(Some((frame, START_LEN + len)))
     }
 
-    /// Appends the frame to `out`. Private data that do not fit are a mistake of the caller.
+    /// Appends the frame to `out`. The caller must check the size of the private data.
     ///
     /// # Panics
-    /// With more private data than [`StartFrame::room`].
+    /// Panics if the private data exceeds [`StartFrame::room`].
     pub fn emit(&self, out: &mut Vec<u8>) {
         let room = Self::room(self.enhanced.is_some());
         assert!(self.private_data.len() <= room, "private data that fit");
@@ -223,11 +223,12 @@ impl StartFrame {
 mod tests {
     use super::*;
 
-    /// The request of a `siw` initiator (Linux 6.12) with 128 READs each way, and no private data.
+    /// Request from a `siw` initiator (Linux 6.12) with 128 READs in both directions and no private
+    /// data.
     const SIW_REQUEST: &[u8] = b"MPA ID Req Frame\x10\x02\0\x04\0\x80\0\x80";
 
     #[test]
-    fn a_request_of_linux() {
+    fn linux_request_is_parsed() {
         let (frame, len) = StartFrame::parse(StartKind::Request, SIW_REQUEST)
             .unwrap()
             .unwrap();
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flag_has_its_place() {
+    fn flags_match_frame_layout() {
         let bytes = b"MPA ID Rep Frame\xf0\x02\0\x07\xc0\x05\xc0\x06abc";
         let frame = StartFrame::parse(StartKind::Reply, bytes).unwrap().unwrap();
         let enhanced = Enhanced {
@@ -270,14 +271,14 @@ mod tests {
         let mut out = Vec::new();
         frame.0.emit(&mut out);
         assert_eq!(out, bytes);
-        // Revision 1 has neither resources nor their flag.
+        // Revision 1 supports neither resources nor the flag for them.
         let bytes = b"MPA ID Rep Frame\x50\x01\0\x04\xc0\x05\xc0\x06";
         let (frame, _) = StartFrame::parse(StartKind::Reply, bytes).unwrap().unwrap();
         assert_eq!((frame.enhanced, frame.private_data.len()), (None, 4));
     }
 
     #[test]
-    fn what_is_missing_is_waited_for_and_what_is_wrong_is_not() {
+    fn incomplete_frame_waits_but_invalid_fails() {
         for len in 0..SIW_REQUEST.len() {
             let parsed = StartFrame::parse(StartKind::Request, &SIW_REQUEST[..len]);
             assert_eq!(parsed, Ok(None), "{len}");

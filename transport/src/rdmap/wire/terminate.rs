@@ -1,32 +1,32 @@
-//! The Terminate message: which layer found what wrong, and with which segment.
+//! Terminate message: contains the layer, the error and the segment that caused it.
 
 use super::at;
 use super::ddp::{Header, Opcode, Place, READ_REQUEST_LEN, TAGGED_LEN, UNTAGGED_LEN};
 
-/// The segment has its length in the message.
+/// The message contains the segment length.
 const HAS_LENGTH: u8 = 0x80;
-/// The segment has its DDP header in the message.
+/// The message contains the DDP header of the segment.
 const HAS_DDP: u8 = 0x40;
-/// The segment has its RDMAP header in the message: that of an RDMA READ request.
+/// The message contains the RDMAP header of the segment, used for an RDMA READ request.
 const HAS_RDMAP: u8 = 0x20;
 
-/// Bits behind the flags.
+/// Reserved bits following the flags.
 const RESERVED: u8 = 0x1f;
-/// The flags in the order of a little-endian host.
+/// The flags in little-endian order.
 const SWAPPED: u8 = 0x07;
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $name:ident = $layer:literal $etype:literal $code:literal;)*) => {
-        /// Reason why a connection ends (RFC 5040 4.8, RFC 5041 8.2, RFC 5044 8, RFC 6581 10).
+        /// Reason for closing a connection (RFC 5040 4.8, RFC 5041 8.2, RFC 5044 8, RFC 6581 10).
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Reason {
             $($(#[$doc])* $name,)*
-            /// One that is not known here: layer, type of the error and its code.
+            /// Unknown reason: layer, error type and error code.
             Other(u8, u8, u8),
         }
 
         impl Reason {
-            /// Layer, type of the error and its code, as the message has them.
+            /// Returns the layer, error type and error code.
             #[must_use]
             pub fn codes(self) -> (u8, u8, u8) {
                 match self {
@@ -35,7 +35,7 @@ macro_rules! reasons {
                 }
             }
 
-            /// The reason of layer, type and code.
+            /// Returns the reason for a layer, error type and error code.
             #[must_use]
             pub fn of(layer: u8, etype: u8, code: u8) -> Self {
                 match (layer, etype, code) {
@@ -48,77 +48,77 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// RDMAP: something of the sender's own.
+    /// RDMAP: local error at the sender.
     RdmapCatastrophic = 0 0 0;
-    /// RDMAP: no buffer has the key.
+    /// RDMAP: invalid key.
     RdmapInvalidStag = 0 1 0;
-    /// RDMAP: the range is not within the buffer.
+    /// RDMAP: the range exceeds the buffer.
     RdmapBounds = 0 1 1;
-    /// RDMAP: the key does not give the right.
+    /// RDMAP: the key does not grant the required access.
     RdmapAccess = 0 1 2;
-    /// RDMAP: the key is for other connections.
+    /// RDMAP: the key is not valid for this connection.
     RdmapNotAssociated = 0 1 3;
-    /// RDMAP: the end of the range has no address.
+    /// RDMAP: the end of the range wraps.
     RdmapWrap = 0 1 4;
     /// RDMAP: the key cannot be invalidated.
     CannotInvalidate = 0 1 9;
-    /// RDMAP: another version.
+    /// RDMAP: unsupported version.
     RdmapVersion = 0 2 5;
-    /// RDMAP: an operation that is none, or not expected.
+    /// RDMAP: unknown or unexpected opcode.
     UnexpectedOpcode = 0 2 6;
-    /// RDMAP: something that concerns the connection only.
+    /// RDMAP: error specific to this connection.
     RdmapStream = 0 2 7;
-    /// DDP: something of the sender's own.
+    /// DDP: local error at the sender.
     DdpCatastrophic = 1 0 0;
-    /// DDP: no buffer has the key.
+    /// DDP: invalid key.
     DdpInvalidStag = 1 1 0;
-    /// DDP: the range is not within the buffer.
+    /// DDP: the range exceeds the buffer.
     DdpBounds = 1 1 1;
-    /// DDP: the key is for other connections.
+    /// DDP: the key is not valid for this connection.
     DdpNotAssociated = 1 1 2;
-    /// DDP: the end of the range has no address.
+    /// DDP: the end of the range wraps.
     DdpWrap = 1 1 3;
-    /// DDP: a tagged segment of another version.
+    /// DDP: tagged segment with an unsupported version.
     DdpTaggedVersion = 1 1 4;
-    /// DDP: no such queue.
+    /// DDP: invalid queue number.
     InvalidQueue = 1 2 1;
-    /// DDP: no buffer is posted.
+    /// DDP: no buffer available.
     NoBuffer = 1 2 2;
-    /// DDP: the number of the message is not the next one.
+    /// DDP: unexpected message number.
     InvalidMsn = 1 2 3;
-    /// DDP: the offset in the message is not the next one.
+    /// DDP: unexpected message offset.
     InvalidMo = 1 2 4;
-    /// DDP: the message is longer than its buffer.
+    /// DDP: the message exceeds the buffer.
     TooLong = 1 2 5;
-    /// DDP: an untagged segment of another version.
+    /// DDP: untagged segment with an unsupported version.
     DdpUntaggedVersion = 1 2 6;
-    /// MPA: the CRC is wrong.
+    /// MPA: invalid CRC.
     Crc = 2 0 2;
-    /// MPA: marker and length do not fit each other, or a segment does not fit its length.
+    /// MPA: marker and length don't match, or the segment doesn't match its length.
     Framing = 2 0 3;
-    /// MPA: a request or reply frame is wrong.
+    /// MPA: invalid request or reply frame.
     InvalidStart = 2 0 4;
-    /// MPA: the peer holds fewer RDMA READs than are needed.
+    /// MPA: the peer supports fewer RDMA READs than required.
     InsufficientIrd = 2 0 6;
-    /// MPA: the reply names no message that was offered as the first one.
+    /// MPA: the reply does not select a first message supported by the initiator.
     NoMatchingRtr = 2 0 7;
 }
 
-/// A Terminate message.
+/// Terminate message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terminate {
-    /// Reason of the end.
+    /// Reason.
     pub reason: Reason,
-    /// Length of the segment that was wrong, in bytes, and its headers.
+    /// Size of the failed segment in bytes, and its headers.
     pub segment: Option<(u16, Vec<u8>)>,
 }
 
 impl Terminate {
-    /// A message about a segment, by what was received of it.
+    /// Creates a message for a segment, using the received part.
     #[must_use]
     pub fn about(reason: Reason, ulpdu: &[u8]) -> Self {
         let headers = match Header::parse(ulpdu) {
-            // Only the request of a READ has a header of RDMAP's own.
+            // Only a READ request has an RDMAP header.
             Ok((header, payload)) => {
                 let more = match header.opcode {
                     Opcode::ReadRequest => payload.len().min(READ_REQUEST_LEN),
@@ -135,7 +135,7 @@ impl Terminate {
         }
     }
 
-    /// A message about no segment.
+    /// Creates a message without a segment.
     #[must_use]
     pub fn new(reason: Reason) -> Self {
         Self {
@@ -144,7 +144,7 @@ impl Terminate {
         }
     }
 
-    /// Number of the READ or atomic that was wrong, if it was one.
+    /// Returns the number of the failed READ or atomic, if applicable.
     #[must_use]
     pub fn request(&self) -> Option<u32> {
         let (_, headers) = self.segment.as_ref()?;
@@ -155,13 +155,13 @@ impl Terminate {
         }
     }
 
-    /// Parses the payload of the message; `None` where it is too short. Headers that are announced
-    /// and missing are left out.
+    /// Parses the payload of a message. Returns `None` if it is too short. Missing headers are
+    /// ignored.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let mut control: [u8; 4] = bytes.get(..4).map(|bytes| at(bytes, 0))?;
-        // Linux's `siw` (6.12) has layer and type, and the flags, in the order of a little-endian
-        // host. What it takes for flags are bits that are reserved.
+        // Linux `siw` (6.12) sends layer, type and flags in little-endian order. This can be
+        // detected, since it sets bits that are reserved in the correct order.
         if control[2] & !RESERVED == 0 && control[2] & SWAPPED != 0 {
             control[0] = control[0].rotate_left(4);
             control[2] = control[2].reverse_bits();
@@ -176,7 +176,7 @@ impl Terminate {
         Some(Self { reason, segment })
     }
 
-    /// Appends the payload of the message to `out`.
+    /// Appends the message payload to `out`.
     pub fn emit(&self, out: &mut Vec<u8>) {
         let (layer, etype, code) = self.reason.codes();
         let mut flags = 0;
@@ -199,8 +199,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_names_reason_and_segment() {
-        // A WRITE of 100 bytes with a key that there is not.
+    fn terminate_contains_reason_and_segment() {
+        // WRITE of 100 bytes with an invalid key.
         let mut ulpdu = b"\xc1\x40\0\0\0\x05\0\0\0\0\0\0\0\x06".to_vec();
         ulpdu.resize(114, 7);
         let terminate = Terminate::about(Reason::DdpInvalidStag, &ulpdu);
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(out, bytes);
         assert_eq!(Terminate::parse(bytes), Some(terminate.clone()));
         assert_eq!(terminate.request(), None);
-        // A READ that may not be, with its own header.
+        // Invalid READ with its header.
         let mut ulpdu = b"\x41\x41\0\0\0\0\0\0\0\x01\0\0\0\x02\0\0\0\0".to_vec();
         ulpdu.extend(1..29);
         let terminate = Terminate::about(Reason::RdmapAccess, &ulpdu);
@@ -223,11 +223,11 @@ mod tests {
     }
 
     #[test]
-    fn messages_may_be_short_or_strange() {
+    fn truncated_and_unknown_terminates_are_parsed() {
         assert_eq!(Terminate::parse(b"\x20\x02\0"), None);
         let plain = Terminate::parse(b"\x20\x02\0\0").unwrap();
         assert_eq!(plain, Terminate::new(Reason::Crc));
-        // What `siw` sends about an RDMA READ with a wrong key.
+        // Message sent by `siw` for an RDMA READ with an invalid key.
         let mut siw = b"\x10\0\x07\0\0\x2e\x41\x41\0\0\0\0\0\0\0\x01\0\0\0\x08\0\0\0\0".to_vec();
         siw.resize(6 + 46, 0);
         let parsed = Terminate::parse(&siw).unwrap();

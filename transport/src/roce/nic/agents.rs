@@ -1,20 +1,21 @@
-//! The management agents of the NIC: what it answers to MADs itself.
+//! Management agents of the NIC, which handle MADs on the device itself.
 //!
-//! | class | who may ask |
+//! | class | requests accepted from |
 //! | --- | --- |
-//! | subnet management (IBTA 14.2) | its own program: RoCE has no queue pair 0 (annex A16) |
-//! | performance management (IBTA 16.1) | its own program, and every host by queue pair 1 |
+//! | subnet management (IBTA 14.2) | the local program: RoCE has no queue pair 0 (annex A16) |
+//! | performance management (IBTA 16.1) | the local program, and any host using queue pair 1 |
 //!
-//! A program answers other classes itself, and gets the answers to what it has asked: it registers
-//! them ([`Nic::register_agent`]), and takes and sends datagrams of queue pair 1 without having one. Of
-//! performance management it gets the answers only.
+//! For all other classes, requests are handled by the program. A program can register a class
+//! ([`Nic::register_agent`]) to send and receive datagrams on queue pair 1 without creating this
+//! queue pair. It also receives the responses to its own requests. For performance management, it
+//! only receives responses.
 //!
-//! The counters of a port can be reset, as the class demands, by each host that can ask for them.
-//! So they count from a base of their own, and what the device's owner reads
-//! ([`Nic::counters`]) is not touched.
+//! The class requires that any host with access to the port counters can also reset them. Therefore
+//! we store a separate base value for each counter, so that a reset does not affect the values
+//! returned to the device owner ([`Nic::counters`]).
 //!
-//! Bounds: [`MAX_ANSWERS`] wait to be sent; questions beyond are lost like any datagram. So are those
-//! that a program does not take ([`MAX_RECEIVED`]).
+//! Bounds: up to [`MAX_ANSWERS`] responses and [`MAX_RECEIVED`] datagrams for the program are
+//! queued. When a queue is full, further datagrams are dropped.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -30,23 +31,23 @@ use crate::wire::mad::{
 };
 use crate::wire::{perf, smp};
 
-/// Answers to other hosts that wait to be sent.
+/// Max number of queued responses to other hosts.
 const MAX_ANSWERS: usize = 16;
 
-/// Datagrams of registered classes that wait for the program, and for being sent.
+/// Max number of queued datagrams for registered classes, both received and to be sent.
 const MAX_RECEIVED: usize = 256;
 const MAX_SENT: usize = 256;
 
-/// Answers come within 4.096 µs × 2^18, about a second: the owner of the device may be busy.
+/// The response time is 4.096 µs × 2^18, about a second, since the device owner may be busy.
 const RESPONSE_TIME: u8 = 18;
 
-/// CapabilityMask of a port: communication management (IBTA table 146).
+/// CapabilityMask of the port: communication management is supported (IBTA table 146).
 const HAS_CM: u32 = 1 << 16;
 
-/// One lane of 2.5 Gbit/s, the least that can be said: a socket has no speed.
+/// A single lane of 2.5 Gbit/s, which is the minimum value: a socket doesn't have a link speed.
 const SLOWEST: u8 = 1;
 
-/// A counter of the port.
+/// Port counter.
 #[derive(Clone, Copy)]
 enum Counter {
     RcvErrors,
@@ -63,10 +64,10 @@ enum Counter {
 
 const COUNTERS: usize = Counter::MulticastRcvPackets as usize + 1;
 
-/// Values by [`Counter`].
+/// Counter values, indexed by [`Counter`].
 type Counters = [u64; COUNTERS];
 
-/// Counters of PortCounters that can be selected.
+/// PortCounters fields that can be selected.
 const SELECT: [(u32, Counter); 6] = [
     (perf::select::RCV_ERRORS, Counter::RcvErrors),
     (perf::select::XMIT_DATA, Counter::XmitData),
@@ -76,7 +77,7 @@ const SELECT: [(u32, Counter); 6] = [
     (perf::select::QP1_DROPPED, Counter::Qp1Dropped),
 ];
 
-/// Those of PortCountersExtended, from bit 0 on.
+/// PortCountersExtended fields, starting at bit 0.
 const EXTENDED: [Counter; 8] = [
     Counter::XmitData,
     Counter::RcvData,
@@ -88,23 +89,23 @@ const EXTENDED: [Counter; 8] = [
     Counter::MulticastRcvPackets,
 ];
 
-/// Agents of a device.
+/// Management agents of a device.
 #[derive(Debug, Default)]
 pub(super) struct Agents {
-    /// What the counters had when they were reset.
+    /// Counter values at the time of the last reset.
     base: Counters,
-    /// Answers to be sent, with the hosts that asked.
+    /// Responses to be sent, with their destination.
     answers: VecDeque<(IpAddr, Mad)>,
-    /// Datagrams of the program, with the hosts that get them.
+    /// Datagrams sent by the program, with their destination.
     sent: VecDeque<(IpAddr, Mad)>,
-    /// Classes that the program has registered, by the bits of their numbers.
+    /// Bit mask of the classes registered by the program.
     registered: [u128; 2],
-    /// What has come of these, with the hosts that sent it.
+    /// Received datagrams for registered classes, with their source.
     received: VecDeque<(IpAddr, Mad)>,
 }
 
 impl Agents {
-    /// Whether datagrams wait to be sent.
+    /// Returns whether there are datagrams to be sent.
     pub(super) fn has_answers(&self) -> bool {
         !self.answers.is_empty() || !self.sent.is_empty()
     }
@@ -118,13 +119,13 @@ impl Agents {
     }
 }
 
-/// What the device has counted, in the words of the class.
+/// Returns the device counters in the format used by this class.
 fn count(c: &NicCounters) -> Counters {
     let mut counters = Counters::default();
     let mut set = |counter, value| counters[counter as usize] = value;
     set(Counter::RcvErrors, c.rx_malformed + c.rx_icrc_errors);
     set(Counter::Qp1Dropped, c.rx_dropped_mads);
-    // In words of four bytes.
+    // The unit is 4-byte words.
     set(Counter::XmitData, c.tx_bytes / 4);
     set(Counter::RcvData, c.rx_bytes / 4);
     set(Counter::XmitPackets, c.tx_packets);
@@ -136,12 +137,12 @@ fn count(c: &NicCounters) -> Counters {
     counters
 }
 
-/// Narrow counters stay at their largest value (IBTA 16.1.3.5).
+/// A counter must saturate if the value does not fit (IBTA 16.1.3.5).
 fn saturate<T: TryFrom<u64>>(value: u64, largest: T) -> T {
     T::try_from(value).unwrap_or(largest)
 }
 
-/// Puts an attribute into a MAD; the rest of its place becomes zero.
+/// Writes an attribute to a MAD and sets the remaining bytes to zero.
 fn put(mad: &mut Mad, data: usize, len: usize, attribute: &[u8]) {
     mad[data..data + len].fill(0);
     mad[data..data + attribute.len()].copy_from_slice(attribute);
@@ -155,11 +156,12 @@ impl Nic {
         Ok(self.process_mad(mad, true))
     }
 
-    /// Has datagrams of a management class come to [`Self::poll_mad`] instead of a queue pair 1; of
-    /// performance management those that are answers, since the device answers questions itself.
+    /// Registers a management class. Datagrams of this class will be returned by [`Self::poll_mad`]
+    /// instead of being passed to a user's QP1. For performance management, this only includes
+    /// responses, because the device handles requests itself.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidParameter`] for classes that the device handles itself.
+    /// [`VerbsError::InvalidParameter`] if the class is handled by the device.
     pub fn register_agent(&mut self, class: MadClass) -> Result<(), VerbsError> {
         match class {
             MadClass::SubnetAdm | MadClass::DeviceMgmt | MadClass::Performance => {
@@ -173,10 +175,10 @@ impl Nic {
         }
     }
 
-    /// Sends a datagram from queue pair 1 to that of a host, soon. It may be lost.
+    /// Queues a datagram to be sent from QP1 to QP1 of another host. It can be lost.
     ///
     /// # Errors
-    /// [`VerbsError::InsufficientResources`] while too many wait.
+    /// [`VerbsError::InsufficientResources`] if the queue is full.
     pub fn send_mad(&mut self, to: IpAddr, mad: &Mad) -> Result<(), VerbsError> {
         if self.agents.sent.len() == MAX_SENT {
             return Err(VerbsError::InsufficientResources("management datagrams"));
@@ -185,13 +187,13 @@ impl Nic {
         Ok(())
     }
 
-    /// The next datagram of a registered class, and the host whose queue pair 1 has sent it.
+    /// Returns the next received datagram of a registered class and its source address.
     pub fn poll_mad(&mut self) -> Option<(IpAddr, Mad)> {
         self.agents.received.pop_front()
     }
 
-    /// Takes in a MAD of another host, from queue pair 1 to queue pair 1; returns whether it was for
-    /// an agent.
+    /// Handles a MAD received from QP1 of another host. This will return `false` if there is no
+    /// agent for it.
     pub(super) fn handle_agent_mad(&mut self, from: IpAddr, mad: &Mad) -> bool {
         let header = MadHeader::of(mad);
         let is_request = header.method() & RESPONSE == 0;
@@ -215,7 +217,7 @@ impl Nic {
         true
     }
 
-    /// The answer to a MAD, which has its bytes but for the header and the attribute.
+    /// Returns the response to a MAD, which is a copy with a new header and attribute.
     fn process_mad(&mut self, mad: &Mad, is_local: bool) -> Option<Mad> {
         const SUBNET: [u8; 2] = [MadClass::SubnLid as u8, MadClass::SubnDirected as u8];
         const NO_ANSWER: [u8; 3] = [
@@ -228,7 +230,7 @@ impl Nic {
             return None;
         }
         let is_directed = header.class() == MadClass::SubnDirected as u8;
-        // With hops it is for a node behind other ports (IBTA 14.2.2).
+        // If there are hops, the MAD is for a node behind a different port (IBTA 14.2.2).
         let hops = header.class_specific() & 0xff;
         if is_directed && hops != 0 {
             return None;
@@ -252,7 +254,7 @@ impl Nic {
         Some(answer)
     }
 
-    /// Subnet management: reads only, since there is no subnet manager that could set something.
+    /// Subnet management is read-only, since there is no subnet manager that could set attributes.
     fn answer_subnet(&self, header: &MadHeader, mad: &mut Mad) -> MadStatus {
         use smp::attribute::*;
         if header.method() == MadMethod::Set as u8 {
@@ -261,7 +263,8 @@ impl Nic {
         if header.method() != MadMethod::Get as u8 {
             return MadStatus::UnsupportedMethod;
         }
-        // It selects a block of a table, or a port, of which 0 means the one that is asked.
+        // The modifier selects a block of a table, or a port. Port 0 is the port which received the
+        // MAD.
         let modifier = header.modifier();
         let mut put = |attribute: &[u8]| put(mad, smp::DATA, smp::DATA_LEN, attribute);
         match (header.attribute(), modifier) {
@@ -279,7 +282,7 @@ impl Nic {
         MadStatus::Success
     }
 
-    /// High and low half of the port's GID: its prefix and its GUID (IBTA 4.1.1).
+    /// Returns the GID prefix and the GUID of the port (IBTA 4.1.1).
     fn gid_halves(&self) -> (u64, u64) {
         let gid = u128::from_be_bytes(Gid::from(self.config.addr).0);
         ((gid >> 64) as u64, gid as u64)
@@ -309,7 +312,7 @@ impl Nic {
 
     fn port_info(&self) -> smp::PortInfo {
         let (mtu, is_active) = (self.config.mtu.code(), self.port_state == PortState::Active);
-        // Active and linked, or down and polling.
+        // Active and link up, or down and polling.
         let (state, physical) = if is_active { (4, 5) } else { (1, 2) };
         smp::PortInfo {
             gid_prefix: U64::new(self.gid_halves().0),
@@ -323,7 +326,7 @@ impl Nic {
             link_width_supported: SLOWEST,
             link_width_active: SLOWEST,
             speed_supported_and_state: SLOWEST << 4 | state,
-            // It polls when it goes down.
+            // The link goes to polling when it is down.
             physical_state: physical << 4 | 2,
             speed_active_and_enabled: SLOWEST << 4 | SLOWEST,
             neighbor_mtu: mtu << 4,
@@ -353,12 +356,12 @@ impl Nic {
             }
             (PORT_COUNTERS, _) => self.answer_counters(is_set, mad),
             (PORT_COUNTERS_EXTENDED, _) => self.answer_extended(is_set, mad),
-            // PortSamplesControl among them: the counters are not sampled.
+            // This includes PortSamplesControl, because we don't support sampling.
             _ => MadStatus::UnsupportedAttribute,
         }
     }
 
-    /// Counters since they were reset.
+    /// Returns the counters since they were last reset.
     fn counted(&self) -> Counters {
         let now = count(&self.counters);
         std::array::from_fn(|at| now[at] - self.agents.base[at])
@@ -429,7 +432,7 @@ impl Nic {
     }
 }
 
-/// Whether a PortSelect means the only port.
+/// Returns whether a PortSelect value matches our only port.
 fn is_port(select: u8) -> bool {
     select == PORT || select == perf::ALL_PORTS
 }

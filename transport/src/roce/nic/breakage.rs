@@ -1,15 +1,15 @@
-//! Failures of hardware that a simulation asks for.
+//! Hardware failures for use by the simulator.
 
 use super::{Machine, Nic, Qp};
 use crate::roce::cq::Cq;
 use crate::verbs::{AsyncEvent, CqId, QpId, QpState};
 
-/// What fails.
+/// Type of failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Breakage {
-    /// A queue pair, as if the device had lost its state: no completion says why.
+    /// QP error, as if the device had lost its state. No completion reports the reason.
     Qp,
-    /// A completion queue, as if a completion had found no room.
+    /// CQ error, as if the queue had been full.
     Cq,
 }
 
@@ -20,20 +20,20 @@ impl Qp {
 }
 
 impl Nic {
-    /// Whether a queue pair is that of a connection.
+    /// Returns whether this is a connected QP.
     pub fn is_connection(&self, qp: QpId) -> bool {
         let qp = self.qps.get(qp);
         qp.is_ok_and(|qp| matches!(qp.machine, Machine::Rc(_)))
     }
 
-    /// Reports that the device is gone, with everything on it, as if it had been pulled out: nothing
-    /// on it completes.
+    /// Reports that the device and all its objects have been lost, as if the device had been
+    /// unplugged. Pending work will not complete.
     pub fn pull_out(&mut self) {
         self.raise(AsyncEvent::DeviceFatal);
     }
 
-    /// Breaks the `nth` of the connected queue pairs, counted around, or the queue of its receives.
-    /// Returns whether there is one.
+    /// Breaks connected QP number `nth` (modulo the number of QPs), or the receive CQ. This will
+    /// return `false` if there is no connected QP.
     pub fn break_one(&mut self, what: Breakage, nth: usize) -> bool {
         let connected = self.qps.iter().filter(|(_, qp)| qp.is_connected());
         let connected: Vec<(QpId, CqId)> = connected.map(|(id, qp)| (id, qp.recv_cq)).collect();

@@ -1,4 +1,4 @@
-//! Configuration and counters of a device.
+//! Device configuration and counters.
 
 use std::hash::Hasher as _;
 use std::iter;
@@ -13,46 +13,46 @@ use crate::rdmap::RdmapCounters;
 use crate::uc::UcCounters;
 use crate::verbs::{DeviceAttr, Mtu, VerbsError};
 
-/// Limits of a device's tables and queues.
+/// Limits for the tables and queues of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NicLimits {
-    /// Number of protection domains.
+    /// Max number of protection domains.
     pub max_pd: u32,
-    /// Memory regions and windows; rounded up to a power of two.
+    /// Max number of memory regions and windows, rounded up to a power of two.
     pub max_mr: u32,
-    /// Segments of a fast registration.
+    /// Max number of segments in a fast registration.
     pub max_fast_reg_segments: u32,
-    /// Number of completion queues.
+    /// Max number of CQs.
     pub max_cq: u32,
-    /// Entries of a completion queue.
+    /// Max number of entries in a CQ.
     pub max_cqe: u32,
     /// Number of completion vectors.
     pub comp_vectors: u32,
-    /// Number of queue pairs.
+    /// Max number of QPs.
     pub max_qp: u32,
-    /// Requests of a queue.
+    /// Max number of work requests in a queue.
     pub max_qp_wr: u32,
-    /// Scatter-gather entries of a request.
+    /// Max number of scatter-gather entries per request.
     pub max_sge: u32,
-    /// Inline data of a request, in bytes.
+    /// Max inline data size per request in bytes.
     pub max_inline: u32,
-    /// Number of shared receive queues.
+    /// Max number of SRQs.
     pub max_srq: u32,
-    /// Requests of a shared receive queue.
+    /// Max number of work requests in an SRQ.
     pub max_srq_wr: u32,
-    /// Incoming READs and atomics of a queue pair.
+    /// Max number of incoming READs and atomics per QP.
     pub max_qp_rd_atom: u8,
-    /// Outgoing READs and atomics of a queue pair.
+    /// Max number of outgoing READs and atomics per QP.
     pub max_qp_init_rd_atom: u8,
-    /// Number of address handles.
+    /// Max number of address handles.
     pub max_ah: u32,
-    /// Multicast groups with queue pairs.
+    /// Max number of multicast groups with attached QPs.
     pub max_mcast_grp: u32,
-    /// Queue pairs of a multicast group.
+    /// Max number of QPs attached to a multicast group.
     pub max_mcast_qp_attach: u32,
-    /// Connected queue pairs towards one peer address.
+    /// Max number of QPs connected to the same peer address.
     pub max_qps_per_peer: u32,
-    /// Identifiers of the RDMA CM.
+    /// Max number of RDMA CM ids.
     pub max_cm_ids: u32,
 }
 
@@ -82,53 +82,54 @@ impl Default for NicLimits {
     }
 }
 
-/// What carries the packets of a device.
+/// Type of wire used by the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wire {
-    /// A network: packets have an ICRC, and a peer is named by its IP address, which is also its
-    /// GID.
+    /// Network: packets have an ICRC, and a peer is identified by its IP address, which is also
+    /// used as its GID.
     Network,
-    /// Memory of this host. Packets need no ICRC. A peer is named by the link that it is reached
-    /// over; its messages do not have that name, since each end has its own for a link.
+    /// Memory of this host. Packets don't need an ICRC. A peer is identified by the link used to
+    /// reach it. Messages don't contain this name, since each side of a link uses its own name.
     Links,
-    /// A stream of bytes for each queue pair, which is a reliable connection of iWARP. There are no
-    /// packets, and no other queue pairs.
+    /// A separate byte stream for each QP (iWARP reliable connections). There are no packets, and
+    /// other types of QPs are not supported.
     Streams,
 }
 
-/// Configuration of a device.
+/// Device configuration.
 #[derive(Clone, Debug)]
 pub struct NicConfig {
-    /// Address of the NIC, on UDP port 4791.
+    /// NIC address. The UDP port is 4791.
     pub addr: IpAddr,
-    /// Further addresses: the GID table has them behind the first one. Queue pairs have paths from
-    /// and to them; the connection manager makes its connections at the first.
+    /// Additional addresses, which follow the first address in the GID table. They can be used as
+    /// source or destination of QP paths, but the connection manager only uses the first address to
+    /// establish connections.
     pub other_addrs: Vec<IpAddr>,
-    /// Name of the provider.
+    /// Provider name.
     pub provider: &'static str,
-    /// Largest path MTU that is agreed to.
+    /// Maximum path MTU that will be negotiated.
     pub mtu: Mtu,
-    /// Number of the worker that has this NIC.
+    /// Index of the worker that owns this NIC.
     pub worker_index: u32,
-    /// Low bits of queue-pair numbers and communication ids that name the worker.
+    /// Number of low bits in QP numbers and communication ids that contain the worker index.
     pub worker_bits: u8,
-    /// From where all its random numbers come. Secret.
+    /// Seed for all random numbers. Must be kept secret.
     pub seed: [u8; 32],
-    /// Bytes that a queue pair may have on the way in any case.
+    /// Number of in-flight bytes that is always allowed for a QP.
     pub max_inflight_bytes: u32,
-    /// Bytes that the queue pairs with one peer may have on the way together. Each may have an
-    /// equal share of them, if that is more than [`NicConfig::max_inflight_bytes`].
+    /// Maximum number of in-flight bytes for all QPs with the same peer. It is divided equally
+    /// between these QPs, unless the result would be less than [`NicConfig::max_inflight_bytes`].
     pub peer_inflight_bytes: u32,
-    /// Time since the Unix epoch at which the device is made, for the times of completions.
+    /// Creation time of the device, relative to the Unix epoch. Used for completion timestamps.
     pub wall_start: Duration,
-    /// What carries its packets.
+    /// Type of wire used to send packets.
     pub wire: Wire,
-    /// Limits on the objects of the NIC.
+    /// Limits for the objects of the NIC.
     pub limits: NicLimits,
 }
 
 impl NicConfig {
-    /// A device at `addr` with the default limits.
+    /// Creates a configuration for a device at `addr` with default limits.
     #[must_use]
     pub fn new(addr: IpAddr, seed: [u8; 32]) -> Self {
         Self {
@@ -147,21 +148,22 @@ impl NicConfig {
         }
     }
 
-    /// All its addresses, in the order of the GID table.
+    /// Returns all addresses in GID table order.
     pub fn addrs(&self) -> impl Iterator<Item = IpAddr> {
         iter::once(self.addr).chain(self.other_addrs.iter().copied())
     }
 
-    /// Whether packets carry an ICRC, which is checked. Otherwise the field is zero.
+    /// Returns whether packets need a valid ICRC. Otherwise the field is zero.
     #[must_use]
     pub fn has_icrc(&self) -> bool {
         self.wire == Wire::Network
     }
 
-    /// Whether the device has the services of packets: all but reliable connections.
+    /// Checks if the device supports packets, which are required for everything except reliable
+    /// connections.
     ///
     /// # Errors
-    /// [`VerbsError::Unsupported`] by this name.
+    /// [`VerbsError::Unsupported`] with this name.
     pub(super) fn check_packets(&self, what: &'static str) -> Result<(), VerbsError> {
         match self.wire {
             Wire::Network | Wire::Links => Ok(()),
@@ -178,12 +180,12 @@ impl NicConfig {
             max_pd: l.max_pd,
             max_mr: l.max_mr,
             max_mr_size: u64::MAX,
-            // They are in the table of the regions.
+            // Windows and regions use the same table.
             max_mw: l.max_mr,
             on_demand: true,
             max_fast_reg_segments: l.max_fast_reg_segments,
-            // Segments need no page alignment or equal lengths: the key table looks them up one
-            // by one.
+            // Segments don't need to be page-aligned or have the same length: the key table
+            // searches them individually.
             sg_gaps: true,
             reports_invalidation: true,
             max_cq: l.max_cq,
@@ -220,8 +222,8 @@ impl NicConfig {
     }
 }
 
-/// The GUID of a device at an address: locally administered, the same in every run and for every
-/// worker, different for different addresses (FNV-1a of the address).
+/// Returns the GUID for a device address. It is locally administered, the same for each run and
+/// each worker, and different addresses get different GUIDs (FNV-1a hash of the address).
 #[must_use]
 pub fn device_guid(addr: IpAddr) -> u64 {
     let bytes = match addr {
@@ -230,76 +232,76 @@ pub fn device_guid(addr: IpAddr) -> u64 {
     };
     let mut hash = FnvHasher::default();
     hash.write(&bytes);
-    // As in an EUI-64: not a group, and locally administered.
+    // Like an EUI-64, set the flags for a locally administered unicast address.
     hash.finish() & !(0x03 << 56) | 0x02 << 56
 }
 
-/// Counters of a device since it was created.
+/// Device counters since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicCounters {
-    /// Packets that came in.
+    /// Received packets.
     pub rx_packets: u64,
-    /// Bytes of the packets received.
+    /// Bytes in received packets.
     pub rx_bytes: u64,
-    /// Number of packets handed out to be sent.
+    /// Sent packets.
     pub tx_packets: u64,
-    /// Bytes of the packets handed out.
+    /// Bytes in sent packets.
     pub tx_bytes: u64,
-    /// Packets whose structure is wrong.
+    /// Malformed packets.
     pub rx_malformed: u64,
-    /// Packets whose ICRC is wrong.
+    /// Packets with an invalid ICRC.
     pub rx_icrc_errors: u64,
-    /// Packets for a queue pair that does not exist, or is not of the packet's kind.
+    /// Packets with an unknown QP, or with the wrong service type for this QP.
     pub rx_unknown_qp: u64,
-    /// Packets that came from another address than the queue pair's peer.
+    /// Packets with a source address other than the peer of the QP.
     pub rx_wrong_source: u64,
-    /// Connections that have taken their alternate path.
+    /// Connections that have migrated to their alternate path.
     pub migrations: u64,
-    /// Packets of another partition.
+    /// Packets for other partitions.
     pub rx_wrong_pkey: u64,
-    /// MADs without a taker.
+    /// MADs dropped because no agent was found.
     pub rx_dropped_mads: u64,
-    /// Packets to multicast groups among those that came in.
+    /// Received multicast packets, also included in the total.
     pub rx_multicast: u64,
-    /// Packets to multicast groups among those handed out.
+    /// Sent multicast packets, also included in the total.
     pub tx_multicast: u64,
-    /// Completions lost because their queue was full.
+    /// Completions lost because the CQ was full.
     pub cq_overruns: u64,
-    /// Queue pairs refused because their peer has too many.
+    /// QPs rejected because the peer exceeds its limit.
     pub refused_qps: u64,
 }
 
-/// Numbers of a device's objects.
+/// Number of objects of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicUsage {
-    /// Number of queue pairs.
+    /// QPs.
     pub qps: usize,
-    /// Number of completion queues.
+    /// CQs.
     pub cqs: usize,
-    /// Memory regions, those for fast registration included.
+    /// Memory regions, including fast registration regions.
     pub mrs: usize,
-    /// Number of protection domains.
+    /// Protection domains.
     pub pds: usize,
-    /// Identifiers of the RDMA CM, listeners included.
+    /// RDMA CM ids, including listeners.
     pub cm_ids: usize,
 }
 
-/// Counters of a queue pair since it was created.
+/// QP counters since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QpCounters {
-    /// Counters of a reliable connection; zero on other queue pairs.
+    /// Reliable connection counters; zero for any other QP type.
     pub rc: RcCounters,
-    /// Counters of an unreliable connection; zero on other queue pairs.
+    /// Unreliable connection counters; zero for any other QP type.
     pub uc: UcCounters,
-    /// Counters of a connection over a stream; zero on other queue pairs.
+    /// Stream connection counters; zero for any other QP type.
     pub rdmap: RdmapCounters,
-    /// Packets for it that came from a wrong address.
+    /// Received packets with a wrong source address.
     pub wrong_source: u64,
-    /// Datagrams that were lost at the queue pair.
+    /// Datagrams dropped by the QP.
     pub dropped_datagrams: u64,
 }
 
-/// Adds what a queue pair has counted to a sum.
+/// Adds the counters of a QP to a sum.
 pub(super) fn add_rc(sum: &mut RcCounters, c: &RcCounters) {
     macro_rules! add {
         ($($field:ident)*) => { $(sum.$field += c.$field;)* };

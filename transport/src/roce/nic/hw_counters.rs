@@ -1,15 +1,15 @@
-//! Counters by the names that Linux has for them (`/sys/class/infiniband/*/ports/*/hw_counters`,
-//! `rdma statistic`).
+//! Counters with their Linux names (`/sys/class/infiniband/*/ports/*/hw_counters`, `rdma
+//! statistic`).
 
 use super::{Nic, QpCounters};
 use crate::rc::RcCounters;
 
-/// A counter: its name and its value.
+/// Name and value of a counter.
 pub type HwCounter = (&'static str, u64);
 
-/// Those of reliable connections, with the names that `rdma_rxe` and `mlx5` have for them. Requester
-/// (`req`, `rcvd` NAKs), responder (`resp`, `send` NAKs), and congestion: `np` is the side that
-/// notifies, `rp` the one that reacts.
+/// Returns the counters of reliable connections, using the names from `rdma_rxe` and `mlx5`. The
+/// names refer to the requester (`req`, `rcvd` NAKs), the responder (`resp`, `send` NAKs), and for
+/// congestion to the notification point (`np`) and the reaction point (`rp`).
 fn of_rc(rc: &RcCounters) -> [HwCounter; 14] {
     [
         ("duplicate_request", rc.duplicates),
@@ -30,13 +30,13 @@ fn of_rc(rc: &RcCounters) -> [HwCounter; 14] {
 }
 
 impl QpCounters {
-    /// The counters of a queue pair; the packets first.
+    /// Returns the counters of a QP, starting with the packet counters.
     pub fn hw_counters(&self) -> impl Iterator<Item = HwCounter> + use<> {
         let packets = [
             ("sent_pkts", self.rc.tx_packets + self.uc.tx_packets),
             ("rcvd_pkts", self.rc.rx_packets + self.uc.rx_packets),
         ];
-        // A packet that is missing is not asked for on an unreliable connection.
+        // An unreliable connection does not request missing packets.
         let mut of_rc = of_rc(&self.rc);
         of_rc[1].1 += self.uc.out_of_order;
         packets.into_iter().chain(of_rc)
@@ -44,7 +44,7 @@ impl QpCounters {
 }
 
 impl Nic {
-    /// The counters of the port since the device was made, closed connections included.
+    /// Returns the port counters since the device was created, including closed connections.
     pub fn hw_counters(&self) -> impl Iterator<Item = HwCounter> + use<> {
         let of_port = [
             ("sent_pkts", self.counters.tx_packets),
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_name_has_its_counter() {
+    fn counter_names_match_values() {
         let mut counters = QpCounters::default();
         counters.rc.tx_packets = 1;
         counters.uc.tx_packets = 2;

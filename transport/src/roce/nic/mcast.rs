@@ -1,12 +1,14 @@
-//! Multicast groups: which datagram queue pairs are attached to which (IBTA 10.5.2, 11.3).
+//! Multicast groups and the datagram queue pairs attached to them (IBTA 10.5.2, 11.3).
 //!
-//! A group is named by an MGID, which on RoCEv2 is the group's IP address (annex A17.4.5.1): an
-//! IPv6 multicast address, or an IPv4 one mapped into IPv6. The owner of the device joins a group
-//! when its first queue pair is attached ([`Nic::attach_mcast`] says so) and leaves it after its
-//! last one is detached ([`Nic::poll_left_group`]). A datagram to a group goes to queue pair
-//! [`Qpn::MULTICAST`], and each attached queue pair with the datagram's Q_Key gets a copy.
+//! A group is identified by an MGID, which for RoCEv2 is the IP address of the group (annex
+//! A17.4.5.1): an IPv6 multicast address, or an IPv4-mapped address. The device owner must join a
+//! group when the first queue pair is attached, as indicated by [`Nic::attach_mcast`], and leave it
+//! when the last queue pair has been detached ([`Nic::poll_left_group`]). Multicast datagrams are
+//! sent to queue pair [`Qpn::MULTICAST`], and each attached queue pair with a matching Q_Key will
+//! receive a copy.
 //!
-//! Bounds: [`NicLimits`](super::NicLimits) limits the groups, and the queue pairs of each group.
+//! Bounds: [`NicLimits`](super::NicLimits) sets the maximum number of groups and of queue pairs per
+//! group.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -18,7 +20,7 @@ use crate::rc::Env;
 use crate::verbs::{Gid, QpId, QpType, VerbsError};
 use crate::wire::{IcrcFlow, IcrcVerifier, Qpn, ROCE_PORT, Service, is_link_local};
 
-/// Queue pairs that are attached to a group, the first that was attached first.
+/// QPs attached to a group, in the order they were attached.
 #[derive(Debug)]
 pub(super) struct Group {
     addr: IpAddr,
@@ -30,7 +32,7 @@ pub(super) struct Group {
     reason = "the calls of the verbs traits, documented there"
 )]
 impl Nic {
-    /// Attaches a queue pair. Returns the group that must be joined, where it is its first.
+    /// Attaches a QP. If it is the first in its group, returns the group that should be joined.
     pub fn attach_mcast(&mut self, qp: QpId, mgid: Gid) -> Result<Option<IpAddr>, VerbsError> {
         if self.qps.get(qp)?.qp_type != QpType::Ud {
             return Err(VerbsError::WrongQpType("multicast"));
@@ -41,7 +43,7 @@ impl Nic {
         }
         let limits = &self.config.limits;
         if let Some(group) = self.groups.iter_mut().find(|group| group.addr == addr) {
-            // Once is enough (IBTA 11.3.1).
+            // A QP is only attached once (IBTA 11.3.1).
             if group.qps.contains(&qp) {
                 return Ok(None);
             }
@@ -54,7 +56,7 @@ impl Nic {
         if self.groups.len() >= limits.max_mcast_grp as usize {
             return Err(VerbsError::InsufficientResources("multicast groups"));
         }
-        // It may have been left a moment ago.
+        // Don't leave the group if it has just been left.
         self.left_groups.retain(|left| *left != addr);
         self.groups.push(Group {
             addr,
@@ -75,7 +77,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Detaches a queue pair from all groups, since it ends.
+    /// Detaches a QP from all groups before it is destroyed.
     pub(super) fn detach_all(&mut self, qp: QpId) {
         self.detach(qp, |_| true);
     }
@@ -93,17 +95,17 @@ impl Nic {
         });
     }
 
-    /// The next group that no queue pair is attached to any longer.
+    /// Returns the next group without any attached QPs.
     pub(crate) fn poll_left_group(&mut self) -> Option<IpAddr> {
         self.left_groups.pop()
     }
 
-    /// Whether the device's wire carries datagrams to groups of this address family.
+    /// Returns whether the wire of this device supports multicast groups of this address family.
     pub(super) fn has_groups_like(&self, addr: IpAddr) -> bool {
         self.config.wire == Wire::Network && addr.is_ipv4() == self.config.addr.is_ipv4()
     }
 
-    /// Takes in a datagram that was sent to a multicast group.
+    /// Handles a datagram received for a multicast group.
     pub(crate) fn handle_group_datagram(
         &mut self,
         now: Instant,
@@ -117,7 +119,7 @@ impl Nic {
             return;
         };
         self.counters.rx_multicast += 1;
-        // As for a datagram to the device alone.
+        // Same check as for unicast datagrams.
         if is_link_local(src.ip()) {
             self.counters.rx_wrong_source += 1;
             return;
@@ -130,7 +132,8 @@ impl Nic {
             self.counters.rx_unknown_qp += 1;
             return;
         };
-        // The ICRC covers the group's address. Senders are many, so none is remembered.
+        // The ICRC covers the group address. Any number of hosts can send to a group, so we don't
+        // store state for the sender.
         let Some(flow) = IcrcFlow::new(src, SocketAddr::new(group, ROCE_PORT)) else {
             self.counters.rx_malformed += 1;
             return;
@@ -149,8 +152,7 @@ impl Nic {
         };
         let header = received.route_header(identification);
         let is_own = src.ip() == self.locals[0].ip();
-        // A datagram that a queue pair's user did not expect may end that queue pair, but attaches
-        // and detaches none.
+        // An unexpected datagram can cause a QP to fail, but it doesn't attach or detach QPs.
         for member in 0..self.groups[at].qps.len() {
             let id = self.groups[at].qps[member];
             let Ok(qp) = self.qps.get_mut(id) else {
@@ -180,8 +182,8 @@ mod tests {
         Access, Completion, CqId, Mr, QKey, QpAttr, QpCap, QpInitAttr, QpState, RecvWr, Sge, WrId,
     };
 
-    /// A datagram of queue pair 0x77 at 10.0.0.2, port 49152, to 239.1.2.3, with queue key 0x11.
-    /// The ICRC was computed apart, with zlib's CRC.
+    /// A datagram from QP 0x77 at 10.0.0.2, port 49152, to 239.1.2.3, with queue key 0x11. The ICRC
+    /// was computed using the CRC from zlib.
     const DATAGRAM: [u8; 28] = [
         0x64, 0x00, 0xff, 0xff, 0x00, 0xff, 0xff, 0xff, 0x00, 0x00, 0x00, 0x01, 0x00, 0x00, 0x00,
         0x11, 0x00, 0x00, 0x00, 0x77, b'p', b'i', b'n', b'g', 0xf1, 0xaf, 0xe2, 0x2c,
@@ -204,7 +206,7 @@ mod tests {
     }
 
     impl Bench {
-        /// A device with room for two groups of two queue pairs.
+        /// Creates a device that supports two groups with two QPs each.
         fn new() -> Self {
             let config = NicConfig {
                 limits: NicLimits {
@@ -229,7 +231,7 @@ mod tests {
             }
         }
 
-        /// A queue pair with a receive, attached to a group.
+        /// Creates a QP with a posted receive and attaches it to a group.
         fn attached(&mut self, to: u8) -> (QpId, Result<Option<IpAddr>, VerbsError>) {
             let qp = self.nic.create_qp(&self.init).unwrap();
             let init = QpAttr {
@@ -264,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn each_attached_queue_pair_gets_a_copy() {
+    fn attached_qps_get_a_copy() {
         let mut b = Bench::new();
         let (first, joined) = b.attached(3);
         assert_eq!(joined, Ok(Some(group(3))));
@@ -280,14 +282,14 @@ mod tests {
     }
 
     #[test]
-    fn forged_and_stray_datagrams_reach_no_queue_pair() {
+    fn forged_datagrams_are_dropped() {
         let mut b = Bench::new();
         let _ = b.attached(3);
         let _ = b.attached(4);
-        // The ICRC covers the group's address.
+        // The ICRC covers the group address.
         assert_eq!(b.receive(4, &DATAGRAM), []);
         assert_eq!(b.nic.counters().rx_icrc_errors, 1);
-        // A group without queue pairs, a queue pair of its own, and another service.
+        // A group without QPs, a unicast QP number, and a different service.
         assert_eq!(b.receive(5, &DATAGRAM), []);
         for (at, byte) in [(7, 1), (0, 0x04)] {
             let mut other = DATAGRAM;
@@ -302,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_and_their_queue_pairs_are_limited() {
+    fn multicast_groups_and_qps_are_limited() {
         let mut b = Bench::new();
         let (first, _) = b.attached(3);
         let _ = b.attached(3);
@@ -328,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_queue_pair_leaves_its_group() {
+    fn last_detach_leaves_group() {
         let mut b = Bench::new();
         let (first, _) = b.attached(3);
         let (second, _) = b.attached(3);
@@ -340,7 +342,7 @@ mod tests {
         let mut left: Vec<_> = std::iter::from_fn(|| b.nic.poll_left_group()).collect();
         left.sort();
         assert_eq!(left, [group(3), group(4)]);
-        // One that is joined again before its owner has left it stays.
+        // A group must not be left if it has been joined again in the meantime.
         b.nic.attach_mcast(first, group(3).into()).unwrap();
         b.nic.detach_mcast(first, group(3).into()).unwrap();
         let again = b.nic.attach_mcast(first, group(3).into());
@@ -349,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn only_datagram_queue_pairs_are_attached() {
+    fn only_datagram_qps_can_be_attached() {
         let mut b = Bench::new();
         let init = QpInitAttr {
             qp_type: QpType::Rc,

@@ -1,35 +1,37 @@
 //! Path migration of connections (IBTA 17.2.8): alternate paths, and the packets, commands and
-//! time-outs by which a connection takes its own.
+//! timeouts that cause a connection to switch to its alternate path.
 //!
-//! A path is an address of ours and one of the peer's ([`Peer`]). A queue pair has one; it may have an
-//! alternate one beside it, and a [`PathMigState`], whose diagram says what changes it. A connection
-//! without an alternate path is in MIGRATED and pays for none of this: in that state a packet is
-//! compared with the one path, by `is_from_peer`. In the two others all packets come here.
+//! A path consists of a local address and a peer address ([`Peer`]). A queue pair has a primary
+//! path, and optionally an alternate path and a [`PathMigState`], which contains a diagram of all
+//! transitions. Connections without an alternate path are in the MIGRATED state and don't use any
+//! of this: here `is_from_peer` only compares a packet with the primary path. In the other two
+//! states, all packets are handled by this module.
 //!
 //! # Packets
-//! What a packet does depends on the path that it came by and on its MigReq bit:
+//! How we handle a packet depends on its path and its MigReq bit:
 //!
-//! | state | by the path, without MigReq | by the path, with MigReq | by the alternate path, with MigReq | otherwise |
+//! | state | primary path, no MigReq | primary path, MigReq | alternate path, MigReq | otherwise |
 //! | --- | --- | --- | --- | --- |
-//! | MIGRATED | taken | taken | dropped | dropped |
-//! | REARM | taken, and to ARMED | taken | dropped | dropped |
-//! | ARMED | taken | taken | to MIGRATED, and taken | dropped; an event if it has MigReq |
+//! | MIGRATED | accept | accept | drop | drop |
+//! | REARM | accept, change to ARMED | accept | drop | drop |
+//! | ARMED | accept | accept | change to MIGRATED, accept | drop; report an event if MigReq |
 //!
-//! A packet changes the state, or raises an event, only behind all checks, that of its ICRC included,
-//! and only if its PSN is one that the peer has reason to send
-//! ([`RcQp::knows`](crate::rc::RcQp::knows)). Anyone who knows the number of a queue pair could move
-//! its connection otherwise: it costs one forged packet from the address of the alternate path. An
-//! unreliable connection takes every PSN, so there the address and the state are all that is
-//! compared.
+//! A packet can only change the state or report an event if it passes all checks, including the
+//! ICRC, and if its PSN is currently expected from the peer
+//! ([`RcQp::knows`](crate::rc::RcQp::knows)). Otherwise, anyone who knows a queue pair number could
+//! redirect its connection by sending a single packet with the spoofed address of the alternate
+//! path. An unreliable connection accepts any PSN, so we can only check the address and the state
+//! there.
 //!
-//! A packet with MigReq by the path of an armed connection is taken without consequence. It may have
-//! been sent before the peer was rearmed.
+//! If an armed connection receives a packet with MigReq on its primary path, the packet is accepted
+//! without changing the state, because it could have been sent before the peer was rearmed.
 //!
 //! # After a migration
-//! The alternate path is the path, and there is no alternate one until the owner loads another. What
-//! the device knew of the old path is forgotten: window, round trip, and the port of the peer's
-//! packets. What is outstanding is sent again, and a reliable connection acknowledges what it has
-//! had, so that the peer migrates even if there is nothing to send.
+//! The alternate path is now the primary path, and there is no alternate path until the owner loads
+//! a new one. All state of the old path is discarded: the window, the round-trip time, and the
+//! source port of the peer. Outstanding packets are retransmitted, and a reliable connection sends
+//! an acknowledgement for received data, so that the peer also migrates if there is nothing else to
+//! send.
 
 use super::Wire;
 use super::qp::with_env;
@@ -47,34 +49,34 @@ use crate::wire::{Packet, Service};
 pub(super) struct Alternate {
     path: AltPath,
     peer: Peer,
-    /// A migration to another path was refused and reported, which happens once for each alternate
-    /// path: peers can repeat what asks for it.
+    /// Set after a migration to an unknown path has been rejected and reported. This is only
+    /// reported once per alternate path, since the peer can repeat these packets.
     has_refused: bool,
-    /// Packets that asked for a migration to this path with PSNs that the peer has no reason to send.
+    /// Number of packets requesting migration to this path with an unexpected PSN.
     guesses: u8,
 }
 
-/// Wrong guesses after which no packet migrates the connection to its alternate path. A peer makes
-/// none, and one PSN in a few thousand is right. The owner's command and retries still migrate it.
+/// After this number of wrong guesses, packets can no longer migrate the connection to its
+/// alternate path. A valid peer does not need to guess, and only one in a few thousand PSNs is
+/// accepted. The connection can still be migrated by the owner or when retries are exhausted.
 const MAX_GUESSES: u8 = 64;
 
-/// What a packet is to a connection that has two paths.
+/// Classification of a packet for a connection with two paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arrival {
-    /// It came by the path.
+    /// Received on the primary path.
     Plain,
-    /// The same, and it shows that the peer is ready to migrate.
+    /// Received on the primary path, and indicates that the peer is ready to migrate.
     Arms,
-    /// It came by the alternate path, and the peer has migrated there.
+    /// Received on the alternate path after the peer has migrated to it.
     Migrates,
-    /// The peer has migrated to a path that is not known.
+    /// The peer has migrated to an unknown path.
     Refused,
-    /// It has come from a wrong address.
+    /// Received from a wrong address.
     Stranger,
 }
 
-/// The rows of the module's table. `is_known` says whether its PSN is one that the peer has reason to
-/// send.
+/// Implements the table above. `is_known` is set if the PSN is currently expected from the peer.
 fn plan_arrival(
     state: PathMigState,
     is_on_path: bool,
@@ -83,7 +85,7 @@ fn plan_arrival(
     is_known: bool,
 ) -> Arrival {
     match (state, has_mig_req) {
-        // Both paths may have the same addresses.
+        // Check this first, because both paths can use the same addresses.
         (PathMigState::Armed, true) if is_on_alternate && is_known => Arrival::Migrates,
         (PathMigState::Rearm, false) if is_on_path && is_known => Arrival::Arms,
         _ if is_on_path => Arrival::Plain,
@@ -93,7 +95,7 @@ fn plan_arrival(
 }
 
 impl Peer {
-    /// Whether a packet has come by this path.
+    /// Returns whether a packet was received on this path.
     pub(super) fn is_way_of(&self, received: &Received<'_>) -> bool {
         self.addr.ip() == received.src.ip() && self.from == received.ip.gid_index
     }
@@ -126,12 +128,12 @@ impl Qp {
             Machine::Rc(_) => Service::Rc,
             Machine::Xrc(_) => Service::Xrc,
             Machine::Uc(_) => Service::Uc,
-            // It has no packets, and no path to migrate to.
+            // There are no packets, and no path to migrate to.
             Machine::Ud(_) | Machine::Stream(_) => Service::Ud,
         }
     }
 
-    /// Changes the state of migration.
+    /// Changes the migration state.
     fn become_mig_state(&mut self, next: PathMigState) {
         if self.mig_state != next {
             riser_state::become_state(&mut self.mig_state, next);
@@ -141,7 +143,7 @@ impl Qp {
         }
     }
 
-    /// Forgets the alternate path, as RESET does.
+    /// Removes the alternate path, as required for RESET.
     pub(super) fn forget_alternate(&mut self) {
         self.alternate = None;
         self.become_mig_state(PathMigState::Migrated);
@@ -149,8 +151,8 @@ impl Qp {
 }
 
 impl Nic {
-    /// Whether a packet that is not plainly the peer's may be for a queue pair all the same: it has
-    /// two paths. Counts the packet where it is not. Its ICRC has not been checked.
+    /// Checks if a packet is valid for a QP with two paths, after `is_from_peer` has failed. If
+    /// not, it is counted as an error. The ICRC has not been verified yet.
     #[cold]
     pub(super) fn is_on_path(
         &mut self,
@@ -161,7 +163,8 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
-        // A packet of another service is not for this queue pair, even from its peer.
+        // A packet with the wrong service type is not valid for this QP, even if it is from its
+        // peer.
         if packet.op.service != qp.service() {
             self.counters.rx_unknown_qp += 1;
             return false;
@@ -180,8 +183,8 @@ impl Nic {
         is_ours
     }
 
-    /// Does what a packet of [`Nic::is_on_path`] does to the state of migration, once its ICRC has
-    /// been checked; returns whether it is taken.
+    /// Updates the migration state for a packet accepted by [`Nic::is_on_path`], after its ICRC has
+    /// been verified. This will return whether the packet should be processed.
     #[cold]
     pub(super) fn follow_path(
         &mut self,
@@ -212,8 +215,7 @@ impl Nic {
         true
     }
 
-    /// Checks the attributes of migration that a request gives; answers the alternate path, if it
-    /// has one.
+    /// Checks the migration attributes of a request. Returns the alternate path, if included.
     pub(super) fn plan_alternate(
         &mut self,
         id: QpId,
@@ -242,7 +244,7 @@ impl Nic {
         };
         let has_path = alternate.is_some() || self.qps.get(id)?.alternate.is_some();
         match attr.path_mig_state {
-            // Only the peer's packets lead there.
+            // This state is only set when receiving packets from the peer.
             Some(PathMigState::Armed) => Err(VerbsError::InvalidParameter("path_mig_state")),
             Some(PathMigState::Rearm) if !has_path => Err(VerbsError::InvalidParameter(
                 "path_mig_state without an alternate path",
@@ -251,7 +253,7 @@ impl Nic {
         }
     }
 
-    /// Carries out a change of a path or of the state of migration that has been found legal.
+    /// Applies a path or migration state change after it has been verified.
     pub(super) fn apply_alternate(
         &mut self,
         id: QpId,
@@ -270,7 +272,7 @@ impl Nic {
         Ok(())
     }
 
-    /// The alternate path and the state of migration, as a query answers them.
+    /// Returns the alternate path and the migration state for a query.
     pub(super) fn migration_attr(qp: &Qp) -> (Option<AltPath>, Option<PathMigState>) {
         let is_connected = !matches!(qp.qp_type, QpType::Ud | QpType::Gsi);
         (
@@ -279,7 +281,7 @@ impl Nic {
         )
     }
 
-    /// Takes a connection to its alternate path.
+    /// Migrates a connection to its alternate path.
     pub(super) fn migrate(&mut self, id: QpId) {
         let now = self.now;
         let Ok(qp) = self.qps.get_mut(id) else {
@@ -296,8 +298,8 @@ impl Nic {
         if qp.attr.timeout.is_some() {
             qp.attr.timeout = Some(path.timeout);
         }
-        // Whether the peer may have another queue pair was asked when the path was loaded: there is
-        // no other way now.
+        // The limit for the number of QPs per peer was checked when the path was loaded. We can't
+        // check it again, because there is no other path.
         self.change_peer(id, peer);
         if let Ok(qp) = self.qps.get_mut(id)
             && let Machine::Rc(rc) | Machine::Xrc(rc) = &mut qp.machine
@@ -315,8 +317,8 @@ impl Nic {
         self.settle(id);
     }
 
-    /// Fires the timer of a connection; takes it to its alternate path where its retries are used
-    /// up.
+    /// Handles a connection timer. If there are no retries left, the connection is migrated to its
+    /// alternate path.
     pub(super) fn fire_rc_timer(&mut self, id: QpId) {
         let now = self.now;
         let Ok(qp) = self.qps.get_mut(id) else {
@@ -339,7 +341,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn states_are_those_of_the_diagram() {
+    fn transitions_match_diagram() {
         use PathMigState::{Armed, Migrated, Rearm};
         let all = table(&[Migrated, Rearm, Armed]);
         assert_eq!(
@@ -349,11 +351,11 @@ mod tests {
     }
 
     #[test]
-    fn packets_do_what_the_table_says() {
+    fn packets_follow_migration_table() {
         use Arrival::{Arms, Migrates, Plain, Refused, Stranger};
         use PathMigState::{Armed, Migrated, Rearm};
-        // By the path without and with MigReq, by the alternate path without and with it, by
-        // another without and with it.
+        // Primary path without and with MigReq, alternate path without and with MigReq, unknown
+        // path without and with MigReq.
         let row = |state, is_known| {
             [(true, false), (false, true), (false, false)].map(|(path, alternate)| {
                 [false, true].map(|bit| plan_arrival(state, path, alternate, bit, is_known))
@@ -368,7 +370,7 @@ mod tests {
         let armed = [[Plain, Plain], [Stranger, Migrates], [Stranger, Refused]];
         assert_eq!(row(Armed, true), armed);
         assert_eq!(row(Armed, false), migrated, "a guess moves nothing");
-        // Paths that differ in their traffic class alone.
+        // These paths only differ in their traffic class.
         assert_eq!(plan_arrival(Armed, true, true, true, true), Migrates);
         assert_eq!(plan_arrival(Armed, true, true, false, true), Plain);
     }

@@ -1,51 +1,53 @@
-//! The device, without its socket: objects, queue pairs, packets in, packets out, timers.
+//! The device without the socket: objects, queue pairs, received and sent packets, timers.
 //!
-//! A [`Nic`] is driven by its owner:
+//! A [`Nic`] must be driven by its owner:
 //!
 //! ```text
-//! nic.handle_datagram(now, src, segment, bytes)   // what came in
-//! nic.handle_timeouts(now)                        // once nic.deadline() has passed
-//! nic.poll_transmit(now, &mut batch, budget)      // what goes out
-//! nic.poll_async_event(), nic.poll_cq(…), …       // what the user sees
+//! nic.handle_datagram(now, src, segment, bytes)   // received packets
+//! nic.handle_timeouts(now)                        // after nic.deadline()
+//! nic.poll_transmit(now, &mut batch, budget)      // packets to send
+//! nic.poll_async_event(), nic.poll_cq(…), …       // results for the user
 //! ```
 //!
-//! | module | what it does |
+//! | module | description |
 //! | --- | --- |
-//! | `config` | [`NicConfig`], [`NicLimits`], the counters |
-//! | `agents` | answers to MADs: what the device is, and the counters of its port |
-//! | `hw_counters` | counters by Linux's names |
+//! | `config` | [`NicConfig`], [`NicLimits`], and counters |
+//! | `agents` | responses to MADs: device information and port counters |
+//! | `hw_counters` | counters with their Linux names |
 //! | `objects` | protection domains, completion queues, shared receive queues, address handles |
-//! | `qpn` | gives out queue-pair numbers |
-//! | `xrc` | XRC domains, their shared receive queues, what arrives for these |
-//! | `qp` | creates, modifies and destroys queue pairs, posts work |
+//! | `qpn` | allocates queue pair numbers |
+//! | `xrc` | XRC domains, their shared receive queues and received packets |
+//! | `qp` | creates, modifies and destroys queue pairs, posts work requests |
 //! | `mcast` | multicast groups |
-//! | `port` | the state of the port, and the end of the device |
+//! | `port` | port state and device removal |
 //! | `migration` | alternate paths of connections |
-//! | `rx` | dispatches what comes in |
-//! | `tx` | collects what goes out, and the timers |
-//! | `rate` | rate limits of queue pairs |
-//! | `stream` | connections over streams, whose owner moves the bytes |
-//! | [`rdma_cm`] | the RDMA CM's calls and its messages |
+//! | `rx` | dispatches received packets |
+//! | `tx` | collects packets to send, and handles timers |
+//! | `rate` | rate limits for queue pairs |
+//! | `stream` | connections over byte streams, where the owner transfers the data |
+//! | [`rdma_cm`] | RDMA CM calls and messages |
 //!
 //! # Invariants
-//! - A packet changes nothing before its destination, source address, partition key and ICRC have
-//!   been checked; the queue pair then checks sequence, keys, rights and ranges.
-//! - Timers and transmit turns name queue pairs by handles with a generation, so none outlives its
-//!   queue pair (CVE-2026-45910).
-//! - Queue pairs take turns in sending, [`TURN`] packets each.
+//! - A packet must not change any state before its destination, source address, partition key and
+//!   ICRC have been verified. After that, the queue pair will check the sequence number, keys,
+//!   access rights and ranges.
+//! - Timers and the transmit queue refer to queue pairs using handles with a generation, so they
+//!   cannot be used after the queue pair has been destroyed (CVE-2026-45910).
+//! - Queue pairs send packets in round-robin order, up to [`TURN`] packets at a time.
 //!
 //! # Bounds
-//! Every table has the limit of its [`NicLimits`]. The queues of events hold one entry for each
-//! object and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs. How a
-//! peer numbers its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs,
-//! so no peer makes another one's be forgotten, and strangers have none.
+//! The size of each table is set in [`NicLimits`]. Event queues contain a single entry per object
+//! and event type. A peer address can have up to [`NicLimits::max_qps_per_peer`] queue pairs. For
+//! each of these queue pairs, we store the packet numbering of up to [`PORTS_PER_QP`] source ports,
+//! so that a peer can't evict the entries of another peer. Nothing is stored for strangers.
 //!
 //! # Addresses
-//! A device may have several addresses, which are its GIDs ([`NicConfig::other_addrs`]). A path begins
-//! at the one that its address vector names ([`AhAttr::sgid_index`]), and a connection takes packets
-//! at that one only. Multicast groups and the connection manager are at the first.
+//! A device can have multiple addresses, which are its GIDs ([`NicConfig::other_addrs`]). The
+//! address vector contains the local address of a path ([`AhAttr::sgid_index`]), and a connection
+//! only accepts packets for this address. Multicast groups and the connection manager use the first
+//! address.
 //!
-//! Not implemented: several ports or partitions.
+//! Not implemented: multiple ports or partitions.
 
 mod agents;
 mod breakage;
@@ -101,19 +103,20 @@ use rdma_cm::CmAgent;
 pub use rx::IpFields;
 pub(crate) use rx::LinkPeer;
 
-/// Packets that a queue pair sends before the next one has its turn.
+/// Max number of packets sent by a QP before the next QP can send.
 pub const TURN: usize = 64;
 
-/// Answers of queue pairs that have ended which wait to be sent; what comes beyond is lost.
+/// Max number of queued acknowledgements for QPs which have been destroyed. Any more will be
+/// dropped.
 const MAX_LAST_ANSWERS: usize = 1024;
 
-/// Source ports for each connected queue pair of a peer whose identification patterns are
-/// remembered. Linux uses one for a queue pair.
+/// Number of source ports per connected QP for which we store the identification pattern. Linux
+/// uses one port per QP.
 const PORTS_PER_QP: usize = 4;
 
 #[derive(Debug, Default)]
 struct Pd {
-    /// Queue pairs, shared receive queues, address handles and memory regions.
+    /// Number of QPs, SRQs, address handles and memory regions.
     users: u32,
 }
 
@@ -125,48 +128,48 @@ struct Ah {
 
 #[derive(Debug, Default)]
 struct Xrcd {
-    /// Queue pairs and shared receive queues.
+    /// Number of QPs and SRQs.
     users: u32,
 }
 
 #[derive(Debug)]
 enum Machine {
     Rc(Box<RcQp>),
-    /// An end of an extended reliable connection.
+    /// Initiator or target of an extended reliable connection.
     Xrc(Box<RcQp>),
     Uc(Box<UcQp>),
     Ud(Box<UdQp>),
-    /// A connection over a stream.
+    /// Connection over a byte stream.
     Stream(Box<RdmapQp>),
 }
 
-/// Path of a connected queue pair's packets.
+/// Path used for packets of a connected QP.
 #[derive(Clone, Copy, Debug)]
 struct Peer {
     addr: SocketAddr,
-    /// Index of our address.
+    /// Index of the local address.
     from: u8,
     flow: IcrcFlow,
-    /// Type of service of its packets, without ECN.
+    /// Type of service, without the ECN bits.
     tos: u8,
-    /// It is this device, and its packets do not leave it.
+    /// Set if this device is its own peer, so that packets don't leave the device.
     is_own: bool,
 }
 
-/// The way of packets to the device's own address, where they do not leave it.
+/// Loopback path for packets sent to a local device address.
 #[derive(Debug)]
 struct OwnWay {
     addrs: Box<[SocketAddr]>,
     worker_index: u32,
     worker_bits: u8,
-    /// There are none while they are being received.
+    /// `None` while these packets are being received.
     packets: Option<Box<OwnPackets>>,
 }
 
 #[derive(Debug)]
 struct OwnPackets {
     batch: TxBatch,
-    /// A train of them in one piece, as a socket would hand it over.
+    /// Contiguous buffer for a train of packets, as it would be received from a socket.
     train: Vec<u8>,
 }
 
@@ -176,30 +179,30 @@ struct Qp {
     pd: PdId,
     qp_type: QpType,
     machine: Machine,
-    /// Its own receive queue; of no capacity with a shared one.
+    /// Receive queue. If an SRQ is used, the capacity is zero.
     rq: RecvQueue,
-    /// Its shared one; of an XRC target, the one that the last request has named.
+    /// SRQ. For an XRC target, this is the queue used by the last request.
     srq: Option<SrqId>,
     xrcd: Option<XrcdId>,
     send_cq: CqId,
     recv_cq: CqId,
     attr: QpAttr,
     peer: Option<Peer>,
-    /// The path that it takes when it migrates.
+    /// Path used after a migration.
     alternate: Option<Box<Alternate>>,
     mig_state: PathMigState,
-    /// Its owner wants to know when its send queue has drained.
+    /// Set if the owner requested an event when the send queue is drained.
     notifies_drain: bool,
-    /// UDP port from which the peer's last packet in sequence came.
+    /// UDP source port of the last in-sequence packet from the peer.
     source_port: Option<u16>,
-    /// Its connection was accepted, and the peer has not used it yet.
+    /// Set after accepting a connection, until the peer uses it.
     awaits_first_packet: bool,
-    /// It waits for its turn to send.
+    /// Set if the QP is waiting to send.
     is_queued: bool,
-    /// What it sends to a multicast group does not come back to it.
+    /// Set if multicast packets sent by this QP should not be looped back to it.
     blocks_own_mcast: bool,
     limiter: Option<Box<rate::Limiter>>,
-    /// The earliest entry of the timer heap that is meant.
+    /// Time of the valid entry in the timer heap.
     armed: Option<Instant>,
     counters: QpCounters,
 }
@@ -216,10 +219,10 @@ impl Qp {
 }
 
 impl OwnWay {
-    /// Whether packets to queue pair `qpn` at an address are for this device.
+    /// Returns whether packets to QP `qpn` at `dst` are handled by this device.
     fn takes(&self, dst: SocketAddr, qpn: Qpn) -> bool {
         let is_ours = match qpn {
-            // Which worker gets a message for queue pair 1, its content says.
+            // For QP1, the worker depends on the message.
             Qpn::GSI => self.worker_bits == 0,
             _ => qpn.value() & ((1 << self.worker_bits) - 1) == self.worker_index,
         };
@@ -227,63 +230,63 @@ impl OwnWay {
     }
 }
 
-/// The device. See the [module](self) for the calling order.
+/// The device. See the [module](self) documentation for how to use it.
 pub struct Nic {
     config: NicConfig,
-    /// Its addresses, in the order of the GID table.
+    /// Device addresses in GID table order.
     locals: Box<[SocketAddr]>,
-    /// From where messages go to addresses that may be made up.
+    /// Source address for messages to unverified addresses.
     to_strangers: SocketAddr,
     attr: DeviceAttr,
-    /// When it was made, from which its clock counts.
+    /// Creation time, used as the base of the device clock.
     start: Instant,
     now: Instant,
     random: ChaCha20Rng,
     own_way: Option<OwnWay>,
-    /// There has been a datagram queue pair, whose receives report IP headers.
+    /// Set once a datagram QP has been created, since its receives include the IP header.
     has_datagrams: bool,
     pds: Table<PdId, Pd>,
     mrs: MrTable,
-    /// Failed accesses to memory of this process that the regions are known by.
+    /// Number of failed memory accesses in this process already reported to the regions.
     faults: u64,
     cqs: Table<CqId, Cq>,
     srqs: Table<SrqId, Srq>,
     qps: Table<QpId, Qp>,
     ahs: Table<AhId, Ah>,
     xrcds: Table<XrcdId, Xrcd>,
-    /// Shared receive queues of XRC domains, by their numbers.
+    /// XRC SRQs by number.
     by_srqn: QpnMap<SrqId>,
     srqns: QpnAllocator,
     by_qpn: QpnMap<QpId>,
     qpns: QpnAllocator,
-    /// The user's queue pair 1, if there is one.
+    /// QP1 of the application, if created.
     gsi: Option<QpId>,
     groups: Vec<mcast::Group>,
-    /// Groups that the owner of the device is still to leave.
+    /// Groups that the device owner needs to leave.
     left_groups: Vec<IpAddr>,
-    /// Queue pairs that are connected with each address.
+    /// QPs connected to each peer address.
     peers: HashMap<IpAddr, Vec<QpId>>,
     async_events: VecDeque<AsyncEvent>,
     cq_events: VecDeque<CqId>,
     port_state: PortState,
     is_removed: bool,
     agents: Agents,
-    /// Completion queues whose events wait for further completions, by the time at which they come.
+    /// CQs with a delayed event, ordered by the time when it expires.
     moderated: BTreeSet<(Instant, CqId)>,
-    /// Queue pairs that may have something to send.
+    /// QPs that may have something to send.
     ready: VecDeque<QpId>,
-    /// Headers of the last answers of queue pairs that have ended, and where they go.
+    /// Headers and destinations of the last acknowledgements from destroyed QPs.
     last_answers: VecDeque<(Peer, HeaderBuf)>,
     timers: BinaryHeap<Reverse<(Instant, QpId)>>,
-    /// Numbering of connected peers' packets, by address and source port.
+    /// Packet numbering of connected peers, by address and source port.
     verifiers: HashMap<(IpAddr, rx::FlowPort), IcrcVerifier>,
-    /// The ports of each peer among them, the oldest first.
+    /// Source ports of each peer in this map, oldest first.
     verified_ports: HashMap<IpAddr, VecDeque<rx::FlowPort>>,
     counters: NicCounters,
-    /// Counters of closed connections.
+    /// Sum of the counters of closed connections.
     past: RcCounters,
     pub(in crate::roce) cm: CmAgent,
-    /// Reused by every call into a queue pair.
+    /// Event buffer, reused for each QP call.
     out: Vec<RcEvent>,
     tx: TxPacket,
 }
@@ -298,12 +301,12 @@ impl std::fmt::Debug for Nic {
 }
 
 impl Nic {
-    /// A device. `now` is when it begins to be.
+    /// Creates a device. `now` is the current time.
     #[must_use]
     pub fn new(config: NicConfig, now: Instant) -> Self {
         let limits = config.limits;
-        // All randomness comes from the one seed, drawn in this order, so that a simulation with
-        // the same seed sends the same packets.
+        // All random values are generated from the same seed in this order, so that a simulation
+        // with this seed always sends the same packets.
         let mut random = ChaCha20Rng::from_seed(config.seed);
         let mut key_seed = [0; 16];
         random.fill_bytes(&mut key_seed);
@@ -341,7 +344,7 @@ impl Nic {
             ahs: Table::new("address handle", limits.max_ah),
             xrcds: Table::new("XRC domain", limits.max_pd),
             by_srqn: QpnMap::default(),
-            // Packets find their worker by their queue pair alone.
+            // Packets are steered to workers using the QP number only.
             srqns: QpnAllocator::new(0, 0),
             by_qpn: QpnMap::default(),
             qpns: QpnAllocator::new(config.worker_index, config.worker_bits),
@@ -369,36 +372,35 @@ impl Nic {
         }
     }
 
-    /// Configuration of the NIC.
+    /// Returns the NIC configuration.
     #[must_use]
     pub fn config(&self) -> &NicConfig {
         &self.config
     }
 
-    /// Changes the largest path MTU of new connections. Those that exist keep theirs, which a queue
-    /// pair cannot change while it is connected (IBTA 11.2.5.2).
+    /// Changes the maximum path MTU for new connections. Existing connections keep their current
+    /// value, because the path MTU of a connected QP can't be changed (IBTA 11.2.5.2).
     pub fn set_mtu(&mut self, mtu: Mtu) {
         self.config.mtu = mtu;
     }
 
-    /// From where messages go to addresses that may be made up.
+    /// Returns the source address for messages to unverified addresses.
     pub(in crate::roce) fn stranger_addr(&self) -> SocketAddr {
         self.to_strangers
     }
 
-    /// Makes messages to addresses that may be made up leave from another port, which the ICRC
-    /// covers.
+    /// Changes the source port for messages to unverified addresses, which is covered by the ICRC.
     pub(in crate::roce) fn set_stranger_port(&mut self, port: u16) {
         self.to_strangers.set_port(port);
     }
 
-    /// Returns whether the IP headers of received packets are of interest to a user.
+    /// Returns whether a user needs the IP headers of received packets.
     pub(in crate::roce) fn has_datagrams(&self) -> bool {
         self.has_datagrams
     }
 
-    /// Keeps packets to the device's own address, for [`Nic::receive_own`], from now on. Those to
-    /// another worker at this address are sent as before.
+    /// Enables loopback of packets sent to the device's own address, which will be received using
+    /// [`Nic::receive_own`]. Packets to a different worker at this address are not affected.
     pub(in crate::roce) fn keep_own_packets(&mut self, max_segments: usize) {
         self.own_way = Some(OwnWay {
             addrs: self.locals.clone(),
@@ -411,32 +413,32 @@ impl Nic {
         });
     }
 
-    /// Whether packets to queue pair `qpn` at an address do not leave the device.
+    /// Returns whether packets to QP `qpn` at `dst` should be looped back.
     fn keeps(&self, dst: SocketAddr, qpn: Qpn) -> bool {
         let own = self.own_way.as_ref();
         own.is_some_and(|own| own.takes(dst, qpn))
     }
 
-    /// Its first address and the port of RoCEv2.
+    /// Returns the first address with the RoCEv2 port.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.locals[0]
     }
 
-    /// All its addresses, in the order of the GID table.
+    /// Returns all addresses in GID table order.
     #[must_use]
     pub fn local_addrs(&self) -> &[SocketAddr] {
         &self.locals
     }
 
-    /// Counters since the start.
+    /// Returns the counters since the device was created.
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         &self.counters
     }
 
-    /// Counters of all its connections together, closed ones included. Looks at every
-    /// queue pair.
+    /// Returns the sum of the counters of all connections, including closed ones. This needs to
+    /// iterate over all QPs.
     #[must_use]
     pub fn rc_counters(&self) -> RcCounters {
         let mut sum = self.past;
@@ -448,13 +450,13 @@ impl Nic {
         sum
     }
 
-    /// Counters of its connection manager.
+    /// Returns the counters of the connection manager.
     #[must_use]
     pub fn cm_counters(&self) -> crate::cm::CmCounters {
         self.cm.counters()
     }
 
-    /// Numbers of its objects.
+    /// Returns the number of objects of each type.
     #[must_use]
     pub fn usage(&self) -> NicUsage {
         NicUsage {
@@ -466,39 +468,39 @@ impl Nic {
         }
     }
 
-    /// Queue pairs that exist.
+    /// Returns the current number of QPs.
     #[must_use]
     pub fn qp_count(&self) -> usize {
         self.qps.len()
     }
 
-    /// Sets the time, for calls that have no such argument.
+    /// Sets the current time for calls without a time parameter.
     pub fn set_now(&mut self, now: Instant) {
-        // Time never goes back: a caller may have taken its time before the last call.
+        // Time must not go backwards: the caller may have read the clock before the previous call.
         self.now = self.now.max(now);
     }
 
-    /// The latest time that it was given.
+    /// Returns the current time, as last set.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.now
     }
 
-    /// Time of the device's clock, in nanoseconds, and the same since the Unix epoch.
+    /// Returns the device clock in nanoseconds, and the same time relative to the Unix epoch.
     #[must_use]
     pub fn clock(&self) -> (u64, Duration) {
         let time = self.now.duration_since(self.start);
         (time.as_nanos() as u64, self.config.wall_start + time)
     }
 
-    /// The generator behind everything that must not be guessed.
+    /// Returns the random number generator used for all values that must not be predictable.
     pub(in crate::roce) fn random(&mut self) -> &mut ChaCha20Rng {
         &mut self.random
     }
 
     fn raise(&mut self, event: AsyncEvent) {
-        // One entry for each object and kind. So a peer cannot make the queue grow, and no event
-        // is lost.
+        // Only store a single entry per object and event type. This way, a peer cannot make the
+        // queue grow, and no event is lost.
         if !self.async_events.contains(&event) {
             self.async_events.push_back(event);
         }

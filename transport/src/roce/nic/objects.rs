@@ -16,7 +16,7 @@ use crate::verbs::{
     VerbsError,
 };
 
-/// Number of the only port.
+/// The only port number.
 pub(super) const PORT: u8 = 1;
 
 pub(super) fn check_port(port: u8) -> Result<(), VerbsError> {
@@ -27,7 +27,7 @@ pub(super) fn check_port(port: u8) -> Result<(), VerbsError> {
     }
 }
 
-/// Checks an index into a table of `len` entries.
+/// Verifies that an index is valid for a table with `len` entries.
 fn check_index(port: u8, index: u16, len: usize) -> Result<(), VerbsError> {
     check_port(port)?;
     if usize::from(index) < len {
@@ -73,7 +73,7 @@ impl Nic {
         self.async_events.pop_front()
     }
 
-    /// Returns whether an event of the device or of its connection manager waits to be taken.
+    /// Returns whether events from the device or the connection manager are available.
     #[must_use]
     pub fn has_events(&self) -> bool {
         !self.async_events.is_empty() || self.has_cm_events()
@@ -134,7 +134,7 @@ impl Nic {
                 .mrs
                 .resolve_local(pd, sge, write)
                 .map_err(|e| match e {
-                    KeyError::Right => VerbsError::InvalidAccess("the region may not be written"),
+                    KeyError::Right => VerbsError::InvalidAccess("region is not writable"),
                     KeyError::Range => VerbsError::InvalidParameter("range of a region"),
                     _ => VerbsError::InvalidHandle("memory region"),
                 })?;
@@ -154,7 +154,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Makes a region or window that counts as a user of its domain.
+    /// Creates a region or window and adds it to the user count of its protection domain.
     fn make_region<T>(
         &mut self,
         pd: PdId,
@@ -214,7 +214,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Has the events come whose time to wait is over. Answers how many.
+    /// Fires all delayed completion events that have expired. Returns the number of events.
     pub(super) fn handle_moderated(&mut self, now: Instant) -> usize {
         let mut fired = 0;
         while let Some(&(at, cq)) = self.moderated.first()
@@ -245,7 +245,7 @@ impl Nic {
         if self.cqs.get(cq)?.users() > 0 {
             return Err(VerbsError::ResourceBusy("completion queue"));
         }
-        // An event that waits would name a queue that no longer exists.
+        // A delayed event would refer to a queue that no longer exists.
         if let Some(at) = self.cqs.get_mut(cq)?.take_due() {
             self.moderated.remove(&(at, cq));
         }
@@ -292,7 +292,7 @@ impl Nic {
         self.cq_events.pop_front()
     }
 
-    /// Adds a completion to its queue; answers whether that killed the queue.
+    /// Adds a completion to its queue. This will return `true` if this caused an overrun.
     pub(super) fn complete(&mut self, cq: CqId, completion: Completion) -> bool {
         let Ok(queue) = self.cqs.get_mut(cq) else {
             debug_assert!(false, "a queue pair without its completion queue");
@@ -306,7 +306,7 @@ impl Nic {
         match added {
             Added::Quiet | Added::Dead => false,
             Added::Fire => {
-                // Its count was reached before its time.
+                // The event was delayed, but the count has been reached before the timeout.
                 if let Some(at) = queue.take_due() {
                     self.moderated.remove(&(at, cq));
                 }
@@ -329,7 +329,7 @@ impl Nic {
     pub(super) fn on_overrun(&mut self, cq: CqId) {
         self.counters.cq_overruns += 1;
         self.raise(AsyncEvent::CqError(cq));
-        // A user that sleeps until the next completion must not sleep for ever.
+        // Wake users that are waiting for the next completion, since there won't be any.
         self.fire(cq);
     }
 
@@ -362,7 +362,7 @@ impl Nic {
             return Err(VerbsError::InvalidParameter("shared receive queue size"));
         }
         self.srqs.get_mut(srq)?.modify(max_wr, limit)?;
-        // A limit above what is posted is reached already.
+        // If the new limit is above the number of posted receives, it has already been reached.
         self.check_srq_limit(srq);
         Ok(())
     }
@@ -390,8 +390,8 @@ impl Nic {
             index: 0,
             reason: PostReason::InvalidHandle,
         })?;
-        // Queue pairs that found no receive need no turn now: their peers repeat what was
-        // refused.
+        // We don't need to schedule QPs that had no receive, because their peers will retransmit
+        // the rejected messages.
         queue.queue.post(wrs)
     }
 
@@ -407,12 +407,12 @@ impl Nic {
         }
     }
 
-    /// The address that an attribute stands for, if the device can send to a host there.
+    /// Returns the IP address for an address vector if the device can send to this host.
     pub(super) fn reachable(&self, attr: &AhAttr) -> Result<IpAddr, VerbsError> {
         check_index(attr.port, attr.sgid_index, self.locals.len())?;
         let ip = attr.dgid.ip();
         let from = self.locals[usize::from(attr.sgid_index)];
-        // An address reaches those of its family; the rest names no single host.
+        // The address must be a unicast address of the same family.
         if ip.is_ipv4() != from.is_ipv4() || ip.is_unspecified() || ip.is_multicast() {
             return Err(VerbsError::InvalidParameter("destination address"));
         }
@@ -458,7 +458,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Forgets the events of a queue pair that is gone.
+    /// Removes pending events of a destroyed QP.
     pub(super) fn forget_events(&mut self, qp: QpId) {
         self.async_events.retain(|e| {
             !matches!(*e,

@@ -1,21 +1,20 @@
-//! The port of the NIC as it comes and goes, and the end of the device.
+//! Port state changes and device removal.
 //!
 //! ```text
 //! active ⇄ down → removed
 //!      └────────────↑
 //! ```
 //!
-//! While the port is down everything stays as it is: requests are repeated until their retries are
-//! used up. A device that is removed has flushed all requests. From then on its objects can be
-//! destroyed and asked for what has happened, and every other call fails
-//! ([`VerbsError::DeviceGone`]).
+//! While the port is down, all state is kept, and requests are retransmitted until no retries are
+//! left. When the device is removed, all requests are flushed. After that, objects can still be
+//! destroyed and events can be polled, but all other calls return [`VerbsError::DeviceGone`].
 
 use super::Nic;
 use super::objects::PORT;
 use crate::verbs::{AsyncEvent, CqId, Moderation, PortState, QpId, VerbsError};
 
 impl Nic {
-    /// Sets the state of the port; an event reports a change.
+    /// Sets the port state. If it has changed, an event is generated.
     pub fn set_port_state(&mut self, state: PortState) {
         if self.port_state == state {
             return;
@@ -25,18 +24,18 @@ impl Nic {
             PortState::Active => (AsyncEvent::PortActive(PORT), AsyncEvent::PortError(PORT)),
             PortState::Down => (AsyncEvent::PortError(PORT), AsyncEvent::PortActive(PORT)),
         };
-        // The last event is that of the present state, however many have not been taken.
+        // Remove unread port events, so that the last event always matches the current state.
         self.async_events
             .retain(|event| ![now, before].contains(event));
         self.raise(now);
     }
 
-    /// Reports that the address has come or gone, which is the port's GID.
+    /// Reports that the GID has changed since the port's address was added or removed.
     pub fn note_gid_change(&mut self) {
         self.raise(AsyncEvent::GidChange(PORT));
     }
 
-    /// Whether the device is there: it was not removed.
+    /// Verifies that the device has not been removed.
     ///
     /// # Errors
     /// [`VerbsError::DeviceGone`].
@@ -47,8 +46,8 @@ impl Nic {
         Ok(())
     }
 
-    /// Ends the device: flushes all requests, ends all identifiers of the RDMA CM, and says so by
-    /// events. Nothing is to be sent, received or fired any more.
+    /// Removes the device: flushes all requests, closes all RDMA CM ids and reports this using
+    /// events. After this, nothing is sent or received, and timers don't fire.
     pub fn remove(&mut self) {
         if std::mem::replace(&mut self.is_removed, true) {
             return;
@@ -60,10 +59,10 @@ impl Nic {
         }
         self.end_cm_ids();
         self.raise(AsyncEvent::DeviceFatal);
-        // Events of completion queues wait for nothing any longer.
+        // Don't delay completion events any longer.
         let cqs: Vec<CqId> = self.cqs.iter().map(|(id, _)| id).collect();
         for cq in cqs {
-            // It exists.
+            // This can't fail because the queue exists.
             let _ = self.modify_cq(cq, Moderation::default());
         }
         self.ready.clear();

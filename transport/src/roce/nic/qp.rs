@@ -1,4 +1,4 @@
-//! Queue pairs: creating, modifying, destroying, posting.
+//! Creating, modifying and destroying queue pairs, and posting work requests.
 
 use std::net::IpAddr;
 
@@ -21,14 +21,15 @@ use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer, Service};
 
 const REQUIRED: &str = "the state table requires it";
 
-/// Packets after which a responder acknowledges unasked.
+/// The responder sends an acknowledgement after this number of packets even if it was not
+/// requested.
 const ACK_EVERY: u32 = 32;
 
 fn refuse(reason: PostReason) -> PostError {
     PostError { index: 0, reason }
 }
 
-/// Borrows a queue pair's machine and what it works with.
+/// Borrows the state machine of a QP and its environment.
 macro_rules! with_env {
     ($self:ident, $qp:ident, $env:ident) => {
         let rq = match $qp.srq.and_then(|s| $self.srqs.get_mut(s).ok()) {
@@ -53,8 +54,8 @@ impl Nic {
     pub fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
         self.check_cap(&init.cap, init.qp_type)?;
         self.check_objects(init)?;
-        // With a shared queue the queue pair has no receives of its own, but takes entries of
-        // that queue's size.
+        // When using a shared queue, the QP doesn't have its own receives, but the entries have the
+        // size of the shared queue.
         let mut cap = init.cap;
         if let Some(srq) = init.srq {
             if !matches!(init.qp_type, QpType::Rc | QpType::Uc) {
@@ -71,7 +72,7 @@ impl Nic {
         }
         match init.qp_type {
             QpType::XrcIni => (cap.max_recv_wr, cap.max_recv_sge) = (0, 0),
-            // It takes receives of all the queues of its domain.
+            // Receives can be used from any queue of the XRC domain.
             QpType::XrcTgt => {
                 cap = QpCap {
                     max_recv_sge: self.config.limits.max_sge,
@@ -81,12 +82,12 @@ impl Nic {
             }
             _ => {}
         }
-        // A device has one queue pair 1. The messages of the CM do not pass it: the device
-        // handles those itself.
+        // There is only one QP1. It does not receive CM messages, because these are handled by the
+        // device.
         if init.qp_type == QpType::Gsi && self.gsi.is_some() {
             return Err(VerbsError::ResourceBusy("queue pair 1"));
         }
-        // Before a number is drawn, which a failed insertion would leave taken.
+        // Check this before allocating a number, which would be leaked if the insertion fails.
         if self.qps.is_full() {
             return Err(VerbsError::InsufficientResources("queue pair"));
         }
@@ -94,7 +95,8 @@ impl Nic {
             QpType::Gsi => Qpn::GSI.value(),
             _ => self.qpns.take(&mut self.random),
         };
-        // The machine needs its handle, which exists only once it is in the table.
+        // The state machine needs a handle, which is not available until we insert it into the
+        // table.
         let id = self.qps.insert(Qp {
             qpn,
             pd: init.pd,
@@ -152,7 +154,7 @@ impl Nic {
         Ok(id)
     }
 
-    /// Checks the objects that a queue pair is to be made of.
+    /// Checks the objects used to create a QP.
     fn check_objects(&self, init: &QpInitAttr) -> Result<(), VerbsError> {
         match (init.qp_type, init.xrcd) {
             (QpType::Smi, _) => return Err(VerbsError::Unsupported("queue pair 0")),
@@ -219,7 +221,7 @@ impl Nic {
                 max_burst_bytes: self.config.max_inflight_bytes,
             })));
         }
-        // MADs are 256 bytes on any path (IBTA 13.5.1).
+        // MADs are always 256 bytes, regardless of the path (IBTA 13.5.1).
         let mtu = match init.qp_type {
             QpType::Gsi => 256,
             _ => self.config.mtu.bytes() as usize,
@@ -235,8 +237,9 @@ impl Nic {
         )))
     }
 
-    /// Bytes of memory of a reliable queue pair with these depths and a completion queue of its own
-    /// for `completions`. `reads` of its own may be under way, and `resources` of the peer's.
+    /// Returns the memory in bytes used by a reliable QP with this configuration, including a
+    /// separate CQ with `completions` entries. `reads` and `resources` are the number of
+    /// outstanding READs of the local side and the peer, respectively.
     #[must_use]
     pub const fn queue_memory(cap: &QpCap, reads: u8, resources: u8, completions: u32) -> usize {
         size_of::<Qp>()
@@ -247,7 +250,7 @@ impl Nic {
 
     fn check_cap(&self, cap: &QpCap, qp_type: QpType) -> Result<(), VerbsError> {
         let l = &self.config.limits;
-        // The scatter list of a datagram has a fixed place in its queue entry.
+        // For datagrams, the scatter list has a fixed position in the queue entry.
         let sge = match qp_type {
             QpType::Ud | QpType::Gsi => l.max_sge.min(MAX_UD_SGE as u32),
             _ => l.max_sge,
@@ -268,7 +271,7 @@ impl Nic {
         Ok(self.qps.get(qp)?.qpn)
     }
 
-    /// Counters of a queue pair.
+    /// Returns the counters of a QP.
     pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
         let qp = self.qps.get(qp)?;
         let mut counters = qp.counters;
@@ -296,11 +299,11 @@ impl Nic {
 
     pub fn modify_qp(&mut self, id: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
         let qp = self.qps.get(id)?;
-        // All that may be refused is found out before anything changes, so that a modify that
-        // fails has done nothing.
+        // We need to check everything before changing any state, so that a failed modify has no
+        // effect.
         let from = qp.state();
         let to = plan_modify(qp.qp_type, from, attr)?;
-        // A stream comes with its connection.
+        // A stream is set up when its connection is established.
         if to == QpState::Rtr {
             self.config
                 .check_packets("connections without the connection manager")?;
@@ -317,7 +320,7 @@ impl Nic {
         if let Some(peer) = peer {
             self.change_peer(id, peer);
         }
-        // While the peer is still known, since the last answers go to it.
+        // This must be done while we still know the peer, so we can send the last acknowledgements.
         if matches!(to, QpState::Error | QpState::Reset) {
             self.keep_last_answers(id);
         }
@@ -330,7 +333,7 @@ impl Nic {
         }
         self.apply(id, from, to, attr)?;
         self.settle(id);
-        // Behind the state, with which the connection begins to be one.
+        // Update this after the state, since the connection is only set up by the state change.
         self.apply_alternate(id, alternate, attr.path_mig_state)?;
         if to == QpState::Reset {
             let qp = self.qps.get(id)?;
@@ -345,14 +348,15 @@ impl Nic {
 
     fn check_values(&self, attr: &QpAttr) -> Result<(), VerbsError> {
         let l = &self.config.limits;
-        // The tables of partition keys and ports have one entry each.
+        // The partition key table and the port table only have a single entry.
         if let Some(index) = attr.pkey_index.filter(|&i| i != 0) {
             return Err(VerbsError::InvalidIndex(index));
         }
         if let Some(port) = attr.port.filter(|&p| p != PORT) {
             return Err(VerbsError::InvalidPort(port));
         }
-        // A value that does not fit its field is refused: cut to size it would be another one.
+        // Return an error if a value is too large for its field, because truncating it would change
+        // its meaning.
         let within = |value: Option<u32>, max: u32, name| match value {
             Some(v) if v > max => Err(VerbsError::InvalidParameter(name)),
             _ => Ok(()),
@@ -375,23 +379,23 @@ impl Nic {
             l.max_qp_init_rd_atom.into(),
             "max_rd_atomic",
         )?;
-        // A queue pair whose packets the interface does not carry would lose them all and end by
-        // retries.
+        // If the packets were larger than the interface MTU, they would all be lost, and the QP
+        // would run out of retries.
         if attr.path_mtu.is_some_and(|m| m > self.config.mtu) {
             return Err(VerbsError::InvalidParameter("path_mtu"));
         }
         Ok(())
     }
 
-    /// The path that an address attribute names, if the peer there may have another queue pair.
+    /// Returns the path for an address vector, if the number of QPs with this peer is not exceeded.
     pub(super) fn plan_way(
         &mut self,
         id: QpId,
         ah: &AhAttr,
         attr: &QpAttr,
     ) -> Result<Peer, VerbsError> {
-        // A queue pair that stays with its peer does not count twice. The limit keeps one host
-        // from taking all queue pairs of the device.
+        // If the QP is already connected to this peer, don't count it twice. The limit prevents a
+        // single host from using all QPs of the device.
         let ip = self.reachable(ah)?;
         let has = self.peers.get(&ip).map_or(0, Vec::len) as u32;
         let is_there = self.qps.get(id)?.peer.is_some_and(|p| p.addr.ip() == ip);
@@ -402,13 +406,13 @@ impl Nic {
             ));
         }
         let addr = std::net::SocketAddr::new(ip, ROCE_PORT);
-        // The table has no more entries than that.
+        // The GID table is not larger than this.
         let from = ah.sgid_index as u8;
         let flow = IcrcFlow::new(self.locals[usize::from(from)], addr)
             .ok_or(VerbsError::InvalidParameter("destination address"))?;
         let dest = attr.dest_qp.or(self.qps.get(id)?.attr.dest_qp);
         let is_own = dest.is_some_and(|qpn| self.keeps(addr, Qpn::new(qpn)));
-        // The device sets ECN by itself.
+        // ECN is set by the device.
         let tos = ah.traffic_class & !ECN_MASK;
         Ok(Peer {
             addr,
@@ -419,9 +423,9 @@ impl Nic {
         })
     }
 
-    /// Gives a connection another path.
+    /// Changes the path of a connection.
     pub(super) fn change_peer(&mut self, id: QpId, peer: Peer) {
-        // The old address is left before the new one is counted: they may be the same.
+        // Remove the old address before adding the new one, since they can be the same.
         self.leave_peer(id);
         self.peers.entry(peer.addr.ip()).or_default().push(id);
         if let Ok(qp) = self.qps.get_mut(id) {
@@ -434,7 +438,7 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
         };
-        // The next peer proves its port again.
+        // The next peer needs to verify its port again.
         qp.source_port = None;
         let Some(peer) = qp.peer.take() else {
             return;
@@ -444,8 +448,8 @@ impl Nic {
         if let Some(qps) = self.peers.get_mut(&ip) {
             qps.retain(|&other| other != id);
             if qps.is_empty() {
-                // Without queue pairs a peer has no packets to be verified, so what is remembered
-                // of it goes as well.
+                // If there are no more QPs with this peer, we won't verify the packets, so we can
+                // discard all state about it.
                 self.peers.remove(&ip);
                 self.forget_peer(ip);
             }
@@ -453,16 +457,15 @@ impl Nic {
         self.share_window(ip);
     }
 
-    /// Divides what may be on the way to a peer among its queue pairs, whose number has changed by
-    /// one.
+    /// Divides the in-flight bytes for a peer between the QPs, after a QP was added or removed.
     fn share_window(&mut self, ip: IpAddr) {
         let qps = self.peers.get(&ip).map_or(&[][..], Vec::as_slice);
         let count = qps.len() as u32;
         let each = self.config.max_inflight_bytes;
         let together = self.config.peer_inflight_bytes;
         let share = |count: u32| (together / count.max(1)).max(each);
-        // From some number on each has what it may have in any case, and one more or less changes
-        // nothing.
+        // If there are many QPs, each uses the minimum value, so this change does not affect the
+        // other QPs.
         if count == 0 || share(count - 1) == each {
             return;
         }
@@ -474,7 +477,7 @@ impl Nic {
         }
     }
 
-    /// Carries out a change that has been found legal.
+    /// Applies changes after they have been verified.
     fn apply(
         &mut self,
         id: QpId,
@@ -489,7 +492,7 @@ impl Nic {
         } else {
             merge(&mut qp.attr, attr);
         }
-        // The machine sees attributes of earlier requests too: access may have been given with
+        // This includes attributes of previous requests, since access rights may have been set in
         // INIT.
         let merged = qp.attr;
         let has_srq = qp.srq.is_some();
@@ -497,7 +500,7 @@ impl Nic {
         match &mut qp.machine {
             Machine::Rc(rc) | Machine::Xrc(rc) => {
                 move_rc(rc, from, to, attr, &merged, &mut env);
-                // Nothing completes in RESET, so the receives go without completions.
+                // In the RESET state, receives are discarded without a completion.
                 if to == QpState::Reset && !has_srq {
                     env.rq.clear();
                 }
@@ -521,7 +524,8 @@ impl Nic {
                 if let Some(psn) = attr.sq_psn {
                     ud.set_sq_psn(psn);
                 }
-                // Also from ERROR to ERROR: receives that were posted meanwhile are flushed.
+                // Do this even if the state was already ERROR, to flush receives that have been
+                // posted since.
                 if from != to || to == QpState::Error {
                     ud.on_state(to, env.rq, env.out);
                 }
@@ -530,7 +534,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a queue pair to ERROR for a reason of the device's own.
+    /// Moves a QP to the ERROR state due to an internal error of the device.
     pub(super) fn fail_qp(&mut self, id: QpId) {
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
@@ -547,7 +551,7 @@ impl Nic {
 
     pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
         self.qps.get(id)?;
-        // While queue pair and peer still exist.
+        // This needs the QP and its peer.
         self.keep_last_answers(id);
         self.detach_all(id);
         self.leave_peer(id);
@@ -557,7 +561,7 @@ impl Nic {
             super::config::add_rc(&mut self.past, rc.counters());
         }
         if matches!(qp.machine, Machine::Stream(_)) {
-            // By this its owner learns that the stream is to be closed.
+            // This tells the owner to close the stream.
             self.ready.push_back(id);
         }
         if self.gsi == Some(id) {
@@ -599,8 +603,8 @@ impl Nic {
                 let ahs = &self.ahs;
                 let pd = qp.pd;
                 wrs.iter().enumerate().try_for_each(|(index, wr)| {
-                    // An address handle of another protection domain is as good as none: it was
-                    // made for another owner's queue pairs.
+                    // An address handle must be in the same protection domain, because it was
+                    // created for QPs of a different owner otherwise.
                     let way = wr
                         .ud
                         .and_then(|u| ahs.get(u.ah).ok())
@@ -616,9 +620,9 @@ impl Nic {
         result
     }
 
-    /// Takes back the newest `count` sends, so that a list is posted whole or not at all. Nothing of
-    /// the device may have been driven since they were posted. A queue pair in ERROR has completed
-    /// them, and keeps that.
+    /// Removes the last `count` sends, to ensure that either all requests of a list are posted or
+    /// none of them. Nothing else can be called on the device after posting them. If the QP is in
+    /// the ERROR state, the requests have already completed, and this has no effect.
     pub fn unpost_send(&mut self, id: QpId, count: usize) {
         match self.qps.get_mut(id).map(|qp| &mut qp.machine) {
             Ok(Machine::Rc(rc) | Machine::Xrc(rc)) => rc.unpost_send(count),
@@ -638,7 +642,7 @@ impl Nic {
         with_env!(self, qp, env);
         let result = match &mut qp.machine {
             Machine::Rc(rc) => rc.post_recv(wrs, &mut env),
-            // Receives are posted to the shared queues.
+            // Receives must be posted to the shared queues.
             Machine::Xrc(_) => Err(refuse(PostReason::InvalidOpcode)),
             Machine::Uc(uc) => uc.post_recv(wrs, &mut env),
             Machine::Stream(stream) => stream.post_recv(wrs, &mut env),
@@ -648,8 +652,8 @@ impl Nic {
             Machine::Ud(ud) => {
                 let result = env.rq.post(wrs);
                 if state == QpState::Error {
-                    // A receive that is posted in ERROR completes as flushed at once, as for
-                    // connections.
+                    // Like for connections, receives posted in the ERROR state are flushed
+                    // immediately.
                     ud.on_state(QpState::Error, env.rq, env.out);
                 }
                 result
@@ -660,8 +664,8 @@ impl Nic {
     }
 }
 
-/// The way to where an address handle leads. Multicast groups have the scope that the hop limit
-/// gives them.
+/// Returns the `Way` for an address handle. For multicast groups, the scope is limited by the hop
+/// limit.
 fn datagram_way(ah: &AhAttr) -> Way {
     let ip = ah.dgid.ip();
     let way = Way::to(std::net::SocketAddr::new(ip, ROCE_PORT));
@@ -677,7 +681,7 @@ fn datagram_way(ah: &AhAttr) -> Way {
     }
 }
 
-/// While requests are under way, only what does not concern them changes (IBTA 10.3.1.5).
+/// If there are outstanding requests, only unrelated attributes can be changed (IBTA 10.3.1.5).
 fn check_sqd(attr: &QpAttr, is_draining: bool) -> Result<(), VerbsError> {
     let waits = [
         ("ah", attr.ah.is_some()),
@@ -704,29 +708,29 @@ fn merge(into: &mut QpAttr, attr: &QpAttr) {
 }
 
 impl Machine {
-    /// Whether requests that had begun before a move to SQD are not complete yet.
+    /// Returns whether requests started before a change to SQD are still outstanding.
     fn is_draining(&self) -> bool {
         match self {
             Self::Rc(rc) | Self::Xrc(rc) => rc.is_draining(),
             Self::Uc(uc) => uc.is_draining(),
             Self::Stream(stream) => stream.is_draining(),
-            // A datagram that has begun has also ended.
+            // A datagram that has been started is always complete.
             Self::Ud(_) => false,
         }
     }
 
-    /// Changes how many bytes may be on the way to the peer.
+    /// Changes the maximum number of in-flight bytes.
     fn set_max_inflight(&mut self, bytes: u32) {
         match self {
             Self::Rc(rc) | Self::Xrc(rc) => rc.set_max_inflight(bytes),
             Self::Uc(uc) => uc.set_max_burst(bytes),
-            // A stream is paced by its transport.
+            // A stream uses the flow control of its transport.
             Self::Ud(_) | Self::Stream(_) => {}
         }
     }
 }
 
-/// Posts to an end of an extended connection: each request names a queue of the peer's.
+/// Posts to an extended connection. Each request specifies a queue of the peer.
 fn post_xrc(
     rc: &mut RcQp,
     qp_type: QpType,
@@ -741,12 +745,12 @@ fn post_xrc(
     };
     let reason = match qp_type.has_operation(&wrs[index].op) {
         false => PostReason::InvalidOpcode,
-        true => PostReason::InvalidRequest("no shared receive queue of the peer's"),
+        true => PostReason::InvalidRequest("missing remote shared receive queue"),
     };
     Err(PostError { index, reason })
 }
 
-/// Whether a request names a shared receive queue, or needs none since it sends nothing.
+/// Returns whether a request specifies an SRQ, or doesn't need it because nothing is sent.
 fn names_srq(wr: &SendWr<'_>) -> bool {
     let is_local = matches!(
         wr.op,
@@ -755,7 +759,7 @@ fn names_srq(wr: &SendWr<'_>) -> bool {
     is_local || wr.remote_srqn.is_some_and(|srqn| srqn < 1 << 24)
 }
 
-/// Moves an unreliable connection, as [`move_rc`].
+/// Changes the state of an unreliable connection. See [`move_rc`].
 fn move_uc(
     uc: &mut UcQp,
     from: QpState,
@@ -785,7 +789,7 @@ fn move_uc(
     }
 }
 
-/// Moves a connection over a stream, as [`move_rc`].
+/// Changes the state of a stream connection. See [`move_rc`].
 fn move_stream(stream: &mut RdmapQp, from: QpState, to: QpState, attr: &QpAttr, env: &mut Env<'_>) {
     match (from, to) {
         (_, QpState::Reset) => stream.to_reset(),
@@ -802,7 +806,8 @@ fn move_stream(stream: &mut RdmapQp, from: QpState, to: QpState, attr: &QpAttr, 
     }
 }
 
-/// Moves a connection. `merged` has everything that the table requires up to here.
+/// Changes the state of a reliable connection. `merged` contains all attributes that are required
+/// for this state.
 fn move_rc(
     rc: &mut RcQp,
     from: QpState,
@@ -812,7 +817,8 @@ fn move_rc(
     env: &mut Env<'_>,
 ) {
     let access = merged.access.unwrap_or_default() & Access::REMOTE;
-    // The state changes first, since RTR and RTS take their attributes with it; the others follow.
+    // For RTR and RTS, the state is changed first since this includes the attributes. For any other
+    // state, this is done afterwards.
     match (from, to) {
         (_, QpState::Reset) => rc.to_reset(),
         (_, QpState::Error) => rc.to_error(env),
@@ -821,7 +827,7 @@ fn move_rc(
             path_mtu: attr.path_mtu.expect(REQUIRED),
             dest_qpn: Qpn::new(attr.dest_qp.expect(REQUIRED)),
             rq_psn: Psn::new(attr.rq_psn.expect(REQUIRED)),
-            // An XRC initiator takes no requests.
+            // An XRC initiator does not receive requests.
             max_dest_rd_atomic: attr.max_dest_rd_atomic.unwrap_or(0),
             min_rnr_timer: RnrTimer::new(attr.min_rnr_timer.unwrap_or(0)),
             access,
@@ -829,7 +835,7 @@ fn move_rc(
         (QpState::Rtr, QpState::Rts) => rc.to_rts(&RtsParams {
             sq_psn: Psn::new(attr.sq_psn.expect(REQUIRED)),
             timeout: attr.timeout.expect(REQUIRED),
-            // An XRC target sends none.
+            // An XRC target doesn't send requests.
             retry_cnt: attr.retry_cnt.unwrap_or(0),
             rnr_retry: attr.rnr_retry.unwrap_or(0),
             max_rd_atomic: attr.max_rd_atomic.unwrap_or(0),

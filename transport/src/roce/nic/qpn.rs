@@ -1,5 +1,5 @@
-//! Queue-pair numbers: random, so that a stranger cannot guess one, and not soon used again, so
-//! that a packet that was long on its way meets no queue pair.
+//! Queue pair numbers. They are random, so that strangers cannot guess them, and they are not
+//! reused for some time, so that a delayed packet can't be received by a new queue pair.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -7,14 +7,14 @@ use std::hash::{BuildHasherDefault, Hasher};
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::Rng;
 
-/// Numbers that rest before they may be used again.
+/// How many numbers must be released before a number can be reused.
 const RESTING: usize = 1 << 15;
 
-/// Numbers below this are never given out: 0 and 1 are reserved, and small ones look like mistakes.
+/// We never use numbers below this value: 0 and 1 are reserved, and small numbers look like a bug.
 const FIRST: u32 = 0x10;
 const LAST: u32 = 0xff_fffe;
 
-/// Hashes a number that is random already.
+/// Hashes a number that is already random.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QpnHasher(u64);
 
@@ -26,8 +26,9 @@ impl Hasher for QpnHasher {
     }
 
     fn write_u32(&mut self, n: u32) {
-        // The numbers of a worker agree in their low bits, by which a table would put them all
-        // together. The product spreads the others upwards, and `finish` folds them down.
+        // All numbers of a worker have the same low bits, so they would end up in the same part of
+        // a hash table. The multiplication spreads the remaining bits upwards, and `finish` folds
+        // them down.
         self.0 = (self.0 ^ u64::from(n)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 
@@ -36,10 +37,10 @@ impl Hasher for QpnHasher {
     }
 }
 
-/// Something for each queue-pair number.
+/// Map using the QP number as the key.
 pub(super) type QpnMap<T> = HashMap<u32, T, BuildHasherDefault<QpnHasher>>;
 
-/// Allocator of queue pair numbers.
+/// QP number allocator.
 #[derive(Debug)]
 pub(super) struct QpnAllocator {
     worker_index: u32,
@@ -63,11 +64,12 @@ impl QpnAllocator {
         }
     }
 
-    /// A number that is neither in use nor resting.
+    /// Allocates a number which is neither in use nor recently released.
     pub(super) fn take(&mut self, random: &mut ChaCha20Rng) -> u32 {
-        // Far more numbers exist than queue pairs and resting numbers, so a few draws do.
+        // There are far more valid numbers than this, so we only need a few tries.
         loop {
-            // The low bits name the worker: by them the kernel picks its socket (`steer.rs`).
+            // The low bits contain the worker index, which is used by the kernel to select the
+            // socket (`steer.rs`).
             let n = random.next_u32() & 0x00ff_ffff & !self.worker_mask | self.worker_index;
             if (FIRST..=LAST).contains(&n) && self.taken.insert(n) {
                 return n;
@@ -75,11 +77,11 @@ impl QpnAllocator {
         }
     }
 
-    /// Gives a number back, to rest.
+    /// Releases a number.
     pub(super) fn give_back(&mut self, qpn: u32) {
         self.resting.push_back(qpn);
-        // A quarter of a worker's numbers at most, so that draws stay few where many workers
-        // share them.
+        // Use at most a quarter of the worker's range, so that we only need a few tries even if
+        // there are many workers.
         let most = RESTING.min((0x00ff_ffff / (self.worker_mask as usize + 1)) / 4);
         while self.resting.len() > most {
             if let Some(n) = self.resting.pop_front() {
@@ -96,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_name_their_worker_and_are_not_soon_used_again() {
+    fn qpns_contain_worker_and_are_not_reused() {
         let mut random = ChaCha20Rng::from_seed([1; 32]);
         let mut a = QpnAllocator::new(5, 3);
         let mut seen = HashSet::new();

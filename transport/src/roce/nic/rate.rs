@@ -1,8 +1,8 @@
-//! Rate limits of queue pairs (`ibv_modify_qp_rate_limit(3)`).
+//! Rate limits for queue pairs (`ibv_modify_qp_rate_limit(3)`).
 //!
-//! A queue pair with a limit has no more turns than packets that its limit allows, so that one
-//! without a limit pays nothing for it. All of its packets count: requests, READ responses and
-//! acknowledgements; but an acknowledgement alone is not held up.
+//! A rate limit restricts the number of packets a queue pair can send each time it is scheduled, so
+//! there is no overhead for queue pairs without a limit. All packets are counted: requests, READ
+//! responses and acknowledgements. However, a standalone acknowledgement is never delayed.
 
 use std::time::{Duration, Instant};
 
@@ -10,22 +10,22 @@ use super::{Nic, Qp, TURN};
 use crate::verbs::{Mtu, QpId, QpState, QpType, RateLimit, VerbsError};
 use crate::wire::MAX_HEADER_LEN;
 
-/// Least limit, in kbit/s. A full packet takes 35 ms then, well below what a reliable connection
-/// waits for before it gives up.
+/// Minimum rate in kbit/s. At this rate, a full packet takes 35 ms, which is well below the retry
+/// timeout of a reliable connection.
 pub(super) const MIN_RATE: u32 = 1000;
-/// Largest limit, in kbit/s.
+/// Max rate in kbit/s.
 pub(super) const MAX_RATE: u32 = u32::MAX;
 
-/// Bytes that leave at once where the limit names none, unless a packet is longer.
+/// Default burst size in bytes, if a packet is not larger than this.
 const BURST: u32 = 16 << 10;
 
-/// State of a limit.
+/// State of a rate limiter.
 #[derive(Debug)]
 pub(super) struct Limiter {
     pub(super) limit: RateLimit,
-    /// Time at which all that has left would have left at the limit.
+    /// Time when all sent data would have been sent at the configured rate.
     even: Instant,
-    /// Time at which the packet that waits may leave.
+    /// Time when the next packet can be sent.
     release: Option<Instant>,
 }
 
@@ -38,15 +38,15 @@ impl Limiter {
         }
     }
 
-    /// Time that a number of bytes takes at the limit.
+    /// Returns the time required to send this number of bytes.
     fn time_of(&self, bytes: usize) -> Duration {
         let bits = bytes as u64 * 8;
-        // A kilobit in a second is a bit in a millisecond.
+        // 1 kbit/s is one bit per millisecond.
         Duration::from_nanos(bits * 1_000_000 / u64::from(self.limit.rate_kbps.max(1)))
     }
 
-    /// Number of packets of at most `len` bytes that may leave now, up to `max`. Where there are
-    /// none, the first waits until [`Limiter::release`].
+    /// Returns the number of packets of up to `len` bytes that can be sent now, up to `max`. If
+    /// this is 0, the first packet must wait until [`Limiter::release`].
     pub(super) fn allow(&mut self, now: Instant, len: usize, max: usize) -> usize {
         let burst = match self.limit.max_burst {
             0 => BURST,
@@ -60,24 +60,25 @@ impl Limiter {
         count
     }
 
-    /// Accounts for bytes that were sent.
+    /// Accounts for sent data.
     pub(super) fn on_sent(&mut self, now: Instant, bytes: usize) {
         self.even = self.even.max(now) + self.time_of(bytes);
     }
 
-    /// Ends a wait whose time has come.
+    /// Stops waiting if the time has passed.
     pub(super) fn handle_timeout(&mut self, now: Instant) {
         self.release = self.release.filter(|&at| at > now);
     }
 
-    /// Time at which the packet that waits may leave, if one does.
+    /// Returns when the next packet can be sent, if it needs to wait.
     pub(super) fn release(&self) -> Option<Instant> {
         self.release
     }
 }
 
 impl Qp {
-    /// Number of packets that the queue pair may send in a turn, of a path MTU of `mtu` bytes.
+    /// Returns the number of packets that the QP can send when it is scheduled, based on a path MTU
+    /// of `mtu` bytes.
     pub(super) fn turn(&mut self, now: Instant, mtu: u32) -> usize {
         let mtu = self.attr.path_mtu.map_or(mtu, Mtu::bytes) as usize;
         match &mut self.limiter {
@@ -86,7 +87,7 @@ impl Qp {
         }
     }
 
-    /// Notes what the queue pair has sent in a turn, in bytes.
+    /// Updates the limiter after the QP has sent this number of bytes.
     pub(super) fn on_sent(&mut self, now: Instant, bytes: usize) {
         if let Some(limiter) = &mut self.limiter {
             limiter.on_sent(now, bytes);
@@ -114,7 +115,7 @@ impl Nic {
         }
         let is_limited = limit.rate_kbps != 0;
         qp.limiter = is_limited.then(|| Box::new(Limiter::new(limit, now)));
-        // What waited for the limit of before.
+        // Packets may have been waiting for the previous limit.
         self.schedule(id);
         Ok(())
     }
@@ -138,10 +139,10 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_leaves_at_once_and_the_rest_at_the_limit() {
+    fn burst_is_sent_at_once() {
         let start = Instant::now();
         let mut now = start;
-        // 8 Mbit/s are a byte in a microsecond.
+        // 8 Mbit/s is one byte per microsecond.
         let mut limiter = limiter(8000, 5000, now);
         assert_eq!(limiter.allow(now, 1000, 64), 5);
         limiter.on_sent(now, 4 * 1000);
@@ -162,14 +163,14 @@ mod tests {
         }
         let took = now - start;
         assert_eq!(took, Duration::from_micros(sent - 5000));
-        // Time in which nothing leaves gives one burst, and not more.
+        // After an idle time, we can send a single burst, but not more.
         now += Duration::from_secs(100);
         assert_eq!(limiter.allow(now, 1000, 64), 5);
         assert_eq!(limiter.allow(now, 1000, 3), 3);
     }
 
     #[test]
-    fn a_packet_longer_than_the_burst_leaves_and_no_rate_overflows() {
+    fn packet_larger_than_burst_is_sent() {
         let now = Instant::now();
         let mut small = limiter(MIN_RATE, 1, now);
         assert_eq!(small.allow(now, 4200, 64), 1);

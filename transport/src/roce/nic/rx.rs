@@ -1,4 +1,4 @@
-//! Receiving: every packet is checked and handed to its queue pair.
+//! Receive path: checks each packet and passes it to its queue pair.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -14,19 +14,19 @@ use crate::wire::{
     GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, ROCE_PORT, Service, is_link_local,
 };
 
-/// Fields of a received IP header, beside the sender's address.
+/// Fields of a received IP header, in addition to the source address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpFields {
-    /// Type of service, or traffic class: DSCP and ECN.
+    /// Type of service or traffic class: DSCP and ECN.
     pub traffic_class: u8,
-    /// Hop limit, or time to live, with which the packet has arrived.
+    /// Hop limit or TTL of the received packet.
     pub hop_limit: u8,
-    /// Address of ours that it was sent to, by its index in the GID table.
+    /// Destination address, as an index into the GID table.
     pub gid_index: u8,
 }
 
-/// UDP port of a peer and the index of our address, which is in the upper half. Each such pair has
-/// an ICRC of its own.
+/// Source port of the peer in the lower half, and index of the local address in the upper half. The
+/// ICRC depends on both.
 pub(super) type FlowPort = u32;
 
 impl Default for IpFields {
@@ -40,28 +40,29 @@ impl Default for IpFields {
 }
 
 impl IpFields {
-    /// Whether a router has marked the packet for congestion (RFC 3168, section 5).
+    /// Returns whether a router has set the congestion mark (RFC 3168, section 5).
     #[must_use]
     pub fn is_marked(self) -> bool {
         self.traffic_class & 0b11 == 0b11
     }
 }
 
-/// A packet as it came in.
+/// A received packet.
 pub(super) struct Received<'a> {
     pub(super) src: SocketAddr,
-    /// Address of the sender for users of datagrams, who may answer there.
+    /// Source address to pass to datagram users, which can be used to send a response.
     pub(super) datagram_src: IpAddr,
-    /// Address that it was sent to.
+    /// Destination address.
     pub(super) dst: IpAddr,
     pub(super) bytes: &'a [u8],
     pub(super) ip: IpFields,
-    /// It follows another packet in a train.
+    /// Set if this is not the first packet of a train.
     pub(super) follows: bool,
 }
 
 impl Received<'_> {
-    /// The header that a datagram's receiver gets. The ICRC has shown its identification.
+    /// Creates the route header for the receiver of a datagram. The identification was recovered
+    /// from the ICRC.
     pub(super) fn route_header(&self, identification: u16) -> RouteHeader {
         RouteHeader {
             source: self.datagram_src,
@@ -70,49 +71,49 @@ impl Received<'_> {
             flow_label: 0,
             hop_limit: self.ip.hop_limit,
             identification,
-            // With the header of UDP.
+            // This includes the UDP header.
             payload_len: (self.bytes.len() + 8) as u16,
         }
     }
 }
 
-/// What the packets of a train have in common, as a rule.
+/// State shared by the packets of a train.
 #[derive(Default)]
 struct Train<'a> {
-    /// Checks their ICRCs; without one these are not looked at.
+    /// Used to verify the ICRC; `None` to skip this check.
     verifier: Option<&'a mut IcrcVerifier>,
-    /// The queue pair of the last packet, by its number.
+    /// Number and id of the last QP.
     qp: Option<(Qpn, QpId)>,
-    /// A queue pair whose events wait in [`Nic::out`], and which may have something to send. It is
-    /// settled before anything else changes the device.
+    /// QP with pending events in [`Nic::out`], which may also have something to send. It must be
+    /// settled before we change anything else on the device.
     unsettled: Option<QpId>,
 }
 
-/// A packet that its queue pair has looked at.
+/// Result of processing a packet.
 pub(super) struct Taken {
-    /// It came from the peer of a connected queue pair.
+    /// Set if this packet was sent by the peer of a connected QP.
     pub(super) is_peer: bool,
-    /// It is the first of a connection that was accepted.
+    /// Set if this is the first packet on an accepted connection.
     pub(super) is_first: bool,
 }
 
-/// Peer at the other end of a link.
+/// Peer on the other side of a link.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkPeer {
-    /// Name of the link.
+    /// Link name.
     pub(crate) name: IpAddr,
-    /// Address that datagrams are said to come from, and that leads back to the peer.
+    /// Source address for received datagrams, which can be used to reach the peer.
     pub(crate) datagrams: IpAddr,
 }
 
 impl Nic {
-    /// Takes in a datagram, or a train of them: `bytes` are packets of `segment` bytes, the last of
-    /// which may be shorter.
+    /// Handles a received datagram or a train of datagrams: `bytes` contains packets of `segment`
+    /// bytes, but the last can be shorter.
     pub fn handle_datagram(&mut self, now: Instant, src: SocketAddr, segment: usize, bytes: &[u8]) {
         self.handle_train(now, src, segment, bytes, IpFields::default());
     }
 
-    /// [`Nic::handle_datagram`], for packets with these IP headers.
+    /// Same as [`Nic::handle_datagram`], but with IP header fields.
     pub fn handle_train(
         &mut self,
         now: Instant,
@@ -122,7 +123,7 @@ impl Nic {
         ip: IpFields,
     ) {
         self.set_now(now);
-        // Nothing can be sent to an address whose interface is not known.
+        // We can't send to a link-local address since we don't know the interface.
         if is_link_local(src.ip()) {
             self.counters.rx_wrong_source += 1;
             return;
@@ -133,7 +134,7 @@ impl Nic {
             FlowPort::from(src.port()) | FlowPort::from(ip.gid_index) << 16,
         );
         let known = self.verifiers.get(&key).copied();
-        // Addresses of two families share no packet, so there is no ICRC to compare with.
+        // If the address families don't match, the packet is invalid and there is no ICRC to check.
         let Some(mut verifier) = known.or_else(|| IcrcFlow::new(src, to).map(IcrcVerifier::new))
         else {
             self.counters.rx_malformed += 1;
@@ -144,7 +145,7 @@ impl Nic {
             verifier: Some(&mut verifier),
             ..Train::default()
         };
-        // A train of length 0 cannot be cut.
+        // A segment size of 0 is invalid, and would cause a panic here.
         for (at, bytes) in bytes.chunks(segment.max(1)).enumerate() {
             let received = Received {
                 src,
@@ -158,23 +159,25 @@ impl Nic {
         }
         self.settle_train(&mut train);
         verifier.end_train();
-        // Only peers are remembered, so that neither noise nor strangers fill the table. Most
-        // packets of a peer teach nothing new.
+        // Only store this for peers, so the table cannot be filled up by noise or strangers. For
+        // most packets, there is nothing new to store.
         if is_peer && known != Some(verifier) {
             self.remember(key, verifier);
         }
     }
 
-    /// The packets that the device keeps for itself.
+    /// Returns the packets to be looped back.
     pub(in crate::roce) fn own_packets(&self) -> Option<&TxBatch> {
         let own = self.own_way.as_ref()?.packets.as_ref()?;
         Some(&own.batch)
     }
 
-    /// Takes in the packets that were kept by the last [`Nic::poll_transmit`]. Answers how many.
-    /// To be called after each, before a request may complete: they refer to its memory.
+    /// Receives all packets looped back by the last [`Nic::poll_transmit`]. This will return the
+    /// number of packets. This must be called after each transmit, before any request can complete,
+    /// because the packets reference memory of these requests.
     pub(in crate::roce) fn receive_own(&mut self, now: Instant) -> usize {
-        // Taken out, since the packets change the device, and put back with its memory.
+        // We need to take this because handling packets requires `self`. It is put back afterwards
+        // to reuse its memory.
         let own_way = self.own_way.as_mut();
         let Some(mut own) = own_way.and_then(|way| way.packets.take()) else {
             return 0;
@@ -199,8 +202,8 @@ impl Nic {
         packets
     }
 
-    /// Takes in one packet without an ICRC from a wire that proves where it comes from: a device
-    /// on a wire of [`Wire::Links`](super::Wire::Links).
+    /// Handles a packet without an ICRC, received from a wire with a trusted source
+    /// ([`Wire::Links`](super::Wire::Links)).
     pub(crate) fn handle_unsealed(&mut self, now: Instant, from: LinkPeer, bytes: &[u8]) {
         debug_assert!(!self.config.has_icrc());
         self.set_now(now);
@@ -217,8 +220,8 @@ impl Nic {
         self.settle_train(&mut train);
     }
 
-    /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets
-    /// its own oldest one.
+    /// Stores the packet numbering of a peer. If it uses too many ports, its oldest entry is
+    /// removed.
     fn remember(&mut self, key: (IpAddr, FlowPort), verifier: IcrcVerifier) {
         if self.verifiers.insert(key, verifier).is_some() {
             return;
@@ -233,14 +236,14 @@ impl Nic {
         }
     }
 
-    /// The last queue pair of a peer is gone.
+    /// Called when the last QP of a peer has been removed.
     pub(super) fn forget_peer(&mut self, ip: IpAddr) {
         for port in self.verified_ports.remove(&ip).into_iter().flatten() {
             self.verifiers.remove(&(ip, port));
         }
     }
 
-    /// Parses a packet that is of our partition.
+    /// Parses a packet and checks its partition key.
     #[inline]
     pub(super) fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
         self.counters.rx_packets += 1;
@@ -249,7 +252,7 @@ impl Nic {
             self.counters.rx_malformed += 1;
             return None;
         };
-        // We are a full member, so a limited member may talk to us as well.
+        // We are a full member, so we also accept packets from limited members.
         if (packet.bth.pkey() ^ PKey::DEFAULT.0) & 0x7fff != 0 {
             self.counters.rx_wrong_pkey += 1;
             return None;
@@ -257,7 +260,7 @@ impl Nic {
         Some(packet)
     }
 
-    /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
+    /// Handles a packet. Returns whether it was sent by the peer of a connected QP.
     fn handle_packet(&mut self, received: &Received<'_>, train: &mut Train<'_>) -> bool {
         let Some(packet) = self.parse(received.bytes) else {
             return false;
@@ -271,8 +274,8 @@ impl Nic {
             }
             return false;
         }
-        // The number is looked up before the ICRC is computed over the whole packet, and the
-        // sender compared: a flood that does not know both costs little.
+        // Look up the QP and check the source address before computing the ICRC over the entire
+        // packet. This keeps the cost of a flood low if the attacker does not know both.
         let found = train.qp.filter(|&(last, _)| last == qpn);
         let found = found.map(|(_, id)| id);
         let Some(id) = found.or_else(|| self.by_qpn.get(&qpn.value()).copied()) else {
@@ -291,7 +294,7 @@ impl Nic {
             self.settle_train(train);
         }
         if !is_plain {
-            // What waits was sent on the path of before.
+            // Pending packets must be sent on the previous path.
             self.settle_train(train);
             if !self.follow_path(id, received, &packet) {
                 return false;
@@ -301,8 +304,8 @@ impl Nic {
             return false;
         };
         train.unsettled = Some(id);
-        // Data shows as well as an RTU that the peer is ready. The RTU may be lost, and the peer
-        // repeats it only when it is asked by another REP.
+        // Like an RTU, data indicates that the peer is ready. The RTU can be lost, and the peer
+        // only retransmits it in response to another REP.
         if taken.is_first {
             self.settle_train(train);
             self.on_first_packet(id);
@@ -310,7 +313,7 @@ impl Nic {
         taken.is_peer
     }
 
-    /// Hands a packet that has been checked to its queue pair. `None` if that does not take it.
+    /// Passes a verified packet to the QP. Returns `None` if it is not accepted.
     fn hand_over(
         &mut self,
         id: QpId,
@@ -324,9 +327,9 @@ impl Nic {
         let (src, is_marked) = (received.src, received.ip.is_marked());
         let now = self.now;
         let qp = self.qps.get_mut(id).ok()?;
-        // A notification has no PSN that would have to be guessed, so it has to come from where
-        // packets with a right one come from. So does a mark, which is answered with a
-        // notification.
+        // A CNP does not contain a PSN which an attacker would have to guess, so it must use the
+        // same source port as packets with a valid PSN. This is also required for a congestion
+        // mark, since we send a CNP in response.
         let is_new_port = qp.source_port != Some(src.port());
         let is_cnp = packet.op.operation == Operation::CongestionNotification;
         if is_cnp && is_new_port {
@@ -340,14 +343,14 @@ impl Nic {
                 if is_marked && !is_new_port {
                     rc.handle_mark(now, packet);
                 }
-                // Only the queue pair knows whether the packet was in sequence. It counts what it
-                // does not take, so with an equal count the port is taken for the peer's.
+                // Only the QP knows if the packet is in sequence. It counts all packets that it
+                // doesn't accept, so if the count does not change, this port is used by the peer.
                 let refused = is_new_port.then(|| rc.counters().refused());
                 rc.handle_packet(now, packet, &mut env);
                 if refused.is_some_and(|before| before == rc.counters().refused()) {
                     qp.source_port = Some(src.port());
-                    // A mark on the first packet from a new port counts as soon as the port is
-                    // proved.
+                    // If this is the first packet from a new port, the mark is valid now that we
+                    // have verified the port.
                     if is_marked {
                         rc.handle_mark(now, packet);
                     }
@@ -357,7 +360,7 @@ impl Nic {
                     is_first: qp.awaits_first_packet && rc.has_received(),
                 }
             }
-            // Packets of these have a service of their own, or there are none.
+            // These types use a different service, or don't have packets.
             Machine::Xrc(_) | Machine::Stream(_) => return None,
             Machine::Uc(uc) => {
                 uc.handle_packet(packet, &mut env);
@@ -379,15 +382,15 @@ impl Nic {
         Some(taken)
     }
 
-    /// Settles the queue pair of the last packets of a train.
+    /// Settles the QP of the last packets in a train.
     fn settle_train(&mut self, train: &mut Train<'_>) {
         if let Some(id) = train.unsettled.take() {
             self.settle(id);
         }
     }
 
-    /// Whether a queue pair is of the packet's kind, and, if it has a peer, has this one, and has no
-    /// other path that the packet could be about.
+    /// Returns whether a packet matches the service type of a QP and, if connected, its peer. This
+    /// will return `false` if the QP has an alternate path which could match as well.
     fn is_from_peer(&self, id: QpId, received: &Received<'_>, packet: &Packet<'_>) -> bool {
         let Ok(qp) = self.qps.get(id) else {
             return false;
@@ -404,7 +407,7 @@ impl Nic {
         is_peer && packet.op.service == service
     }
 
-    /// The identification in the IP header of a packet whose ICRC is right.
+    /// Verifies the ICRC and returns the identification from the IP header.
     pub(super) fn verify(
         &mut self,
         received: &Received<'_>,
@@ -420,11 +423,11 @@ impl Nic {
         verified.ok()
     }
 
-    /// A datagram for queue pair 1: connection management and questions of performance management
-    /// are the device's own business, everything else goes to the user's queue pair.
+    /// Handles a datagram for QP1. Connection management and performance management requests are
+    /// handled by the device. All other datagrams are passed to the application's QP.
     fn handle_gsi(&mut self, received: &Received<'_>, packet: &Packet<'_>, ip_id: u16) {
-        // Queue pair 1 has a Q_Key that every CM knows. It keeps out datagrams that were meant
-        // for another queue pair, not strangers.
+        // The Q_Key of QP1 is well-known. This check only rejects datagrams that were meant for a
+        // different QP; it doesn't protect against attackers.
         let is_datagram = packet.op.service == Service::Ud
             && packet.ext.deth.is_some_and(|d| d.qkey() == GSI_QKEY);
         let mad = <&Mad>::try_from(packet.payload).ok();
@@ -439,7 +442,7 @@ impl Nic {
             return;
         }
         let asker = packet.ext.deth.map(|deth| deth.src_qpn());
-        // The agents answer from the first address.
+        // Agents always respond from the first address.
         let is_asked = asker == Some(Qpn::GSI) && received.ip.gid_index == 0;
         if is_asked && self.handle_agent_mad(received.src.ip(), mad) {
             return;
@@ -457,7 +460,7 @@ impl Nic {
         self.settle(id);
     }
 
-    /// After a queue pair did something: hands on its events, and sees to its turn and its timer.
+    /// Must be called after using a QP: passes on its events, schedules it and updates the timer.
     pub(super) fn settle(&mut self, id: QpId) {
         if !self.out.is_empty() {
             self.drain(id);
@@ -466,8 +469,8 @@ impl Nic {
     }
 
     fn drain(&mut self, id: QpId) {
-        // Taken out, since passing the events on changes the device, and put back with its
-        // memory.
+        // We need to take this because passing on events requires `self`. It is put back afterwards
+        // to reuse the memory.
         let mut out = std::mem::take(&mut self.out);
         let mut broken: Vec<CqId> = Vec::new();
         let mut shared = None;
@@ -483,10 +486,10 @@ impl Nic {
                     RcEvent::Send(c) => (send_cq, c),
                     RcEvent::Recv(c) => match recv_cq {
                         Some(cq) => (cq, c),
-                        // Its queue was destroyed in the middle of its message.
+                        // The queue was destroyed while receiving the message.
                         None => continue,
                     },
-                    // Its owner has not asked for it.
+                    // The application didn't request this event.
                     RcEvent::Async(AsyncEvent::SqDrained(_)) if !notifies_drain => continue,
                     RcEvent::Async(e) => {
                         self.raise(e);
@@ -500,7 +503,7 @@ impl Nic {
         }
         out.clear();
         self.out = out;
-        // After the receives that this round took.
+        // Check this after using receives.
         if let Some(srq) = shared {
             self.check_srq_limit(srq);
         }
@@ -509,19 +512,19 @@ impl Nic {
         }
     }
 
-    /// A queue that overran has lost completions, so the queue pairs that complete there cannot go
-    /// on.
+    /// If a CQ overruns, completions are lost, so all QPs using it must fail.
     pub(super) fn fail_users(&mut self, cq: CqId) {
         let is_user = |qp: &super::Qp| qp.send_cq == cq || qp.recv_cq == cq;
         let users = self.qps.iter().filter(|(_, qp)| is_user(qp));
         let users: Vec<QpId> = users.map(|(id, _)| id).collect();
-        // Flushing may break further queues; each breaks once, so this ends.
+        // Flushing a QP can overrun additional queues, but each queue can only overrun once, so the
+        // recursion terminates.
         for user in users {
             self.fail_qp(user);
         }
     }
 
-    /// Has the connection manager notified when the peer's first packet arrives.
+    /// Notifies the connection manager when the first packet is received from the peer.
     pub(in crate::roce) fn await_first_packet(&mut self, id: QpId) {
         if let Ok(qp) = self.qps.get_mut(id) {
             qp.awaits_first_packet = true;

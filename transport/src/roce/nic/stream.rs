@@ -1,11 +1,11 @@
-//! Connections over streams of bytes ([`RdmapQp`]), for their owner, who moves the bytes.
+//! Connections over byte streams ([`RdmapQp`]). The owner of the device transfers the data.
 //!
 //! ```text
-//! nic.start_stream(qp, &params)                      // when both ends have agreed
-//! nic.handle_stream(now, qp, bytes)                  // what came in
-//! while let Some(qp) = nic.next_stream() { … }       // has something to send, perhaps:
+//! nic.start_stream(qp, &params)                      // when both sides have agreed
+//! nic.handle_stream(now, qp, bytes)                  // received data
+//! while let Some(qp) = nic.next_stream() { … }       // may have something to send:
 //!     nic.poll_stream(now, qp, &mut bytes, limit)
-//! nic.lose_stream(now, qp)                           // the stream has ended
+//! nic.lose_stream(now, qp)                           // the stream was closed
 //! ```
 
 use std::time::Instant;
@@ -20,7 +20,7 @@ use crate::rdmap::{RdmapQp, StreamParams};
 use crate::verbs::{Access, QpId, QpState, VerbsError};
 
 impl Nic {
-    /// Calls `f` with a connection and what it works with, and hands on its events.
+    /// Calls `f` with a connection and its environment, then passes on the events.
     fn with_stream<T>(
         &mut self,
         id: QpId,
@@ -38,8 +38,8 @@ impl Nic {
         Some(result)
     }
 
-    /// Begins the stream of a queue pair in INIT, whose peer may do what the queue pair was given rights
-    /// for.
+    /// Starts the stream of a QP in the INIT state. The peer gets the access rights set for this
+    /// QP.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`].
@@ -50,39 +50,39 @@ impl Nic {
     ) -> Result<(), VerbsError> {
         let qp = self.qps.get_mut(id)?;
         let Machine::Stream(stream) = &mut qp.machine else {
-            return Err(VerbsError::InvalidState("a queue pair without a stream"));
+            return Err(VerbsError::InvalidState("queue pair without a stream"));
         };
         if stream.state() != QpState::Init {
-            return Err(VerbsError::InvalidState("a queue pair in INIT is needed"));
+            return Err(VerbsError::InvalidState("queue pair is not in INIT"));
         }
         let access = qp.attr.access.unwrap_or_default() & Access::REMOTE;
         stream.start(&StreamParams { access, ..*params });
-        // The limits of devices are below 256.
+        // Device limits are less than 256.
         qp.attr.max_rd_atomic = Some(params.agreed.ord.min(255) as u8);
         qp.attr.max_dest_rd_atomic = Some(params.agreed.ird.min(255) as u8);
         self.schedule(id);
         Ok(())
     }
 
-    /// Ends a connection that was just begun, since the reply does not fit.
+    /// Closes a new connection because the reply is not compatible.
     pub(crate) fn refuse_stream(&mut self, id: QpId, disagreement: Disagreement) {
         self.with_stream(id, |stream, env| stream.refuse_reply(disagreement, env));
         self.schedule(id);
     }
 
-    /// Takes in bytes of a stream.
+    /// Handles data received from a stream.
     pub(crate) fn handle_stream(&mut self, now: Instant, id: QpId, bytes: &[u8]) {
         self.set_now(now);
         self.counters.rx_bytes += bytes.len() as u64;
         let faults = fault::count();
         self.with_stream(id, |stream, env| stream.handle_input(bytes, env));
         self.fail_where_faulted(id, faults);
-        // It may have something to answer.
+        // The connection may need to send a response.
         self.schedule(id);
     }
 
-    /// Ends a queue pair that has touched memory which was gone, if there was a fault beyond those that
-    /// were counted. Nothing is repeated here that could find out which region it was.
+    /// Fails a QP if there were new memory faults while it was running, which means it has accessed
+    /// unmapped memory. Streams don't retransmit, so we can't find out which region was affected.
     fn fail_where_faulted(&mut self, id: QpId, faults: u64) -> bool {
         let has_faulted = fault::count() != faults;
         if has_faulted {
@@ -92,13 +92,13 @@ impl Nic {
         has_faulted
     }
 
-    /// The stream of a queue pair has ended.
+    /// Handles a closed stream.
     pub(crate) fn lose_stream(&mut self, now: Instant, id: QpId) {
         self.set_now(now);
         self.fail_qp(id);
     }
 
-    /// The next queue pair that may have something to send, or that was destroyed.
+    /// Returns the next QP that may have something to send, or has been destroyed.
     pub(crate) fn next_stream(&mut self) -> Option<QpId> {
         let id = self.ready.pop_front()?;
         if let Ok(qp) = self.qps.get_mut(id) {
@@ -107,18 +107,18 @@ impl Nic {
         Some(id)
     }
 
-    /// Queue pairs that wait for their turn.
+    /// Returns the number of scheduled QPs.
     pub(crate) fn ready_streams(&self) -> usize {
         self.ready.len()
     }
 
-    /// Gives a queue pair another turn.
+    /// Schedules a QP again.
     pub(crate) fn wake_stream(&mut self, id: QpId) {
         self.schedule(id);
     }
 
-    /// Appends what a queue pair sends now to `out`, until that has `limit` bytes. Answers whether
-    /// there may be more.
+    /// Appends data to be sent by a QP to `out`, until it contains `limit` bytes. Returns whether
+    /// more data may be available.
     pub(crate) fn poll_stream(
         &mut self,
         now: Instant,
@@ -137,18 +137,19 @@ impl Nic {
         has_more == Some(true)
     }
 
-    /// Counts a connection that was refused, since its peer has as many as it may have.
+    /// Counts a connection that was rejected because the peer exceeds its limit.
     pub(crate) fn count_refused(&mut self) {
         self.counters.refused_qps += 1;
     }
 
-    /// Whether nothing follows on a stream but the message that ends it, if there is one.
+    /// Returns whether nothing more will be sent on this stream, except for a terminate message if
+    /// needed.
     pub(crate) fn has_stream_ended(&self, id: QpId) -> bool {
         let state = self.qps.get(id).map(Qp::state);
         !matches!(state, Ok(QpState::Rts | QpState::Sqd))
     }
 
-    /// Whether a stream is to be closed when what was made is sent.
+    /// Returns whether the stream should be closed after sending the remaining data.
     pub(crate) fn is_stream_over(&self, id: QpId) -> bool {
         match self.qps.get(id).map(|qp| &qp.machine) {
             Ok(Machine::Stream(stream)) => stream.is_over(),

@@ -1,4 +1,4 @@
-//! A device against anything that a peer may send.
+//! Tests how a device handles any input from a peer.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -53,7 +53,8 @@ fn init(nic: &mut Nic, qp_type: QpType) -> QpInitAttr {
     }
 }
 
-/// A connected queue pair in RTS with the peer, expecting PSN 100 and sending from 200 on.
+/// Creates a QP in RTS, connected to the peer, with 100 as the next receive PSN and 200 as the next
+/// send PSN.
 fn connected(nic: &mut Nic) -> QpId {
     connected_to(nic, peer().ip())
 }
@@ -96,7 +97,7 @@ fn connected_as(nic: &mut Nic, init: &QpInitAttr, peer: IpAddr) -> QpId {
     qp
 }
 
-/// The IP header of a packet that was marked for congestion.
+/// IP header of a packet with a congestion mark.
 const MARKED: IpFields = IpFields {
     traffic_class: 0b11,
     hop_limit: 64,
@@ -104,7 +105,7 @@ const MARKED: IpFields = IpFields {
 };
 
 #[test]
-fn a_packet_of_another_service_or_source_is_not_for_an_unreliable_connection() {
+fn uc_drops_wrong_service_or_source() {
     let mut nic = nic();
     let init = init(&mut nic, QpType::Uc);
     let qp = nic.create_qp(&init).unwrap();
@@ -149,7 +150,7 @@ fn a_packet_of_another_service_or_source_is_not_for_an_unreliable_connection() {
     assert_eq!(send(crate::wire::Opcode::UcWriteOnly, peer()), (1, 1, 1));
 }
 
-/// Bytes that a queue pair may have on the way.
+/// Returns the maximum number of in-flight bytes for a QP.
 fn inflight(nic: &Nic, qp: QpId) -> u32 {
     match &nic.qps.get(qp).unwrap().machine {
         Machine::Rc(rc) => rc.config().max_inflight_bytes,
@@ -158,7 +159,7 @@ fn inflight(nic: &Nic, qp: QpId) -> u32 {
 }
 
 #[test]
-fn queue_pairs_of_a_peer_share_what_may_be_on_the_way_to_it() {
+fn qps_of_peer_share_inflight_limit() {
     let config = NicConfig {
         max_inflight_bytes: 100,
         peer_inflight_bytes: 400,
@@ -193,7 +194,7 @@ fn queue_pairs_of_a_peer_share_what_may_be_on_the_way_to_it() {
     assert_eq!(inflight(&nic, first), 400);
 }
 
-/// Gives a queue pair in SQD another peer.
+/// Changes the peer of a QP in SQD.
 fn move_to(nic: &mut Nic, qp: QpId, addr: [u8; 4]) {
     let ah = AhAttr {
         dgid: Gid::from(IpAddr::from(addr)),
@@ -206,7 +207,7 @@ fn move_to(nic: &mut Nic, qp: QpId, addr: [u8; 4]) {
     nic.modify_qp(qp, &moved).unwrap();
 }
 
-/// A whole datagram from `src`, with its ICRC.
+/// Returns a full datagram from `src`, including its ICRC.
 fn sealed(nic: &Nic, src: SocketAddr, bth: &Bth, ext: &ExtHeaders, payload: &[u8]) -> Vec<u8> {
     let bth = bth.with_pad_for(payload.len());
     let mut bytes = emit_headers(&bth, ext).to_vec();
@@ -242,12 +243,12 @@ fn write_from(nic: &Nic, src: SocketAddr, qpn: u32, psn: u32) -> Vec<u8> {
 }
 
 #[test]
-fn a_packet_is_checked_before_it_is_believed() {
+fn invalid_packets_are_dropped() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
     let good = write_only(&nic, qpn, 100);
-    // The wrong length, ICRC, queue pair, source and partition, one after the other.
+    // Invalid length, ICRC, QP number, source address and partition key.
     receive(&mut nic, peer(), &good[..good.len() - 1]);
     let mut bad = good.clone();
     bad[20] ^= 1;
@@ -277,7 +278,7 @@ fn a_packet_is_checked_before_it_is_believed() {
     assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 0);
     receive(&mut nic, peer(), &good);
     assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 1);
-    // It is answered to the peer's own queue pair.
+    // The response must be sent to the peer's QP.
     let mut batch = TxBatch::new(1);
     let now = nic.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
@@ -289,7 +290,7 @@ fn a_packet_is_checked_before_it_is_believed() {
 }
 
 #[test]
-fn a_congestion_notification_must_come_from_where_the_connection_comes_from() {
+fn cnp_requires_verified_source_port() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
@@ -305,7 +306,7 @@ fn a_congestion_notification_must_come_from_where_the_connection_comes_from() {
     assert_eq!(notify(&mut nic, peer()), 1);
     let port = SocketAddr::new(peer().ip(), peer().port() + 1);
     assert_eq!(notify(&mut nic, port), 1);
-    // Without the right PSN other packets gain nothing.
+    // Without a valid PSN, other packets have no effect.
     let stale = write_from(&nic, port, qpn, 90);
     receive(&mut nic, port, &stale);
     let early = write_from(&nic, port, qpn, 150);
@@ -319,7 +320,7 @@ fn a_congestion_notification_must_come_from_where_the_connection_comes_from() {
 }
 
 #[test]
-fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
+fn marked_packet_triggers_cnp() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
@@ -347,7 +348,7 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
         .iter()
         .map(|g| (opcodes(g), g.way.tos == 2))
         .collect();
-    // The notification, an RNR NAK since no receive is posted, and two SENDs, one without data.
+    // A CNP, an RNR NAK because no receive is posted, and two SENDs, of which one has no data.
     let expected = [
         (vec![0x81, 0x11], false),
         (vec![0x04], true),
@@ -357,7 +358,7 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     assert_eq!(nic.rc_counters().tx_cnps, 1);
 }
 
-/// Opcodes of the packets that a device sends within a budget of bytes.
+/// Returns the opcodes of all packets sent by a device within a budget of bytes.
 fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
     let (now, mut batch) = (nic.now(), TxBatch::new(64));
     nic.poll_transmit(now, &mut batch, budget);
@@ -366,7 +367,7 @@ fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_turn_that_ends_before_its_requests_holds_back_no_acknowledgement() {
+fn budget_limit_does_not_delay_acks() {
     let (ack, read) = (0x11u8, 0x0cu8);
     let mut nic = nic();
     let qp = connected(&mut nic);
@@ -381,13 +382,13 @@ fn a_turn_that_ends_before_its_requests_holds_back_no_acknowledgement() {
 }
 
 #[test]
-fn a_queue_pair_that_its_own_turn_ends_still_answers() {
+fn qp_failing_during_transmit_still_acknowledges() {
     let mut nic = nic();
     let mut init = init(&mut nic, QpType::Rc);
-    // Of its two completions one has room.
+    // There is only room for one of the two completions.
     init.send_cq = nic.create_cq(1).unwrap();
     let qp = connected_as(&mut nic, &init, peer().ip());
-    // The peer has not asked for an acknowledgement yet.
+    // The peer has not requested an acknowledgement yet.
     let qpn = Qpn::new(nic.qp_num(qp).unwrap());
     let bth = Bth::new(Opcode::RcWriteOnly, qpn, Psn::new(100));
     let ext = ExtHeaders {
@@ -412,7 +413,7 @@ fn a_queue_pair_that_its_own_turn_ends_still_answers() {
 }
 
 #[test]
-fn a_mark_must_come_from_where_the_connection_comes_from() {
+fn congestion_mark_requires_verified_source_port() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
@@ -434,8 +435,8 @@ fn a_mark_must_come_from_where_the_connection_comes_from() {
     assert_eq!(take(peer(), Opcode::RcSendOnly, 150), 2);
 }
 
-/// Destinations and sources of requests that are made from `since` on for `time`, without an
-/// answer.
+/// Returns the destination and source of all requests sent between `since` and `since + time`
+/// without a response.
 fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> {
     let mut sent = Vec::new();
     for step in 0..time.as_millis() as u64 {
@@ -455,7 +456,7 @@ fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> 
 }
 
 #[test]
-fn a_peer_that_is_silent_gets_its_packets_from_elsewhere_until_it_answers() {
+fn silent_peer_uses_separate_socket() {
     let mut nic = nic();
     nic.set_stranger_port(5555);
     let qp = connected(&mut nic);
@@ -485,7 +486,7 @@ fn a_peer_that_is_silent_gets_its_packets_from_elsewhere_until_it_answers() {
 }
 
 #[test]
-fn a_queue_pair_in_error_takes_nothing() {
+fn qp_in_error_drops_packets() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
@@ -497,8 +498,8 @@ fn a_queue_pair_in_error_takes_nothing() {
 }
 
 #[test]
-fn cve_2026_45910_a_timer_does_not_outlive_its_queue_pair() {
-    // CVE-2026-45910. With room for one queue pair, so that the next one has its slot.
+fn cve_2026_45910_timer_of_destroyed_qp() {
+    // CVE-2026-45910: there is only room for a single QP, so the next one will use the same slot.
     let mut config = NicConfig::new("10.0.0.1".parse().unwrap(), [7; 32]);
     config.limits.max_qp = 1;
     let mut nic = Nic::new(config, Instant::now());
@@ -527,7 +528,7 @@ fn cve_2026_45910_a_timer_does_not_outlive_its_queue_pair() {
 }
 
 #[test]
-fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
+fn gsi_qp_receives_other_classes() {
     let mut nic = nic();
     let mut attr = init(&mut nic, QpType::Gsi);
     let srq = nic
@@ -604,7 +605,7 @@ fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
         (out[0].wr_id, out[0].byte_len, out[0].src_qp),
         (WrId(3), 296, 1)
     );
-    // Communication management stays with the device.
+    // Communication management is always handled by the device.
     mad[1] = 7;
     let cm = sealed(&nic, peer(), &bth, &with_key(GSI_QKEY), &mad);
     receive(&mut nic, peer(), &cm);
@@ -615,7 +616,7 @@ fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
 }
 
 #[test]
-fn a_drained_connection_changes_its_attributes_and_its_peer() {
+fn drained_connection_can_change_peer() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     nic.modify_qp(qp, &QpAttr::to(QpState::Sqd)).unwrap();
@@ -637,13 +638,13 @@ fn a_drained_connection_changes_its_attributes_and_its_peer() {
 }
 
 #[test]
-fn the_address_decides_the_guid() {
+fn guid_depends_on_address() {
     let a = device_guid("10.0.0.1".parse().unwrap());
     assert_ne!(a, device_guid("10.0.0.2".parse().unwrap()));
     assert_eq!(a >> 56 & 3, 2, "locally administered, for one device");
 }
 
-/// A target of an XRC domain in RTS, which expects PSN 100, and the domain's queue.
+/// Creates an XRC target in RTS with 100 as the next PSN, and a queue in the same domain.
 fn xrc_target(nic: &mut Nic, own: &QpInitAttr) -> (QpId, SrqId) {
     let xrcd = nic.open_xrcd().unwrap();
     let attr = SrqAttr {
@@ -700,10 +701,10 @@ fn any_ext() -> impl Strategy<Value = ExtHeaders> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Genuine packets of every kind with arbitrary contents, near and far from what is expected:
-    /// the device neither panics nor says more than a few packets for each.
+    /// Sends well-formed packets of any type with random contents, both close to and far from
+    /// expected values. The device must not panic or send more than a few packets in response.
     #[test]
-    fn hostile_packets_are_survived(
+    fn nic_survives_hostile_packets(
         packets in proptest::collection::vec(
             (0usize..crate::wire::opcode::OPCODES.len(), 0u32..12, any_ext(), 0usize..1100, any::<[u8; 4]>()),
             1..60,
@@ -724,7 +725,7 @@ proptest! {
         for (n, (row, psn, mut ext, len, knobs)) in packets.into_iter().enumerate() {
             let op: &OpcodeInfo = &crate::wire::opcode::OPCODES[row];
             if knobs[0] & 1 == 0 {
-                // Half of them know the key.
+                // Half of the packets use the correct key.
                 let near = mr.addr + u64::from(knobs[1]);
                 ext.reth = Some(Reth::new(near, mr.rkey.0, u32::from(knobs[2]) * 16));
                 ext.atomic_eth = Some(AtomicEth::fetch_add(near & !7, mr.rkey.0, 1));
@@ -749,7 +750,7 @@ proptest! {
             }
             let bytes = sealed(&nic, peer(), &bth, &ext, &payload);
             let sges = sge(100);
-            // A queue that is full, or in error, takes none; that is as good.
+            // This fails if the queue is full or in an error state, which is fine.
             let _ = nic.post_recv(qp, &[RecvWr { wr_id: WrId(0), sges: &sges }]);
             let _ = nic.post_send(qp, &[SendWr::new(0, SendOp::Send, &sges)]);
             receive(&mut nic, peer(), &bytes);
@@ -762,13 +763,13 @@ proptest! {
             let cq = nic.qps.get(qp).unwrap().recv_cq;
             nic.poll_cq(cq, 64, &mut out).unwrap();
         }
-        // What lies behind the region is as it was.
+        // Memory after the region must not be modified.
         prop_assert!(memory.slice(4096..8192).unwrap().to_vec().iter().all(|&b| b == 0));
     }
 
-    /// The same at the receiving end of an extended connection, with the right queue and others.
+    /// Same as the previous test for an XRC target, with both valid and invalid queue numbers.
     #[test]
-    fn hostile_packets_at_an_xrc_target_are_survived(
+    fn xrc_target_survives_hostile_packets(
         packets in proptest::collection::vec(
             (0usize..crate::wire::opcode::OPCODES.len(), 0u32..6, any_ext(), 0usize..1100, any::<[u8; 4]>()),
             1..60,
@@ -828,7 +829,7 @@ proptest! {
     }
 }
 
-/// A REQ for port 4000 from a peer's own machine, with these first bytes of private data.
+/// Returns a REQ for port 4000 sent by the peer, with `data` at the start of the private data.
 fn req_mad(data: [u8; 92]) -> [u8; 256] {
     use crate::cm::{Cm, CmConfig, ReqParams};
     use crate::wire::cm_msg::{Bits, CaGuid, CmPath, CmTimeout, PrivateData, ServiceId};
@@ -868,7 +869,7 @@ fn gsi(nic: &Nic, mad: &[u8]) -> Vec<u8> {
     sealed(nic, peer(), &bth, &ext, mad)
 }
 
-/// A device that listens on port 4000.
+/// Creates a device listening on port 4000.
 fn listening() -> Nic {
     let mut nic = nic();
     let id = nic.create_id(PortSpace::Tcp).unwrap();
@@ -877,7 +878,7 @@ fn listening() -> Nic {
     nic
 }
 
-/// Private data that begin with an address header of IPv4.
+/// Returns private data starting with an IPv4 address header.
 fn with_addresses() -> [u8; 92] {
     let mut data = [0; 92];
     data[1] = 0x40;
@@ -885,7 +886,7 @@ fn with_addresses() -> [u8; 92] {
 }
 
 #[test]
-fn the_first_packet_establishes_a_connection_whose_rtu_was_lost() {
+fn first_packet_replaces_lost_rtu() {
     let mut nic = listening();
     let req = gsi(&nic, &req_mad(with_addresses()));
     receive(&mut nic, peer(), &req);
@@ -896,7 +897,7 @@ fn the_first_packet_establishes_a_connection_whose_rtu_was_lost() {
         .unwrap();
     let rq_psn = nic.query_qp(qp).unwrap().rq_psn.unwrap();
     let qpn = nic.qp_num(qp).unwrap();
-    // One that does not begin the agreed sequence may be forged.
+    // A packet that does not start the negotiated sequence could be spoofed.
     let stray = write_only(&nic, qpn, rq_psn.wrapping_add(5) & 0x00ff_ffff);
     receive(&mut nic, peer(), &stray);
     assert_eq!(nic.poll_cm_event(), None);
@@ -910,7 +911,7 @@ fn the_first_packet_establishes_a_connection_whose_rtu_was_lost() {
     assert_eq!(nic.poll_async_event(), None);
 }
 
-/// The datagrams of requests that differ from each other.
+/// Returns datagrams containing different requests.
 fn requests() -> impl FnMut(&Nic) -> Vec<u8> {
     let template = req_mad(with_addresses());
     let mut number = 0u32;
@@ -925,7 +926,7 @@ fn requests() -> impl FnMut(&Nic) -> Vec<u8> {
 }
 
 #[test]
-fn strangers_messages_take_turns_with_data() {
+fn messages_of_strangers_do_not_delay_data() {
     let mut nic = listening();
     let mut request = requests();
     let first = request(&nic);
@@ -937,14 +938,14 @@ fn strangers_messages_take_turns_with_data() {
     }
     assert_eq!(nic.cm_counters().received, 16);
     assert_eq!(nic.counters().rx_dropped_mads, 1001 - 16 - 512);
-    // The others have their turn in the next rounds.
+    // The remaining requests are handled in the next rounds.
     for round in 1..=3 {
         assert_eq!(nic.deadline(), Some(nic.now()));
         assert_eq!(nic.timer_deadline(), Some(nic.now()));
         nic.handle_timeouts(nic.now());
         assert_eq!(nic.cm_counters().received, 16 * (1 + round));
     }
-    // Who knows a connection need not wait.
+    // Messages for a known connection don't need to wait.
     let attr = init(&mut nic, QpType::Rc);
     nic.create_cm_qp(id, &attr).unwrap();
     nic.accept(id, &crate::verbs::ConnParam::default()).unwrap();
@@ -966,10 +967,10 @@ fn strangers_messages_take_turns_with_data() {
     assert!(is_up);
 }
 
-/// A host on which a request takes long: more come than it can handle, and they fill the socket
-/// that data come by.
+/// Simulates a host where handling a request takes a long time. It cannot keep up with the flood,
+/// so requests fill up the socket that is also used for data.
 #[test]
-fn data_do_not_wait_in_the_socket_behind_a_flood_of_requests() {
+fn data_is_not_delayed_by_request_flood() {
     const ROUND: usize = 32;
     let (packet_cost, request_cost) = (Duration::from_micros(20), Duration::from_millis(2));
     let mut nic = listening();
@@ -1008,14 +1009,15 @@ fn data_do_not_wait_in_the_socket_behind_a_flood_of_requests() {
         handled += requests;
         now += packet_cost * (1 + taken as u32) + request_cost * requests as u32;
     }
-    // Data wait for the requests of a round or two, and the requests for data no longer.
+    // Data must only wait for the requests of one or two rounds, and requests must not wait any
+    // longer for data.
     assert!(longest < Duration::from_millis(150), "{longest:?}");
     assert!(handled > 300, "{handled} requests in two seconds");
 }
 
-/// Data alone may keep the socket from being empty, and beside them hosts log in.
+/// Data alone can prevent the socket from ever being empty, but hosts must still be able to log in.
 #[test]
-fn requests_have_a_turn_although_the_socket_is_never_empty() {
+fn requests_are_handled_under_data_load() {
     let mut nic = listening();
     let mut request = requests();
     for _ in 0..32 {
@@ -1033,13 +1035,13 @@ fn requests_have_a_turn_although_the_socket_is_never_empty() {
     assert_eq!(nic.cm_counters().received, 32);
 }
 
-/// Finds the socket full.
+/// Simulates a full socket.
 fn block(nic: &Nic, batch: &mut TxBatch) {
     let outcome = batch.drain(nic.now(), |_, _| Offered::Full);
     assert_eq!(outcome, SendOutcome::Blocked);
 }
 
-/// The packets of `batch` as the socket takes them at last.
+/// Returns the packets of `batch` when the socket finally accepts them.
 fn sent_late(nic: &Nic, batch: &mut TxBatch) -> Vec<Vec<u8>> {
     let mut packets = Vec::new();
     batch.drain(nic.now(), |batch, groups| {
@@ -1053,10 +1055,10 @@ fn holds(packet: &[u8], byte: u8) -> bool {
     packet.windows(16).any(|w| w == [byte; 16])
 }
 
-/// A peer can acknowledge a packet that the socket has not taken yet. The request completes, and
-/// its owner reuses the buffer for another session.
+/// A peer can acknowledge a packet which the socket hasn't accepted yet. The request then completes
+/// and the buffer is reused for a different session.
 #[test]
-fn a_request_that_is_complete_does_not_change_in_a_batch() {
+fn completed_request_does_not_change_in_batch() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let attr = nic.qps.get(qp).unwrap();
@@ -1101,9 +1103,9 @@ fn a_request_that_is_complete_does_not_change_in_a_batch() {
     assert!(holds(&packets[0], b'A') && !holds(&packets[0], b'S'));
 }
 
-/// A queue pair that ends gives its buffers back, and so does a region that is deregistered.
+/// Buffers can be reused if a QP is destroyed, or a region is deregistered.
 #[test]
-fn what_a_peer_reads_does_not_change_in_a_batch() {
+fn read_response_does_not_change_in_batch() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let pd = nic.qps.get(qp).unwrap().pd;
@@ -1135,9 +1137,9 @@ fn what_a_peer_reads_does_not_change_in_a_batch() {
     assert!(holds(&packets[0], b'A') && !holds(&packets[0], b'S'));
 }
 
-/// A datagram completes before it is sent.
+/// A datagram completes before it has been sent.
 #[test]
-fn a_datagram_that_is_complete_does_not_change_in_a_batch() {
+fn completed_datagram_does_not_change_in_batch() {
     let mut nic = nic();
     let attr = init(&mut nic, QpType::Ud);
     let qp = nic.create_qp(&attr).unwrap();
@@ -1189,7 +1191,7 @@ fn a_datagram_that_is_complete_does_not_change_in_a_batch() {
 }
 
 #[test]
-fn the_ports_of_one_host_do_not_make_the_numbering_of_others_be_forgotten() {
+fn ports_of_host_do_not_evict_peers() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
@@ -1200,7 +1202,7 @@ fn the_ports_of_one_host_do_not_make_the_numbering_of_others_be_forgotten() {
     let key = (peer().ip(), peer().port().into());
     let learned = nic.verifiers[&key].pattern();
     assert_eq!(learned, crate::wire::IdPattern::Segments);
-    // A stranger with sound messages, and a peer with a connection of its own.
+    // A stranger sending valid messages, and a peer with an established connection.
     let hostile: IpAddr = [10, 0, 0, 3].into();
     let own = connected_to(&mut nic, hostile);
     let own_qpn = nic.qp_num(own).unwrap();
@@ -1225,9 +1227,9 @@ fn the_ports_of_one_host_do_not_make_the_numbering_of_others_be_forgotten() {
     assert_eq!(nic.verified_ports.len(), 1);
 }
 
-/// Single packets are all numbered 0, segments from 0 on.
+/// Single packets always use number 0, while segments are numbered starting from 0.
 #[test]
-fn a_peer_may_send_segments_after_many_single_packets() {
+fn segments_are_accepted_after_single_packets() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
@@ -1240,13 +1242,13 @@ fn a_peer_may_send_segments_after_many_single_packets() {
         bytes.extend_from_slice(&icrc.to_le_bytes());
         receive(&mut nic, peer(), &bytes);
     }
-    // A send has 128 segments at most, so the last number is not one of theirs.
+    // A send has up to 128 segments, so the last number is not valid.
     assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 64 + 128);
     assert_eq!(nic.counters().rx_icrc_errors, 1);
 }
 
 #[test]
-fn link_local_addresses_are_refused_with_a_reason() {
+fn link_local_addresses_are_rejected() {
     let own: IpAddr = "fd00::1".parse().unwrap();
     let mut nic = Nic::new(NicConfig::new(own, [7; 32]), Instant::now());
     let id = nic.create_id(PortSpace::Tcp).unwrap();
@@ -1265,7 +1267,7 @@ fn link_local_addresses_are_refused_with_a_reason() {
     assert_eq!(nic.counters().rx_wrong_source, 1);
 }
 
-/// A MAD: 24 bytes of header from its class on, and an attribute at byte 64.
+/// Returns a MAD with a 24-byte header based on the class, and an attribute at byte 64.
 fn mad_of(class: u8, method: u8, attribute: u16, modifier: u32, data: &[u8]) -> [u8; 256] {
     let mut mad = [0; 256];
     mad[..4].copy_from_slice(&[1, class, 1, method]);
@@ -1276,11 +1278,11 @@ fn mad_of(class: u8, method: u8, attribute: u16, modifier: u32, data: &[u8]) -> 
     mad
 }
 
-/// Status and attribute of the NIC's own answer.
+/// Returns the status and attribute of the NIC's response.
 fn ask(nic: &mut Nic, mad: &[u8; 256]) -> Option<(u16, Vec<u8>)> {
     let answer = nic.local_mad(1, mad).unwrap()?;
     assert_eq!(answer[..3], mad[..3]);
-    // Set() is answered by GetResp(), as Get() is.
+    // The response to both Set() and Get() is GetResp().
     let expected = if mad[3] == 0x02 { 0x81 } else { mad[3] | 0x80 };
     assert_eq!(answer[3], expected, "a response");
     assert_eq!(answer[8..24], mad[8..24]);
@@ -1289,12 +1291,12 @@ fn ask(nic: &mut Nic, mad: &[u8; 256]) -> Option<(u16, Vec<u8>)> {
 }
 
 #[test]
-fn a_program_asks_its_nic_what_it_is() {
+fn local_mad_returns_node_and_port_info() {
     let mut nic = nic();
     let get = |attribute, modifier| mad_of(0x01, 0x01, attribute, modifier, &[]);
     let (status, name) = ask(&mut nic, &get(0x10, 0)).unwrap();
     assert_eq!((status, &name[..14]), (0, &b"roce-10.0.0.1\0"[..]));
-    // A channel adapter with one port, whose GUID is the low half of ::ffff:10.0.0.1.
+    // A channel adapter with a single port. The GUID is the low half of ::ffff:10.0.0.1.
     let (status, node) = ask(&mut nic, &get(0x11, 0)).unwrap();
     let guid = nic.device_attr().node_guid.to_be_bytes();
     assert_eq!((status, &node[..4]), (0, &[1, 1, 1, 1][..]));
@@ -1307,7 +1309,7 @@ fn a_program_asks_its_nic_what_it_is() {
         (status, &guids[..8], &guids[8..64]),
         (0, &port_guid[..], &[0; 56][..])
     );
-    // Active and linked, 4096 bytes, one lane, 2.5 Gbit/s, one virtual lane, one GUID.
+    // Active and link up, 4096 bytes, single lane, 2.5 Gbit/s, single virtual lane, single GUID.
     let (status, port) = ask(&mut nic, &get(0x15, 1)).unwrap();
     assert_eq!(
         (status, &port[8..16], &port[20..24]),
@@ -1317,34 +1319,35 @@ fn a_program_asks_its_nic_what_it_is() {
     assert_eq!((port[41], port[43], port[50], port[52]), (5, 0x10, 1, 18));
     let (status, keys) = ask(&mut nic, &get(0x16, 0)).unwrap();
     assert_eq!((status, &keys[..4]), (0, &[0xff, 0xff, 0, 0][..]));
-    // By a directed route of no hops: the answer is on its way back.
+    // Directed route with zero hops, so the response is already on its way back.
     let directed = mad_of(0x81, 0x01, 0x11, 0, &[]);
     assert_eq!(ask(&mut nic, &directed).unwrap().0, 0x8000);
 }
 
 #[test]
-fn what_the_agents_do_not_have_is_refused_by_its_status() {
+fn unsupported_mads_return_error_status() {
     let mut nic = nic();
     let cases: [(u8, u8, u16, u32, u16); 15] = [
-        // No such class, for a program and on this port.
+        // Unknown class, both for the local program and on this port.
         (0x03, 0x01, 0x0011, 0, 0x0004),
         (0x07, 0x01, 0x0001, 0, 0x0004),
-        // No such method: Report() of both classes.
+        // Unknown method: Report() for both classes.
         (0x01, 0x06, 0x0011, 0, 0x0008),
         (0x04, 0x06, 0x0012, 0, 0x0008),
-        // SwitchInfo, SMInfo, and nothing can be set.
+        // SwitchInfo and SMInfo are not supported, and attributes can't be set.
         (0x01, 0x01, 0x0012, 0, 0x000c),
         (0x01, 0x01, 0x0020, 0, 0x000c),
         (0x01, 0x02, 0x0015, 0, 0x000c),
-        // Another port's state, further blocks.
+        // State of a different port, and additional blocks.
         (0x01, 0x01, 0x0015, 2, 0x001c),
         (0x01, 0x01, 0x0014, 1, 0x001c),
         (0x01, 0x01, 0x0016, 1, 0x001c),
-        // PortSamplesControl and PortSamplesResult, and ClassPortInfo cannot be set.
+        // PortSamplesControl and PortSamplesResult are not supported, and ClassPortInfo can't be
+        // set.
         (0x04, 0x01, 0x0010, 0, 0x000c),
         (0x04, 0x01, 0x0011, 0, 0x000c),
         (0x04, 0x02, 0x0001, 0, 0x000c),
-        // Port 0 has no counters.
+        // There are no counters for port 0.
         (0x04, 0x01, 0x0012, 0, 0x001c),
         (0x04, 0x01, 0x001d, 0, 0x001c),
     ];
@@ -1353,13 +1356,13 @@ fn what_the_agents_do_not_have_is_refused_by_its_status() {
         let answer = ask(&mut nic, &mad).unwrap();
         assert_eq!(answer.0, status, "{class:#x} {method:#x} {attribute:#x}");
     }
-    // Other versions.
+    // Unsupported versions.
     for at in [0, 2] {
         let mut mad = mad_of(0x01, 0x01, 0x0011, 0, &[]);
         mad[at] = 2;
         assert_eq!(ask(&mut nic, &mad).unwrap().0, 0x0004);
     }
-    // Responses and traps have no answer, nor has what a directed route leads further on.
+    // There is no response to responses and traps, or if there are more hops on a directed route.
     for method in [0x81, 0x03, 0x05, 0x07] {
         assert_eq!(ask(&mut nic, &mad_of(0x04, method, 0x0012, 0, &[])), None);
     }
@@ -1370,17 +1373,17 @@ fn what_the_agents_do_not_have_is_refused_by_its_status() {
     assert_eq!(nic.local_mad(2, &mad), Err(VerbsError::InvalidPort(2)));
 }
 
-/// Numbers of 4 or 8 bytes.
+/// Parses a 4-byte or 8-byte number.
 fn number(data: &[u8], at: usize, len: usize) -> u64 {
     let bytes = data[at..at + len].iter();
     bytes.fold(0, |n, byte| n << 8 | u64::from(*byte))
 }
 
 #[test]
-fn counters_are_those_of_the_port_and_start_again_where_they_are_selected() {
+fn selected_port_counters_are_reset() {
     let mut nic = nic();
-    // Two packets of 16 bytes for a queue pair that does not exist, and a datagram of two bytes, which
-    // is too short for a packet.
+    // Two packets of 16 bytes for an unknown QP, and a datagram of two bytes, which is too short to
+    // be a packet.
     for _ in 0..2 {
         let stray = write_only(&nic, 0x00ab_cdef, 0);
         receive(&mut nic, peer(), &stray);
@@ -1412,7 +1415,7 @@ fn counters_are_those_of_the_port_and_start_again_where_they_are_selected() {
         ),
         (3, 3, 0)
     );
-    // PortRcvPkts alone starts again, in the answer already.
+    // Only PortRcvPkts is reset, and the response already contains the new value.
     let (status, data) = ask(&mut nic, &basic(0x02, 1 << 15, 0)).unwrap();
     assert_eq!(
         (status, number(&data, 28, 4), number(&data, 36, 4)),
@@ -1422,7 +1425,7 @@ fn counters_are_those_of_the_port_and_start_again_where_they_are_selected() {
     receive(&mut nic, peer(), &[1, 2]);
     let (_, data) = ask(&mut nic, &basic(0x02, 1 << 3, 0)).unwrap();
     assert_eq!((number(&data, 8, 2), number(&data, 36, 4)), (0, 1));
-    // What the owner of the device sees goes on.
+    // The counters returned to the device owner are not reset.
     assert_eq!(
         (nic.counters().rx_packets, nic.counters().rx_malformed),
         (4, 2)
@@ -1430,7 +1433,7 @@ fn counters_are_those_of_the_port_and_start_again_where_they_are_selected() {
 }
 
 #[test]
-fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
+fn remote_hosts_can_only_query_counters() {
     let mut nic = nic();
     let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
     let ext = ExtHeaders {
@@ -1445,14 +1448,15 @@ fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let sent = batch.copy_packets(&batch.groups()[0]);
     batch.clear();
-    // From queue pair 1 to queue pair 1.
+    // The packet uses QP1 as both source and destination.
     assert_eq!(sent[0][..8], [0x64, 0x40, 0xff, 0xff, 0, 0, 0, 1]);
     assert_eq!(sent[0][12..20], [0x80, 1, 0, 0, 0, 0, 0, 1]);
     let answer = &sent[0][20..276];
     assert_eq!(answer[..8], [1, 4, 1, 0x81, 0, 0, 0, 0]);
     assert_eq!(number(answer, 64 + 36, 4), 1, "the question itself");
     assert_eq!(number(answer, 64 + 28, 4), packet.len() as u64 / 4);
-    // Subnet management is for the NIC's program, and answers are for who has asked.
+    // Subnet management is only available to the local program, and a response must have been
+    // requested.
     for (class, method) in [(0x01, 0x01), (0x81, 0x01), (0x04, 0x81)] {
         let mad = mad_of(class, method, 0x0011, 0, &[]);
         let packet = sealed(&nic, peer(), &bth, &ext, &mad);
@@ -1460,7 +1464,7 @@ fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
     }
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 0);
     assert_eq!(nic.counters().rx_dropped_mads, 3);
-    // Whose queue pair is another, that is no question of a management program.
+    // This uses a different source QP, so it isn't a request from a management program.
     let other = ExtHeaders {
         deth: Some(Deth::new(GSI_QKEY, Qpn::new(0x1234))),
         ..ExtHeaders::default()
@@ -1469,7 +1473,7 @@ fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
     receive(&mut nic, peer(), &other);
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 0);
     assert_eq!(nic.counters().rx_dropped_mads, 4);
-    // However many ask before an answer leaves.
+    // Send many requests before sending any responses.
     for _ in 0..100 {
         receive(&mut nic, peer(), &packet);
     }
@@ -1478,7 +1482,7 @@ fn other_hosts_ask_for_counters_at_queue_pair_1_and_for_nothing_else() {
 }
 
 #[test]
-fn answers_of_performance_management_are_the_programs_that_asks() {
+fn performance_responses_go_to_program() {
     let mut nic = nic();
     let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
     let ext = ExtHeaders {
@@ -1495,7 +1499,7 @@ fn answers_of_performance_management_are_the_programs_that_asks() {
     receive(&mut nic, peer(), &answers);
     assert_eq!(nic.poll_mad(), Some((peer().ip(), answer)));
     assert_eq!(nic.poll_mad(), None);
-    // The question is answered by the device.
+    // The request is handled by the device.
     let mut batch = TxBatch::new(1);
     let now = nic.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
@@ -1504,7 +1508,7 @@ fn answers_of_performance_management_are_the_programs_that_asks() {
 }
 
 #[test]
-fn a_program_answers_the_classes_that_it_has_registered() {
+fn program_handles_registered_classes() {
     let mut nic = nic();
     for class in [MadClass::ComMgt, MadClass::SubnLid] {
         assert!(nic.register_agent(class).is_err(), "{class:?}");
@@ -1519,14 +1523,14 @@ fn a_program_answers_the_classes_that_it_has_registered() {
     receive(&mut nic, peer(), &packet);
     assert_eq!(nic.counters().rx_dropped_mads, 1);
     nic.register_agent(MadClass::SubnetAdm).unwrap();
-    // However many come before one is taken.
+    // Send more datagrams than can be queued.
     for _ in 0..300 {
         receive(&mut nic, peer(), &packet);
     }
     assert_eq!(nic.counters().rx_dropped_mads, 1 + 44);
     let taken: Vec<_> = std::iter::from_fn(|| nic.poll_mad()).collect();
     assert_eq!(taken, vec![(peer().ip(), question); 256]);
-    // An answer leaves from queue pair 1 to queue pair 1.
+    // A response uses QP1 as both source and destination.
     let answer = mad_of(0x03, 0x81, 0x0035, 0, &[]);
     nic.send_mad(peer().ip(), &answer).unwrap();
     let mut batch = TxBatch::new(1);

@@ -1,4 +1,4 @@
-//! Transmission: turns and timers.
+//! Transmit path: scheduling and timers.
 
 use std::cmp::Reverse;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use crate::roce::batch::{TxBatch, Way, destination};
 use crate::verbs::{PathMigState, QpId, QpType};
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
 
-/// The batch that a packet goes to.
+/// Selects the batch for a packet.
 fn choose<'a>(
     own_way: &'a mut Option<OwnWay>,
     is_own: bool,
@@ -28,7 +28,7 @@ fn choose<'a>(
 }
 
 impl Qp {
-    /// Next time at which its machine has something to do though nothing comes in.
+    /// Returns the next time the state machine needs to be called even if nothing is received.
     fn poll_timeout(&self) -> Option<Instant> {
         let machine = match &self.machine {
             Machine::Rc(rc) | Machine::Xrc(rc) => rc.poll_timeout(),
@@ -39,10 +39,10 @@ impl Qp {
         [machine, release].into_iter().flatten().min()
     }
 
-    /// The time of a timer that is to be added, if its deadline needs one.
+    /// Returns the time of a new timer entry if required by the current deadline.
     fn rearm(&mut self) -> Option<Instant> {
-        // A deadline that moved away keeps its early entry, which then does nothing but arm again.
-        // One that came nearer leaves the later entry behind.
+        // If the deadline has been moved back, we keep the earlier entry and add a new one when it
+        // fires. If the deadline is now earlier, the old entry becomes invalid.
         let at = self.poll_timeout()?;
         if self.armed.is_some_and(|armed| armed <= at) {
             return None;
@@ -53,16 +53,16 @@ impl Qp {
 }
 
 impl Nic {
-    /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left. The
-    /// last packet may be longer than what is left of the budget, and bring an acknowledgement.
-    /// Answers how many packets were added.
+    /// Appends packets to `batch` until it contains `budget` bytes or there is nothing left to
+    /// send. The last packet can exceed the budget, and can be followed by an acknowledgement. This
+    /// will return the number of packets added.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
         let has_icrc = self.config.has_icrc();
         let known = fault::count();
         let before = self.collected(batch);
-        // Before the message of the CM that ends the connection: the peer would not take them after
-        // it.
+        // Send these before the CM message that closes the connection, because the peer won't
+        // accept them after that.
         while let Some((peer, headers)) = self.last_answers.pop_front() {
             self.tx.clear();
             self.tx.headers = headers;
@@ -74,14 +74,14 @@ impl Nic {
             };
             batch.push_packet(flow, &way, &mut self.tx);
         }
-        // Then the messages of the CM, whose peers wait by timers. However many a stranger causes,
-        // queue pairs share most of the budget.
+        // Send CM messages next, since peers are waiting for them with a timeout. Most of the
+        // budget is reserved for QPs, even if there are many messages caused by strangers.
         self.transmit_mads(batch, budget / 4);
         while self.collected(batch).1 < budget {
             let Some(id) = self.ready.pop_front() else {
                 break;
             };
-            // A queue pair that was destroyed while it waited for its turn.
+            // The QP may have been destroyed while it was scheduled.
             let has_more = match self.qps.get(id).map(|qp| qp.qp_type) {
                 Ok(QpType::Rc | QpType::XrcIni | QpType::XrcTgt) => {
                     self.take_rc_turn(id, batch, budget)
@@ -90,7 +90,7 @@ impl Nic {
                 Ok(QpType::Ud | QpType::Gsi) => self.take_ud_turn(id, batch, budget),
                 Ok(QpType::Smi | QpType::RawPacket) | Err(_) => continue,
             };
-            // At the end of the line: a queue pair that has much to send waits for all others.
+            // Schedule it last, so that all the other QPs can send before it continues.
             let Ok(qp) = self.qps.get_mut(id) else {
                 continue;
             };
@@ -103,8 +103,8 @@ impl Nic {
                 self.push_timer(at, id);
             }
             if !self.out.is_empty() {
-                // A turn may have completed or failed requests. Where that ends the queue pair, its
-                // last answers leave in another turn.
+                // Sending may have completed or failed requests. If this caused the QP to be
+                // closed, its last acknowledgements are sent later.
                 self.settle(id);
             }
         }
@@ -114,7 +114,7 @@ impl Nic {
         self.counters.tx_bytes += (after.1 - before.1) as u64;
         let faults = fault::count();
         if faults != self.faults {
-            // Those that it knows of from here on.
+            // The number of faults that have been handled.
             self.faults = faults;
             self.mrs.page_faulted();
             if faults != known {
@@ -124,8 +124,8 @@ impl Nic {
         packets
     }
 
-    /// Loses what was collected, since memory was gone that some of it was read from. What is repeated
-    /// finds out which region that was.
+    /// Drops all collected packets because some of the memory used for them was no longer mapped.
+    /// When retransmitting, we will find out which region is affected.
     #[cold]
     fn lose_collected(&mut self, batch: &mut TxBatch) {
         batch.clear();
@@ -142,7 +142,7 @@ impl Nic {
         }
     }
 
-    /// The batch that a packet goes to.
+    /// Returns the batch for a packet.
     pub(super) fn batch_for<'a>(
         &'a mut self,
         is_own: bool,
@@ -151,14 +151,14 @@ impl Nic {
         choose(&mut self.own_way, is_own, batch)
     }
 
-    /// Packets and bytes that were collected, those that the device keeps included.
+    /// Returns the number of collected packets and bytes, including looped back packets.
     pub(super) fn collected(&self, batch: &TxBatch) -> (usize, usize) {
         let own = self.own_packets();
         let own = own.map_or((0, 0), |own| (own.packets(), own.total_bytes()));
         (batch.packets() + own.0, batch.total_bytes() + own.1)
     }
 
-    /// Lets a connection send; answers whether it was stopped before it had nothing left.
+    /// Sends packets of a connection. Returns whether it may have more to send.
     fn take_rc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
         let (now, to_strangers) = (self.now, self.to_strangers);
         let (has_icrc, mtu) = (self.config.has_icrc(), self.config.mtu.bytes());
@@ -169,16 +169,16 @@ impl Nic {
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
         let (turn, before) = (qp.turn(now, mtu), batch.total_bytes());
-        // An extended connection takes no notifications of congestion.
+        // Extended connections don't support congestion notification.
         let is_markable = qp.qp_type == QpType::Rc;
         let is_migrated = qp.mig_state == PathMigState::Migrated;
         with_env!(self, qp, env);
-        // RESET forgets the peer; the turn was asked for before.
+        // The peer is unknown if the QP was reset after being scheduled.
         let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
         };
-        // What is repeated for a peer that is gone may wait in the socket for its neighbour entry.
-        // By a socket of its own it holds up no other peer's packets.
+        // Retransmissions to a dead peer can be stuck in the socket while waiting for neighbor
+        // resolution. Use a separate socket, so they don't block packets for other peers.
         let is_silent = !is_own && peer.from == 0 && rc.is_peer_silent(now);
         let flow = match is_silent {
             true => IcrcFlow::new(to_strangers, peer.addr),
@@ -193,7 +193,7 @@ impl Nic {
             ..Way::to(peer.addr)
         };
         let mut has_more = true;
-        // Bounded also where the packets are small, so that a turn is short for those that wait.
+        // This limits the time before other QPs can send even if packets are small.
         for _ in 0..turn {
             if !rc.poll_transmit(now, &mut env, &mut self.tx) {
                 has_more = false;
@@ -202,16 +202,16 @@ impl Nic {
             if !is_migrated {
                 Bth::clear_migrated(&mut self.tx.headers);
             }
-            // What a congested router should make rarer is data.
+            // Only data should be reduced when a router is congested.
             way = way.markable(is_markable && self.tx.payload_len > 0);
             batch.push_packet(flow, &way, &mut self.tx);
-            // It has more, for all that is known: the next turn finds out.
+            // There may be more to send. The next call will find out.
             if batch.total_bytes() >= budget {
                 break;
             }
         }
-        // All other queue pairs may have their turns before the next, and the peer's timer fires
-        // where that takes long.
+        // It can take some time until all other QPs have sent their packets, and the peer could run
+        // into a timeout.
         if has_more && rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
             if !is_migrated {
                 Bth::clear_migrated(&mut self.tx.headers);
@@ -223,7 +223,7 @@ impl Nic {
         has_more && turn > 0
     }
 
-    /// The same for an unreliable connection.
+    /// Same as [`Nic::take_rc_turn`], for an unreliable connection.
     fn take_uc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
         let (now, has_icrc) = (self.now, self.config.has_icrc());
         let mtu = self.config.mtu.bytes();
@@ -263,7 +263,7 @@ impl Nic {
         has_more
     }
 
-    /// The same for a datagram queue pair.
+    /// Same as [`Nic::take_rc_turn`], for a datagram QP.
     fn take_ud_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
         let (locals, to_strangers, cm) = (&self.locals, self.to_strangers, self.cm.machine());
         let (now, has_icrc) = (self.now, self.config.has_icrc());
@@ -284,7 +284,7 @@ impl Nic {
             };
             sent += self.tx.len() + ICRC_LEN;
             let dst = way.dst;
-            // A question on queue pair 1 may bear a forged address.
+            // A request on QP1 can have a spoofed source address.
             let qpn = destination(&self.tx.headers);
             let own_way = self.own_way.as_ref();
             let is_own = own_way.is_some_and(|own| own.takes(dst, qpn));
@@ -292,7 +292,7 @@ impl Nic {
             let is_stranger =
                 qpn == Qpn::GSI && !is_own && way.from == 0 && !cm.is_proven(dst.ip());
             let from = if is_stranger { to_strangers } else { local };
-            // An address handle is checked for its family when it is made.
+            // The address family was checked when the address handle was created.
             if let Some(flow) = IcrcFlow::new(from, dst) {
                 way.is_to_stranger = is_stranger;
                 let batch = choose(&mut self.own_way, is_own, batch);
@@ -307,9 +307,9 @@ impl Nic {
         has_more
     }
 
-    /// A queue pair ends: keeps what it still has to answer. An adapter would have answered at
-    /// once; here the owner may close a connection, or destroy its queue pair, in the round in
-    /// which a packet came in.
+    /// Saves the pending acknowledgements of a QP before it is destroyed. A hardware adapter would
+    /// have sent them immediately, but our owner can close a connection or destroy its QP while it
+    /// is still handling received packets.
     pub(super) fn keep_last_answers(&mut self, id: QpId) {
         let now = self.now;
         let Ok(qp) = self.qps.get_mut(id) else {
@@ -321,7 +321,7 @@ impl Nic {
         let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return;
         };
-        // Bounded, since a peer decides how many connections end at once.
+        // This must be bounded, because a peer can close many connections at once.
         while self.last_answers.len() < MAX_LAST_ANSWERS
             && rc.poll_last_answer(now, &mut env, &mut self.tx)
         {
@@ -332,7 +332,7 @@ impl Nic {
         }
     }
 
-    /// Gives a queue pair a turn, and arms its timer.
+    /// Schedules a QP and updates the timer.
     pub(super) fn schedule(&mut self, id: QpId) {
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
@@ -346,8 +346,8 @@ impl Nic {
         }
     }
 
-    /// Adds a timer. Entries that were left behind go before the heap grows, so its size follows
-    /// from the number of queue pairs and not from that of packets.
+    /// Adds a timer. We remove invalid entries before the heap needs to grow, so its size depends
+    /// on the number of QPs and not on the number of packets.
     fn push_timer(&mut self, at: Instant, id: QpId) {
         if self.timers.len() == self.timers.capacity() {
             let qps = &self.qps;
@@ -358,7 +358,7 @@ impl Nic {
         self.timers.push(Reverse((at, id)));
     }
 
-    /// Fires the timers that are due. Answers how many.
+    /// Fires all expired timers and returns how many have fired.
     pub fn handle_timeouts(&mut self, now: Instant) -> usize {
         self.set_now(now);
         let mut fired = self.handle_waiting_mads() + self.handle_cm_timeouts();
@@ -367,11 +367,11 @@ impl Nic {
                 break;
             }
             self.timers.pop();
-            // The handle has a generation: a queue pair that is gone is not found.
+            // The handle contains a generation, so a destroyed QP will not be found.
             let Ok(qp) = self.qps.get_mut(id) else {
                 continue;
             };
-            // Another entry has taken its place, and comes later or came earlier.
+            // This entry has been replaced by an earlier or later one.
             if qp.armed != Some(at) {
                 continue;
             }
@@ -388,16 +388,18 @@ impl Nic {
                 fired += 1;
                 self.settle(id);
             } else if let Some(at) = qp.rearm() {
-                // The deadline has moved away since, with every acknowledgement that arrived.
+                // The deadline has been moved back since then, as happens with each
+                // acknowledgement.
                 self.push_timer(at, id);
             }
         }
-        // After the queue pairs, whose timers may complete what an event waits for.
+        // Call this last, because QP timers can add completions which a delayed event is waiting
+        // for.
         fired + self.handle_moderated(now)
     }
 
-    /// Next time at which something is to be done though nothing comes in; the present if
-    /// something is ready now.
+    /// Returns the next time when the device needs to be called even if nothing is received. This
+    /// is the current time if there is something to send.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         if self.has_output() {
@@ -406,7 +408,7 @@ impl Nic {
         self.timer_deadline()
     }
 
-    /// Time at which the next timer fires, without regard to output that is ready.
+    /// Returns when the next timer expires, ignoring packets that are ready to be sent.
     #[must_use]
     pub fn timer_deadline(&self) -> Option<Instant> {
         let timer = self.timers.peek().map(|Reverse((at, _))| *at);
@@ -415,7 +417,7 @@ impl Nic {
         all.into_iter().flatten().min()
     }
 
-    /// Returns whether [`Nic::poll_transmit`] may have something now.
+    /// Returns whether [`Nic::poll_transmit`] may return packets now.
     #[must_use]
     pub fn has_output(&self) -> bool {
         !self.ready.is_empty() || self.has_mads() || !self.last_answers.is_empty()

@@ -1,11 +1,12 @@
 //! Extended reliable connections (IBTA annex A14).
 //!
-//! An XRC domain has shared receive queues and the receiving ends of connections, its targets. A
-//! request names one of the queues by its number: its receive is taken from there, completes in the
-//! completion queue of that queue, and keys are looked up in its protection domain. So a peer needs
-//! one connection to a host, not one to each of its processes, which have a shared receive queue each.
+//! An XRC domain contains shared receive queues and the receiving side of connections, called
+//! targets. Each request specifies the number of a queue: a receive from this queue will be used,
+//! it is completed in the completion queue assigned to this queue, and keys are checked against its
+//! protection domain. As a result, a peer only needs a single connection per host instead of one
+//! for each process, since each process can have its own shared receive queue.
 //!
-//! Linux's `rdma_rxe` has neither these queue pairs nor the domains.
+//! XRC is not supported by Linux `rdma_rxe`.
 
 use super::qp::with_env;
 use super::rx::Taken;
@@ -42,8 +43,8 @@ impl Nic {
         self.xrcds.get(xrcd)?;
         self.cqs.get(cq)?;
         let id = self.create_srq(pd, attr)?;
-        // Random, and not reused for a while, as the numbers of queue pairs are: a peer that is
-        // connected to the domain must not learn it by guessing.
+        // Like QP numbers, these numbers are random and are not reused for some time, so that a
+        // peer connected to the domain cannot guess them.
         let number = self.srqns.take(&mut self.random);
         self.srqs.get_mut(id)?.xrc = Some(XrcSrq { xrcd, cq, number });
         self.by_srqn.insert(number, id);
@@ -58,7 +59,7 @@ impl Nic {
         Ok(xrc.number)
     }
 
-    /// A shared receive queue of an XRC domain is gone.
+    /// Releases the resources of an XRC SRQ that was destroyed.
     pub(super) fn forget_xrc_srq(&mut self, xrc: XrcSrq) {
         self.by_srqn.remove(&xrc.number);
         self.srqns.give_back(xrc.number);
@@ -74,24 +75,24 @@ impl Nic {
         }
     }
 
-    /// The completion queue of a shared receive queue of an XRC domain.
+    /// Returns the CQ of an XRC SRQ.
     pub(super) fn xrc_cq(&self, srq: SrqId) -> Option<CqId> {
         Some(self.srqs.get(srq).ok()?.xrc?.cq)
     }
 
-    /// The queue with this number, if it is of this domain.
+    /// Returns the queue with this number if it belongs to this domain.
     fn xrc_srq(&self, xrcd: XrcdId, number: u32) -> Option<(SrqId, PdId)> {
         let id = *self.by_srqn.get(&number)?;
         let srq: &Srq = self.srqs.get(id).ok()?;
         (srq.xrc?.xrcd == xrcd).then_some((id, srq.pd))
     }
 
-    /// Hands a packet that has been checked to an end of an extended connection. `None` if that does
-    /// not take it.
+    /// Passes a verified packet to an extended connection. This will return `None` if it is not
+    /// accepted.
     pub(super) fn hand_over_xrc(&mut self, id: QpId, packet: &Packet<'_>) -> Option<Taken> {
         let now = self.now;
         let qp = self.qps.get(id).ok()?;
-        // Requests go to a target, and what answers them to an initiator.
+        // Requests must be sent to a target, and responses to an initiator.
         if packet.op.is_request() != (qp.qp_type == QpType::XrcTgt) {
             self.counters.rx_unknown_qp += 1;
             return None;
@@ -103,8 +104,9 @@ impl Nic {
         let Machine::Xrc(rc) = &mut qp.machine else {
             return None;
         };
-        // A message stays with the queue that it has its receive of. Only the request that comes
-        // next can be refused: what was taken in before is answered again, whatever it names.
+        // A message always uses the queue that its receive was taken from. We only need to check
+        // the next expected request: if it has already been received, the response is sent again
+        // regardless of the queue number.
         let mut is_refused = false;
         match named {
             Some((srq, pd)) if !rc.has_receive() || qp.srq == Some(srq) => {
@@ -124,7 +126,7 @@ impl Nic {
             is_first &= rc.has_received();
         }
         qp.awaits_first_packet &= !is_first;
-        // Its events are those of the queue that this packet names.
+        // Its events must be assigned to the queue specified by this packet.
         self.settle(id);
         Some(Taken {
             is_peer: true,

@@ -1,4 +1,4 @@
-//! What time and room do to links: those that end, and when the device accepts others.
+//! Timeouts and capacity: when links are closed, and when new links are accepted.
 
 use std::io;
 use std::net::IpAddr;
@@ -10,19 +10,19 @@ use tracing::{info, warn};
 use super::{LISTENER, Link, Links, watch};
 use crate::netif::LocalAddresses;
 
-/// Interval at which the addresses of links are looked for on this host.
+/// How often to check that the addresses of links are still local.
 const CHECK: Duration = Duration::from_secs(1);
 
 impl Links {
-    /// Next time at which [`Links::expire`] has something to do.
+    /// Returns the next time when [`Links::expire`] should be called.
     pub(in crate::shm) fn deadline(&self) -> Option<Instant> {
         let greetings = self.all().filter_map(Link::until);
         let check = (!self.live.is_empty()).then_some(self.check_due);
         greetings.chain(self.rests_until).chain(check).min()
     }
 
-    /// Ends links whose first message has not come in time, or whose addresses this host no longer
-    /// has, and accepts again after a rest.
+    /// Closes links if their first message has timed out or their addresses are no longer local.
+    /// Starts accepting again after an error.
     pub(in crate::shm) fn expire(&mut self, now: Instant) {
         if self.rests_until.take_if(|until| *until <= now).is_some() {
             self.attend_or_warn();
@@ -33,9 +33,9 @@ impl Links {
             if let Some(link) = link.filter(|link| link.until().is_some_and(|until| until <= now)) {
                 if let Some(held_back) = self.lines.greetings.pass(now) {
                     let what = match link.is_outgoing {
-                        // All its workers may be full.
-                        true => "the process that shares memory there does not answer",
-                        false => "a process sends no first message",
+                        // This can also happen if all its workers are busy.
+                        true => "timed out waiting for WELCOME",
+                        false => "timed out waiting for HELLO",
                     };
                     info!(peer = %link.peer, held_back, "{what}");
                 }
@@ -48,15 +48,15 @@ impl Links {
             if !self.live.is_empty() {
                 match LocalAddresses::look() {
                     Ok(all) => self.check_addresses(|addr| all.has(addr)),
-                    // An error of a moment ends nothing.
-                    Err(error) => warn!(%error, "the addresses of this host cannot be listed"),
+                    // Don't close links due to a temporary error.
+                    Err(error) => warn!(%error, "cannot list the addresses of this host"),
                 }
             }
         }
     }
 
-    /// Ends links of addresses that this host no longer has: another host may have them by now, and
-    /// access rules distinguish hosts by their addresses.
+    /// Closes links if their addresses are no longer local, because access rules identify hosts by
+    /// address, and the address could now be used by a different host.
     pub(super) fn check_addresses(&mut self, is_local: impl Fn(IpAddr) -> bool) {
         let has_own = is_local(self.own);
         for at in (0..self.live.len()).rev() {
@@ -64,17 +64,17 @@ impl Links {
             let link = self.slots[slot].link.as_ref();
             if let Some(link) = link.filter(|link| !has_own || !is_local(link.peer)) {
                 let (own, peer) = (self.own, link.peer);
-                info!(%own, %peer, "a link ends, since this host no longer has its address");
+                info!(%own, %peer, "closing a link: its address was removed from this host");
                 self.end(slot);
             }
         }
     }
 
-    /// Watches the listener while there is room for a link, and leaves it otherwise: the connection
-    /// goes to another worker, or waits in the kernel.
+    /// Adds the listener to the epoll set if there are free slots, or removes it. Connections will
+    /// then be accepted by other workers, or wait in the kernel.
     ///
     /// # Errors
-    /// Those of `epoll_ctl(2)`.
+    /// Returns the errors of `epoll_ctl(2)`.
     pub(super) fn attend(&mut self) -> io::Result<()> {
         let Some(listener) = &self.listener else {
             return Ok(());
@@ -84,8 +84,9 @@ impl Links {
             return Ok(());
         }
         if wanted {
-            // A connection wakes all workers that share it and sleep, and one of them accepts it:
-            // `EPOLLEXCLUSIVE` has no effect, since what workers wait for is the set.
+            // A new connection wakes all sleeping workers that share the listener, but only one of
+            // them will accept it. `EPOLLEXCLUSIVE` has no effect because the workers wait on the
+            // epoll set, not on the listener.
             watch(&self.set, listener, LISTENER)?;
         } else {
             epoll::delete(&self.set, listener)?;
@@ -94,10 +95,10 @@ impl Links {
         Ok(())
     }
 
-    /// [`Links::attend`], tried again with the next link that comes or ends.
+    /// Calls [`Links::attend`]. If this fails, we will retry when the next link is added or closed.
     pub(super) fn attend_or_warn(&mut self) {
         if let Err(error) = self.attend() {
-            warn!(%error, "the listener for other processes cannot be watched");
+            warn!(%error, "cannot add the shared-memory listener to the epoll set");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Lines of the log that other processes can cause as often as they like.
+//! Rate limiting for log messages that can be triggered by other processes.
 
 use std::io;
 use std::net::IpAddr;
@@ -6,50 +6,52 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
-/// Shortest time from one line to the next.
+/// Minimum time between two messages.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Lets one line of the log through in an interval.
+/// Allows a single log message per interval.
 #[derive(Debug, Default)]
 pub(super) struct Quiet {
     until: Option<Instant>,
     held_back: u64,
 }
 
-/// The lines of a device, by what they are about: one kind must not hide another.
+/// Log messages of a device. Each type has a separate rate limit, so that they cannot hide each
+/// other.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
-    /// Users who are not let in.
+    /// Users that are not allowed.
     pub(super) denials: Quiet,
-    /// Processes of those who are, without a proper first message.
+    /// Allowed users that don't send a valid first message.
     pub(super) greetings: Quiet,
-    /// Peers that break the rules of the rings.
+    /// Peers that write invalid ring data.
     pub(super) broken: Quiet,
-    /// Rests of the listener.
+    /// Errors when accepting connections.
     pub(super) rests: Quiet,
-    /// Devices that this one has not reached.
+    /// Connection errors.
     unreached: Quiet,
 }
 
 impl Lines {
-    /// The device at `peer` was not reached.
+    /// Logs an error when connecting to the device at `peer`.
     pub(super) fn unreached(&mut self, now: Instant, peer: IpAddr, error: &io::Error) {
         let Some(held_back) = self.unreached.pass(now) else {
             return;
         };
-        // An address that has left this host does not come back by waiting, as a daemon does.
+        // If an address is no longer local, waiting does not help. This is different from a daemon
+        // that is being restarted.
         match error.kind() {
             io::ErrorKind::AddrNotAvailable => warn!(
                 %peer, %error, held_back,
-                "no memory can be shared: a device of shared memory reaches addresses of this host only"
+                "cannot share memory: the peer is not on this host"
             ),
-            _ => info!(%peer, %error, held_back, "no memory can be shared"),
+            _ => info!(%peer, %error, held_back, "cannot share memory"),
         }
     }
 }
 
 impl Quiet {
-    /// The number of lines that were held back since the last one, if another may be written now.
+    /// Returns the number of messages suppressed since the last one, if another can be logged now.
     pub(super) fn pass(&mut self, now: Instant) -> Option<u64> {
         if self.until.is_some_and(|until| now < until) {
             self.held_back += 1;
@@ -65,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_held_back_for_an_interval_and_counted() {
+    fn log_messages_are_rate_limited() {
         let begin = Instant::now();
         let mut quiet = Quiet::default();
         assert_eq!(quiet.pass(begin), Some(0));

@@ -1,4 +1,4 @@
-//! What comes over the sockets of links: connections, first messages, wake-ups, ends.
+//! Link socket events: new connections, first messages, wake-ups and disconnects.
 
 use std::io;
 use std::os::fd::AsFd as _;
@@ -16,9 +16,9 @@ use crate::shm::hello::{self, Message};
 use crate::shm::ring::{DATA, Rings, Side};
 
 impl Links {
-    /// Looks at the sockets that are readable: other processes that connect, first messages,
-    /// wake-ups, ends. Packets that a peer has left before its end go to `take`. Returns how much
-    /// there was.
+    /// Handles all readable sockets: new connections, first messages, wake-ups and disconnects.
+    /// Packets written by a peer before disconnecting are passed to `take`. Returns the number of
+    /// events.
     pub(in crate::shm) fn look(
         &mut self,
         now: Instant,
@@ -46,8 +46,8 @@ impl Links {
         ready
     }
 
-    /// Accepts one process: each look takes one, so that workers that share a listener share what
-    /// comes there.
+    /// Accepts a single connection per call, so that connections are distributed between all
+    /// workers sharing the listener.
     fn accept(&mut self, now: Instant) {
         let Some(listener) = self.listener.as_ref().filter(|_| self.is_attended) else {
             return;
@@ -57,16 +57,16 @@ impl Links {
             Ok(None) => return,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 if let Some(held_back) = self.lines.denials.pass(now) {
-                    info!(%error, held_back, "a process is refused");
+                    info!(%error, held_back, "rejected a connection");
                 }
                 self.counters.refused += 1;
                 return;
             }
-            // Such as too many open files, or too many sockets that are being closed. The listener
-            // stays readable, and would keep the owner from sleeping.
+            // For example, there may be too many open files or sockets being closed. The listener
+            // remains readable, and would keep waking the owner.
             Err(error) => {
                 if let Some(held_back) = self.lines.rests.pass(now) {
-                    warn!(%error, held_back, "no process can be accepted for a second");
+                    warn!(%error, held_back, "cannot accept processes, retrying in a second");
                 }
                 self.rests_until = Some(now + REST);
                 self.attend_or_warn();
@@ -75,15 +75,14 @@ impl Links {
         };
         self.make_room();
         let until = now + GREETING;
-        // Its address is known with its HELLO.
+        // The address is not known until we receive a HELLO.
         let added = self.add(socket, self.own, false, State::AwaitsHello { until });
         if let Err(error) = added {
-            warn!(%error, "a link cannot be watched");
+            warn!(%error, "cannot add a link to the epoll set");
         }
     }
 
-    /// Gives the place of the oldest link that has not said hello to another one, if there are too
-    /// many such.
+    /// Closes the oldest link waiting for a HELLO if there are too many of them.
     fn make_room(&mut self) {
         let greeting = |(at, slot): (usize, &Slot)| match slot.link.as_ref()?.state {
             State::AwaitsHello { until } => Some((until, at)),
@@ -98,14 +97,14 @@ impl Links {
         }
     }
 
-    /// Reads what has come over the socket of a link.
+    /// Handles available messages on the socket of a link.
     fn read_socket(&mut self, number: u32, take: &mut impl FnMut(LinkPeer, &[u8])) {
         let slot = number as usize % MAX_LINKS;
         for _ in 0..BELLS {
             let Some(link) = &self.slots[slot].link else {
                 return;
             };
-            // An event of the link that was here before.
+            // This event is for the previous link in this slot.
             if self.number(link.name) != Some(number) {
                 return;
             }
@@ -135,22 +134,24 @@ impl Links {
 
     fn on_end(&mut self, slot: usize, error: &io::Error, take: &mut impl FnMut(LinkPeer, &[u8])) {
         let link = self.slots[slot].link.as_ref().expect("it was read from");
-        debug!(peer = %link.peer, %error, "the end of a link");
+        debug!(peer = %link.peer, %error, "link closed by the peer");
         if matches!(link.state, State::Up(_)) {
-            // Packets that the peer sent before its end count.
+            // Don't lose packets sent by the peer before it disconnected.
             self.receive_from(slot, LAST_ROUND, take);
         } else {
             self.counters.refused += 1;
-            // One that goes without a word has only looked who is here.
+            // If it disconnects without sending anything, it was only checking which process is
+            // listening.
             let is_silent = error.kind() == io::ErrorKind::UnexpectedEof && !link.is_outgoing;
             if !is_silent && let Some(held_back) = self.lines.greetings.pass(Instant::now()) {
-                info!(peer = %link.peer, %error, held_back, "no memory is shared with a process");
+                info!(peer = %link.peer, %error, held_back, "cannot share memory with a process");
             }
         }
         self.end(slot);
     }
 
-    /// Takes a HELLO and answers it; false while it has not come.
+    /// Receives a HELLO and sends the response. This will return `false` if it is not available
+    /// yet.
     fn greet(&mut self, slot: usize) -> io::Result<bool> {
         let link = self.slots[slot].link.as_mut().expect("the caller has it");
         let mut message = [0; 64];
@@ -168,7 +169,7 @@ impl Links {
         Ok(true)
     }
 
-    /// Takes a WELCOME; false while it has not come.
+    /// Receives a WELCOME. Returns `false` if it is not available yet.
     fn take_welcome(&mut self, slot: usize) -> io::Result<bool> {
         let link = self.slots[slot].link.as_mut().expect("the caller has it");
         let Some(memory) = hello::receive_welcome(&link.socket)? else {
@@ -192,7 +193,7 @@ impl Links {
     fn on_up(&mut self, slot: usize) {
         self.counters.up += 1;
         if let Some(link) = &self.slots[slot].link {
-            // Of what others begin, logins say more than this.
+            // For incoming links, the login message contains more information than this.
             match link.is_outgoing {
                 true => info!(own = %self.own, peer = %link.peer, "memory is shared"),
                 false => debug!(own = %self.own, peer = %link.peer, "memory is shared"),

@@ -15,12 +15,12 @@ fn look(links: &mut Links) {
     links.look(Instant::now(), |_, _| {});
 }
 
-/// Two devices with a link.
+/// Creates two devices with a link.
 fn linked(from: IpAddr, to: IpAddr) -> (Links, Links) {
     let (mut server, _) = listening(to);
     let mut client = Links::new(from, ShmUsers::default(), None).unwrap();
     client.reach(Instant::now(), to).unwrap();
-    // The connection, its HELLO, its WELCOME.
+    // Three events: connect, HELLO and WELCOME.
     for _ in 0..3 {
         look(&mut server);
         look(&mut client);
@@ -30,7 +30,7 @@ fn linked(from: IpAddr, to: IpAddr) -> (Links, Links) {
 }
 
 #[test]
-fn a_link_ends_when_an_address_of_it_leaves_the_host() {
+fn link_closes_when_address_is_removed() {
     let (own, peer) = (addr(1), addr(2));
     for gone in [own, peer] {
         let (mut client, mut server) = linked(own, peer);
@@ -45,13 +45,13 @@ fn a_link_ends_when_an_address_of_it_leaves_the_host() {
 }
 
 #[test]
-fn a_device_with_links_wakes_up_to_look_for_its_addresses() {
+fn links_set_deadline_for_address_check() {
     let (mut client, _server) = linked(addr(3), addr(4));
     let now = Instant::now();
     client.expire(now);
     let due = client.deadline().unwrap();
     assert!(due > now && due <= now + Duration::from_secs(1));
-    // They are there.
+    // These links are up.
     client.expire(due);
     assert_eq!(client.live.len(), 1);
     assert!(client.deadline().unwrap() > due);
@@ -60,7 +60,7 @@ fn a_device_with_links_wakes_up_to_look_for_its_addresses() {
 }
 
 #[test]
-fn the_name_of_a_link_leads_to_its_peer_even_after_its_end() {
+fn link_name_resolves_after_close() {
     let (_client, mut server) = linked(addr(9), addr(10));
     let slot = server.live[0];
     let name = server.slots[slot].link.as_ref().unwrap().name;
@@ -72,7 +72,7 @@ fn the_name_of_a_link_leads_to_its_peer_even_after_its_end() {
 }
 
 #[test]
-fn a_look_accepts_one_process() {
+fn look_accepts_single_process() {
     let (mut first, listener) = listening(addr(5));
     let mut second = Links::new(addr(5), ShmUsers::default(), Some(listener)).unwrap();
     let connect = |_| hello::connect(addr(5), addr(6), &ShmUsers::default()).unwrap();
@@ -85,7 +85,7 @@ fn a_look_accepts_one_process() {
 }
 
 #[test]
-fn a_device_without_room_leaves_its_listener_to_another() {
+fn full_device_leaves_listener_to_others() {
     let (mut full, listener) = listening(addr(7));
     let mut other = Links::new(addr(7), ShmUsers::default(), Some(listener)).unwrap();
     let connect = || hello::connect(addr(7), addr(8), &ShmUsers::default()).unwrap();
@@ -102,7 +102,7 @@ fn a_device_without_room_leaves_its_listener_to_another() {
     look(&mut other);
     assert_eq!((full.counters.refused, other.counters.up), (0, 1));
     drop(one_more);
-    // Room again.
+    // Now there is a free slot.
     clients.pop();
     look(&mut full);
     clients.push(connect());

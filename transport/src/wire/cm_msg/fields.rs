@@ -1,4 +1,4 @@
-//! The fields of CM messages that have a meaning of their own.
+//! Field types used in CM messages.
 
 use core::fmt;
 use core::ops::Deref;
@@ -7,7 +7,7 @@ use core::time::Duration;
 use num_enum::{FromPrimitive, IntoPrimitive};
 use thiserror::Error;
 
-/// Communication id: a connection of a node, numbered by that node.
+/// Communication ID: identifies a connection and is assigned by a node.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CommId(pub u32);
 
@@ -17,7 +17,7 @@ impl fmt::Debug for CommId {
     }
 }
 
-/// The service that a request is for.
+/// Service ID of a request.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServiceId(pub u64);
 
@@ -27,7 +27,7 @@ impl fmt::Debug for ServiceId {
     }
 }
 
-/// A channel adapter's EUI-64.
+/// EUI-64 of a channel adapter.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CaGuid(pub u64);
 
@@ -37,15 +37,15 @@ impl fmt::Debug for CaGuid {
     }
 }
 
-/// An unsigned number of `N` bits, `N` at most 31.
+/// Unsigned number with `N` bits, at most 31.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Bits<const N: u32>(u32);
 
 impl<const N: u32> Bits<N> {
-    /// Largest value of `N` bits.
+    /// Maximum value for `N` bits.
     pub const MAX: Self = Self((1 << N) - 1);
 
-    /// The value, `None` if it needs more bits.
+    /// Returns the value, or `None` if it doesn't fit into `N` bits.
     #[must_use]
     pub const fn new(value: u32) -> Option<Self> {
         if value <= Self::MAX.0 {
@@ -55,13 +55,13 @@ impl<const N: u32> Bits<N> {
         }
     }
 
-    /// The low bits of `value`.
+    /// Uses the low bits of `value`.
     #[must_use]
     pub const fn truncate(value: u32) -> Self {
         Self(value & Self::MAX.0)
     }
 
-    /// `value`, or the largest there is.
+    /// Uses `value`, limited to the maximum.
     #[must_use]
     pub const fn saturate(value: u32) -> Self {
         if value <= Self::MAX.0 {
@@ -71,13 +71,13 @@ impl<const N: u32> Bits<N> {
         }
     }
 
-    /// Value as an integer.
+    /// Returns the value as an integer.
     #[must_use]
     pub const fn value(self) -> u32 {
         self.0
     }
 
-    /// The number of a field of at most eight bits.
+    /// Returns the value for a field of at most eight bits.
     pub(super) const fn byte(self) -> u8 {
         const { assert!(N <= 8) };
         (self.0 & 0xff) as u8
@@ -90,18 +90,19 @@ impl<const N: u32> fmt::Debug for Bits<N> {
     }
 }
 
-/// A time of 4.096 µs · 2ⁿ, *n* from 0 to 31: 4 µs to 2.4 hours (IBTA 12.7).
+/// Timeout of 4.096 µs · 2ⁿ, where *n* is 0 to 31: 4 µs to 2.4 hours (IBTA 12.7).
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CmTimeout(Bits<5>);
 
 impl CmTimeout {
-    /// The exponent's low five bits.
+    /// Uses the low five bits of the exponent.
     #[must_use]
     pub const fn new(exponent: u8) -> Self {
         Self(Bits::truncate(exponent as u32))
     }
 
-    /// The shortest that lasts at least `time`, or the longest there is.
+    /// Returns the shortest timeout that is at least `time`, or the maximum timeout if `time`
+    /// exceeds it.
     #[must_use]
     pub fn at_least(time: Duration) -> Self {
         (0..32)
@@ -110,13 +111,13 @@ impl CmTimeout {
             .unwrap_or(Self::new(31))
     }
 
-    /// Exponent of the code, from 0 to 31.
+    /// Returns the exponent, 0 to 31.
     #[must_use]
     pub const fn exponent(self) -> u8 {
         self.0.byte()
     }
 
-    /// Time that the code stands for: 4.096 µs × 2^exponent.
+    /// Returns the timeout: 4.096 µs × 2^exponent.
     #[must_use]
     pub const fn duration(self) -> Duration {
         Duration::from_nanos(4096 << self.0.value())
@@ -129,26 +130,26 @@ impl fmt::Debug for CmTimeout {
     }
 }
 
-/// Data does not fit its field.
+/// The data doesn't fit into its field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("{len} bytes for a field of {room}")]
+#[error("data of {len} bytes exceeds a field of {room} bytes")]
 pub struct TooLong {
-    /// Number of bytes given.
+    /// Data size in bytes.
     pub len: usize,
-    /// Bytes there is room for.
+    /// Field size in bytes.
     pub room: usize,
 }
 
-/// A field of `N` bytes for the user's own data. It has no length of its own on
-/// the wire: shorter data is followed by zeros.
+/// Field of `N` bytes for private data. The data size is not sent on the wire: shorter data is
+/// padded with zeros.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct PrivateData<const N: usize>(pub [u8; N]);
 
 impl<const N: usize> PrivateData<N> {
-    /// Length of the field in bytes.
+    /// Field size in bytes.
     pub const LEN: usize = N;
 
-    /// `data` and zeros after it.
+    /// Creates the field and pads `data` with zeros.
     pub fn new(data: &[u8]) -> Result<Self, TooLong> {
         let mut bytes = [0; N];
         let room = bytes.get_mut(..data.len()).ok_or(TooLong {
@@ -185,10 +186,10 @@ impl<const N: usize> fmt::Debug for PrivateData<N> {
     }
 }
 
-/// Bytes of additional information in REJ, APR and SIDR_REP.
+/// Maximum size of the additional information in REJ, APR and SIDR_REP.
 pub const ADDITIONAL_INFO_LEN: usize = 72;
 
-/// Additional information: up to 72 bytes whose meaning depends on the reason.
+/// Additional information: up to 72 bytes with a meaning that depends on the reason.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct AdditionalInfo {
     len: u8,
@@ -196,7 +197,7 @@ pub struct AdditionalInfo {
 }
 
 impl AdditionalInfo {
-    /// `data`, at most 72 bytes.
+    /// Creates the field with up to 72 bytes of `data`.
     pub fn new(data: &[u8]) -> Result<Self, TooLong> {
         let bytes = PrivateData::<ADDITIONAL_INFO_LEN>::new(data)?.0;
         #[expect(clippy::cast_possible_truncation, reason = "at most 72 bytes fit")]
@@ -204,7 +205,7 @@ impl AdditionalInfo {
         Ok(Self { len, bytes })
     }
 
-    /// From the wire: `None` if the declared length exceeds the field.
+    /// Parses the field. Returns `None` if the declared length exceeds the field size.
     pub(super) fn from_wire(len: u8, bytes: [u8; ADDITIONAL_INFO_LEN]) -> Option<Self> {
         (usize::from(len) <= ADDITIONAL_INFO_LEN).then_some(Self { len, bytes })
     }
@@ -241,7 +242,7 @@ impl fmt::Debug for AdditionalInfo {
     }
 }
 
-/// Reason of a REJ: why a connection was refused or given up (IBTA 12.6.7.2).
+/// Reason code in a REJ (IBTA 12.6.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u16)]
 pub enum RejReason {
@@ -251,25 +252,26 @@ pub enum RejReason {
     NoEec = 2,
     /// No resources are available.
     NoResources = 3,
-    /// An answer did not come in time.
+    /// Timed out waiting for a response.
     Timeout = 4,
     /// The request is not supported.
     Unsupported = 5,
-    /// No such communication id.
+    /// Invalid communication ID.
     InvalidCommId = 6,
-    /// Communication ids, service id or QPNs do not belong together.
+    /// The communication IDs, service ID or QPNs don't match.
     InvalidCommInstance = 7,
-    /// No listener on the service id.
+    /// No listener for this service ID.
     InvalidServiceId = 8,
-    /// The service is not offered over this transport service.
+    /// The service does not support this transport service.
     InvalidTransportType = 9,
-    /// The request shows that a connection we believed in is gone.
+    /// Stale connection: the request shows that a connection we considered established no longer
+    /// exists.
     StaleConn = 10,
     /// The reliable datagram channel does not exist.
     RdcNotExist = 11,
-    /// Primary remote port GID.
+    /// Primary remote port GID is invalid.
     InvalidGid = 12,
-    /// Primary remote port LID.
+    /// Primary remote port LID is invalid.
     InvalidLid = 13,
     /// Primary service level is invalid.
     InvalidSl = 14,
@@ -279,9 +281,9 @@ pub enum RejReason {
     InvalidHopLimit = 16,
     /// Primary packet rate is invalid.
     InvalidPacketRate = 17,
-    /// Alternate remote port GID.
+    /// Alternate remote port GID is invalid.
     InvalidAltGid = 18,
-    /// Alternate remote port LID.
+    /// Alternate remote port LID is invalid.
     InvalidAltLid = 19,
     /// Alternate service level is invalid.
     InvalidAltSl = 20,
@@ -291,50 +293,50 @@ pub enum RejReason {
     InvalidAltHopLimit = 22,
     /// Alternate packet rate is invalid.
     InvalidAltPacketRate = 23,
-    /// Another port and another CM serve this; the answer names both.
+    /// The request should be sent to the port and CM specified in this response.
     PortCmRedirect = 24,
-    /// Another port serves this; the answer names it.
+    /// The request should be sent to the port specified in this response.
     PortRedirect = 25,
     /// Path MTU is invalid.
     InvalidMtu = 26,
-    /// Too few responder resources.
+    /// Insufficient responder resources.
     InsufficientRespResources = 27,
-    /// The consumer's own reasons, in its private data.
+    /// Rejected by the consumer, which can provide a reason in the private data.
     ConsumerDefined = 28,
     /// RNR retry count is rejected.
     InvalidRnrRetry = 29,
-    /// The local communication id is in use for another connection.
+    /// The local communication ID is already used by a different connection.
     DuplicateLocalCommId = 30,
-    /// The class version is not spoken.
+    /// The class version is not supported.
     InvalidClassVersion = 31,
     /// Primary flow label is invalid.
     InvalidFlowLabel = 32,
     /// Alternate flow label is invalid.
     InvalidAltFlowLabel = 33,
-    /// A vendor's option is not spoken.
+    /// A vendor option is not supported.
     VendorOptionNotSupported = 35,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u16),
 }
 
-/// The answer to an alternate path request (IBTA 12.8.2).
+/// Status in the response to an alternate path request (IBTA 12.8.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum AprStatus {
-    /// The path is loaded.
+    /// The path was loaded.
     Success = 0,
-    /// No such communication id.
+    /// Invalid communication ID.
     InvalidCommId = 1,
     /// Alternate paths are not supported.
     Unsupported = 2,
-    /// The alternate path is refused.
+    /// The alternate path was rejected.
     Reject = 3,
-    /// Another path is suggested.
+    /// The request should be sent to a different port.
     Redirect = 4,
-    /// The path is in use already.
+    /// The path is already in use.
     IsCurrent = 5,
-    /// Queue pair number or end-to-end context.
+    /// Invalid queue pair number or end-to-end context.
     InvalidQpnEecn = 6,
     /// LID of the path is invalid.
     InvalidLid = 7,
@@ -350,33 +352,33 @@ pub enum AprStatus {
     InvalidPacketRate = 12,
     /// Service level of the path is invalid.
     InvalidSl = 13,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// The answer to a service id resolution request (IBTA 12.11.2).
+/// Status in the response to a service ID resolution request (IBTA 12.11.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum SidrStatus {
-    /// Queue pair and queue key are valid.
+    /// Queue pair number and Q_Key are valid.
     Success = 0,
-    /// The service id is not offered.
+    /// The service ID is not supported.
     Unsupported = 1,
-    /// The service's user refused.
+    /// Rejected by the service user.
     Reject = 2,
     /// No queue pair available.
     NoQp = 3,
-    /// Another port serves this; the answer names it.
+    /// The request should be sent to the port specified in this response.
     Redirect = 4,
-    /// The version is not spoken.
+    /// The version is not supported.
     UnsupportedVersion = 5,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Transport service of a connection (IBTA 12.7).
+/// Transport service for a connection (IBTA 12.7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum TransportType {
@@ -388,52 +390,52 @@ pub enum TransportType {
     Rd = 2,
     /// See the extended transport type.
     Extended = 3,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Message that an MRA acknowledges (IBTA 12.6.6).
+/// Message acknowledged by an MRA (IBTA 12.6.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum MraOf {
-    /// REQ: the request for a connection.
+    /// Connection request.
     Req = 0,
-    /// REP: the reply to a request.
+    /// Connection reply.
     Rep = 1,
-    /// LAP: the request for an alternate path.
+    /// Load alternate path request.
     Lap = 2,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Message that a REJ refuses (IBTA 12.6.7).
+/// Message rejected by a REJ (IBTA 12.6.7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum RejOf {
-    /// REQ: the request for a connection.
+    /// Connection request.
     Req = 0,
-    /// REP: the reply to a request.
+    /// Connection reply.
     Rep = 1,
-    /// None: the sender gives up.
+    /// No message: the sender abandons the connection.
     NoMessage = 2,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
 
-/// Failover Accepted: whether the passive side took the alternate path (IBTA 12.6.8).
+/// Failover Accepted: indicates if the passive side accepted the alternate path (IBTA 12.6.8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum Failover {
-    /// It did, or none was offered.
+    /// The alternate path was accepted or not offered.
     Accepted = 0,
-    /// It does not do failover.
+    /// Failover is not supported.
     Unsupported = 1,
-    /// It refused this path.
+    /// The alternate path was rejected.
     Rejected = 2,
-    /// A code that is none of the others; kept as received.
+    /// Unknown code, preserved as received.
     #[num_enum(catch_all)]
     Other(u8),
 }
@@ -443,7 +445,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn timeouts_are_powers_of_two_of_four_microseconds() {
+    fn cm_timeouts_are_powers_of_two() {
         assert_eq!(CmTimeout::new(0).duration(), Duration::from_nanos(4096));
         assert_eq!(
             CmTimeout::new(20).duration(),
@@ -455,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_survive_a_round_trip() {
+    fn codes_round_trip() {
         for code in 0..64 {
             assert_eq!(u16::from(RejReason::from(code)), code);
         }
@@ -468,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_refuse_what_does_not_fit() {
+    fn fields_reject_oversized_values() {
         assert_eq!(
             PrivateData::<4>::new(&[1; 5]),
             Err(TooLong { len: 5, room: 4 })

@@ -1,10 +1,9 @@
-//! The messages of the InfiniBand communication manager (IBTA 12.6, 12.8,
-//! 12.11), each a struct with every field, parsed from and emitted into whole
-//! 256-byte MADs.
+//! InfiniBand communication manager messages (IBTA 12.6, 12.8, 12.11). Each message is a struct
+//! containing all fields, which can be parsed from or written to a 256-byte MAD.
 //!
-//! The structs hold legal values: fields narrower than their integer are
-//! [`Bits`], times are [`CmTimeout`], codes are enumerations that keep unknown
-//! ones. Reserved bits are ignored on receipt and zero when sent.
+//! The structs can only contain valid values: [`Bits`] is used for fields narrower than an integer,
+//! [`CmTimeout`] for timeouts, and enums for codes, with unknown codes preserved. Reserved bits are
+//! ignored on receive and set to zero when sending.
 
 mod fields;
 mod msgs;
@@ -27,10 +26,10 @@ use super::mad::{
     MAD_BODY_LEN, MAD_LEN, Mad, MadClass, MadError, MadHeader, MadMethod, TransactionId,
 };
 
-/// Version of the communication management class.
+/// Supported class version of communication management.
 pub const CM_CLASS_VERSION: u8 = 2;
 
-/// Attribute ids of the CM messages (IBTA 16.7).
+/// Attribute IDs of CM messages (IBTA 16.7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromPrimitive)]
 #[repr(u16)]
 pub enum CmAttribute {
@@ -48,9 +47,9 @@ pub enum CmAttribute {
     Dreq = 0x15,
     /// DREP: disconnection reply (IBTA 12.6.11).
     Drep = 0x16,
-    /// Service id resolution request.
+    /// SIDR_REQ: service ID resolution request (IBTA 12.11.1).
     SidrReq = 0x17,
-    /// Service id resolution reply.
+    /// SIDR_REP: service ID resolution reply (IBTA 12.11.2).
     SidrRep = 0x18,
     /// LAP: load alternate path (IBTA 12.8.1).
     Lap = 0x19,
@@ -59,35 +58,36 @@ pub enum CmAttribute {
 }
 
 impl CmAttribute {
-    /// Messages that begin with a request id of SIDR or with the id of a requester, which is the
-    /// only id that both sides know.
+    /// Messages starting with a SIDR request ID or with the requester's communication ID, which is
+    /// the only ID known to both sides.
     pub const NAMED_BY_FIRST_ID: [Self; 3] = [Self::Req, Self::SidrReq, Self::SidrRep];
 }
 
 /// Offset of the management class in a MAD.
 pub const MAD_CLASS_OFFSET: usize = 1;
-/// Offset of the attribute id, 16 bits big-endian, in a MAD.
+/// Offset of the attribute ID in a MAD, 16 bits in big-endian order.
 pub const MAD_ATTRIBUTE_OFFSET: usize = 16;
-/// Offset of a CM message's first id in a MAD, 32 bits big-endian: the sender's communication id,
-/// or the request id of SIDR.
+/// Offset of the first ID in a CM message, 32 bits in big-endian order: the sender's communication
+/// ID or the SIDR request ID.
 pub const FIRST_ID_OFFSET: usize = 24;
-/// Offset of the receiver's communication id in a MAD, 32 bits big-endian, where the message has
-/// one.
+/// Offset of the receiver's communication ID in a CM message, 32 bits in big-endian order, if
+/// present.
 pub const SECOND_ID_OFFSET: usize = 28;
 
-/// A big-endian word of a MAD of the CM class.
+/// Reads a big-endian word from a MAD of the CM class.
 fn word(mad: &[u8], at: usize) -> Option<u32> {
     let bytes = mad.get(at..at + 4)?;
     Some(u32::from_be_bytes(bytes.try_into().ok()?))
 }
 
-/// The receiver's communication id in a CM message, zero if the sender does not know it, or `None`
-/// where the message has no such field. The error is for what is too short or of another management
-/// class; apart from that, the bytes need not be a valid message.
+/// Returns the receiver's communication ID from a CM message, which is zero if the sender doesn't
+/// know it, or `None` if the message does not contain this field. Returns an error if the data is
+/// too short or uses a different management class, but does not check otherwise if the message is
+/// valid.
 fn second_id(mad: &[u8]) -> Result<Option<CommId>, CmMsgError> {
     let short = || CmMsgError::Mad(MadError::Length { len: mad.len() });
-    // Only the bytes that are needed: this runs for each message before it is parsed, and decides
-    // which worker parses it.
+    // Only read the required bytes: this is called before parsing each message, to select the
+    // worker that will parse it.
     let class = *mad.get(MAD_CLASS_OFFSET).ok_or_else(short)?;
     if class != MadClass::ComMgt as u8 {
         return Err(CmMsgError::Class { class });
@@ -103,17 +103,17 @@ fn second_id(mad: &[u8]) -> Result<Option<CommId>, CmMsgError> {
     Ok(Some(CommId(id)))
 }
 
-/// The receiver's communication id that a CM message names, if it names one.
+/// Returns the receiver's communication ID if it is set in the CM message.
 #[must_use]
 pub fn receiver_id(mad: &[u8]) -> Option<CommId> {
     second_id(mad).ok()?.filter(|&id| id != CommId(0))
 }
 
-/// The id by which the CM messages of one connection are spread over the workers that share a queue
-/// pair 1; `None` for what is too short or of another management class.
+/// Returns the ID used to distribute the CM messages of a connection to the workers sharing queue
+/// pair 1, or `None` if the data is too short or uses a different management class.
 ///
-/// It is the id that the receiver chose ([`receiver_id`]), or else the first one: a REJ that
-/// withdraws an unanswered REQ must arrive where that REQ did.
+/// This is the ID assigned by the receiver ([`receiver_id`]) if there is one, or else the first ID,
+/// so that a REJ that cancels a pending REQ is received by the same worker as that REQ.
 #[must_use]
 pub fn routing_id(mad: &[u8]) -> Option<CommId> {
     match second_id(mad).ok()? {
@@ -122,89 +122,89 @@ pub fn routing_id(mad: &[u8]) -> Option<CommId> {
     }
 }
 
-/// Returns whether a MAD of the CM class names no id of the receiver's: it is a request, or belongs
-/// to one that was not answered.
+/// Returns whether a MAD of the CM class does not contain an ID assigned by the receiver. In this
+/// case it is a request, or refers to a pending request.
 #[must_use]
 pub fn is_request(mad: &[u8]) -> bool {
     let attribute = word(mad, MAD_ATTRIBUTE_OFFSET).map(|word| word >> 16);
-    // An answer to a question of SIDR has the id that we chose for it first.
+    // The first ID in a SIDR response was assigned by us when we sent the request.
     attribute != Some(CmAttribute::SidrRep as u32) && receiver_id(mad).is_none()
 }
 
-/// Reason why a MAD is not a CM message.
+/// Error returned for a MAD that is not a valid CM message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmMsgError {
-    /// Not even a MAD.
+    /// The data is not a valid MAD.
     #[error(transparent)]
     Mad(#[from] MadError),
-    /// The MAD is of another management class.
+    /// The management class is not supported.
     #[error("management class {class:#04x} is not communication management")]
     Class {
-        /// Management class that was received.
+        /// Management class received.
         class: u8,
     },
-    /// Class version other than 2.
-    #[error("communication management version {version}")]
+    /// The class version is not 2.
+    #[error("unsupported communication management version {version}")]
     ClassVersion {
-        /// Class version that was received.
+        /// Class version received.
         version: u8,
     },
-    /// Method other than Send.
+    /// The method is not Send.
     #[error("method {method:#04x} is not Send")]
     Method {
-        /// Method that was received.
+        /// Method received.
         method: u8,
     },
-    /// An attribute that is no CM message.
+    /// The attribute is not a CM message.
     #[error("unknown attribute {attribute:#06x}")]
     Attribute {
-        /// Attribute id that was received.
+        /// Attribute ID received.
         attribute: u16,
     },
-    /// The declared length of additional information exceeds its field.
-    #[error("additional information longer than its field")]
+    /// The declared length of the additional information exceeds the field size.
+    #[error("additional information exceeds its field")]
     InfoLength,
 }
 
-/// A CM message of any kind.
+/// CM message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CmMessage {
-    /// A REQ, which asks for a connection.
+    /// Connection request.
     Req(ReqMsg),
-    /// An MRA, which asks for time.
+    /// Request for more time to process a message.
     Mra(MraMsg),
-    /// A REJ, which refuses or gives up.
+    /// Connection reject.
     Rej(RejMsg),
-    /// A REP, which accepts a request.
+    /// Connection reply.
     Rep(RepMsg),
-    /// An RTU, which confirms a reply.
+    /// Ready to use: confirms a reply.
     Rtu(PairMsg),
-    /// A DREQ, which ends a connection.
+    /// Disconnection request.
     Dreq(DreqMsg),
-    /// A DREP, which confirms the end.
+    /// Disconnection reply.
     Drep(PairMsg),
-    /// Service id resolution request.
+    /// Service ID resolution request.
     SidrReq(SidrReqMsg),
-    /// Service id resolution reply.
+    /// Service ID resolution reply.
     SidrRep(SidrRepMsg),
-    /// A LAP, which proposes another path.
+    /// Request to load an alternate path.
     Lap(LapMsg),
-    /// An APR, which answers a proposal.
+    /// Response to an alternate path request.
     Apr(AprMsg),
 }
 
-/// The layouts are as long as a body, so this cannot fail.
+/// All layouts have the same size as the body, so this cannot fail.
 fn view<T: FromBytes + KnownLayout + Immutable + zerocopy::Unaligned>(
     body: &[u8; MAD_BODY_LEN],
 ) -> &T {
-    T::ref_from_bytes(body).expect("layouts have the length of a MAD body")
+    T::ref_from_bytes(body).expect("layout matches the MAD body length")
 }
 
 impl CmMessage {
-    /// Parse a whole MAD.
+    /// Parses a complete MAD.
     pub fn parse(mad: &[u8]) -> Result<(TransactionId, Self), CmMsgError> {
         let (header, body) = MadHeader::parse(mad)?;
-        // Class, version and method first: the attribute has its meaning only within them.
+        // Check class, version and method first, as the meaning of the attribute depends on them.
         if header.class() != MadClass::ComMgt as u8 {
             return Err(CmMsgError::Class {
                 class: header.class(),
@@ -239,7 +239,7 @@ impl CmMessage {
         Ok((header.transaction(), message))
     }
 
-    /// Attribute id of the message.
+    /// Returns the attribute ID for this message.
     #[must_use]
     pub fn attribute(&self) -> CmAttribute {
         match self {
@@ -257,7 +257,7 @@ impl CmMessage {
         }
     }
 
-    /// Attribute modifier of the message: vendor options, or 0.
+    /// Returns the attribute modifier: the vendor options, or 0.
     fn modifier(&self) -> u32 {
         match self {
             Self::Req(m) => m.vendor_options,
@@ -266,7 +266,7 @@ impl CmMessage {
         }
     }
 
-    /// Bytes of the MAD that carries the message.
+    /// Returns the message as a MAD.
     #[must_use]
     pub fn emit(&self, transaction: TransactionId) -> Mad {
         let header = MadHeader::new(
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn lap_fields_lie_where_the_specification_puts_them() {
+    fn lap_matches_specification_layout() {
         let mut body = [0u8; 232];
         body[..8].copy_from_slice(&[0, 0, 0, 1, 0, 0, 0, 2]);
         body[12..16].copy_from_slice(&[0, 0x12, 0x34, 20 << 3]);
@@ -350,11 +350,11 @@ mod tests {
     }
 
     #[test]
-    fn vendor_options_are_the_attribute_modifier() {
+    fn vendor_options_use_attribute_modifier() {
         let mut bytes = mad(0x10, &[]);
         bytes[20..24].copy_from_slice(&[0xde, 0xad, 0xbe, 0xef]);
         bytes[24 + 5..24 + 8].copy_from_slice(&[0x00, 0x15, 0xb3]);
-        // An MTU of 256 bytes.
+        // MTU of 256 bytes.
         bytes[24 + 50] = 0x10;
         let (tid, message) = CmMessage::parse(&bytes).unwrap();
         let CmMessage::Req(req) = message else {
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_names_the_kind_of_queue_pair() {
+    fn req_contains_qp_type() {
         for (code, extended, expected) in [
             (0, 0, Some(QpType::Rc)),
             (1, 0, Some(QpType::Uc)),
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn mra_apr_and_sidr_fields_lie_where_the_specification_puts_them() {
+    fn mra_apr_sidr_match_specification_layout() {
         let bytes = mad(0x11, &[0, 0, 0, 1, 0, 0, 0, 2, 0x40, 21 << 3, 0xaa]);
         let (tid, message) = CmMessage::parse(&bytes).unwrap();
         let CmMessage::Mra(mra) = message else {
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_cm_message_names_its_field() {
+    fn cm_parse_error_names_field() {
         let good = mad(0x14, &[]);
         let change = |at: usize, to: u8| {
             let mut bytes = good.clone();
@@ -493,16 +493,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn emitting_what_was_parsed_is_stable(attribute in 0x10u8..0x1b, body in proptest::collection::vec(any::<u8>(), 232)) {
+        fn emitting_parsed_message_is_stable(attribute in 0x10u8..0x1b, body in proptest::collection::vec(any::<u8>(), 232)) {
             let bytes = mad(attribute, &body);
             match CmMessage::parse(&bytes) {
                 Ok((transaction, message)) => {
-                    // Reserved bits are dropped the first time, nothing after that.
+                    // Reserved bits are cleared the first time. After this, nothing should change.
                     let emitted = message.emit(transaction);
                     prop_assert_eq!(CmMessage::parse(&emitted), Ok((transaction, message)));
                 }
-                // REJ, SIDR_REP and APR give the length of additional information; nothing else can
-                // be wrong.
+                // REJ, SIDR_REP and APR contain the length of the additional information, which is
+                // the only field that can be invalid.
                 Err(error) => {
                     prop_assert_eq!(error, CmMsgError::InfoLength);
                     prop_assert!([0x12, 0x18, 0x1a].contains(&attribute), "{attribute:#x}");

@@ -1,4 +1,4 @@
-//! All CM messages but REQ.
+//! All CM messages except REQ.
 
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
 
@@ -13,18 +13,18 @@ use super::req::CmPath;
 use crate::verbs::PKey;
 use crate::wire::ids::{Psn, Qpn};
 
-/// MRA (IBTA 12.6.6): the message arrived, its answer will take a while.
+/// MRA (IBTA 12.6.6): the message was received, but the response will be delayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MraMsg {
-    /// Local Communication ID: the sender's.
+    /// The sender's communication ID.
     pub local_comm_id: CommId,
-    /// Remote Communication ID: the receiver's.
+    /// The receiver's communication ID.
     pub remote_comm_id: CommId,
-    /// Message that has arrived.
+    /// Message that was received.
     pub message: MraOf,
-    /// Time that the sender may take to answer it.
+    /// Time the sender may need to respond.
     pub service_timeout: CmTimeout,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<222>,
 }
 
@@ -50,32 +50,32 @@ impl MraMsg {
     }
 }
 
-/// REJ (IBTA 12.6.7): the connection will not be.
+/// REJ (IBTA 12.6.7): the connection is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RejMsg {
-    /// The sender's id; 0 if it has none.
+    /// The sender's communication ID, or 0 if not assigned.
     pub local_comm_id: CommId,
-    /// The receiver's id; 0 if the sender does not know it.
+    /// The receiver's communication ID, or 0 if the sender doesn't know it.
     pub remote_comm_id: CommId,
-    /// Message that is refused.
+    /// Message that is rejected.
     pub message: RejOf,
-    /// Reason of the refusal.
+    /// Reject reason.
     pub reason: RejReason,
-    /// More about why; its form depends on the reason.
+    /// Additional information in a format that depends on the reason.
     pub info: AdditionalInfo,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<148>,
 }
 
 impl RejMsg {
-    /// `None` if the declared length of the information exceeds its field.
+    /// Returns `None` if the declared length of the additional information exceeds the field size.
     pub(super) fn parse(raw: &RejRaw) -> Option<Self> {
         Some(Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
             remote_comm_id: CommId(raw.remote_comm_id.get()),
             message: RejOf::from(raw.message >> 6),
             reason: RejReason::from(raw.reason.get()),
-            // Seven bits can claim more than the field holds.
+            // The seven-bit length can exceed the field size.
             info: AdditionalInfo::from_wire(raw.info_len >> 1, raw.info)?,
             private_data: PrivateData(raw.private_data),
         })
@@ -94,44 +94,44 @@ impl RejMsg {
     }
 }
 
-/// REP (IBTA 12.6.8): the passive side's answer to a REQ.
+/// REP (IBTA 12.6.8): the passive side's reply to a REQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RepMsg {
-    /// The responder's id for the connection.
+    /// Communication ID assigned by the responder.
     pub local_comm_id: CommId,
-    /// Remote Communication ID: the requester's.
+    /// The requester's communication ID.
     pub remote_comm_id: CommId,
-    /// Queue key, for datagram services.
+    /// Q_Key, for datagram services.
     pub qkey: u32,
-    /// The responder's queue pair.
+    /// The responder's queue pair number.
     pub qpn: Qpn,
-    /// IEEE vendor id of the responder; usually 0.
+    /// The responder's IEEE vendor ID, usually 0.
     pub vendor_id: Bits<24>,
-    /// The responder's end-to-end context; for an extended reliable connection its queue pair, of
-    /// which `qpn` says nothing then (IBTA annex A14).
+    /// The responder's end-to-end context. For an extended reliable connection, this is the
+    /// responder's queue pair number and should be used instead of `qpn` (IBTA annex A14).
     pub eecn: Bits<24>,
-    /// Vendor options of the responder: the attribute modifier of the MAD, where Linux puts those of
+    /// The responder's vendor options. This is the attribute modifier of the MAD, used by Linux for
     /// enhanced connection establishment.
     pub vendor_options: u32,
-    /// The PSN with which the **receiver** of this message begins to send.
+    /// Starting PSN that the **receiver** of this message must use when sending.
     pub starting_psn: Psn,
-    /// READs and atomics the responder can answer at a time.
+    /// Maximum number of READs and atomics that the responder can process concurrently.
     pub responder_resources: u8,
-    /// READs and atomics the responder may have outstanding.
+    /// Maximum number of outstanding READs and atomics used by the responder.
     pub initiator_depth: u8,
-    /// Time that the responder's adapter may take to acknowledge.
+    /// Maximum time the responder's adapter needs to send an acknowledgement.
     pub target_ack_delay: CmTimeout,
-    /// Outcome for the alternate path.
+    /// Result for the alternate path.
     pub failover: Failover,
-    /// The responder's queue pair sends end-to-end credits.
+    /// Set if the responder's queue pair uses end-to-end credits.
     pub flow_control: bool,
-    /// RNR retries that the requester's queue pair should make; 7 is forever.
+    /// RNR retry count to be used by the requester's queue pair; 7 means unlimited.
     pub rnr_retry_count: Bits<3>,
-    /// The responder's queue pair uses a shared receive queue.
+    /// Set if the responder's queue pair uses a shared receive queue.
     pub srq: bool,
-    /// The responder's channel adapter.
+    /// The responder's channel adapter GUID.
     pub ca_guid: CaGuid,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<196>,
 }
 
@@ -184,15 +184,16 @@ impl RepMsg {
     }
 }
 
-/// RTU (IBTA 12.6.9): the active side is ready to use the connection; and DREP
-/// (IBTA 12.6.11): the connection is gone. They have one form.
+/// RTU (IBTA 12.6.9), which indicates that the active side is ready to use the connection, or DREP
+/// (IBTA 12.6.11), which indicates that the connection is closed. Both messages use the same
+/// format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PairMsg {
-    /// Local Communication ID: the sender's.
+    /// The sender's communication ID.
     pub local_comm_id: CommId,
-    /// Remote Communication ID: the receiver's.
+    /// The receiver's communication ID.
     pub remote_comm_id: CommId,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<224>,
 }
 
@@ -214,16 +215,16 @@ impl PairMsg {
     }
 }
 
-/// DREQ (IBTA 12.6.10): a request to end the connection.
+/// DREQ (IBTA 12.6.10): disconnection request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DreqMsg {
-    /// Local Communication ID: the sender's.
+    /// The sender's communication ID.
     pub local_comm_id: CommId,
-    /// Remote Communication ID: the receiver's.
+    /// The receiver's communication ID.
     pub remote_comm_id: CommId,
-    /// The receiver's queue pair.
+    /// The receiver's queue pair number.
     pub remote_qpn: Qpn,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<220>,
 }
 
@@ -248,20 +249,20 @@ impl DreqMsg {
     }
 }
 
-/// LAP (IBTA 12.8.1): a request to load another alternate path.
+/// LAP (IBTA 12.8.1): request to load a new alternate path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LapMsg {
-    /// Local Communication ID: the sender's.
+    /// The sender's communication ID.
     pub local_comm_id: CommId,
-    /// Remote Communication ID: the receiver's.
+    /// The receiver's communication ID.
     pub remote_comm_id: CommId,
-    /// The receiver's queue pair.
+    /// The receiver's queue pair number.
     pub remote_qpn: Qpn,
-    /// Time that the sender waits for an answer.
+    /// Time the sender will wait for a response.
     pub remote_cm_timeout: CmTimeout,
-    /// Alternate path that is proposed.
+    /// Proposed alternate path.
     pub alternate: CmPath,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<168>,
 }
 
@@ -289,23 +290,23 @@ impl LapMsg {
     }
 }
 
-/// APR (IBTA 12.8.2): the answer to a LAP.
+/// APR (IBTA 12.8.2): response to a LAP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AprMsg {
-    /// Local Communication ID: the sender's.
+    /// The sender's communication ID.
     pub local_comm_id: CommId,
-    /// Remote Communication ID: the receiver's.
+    /// The receiver's communication ID.
     pub remote_comm_id: CommId,
-    /// Outcome for the path.
+    /// Result for the path.
     pub status: AprStatus,
-    /// Additional information of the status.
+    /// Additional information for the status.
     pub info: AdditionalInfo,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<148>,
 }
 
 impl AprMsg {
-    /// `None` if the declared length of the information exceeds its field.
+    /// Returns `None` if the declared length of the additional information exceeds the field size.
     pub(super) fn parse(raw: &AprRaw) -> Option<Self> {
         Some(Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
@@ -329,16 +330,16 @@ impl AprMsg {
     }
 }
 
-/// SIDR_REQ (IBTA 12.11.1): which queue pair serves a service id?
+/// SIDR_REQ (IBTA 12.11.1): requests the queue pair number for a service ID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SidrReqMsg {
-    /// The requester's id for the question.
+    /// Request ID assigned by the requester.
     pub request_id: CommId,
-    /// Partition key of the service.
+    /// P_Key to use for the service.
     pub pkey: PKey,
-    /// ServiceID that is asked for.
+    /// Requested service ID.
     pub service_id: ServiceId,
-    /// The user's data, with the address header of the RDMA CM at its start.
+    /// Private data, starting with the RDMA CM address header.
     pub private_data: PrivateData<216>,
 }
 
@@ -363,29 +364,29 @@ impl SidrReqMsg {
     }
 }
 
-/// SIDR_REP (IBTA 12.11.2): the answer.
+/// SIDR_REP (IBTA 12.11.2): response to a SIDR_REQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SidrRepMsg {
-    /// The requester's id for the question.
+    /// Request ID assigned by the requester.
     pub request_id: CommId,
-    /// Result of the query: whether there is such a service.
+    /// Status, which indicates if the service is available.
     pub status: SidrStatus,
-    /// Additional information of the status.
+    /// Additional information for the status.
     pub info: AdditionalInfo,
-    /// IEEE vendor id of the responder; usually 0.
+    /// The responder's IEEE vendor ID, usually 0.
     pub vendor_id: Bits<24>,
-    /// The queue pair that serves.
+    /// The service's queue pair number.
     pub qpn: Qpn,
-    /// The length that was asked for.
+    /// Requested service ID.
     pub service_id: ServiceId,
-    /// The queue pair's queue key.
+    /// Q_Key of the queue pair.
     pub qkey: u32,
-    /// Private data of the user.
+    /// Private data.
     pub private_data: PrivateData<136>,
 }
 
 impl SidrRepMsg {
-    /// `None` if the declared length of the information exceeds its field.
+    /// Returns `None` if the declared length of the additional information exceeds the field size.
     pub(super) fn parse(raw: &SidrRepRaw) -> Option<Self> {
         let vendor_id = u32::from(raw.vendor_id_high.get()) << 8 | u32::from(raw.vendor_id_low);
         Some(Self {

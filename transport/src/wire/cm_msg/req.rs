@@ -1,4 +1,4 @@
-//! REQ: a request for a connection, and the paths it offers.
+//! REQ: connection request and the paths it contains.
 
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
 
@@ -7,41 +7,40 @@ use super::raw::{LapRaw, PathRaw, ReqRaw};
 use crate::verbs::{Gid, Mtu, PKey, QpType};
 use crate::wire::ids::{Psn, Qpn, U24};
 
-/// A path between two ports (IBTA 12.7). "Local" is the side that
-/// sends the message.
+/// Path between two ports (IBTA 12.7). "Local" is the side sending the message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CmPath {
-    /// Local LID; 0xffff on RoCE.
+    /// Local LID, set to 0xffff on RoCE.
     pub local_lid: u16,
-    /// Remote LID; 0xffff on RoCE.
+    /// Remote LID, set to 0xffff on RoCE.
     pub remote_lid: u16,
-    /// Local GID; on RoCE the IP address.
+    /// Local GID. This is the IP address on RoCE.
     pub local_gid: Gid,
-    /// GID of the remote port.
+    /// Remote port GID.
     pub remote_gid: Gid,
-    /// Flow label of the IPv6 header.
+    /// IPv6 flow label.
     pub flow_label: Bits<20>,
-    /// Static rate, as a code of six bits.
+    /// Static rate, as a six-bit code.
     pub packet_rate: Bits<6>,
-    /// Traffic class of the IP header.
+    /// IP traffic class.
     pub traffic_class: u8,
-    /// Hop limit of the IP header.
+    /// IP hop limit.
     pub hop_limit: u8,
-    /// Service level of the path.
+    /// Path service level.
     pub service_level: Bits<4>,
-    /// Both ports are on one subnet, with no router between.
+    /// Set if both ports are on the same subnet.
     pub subnet_local: bool,
-    /// Time the local side needs to acknowledge, with the packet's lifetime:
-    /// what the remote queue pair should use as its ACK timeout.
+    /// Time the local side needs to send an acknowledgement, including the packet lifetime. The
+    /// remote queue pair should use this as its ACK timeout.
     pub ack_timeout: CmTimeout,
 }
 
-/// The LID of every port on RoCE.
+/// LID used for all ports on RoCE.
 const PERMISSIVE_LID: u16 = 0xffff;
 
 impl CmPath {
-    /// A RoCE path between two GIDs as Linux describes one: permissive LIDs,
-    /// hop limit 64.
+    /// Creates a RoCE path between two GIDs using the same values as Linux: permissive LIDs and hop
+    /// limit 64.
     #[must_use]
     pub fn roce(local: Gid, remote: Gid, ack_timeout: CmTimeout) -> Self {
         Self {
@@ -86,7 +85,7 @@ impl CmPath {
         }
     }
 
-    /// A LAP lays the same fields out differently.
+    /// LAP uses the same fields in a different layout.
     pub(super) fn parse_lap(raw: &LapRaw) -> Self {
         let flow_class = raw.flow_class.get();
         Self {
@@ -117,71 +116,71 @@ impl CmPath {
     }
 }
 
-/// REQ, a request for a connection (IBTA 12.6.5).
+/// Connection request (IBTA 12.6.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReqMsg {
-    /// The requester's id for the connection.
+    /// Communication ID assigned by the requester.
     pub local_comm_id: CommId,
-    /// IEEE vendor id of the requester, for vendor options; usually 0.
+    /// The requester's IEEE vendor ID for the vendor options, usually 0.
     pub vendor_id: Bits<24>,
-    /// ServiceID that is asked for.
+    /// Requested service ID.
     pub service_id: ServiceId,
-    /// The requester's channel adapter.
+    /// The requester's channel adapter GUID.
     pub ca_guid: CaGuid,
-    /// Queue key, for datagram services.
+    /// Q_Key, for datagram services.
     pub qkey: u32,
-    /// The requester's queue pair.
+    /// The requester's queue pair number.
     pub qpn: Qpn,
-    /// READs and atomics the requester can answer at a time.
+    /// Maximum number of READs and atomics that the requester can process concurrently.
     pub responder_resources: u8,
-    /// READs and atomics the requester may have outstanding.
+    /// Maximum number of outstanding READs and atomics used by the requester.
     pub initiator_depth: u8,
-    /// The requester's end-to-end context; reliable datagram only.
+    /// The requester's end-to-end context. Only used for reliable datagram.
     pub local_eecn: Bits<24>,
-    /// The responder's end-to-end context; reliable datagram only.
+    /// The responder's end-to-end context. Only used for reliable datagram.
     pub remote_eecn: Bits<24>,
-    /// Time that the requester waits for an answer before it sends again.
+    /// Time the requester will wait for a response before a retry.
     pub remote_cm_timeout: CmTimeout,
-    /// Transport service of the connection.
+    /// Transport service for the connection.
     pub transport: TransportType,
-    /// The requester's queue pair sends end-to-end credits.
+    /// Set if the requester's queue pair uses end-to-end credits.
     pub flow_control: bool,
-    /// The PSN with which the **receiver** of this message begins to send.
+    /// Starting PSN that the **receiver** of this message must use when sending.
     pub starting_psn: Psn,
-    /// Time in which the requester answers CM messages.
+    /// Maximum time the requester needs to respond to CM messages.
     pub local_cm_timeout: CmTimeout,
-    /// Transport retries that the responder's queue pair should make.
+    /// Transport retry count to be used by the responder's queue pair.
     pub retry_count: Bits<3>,
-    /// Partition key of the connection.
+    /// P_Key for the connection.
     pub pkey: PKey,
-    /// Path MTU; `None` for codes that no MTU has.
+    /// Path MTU, or `None` for an invalid code.
     pub path_mtu: Option<Mtu>,
-    /// A reliable datagram channel exists already.
+    /// Set if the reliable datagram channel already exists.
     pub rdc_exists: bool,
-    /// RNR retries that the responder's queue pair should make; 7 is forever.
+    /// RNR retry count to be used by the responder's queue pair; 7 means unlimited.
     pub rnr_retry_count: Bits<3>,
-    /// Repetitions of a CM message before the requester gives up.
+    /// Maximum number of times the requester will resend a CM message.
     pub max_cm_retries: Bits<4>,
-    /// The requester's queue pair uses a shared receive queue.
+    /// Set if the requester's queue pair uses a shared receive queue.
     pub srq: bool,
-    /// Extended transport type, if [`TransportType::Extended`].
+    /// Extended transport type, used for [`TransportType::Extended`].
     pub extended_transport: Bits<3>,
-    /// Vendor options of the requester: the attribute modifier of the MAD, where Linux puts those of
+    /// The requester's vendor options. This is the attribute modifier of the MAD, used by Linux for
     /// enhanced connection establishment.
     pub vendor_options: u32,
-    /// The path to use.
+    /// Primary path.
     pub primary: CmPath,
-    /// A second path; all zero if there is none.
+    /// Alternate path, set to zero if not used.
     pub alternate: CmPath,
-    /// The user's data, with the address header of the RDMA CM at its start.
+    /// Private data, starting with the RDMA CM address header.
     pub private_data: PrivateData<92>,
 }
 
-/// Extended transport type of XRC (IBTA annex A14).
+/// Extended transport type for XRC (IBTA annex A14).
 const EXTENDED_XRC: Bits<3> = Bits::truncate(1);
 
-/// Transport service of a REQ for a connection of the requester's queue pair, and the extended one
-/// beside it. Every kind that is not connected is named like a reliable connection.
+/// Returns the transport service and extended transport type used in a REQ for this queue pair
+/// type. Types that are not connected are sent as a reliable connection.
 pub(crate) const fn transport_of(qp_type: QpType) -> (TransportType, Bits<3>) {
     match qp_type {
         QpType::Uc => (TransportType::Uc, Bits::truncate(0)),
@@ -191,8 +190,8 @@ pub(crate) const fn transport_of(qp_type: QpType) -> (TransportType, Bits<3>) {
 }
 
 impl ReqMsg {
-    /// Kind of the queue pair that the requester's is to be connected with; `None` for transport
-    /// services that have no connections.
+    /// Returns the queue pair type that can be connected to the requester's queue pair, or `None`
+    /// if this transport service does not use connections.
     #[must_use]
     pub fn qp_type(&self) -> Option<QpType> {
         match (self.transport, self.extended_transport) {
@@ -204,7 +203,7 @@ impl ReqMsg {
     }
 
     pub(super) fn parse(raw: &ReqRaw, vendor_options: u32) -> Self {
-        // Several fields share a byte, the first of them in the upper bits (IBTA 12.6.5).
+        // Some bytes contain multiple fields, with the first field in the upper bits (IBTA 12.6.5).
         Self {
             local_comm_id: CommId(raw.local_comm_id.get()),
             vendor_id: Bits::truncate(raw.vendor_id.value()),
@@ -237,7 +236,8 @@ impl ReqMsg {
     }
 
     pub(super) fn emit(&self) -> ReqRaw {
-        // Code 0 is reserved: a path MTU that was not understood is not repeated as another.
+        // We use the reserved code 0 if the received path MTU was unknown, instead of replacing it
+        // with a valid MTU.
         let mtu = self.path_mtu.map_or(0, Mtu::code);
         ReqRaw {
             local_comm_id: U32::new(self.local_comm_id.0),

@@ -1,4 +1,4 @@
-//! Identifiers, addresses and listeners: what the user asks for before and after a connection.
+//! Identifiers, addresses and listeners: calls used before and after a connection.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -19,7 +19,7 @@ use crate::wire::is_link_local;
 impl From<IbCmError> for CmError {
     fn from(e: IbCmError) -> Self {
         match e {
-            IbCmError::NoSuchId => Self::InvalidState("a connection that is over"),
+            IbCmError::NoSuchId => Self::InvalidState("this call on a closed connection"),
             IbCmError::State { .. } => Self::InvalidState("this call"),
             IbCmError::TooManyIds => Self::TooManyIds,
             IbCmError::ServiceIdInUse => Self::AddressInUse,
@@ -28,10 +28,10 @@ impl From<IbCmError> for CmError {
     }
 }
 
-/// States that a datagram queue pair is taken through when it is made.
+/// States a datagram QP goes through when it is created.
 const DATAGRAM_STATES: [QpState; 3] = [QpState::Init, QpState::Rtr, QpState::Rts];
 
-/// The space of ports that an identifier's port is in; a bare service id is in none.
+/// Returns the port space used by an id. A bare service id does not use any port space.
 #[must_use]
 pub fn port_space(space: PortSpace) -> Option<RdmaPortSpace> {
     match space {
@@ -43,7 +43,7 @@ pub fn port_space(space: PortSpace) -> Option<RdmaPortSpace> {
     }
 }
 
-/// The service id and mask that an identifier with `port` stands for.
+/// Returns the service id and mask for an id with this port.
 pub(super) fn service_id(space: PortSpace, port: u16) -> (ServiceId, u64) {
     match (space, port_space(space)) {
         (PortSpace::Ib { service_id, mask }, _) => (ServiceId(service_id), mask),
@@ -52,10 +52,10 @@ pub(super) fn service_id(space: PortSpace, port: u16) -> (ServiceId, u64) {
     }
 }
 
-/// Checks an address that an identifier of a device at `own` is to reach.
+/// Checks if a destination address can be used on a device at `own`.
 ///
 /// # Errors
-/// The one that its user is notified of.
+/// Returns the error to be reported to the application.
 pub(crate) fn check_destination(
     own: IpAddr,
     dst: IpAddr,
@@ -71,7 +71,7 @@ pub(crate) fn check_destination(
     }
 }
 
-/// The address that stands for all of a family.
+/// Returns the unspecified address of this address family.
 pub(crate) fn unspecified(family: IpAddr) -> IpAddr {
     match family {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -79,8 +79,9 @@ pub(crate) fn unspecified(family: IpAddr) -> IpAddr {
     }
 }
 
-/// Takes out the events of an identifier that goes. Answers the requests to it that its user has not
-/// seen: they go with it, and nothing else names them.
+/// Removes the events of an id that is being destroyed. Returns the connection requests which the
+/// application has not seen yet: these must be destroyed as well, since nothing else refers to
+/// them.
 pub(crate) fn forget_events(events: &mut VecDeque<CmEvent>, id: CmId) -> Vec<CmId> {
     let mut unseen = Vec::new();
     events.retain(|e| {
@@ -148,7 +149,7 @@ impl Nic {
         let is_bound = entry.local.is_some();
         let takes_groups = entry.qp_type == QpType::Ud;
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
-        // Errors come as an event, as librdmacm reports what it finds on the way.
+        // Report errors using an event, like librdmacm does for errors during resolution.
         let outcome =
             check_destination(own, dst.ip(), takes_groups).and_then(|()| match is_bound {
                 true => Ok(()),
@@ -179,7 +180,7 @@ impl Nic {
 
     pub fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
         let entry = self.cm_id(id, "create_cm_qp")?;
-        // An identifier belongs to a device only once it has an address, as with librdmacm.
+        // As in librdmacm, an id is only assigned to a device once it has an address.
         let has_device = matches!(
             entry.state,
             IdState::Bound | IdState::AddrResolved | IdState::RouteResolved | IdState::Requested
@@ -195,12 +196,12 @@ impl Nic {
             QpType::Ud => &DATAGRAM_STATES[..],
             _ => &[QpState::Init],
         };
-        // Datagrams have no peer to wait for.
+        // There is no peer to wait for when using datagrams.
         let ready = ready
             .iter()
             .try_for_each(|state| self.move_qp(id, qp, *state));
         if let Err(e) = ready {
-            // It was created by the lines above, so it can be destroyed.
+            // We have just created it, so it can be destroyed.
             let _ = self.destroy_qp(qp);
             return Err(e);
         }
@@ -214,7 +215,7 @@ impl Nic {
         let is_bare = matches!(entry.space, PortSpace::Ib { .. });
         match entry.state {
             IdState::Bound => {}
-            // A bare service id is listened on without an address.
+            // You don't need an address to listen on a bare service id.
             IdState::Idle if is_bare => {}
             IdState::Idle => {
                 let any = unspecified(self.local_addr().ip());
@@ -226,10 +227,10 @@ impl Nic {
         let entry = self.cm_id(id, "listen")?;
         let port = entry.local.map_or(0, |a| a.port());
         let (service, mask) = service_id(entry.space, port);
-        // A backlog of 0 would drop every request.
+        // A backlog of 0 would drop all requests.
         let ib = self.cm.cm.listen(service, mask, backlog.max(1) as usize)?;
         let entry = self.cm_id(id, "listen")?;
-        // From now on no other may bind to the port.
+        // Nothing else can bind to this port now.
         entry.options.reuse = false;
         entry.ib = Some(ib);
         become_state(&mut entry.state, IdState::Listening);
@@ -244,29 +245,29 @@ impl Nic {
             .remove(id)
             .map_err(|_| CmError::InvalidState("destroy_id"))?;
         self.leave_port(id, &entry);
-        // The queue pair stays: it belongs to the user, who may destroy it before or after.
+        // Keep the QP: it is owned by the application, which can destroy it before or after its id.
         if let Some(qp) = entry.qp {
             self.cm.by_qp.remove(&qp);
         }
         if let Some(ib) = entry.ib {
             self.cm.by_ib.remove(&ib);
-            // An identifier that the IB CM has finished with is what we want.
+            // We can ignore the error if the IB CM has already removed this id.
             let _ = self.cm.cm.destroy(self.now(), ib);
         }
         for request in forget_events(&mut self.cm.events, id) {
-            // Each is alive: only this event names it.
+            // This can't fail, because only this event refers to it.
             let _ = self.destroy_id(request);
         }
-        // Releasing a connection has made a REJ or a DREQ, which has to be sent.
+        // When a connection is released, we need to send a REJ or DREQ.
         self.pump_cm();
         Ok(())
     }
 
-    /// Destroys all identifiers, for a process that ends.
+    /// Destroys all ids when a process exits.
     pub fn destroy_ids(&mut self) {
         let all: Vec<CmId> = self.cm.ids.iter().map(|(id, _)| id).collect();
         for id in all {
-            // A request that nothing has seen goes with its listener.
+            // Pending requests have already been destroyed with their listener.
             let _ = self.destroy_id(id);
         }
     }
@@ -283,7 +284,7 @@ impl Nic {
         self.cm.events.pop_front()
     }
 
-    /// Returns whether an event waits to be taken.
+    /// Returns whether an event is available.
     pub(in crate::roce) fn has_cm_events(&self) -> bool {
         !self.cm.events.is_empty()
     }

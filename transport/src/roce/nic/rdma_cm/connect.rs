@@ -1,4 +1,4 @@
-//! Connecting, accepting, refusing and disconnecting: what the user asks for.
+//! Connection calls: connect, accept, reject and disconnect.
 
 use std::net::SocketAddr;
 
@@ -16,14 +16,14 @@ use crate::wire::Qpn;
 use crate::wire::cm_msg::{AdditionalInfo, Bits, CmPath, CmTimeout, PrivateData, RejReason};
 use crate::wire::cma::{CMA_HEADER_LEN, CmaAddrs, CmaHeader};
 
-/// ACK timeout that we propose: 4.096 µs × 2¹⁶, a quarter of a second. Retransmission begins far
-/// earlier; this is the unit in which retries are counted.
+/// Proposed ACK timeout: 4.096 µs × 2¹⁶, or a quarter of a second. We start to retransmit much
+/// earlier, but this value is used when counting retries.
 const ACK_TIMEOUT: u8 = 16;
-/// Time that we wait for an answer to a CM message: 4.096 µs × 2¹⁷, half a second.
+/// Response timeout for CM messages: 4.096 µs × 2¹⁷, or half a second.
 pub(super) const CM_TIMEOUT: u8 = 17;
-/// Repetitions of a CM message.
+/// Max number of retries for a CM message.
 pub(super) const CM_RETRIES: u32 = 15;
-/// Time that an MRA asks for: 4.096 µs × 2²², 17 seconds.
+/// Timeout requested with an MRA: 4.096 µs × 2²², or 17 seconds.
 pub(super) const MRA_TIMEOUT: u8 = 22;
 
 pub(super) fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
@@ -59,8 +59,8 @@ impl Nic {
             return self.ask_for_qp(id, param);
         }
         let mut param = param.clone();
-        // More than the device can hold would be refused when the queue pair is connected, after
-        // the peer has been promised it.
+        // If we offered the peer more than the device supports, this would only fail later, when
+        // the QP is connected.
         param.responder_resources = param.responder_resources.min(max_resources);
         param.initiator_depth = param.initiator_depth.min(max_depth);
         entry.depths = Some((param.responder_resources, param.initiator_depth));
@@ -72,7 +72,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Sends a request with a path MTU.
+    /// Sends a request with the given path MTU.
     pub(super) fn send_request(
         &mut self,
         id: CmId,
@@ -137,7 +137,8 @@ impl Nic {
         let external = qp.is_none().then(|| external(param)).transpose()?;
         let limits = self.config().limits;
         let responder_resources = param.responder_resources.min(limits.max_qp_rd_atom);
-        // A Linux peer holds as many READs as the reply names, not as many as its request offered.
+        // The number of READs supported by a Linux peer is the value from the reply, which may be
+        // less than it offered in the request.
         let initiator_depth = param
             .initiator_depth
             .min(limits.max_qp_init_rd_atom)
@@ -147,8 +148,8 @@ impl Nic {
         entry.external = external;
         let local_qpn = self.connected_qpn(qp, external)?;
         let failover = self.judge_offered_path(id);
-        // The queue pair is ready before the REP leaves, since the peer may send as soon as it
-        // has it.
+        // The QP must be ready before we send the REP, since the peer can send data as soon as it
+        // receives this message.
         if let Some(qp) = qp {
             self.connect_qp(id, qp)?;
         }
@@ -167,7 +168,7 @@ impl Nic {
         };
         let now = self.now();
         self.cm.cm.send_rep(now, ib, &params)?;
-        // From now on the first packet establishes the connection, if the RTU is lost.
+        // If the RTU is lost, the connection is established when the first packet is received.
         if let Some(qp) = qp {
             self.await_first_packet(qp);
         }
@@ -177,7 +178,8 @@ impl Nic {
         Ok(())
     }
 
-    /// Number of a connection's queue pair: the identifier's, or its owner's.
+    /// Returns the QP number of a connection, which is either managed by the id or by the
+    /// application.
     fn connected_qpn(&self, qp: Option<QpId>, external: Option<Qpn>) -> Result<Qpn, CmError> {
         match (qp, external) {
             (Some(qp), _) => Ok(Qpn::new(self.qp_num(qp)?)),
@@ -220,7 +222,8 @@ impl Nic {
         let (IdState::Requested | IdState::Responded, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("reject"));
         };
-        // Closed even if sending fails: the user has given its answer.
+        // Close the id even if we cannot send the message, since this is the application's final
+        // decision.
         become_state(&mut entry.state, IdState::Closed);
         entry.ib = None;
         self.cm.by_ib.remove(&ib);
@@ -261,20 +264,20 @@ impl Nic {
         let entry = self.cm_id(id, "disconnect")?;
         let (state, ib) = (entry.state, entry.ib);
         match state {
-            // Its peer keeps nothing that could be ended.
+            // There is no connection state on the peer.
             _ if entry.qp_type == QpType::Ud => return Err(CmError::InvalidState("disconnect")),
             IdState::Established => {
                 become_state(&mut entry.state, IdState::Disconnecting);
-                // First the queue pair: nothing new may be sent on a connection whose end is
-                // announced. What it still has to answer leaves before the DREQ.
+                // Change the state of the QP first, because it must not send any new data after the
+                // DREQ. Pending acknowledgements are sent before the DREQ.
                 self.fail_cm_qp(id);
                 if let Some(ib) = ib {
                     self.cm.cm.send_dreq(now, ib, PrivateData::default())?;
                 }
             }
             IdState::Connecting | IdState::Responded | IdState::Accepting => {
-                // There is no connection to end by a DREQ. The IB CM takes the REQ or the REP
-                // back by a REJ.
+                // The connection is not established, so there is no need for a DREQ. The IB CM
+                // sends a REJ to cancel the REQ or REP.
                 become_state(&mut entry.state, IdState::Closed);
                 entry.ib = None;
                 self.fail_cm_qp(id);
@@ -292,16 +295,17 @@ impl Nic {
     }
 }
 
-/// The queue pair that a call names, for an identifier that has none.
+/// Returns the QP number passed to a call, for an id without a QP.
 fn external(param: &ConnParam) -> Result<Qpn, CmError> {
-    // Queue pairs 0 and 1 are not connected.
+    // QPs 0 and 1 can't be connected.
     match param.qp_num {
         2..MULTICAST_QPN => Ok(Qpn::new(param.qp_num)),
         _ => Err(CmError::InvalidState("a connection without a queue pair")),
     }
 }
 
-/// A request's private data: the address header, where it has one, and the user's.
+/// Returns the private data of a request: the address header (if required), followed by the
+/// application data.
 pub(super) fn request_data<const N: usize>(
     has_header: bool,
     local: SocketAddr,

@@ -1,6 +1,7 @@
-//! Identifiers for datagrams (`RDMA_PS_UDP`): the active side asks which queue pair is behind a port
-//! and which Q_Key it has, the passive side answers (SIDR, IBTA 12.11). There is no connection: with
-//! the answer both sides are done, and neither learns when the other goes.
+//! Datagram identifiers (`RDMA_PS_UDP`): the active side requests the queue pair number and the
+//! Q_Key for a port, and the passive side sends a response (SIDR, IBTA 12.11). This doesn't create
+//! a connection: there is no state after the response, and neither side is notified when the other
+//! side is closed.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -23,13 +24,13 @@ use crate::wire::cm_msg::{
 use crate::wire::{Psn, Qpn};
 
 impl Nic {
-    /// Asks for the queue pair behind the peer's port.
+    /// Requests the QP number for a port of the peer.
     pub(super) fn ask_for_qp(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let entry = self.cm_id(id, "connect")?;
         let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
             return Err(CmError::InvalidState("connect"));
         };
-        // A group has no queue pair of its own.
+        // A multicast group does not have a QP.
         if peer.ip().is_multicast() {
             return Err(CmError::Unreachable);
         }
@@ -53,14 +54,14 @@ impl Nic {
         Ok(())
     }
 
-    /// Answers a question with the queue pair of the identifier, or the one that its owner names.
+    /// Responds to a request with the QP of the id, or a QP managed by the application.
     pub(super) fn name_qp(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let qp = self.cm_id(id, "accept")?.qp;
         let qpn = match qp {
             Some(qp) => self.qp_num(qp)?,
             None => param.qp_num,
         };
-        // A peer cannot send to no queue pair at all.
+        // The peer can't send to an invalid QP number.
         if qpn == 0 {
             return Err(CmError::InvalidState("accept"));
         }
@@ -69,7 +70,7 @@ impl Nic {
         self.answer_sidr(id, IdState::Established, answer, qkey, &param.private_data)
     }
 
-    /// Refuses a question.
+    /// Rejects a request.
     pub(super) fn name_no_qp(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
         let answer = (SidrStatus::Reject, Qpn::default());
         self.answer_sidr(id, IdState::Closed, answer, QKey(0), private_data)
@@ -88,7 +89,7 @@ impl Nic {
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("an answer"));
         };
-        // The IB CM forgets the question with the answer.
+        // The IB CM removes the request after sending the response.
         become_state(&mut entry.state, next);
         entry.ib = None;
         self.cm.by_ib.remove(&ib);
@@ -104,7 +105,7 @@ impl Nic {
         Ok(sent?)
     }
 
-    /// A peer asks for the queue pair behind a port.
+    /// Handles a request for the QP number of a port.
     pub(super) fn on_sidr_req(
         &mut self,
         ib: IbCmId,
@@ -122,7 +123,7 @@ impl Nic {
             info: AdditionalInfo::default(),
             private_data: PrivateData::default(),
         };
-        // A question that has ended meanwhile needs no answer.
+        // We don't need to send a response if the request has been removed since.
         let _ = self.cm.cm.send_sidr_rep(ib, &params);
     }
 
@@ -139,7 +140,7 @@ impl Nic {
             .get(&listener)
             .ok_or(SidrStatus::Unsupported)?;
         let entry = self.cm.ids.get(listener);
-        // A port of connections has no datagram queue pair behind it.
+        // If the port is used for connections, there is no datagram QP.
         let entry = entry
             .ok()
             .filter(|entry| entry.qp_type == QpType::Ud)
@@ -160,7 +161,7 @@ impl Nic {
             ah: Some(way_to(peer, 0)),
             ..ConnParam::default()
         };
-        // No event without an identifier: the question is refused, and the peer may ask again.
+        // An event requires an id. If no id is free, reject the request; the peer can retry later.
         let id = self.cm.ids.insert(new).map_err(|_| SidrStatus::NoQp)?;
         self.cm.by_ib.insert(ib, id);
         let kind = CmEventKind::ConnectRequest {
@@ -172,7 +173,7 @@ impl Nic {
         Ok(())
     }
 
-    /// The peer has answered.
+    /// Handles the response from a peer.
     pub(super) fn on_sidr_rep(&mut self, id: CmId, rep: &SidrRepMsg) {
         let Ok(entry) = self.cm.ids.get(id) else {
             return;

@@ -1,4 +1,4 @@
-//! Events of the IB CM, and MADs in and out.
+//! IB CM events, and sending and receiving MADs.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
@@ -27,15 +27,15 @@ impl Nic {
         self.cm.events.push_back(CmEvent { id, kind });
     }
 
-    /// Takes in a CM MAD, now or in a later round; false if it is lost.
+    /// Handles a CM MAD now or in a later round. This will return `false` if it is dropped.
     pub(in crate::roce::nic) fn handle_cm_mad(
         &mut self,
         received: &Received<'_>,
         mad: &Mad,
     ) -> bool {
         let from = received.src.ip();
-        // Connections are made at the first address. What comes by another is about one that has
-        // migrated there.
+        // Connections are only established using the first address. Other addresses are valid for
+        // connections that have been migrated.
         if received.ip.gid_index != 0 && !self.cm.cm.knows(from, mad) {
             return false;
         }
@@ -43,7 +43,8 @@ impl Nic {
             self.take_mad(from, mad);
             return true;
         }
-        // What does not fit is lost like any datagram; peers repeat their requests.
+        // If the queue is full, drop the message like any datagram; peers will retransmit their
+        // requests.
         let fits = self.cm.waiting.len() < MAX_WAITING_MADS;
         if fits {
             self.cm.waiting.push_back((from, *mad));
@@ -54,13 +55,13 @@ impl Nic {
     fn take_mad(&mut self, from: IpAddr, mad: &Mad) {
         let now = self.now();
         if let Err(e) = self.cm.cm.handle_mad(now, from, mad) {
-            tracing::debug!(%from, %e, "a CM message that is none");
+            tracing::debug!(%from, %e, "malformed CM message");
         }
         self.pump_cm();
     }
 
-    /// Begins another round for the messages of strangers, with those that wait; answers how many
-    /// those were.
+    /// Starts a new round and handles queued messages from strangers. This will return the number
+    /// of messages handled.
     pub(in crate::roce) fn handle_waiting_mads(&mut self) -> usize {
         self.cm.begin_round();
         let mut taken = 0;
@@ -74,26 +75,26 @@ impl Nic {
         taken
     }
 
-    /// Notes whether packets stayed behind in the socket when it was read.
+    /// Sets whether there are more packets in the socket than we could receive.
     pub(in crate::roce) fn set_behind(&mut self, is_behind: bool) {
         self.cm.is_behind = is_behind;
     }
 
-    /// Next time at which the CM has something to do.
+    /// Returns the next time when the CM needs to be called.
     pub(in crate::roce) fn cm_deadline(&self) -> Option<Instant> {
-        // Waiting messages are due at once, in the next round.
+        // Queued messages should be handled immediately, in the next round.
         if !self.cm.waiting.is_empty() {
             return Some(self.now());
         }
         self.cm.cm.poll_timeout()
     }
 
-    /// Returns whether a MAD may wait to be sent.
+    /// Returns whether there may be a MAD to send.
     pub(in crate::roce) fn has_mads(&self) -> bool {
         self.cm.may_send || self.agents.has_answers()
     }
 
-    /// Fires the CM's timers; answers how many calls that took.
+    /// Handles CM timers. Returns the number of calls made.
     pub(in crate::roce) fn handle_cm_timeouts(&mut self) -> usize {
         let now = self.now();
         if self.cm.cm.poll_timeout().is_none_or(|at| at > now) {
@@ -104,7 +105,7 @@ impl Nic {
         1
     }
 
-    /// The next MAD to send, and its way.
+    /// Returns the next MAD to send and its route.
     fn poll_outgoing(&mut self) -> Option<(CmRoute, Mad)> {
         if self.cm.may_send {
             let of_cm = self.cm.cm.poll_transmit();
@@ -122,22 +123,22 @@ impl Nic {
         Some((route, mad))
     }
 
-    /// Appends MADs of the CM and of the agents to a batch, until it has `budget` bytes.
+    /// Appends MADs from the CM and the agents to a batch until it contains `budget` bytes.
     pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
         while self.has_mads() && self.collected(batch).1 < budget {
             let Some((route, mad)) = self.poll_outgoing() else {
                 break;
             };
             let dst = SocketAddr::new(route.peer, ROCE_PORT);
-            // A message to an address that has not answered yet may wait for its neighbour, so it
-            // goes by a socket of its own.
+            // A message to an unverified address can be blocked by neighbor resolution, so it must
+            // use a separate socket.
             let is_own = self.keeps(dst, Qpn::GSI);
             let is_stranger = !is_own && route.gid_index == 0 && !self.cm.cm.is_proven(route.peer);
             let from = match is_stranger {
                 true => self.stranger_addr(),
                 false => self.local_addrs()[usize::from(route.gid_index)],
             };
-            // An address of the other family cannot be answered at all.
+            // We cannot send to an address of the other family.
             let Some(flow) = IcrcFlow::new(from, dst) else {
                 continue;
             };
@@ -165,13 +166,13 @@ impl Nic {
         }
     }
 
-    /// A peer is gone, as is known from elsewhere than its silence. Ends everything with it at
-    /// once: its connections and queue pairs, and requests of either side.
+    /// Called when a peer is known to be dead, and not just since it doesn't respond. All
+    /// connections, QPs and requests of this peer are closed immediately.
     pub(crate) fn lose_peer(&mut self, now: Instant, peer: IpAddr) {
         self.set_now(now);
         self.cm.cm.lose_peer(now, peer);
         self.pump_cm();
-        // Those too that no identifier of the connection manager names any longer.
+        // This includes QPs which no longer have a connection id.
         let with_peer = |qp: &Qp| qp.peer.is_some_and(|it| it.addr.ip() == peer);
         let qps = self.qps.iter().filter(|(_, qp)| with_peer(qp));
         let qps: Vec<QpId> = qps.map(|(id, _)| id).collect();
@@ -180,11 +181,11 @@ impl Nic {
         }
     }
 
-    /// The device is removed: everything of the connection manager ends, without a message.
+    /// Closes all ids without sending messages when the device is removed.
     pub(in crate::roce) fn end_cm_ids(&mut self) {
         self.cm.waiting.clear();
         self.cm.may_send = false;
-        // Without an address an identifier is of no device.
+        // An id without an address is not assigned to a device.
         let ids = self.cm.ids.iter();
         let ids = ids.filter(|(_, entry)| entry.state != IdState::Idle);
         let ids: Vec<CmId> = ids.map(|(id, _)| id).collect();
@@ -193,15 +194,15 @@ impl Nic {
         }
     }
 
-    /// The first packet of a connection has arrived; its RTU may not have.
+    /// Called when the first packet of a connection is received, which may be before the RTU.
     pub(in crate::roce) fn on_first_packet(&mut self, qp: QpId) {
         if let Some(&id) = self.cm.by_qp.get(&qp) {
-            // Only a connection that waits for its RTU has something to learn.
+            // This has no effect unless the connection is waiting for an RTU.
             let _ = self.notify_established(id);
         }
     }
 
-    /// A queue pair has migrated; the messages of its connection take its path.
+    /// Called when a QP has been migrated. Messages for the connection must use the new path.
     pub(in crate::roce) fn migrate_cm_qp(&mut self, qp: QpId, route: CmRoute) {
         let id = self.cm.by_qp.get(&qp);
         let entry = id.and_then(|id| self.cm.ids.get(*id).ok());
@@ -210,7 +211,7 @@ impl Nic {
         }
     }
 
-    /// A queue pair is being destroyed; its identifier forgets it.
+    /// Called when a QP is destroyed, to remove it from its id.
     pub(in crate::roce) fn forget_cm_qp(&mut self, qp: QpId) {
         if let Some(id) = self.cm.by_qp.remove(&qp)
             && let Ok(entry) = self.cm.ids.get_mut(id)
@@ -219,18 +220,18 @@ impl Nic {
         }
     }
 
-    /// Takes an identifier's queue pair to ERROR, if it has one.
+    /// Moves the QP of an id to the ERROR state.
     pub(super) fn fail_cm_qp(&mut self, id: CmId) {
         let Some(qp) = self.cm.ids.get(id).ok().and_then(|e| e.qp) else {
             return;
         };
         let attr = QpAttr::to(QpState::Error);
-        // Every state may go to ERROR, and the queue pair exists as long as the identifier names
-        // it.
+        // This can't fail: the transition is valid in any state, and the QP exists while it is used
+        // by an id.
         let _ = self.modify_qp(qp, &attr);
     }
 
-    /// Handles the events of the IB CM.
+    /// Handles IB CM events.
     pub(super) fn pump_cm(&mut self) {
         self.cm.may_send = true;
         while let Some(IbCmEvent { id: ib, kind }) = self.cm.cm.poll_event() {
@@ -253,7 +254,7 @@ impl Nic {
                     }
                 }
             }
-            // After its last event the IB CM may give the id to another connection.
+            // After the last event, the IB CM can reuse the id for a new connection.
             if is_last
                 && let Some(id) = self.cm.by_ib.remove(&ib)
                 && let Ok(entry) = self.cm.ids.get_mut(id)
@@ -269,14 +270,14 @@ impl Nic {
             Err(reason) => reason,
         };
         let now = self.now();
-        // Who refuses a path MTU says which one it takes.
+        // If we reject a path MTU, we need to include the supported value.
         let info = match refusal {
             RejReason::InvalidMtu => AdditionalInfo::new(&[self.config().mtu.code()]),
             _ => AdditionalInfo::new(&[]),
         }
         .unwrap_or_default();
         let data = PrivateData::default();
-        // A request that has ended meanwhile needs no refusal.
+        // We don't need to send a REJ if the request has been removed since.
         let _ = self.cm.cm.send_rej(now, ib, refusal, info, data);
     }
 
@@ -302,11 +303,11 @@ impl Nic {
         if entry.qp_type == QpType::Ud {
             return Err(RejReason::InvalidServiceId);
         }
-        // A listener has connections of one kind.
+        // All connections of a listener must use the same type.
         if entry.qp_type != qp.qp_type {
             return Err(RejReason::InvalidTransportType);
         }
-        // A path MTU above what our interface carries would lose every long packet.
+        // If the path MTU were larger than our interface MTU, all large packets would be lost.
         if qp.path_mtu > self.config().mtu {
             return Err(RejReason::InvalidMtu);
         }
@@ -340,8 +341,8 @@ impl Nic {
             .cm
             .ids
             .insert(new)
-            // No event without an identifier: the request is refused, and the peer may come
-            // again.
+            // An event requires an id. If no id is free, reject the request; the peer can retry
+            // later.
             .map_err(|_| RejReason::NoResources)?;
         self.cm.by_ib.insert(ib, id);
         self.report(id, kind);
@@ -372,9 +373,9 @@ impl Nic {
                 private_data,
                 ..
             } => {
-                // A peer that gives up after we consider the connection established, since it
-                // never had our RTU or our first packets, refuses late. To the user that
-                // connection is over, not refused.
+                // If all our RTUs and data packets are lost, the peer will time out and send a REJ
+                // when the connection is already established on our side. In this case, we need to
+                // report a closed connection instead of a rejected one.
                 let was_up = self.cm.ids.get(id).is_ok_and(|e| {
                     matches!(e.state, IdState::Established | IdState::Disconnecting)
                 });
@@ -389,26 +390,28 @@ impl Nic {
                 self.on_closed(id, kind);
             }
             IbCmEventKind::DreqReceived { .. } => {
-                // Answered before anything else: the state just checked allows it.
+                // Send this first. It is valid in the current state.
                 let _ = self.cm.cm.send_drep(now, ib, PrivateData::default());
                 self.on_closed(id, CmEventKind::Disconnected);
             }
             IbCmEventKind::DrepReceived { .. }
             | IbCmEventKind::DreqTimeout
             | IbCmEventKind::StaleConnection => self.on_closed(id, CmEventKind::Disconnected),
-            // What was never a connection has ended by its refusal or time-out.
+            // If the connection was never established, the application has already received a
+            // reject or timeout event.
             IbCmEventKind::TimewaitExit if self.cm.ids.get(id).is_ok_and(|e| e.was_established) => {
                 self.report(id, CmEventKind::TimewaitExit);
             }
             IbCmEventKind::LapReceived { lap } => self.on_lap(id, ib, &lap),
             IbCmEventKind::AprReceived { status, .. } => self.on_apr(id, status),
             IbCmEventKind::LapTimeout => self.on_no_path(id, None),
-            // Time that the peer asks for is the IB CM's business.
+            // Timeouts requested by the peer are handled by the IB CM.
             _ => {}
         }
     }
 
-    /// Asks again with the path MTU that the peer takes; false if there is nothing to ask for.
+    /// Sends a new request with a path MTU supported by the peer. This will return `false` if this
+    /// is not possible.
     fn retry_with_mtu(&mut self, id: CmId, ib: IbCmId, info: &AdditionalInfo) -> bool {
         let takes = info.first().and_then(|&code| Mtu::from_code(code));
         let Some(mtu) = takes.filter(|&m| m < self.config().mtu) else {
@@ -417,7 +420,7 @@ impl Nic {
         let Ok(entry) = self.cm.ids.get_mut(id) else {
             return false;
         };
-        // Once: a peer that refuses every path MTU must not keep us asking.
+        // Only retry once, because a peer could reject every path MTU.
         if entry.state != IdState::Connecting || entry.ib != Some(ib) || entry.retried {
             return false;
         }
@@ -425,8 +428,8 @@ impl Nic {
         let Some(param) = entry.param.clone() else {
             return false;
         };
-        // The refused id has ended with the REJ, whether another request leaves or not: the IB CM
-        // may give it to another connection.
+        // The id was closed by the REJ, even if we cannot send another request: the IB CM can reuse
+        // it for a new connection.
         entry.ib = None;
         self.cm.by_ib.remove(&ib);
         self.send_request(id, &param, mtu).is_ok()
@@ -445,27 +448,27 @@ impl Nic {
         let param = param_of(qp, ece, rep.private_data.0.to_vec());
         if entry.external.is_some() {
             become_state(&mut entry.state, IdState::Responded);
-            // The queue pair's owner has time for its part: the peer waits on. The state just
-            // reached allows it.
+            // Make the peer wait, so that the owner of the QP has enough time. This is valid in the
+            // new state.
             let time = CmTimeout::new(MRA_TIMEOUT);
             let _ = self.cm.cm.send_mra(ib, time, PrivateData::default());
             return self.report(id, CmEventKind::ConnectResponse { param });
         }
-        // The queue pair is ready before the RTU leaves: with it the peer may send.
+        // The QP must be ready before we send the RTU, since the peer can send data after that.
         let outcome = match entry.qp {
             Some(q) => self.connect_qp(id, q),
             None => Err(CmError::InvalidState("connect")),
         };
         match outcome {
             Ok(()) => {
-                // The state just reached allows it.
+                // This is valid in the new state.
                 let _ = self.cm.cm.send_rtu(ib, PrivateData::default());
                 self.on_established(id, param);
             }
-            // The peer holds a queue pair for us until its REP times out; a REJ frees it now.
+            // The peer keeps a QP until its REP times out, but a REJ will release it immediately.
             Err(e) => {
                 let (info, none) = (AdditionalInfo::default(), PrivateData::default());
-                // As above.
+                // This is valid in the new state.
                 let _ = self
                     .cm
                     .cm
@@ -476,7 +479,7 @@ impl Nic {
     }
 
     pub(super) fn on_established(&mut self, id: CmId, param: ConnParam) {
-        // RTU and first packet may both arrive: the first of them counts.
+        // Only the first one counts if we receive both the RTU and a data packet.
         if let Ok(entry) = self.cm.ids.get_mut(id)
             && matches!(entry.state, IdState::Connecting | IdState::Accepting)
         {
@@ -490,7 +493,8 @@ impl Nic {
         }
     }
 
-    /// A connection is over: its queue pair fails and its user is notified, once.
+    /// Closes a connection: the QP is moved to the ERROR state and the application is notified
+    /// once.
     pub(super) fn on_closed(&mut self, id: CmId, kind: CmEventKind) {
         let Ok(entry) = self.cm.ids.get_mut(id) else {
             return;
@@ -499,7 +503,7 @@ impl Nic {
             return;
         }
         become_state(&mut entry.state, IdState::Closed);
-        // A datagram queue pair serves others beside the one that was asked for.
+        // A datagram QP can also be used with other peers.
         if entry.qp_type != QpType::Ud {
             self.fail_cm_qp(id);
         }
@@ -507,8 +511,9 @@ impl Nic {
     }
 }
 
-/// The peer's port, and the user's part of a request's private data. The address header names the
-/// port; its addresses are not believed, since the packet has the sender's.
+/// Splits the private data of a request into the peer's port from the address header, and the
+/// application data. We ignore the addresses in this header, and use the source address of the
+/// packet instead.
 pub(super) fn split_request(has_header: bool, data: &[u8]) -> Result<(u16, &[u8]), CmaError> {
     if !has_header {
         return Ok((0, data));
@@ -517,7 +522,7 @@ pub(super) fn split_request(has_header: bool, data: &[u8]) -> Result<(u16, &[u8]
     Ok((header.src_port, rest))
 }
 
-/// Parameters of a peer's message, from our point of view.
+/// Returns the parameters received from a peer from our perspective.
 fn param_of(qp: &QpPeer, ece: Ece, private_data: Vec<u8>) -> ConnParam {
     ConnParam {
         private_data,

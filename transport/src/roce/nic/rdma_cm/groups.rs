@@ -1,8 +1,9 @@
-//! Multicast groups of datagram identifiers.
+//! Multicast groups for datagram identifiers.
 //!
-//! On RoCE no subnet manager keeps the members of a group: an address stands for its MGID, and
-//! joining is between a host and its network (IGMP, MLD), which begins when a queue pair is attached.
-//! So a join is a check, and has answered by the time its event is polled.
+//! RoCE does not use a subnet manager to keep track of group members: the MGID is derived from the
+//! address, and the host only needs to join the group on its network (IGMP, MLD), which is done
+//! when a queue pair is attached. As a result, a join only checks its parameters, and is complete
+//! when its event is polled.
 
 use std::net::IpAddr;
 
@@ -27,7 +28,8 @@ impl Nic {
     ) -> Result<(), CmError> {
         let own = self.local_addr().ip();
         let entry = self.cm_id(id, "join_multicast")?;
-        // As Linux: a datagram identifier that belongs to a device, and is not connected.
+        // Same conditions as in Linux: the datagram id must be assigned to a device, and it must
+        // not be connected.
         let may = matches!(
             entry.state,
             IdState::Bound | IdState::AddrResolved | IdState::RouteResolved
@@ -64,7 +66,7 @@ impl Nic {
         let at = entry.groups.iter().position(|joined| *joined == group);
         let at = at.ok_or(CmError::AddressNotAvailable)?;
         entry.groups.swap_remove(at);
-        // An answer that was not taken would name a group that the identifier is no longer in.
+        // Remove unread events, because the id has left this group.
         let mgid = Gid::from(group);
         self.cm.events.retain(|event| {
             !matches!(&event.kind, CmEventKind::MulticastJoin { param }

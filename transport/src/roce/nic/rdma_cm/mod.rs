@@ -1,46 +1,47 @@
-//! The RDMA CM's calls over the IB CM: identifiers, ports, addresses, and queue pairs that follow
-//! their connection.
+//! RDMA CM calls based on the IB CM: identifiers, ports, addresses, and the state of connected
+//! queue pairs.
 //!
-//! The IB CM ([`crate::cm::Cm`]) speaks of service ids and MADs. This layer gives it addresses and
-//! ports, puts the address header into a request's private data as Linux does, and takes queue
-//! pairs through their states as a connection comes and goes. A device has one [`CmAgent`]; the
-//! calls are methods of [`Nic`](super::Nic), since they change queue pairs.
+//! The IB CM ([`crate::cm::Cm`]) uses service ids and MADs. This layer adds addresses and ports,
+//! inserts the address header into the private data of requests like Linux does, and changes the
+//! state of queue pairs when a connection is established or closed. Each device has a [`CmAgent`].
+//! The calls are implemented as methods of [`Nic`](super::Nic) because they modify queue pairs.
 //!
-//! | module | what it does |
+//! | module | description |
 //! | --- | --- |
 //! | `calls` | identifiers, addresses, listeners |
-//! | `connect` | connecting, accepting, refusing, disconnecting |
-//! | `datagram` | identifiers for datagrams: which queue pair is behind a port |
-//! | `events` | events of the IB CM, and MADs in and out |
+//! | `connect` | connect, accept, reject, disconnect |
+//! | `datagram` | datagram identifiers, which look up the queue pair for a port |
+//! | `events` | IB CM events, sending and receiving MADs |
 //! | `groups` | multicast groups |
-//! | `qp_attr` | attributes of a connection's queue pair, by which it goes through its states |
-//! | `options` | what is set before a connection is made |
+//! | `qp_attr` | attributes used to change the state of a connected queue pair |
+//! | `options` | options that must be set before connecting |
 //! | `paths` | alternate paths of connections |
-//! | `ports` | local ports and who may share them |
-//! | `state` | the states of an identifier |
+//! | `ports` | local ports, and rules for sharing them |
+//! | `state` | identifier states |
 //!
-//! # Choices
-//! - A device has one address, so resolving one is a check, and a route is the path MTU. Both calls
-//!   have answered by the time their event is polled.
-//! - `ConnParam` in an event speaks from the receiver's point of view, as librdmacm's does: the
-//!   peer's initiator depth comes as our responder resources, and the other way round.
-//! - A peer whose interface carries less refuses our path MTU and says what it takes (IBTA
-//!   12.6.7.2, reason 26). The request is then sent again with that, without a word to the user.
-//! - A connection is established when the RTU arrives or, without being asked, when the first
-//!   packet does.
+//! # Design
+//! - The device has a single address, so resolving an address only checks it, and the route is only
+//!   a path MTU. For both calls, the result is available when their event is polled.
+//! - As in librdmacm, `ConnParam` in an event is from the receiver's perspective: the peer's
+//!   initiator depth is reported as our responder resources, and vice versa.
+//! - If the peer's interface has a smaller MTU, it rejects our path MTU and sends the supported
+//!   value (IBTA 12.6.7.2, reason 26). We then send a new request using this value, without
+//!   notifying the application.
+//! - A connection is established when we receive the RTU or the first data packet, whichever is
+//!   first. The application does not need to call anything for this.
 //!
 //! # Bounds
-//! Identifiers: [`NicLimits::max_cm_ids`](super::NicLimits). An identifier has few events under
-//! way, and a listener at most its backlog of requests.
+//! The number of identifiers is limited by [`NicLimits::max_cm_ids`](super::NicLimits). An
+//! identifier only has a few pending events, and a listener has no more requests than its backlog.
 //!
-//! Messages of strangers (all that name no connection of ours with their sender) take turns with
-//! data: [`MADS_PER_ROUND`] of them are handled in a round of the device, [`MAX_WAITING_MADS`] more
-//! wait for the next ones, and beyond that they are lost, which their senders must expect. A round
-//! takes a limited number of packets out of the socket. If that leaves some there, the device is
-//! behind, and one message is handled in [`ROUNDS_PER_MAD`] rounds until the socket is empty: they
-//! cost far more than the packets that are dropped, and data would wait in the socket behind all
-//! of them, however few are handled. So a flood of requests neither delays the packets of
-//! connections nor the messages of those being made.
+//! Messages from strangers (i.e. if they don't match a connection with this sender) share the CPU
+//! with data: [`MADS_PER_ROUND`] messages are handled per round, and up to [`MAX_WAITING_MADS`] are
+//! queued for the following rounds. Any more are dropped, which the sender should be prepared for.
+//! In each round, the device receives a limited number of packets from the socket. If there are any
+//! packets left, we only handle a single message every [`ROUNDS_PER_MAD`] rounds until the socket
+//! is empty, since they are far more expensive than dropping them, and received data would have to
+//! wait behind all of them. As a result, a flood of requests doesn't block packets of connections,
+//! or messages of new connections.
 
 mod calls;
 mod connect;
@@ -71,47 +72,50 @@ use crate::wire::cma::RdmaPortSpace;
 use crate::wire::mad::Mad;
 use crate::wire::{Psn, Qpn};
 
-/// Messages of strangers that are handled in a round. The user may make a whole channel for each.
+/// Max number of messages from strangers handled per round. The application may create an entire
+/// channel for each of them.
 const MADS_PER_ROUND: u32 = 16;
-/// Messages of strangers that wait for a later round.
+/// Max number of messages from strangers queued for later rounds.
 const MAX_WAITING_MADS: usize = 512;
-/// Rounds for each message of a stranger while packets stay behind in the socket. Not without end:
-/// data alone may keep it from ever being empty, and hosts log in beside them.
+/// Number of rounds per message from a stranger while there are more packets in the socket. This
+/// must not be unlimited, because the socket may never be empty due to data packets, and hosts
+/// still need to be able to log in.
 const ROUNDS_PER_MAD: u32 = 8;
 
-/// Identifier of the RDMA CM.
+/// RDMA CM id.
 #[derive(Debug)]
 struct Id {
     space: PortSpace,
-    /// Type of its queue pairs; a datagram one asks for a queue pair instead of a connection.
+    /// QP type. A datagram id looks up a QP instead of connecting to it.
     qp_type: QpType,
     state: IdState,
     options: Options,
     local: Option<SocketAddr>,
-    /// The address that it was bound to by its owner, perhaps an unspecified one. The local port is
-    /// entered in the table of ports as its own.
+    /// Address this id was bound to by the application, which can be unspecified. It is used to
+    /// check for port conflicts.
     bound: Option<IpAddr>,
     peer: Option<SocketAddr>,
     qp: Option<QpId>,
     ib: Option<IbCmId>,
-    /// What the peer's request or answer says about our queue pair.
+    /// QP parameters from the peer's request or reply.
     said: Option<Box<QpPeer>>,
-    /// Number of the queue pair that its owner takes through its states without us.
+    /// QP number, if the state of the QP is managed by the application.
     external: Option<Qpn>,
-    /// READs and atomics that our queue pair holds, and sends, at once; `None` before we have said
-    /// so to the peer.
+    /// Number of incoming and outgoing READs and atomics of our QP; `None` until they have been
+    /// sent to the peer.
     depths: Option<(u8, u8)>,
-    /// The PSN that the peer begins with.
+    /// First PSN used by the peer.
     rq_psn: Psn,
-    /// The alternate path: that of the request, or one that was agreed on or is proposed.
+    /// Alternate path from the request, or the path that has been proposed or accepted since.
     alternate: Option<AltPath>,
-    /// Active: what was asked for.
+    /// Active side: parameters of the request.
     param: Option<Box<ConnParam>>,
-    /// Active: whether the request was sent again with a smaller path MTU.
+    /// Active side: set if we have retried with a smaller path MTU.
     retried: bool,
-    /// Multicast groups that it has joined.
+    /// Joined multicast groups.
     groups: Vec<IpAddr>,
-    /// It has been connected, so there is a timewait whose end the user waits for.
+    /// Set once the connection has been established, so the application must be notified when the
+    /// timewait state is over.
     was_established: bool,
 }
 
@@ -140,57 +144,57 @@ impl Id {
     }
 }
 
-/// The connection manager of a device.
+/// Connection manager of a device.
 #[derive(Debug)]
 pub struct CmAgent {
     cm: Cm,
     ids: Table<CmId, Id>,
     by_ib: HashMap<IbCmId, CmId>,
     by_qp: HashMap<QpId, CmId>,
-    /// Owners of local ports.
+    /// Identifiers using each local port.
     ports: HashMap<(RdmaPortSpace, u16), Vec<CmId>>,
     events: VecDeque<CmEvent>,
-    /// Messages of strangers that wait for a later round.
+    /// Messages from strangers queued for a later round.
     waiting: VecDeque<(IpAddr, Mad)>,
-    /// Messages of strangers that may still be handled in this round.
+    /// Number of messages from strangers that can still be handled in this round.
     turns: u32,
-    /// Packets stayed behind in the socket when it was last read, and rounds since a stranger had
-    /// its turn.
+    /// Set if there were more packets in the socket after the last receive, and the number of
+    /// rounds since the last message from a stranger was handled.
     is_behind: bool,
     rounds: u32,
-    /// The IB CM may have a MAD to send.
+    /// Set if the IB CM may have a MAD to send.
     may_send: bool,
     /// PSN of the next MAD.
     psn: Psn,
 }
 
 impl CmAgent {
-    /// The CM as a machine.
+    /// Returns the CM state machine.
     pub(in crate::roce) fn machine(&self) -> &Cm {
         &self.cm
     }
 
-    /// Identifiers in use.
+    /// Returns the current number of ids.
     pub(in crate::roce) fn id_count(&self) -> usize {
         self.ids.len()
     }
 
-    /// Configuration of the IB CM for a device with this GUID and number of identifiers.
+    /// Returns the IB CM configuration for a device with this GUID and maximum number of ids.
     #[must_use]
     pub fn cm_config(guid: u64, max_ids: u32) -> CmConfig {
         CmConfig {
-            // Twice, since ids of the IB CM stay in timewait after their identifiers are
+            // We need twice the number because IB CM ids remain in timewait after their id has been
             // destroyed.
             max_ids: max_ids as usize * 2,
-            // On a network that suits RoCE, connecting does not take long.
+            // On a network suitable for RoCE, establishing a connection does not take long.
             max_timewait: Duration::from_secs(2),
-            // Whether one is accepted, its identifier says.
+            // This can be disabled for each id.
             alternate_paths: true,
             ..CmConfig::new(CaGuid(guid))
         }
     }
 
-    /// An agent with a worker and a secret seed.
+    /// Creates an agent for a worker using a secret seed.
     #[must_use]
     pub fn new(config: CmConfig, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
         Self {
@@ -209,7 +213,7 @@ impl CmAgent {
         }
     }
 
-    /// Gives strangers their turns of another round.
+    /// Allows messages from strangers to be handled in a new round.
     fn begin_round(&mut self) {
         self.rounds += 1;
         self.turns = match (self.is_behind, self.rounds >= ROUNDS_PER_MAD) {
@@ -221,21 +225,20 @@ impl CmAgent {
         }
     }
 
-    /// Returns whether a message may be handled in this round.
+    /// Returns whether a message can be handled in this round.
     fn takes_now(&mut self, from: IpAddr, mad: &[u8]) -> bool {
-        // Who names a connection has been sent a message of ours, so it is no flood of forged
-        // requests.
+        // The sender has received one of our messages for this connection, so this can't be a flood
+        // with spoofed addresses.
         if self.cm.knows(from, mad) {
             return true;
         }
-        // A message may not overtake those that wait: they are handled in the order of their
-        // arrival.
+        // Queued messages must be handled first, to preserve the order.
         let takes = self.turns > 0 && self.waiting.is_empty();
         self.turns -= u32::from(takes);
         takes
     }
 
-    /// Counters of the IB CM.
+    /// Returns the IB CM counters.
     #[must_use]
     pub fn counters(&self) -> crate::cm::CmCounters {
         self.cm.counters()

@@ -1,4 +1,4 @@
-//! Options of identifiers.
+//! Identifier options.
 
 use std::net::IpAddr;
 
@@ -7,29 +7,29 @@ use super::{Id, IdState};
 use crate::roce::nic::Nic;
 use crate::verbs::{CmError, CmId, CmOption, Mtu, QpType, VerbsError};
 
-/// Most that an ACK timeout's exponent may be: it has five bits.
+/// Max ACK timeout exponent, which is a 5-bit value.
 const MAX_ACK_TIMEOUT: u8 = 31;
 
-/// Values of an identifier's options; `None` for those that were not set.
+/// Identifier options; `None` if not set.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Options {
-    /// Traffic class of its packets, without the bits of ECN.
+    /// Traffic class for sent packets, without the ECN bits.
     pub(crate) traffic_class: Option<u8>,
-    /// Others may own its port.
+    /// Allows the port to be shared with other ids.
     pub(crate) reuse: bool,
     family_only: Option<bool>,
-    /// Requests have no address header.
+    /// Requests don't include an address header.
     is_bare: bool,
-    /// Largest path MTU that is asked for.
+    /// Maximum path MTU to request.
     pub(super) path_mtu: Option<Mtu>,
-    /// Exponent of the queue pair's ACK timeout.
+    /// ACK timeout exponent for the QP.
     pub(crate) ack_timeout: Option<u8>,
-    /// The peer may load alternate paths.
+    /// Allows the peer to load alternate paths.
     pub(super) alternate_paths: bool,
 }
 
 impl Options {
-    /// Options of a listener's requests.
+    /// Returns the options inherited by the requests of a listener.
     pub(super) fn of_request(&self) -> Self {
         Self {
             alternate_paths: self.alternate_paths,
@@ -37,16 +37,16 @@ impl Options {
         }
     }
 
-    /// Whether an identifier that is bound to an address takes what comes to addresses of the other
-    /// family as well.
+    /// Returns whether an id bound to this address is restricted to its address family.
     pub(crate) fn is_family_only(&self, bound: IpAddr) -> bool {
         self.family_only.unwrap_or(bound.is_ipv4())
     }
 
-    /// Sets an option of an identifier in a state, whose queue pairs are of a type.
+    /// Sets an option of an id, given its current state and QP type.
     ///
     /// # Errors
-    /// [`CmError::InvalidState`] once it is too late, and values that there are not.
+    /// [`CmError::InvalidState`] if the option can no longer be changed. This will also return an
+    /// error if the value is invalid.
     pub(crate) fn set(
         &mut self,
         option: CmOption,
@@ -58,7 +58,7 @@ impl Options {
             CmOption::TypeOfService(class) => self.traffic_class = Some(class & !0b11),
             CmOption::AlternatePaths(allowed) => self.alternate_paths = allowed,
             CmOption::ReuseAddress(reuse) => {
-                // The others that own the port have relied on it since it was bound.
+                // After bind, all the other owners of the port rely on this.
                 let may = state == IdState::Idle || reuse && state != IdState::Listening;
                 self.reuse = may.then_some(reuse).ok_or(late)?;
             }
@@ -98,7 +98,8 @@ impl Options {
 }
 
 impl Id {
-    /// Whether requests begin with an address header; those for a bare service id do not.
+    /// Returns whether requests start with an address header, which is not used for bare service
+    /// ids.
     pub(super) fn has_header(&self) -> bool {
         port_space(self.space).is_some() && !self.options.is_bare
     }

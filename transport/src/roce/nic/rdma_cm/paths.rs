@@ -1,20 +1,21 @@
-//! Alternate paths of connections (IBTA 12.8): those of a request, and LAP and APR.
+//! Alternate paths of connections (IBTA 12.8), set by a request or by LAP and APR messages.
 //!
 //! ```text
 //!   request with a path ──▶ reply: failover accepted ──▶ both queue pairs: loaded, REARM
 //!   LAP ──▶ APR: success ──────────────────────────────▶ both queue pairs: loaded, REARM
 //! ```
 //!
-//! The side that answers loads the path before its answer leaves, the other one when it has it. The
-//! IB CM repeats a LAP until it is answered, answers a repeated one with the same APR, and lets
-//! either side ask; where both ask at once, each refuses the other's.
+//! The responding side loads the path before it sends its response, and the other side after
+//! receiving it. The IB CM retransmits a LAP until there is a response, and responds to duplicates
+//! with the same APR. Either side can send a LAP; if both do so at the same time, both will be
+//! rejected.
 //!
-//! A path is refused where the identifier does not allow any ([`CmOption::AlternatePaths`]), since
-//! the peer names an address there to which our packets go after a migration, and nothing proves
-//! that it is the peer's.
+//! A path is rejected unless allowed for this identifier ([`CmOption::AlternatePaths`]). It
+//! contains an address chosen by the peer which we will send packets to after a migration, and
+//! there is no proof that the address belongs to the peer.
 //!
-//! Linux has no LAP on RoCE: it ignores them, and its RDMA CM names no alternate path in a request.
-//! So this works between devices of this kind only.
+//! Linux doesn't support this for RoCE: it ignores LAP messages, and its RDMA CM does not include
+//! an alternate path in requests. Therefore, both devices need to use this implementation.
 //!
 //! [`CmOption::AlternatePaths`]: crate::verbs::CmOption::AlternatePaths
 
@@ -30,7 +31,7 @@ use crate::wire::cm_msg::{
     AdditionalInfo, AprStatus, CmPath, CmTimeout, Failover, LapMsg, PrivateData,
 };
 
-/// A request to load a path and to rearm.
+/// Creates attributes to load a path and rearm.
 fn rearm(path: AltPath) -> QpAttr {
     QpAttr {
         alt_path: Some(path),
@@ -44,7 +45,7 @@ impl Nic {
     pub fn load_alternate_path(&mut self, id: CmId, path: &AltPath) -> Result<(), CmError> {
         const CALL: &str = "load_alternate_path";
         let entry = self.cm_id(id, CALL)?;
-        // Each connection migrates (IBTA 17.2.8); datagrams have none.
+        // Only connections can be migrated (IBTA 17.2.8), not datagrams.
         if entry.qp_type == QpType::Ud {
             return Err(VerbsError::WrongQpType("alternate path").into());
         }
@@ -72,7 +73,7 @@ impl Nic {
 }
 
 impl Nic {
-    /// Checks a path for a queue pair that is not connected yet.
+    /// Checks a path for a QP that is not connected yet.
     fn check_path(&self, path: &AltPath) -> Result<(), VerbsError> {
         if self.config().wire == Wire::Links {
             return Err(VerbsError::Unsupported("alternate paths"));
@@ -86,7 +87,7 @@ impl Nic {
         self.reachable(&path.ah).map(drop)
     }
 
-    /// A path as our messages name it.
+    /// Converts a path to the format used in our messages.
     pub(super) fn cm_path(&self, path: &AltPath) -> CmPath {
         let local = self.local_addrs()[usize::from(path.ah.sgid_index)].ip();
         CmPath {
@@ -95,26 +96,26 @@ impl Nic {
         }
     }
 
-    /// A path as the peer's messages name it, from our side; `None` where its other end is no
-    /// address of ours.
+    /// Converts a path from a message of the peer to our perspective. Returns `None` if the remote
+    /// address is not a local address of this device.
     pub(super) fn offered_path(&self, theirs: &CmPath) -> Option<AltPath> {
         let is_ours = |at: &std::net::SocketAddr| Gid::from(at.ip()) == theirs.remote_gid;
         let index = self.local_addrs().iter().position(is_ours)?;
         let timeout = theirs.ack_timeout.exponent();
         Some(AltPath {
             ah: AhAttr {
-                // The table has fewer entries.
+                // The GID table is smaller than this.
                 sgid_index: index as u16,
                 traffic_class: theirs.traffic_class,
                 ..AhAttr::new(theirs.local_gid)
             },
             pkey_index: 0,
-            // As for the path of the request.
+            // Same as for the path of the request.
             timeout: timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end()),
         })
     }
 
-    /// Decides about the alternate path of a request that is being accepted.
+    /// Returns whether to accept the alternate path of a request that is being accepted.
     pub(super) fn judge_offered_path(&mut self, id: CmId) -> Failover {
         let Ok(entry) = self.cm.ids.get(id) else {
             return Failover::Rejected;
@@ -133,7 +134,7 @@ impl Nic {
         failover
     }
 
-    /// Takes back the alternate path of our request, where the peer did not accept it.
+    /// Removes the alternate path of our request if it was not accepted by the peer.
     pub(super) fn judge_answered_path(&mut self, id: CmId, failover: Failover) {
         if failover != Failover::Accepted
             && let Ok(entry) = self.cm.ids.get_mut(id)
@@ -146,7 +147,7 @@ impl Nic {
         let judged = self.take_lap(id, lap);
         let status = judged.err().unwrap_or(AprStatus::Success);
         let info = AdditionalInfo::default();
-        // A connection that has ended meanwhile has nothing to answer.
+        // We don't need to respond if the connection has been closed since.
         let _ = self
             .cm
             .cm
@@ -156,10 +157,10 @@ impl Nic {
         }
     }
 
-    /// Loads the path that a peer proposes, or says why not.
+    /// Loads a path proposed by the peer, or returns the reason why it is rejected.
     fn take_lap(&mut self, id: CmId, lap: &LapMsg) -> Result<AltPath, AprStatus> {
         let entry = self.cm.ids.get(id).map_err(|_| AprStatus::Reject)?;
-        // Without a queue pair its owner takes it through its states, and would have to load it.
+        // If the application manages the QP, it would also have to load the path.
         let qp = entry.qp.filter(|_| entry.options.alternate_paths);
         let qp = qp.ok_or(AprStatus::Unsupported)?;
         if entry.state != IdState::Established {
@@ -183,7 +184,7 @@ impl Nic {
         Ok(path)
     }
 
-    /// Whether a path is the one that a queue pair has.
+    /// Returns whether this is the current path of a QP.
     fn is_current(&self, qp: QpId, path: &AltPath) -> bool {
         let now = self.query_qp(qp).ok().and_then(|attr| attr.ah);
         now.is_some_and(|ah| (ah.dgid, ah.sgid_index) == (path.ah.dgid, path.ah.sgid_index))
@@ -199,14 +200,14 @@ impl Nic {
         if status != AprStatus::Success {
             return self.on_no_path(id, Some(status));
         }
-        // Our queue pair may have ended since it was asked for.
+        // Our QP may have failed since we sent the request.
         match self.modify_qp(qp, &rearm(path)) {
             Ok(()) => self.report(id, CmEventKind::AlternatePath { path }),
             Err(_) => self.on_no_path(id, None),
         }
     }
 
-    /// The peer has not agreed to a path.
+    /// Called if the peer has not accepted a path.
     pub(super) fn on_no_path(&mut self, id: CmId, status: Option<AprStatus>) {
         if let Ok(entry) = self.cm.ids.get_mut(id) {
             entry.alternate = None;

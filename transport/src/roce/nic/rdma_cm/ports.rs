@@ -1,9 +1,9 @@
-//! Local ports: binding to them, and sharing them.
+//! Binding and sharing of local ports.
 //!
-//! The rules are those of Linux (`cma_check_port`). An owner of a port keeps others from binding to
-//! it, unless each of them has said that it shares it ([`CmOption::ReuseAddress`]), or they are of two
-//! families and stay to them. Who begins to listen must be alone. A port that a request came to
-//! belongs to the listener, not to the connection.
+//! We use the same rules as Linux (`cma_check_port`). A port can only be used by a single
+//! identifier, unless all of them allow sharing ([`CmOption::ReuseAddress`]), or they are bound to
+//! different address families and restricted to them. A listener must not share its port. The port
+//! of a received request is owned by the listener, not by the connection.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -17,19 +17,19 @@ use crate::verbs::CmOption;
 use crate::verbs::{CmError, CmId};
 use crate::wire::cma::RdmaPortSpace;
 
-/// First of the ports that are given out where none was asked for.
+/// First ephemeral port.
 const FIRST_EPHEMERAL: u16 = 32_768;
-/// Number of these ports.
+/// Number of ephemeral ports.
 const EPHEMERALS: u16 = 28_232;
 
 impl Nic {
-    /// Gives an identifier its local address and port.
+    /// Sets the local address and port of an id.
     pub(super) fn bind(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
         let own = self.local_addr().ip();
         let ip = addr.ip().to_canonical();
         let entry = self.cm_id(id, "bind_addr")?;
-        // The unspecified address stands for all of a host's, and so for the device's. That of IPv6
-        // includes those of IPv4.
+        // The unspecified address matches all addresses of a host, including the device address.
+        // For IPv6, this also includes IPv4 addresses.
         let takes =
             ip.is_ipv4() == own.is_ipv4() || ip.is_ipv6() && !entry.options.is_family_only(ip);
         if ip != own && !(ip.is_unspecified() && takes) {
@@ -54,7 +54,7 @@ impl Nic {
         Ok(())
     }
 
-    /// A free port, from a random one on.
+    /// Returns a free port, starting the search at a random port.
     fn free_port(&mut self, space: RdmaPortSpace) -> Result<u16, CmError> {
         let start = (self.random().next_u32() % u32::from(EPHEMERALS)) as u16;
         (0..EPHEMERALS)
@@ -63,7 +63,7 @@ impl Nic {
             .ok_or(CmError::AddressInUse)
     }
 
-    /// Checks that an identifier may own a port beside those that do.
+    /// Checks whether an id can use a port in addition to its current owners.
     fn check_port(
         &self,
         id: CmId,
@@ -98,7 +98,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Checks that an identifier shares its port with no other, as a listener must not.
+    /// Verifies that an id does not share its port, as required for a listener.
     pub(super) fn check_sole_owner(&mut self, id: CmId) -> Result<(), CmError> {
         let entry = self.cm_id(id, "listen")?;
         let (Some(ip), Some(local)) = (entry.bound, entry.local) else {
@@ -110,7 +110,7 @@ impl Nic {
         self.check_port(id, (space, local.port()), ip, false)
     }
 
-    /// An identifier is gone, and with it its claim to its port.
+    /// Releases the port of a destroyed id.
     pub(super) fn leave_port(&mut self, id: CmId, entry: &Id) {
         let (Some(space), Some(local), Some(_)) =
             (port_space(entry.space), entry.local, entry.bound)

@@ -1,5 +1,5 @@
-//! Attributes of an identifier's queue pair, by which it goes through its states: for the queue pairs
-//! that the device moves itself, and for those that their owners move.
+//! Attributes used to change the state of an identifier's queue pair, no matter if it is managed by
+//! the device or by the application.
 
 use std::net::IpAddr;
 
@@ -13,12 +13,12 @@ use crate::verbs::{
 };
 use crate::wire::Psn;
 
-/// Bounds for the ACK timeout that a peer proposes.
+/// Valid range for the ACK timeout proposed by a peer.
 pub(super) const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
-/// Delay that our RNR NAKs ask for: 0.64 ms (IBTA table 45).
+/// Delay used in our RNR NAKs: 0.64 ms (IBTA table 45).
 const MIN_RNR_TIMER: u8 = 12;
 
-/// Address of a peer's queue pairs.
+/// Returns the address vector for the QPs of a peer.
 pub(super) fn way_to(peer: IpAddr, traffic_class: u8) -> AhAttr {
     AhAttr {
         traffic_class,
@@ -33,14 +33,14 @@ impl Id {
             state: Some(QpState::Init),
             pkey_index: Some(0),
             port: Some(1),
-            // What a peer may do with a region, the region says; the connection forbids nothing.
+            // Access rights are set per region, so there are no restrictions for the connection.
             access: (!is_datagram).then_some(Access::REMOTE),
             qkey: is_datagram.then_some(DATAGRAM_QKEY),
             ..QpAttr::default()
         }
     }
 
-    /// READs and atomics that the queue pair holds, and sends, at once.
+    /// Returns the maximum number of incoming and outgoing READs and atomics.
     fn depths(&self, limits: &NicLimits) -> Option<(u8, u8)> {
         let said = self.said.as_deref()?;
         let (holds, sends) = self
@@ -48,7 +48,8 @@ impl Id {
             .unwrap_or((said.initiator_depth, said.responder_resources));
         Some((
             holds.min(limits.max_qp_rd_atom),
-            // Never more than the peer holds: it would take one more for an invalid request.
+            // This must not exceed the limit of the peer, which would treat an additional request
+            // as invalid.
             sends
                 .min(limits.max_qp_init_rd_atom)
                 .min(said.responder_resources),
@@ -62,7 +63,7 @@ impl Id {
         }
         let (said, (holds, _)) = (self.said.as_deref()?, self.depths(limits)?);
         let answers = matches!(self.qp_type, QpType::Rc | QpType::XrcTgt);
-        // The peer has chosen by its request what both sides use, unless we were asked otherwise.
+        // By default, both sides use the value from the active side's request.
         let class = self
             .options
             .traffic_class
@@ -88,7 +89,7 @@ impl Id {
             return Some(to_rts);
         }
         let (said, (_, sends)) = (self.said.as_deref()?, self.depths(limits)?);
-        // What a peer offers in its request counts only where such paths are allowed.
+        // The path from a peer's request is only used if alternate paths are allowed.
         let is_allowed = self.state != IdState::Requested || self.options.alternate_paths;
         let alternate = self.alternate.filter(|_| is_allowed);
         let to_rts = QpAttr {
@@ -97,14 +98,15 @@ impl Id {
             path_mig_state: alternate.map(|_| PathMigState::Rearm),
             ..to_rts
         };
-        // Nothing comes back to an unreliable connection, and what an extended one's receiving end
-        // sends are answers.
+        // An unreliable connection doesn't use responses, and an extended connection's target only
+        // sends responses.
         let asks = match self.qp_type {
             QpType::Uc => return Some(to_rts),
             kind => kind != QpType::XrcTgt,
         };
-        // The peer's proposal in bounds: too short, and a busy peer would be taken for a dead one;
-        // too long, and a dead one for a busy one. Its owner may know better.
+        // Limit the value proposed by the peer: if it is too short, a busy peer would be considered
+        // dead; if it is too long, it takes too long to detect a dead peer. The application can
+        // override this.
         let proposed = said.path.ack_timeout.exponent();
         let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
         Some(QpAttr {
@@ -122,7 +124,7 @@ impl Nic {
     pub fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError> {
         let unknown = CmError::InvalidState("init_qp_attr");
         let entry = self.cm.ids.get(id).map_err(|_| unknown)?;
-        // It has no device before.
+        // Before this, the id is not assigned to a device.
         if entry.local.is_none() {
             return Err(unknown);
         }
@@ -135,20 +137,19 @@ impl Nic {
         }
     }
 
-    /// Takes a queue pair to a state as its identifier says.
+    /// Changes the state of a QP using the attributes of its id.
     pub(super) fn move_qp(&mut self, id: CmId, qp: QpId, state: QpState) -> Result<(), CmError> {
         let attr = self.init_qp_attr(id, state)?;
         Ok(self.modify_qp(qp, &attr)?)
     }
 
-    /// Takes a queue pair from INIT to RTS. Both steps at once, since the peer's message has the
-    /// attributes of both.
+    /// Moves a QP from INIT to RTS. The peer's message contains the attributes for both steps.
     pub(super) fn connect_qp(&mut self, id: CmId, qp: QpId) -> Result<(), CmError> {
         self.move_qp(id, qp, QpState::Rtr)?;
         self.move_qp(id, qp, QpState::Rts)
     }
 
-    /// A random PSN, so that a stranger cannot guess one in the window.
+    /// Returns a random PSN, so that strangers can't guess which PSNs are currently valid.
     pub(super) fn new_psn(&mut self) -> Psn {
         Psn::new(self.random().next_u32())
     }

@@ -1,54 +1,54 @@
-//! The states of an RDMA CM identifier.
+//! States of an RDMA CM identifier.
 
 use riser_state::State;
 
-/// State of an identifier, in the words of librdmacm's calls.
+/// State of an id, based on the calls of librdmacm.
 ///
 /// ```text
 /// active                                        passive
 ///
 ///  Idle ──bind_addr──▶ Bound ──listen──▶ Listening
-///    │                  │                   ┊ a request makes a new identifier
+///    │                  │                   ┊ a request creates an identifier
 ///    └───resolve_addr───┤                   ▼
 ///                       ▼               Requested ──reject──▶ Closed
 ///                  AddrResolved             │ accept
 ///                       │ resolve_route     ▼            (datagrams: Established)
 ///                       ▼               Accepting
-///                  RouteResolved            │ RTU, or the first packet
+///                  RouteResolved            │ RTU or first packet
 ///                       │ connect           │
 ///                       ▼     REP           ▼
 ///       Responded ◀─Connecting ────────▶ Established
 ///                       │                   │ disconnect      │ DREQ
-///                       │ REJ, time-out     ▼                 │
+///                       │ REJ, timeout      ▼                 │
 ///                       │              Disconnecting          │
-///                       │                   │ DREP, time-out  │
+///                       │                   │ DREP, timeout   │
 ///                       └───────────────────┴──▶ Closed ◀─────┘
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IdState {
-    /// Created, and not used yet.
+    /// Created, but not used yet.
     Idle,
     /// Has a local address.
     Bound,
-    /// Has the peer's address.
+    /// Has the peer address.
     AddrResolved,
-    /// Knows the path; may connect.
+    /// The path is known, ready to connect.
     RouteResolved,
-    /// Listens for connection requests.
+    /// Listening for connection requests.
     Listening,
-    /// A request was sent, and not answered.
+    /// Request sent, waiting for a reply.
     Connecting,
-    /// The peer has accepted, and the owner of the queue pair has a part of its own to do.
+    /// Accepted by the peer, waiting for the application that manages the QP.
     Responded,
-    /// Made by a request that has not been answered.
+    /// Created for a received request, waiting for the application to accept it.
     Requested,
-    /// Accepted a request; the peer has not confirmed.
+    /// Request accepted, waiting for the peer to confirm.
     Accepting,
-    /// The connection is established.
+    /// Connection established.
     Established,
-    /// Asked the peer to disconnect.
+    /// Disconnect request sent.
     Disconnecting,
-    /// The connection is over, or never was.
+    /// The connection is closed, or was never established.
     Closed,
 }
 
@@ -59,15 +59,15 @@ impl State for IdState {
             Listening, Requested, Responded, RouteResolved,
         };
         match self {
-            // A bare service id is listened on without an address.
+            // You don't need an address to listen on a bare service id.
             Idle => matches!(next, Bound | AddrResolved | Listening),
             Bound => matches!(next, AddrResolved | Listening),
             AddrResolved => matches!(next, RouteResolved),
             RouteResolved => matches!(next, Connecting),
-            // The request is sent again with the path MTU that the peer takes.
+            // We send a new request if the peer needs a smaller path MTU.
             Connecting => matches!(next, Connecting | Responded | Established | Closed),
             Responded => matches!(next, Established | Closed),
-            // A datagram identifier waits for no confirmation.
+            // Datagram ids don't need to be confirmed by the peer.
             Requested => matches!(next, Accepting | Established | Closed),
             Accepting => matches!(next, Established | Closed),
             Established => matches!(next, Disconnecting | Closed),

@@ -1,4 +1,4 @@
-//! The states of identifiers, between two devices that hand each other their packets.
+//! Tests the states of identifiers using two devices that exchange packets.
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ struct Two {
 }
 
 impl Two {
-    /// Two devices, of which the second listens on port 4000 and carries less.
+    /// Creates two devices. The second listens on port 4000 and has a smaller path MTU.
     fn new() -> Self {
         let now = Instant::now();
         let nic = |host| Nic::new(NicConfig::new([10, 0, 0, host].into(), [host; 32]), now);
@@ -54,14 +54,14 @@ impl Two {
         two
     }
 
-    /// Asks for the queue pair behind the datagram port; the identifier.
+    /// Requests the QP number of the datagram port, and returns the id.
     fn ask(&mut self) -> CmId {
         let id = resolved_in(&mut self.a, PortSpace::Udp);
         self.a.connect(id, &ConnParam::default()).unwrap();
         id
     }
 
-    /// Lets time pass at both ends.
+    /// Advances the time on both devices.
     fn pass(&mut self, time: Duration) {
         self.now += time;
         for nic in [&mut self.a, &mut self.b] {
@@ -69,7 +69,7 @@ impl Two {
         }
     }
 
-    /// Hands packets over until there are none.
+    /// Exchanges packets until there are no more left.
     fn exchange(&mut self) {
         while hand_over(self.now, &mut self.a, &mut self.b)
             + hand_over(self.now, &mut self.b, &mut self.a)
@@ -77,7 +77,7 @@ impl Two {
         {}
     }
 
-    /// Begins a connection; the identifiers of both ends.
+    /// Starts a connection and returns the ids of both sides.
     fn connect(&mut self) -> (CmId, CmId) {
         let id = resolved(&mut self.a);
         with_qp(&mut self.a, id);
@@ -134,7 +134,7 @@ fn last_event(nic: &mut Nic) -> CmEvent {
 }
 
 #[test]
-fn the_table_is_the_diagram() {
+fn transitions_match_diagram() {
     let expected = "Idle: Bound AddrResolved Listening\n\
                     Bound: AddrResolved Listening\n\
                     AddrResolved: RouteResolved\n\
@@ -151,26 +151,26 @@ fn the_table_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_is_taken() {
+fn valid_transitions_occur() {
     assert_all_taken(&STATES, || {
         let two = &mut Two::new();
-        // Accepted, after a second request with the smaller path MTU, and ended by the active side.
+        // The request is retried with a smaller path MTU, accepted, then closed by the active side.
         let (a, b) = two.connect();
         two.b.accept(b, &ConnParam::default()).unwrap();
         two.exchange();
         two.a.disconnect(a).unwrap();
         two.exchange();
-        // Refused.
+        // The request is rejected.
         let (_, b) = two.connect();
         two.b.reject(b, &[]).unwrap();
         two.exchange();
-        // Given up on either side before it is established.
+        // Closed on either side before the connection is established.
         let (a, b) = two.connect();
         two.b.accept(b, &ConnParam::default()).unwrap();
         two.b.disconnect(b).unwrap();
         two.a.disconnect(a).unwrap();
         two.exchange();
-        // A queue pair of the owner's, who goes on or does not.
+        // QP managed by the application, which either continues or does not.
         for goes_on in [true, false] {
             let id = resolved(&mut two.a);
             let param = ConnParam {
@@ -188,7 +188,7 @@ fn every_transition_is_taken() {
             }
             two.exchange();
         }
-        // Datagrams: told the queue pair, and told none.
+        // Datagram request which is either accepted or rejected.
         for tells in [true, false] {
             two.ask();
             two.exchange();
@@ -203,7 +203,7 @@ fn every_transition_is_taken() {
             }
             two.exchange();
         }
-        // Addresses that are bound first, and a service id that needs none.
+        // Bind addresses first, and use a service id without an address.
         let id = two.a.create_id(PortSpace::Tcp).unwrap();
         two.a.bind_addr(id, ([10, 0, 0, 1], 0).into()).unwrap();
         let (to, wait) = (([10, 0, 0, 2], 4000).into(), Duration::from_secs(1));
@@ -217,15 +217,16 @@ fn every_transition_is_taken() {
     });
 }
 
-/// The IB CM may give a finished id to another connection, which must not end with this one.
+/// The IB CM can reuse the id for a new connection, which must not be closed together with this
+/// one.
 #[test]
-fn a_refused_request_that_cannot_be_sent_again_leaves_no_id() {
+fn rejected_request_without_qp_releases_id() {
     let two = &mut Two::new();
     let id = resolved(&mut two.a);
     with_qp(&mut two.a, id);
     two.a.connect(id, &ConnParam::default()).unwrap();
     let qp = two.a.cm.ids.get(id).unwrap().qp.unwrap();
-    // Without it there is nothing to ask for again.
+    // Without a QP, we cannot send another request.
     two.a.destroy_qp(qp).unwrap();
     two.exchange();
     let events: Vec<_> = std::iter::from_fn(|| two.a.poll_cm_event()).collect();
@@ -237,14 +238,14 @@ fn a_refused_request_that_cannot_be_sent_again_leaves_no_id() {
     assert!(two.a.cm.by_ib.is_empty());
 }
 
-/// Throws away what a device has to send; how many packets that were.
+/// Drops all packets sent by a device and returns their number.
 fn lose(now: Instant, nic: &mut Nic) -> usize {
     let mut batch = TxBatch::new(1);
     nic.poll_transmit(now, &mut batch, 1 << 20)
 }
 
 #[test]
-fn a_question_that_is_lost_is_repeated_and_an_answer_that_is_lost_given_again() {
+fn lost_sidr_messages_are_retransmitted() {
     let two = &mut Two::new();
     let id = two.ask();
     assert_eq!(lose(two.now, &mut two.a), 1);
@@ -257,7 +258,7 @@ fn a_question_that_is_lost_is_repeated_and_an_answer_that_is_lost_given_again() 
     };
     two.b.accept(first, &param).unwrap();
     assert_eq!(lose(two.now, &mut two.b), 1);
-    // As with Linux, the question that comes again is another one.
+    // As in Linux, a retransmitted request is treated as a new one.
     two.pass(Duration::from_millis(600));
     two.exchange();
     let second = last_event(&mut two.b).id;
@@ -275,7 +276,7 @@ fn a_question_that_is_lost_is_repeated_and_an_answer_that_is_lost_given_again() 
 }
 
 #[test]
-fn an_unanswered_request_is_given_up() {
+fn unanswered_request_times_out() {
     let two = &mut Two::new();
     let id = two.ask();
     let mut sent = 0;
@@ -289,10 +290,10 @@ fn an_unanswered_request_is_given_up() {
     assert!(two.a.cm.by_ib.is_empty());
 }
 
-/// A peer may ask for a connection where datagrams are served, and for datagrams where connections
-/// are.
+/// A peer can send a connection request to a datagram port, or a datagram request to a connection
+/// port.
 #[test]
-fn a_request_of_the_wrong_kind_makes_no_identifier() {
+fn request_with_wrong_qp_type_is_rejected() {
     use crate::cm::SidrReqParams;
     use crate::wire::cm_msg::{Bits, CmTimeout, PrivateData, ServiceId};
 
@@ -327,7 +328,8 @@ fn a_request_of_the_wrong_kind_makes_no_identifier() {
     assert_eq!(two.a.cm.cm.id_count(), 0);
 }
 
-/// Types of service of what a device has to send, which reaches the other.
+/// Returns the type of service for all packets sent by a device, and passes them to the other
+/// device.
 fn classes(now: Instant, from: &mut Nic, to: &mut Nic) -> Vec<u8> {
     let mut batch = TxBatch::new(1);
     from.poll_transmit(now, &mut batch, 1 << 20);
@@ -339,7 +341,7 @@ fn classes(now: Instant, from: &mut Nic, to: &mut Nic) -> Vec<u8> {
 }
 
 #[test]
-fn both_ends_use_the_type_of_service_that_the_request_names() {
+fn type_of_service_is_taken_from_request() {
     use crate::verbs::CmOption;
 
     let two = &mut Two::new();
@@ -347,7 +349,7 @@ fn both_ends_use_the_type_of_service_that_the_request_names() {
     for own in [None, Some(0x20)] {
         let id = resolved(&mut two.a);
         with_qp(&mut two.a, id);
-        // The bits of ECN are not the user's.
+        // The application can't set the ECN bits.
         let option = CmOption::TypeOfService(0x6b);
         two.a.set_option(id, option).unwrap();
         two.a.connect(id, &ConnParam::default()).unwrap();

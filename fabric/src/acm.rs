@@ -1,16 +1,16 @@
-//! The local socket of `ibacm` (`<infiniband/acm.h>`), by which programs ask for paths.
+//! Local socket of `ibacm` (`<infiniband/acm.h>`), used by programs to resolve paths.
 //!
-//! librdmacm and `ib_acme` connect to a Unix socket, send a message and receive one:
+//! librdmacm and `ib_acme` connect to a Unix socket, send a request and receive a response:
 //!
-//! | operation | question | answer |
+//! | operation | request | response |
 //! | --- | --- | --- |
-//! | RESOLVE | a path record, or a destination by name or IP address and perhaps a source | a path record, and the source where none was given |
-//! | PERF_QUERY | an endpoint, or none | counters |
-//! | EP_QUERY | number of an endpoint | its device, its port and its addresses |
+//! | RESOLVE | a path record, or a destination (name or IP address) with an optional source | a path record, and the source unless it was specified |
+//! | PERF_QUERY | an optional endpoint | counters |
+//! | EP_QUERY | endpoint number | device, port and addresses of the endpoint |
 //!
-//! RESOLVE is in the byte order of the host, the others in that of the network. A path record is
-//! always in that of the network. What is asked of subnet administration and not of a cache
-//! ([`flags::QUERY_SA`]) is answered alike: there is no cache, since paths are computed.
+//! RESOLVE uses host byte order, the other operations use network byte order. Path records are
+//! always in network byte order. Requests that bypass the cache ([`flags::QUERY_SA`]) are handled
+//! like any other request: there is no cache, because paths are computed.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,18 +25,18 @@ use crate::sa::resolver::{Resolver, Unresolved};
 use crate::sa::wire::Record as _;
 use crate::sa::wire::path::{PathMask, PathRecord};
 
-/// Version of the protocol.
+/// Protocol version.
 const VERSION: u8 = 1;
 
-/// Bytes of the header, of an endpoint in a message, and of an address in an endpoint.
+/// Length in bytes of the header, of an endpoint in a message, and of an address in an endpoint.
 const HEADER: usize = 16;
 const ENDPOINT: usize = 72;
 const ADDRESS: usize = 64;
 
-/// Longest message: eight endpoints.
+/// Maximum message length: eight endpoints.
 pub const MAX_MESSAGE: usize = HEADER + 8 * ENDPOINT;
 
-/// Operations (`ACM_OP_…`), and the bit of answers.
+/// Operations (`ACM_OP_…`), and the response bit.
 mod op {
     pub(super) const MASK: u8 = 0x0f;
     pub(super) const RESOLVE: u8 = 1;
@@ -45,19 +45,19 @@ mod op {
     pub(super) const ACK: u8 = 0x80;
 }
 
-/// Flags of an endpoint in a question (`ACM_EP_FLAG_…`, `ACM_FLAGS_…`).
+/// Endpoint flags of a request (`ACM_EP_FLAG_…`, `ACM_FLAGS_…`).
 pub mod flags {
-    /// It is the source.
+    /// The endpoint is the source.
     pub const SOURCE: u32 = 1;
-    /// It is the destination.
+    /// The endpoint is the destination.
     pub const DEST: u32 = 1 << 1;
-    /// Ask nothing of the network, only what is known.
+    /// Use cached information only, without network requests.
     pub const NODELAY: u32 = 1 << 30;
-    /// Ask subnet administration.
+    /// Query subnet administration.
     pub const QUERY_SA: u32 = 1 << 31;
 }
 
-/// Kinds of endpoints (`ACM_EP_INFO_…`).
+/// Endpoint types (`ACM_EP_INFO_…`).
 mod kind {
     pub(super) const NAME: u16 = 1;
     pub(super) const IP: u16 = 2;
@@ -65,7 +65,7 @@ mod kind {
     pub(super) const PATH: u16 = 0x10;
 }
 
-/// Result of a question (`ACM_STATUS_…`).
+/// Result of a request (`ACM_STATUS_…`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Status {
@@ -88,8 +88,8 @@ impl From<Unresolved> for Status {
     }
 }
 
-/// Counters of the service, in the order of `ACM_CNTR_…`: errors, questions, those without an
-/// answer, questions for addresses to the network and to the cache, and for routes likewise.
+/// Counters of the service, in the order of `ACM_CNTR_…`: errors, resolutions, resolutions without
+/// data, then address queries and address cache hits, route queries and route cache hits.
 #[derive(Debug, Default)]
 pub struct Counters([AtomicU64; 7]);
 
@@ -104,7 +104,7 @@ impl Counters {
     }
 }
 
-/// What answers programs.
+/// Handler of requests from programs.
 pub struct Service<'a> {
     /// Addresses and names of the host.
     pub resolver: &'a Resolver,
@@ -114,7 +114,7 @@ pub struct Service<'a> {
     pub counters: &'a Counters,
 }
 
-/// An endpoint in a question or an answer.
+/// Endpoint of a request or response.
 #[derive(Clone, Copy)]
 struct Endpoint {
     flags: u32,
@@ -174,7 +174,7 @@ impl Endpoint {
         }
     }
 
-    /// Its address; `None` for a kind that has none, and what is wrong with others.
+    /// Returns the address, or `None` if this endpoint type has no address.
     fn addr(&self, resolver: &Resolver) -> Option<Result<IpAddr, Unresolved>> {
         let [a, b, c, d, ..] = self.info;
         Some(match self.kind {
@@ -198,7 +198,8 @@ impl Endpoint {
 }
 
 impl Service<'_> {
-    /// The answer to a message; `None` to one that makes no sense, after which the connection ends.
+    /// Returns the response to a message. `None` means that the message is malformed and the
+    /// connection must be closed.
     #[must_use]
     pub fn answer(&self, message: &[u8]) -> Option<Vec<u8>> {
         let header: [u8; HEADER] = message.get(..HEADER)?.try_into().ok()?;
@@ -289,7 +290,7 @@ impl Service<'_> {
         Ok(body)
     }
 
-    /// Counters of all, or those of the only endpoint of an address, which are the same.
+    /// Returns the total counters. An address has a single endpoint with the same counters.
     fn count(&self, index: u8, endpoints: &[Endpoint]) -> (Status, u8, Vec<u8>) {
         let of = endpoints
             .first()
@@ -310,14 +311,14 @@ impl Service<'_> {
         (Status::Success, self.counters.0.len() as u8, body.collect())
     }
 
-    /// An endpoint of this host: one address, counted from 1.
+    /// Returns an endpoint of this host: one address, counted from 1.
     fn endpoint(&self, number: u8) -> Option<Vec<u8>> {
         let addr = self
             .resolver
             .addrs()
             .get(usize::from(number).checked_sub(1)?)?;
         let mut body = device_guid(*addr).to_be_bytes().to_vec();
-        // The only port of a device with one.
+        // The device has a single port.
         body.extend([1, 1, 0, 0]);
         body.extend(PKey::DEFAULT.0.to_be_bytes());
         body.extend(1u16.to_be_bytes());
@@ -332,7 +333,7 @@ impl Service<'_> {
     }
 }
 
-/// Components that a record of a program gives: those that are not zero.
+/// Returns the fields that a program's record specifies: all nonzero fields.
 fn components(wanted: &PathRecord) -> PathMask {
     let given = [
         (PathMask::SERVICE_ID, wanted.service_id.get() != 0),
@@ -377,7 +378,7 @@ mod tests {
         })
     }
 
-    /// A question as libibacm sends it, on a little-endian host.
+    /// Builds a request as libibacm sends it on a little-endian host.
     fn question(endpoints: &[(u32, u16, &[u8])]) -> Vec<u8> {
         let len = 16 + 72 * endpoints.len() as u16;
         let mut bytes = vec![1, 1, 0, 0, 0, 0, len as u8, (len >> 8) as u8];
@@ -392,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_is_answered_by_a_path_and_the_source() {
+    fn resolve_returns_path_and_source() {
         let answer = with(|s| s.answer(&question(&[(2, 2, &[10, 0, 0, 2])]))).unwrap();
         let mut expected = vec![1, 0x81, 0, 0, 0, 0, 160, 0, 9, 8, 7, 6, 5, 4, 3, 2];
         expected.extend([0x2b, 0, 0, 0, 0x10, 0, 0, 0]);
@@ -401,11 +402,11 @@ mod tests {
         expected.extend([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 1]);
         expected.extend([0, 0, 0, 0, 0, 0, 0, 64, 0, 0x80, 0xff, 0xff, 0, 0]);
         expected.extend([0x85, 0x82, 0x92, 0, 0, 0, 0, 0, 0, 0]);
-        // The source that was chosen.
+        // The selected source.
         expected.extend([1, 0, 0, 0, 2, 0, 0, 0, 10, 0, 0, 1]);
         expected.resize(160, 0);
         assert_eq!(answer, expected);
-        // By name, with a source, and the other family.
+        // By name, with a source, and for IPv6.
         for endpoints in [
             &[(2, 1, &b"other"[..])][..],
             &[(2, 1, b"10.0.0.2")],
@@ -415,14 +416,14 @@ mod tests {
             let answer = with(|s| s.answer(&question(endpoints))).unwrap();
             assert_eq!(answer[2], 0, "{endpoints:?}");
         }
-        // What was answered is a question for the same path.
+        // The returned record can be used as a request for the same path.
         let path = &answer[24..88];
         let again = with(|s| s.answer(&question(&[(1 << 31, 16, path)]))).unwrap();
         assert_eq!(again[16..], answer[16..88]);
     }
 
     #[test]
-    fn what_cannot_be_answered_has_a_status() {
+    fn invalid_requests_return_status() {
         let ours = (1, 2, &[10, 0, 0, 1][..]);
         let other = (2, 2, &[10, 0, 0, 2][..]);
         for (endpoints, status) in [
@@ -440,7 +441,7 @@ mod tests {
             let answer = with(|s| s.answer(&question(endpoints))).unwrap();
             assert_eq!((answer[2], answer.len()), (status, 16), "{endpoints:?}");
         }
-        // Another version, length and operation.
+        // Unsupported version, length and operation.
         for at in [0, 1, 6] {
             let mut bytes = question(&[other]);
             bytes[at] = 7;
@@ -449,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_and_counters_are_answered_in_network_byte_order() {
+    fn endpoints_and_counters_use_network_order() {
         let ask = |operation, out| [1, operation, 0, out, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0];
         let endpoint = with(|s| s.answer(&ask(3, 2))).unwrap();
         assert_eq!(endpoint[..8], [1, 0x83, 0, 2, 0, 0, 0, 16 + 16 + 128]);

@@ -1,14 +1,14 @@
-//! Services of a fabric, as machines without I/O and the programs that run them.
+//! Fabric services, as state machines without I/O and the programs that run them.
 //!
-//! | module | what it is |
+//! | module | service |
 //! | --- | --- |
-//! | [`sa`] | subnet administration: its records, a client, and an administrator for fabrics that have none |
-//! | [`ls`] | the kernel's questions for paths, over netlink |
-//! | [`acm`] | the socket by which programs ask for paths |
-//! | [`iwpm`] | the iWARP port mapper |
-//! | [`vnic`] | a virtual Ethernet |
+//! | [`sa`] | subnet administration: records, a client, and an administrator for fabrics without one |
+//! | [`ls`] | path requests from the kernel over netlink |
+//! | [`acm`] | path requests from programs over a Unix socket |
+//! | [`iwpm`] | iWARP port mapper |
+//! | [`vnic`] | virtual Ethernet |
 //! | [`netlink`] | messages and socket of the kernel's RDMA subsystem |
-//! | [`program`] | log and manual pages of the programs |
+//! | [`program`] | logging and manual pages of the programs |
 
 pub mod acm;
 pub mod iwpm;

@@ -1,14 +1,14 @@
-//! What the programs of this crate have in common: their log and their manual pages.
+//! Logging and manual pages, shared by the programs of this crate.
 
 use std::io::{self, IsTerminal as _};
 use std::path::Path;
 
 use tracing_subscriber::EnvFilter;
 
-/// Variable of the environment with the filter of the log.
+/// Environment variable that contains the log filter.
 const VARIABLE: &str = "RISER_LOG";
 
-/// Begins the log on standard error. `RISER_LOG` filters it; without it, it has `info` and what is worse.
+/// Initializes logging to standard error. The filter is `RISER_LOG`, or `info` by default.
 pub fn start_log() {
     let text = std::env::var(VARIABLE).unwrap_or_default();
     let (filter, wrong) = filter(&text);
@@ -16,13 +16,15 @@ pub fn start_log() {
         .with_env_filter(filter)
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
+        // The subscriber reports its own errors to standard error and panics if that fails too.
+        .log_internal_errors(false)
         .init();
     if let Some(wrong) = wrong {
         tracing::warn!("{VARIABLE}: {wrong}");
     }
 }
 
-/// A filter, and what is wrong with its text.
+/// Parses a filter; also returns the error if the text is invalid.
 fn filter(text: &str) -> (EnvFilter, Option<String>) {
     let default = || EnvFilter::new("info");
     if text.is_empty() {
@@ -34,11 +36,11 @@ fn filter(text: &str) -> (EnvFilter, Option<String>) {
     }
 }
 
-/// Writes the manual page of a program to standard output, or into a folder with a page for each of
-/// its commands.
+/// Writes the manual page of a program to standard output, or a page for each of its commands into
+/// a directory.
 ///
 /// # Errors
-/// Those of writing.
+/// Returns any write error.
 pub fn write_manual(command: clap::Command, folder: Option<&Path>) -> io::Result<()> {
     match folder {
         Some(folder) => clap_mangen::generate_to(command, folder),

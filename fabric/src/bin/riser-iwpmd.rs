@@ -19,10 +19,10 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_no_new_p
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 
-/// Runs the iWARP port mapper of this host: for the kernel's RDMA devices that speak iWARP it
-/// reserves TCP ports, and asks the port mappers of other hosts, which is rdma-core's iwpmd or
-/// another riser-iwpmd, at UDP port 3935. SIGUSR1 writes the mappings to the log. Of root's
-/// capabilities it keeps CAP_NET_ADMIN, by which the kernel lets it ask, and none without the kernel.
+/// Runs the iWARP port mapper of this host. It reserves TCP ports for the kernel's iWARP devices,
+/// and queries the port mappers of other hosts (rdma-core's iwpmd or riser-iwpmd) at UDP port 3935.
+/// SIGUSR1 logs all mappings. riser-iwpmd drops all root capabilities except CAP_NET_ADMIN, which
+/// the kernel interface requires; with --no-kernel it drops all of them.
 #[derive(Debug, Parser)]
 #[command(name = "riser-iwpmd", version)]
 #[command(args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
@@ -35,40 +35,41 @@ struct Cli {
 
 #[derive(Debug, Args)]
 struct Serve {
-    /// Do without the kernel: answer other hosts for the addresses of --map only. It takes no right,
-    /// and no RDMA in the kernel.
+    /// Run without the kernel, and respond to other hosts for the addresses of --map only. Requires
+    /// neither privileges nor RDMA support in the kernel.
     #[arg(long)]
     no_kernel: bool,
-    /// A local address with a TCP port, such as 192.0.2.1:3260, and the port where other hosts find
-    /// its listener; without one, a port is reserved. Each is printed with the address it is mapped
-    /// to.
+    /// A local address with a TCP port, such as 192.0.2.1:3260, and the port at which other hosts
+    /// reach its listener. If the second port is omitted, one is reserved. Each mapping is printed
+    /// with its mapped address.
     #[arg(long, value_name = "ADDRESS[=PORT]")]
     map: Vec<Map>,
-    /// The IP address for datagrams of other hosts, one of each IP version at most; by default all.
+    /// IP address that receives datagrams from other hosts, at most one per IP version; all
+    /// addresses by default.
     #[arg(long, value_name = "IP")]
     listen: Vec<IpAddr>,
 }
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Ask the port mapper of a remote address what that is mapped to, and print it. The exit code
-    /// is 1 if it has no mapping of it, or does not answer, and 2 if it cannot be asked.
+    /// Query the port mapper of a remote address, and print the mapped address. The exit code is 1
+    /// if there is no mapping or no response, and 2 if the query cannot be sent.
     Query {
-        /// The local address of the connection, with its TCP port.
+        /// Local address of the connection, with its TCP port.
         local: SocketAddr,
-        /// The remote address, with its TCP port.
+        /// Remote address, with its TCP port.
         remote: SocketAddr,
     },
     /// Print the manual page.
     #[command(hide = true)]
     Man {
-        /// Write it and those of commands into this folder instead.
+        /// Write the pages of all commands into this directory instead.
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
 }
 
-/// A mapping of the command line.
+/// Mapping specified on the command line.
 #[derive(Clone, Copy, Debug)]
 struct Map {
     local: SocketAddr,
@@ -118,7 +119,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Gives up all capabilities but these, and the way to new ones.
+/// Drops all capabilities except `needed`, and prevents acquiring new ones.
 fn confine(needed: CapabilitySet) {
     let given_up = set_no_new_privs(true).and_then(|()| {
         let mut sets = capabilities(None)?;
@@ -132,7 +133,7 @@ fn confine(needed: CapabilitySet) {
     }
 }
 
-/// The addresses for datagrams.
+/// Returns the addresses to bind for datagrams.
 fn addresses(listen: &[IpAddr]) -> Result<Vec<SocketAddr>, Failure> {
     let all = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
     let ips = if listen.is_empty() { &all } else { listen };
@@ -143,7 +144,8 @@ fn addresses(listen: &[IpAddr]) -> Result<Vec<SocketAddr>, Failure> {
     Ok(ips.iter().map(|ip| SocketAddr::new(*ip, PORT)).collect())
 }
 
-/// The port mapper at the addresses of the options. A host may have no IPv6, unless it is asked for.
+/// Opens the port mapper at the configured addresses. Missing IPv6 support is an error only if an
+/// IPv6 address is configured.
 fn open(options: &Serve) -> Result<Daemon, Failure> {
     let addresses = addresses(&options.listen)?;
     match Daemon::open(!options.no_kernel, &addresses) {
@@ -172,7 +174,7 @@ fn serve(options: &Serve) -> Result<(), Failure> {
     wake.set_nonblocking(true)?;
     let is_over = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT, SIGUSR1] {
-        // Before the byte that wakes the loop.
+        // Must precede the byte that wakes the loop.
         if signal != SIGUSR1 {
             signal_hook::flag::register(signal, Arc::clone(&is_over))?;
         }
@@ -181,7 +183,7 @@ fn serve(options: &Serve) -> Result<(), Failure> {
     sd_notify::notify(&[NotifyState::Ready])?;
     tracing::info!(with_kernel = !options.no_kernel, "the port mapper runs");
     while !is_over.load(Ordering::Relaxed) {
-        // Queries are the kernel's here, whose answers go to it.
+        // Queries originate from the kernel here, which receives the responses.
         daemon.turn(Some(wake.as_fd()))?;
         let was_woken = (&wake).read(&mut [0; 64]).is_ok();
         if was_woken && !is_over.load(Ordering::Relaxed) {
@@ -191,7 +193,7 @@ fn serve(options: &Serve) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The mappings, one on each line.
+/// Formats the mappings, one per line.
 fn listed(daemon: &Daemon) -> String {
     let mut text = String::new();
     for mapping in daemon.mappings() {
@@ -202,7 +204,7 @@ fn listed(daemon: &Daemon) -> String {
 
 fn query(local: SocketAddr, remote: SocketAddr) -> Result<(), Failure> {
     confine(CapabilitySet::empty());
-    // The port of port mappers may be the running one's.
+    // The well-known port may be in use by the running port mapper.
     let mut daemon = Daemon::open(false, &[SocketAddr::new(local.ip(), 0)])?;
     daemon
         .query(local, remote)

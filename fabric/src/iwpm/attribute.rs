@@ -1,9 +1,8 @@
-//! Attributes of the port mapper's netlink messages: their numbers, and the values that are
-//! addresses.
+//! Netlink attributes of the port mapper: their types, and address values.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_REG_PID` from the kernel (`IWPM_NLA_REG_…`).
+/// Attribute types of `RDMA_NL_IWPM_REG_PID` from the kernel (`IWPM_NLA_REG_…`).
 pub mod reg_pid {
     /// Sequence number of the last message that the kernel received; 32 bits.
     pub const SEQ: u16 = 1;
@@ -15,7 +14,7 @@ pub mod reg_pid {
     pub const ULIB_NAME: u16 = 4;
 }
 
-/// Numbers of the attributes of the answer to it (`IWPM_NLA_RREG_…`).
+/// Attribute types of the response to `RDMA_NL_IWPM_REG_PID` (`IWPM_NLA_RREG_…`).
 pub mod rreg_pid {
     /// Sequence number of the request; 32 bits.
     pub const SEQ: u16 = 1;
@@ -23,37 +22,36 @@ pub mod rreg_pid {
     pub const IBDEV_NAME: u16 = 2;
     /// Name of the service; text.
     pub const ULIB_NAME: u16 = 3;
-    /// Version of the messages; 16 bits.
+    /// Message version; 16 bits.
     pub const ULIB_VER: u16 = 4;
-    /// Zero, or why the request fails; 16 bits.
+    /// Zero, or an error code; 16 bits.
     pub const ERR: u16 = 5;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_ADD_MAPPING` and `RDMA_NL_IWPM_REMOVE_MAPPING` from
-/// the kernel (`IWPM_NLA_MANAGE_…`).
+/// Attribute types of `RDMA_NL_IWPM_ADD_MAPPING` and `RDMA_NL_IWPM_REMOVE_MAPPING` from the kernel
+/// (`IWPM_NLA_MANAGE_…`).
 pub mod manage_mapping {
     /// Sequence number of the last message that the kernel received; 32 bits.
     pub const SEQ: u16 = 1;
     /// Local address; a `struct sockaddr_storage`.
     pub const ADDR: u16 = 2;
-    /// Flags; 32 bits. From version 4 on, and not of a removal.
+    /// Flags; 32 bits. Since version 4, and not for a removal.
     pub const FLAGS: u16 = 3;
 }
 
-/// Numbers of the attributes of the answer to `RDMA_NL_IWPM_ADD_MAPPING` (`IWPM_NLA_RMANAGE_…`).
+/// Attribute types of the response to `RDMA_NL_IWPM_ADD_MAPPING` (`IWPM_NLA_RMANAGE_…`).
 pub mod rmanage_mapping {
     /// Sequence number of the request; 32 bits.
     pub const SEQ: u16 = 1;
     /// Local address, as in the request.
     pub const ADDR: u16 = 2;
-    /// The address it is mapped to.
+    /// Mapped local address.
     pub const MAPPED_LOC_ADDR: u16 = 3;
-    /// Zero, or why the request fails; 16 bits.
+    /// Zero, or an error code; 16 bits.
     pub const ERR: u16 = 4;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_QUERY_MAPPING` from the kernel
-/// (`IWPM_NLA_QUERY_…`).
+/// Attribute types of `RDMA_NL_IWPM_QUERY_MAPPING` from the kernel (`IWPM_NLA_QUERY_…`).
 pub mod query_mapping {
     /// Sequence number of the last message that the kernel received; 32 bits.
     pub const SEQ: u16 = 1;
@@ -61,80 +59,79 @@ pub mod query_mapping {
     pub const LOCAL_ADDR: u16 = 2;
     /// Remote address; a `struct sockaddr_storage`.
     pub const REMOTE_ADDR: u16 = 3;
-    /// Flags; 32 bits. From version 4 on.
+    /// Flags; 32 bits. Since version 4.
     pub const FLAGS: u16 = 4;
 }
 
-/// Numbers of the attributes of the answer to it, and of `RDMA_NL_IWPM_REMOTE_INFO`
-/// (`IWPM_NLA_RQUERY_…`).
+/// Attribute types of the response to `RDMA_NL_IWPM_QUERY_MAPPING`, and of
+/// `RDMA_NL_IWPM_REMOTE_INFO` (`IWPM_NLA_RQUERY_…`).
 pub mod rquery_mapping {
-    /// Sequence number of the request, zero without one; 32 bits.
+    /// Sequence number of the request, or zero if there was no request; 32 bits.
     pub const SEQ: u16 = 1;
     /// Local address.
     pub const LOCAL_ADDR: u16 = 2;
     /// Remote address.
     pub const REMOTE_ADDR: u16 = 3;
-    /// The address that the local one is mapped to.
+    /// Mapped local address.
     pub const MAPPED_LOC_ADDR: u16 = 4;
-    /// The address that the remote one is mapped to.
+    /// Mapped remote address.
     pub const MAPPED_REM_ADDR: u16 = 5;
-    /// Zero, or why the request fails; 16 bits.
+    /// Zero, or an error code; 16 bits.
     pub const ERR: u16 = 6;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_MAPINFO` from the daemon, which asks for the kernel's
-/// mappings (`IWPM_NLA_MAPINFO_ULIB_…`).
+/// Attribute types of `RDMA_NL_IWPM_MAPINFO` from the daemon, which requests the kernel's mappings
+/// (`IWPM_NLA_MAPINFO_ULIB_…`).
 pub mod mapinfo_req {
     /// Name of the service; text.
     pub const ULIB_NAME: u16 = 1;
-    /// Version of the messages; 16 bits.
+    /// Message version; 16 bits.
     pub const ULIB_VER: u16 = 2;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_MAPINFO` from the kernel (`IWPM_NLA_MAPINFO_…`).
+/// Attribute types of `RDMA_NL_IWPM_MAPINFO` from the kernel (`IWPM_NLA_MAPINFO_…`).
 pub mod mapinfo {
     /// Local address; a `struct sockaddr_storage`.
     pub const LOCAL_ADDR: u16 = 1;
-    /// The address it is mapped to; a `struct sockaddr_storage`.
+    /// Mapped address; a `struct sockaddr_storage`.
     pub const MAPPED_ADDR: u16 = 2;
-    /// Flags; 32 bits. From version 4 on.
+    /// Flags; 32 bits. Since version 4.
     pub const FLAGS: u16 = 3;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_MAPINFO_NUM`, in both directions
-/// (`IWPM_NLA_MAPINFO_…`).
+/// Attribute types of `RDMA_NL_IWPM_MAPINFO_NUM`, in both directions (`IWPM_NLA_MAPINFO_…`).
 pub mod mapinfo_num {
-    /// Zero from the kernel, the sequence number of the request from the daemon; 32 bits.
+    /// Zero from the kernel, or the sequence number of the request from the daemon; 32 bits.
     pub const SEQ: u16 = 1;
-    /// Number of mappings that the kernel has sent; 32 bits.
+    /// Number of mappings sent by the kernel; 32 bits.
     pub const SEND_NUM: u16 = 2;
-    /// Number of those that the daemon has; 32 bits. Only from the daemon.
+    /// Number of mappings accepted by the daemon; 32 bits. Only from the daemon.
     pub const ACK_NUM: u16 = 3;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_HANDLE_ERR` from the daemon (`IWPM_NLA_ERR_…`).
+/// Attribute types of `RDMA_NL_IWPM_HANDLE_ERR` from the daemon (`IWPM_NLA_ERR_…`).
 pub mod error {
     /// Sequence number of the request; 32 bits.
     pub const SEQ: u16 = 1;
-    /// Number of the error; 16 bits.
+    /// Error code; 16 bits.
     pub const CODE: u16 = 2;
 }
 
-/// Numbers of the attributes of `RDMA_NL_IWPM_HELLO`, in both directions (`IWPM_NLA_HELLO_…`).
+/// Attribute types of `RDMA_NL_IWPM_HELLO`, in both directions (`IWPM_NLA_HELLO_…`).
 pub mod hello {
-    /// Newest version of the messages that the sender knows; 16 bits.
+    /// Latest message version supported by the sender; 16 bits.
     pub const ABI_VERSION: u16 = 1;
 }
 
-/// Bytes of a `struct sockaddr_storage`.
+/// Size of `struct sockaddr_storage`, in bytes.
 pub const SOCKADDR_STORAGE: usize = 128;
 
-/// Families of a `struct sockaddr`.
+/// Address families of `struct sockaddr`.
 const AF_INET: u16 = libc::AF_INET as u16;
 const AF_INET6: u16 = libc::AF_INET6 as u16;
 
-/// An address as a `struct sockaddr_storage` has it: the family, the flow label and the scope in
-/// the host's byte order, port and address in the network's.
+/// Encodes an address as a `struct sockaddr_storage`. Family, flow label and scope are in host byte
+/// order, port and address in network byte order.
 #[must_use]
 pub fn write_address(addr: SocketAddr) -> [u8; SOCKADDR_STORAGE] {
     let mut bytes = [0; SOCKADDR_STORAGE];
@@ -154,8 +151,7 @@ pub fn write_address(addr: SocketAddr) -> [u8; SOCKADDR_STORAGE] {
     bytes
 }
 
-/// The address in a `struct sockaddr_storage`; none if it is shorter, or of another family than
-/// IPv4 and IPv6.
+/// Decodes a `struct sockaddr_storage`. Returns `None` if it is truncated or neither IPv4 nor IPv6.
 #[must_use]
 pub fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
     let (bytes, _) = bytes.split_first_chunk::<SOCKADDR_STORAGE>()?;
@@ -177,7 +173,7 @@ pub fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
 mod tests {
     use super::*;
 
-    // Bytes of a little-endian host.
+    // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
     fn addresses_have_the_layout_of_sockaddr_storage() {
@@ -200,7 +196,7 @@ mod tests {
     fn other_values_are_no_address() {
         let whole = write_address("10.99.0.1:3260".parse().unwrap());
         assert_eq!(read_address(&whole[..127]), None);
-        // A Unix socket's.
+        // The address of a Unix socket.
         assert_eq!(read_address(&[1; 128]), None);
         assert_eq!(read_address(&[]), None);
     }

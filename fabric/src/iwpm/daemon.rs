@@ -1,4 +1,4 @@
-//! The port mapper with its sockets.
+//! Port mapper with its sockets.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -12,40 +12,42 @@ use super::mapper::Answer;
 use super::{ErrorCode, Host, Mapper, Mapping, Output};
 use crate::netlink::{IWPM_GROUP, RdmaNetlink};
 
-/// Room for one datagram of the kernel, which sends several mappings in one (`NLMSG_GOODSIZE`).
+/// Receive buffer for a datagram from the kernel, which may contain several mappings
+/// (`NLMSG_GOODSIZE`).
 const NETLINK_DATAGRAM: usize = 32 << 10;
 
-/// Room for one datagram of a peer. One that is longer is cut, which no message is.
+/// Receive buffer for a datagram from a peer. Longer datagrams are truncated; no valid message is
+/// longer.
 const WIRE_DATAGRAM: usize = 128;
 
-/// Most datagrams that are taken of one socket before the others have their turn.
+/// Maximum number of consecutive datagrams from one socket, so that no socket starves another.
 const TURN: usize = 64;
 
-/// Reason why a port mapper does not start.
+/// Error of starting a port mapper.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The kernel has no `NETLINK_RDMA`.
+    /// The kernel does not support `NETLINK_RDMA`.
     #[error("this kernel has no RDMA (NETLINK_RDMA: {0}); load ib_core, or start with --no-kernel")]
     NoRdma(io::Error),
-    /// The kernel lets only others ask.
+    /// Permission to receive kernel requests was denied.
     #[error("the kernel's questions take CAP_NET_ADMIN: start as root, or with --no-kernel")]
     NotPermitted,
-    /// The netlink socket cannot be made for another reason.
+    /// The netlink socket cannot be opened for any other reason.
     #[error("no netlink socket of the kernel's RDMA: {0}")]
     Netlink(io::Error),
-    /// A port mapper is there.
+    /// Another port mapper is running.
     #[error("another port mapper, iwpmd or riser-iwpmd, has UDP port {} of {}", .0.port(), .0.ip())]
     InUse(SocketAddr),
-    /// An address cannot be used.
+    /// An address cannot be bound.
     #[error("no datagrams at {0}: {1}")]
     Listen(SocketAddr, io::Error),
 }
 
-/// TCP ports and random numbers of this host.
+/// TCP ports and random numbers of the local host.
 #[derive(Debug)]
 pub struct ThisHost(());
 
-/// A TCP socket that is bound and never listens, so that no other program has its port.
+/// Bound TCP socket that never listens. It prevents other programs from using its port.
 #[derive(Debug)]
 pub struct ReservedPort(#[expect(dead_code, reason = "it is held open")] OwnedFd);
 
@@ -57,7 +59,7 @@ impl Host for ThisHost {
         if ip.is_ipv6() {
             socket.set_only_v6(true)?;
         }
-        // At all addresses, since a mapping of all addresses may be asked for at any.
+        // Bind the wildcard address, since a peer may request a wildcard mapping at any address.
         socket.bind(&any(ip, port.unwrap_or(0)).into())?;
         let bound = socket.local_addr()?.as_socket();
         let bound = bound.ok_or(io::ErrorKind::Unsupported)?;
@@ -65,28 +67,28 @@ impl Host for ThisHost {
     }
 
     fn random(&mut self) -> u64 {
-        // Without a random source no program of the host would run.
+        // No program on the host could run without a random source.
         getrandom::u64().expect("the kernel has random numbers")
     }
 }
 
-/// A port mapper with its sockets: one of netlink, unless it runs without the kernel, and those of
-/// the datagrams. An answer to an address that no host has waits in its socket for seconds, until
-/// the kernel has looked for the host in vain, and others wait behind it. So what this host asks by
-/// leaves by sockets of its own.
+/// Port mapper with its sockets: a netlink socket, unless it runs without the kernel, and UDP
+/// sockets. A response to a nonexistent address blocks its socket's queue for seconds until address
+/// resolution fails, and delays the responses after it. Therefore requests of this host use
+/// separate sockets.
 #[derive(Debug)]
 pub struct Daemon {
     mapper: Mapper<ThisHost>,
     netlink: Option<RdmaNetlink>,
-    /// Those that peers ask, and answers leave by.
+    /// Sockets that receive requests from peers and send the responses.
     answering: Vec<UdpSocket>,
-    /// Those that requests of this host leave by.
+    /// Sockets that send requests of this host.
     asking: Vec<UdpSocket>,
 }
 
 impl Daemon {
-    /// Opens the sockets: the kernel's if `with_kernel`, and those of the peers at these addresses,
-    /// one of each IP version at most. The kernel is greeted in the first [`Self::turn`].
+    /// Opens the sockets: the netlink socket if `with_kernel`, and UDP sockets at these addresses,
+    /// at most one per IP version. The first [`Self::turn`] registers with the kernel.
     ///
     /// # Errors
     /// [`StartError`].
@@ -97,8 +99,8 @@ impl Daemon {
                 _ => StartError::Listen(addr, error),
             })
         };
-        // First the port, which another port mapper may have: the kernel follows the one that
-        // greeted it last.
+        // Bind the UDP port first, because another port mapper may be using it: the kernel uses the
+        // port mapper that registered last.
         let answering = listen.iter().map(|addr| open(*addr));
         let answering = answering.collect::<Result<_, _>>()?;
         let asking = listen
@@ -121,32 +123,32 @@ impl Daemon {
         })
     }
 
-    /// Adds a mapping of the program's own; see [`Mapper::add`].
+    /// Adds a mapping on behalf of this program; see [`Mapper::add`].
     ///
     /// # Errors
-    /// Those of [`Mapper::add`].
+    /// As [`Mapper::add`].
     pub fn add(&mut self, local: SocketAddr, port: Option<u16>) -> Result<SocketAddr, ErrorCode> {
         self.mapper.add(local, port)
     }
 
-    /// Begins a query; see [`Mapper::query`]. [`Self::turn`] gives the answer.
+    /// Starts a query; see [`Mapper::query`]. [`Self::turn`] returns the response.
     ///
     /// # Errors
-    /// Those of [`Mapper::query`].
+    /// As [`Mapper::query`].
     pub fn query(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<(), ErrorCode> {
         self.mapper.query(Instant::now(), local, remote)
     }
 
-    /// The mappings, in no order.
+    /// Returns the mappings in arbitrary order.
     pub fn mappings(&self) -> impl Iterator<Item = &Mapping<ReservedPort>> {
         self.mapper.mappings()
     }
 
-    /// Sends what there is to send, waits until a socket, or `wake`, is readable or something is
-    /// due, and takes what has come. Returns the answer to a query of the program's own.
+    /// Sends pending output, waits until a socket or `wake` is readable or a timer expires, and
+    /// processes received datagrams. Returns the response to a query of this program.
     ///
     /// # Errors
-    /// Those of `poll(2)`.
+    /// Returns the errors of `poll(2)`.
     pub fn turn(&mut self, wake: Option<BorrowedFd<'_>>) -> io::Result<Option<Answer>> {
         while let Some(output) = self.mapper.poll_output() {
             if let Some(answer) = self.put(output) {
@@ -178,7 +180,7 @@ impl Daemon {
                     let addr = socket.local_addr();
                     addr.is_ok_and(|addr| addr.is_ipv4() == to.is_ipv4())
                 };
-                // One that is lost is sent again.
+                // A lost datagram will be retransmitted.
                 let sockets = match is_answer {
                     true => &self.answering,
                     false => &self.asking,
@@ -201,7 +203,7 @@ impl Daemon {
         let fds = netlink.chain(wire).chain(wake);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         let timeout = self.mapper.deadline().map_or(PollTimeout::NONE, |due| {
-            // Rounded up, so that it is due when the wait is over.
+            // Round up, so that the timer has expired after the wait.
             let wait = due.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
             PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX)
         });
@@ -220,7 +222,7 @@ impl Daemon {
             match socket.receive(&mut buffer) {
                 Ok(Some(datagram)) => self.mapper.handle_netlink(Instant::now(), datagram),
                 Ok(None) => break,
-                // The kernel's client waits for its answer in vain, and does without.
+                // The kernel's client will time out and connect without a mapping.
                 Err(error) => tracing::warn!("from the kernel: {error}"),
             }
         }
@@ -236,7 +238,7 @@ impl Daemon {
                             .handle_wire(Instant::now(), from, &buffer[..len]);
                     }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // What ICMP reports of an earlier datagram.
+                    // ICMP error for a previous datagram.
                     Err(error) => tracing::debug!("from a peer: {error}"),
                 }
             }
@@ -252,7 +254,7 @@ fn domain(ip: IpAddr) -> Domain {
     }
 }
 
-/// All addresses of the IP version of `ip`.
+/// Returns the wildcard address of the IP version of `ip`.
 fn any(ip: IpAddr, port: u16) -> SocketAddr {
     match ip {
         IpAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, port).into(),

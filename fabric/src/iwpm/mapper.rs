@@ -1,29 +1,29 @@
-//! The port mapper without I/O: what the kernel, peers and this program's user ask, and the answers.
+//! Port mapper without I/O: processes requests from the kernel, from peers and from this program.
 //!
-//! A query goes through these states, those of `iwpmd`:
+//! A query has the same states as in `iwpmd`:
 //!
 //! ```text
-//!            request sent            accept: ack sent, kernel answered
+//!            request sent            accept: send ack, notify kernel
 //!  (none) ─────────────────▶ Asked ───────────────────────────────────▶ Answered ──▶ (none)
-//!                             │  ▲                                        │  ▲   after a while
-//!                             └──┘ request sent again                     └──┘ accept: ack sent
-//!                             │                                                again
-//!                             └──▶ (none): reject, or no answer to the last request
+//!                             │  ▲                                        │  ▲   timeout
+//!                             └──┘ retransmission                         └──┘ accept: send
+//!                             │                                                another ack
+//!                             └──▶ (none): reject, or no response to the last request
 //! ```
 //!
-//! A peer's request is answered each time that it comes, and never without one: the peer repeats
-//! it until it has an answer, and a request from a forged address causes no more datagrams, and no
-//! longer ones, than it had itself. What is remembered of it, the *association*, only keeps the kernel
-//! from being notified again. Where there are too many associations, a request is answered all the
-//! same, and the kernel is not notified: it then knows the connection by the mapped address of its
-//! peer. This also limits how fast peers can make the kernel remember addresses, which it does
-//! until they connect.
+//! Each request from a peer is answered immediately and exactly once. The peer retransmits it until
+//! it receives a response, and a request from a forged address triggers no more datagrams, and no
+//! longer ones, than it consists of itself. The only stored state, the *association*, prevents
+//! duplicate notifications of the kernel. If there are too many associations, the request is still
+//! answered, but the kernel is not notified and will know the connection by its peer's mapped
+//! address. This also limits the rate at which peers can add addresses to the kernel, which stores
+//! them until they connect.
 //!
-//! An association handle is a random number, so that only a host that has seen the request can
-//! answer it. A mapping exchanges the port and never the IP address: a peer whose accept names
-//! another host, by which it would choose whom the program connects to, is not believed. Nor is one
-//! whose request does, by which its connection would seem to come from another host: it is
-//! answered, and the kernel is not notified.
+//! An association handle is a random number, so that only a host that has received the request can
+//! respond to it. A mapping changes the port but never the IP address. An accept with the address
+//! of another host is ignored, because it would let the peer redirect the connection. A request
+//! with the address of another host is answered without notifying the kernel, because the
+//! connection would appear to originate from that host.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -36,91 +36,94 @@ use super::wire::{MessageType, WireMessage};
 use super::{ABI, ABI_MIN, ErrorCode, LIBRARY, NO_PORT_MAP, PORT, is_same};
 use crate::netlink::message::{Header, Message, Messages};
 
-/// Time after which a request is sent again.
+/// Time before a request is retransmitted.
 pub const QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Number of times that a request is sent. The kernel waits for ten seconds; it is answered after
-/// half of them, since most hosts that do not answer have no port mapper, and connects without.
+/// Maximum number of transmissions of a request. The kernel's timeout is ten seconds. It is
+/// notified after half of that time, because most unresponsive hosts have no port mapper, and then
+/// connects without a mapping.
 pub const QUERY_TRIES: u32 = 5;
 
-/// Time in which an accept that comes again is acknowledged again, as in `iwpmd`.
+/// Time during which retransmitted accepts are acknowledged, as in `iwpmd`.
 pub const ANSWERED_LIFETIME: Duration = Duration::from_secs(10);
 
-/// Time in which a request is known to have come before. `iwpmd` repeats one for ten seconds.
+/// Time during which duplicate requests are detected. `iwpmd` retransmits a request for ten
+/// seconds.
 pub const ASSOCIATION_LIFETIME: Duration = Duration::from_secs(15);
 
-/// Largest number of queries that wait for an answer; as many more are remembered that have one.
+/// Maximum number of pending queries, and of completed queries that are remembered.
 pub const MAX_QUERIES: usize = 1024;
 
-/// Largest number of associations.
+/// Maximum number of associations.
 pub const MAX_ASSOCIATIONS: usize = 4096;
 
-/// Largest number of associations of one IP address.
+/// Maximum number of associations per IP address.
 pub const MAX_PEER_ASSOCIATIONS: usize = 256;
 
-/// Largest number of clients that register, as many as netlink has numbers for.
+/// Maximum number of registered clients, equal to the number of netlink clients.
 const MAX_CLIENTS: u8 = 64;
 
-/// Client of the kernel's connection manager (`RDMA_NL_IWCM`).
+/// Netlink client of the kernel's connection manager (`RDMA_NL_IWCM`).
 const IWCM: u8 = 2;
 
-/// Client of a driver of older kernels (`RDMA_NL_C4IW`).
+/// Netlink client of a driver in earlier kernels (`RDMA_NL_C4IW`).
 const C4IW: u8 = 3;
 
-/// What the machine needs of its host.
+/// Host services required by the port mapper.
 pub trait Host {
-    /// Keeps a port reserved until it is dropped.
+    /// Guard that keeps a port reserved until it is dropped.
     type Reservation;
 
-    /// Reserves a TCP port at all addresses of the IP version of `ip`: this one, or any.
+    /// Reserves a TCP port on all addresses of the IP version of `ip`: the given port, or any free
+    /// port.
     ///
     /// # Errors
-    /// Where the port is in use, or none is free.
+    /// If the port is in use, or if no port is free.
     fn reserve(&mut self, ip: IpAddr, port: Option<u16>) -> io::Result<(u16, Self::Reservation)>;
 
-    /// A random number.
+    /// Returns a random number.
     fn random(&mut self) -> u64;
 }
 
-/// Something that the driver has to do.
+/// Action for the driver.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Send a datagram to a port mapper.
+    /// Send a datagram to a remote port mapper.
     Wire {
-        /// Its address.
+        /// Destination address.
         to: SocketAddr,
-        /// The datagram.
+        /// Encoded message.
         datagram: Vec<u8>,
-        /// It answers a request, whose address may be forged.
+        /// The datagram is a response to a request, whose source address may be forged.
         is_answer: bool,
     },
     /// Send a netlink message to the kernel.
     Netlink(Vec<u8>),
-    /// Give the answer to a query of the program's own.
+    /// Return the response to a query of this program.
     Answer(Answer),
 }
 
-/// Answer to [`Mapper::query`].
+/// Response to [`Mapper::query`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// The address that was asked for.
+    /// Queried address.
     pub remote: SocketAddr,
-    /// The address it is mapped to.
+    /// Mapped address, or an error.
     pub mapped: Result<SocketAddr, Refusal>,
 }
 
-/// Reason why there is no mapping of a remote address.
+/// Reason for a missing mapping of a remote address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The other host has none.
+    /// The remote host has no mapping.
     #[error("the other host has no mapping of the address")]
     Rejected,
-    /// The other host does not answer.
+    /// The remote host does not respond.
     #[error("the other host does not answer")]
     Silent,
 }
 
-/// The asker of a query.
+/// Origin of a query.
 #[derive(Clone, Copy, Debug)]
 enum Asker {
     Kernel { client: u8, sequence: u32 },
@@ -129,9 +132,9 @@ enum Asker {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueryState {
-    /// The request was sent this number of times.
+    /// Number of transmissions of the request.
     Asked(u32),
-    /// The peer has accepted.
+    /// The peer accepted the request.
     Answered,
 }
 
@@ -142,43 +145,43 @@ struct Query {
     local: SocketAddr,
     mapped_local: SocketAddr,
     remote: SocketAddr,
-    /// Its entry among the timers.
+    /// Expiration of its timer.
     due: Instant,
 }
 
-/// What something waits for.
+/// Subject of a timer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
     Query(u64),
     Association(SocketAddr, u64),
 }
 
-/// The port mapper of a host. See the module for its states.
+/// Port mapper of a host. The module documentation describes its states.
 #[derive(Debug)]
 pub struct Mapper<H: Host> {
     host: H,
-    /// Port of the netlink socket; none without one.
+    /// Port of the netlink socket, if any.
     netlink_port: Option<u32>,
     abi: u16,
     /// Sequence number of the next netlink message.
     sequence: u32,
-    /// Clients that have registered, and the number of mappings that each has sent.
+    /// Registered clients, and the number of mappings sent by each.
     clients: BTreeMap<u8, u32>,
     mappings: Mappings<H::Reservation>,
-    /// By their handle.
+    /// Queries by association handle.
     queries: HashMap<u64, Query>,
-    /// Number of those that wait for an answer.
+    /// Number of pending queries.
     asked: usize,
-    /// Requests of peers, by the address that they came from and their handle.
+    /// Requests from peers, by source address and handle.
     associations: BTreeSet<(SocketAddr, u64)>,
-    /// Number of associations of each peer.
+    /// Number of associations per peer.
     of_peer: HashMap<IpAddr, usize>,
     timers: BTreeSet<(Instant, Timer)>,
     outputs: VecDeque<Output>,
 }
 
 impl<H: Host> Mapper<H> {
-    /// A port mapper. With the port of a netlink socket it begins to speak to the kernel.
+    /// Creates a port mapper. If there is a netlink socket, starts registering with the kernel.
     pub fn new(host: H, netlink_port: Option<u32>) -> Self {
         let mut mapper = Self {
             host,
@@ -198,29 +201,29 @@ impl<H: Host> Mapper<H> {
         mapper
     }
 
-    /// Version of the netlink messages that is in use.
+    /// Returns the netlink message version in use.
     #[must_use]
     pub fn abi(&self) -> u16 {
         self.abi
     }
 
-    /// The mappings, in no order.
+    /// Returns the mappings in arbitrary order.
     pub fn mappings(&self) -> impl Iterator<Item = &Mapping<H::Reservation>> {
         self.mappings.iter()
     }
 
-    /// The next thing to do.
+    /// Returns the next action.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
 
-    /// Time at which [`Self::handle_timeout`] has something to do.
+    /// Returns the time at which [`Self::handle_timeout`] should be called.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.timers.first().map(|(due, _)| *due)
     }
 
-    /// Does what is due.
+    /// Handles expired timers.
     pub fn handle_timeout(&mut self, now: Instant) {
         while let Some((_, timer)) = self.timers.pop_first_if_due(now) {
             match timer {
@@ -230,8 +233,8 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// Adds a mapping of the program's own, of a local address to a port that its listener has
-    /// taken, or to one that is reserved. Answers the address it is mapped to.
+    /// Adds a mapping on behalf of this program, from a local address to the port of its listener,
+    /// or to a newly reserved port. Returns the mapped address.
     ///
     /// # Errors
     /// [`ErrorCode::DuplicateMapping`], [`ErrorCode::CreateMapping`].
@@ -245,12 +248,12 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// Asks the port mapper of a remote address what that is mapped to, for a connection from
-    /// `local`. [`Output::Answer`] has the answer.
+    /// Queries the port mapper of a remote address for its mapping, for a connection from `local`.
+    /// [`Output::Answer`] returns the response.
     ///
     /// # Errors
-    /// [`ErrorCode::InvalidMessage`] where the addresses are not of one IP version or one is not
-    /// specified, [`ErrorCode::CreateMapping`] where too many queries wait.
+    /// [`ErrorCode::InvalidMessage`] if the IP versions differ or an address is unspecified,
+    /// [`ErrorCode::CreateMapping`] if too many queries are pending.
     pub fn query(
         &mut self,
         now: Instant,
@@ -261,7 +264,7 @@ impl<H: Host> Mapper<H> {
         self.ask(now, Asker::Program, (local, local), remote)
     }
 
-    /// Takes a datagram of the kernel.
+    /// Handles a datagram from the kernel.
     pub fn handle_netlink(&mut self, now: Instant, datagram: &[u8]) {
         for message in Messages::new(datagram) {
             match message {
@@ -297,8 +300,8 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// The kernel reports errors of our messages. One for the first message means that it does not
-    /// know the operation, as before version 4.
+    /// Handles an error that the kernel reports for one of our messages. An error for the first
+    /// message means that the kernel does not support the operation, which was added in version 4.
     fn on_error(&mut self, errno: i32, request: Header) {
         if errno == 0 {
             return;
@@ -308,7 +311,7 @@ impl<H: Host> Mapper<H> {
             tracing::info!(errno, "the kernel knows version 3 of the messages at most");
             self.on_abi(ABI_MIN);
         } else if kind.client == IWCM && kind.operation == operation::MAPINFO {
-            // Nor does it know that one: its connection manager is not loaded, and may be later.
+            // It does not support this operation either: the connection manager is not loaded yet.
             tracing::info!(errno, "the kernel has no iWARP so far");
             self.abi = ABI;
         } else {
@@ -318,7 +321,7 @@ impl<H: Host> Mapper<H> {
 
     fn on_abi(&mut self, abi: u16) {
         self.abi = abi;
-        // Before version 4, drivers were clients of their own.
+        // Before version 4, each driver was a client.
         let clients = [Some(IWCM), (abi == ABI_MIN).then_some(C4IW)];
         for client in clients.into_iter().flatten() {
             let response = Response::MapInfo {
@@ -363,7 +366,7 @@ impl<H: Host> Mapper<H> {
                 self.on_query_mapping(now, asker, client, local, remote, flags.unwrap_or(0))
             }
             Request::RemoveMapping { local, .. } => {
-                // The kernel also removes what it has failed to add.
+                // The kernel also removes mappings that it failed to add.
                 if !self.mappings.release(Some(client), local) {
                     tracing::debug!(client, %local, "no mapping to remove");
                 }
@@ -435,7 +438,7 @@ impl<H: Host> Mapper<H> {
     ) -> Result<SocketAddr, ErrorCode> {
         match self.mappings.conflict(local) {
             None => self.create(Some(client), local, flags),
-            // A program that listens at all addresses has a listener on each device.
+            // A program that listens on the wildcard address has a listener on each device.
             Some(Conflict::Same) if local.ip().is_unspecified() => {
                 self.share(client, local).ok_or(ErrorCode::DuplicateMapping)
             }
@@ -443,7 +446,7 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// Another user of a mapping that the client has.
+    /// Adds a user to an existing mapping of the client.
     fn share(&mut self, client: u8, local: SocketAddr) -> Option<SocketAddr> {
         let mapping = self.mappings.get_mut(local)?;
         if mapping.owner != Some(client) {
@@ -453,7 +456,7 @@ impl<H: Host> Mapper<H> {
         Some(mapping.mapped)
     }
 
-    /// A new mapping of an address that is in the way of no other.
+    /// Creates a mapping of an address without conflicts.
     fn create(
         &mut self,
         owner: Option<u8>,
@@ -514,7 +517,7 @@ impl<H: Host> Mapper<H> {
         if self.asked >= MAX_QUERIES {
             return Err(ErrorCode::CreateMapping);
         }
-        // Connections may share an address, with each other or with a listener.
+        // Connections may share a local address with each other or with a listener.
         let mapped_local = match self.mappings.conflict(local) {
             None => self.create(Some(client), local, flags)?,
             Some(Conflict::Same) => self
@@ -525,7 +528,7 @@ impl<H: Host> Mapper<H> {
         self.ask(now, asker, (local, mapped_local), remote)
     }
 
-    /// Begins a query: sends the first request.
+    /// Starts a query by sending the first request.
     fn ask(
         &mut self,
         now: Instant,
@@ -538,7 +541,7 @@ impl<H: Host> Mapper<H> {
         }
         let handle = self.host.random();
         if self.queries.contains_key(&handle) {
-            // It takes longer than the host runs until that happens by chance.
+            // A random collision would not occur within the lifetime of the host.
             return Err(ErrorCode::CreateMapping);
         }
         let query = Query {
@@ -555,7 +558,7 @@ impl<H: Host> Mapper<H> {
         Ok(())
     }
 
-    /// Sends a request, again if it was sent before, or ends the query.
+    /// Transmits or retransmits a request, or fails a query that is out of retries.
     fn on_query_due(&mut self, now: Instant, handle: u64) {
         let Some(query) = self.queries.get_mut(&handle) else {
             return;
@@ -584,7 +587,7 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// Ends a query without a mapping.
+    /// Fails a query.
     fn end_query(&mut self, handle: u64, refusal: Refusal) {
         let Some(query) = self.queries.remove(&handle) else {
             return;
@@ -596,7 +599,7 @@ impl<H: Host> Mapper<H> {
             Asker::Program => return self.answer(query.remote, Err(refusal)),
         };
         let response = match refusal {
-            // The address stands for its own mapping, as in `iwpmd`.
+            // Without a mapping, the mapped address equals the address, as in `iwpmd`.
             Refusal::Rejected => Response::QueryMapping {
                 sequence,
                 connection: connection(&query, query.remote),
@@ -628,7 +631,7 @@ impl<H: Host> Mapper<H> {
                 };
                 self.insert(Some(client), local, mapped, reservation)?;
             }
-            // The kernel sends one for each user. It may also have used us meanwhile.
+            // The kernel sends one message per user, and may have added a user since.
             Some(Conflict::Same) => {
                 let known = self.share(client, local);
                 if !known.is_some_and(|known| is_same(known, mapped)) {
@@ -641,7 +644,7 @@ impl<H: Host> Mapper<H> {
         Ok(())
     }
 
-    /// Takes a datagram that came from `from`.
+    /// Handles a datagram received from `from`.
     pub fn handle_wire(&mut self, now: Instant, from: SocketAddr, datagram: &[u8]) {
         let message = match WireMessage::read(datagram) {
             Ok(message) => message,
@@ -656,7 +659,7 @@ impl<H: Host> Mapper<H> {
             }
             MessageType::Accept => self.on_accept(now, from, message),
             MessageType::Reject => self.on_reject(message),
-            // Nothing is sent again for want of one.
+            // Accepts are not retransmitted, so acknowledgments are ignored.
             MessageType::Ack => {}
         }
     }
@@ -701,7 +704,7 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// Remembers a request; false if it has come before, or too many are remembered.
+    /// Stores an association. Returns `false` if it already exists, or if there are too many.
     fn associate(&mut self, now: Instant, peer: SocketAddr, handle: u64) -> bool {
         if self.associations.contains(&(peer, handle))
             || self.associations.len() >= MAX_ASSOCIATIONS
@@ -729,7 +732,7 @@ impl<H: Host> Mapper<H> {
         }
     }
 
-    /// The query that an accept or a reject answers: it has the handle and the address of ours.
+    /// Returns the query that matches an accept or reject by handle and local address.
     fn answered(&mut self, message: &WireMessage) -> Option<&mut Query> {
         let query = self.queries.get_mut(&message.assoc_handle)?;
         is_same(query.local, message.cp).then_some(query)
@@ -772,7 +775,7 @@ impl<H: Host> Mapper<H> {
         self.send(from, ack);
     }
 
-    /// Drops the query that was answered first, if too many are remembered.
+    /// Removes the oldest completed query if too many are remembered.
     fn bound_answered(&mut self) {
         if self.queries.len() - self.asked <= MAX_QUERIES {
             return;
@@ -816,7 +819,7 @@ impl<H: Host> Mapper<H> {
     }
 
     fn respond(&mut self, client: u8, response: &Response) {
-        // Without a socket there is no kernel that has asked.
+        // Without a netlink socket there are no kernel requests.
         if let Some(port) = self.netlink_port {
             let message = response.write(client, self.sequence, port);
             self.sequence = self.sequence.wrapping_add(1);
@@ -834,7 +837,7 @@ fn connection(query: &Query, mapped_remote: SocketAddr) -> Connection {
     }
 }
 
-/// Whether a connection can be made between two addresses.
+/// Checks that two addresses can form a connection.
 fn check_pair(local: SocketAddr, remote: SocketAddr) -> Result<(), ErrorCode> {
     let is_pair = local.is_ipv4() == remote.is_ipv4()
         && !local.ip().is_unspecified()
@@ -842,7 +845,7 @@ fn check_pair(local: SocketAddr, remote: SocketAddr) -> Result<(), ErrorCode> {
     is_pair.then_some(()).ok_or(ErrorCode::InvalidMessage)
 }
 
-/// Timers in the order of their time.
+/// Timers ordered by expiration time.
 trait Due {
     fn pop_first_if_due(&mut self, now: Instant) -> Option<(Instant, Timer)>;
 }

@@ -1,31 +1,30 @@
-//! The table of mappings.
+//! Table of mappings.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 
 use super::is_same;
 
-/// Largest number of mappings, as many as there are ports of an address.
+/// Maximum number of mappings, equal to the number of ports of an address.
 pub const MAX_MAPPINGS: usize = 65_536;
 
-/// An address of this host and the one that it is mapped to.
+/// Mapping of a local address.
 #[derive(Debug)]
 pub struct Mapping<R> {
-    /// The address that programs use. Its IP address may be unspecified: then it stands for all of
-    /// the host's.
+    /// Address used by programs. An unspecified IP address matches all addresses of the host.
     pub local: SocketAddr,
-    /// The address that the device uses. Its IP address is the local one.
+    /// Address used by the device, with the same IP address.
     pub mapped: SocketAddr,
-    /// Client of the kernel's whose mapping it is; none for one of this program's own.
+    /// Kernel client that owns the mapping, or `None` for a mapping of this program.
     pub owner: Option<u8>,
-    /// Number of listeners and connections that use it, one or more.
+    /// Number of listeners and connections that use the mapping, at least one.
     pub(super) users: u32,
-    /// Keeps the mapped port from other programs; none where the port is the device's to take.
+    /// Reservation of the mapped port, unless the device reserves the port.
     pub(super) _reservation: Option<R>,
 }
 
 impl<R> Mapping<R> {
-    /// The address that a peer connects to when it wants to reach `local`.
+    /// Returns the address to which a peer must connect in order to reach `local`.
     pub(super) fn mapped_of(&self, local: SocketAddr) -> SocketAddr {
         if self.mapped.ip().is_unspecified() {
             SocketAddr::new(local.ip(), self.mapped.port())
@@ -35,11 +34,11 @@ impl<R> Mapping<R> {
     }
 }
 
-/// What stands in the way of a new mapping.
+/// Conflict of a new mapping with an existing one.
 pub(super) enum Conflict {
-    /// A mapping of the same address.
+    /// The addresses are equal.
     Same,
-    /// One of an address that includes it, or is included by it.
+    /// One address includes the other.
     Overlap,
 }
 
@@ -64,18 +63,18 @@ impl<R> Mappings<R> {
         self.by_local.len() >= MAX_MAPPINGS
     }
 
-    /// The mapping of exactly this address.
+    /// Returns the mapping of exactly this address.
     pub(super) fn get_mut(&mut self, local: SocketAddr) -> Option<&mut Mapping<R>> {
         self.by_local.get_mut(&key(local))
     }
 
-    /// The mapping that serves this address: its own, or that of all addresses of the host.
+    /// Returns the mapping for this address, or else the wildcard mapping.
     pub(super) fn serving(&self, local: SocketAddr) -> Option<&Mapping<R>> {
         let own = self.by_local.get(&key(local));
         own.or_else(|| self.by_local.get(&key(unspecified(local))))
     }
 
-    /// The mapping in whose way one of this address would be.
+    /// Returns the conflict of a new mapping of this address.
     pub(super) fn conflict(&self, local: SocketAddr) -> Option<Conflict> {
         if self.by_local.contains_key(&key(local)) {
             return Some(Conflict::Same);
@@ -89,13 +88,13 @@ impl<R> Mappings<R> {
         overlaps.then_some(Conflict::Overlap)
     }
 
-    /// Adds a mapping whose address is in the way of no other.
+    /// Adds a mapping without conflicts.
     pub(super) fn insert(&mut self, mapping: Mapping<R>) {
         self.by_local.insert(key(mapping.local), mapping);
     }
 
-    /// Takes a user from the owner's mapping of exactly this address, and with the last the
-    /// mapping; false if the owner has none.
+    /// Removes a user from the owner's mapping of exactly this address, and removes the mapping
+    /// with its last user. Returns `false` if the owner has no such mapping.
     pub(super) fn release(&mut self, owner: Option<u8>, local: SocketAddr) -> bool {
         let mapping = self.by_local.get_mut(&key(local));
         let Some(mapping) = mapping.filter(|mapping| mapping.owner == owner) else {
@@ -114,7 +113,7 @@ fn key(addr: SocketAddr) -> (IpAddr, u16) {
     (addr.ip(), addr.port())
 }
 
-/// The address that stands for all of the host's, of the same IP version, with the same port.
+/// Returns the wildcard address of the same IP version, with the same port.
 fn unspecified(addr: SocketAddr) -> SocketAddr {
     let ip = match addr {
         SocketAddr::V4(_) => IpAddr::from([0; 4]),

@@ -1,8 +1,8 @@
 //! Netlink messages between the kernel and the port mapper.
 //!
-//! A [`Request`] comes from the kernel, a [`Response`] goes to it, though some of these are not
-//! asked for: the daemon begins with a [`Response::Hello`], which wakes the kernel's client. Some
-//! operations have other attributes in the one direction than in the other.
+//! The kernel sends [`Request`]s and the daemon sends [`Response`]s, some of them unsolicited: the
+//! first is [`Response::Hello`], which activates the kernel's client. Some operations have
+//! different attributes in each direction.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -14,46 +14,46 @@ use super::attribute::{
 use crate::netlink::attribute::{Attribute, Attributes};
 use crate::netlink::message::{Header, Kind, REQUEST, Writer};
 
-/// Bytes of the name of a device or of the service, with a NUL at the end of a shorter one
-/// (`IWPM_DEVNAME_SIZE`, `IWPM_ULIBNAME_SIZE`).
+/// Maximum length of a device or service name, padded with NULs (`IWPM_DEVNAME_SIZE`,
+/// `IWPM_ULIBNAME_SIZE`).
 pub const NAME: usize = 32;
 
-/// Bytes of the name of an interface (`IWPM_IFNAME_SIZE`).
+/// Maximum length of an interface name (`IWPM_IFNAME_SIZE`).
 pub const INTERFACE_NAME: usize = 16;
 
 /// Operations (`RDMA_NL_IWPM_…`).
 pub mod operation {
-    /// The kernel looks for the port mapper.
+    /// The kernel looks up the port mapper.
     pub const REG_PID: u16 = 0;
-    /// The kernel has an address to listen at.
+    /// The kernel adds a listening address.
     pub const ADD_MAPPING: u16 = 1;
-    /// The kernel has an address to connect to.
+    /// The kernel queries the mapping of a remote address.
     pub const QUERY_MAPPING: u16 = 2;
-    /// The kernel no longer uses an address.
+    /// The kernel removes an address.
     pub const REMOVE_MAPPING: u16 = 3;
-    /// The daemon has heard who is about to connect.
+    /// The daemon announces a connecting peer.
     pub const REMOTE_INFO: u16 = 4;
-    /// The daemon refuses a request.
+    /// The daemon rejects a request.
     pub const HANDLE_ERR: u16 = 5;
-    /// The daemon asks for the kernel's mappings, and the kernel has one.
+    /// The daemon requests the kernel's mappings, and the kernel sends one mapping.
     pub const MAPINFO: u16 = 6;
-    /// The kernel has sent its mappings, and the daemon has some of them.
+    /// The kernel reports the number of mappings it sent, and the daemon the number it accepted.
     pub const MAPINFO_NUM: u16 = 7;
-    /// Both say which version of the messages they know.
+    /// Version negotiation.
     pub const HELLO: u16 = 8;
 }
 
-/// The message lacks an attribute, or has one of a wrong length or value, or is of an operation
-/// that is not sent in this direction.
+/// Invalid message: an attribute is missing or has an invalid length or value, or the operation is
+/// not valid in this direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("message of the port mapper that is not valid")]
 pub struct Invalid;
 
-/// Message from the kernel. Flags are absent in version 3 of the messages. An `echo` is the
-/// sequence number of the last message that the kernel has received of the daemon.
+/// Message from the kernel. Version 3 messages have no flags. `echo` is the sequence number of the
+/// last message that the kernel received from the daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// `RDMA_NL_IWPM_REG_PID`: a device of the client is about to be used.
+    /// `RDMA_NL_IWPM_REG_PID`: the client is about to use a device.
     RegPid {
         /// See [`Request`].
         echo: u32,
@@ -61,10 +61,10 @@ pub enum Request {
         interface: String,
         /// RDMA device.
         device: String,
-        /// Name of the service that is looked for.
+        /// Name of the requested service.
         library: String,
     },
-    /// `RDMA_NL_IWPM_ADD_MAPPING`: a listener.
+    /// `RDMA_NL_IWPM_ADD_MAPPING`: adds a listener.
     AddMapping {
         /// See [`Request`].
         echo: u32,
@@ -73,7 +73,7 @@ pub enum Request {
         /// [`NO_PORT_MAP`](super::NO_PORT_MAP).
         flags: Option<u32>,
     },
-    /// `RDMA_NL_IWPM_QUERY_MAPPING`: a connection that is about to be made.
+    /// `RDMA_NL_IWPM_QUERY_MAPPING`: a new connection.
     QueryMapping {
         /// See [`Request`].
         echo: u32,
@@ -84,54 +84,54 @@ pub enum Request {
         /// [`NO_PORT_MAP`](super::NO_PORT_MAP).
         flags: Option<u32>,
     },
-    /// `RDMA_NL_IWPM_REMOVE_MAPPING`: the end of a listener or of a connection.
+    /// `RDMA_NL_IWPM_REMOVE_MAPPING`: a listener or connection was closed.
     RemoveMapping {
         /// See [`Request`].
         echo: u32,
         /// Local address of the mapping.
         local: SocketAddr,
     },
-    /// `RDMA_NL_IWPM_MAPINFO`: a mapping that the kernel had of an earlier daemon.
+    /// `RDMA_NL_IWPM_MAPINFO`: a mapping created by a previous daemon.
     MapInfo {
         /// Local address.
         local: SocketAddr,
-        /// The address it is mapped to.
+        /// Mapped address.
         mapped: SocketAddr,
         /// [`NO_PORT_MAP`](super::NO_PORT_MAP).
         flags: Option<u32>,
     },
-    /// `RDMA_NL_IWPM_MAPINFO_NUM`: the end of the mappings.
+    /// `RDMA_NL_IWPM_MAPINFO_NUM`: all mappings were sent.
     MapInfoNum {
         /// See [`Request`]; always zero in Linux.
         echo: u32,
         /// Number of mappings that were sent.
         sent: u32,
     },
-    /// `RDMA_NL_IWPM_HELLO`, the answer to [`Response::Hello`].
+    /// `RDMA_NL_IWPM_HELLO`, the response to [`Response::Hello`].
     Hello {
-        /// Version of the messages that the kernel has chosen.
+        /// Message version selected by the kernel.
         abi: u16,
     },
 }
 
-/// Addresses of a connection, at both ends, before and behind the mapping.
+/// Original and mapped addresses of both ends of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Connection {
     /// Local address.
     pub local: SocketAddr,
     /// Remote address.
     pub remote: SocketAddr,
-    /// The address that the local one is mapped to.
+    /// Mapped local address.
     pub mapped_local: SocketAddr,
-    /// The address that the remote one is mapped to.
+    /// Mapped remote address.
     pub mapped_remote: SocketAddr,
 }
 
-/// Message to the kernel. A `sequence` is that of the request. An `error` is zero, or the number of
-/// an [`ErrorCode`](super::ErrorCode).
+/// Message to the kernel. `sequence` is the sequence number of the request. `error` is zero or the
+/// number of an [`ErrorCode`](super::ErrorCode).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Response {
-    /// `RDMA_NL_IWPM_REG_PID`: here is the port mapper.
+    /// `RDMA_NL_IWPM_REG_PID`: confirms the registration.
     RegPid {
         /// See [`Response`].
         sequence: u32,
@@ -139,68 +139,68 @@ pub enum Response {
         device: String,
         /// Name of the service.
         library: String,
-        /// Version of the messages.
+        /// Message version.
         version: u16,
         /// See [`Response`].
         error: u16,
     },
-    /// `RDMA_NL_IWPM_ADD_MAPPING`: where to listen.
+    /// `RDMA_NL_IWPM_ADD_MAPPING`: mapped address of a listener.
     AddMapping {
         /// See [`Response`].
         sequence: u32,
         /// Local address, as in the request.
         local: SocketAddr,
-        /// The address it is mapped to.
+        /// Mapped address.
         mapped: SocketAddr,
         /// See [`Response`].
         error: u16,
     },
-    /// `RDMA_NL_IWPM_QUERY_MAPPING`: what to connect to, or the other host's refusal.
+    /// `RDMA_NL_IWPM_QUERY_MAPPING`: mapped address of a remote host, or its rejection.
     QueryMapping {
         /// See [`Response`].
         sequence: u32,
-        /// The connection.
+        /// Addresses of the connection.
         connection: Connection,
         /// See [`Response`].
         error: u16,
     },
     /// `RDMA_NL_IWPM_REMOTE_INFO`: another host is about to connect to a listener.
     RemoteInfo {
-        /// The connection; its local addresses are those of the listener.
+        /// Addresses of the connection; its local addresses are the addresses of the listener.
         connection: Connection,
     },
-    /// `RDMA_NL_IWPM_HANDLE_ERR`: a request is refused.
+    /// `RDMA_NL_IWPM_HANDLE_ERR`: a request was rejected.
     HandleErr {
         /// See [`Response`].
         sequence: u32,
         /// Number of an [`ErrorCode`](super::ErrorCode).
         code: u16,
     },
-    /// `RDMA_NL_IWPM_MAPINFO`: asks for the kernel's mappings.
+    /// `RDMA_NL_IWPM_MAPINFO`: requests the kernel's mappings.
     MapInfo {
         /// Name of the service.
         library: String,
-        /// Version of the messages.
+        /// Message version.
         version: u16,
     },
-    /// `RDMA_NL_IWPM_MAPINFO_NUM`: how many mappings of the kernel's the daemon has.
+    /// `RDMA_NL_IWPM_MAPINFO_NUM`: number of mappings accepted by the daemon.
     MapInfoNum {
         /// See [`Response`].
         sequence: u32,
         /// Number of mappings that were sent.
         sent: u32,
-        /// Number of those that the daemon has.
+        /// Number of mappings accepted by the daemon.
         acknowledged: u32,
     },
-    /// `RDMA_NL_IWPM_HELLO`: the daemon is there.
+    /// `RDMA_NL_IWPM_HELLO`: starts the version negotiation.
     Hello {
-        /// Newest version of the messages that it knows.
+        /// Latest message version supported by the daemon.
         abi: u16,
     },
 }
 
-/// The attributes of a message by their type; a later one of the same type replaces an earlier one,
-/// as in the kernel.
+/// Attributes of a message by type. As in the kernel, a later attribute overrides an earlier one of
+/// the same type.
 struct Fields<'a>(BTreeMap<u16, Attribute<'a>>);
 
 impl<'a> Fields<'a> {
@@ -255,7 +255,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A message that is being written, with the values that this protocol has.
+/// Builder of a message with the value types of this protocol.
 struct Output(Writer);
 
 impl Output {
@@ -291,7 +291,7 @@ impl Output {
         Self(self.0.text(kind, text))
     }
 
-    /// A field of a fixed size, as the kernel has them.
+    /// Appends a fixed-size field, as the kernel does.
     fn name(self, kind: u16, size: usize, name: &str) -> Self {
         let mut bytes: Vec<u8> = name.bytes().take(size - 1).collect();
         bytes.resize(size, 0);
@@ -307,7 +307,7 @@ impl Output {
 }
 
 impl Request {
-    /// The operation of the message.
+    /// Returns the operation of the message.
     #[must_use]
     pub fn operation(&self) -> u16 {
         match self {
@@ -321,10 +321,10 @@ impl Request {
         }
     }
 
-    /// Reads what follows the header of a message of the kernel's.
+    /// Parses the payload of a message from the kernel.
     ///
     /// # Errors
-    /// [`Invalid`]. Attributes of types that are not known are no error.
+    /// [`Invalid`]. Unknown attribute types are ignored.
     pub fn read(operation: u16, payload: &[u8]) -> Result<Self, Invalid> {
         let fields = Fields::read(payload)?;
         Ok(match operation {
@@ -365,8 +365,8 @@ impl Request {
         })
     }
 
-    /// The message with its header, as the kernel sends it for a client. Names that are too long
-    /// are cut.
+    /// Encodes the message with its header, as the kernel sends it for a client. Names are
+    /// truncated if necessary.
     #[must_use]
     pub fn write(&self, client: u8, sequence: u32) -> Vec<u8> {
         let output = Output::new(client, self.operation(), sequence, 0);
@@ -416,7 +416,7 @@ impl Request {
 }
 
 impl Response {
-    /// The operation of the message.
+    /// Returns the operation of the message.
     #[must_use]
     pub fn operation(&self) -> u16 {
         match self {
@@ -431,10 +431,10 @@ impl Response {
         }
     }
 
-    /// Reads what follows the header of a message of the daemon's.
+    /// Parses the payload of a message from the daemon.
     ///
     /// # Errors
-    /// [`Invalid`]. Attributes of types that are not known are no error.
+    /// [`Invalid`]. Unknown attribute types are ignored.
     pub fn read(operation: u16, payload: &[u8]) -> Result<Self, Invalid> {
         let fields = Fields::read(payload)?;
         Ok(match operation {
@@ -457,7 +457,7 @@ impl Response {
                 error: fields.short(rquery_mapping::ERR)?,
             },
             operation::REMOTE_INFO => {
-                // The kernel insists on both, and uses neither.
+                // The kernel requires both attributes and uses neither.
                 fields.long(rquery_mapping::SEQ)?;
                 fields.short(rquery_mapping::ERR)?;
                 Self::RemoteInfo {
@@ -484,7 +484,7 @@ impl Response {
         })
     }
 
-    /// The message with its header, to a client of the kernel's, from the socket of this port.
+    /// Encodes the message with its header, for a kernel client, from the socket with this port.
     #[must_use]
     pub fn write(&self, client: u8, sequence: u32, port: u32) -> Vec<u8> {
         let output = Output::new(client, self.operation(), sequence, port);

@@ -1,4 +1,4 @@
-//! Scripts of what kernel and peers send, and what the machine does.
+//! Scripts of messages from the kernel and peers, and the expected output.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -15,13 +15,13 @@ use crate::netlink::message::{Header, Kind, Message, Messages, Writer};
 /// Port of the netlink socket.
 const NETLINK_PORT: u32 = 4242;
 
-/// Address of the peer's port mapper, where requests of ours go.
+/// Address of the peer's port mapper, the destination of our requests.
 const PEER: &str = "10.99.0.2:3935";
 
-/// Ports that are reserved.
+/// Reserved ports.
 type Reserved = Rc<RefCell<BTreeSet<u16>>>;
 
-/// A host with a hundred free ports.
+/// Host with a hundred free ports.
 #[derive(Debug)]
 struct TestHost {
     reserved: Reserved,
@@ -68,7 +68,7 @@ fn addr(text: &str) -> SocketAddr {
 }
 
 impl Rig {
-    /// A port mapper after the kernel has chosen a version, and its client has registered.
+    /// Creates a port mapper after version negotiation and registration of the kernel's client.
     fn new(abi: u16) -> Self {
         let mut rig = Self::begun();
         assert_eq!(rig.responses(), [Response::Hello { abi: 4 }]);
@@ -139,13 +139,13 @@ impl Rig {
         std::iter::from_fn(|| self.mapper.poll_output()).collect()
     }
 
-    /// Messages to the kernel; there must be no other output.
+    /// Returns messages to the kernel; there must be no other output.
     fn responses(&mut self) -> Vec<Response> {
         let outputs = self.outputs().into_iter();
         outputs.map(|output| response(&output)).collect()
     }
 
-    /// Messages to peers; there must be no other output.
+    /// Returns messages to peers; there must be no other output.
     fn sent(&mut self) -> Vec<(SocketAddr, WireMessage)> {
         let outputs = self.outputs().into_iter();
         outputs.map(|output| message(&output)).collect()
@@ -210,7 +210,7 @@ fn message(output: &Output) -> (SocketAddr, WireMessage) {
     (*to, WireMessage::read(datagram).unwrap())
 }
 
-/// A request of the peer, from 10.99.0.2:40000.
+/// Builds a request from the peer at 10.99.0.2:40000.
 fn peer_request(ap: &str, handle: u64) -> WireMessage {
     WireMessage {
         message_type: MessageType::Request {
@@ -247,7 +247,7 @@ fn a_kernel_of_version_3_is_known_by_its_error() {
         port: 0,
     };
     let error = |errno: i32, of: &[u8]| Writer::new(header).raw(&errno.to_ne_bytes()).raw(of);
-    // An acknowledgement is no error.
+    // An acknowledgment is not an error.
     let zero = error(0, &hello[..16]).finish();
     rig.mapper.handle_netlink(rig.now, &zero);
     assert_eq!(rig.mapper.abi(), 4);
@@ -257,7 +257,8 @@ fn a_kernel_of_version_3_is_known_by_its_error() {
     let asked = rig.outputs();
     let clients: Vec<_> = asked.iter().map(client_of).collect();
     assert_eq!(clients, [2, 3]);
-    // Without a client there is no version, and one that comes later has the newest.
+    // Without a client no version is selected; a client that loads later supports the latest
+    // version.
     let [Output::Netlink(mapinfo), _] = &asked[..] else {
         panic!()
     };
@@ -346,10 +347,10 @@ fn a_mapping_reserves_a_port_until_it_is_removed() {
     assert_eq!(rig.add("10.99.0.1:3260", 0), Ok(addr("10.99.0.1:50000")));
     assert_eq!(rig.add("[fd99::1]:3260", 0), Ok(addr("[fd99::1]:50001")));
     assert_eq!(rig.reserved.borrow().len(), 2);
-    // In use; overlapping.
+    // Address in use; overlapping address.
     assert_eq!(rig.add("10.99.0.1:3260", 0), Err(12));
     assert_eq!(rig.add("0.0.0.0:3260", 0), Err(12));
-    // Removal by another client, of another address.
+    // Removal by another client, and of another address.
     let local = addr("10.99.0.1:3260");
     rig.request_of(3, Request::RemoveMapping { echo: 0, local });
     rig.remove("10.99.0.1:3261");
@@ -398,11 +399,11 @@ fn mappings_of_an_earlier_daemon_are_taken_over() {
     };
     rig.request(mapinfo("10.99.0.1:3260", "10.99.0.1:50007", 0));
     rig.request(mapinfo("10.99.0.1:3261", "10.99.0.1:3261", 1));
-    // Again, as of another user.
+    // Repeated, as for another user.
     rig.request(mapinfo("10.99.0.1:3260", "10.99.0.1:50007", 0));
     assert_eq!(rig.outputs(), []);
     assert_eq!(*rig.reserved.borrow(), [50_007].into());
-    // Another mapping of the same; a port that is in use; another address.
+    // Another mapping of the same address; a port in use; another IP address.
     for (request, code) in [
         (mapinfo("10.99.0.1:3260", "10.99.0.1:50008", 0), 12),
         (mapinfo("10.99.0.1:3262", "10.99.0.1:50007", 0), 11),
@@ -436,7 +437,7 @@ fn a_query_is_answered_by_the_peers_accept() {
     };
     assert_eq!(rig.sent(), [(addr(PEER), request)]);
     let accept = accept(request, "10.99.0.2:51000");
-    // One of another query, and one of another address.
+    // Responses with the handle of another query, and with another address.
     rig.wire(WireMessage {
         assoc_handle: 0x1002,
         ..accept
@@ -445,7 +446,7 @@ fn a_query_is_answered_by_the_peers_accept() {
         cp: addr("10.99.0.1:40001"),
         ..accept
     });
-    // One that would have the program connect to a third host.
+    // An accept that would redirect the program to a third host.
     rig.wire(WireMessage {
         ap: addr("10.99.0.3:51000"),
         ..accept
@@ -470,7 +471,7 @@ fn a_query_is_answered_by_the_peers_accept() {
         ..accept
     };
     assert_eq!(message(&outputs[1]), (addr(PEER), ack));
-    // Again, since the acknowledgement was lost; and a late reject.
+    // A retransmitted accept, because the acknowledgment was lost, and a late reject.
     rig.wire(accept);
     assert_eq!(rig.sent(), [(addr(PEER), ack)]);
     rig.wire(WireMessage {
@@ -482,7 +483,7 @@ fn a_query_is_answered_by_the_peers_accept() {
     rig.wire(accept);
     assert_eq!(rig.outputs(), []);
     assert_eq!(rig.mapper.deadline(), None);
-    // The kernel's end of the connection.
+    // The kernel closed the connection.
     rig.remove("10.99.0.1:40000");
     assert!(rig.reserved.borrow().is_empty());
 }
@@ -576,7 +577,7 @@ fn too_many_queries_are_refused() {
         rig.responses(),
         [Response::HandleErr { sequence, code: 11 }]
     );
-    // Answered ones make room, and of them as many are remembered.
+    // Completed queries do not count towards the limit, and the same number of them is remembered.
     for _ in 0..2 {
         for (_, request) in &sent {
             rig.wire(accept(*request, "10.99.0.2:51000"));
@@ -621,7 +622,7 @@ fn a_peers_request_is_accepted_and_the_kernel_notified_once() {
     });
     rig.wire(request);
     assert_eq!(rig.sent(), [(addr(PEER), accepted)]);
-    // Nothing is repeated for want of an acknowledgement.
+    // Nothing is retransmitted without an acknowledgment.
     rig.pass(ASSOCIATION_LIFETIME);
     assert_eq!(rig.outputs(), []);
     assert_eq!(rig.mapper.deadline(), None);
@@ -633,7 +634,7 @@ fn a_peers_request_is_accepted_and_the_kernel_notified_once() {
 fn a_peer_cannot_pass_for_another_host() {
     let mut rig = Rig::new(4);
     rig.add("10.99.0.1:3260", 0).unwrap();
-    // The peer would connect from its own address, and the program see another host's.
+    // The peer would connect from its own address, but appear to be another host.
     let request = WireMessage {
         cp: addr("10.99.0.9:40000"),
         ..peer_request("10.99.0.1:3260", 9)
@@ -655,7 +656,7 @@ fn a_mapping_of_all_addresses_serves_the_one_that_was_asked_for() {
     let Response::RemoteInfo { connection } = response(&outputs[1]) else {
         panic!()
     };
-    // The kernel looks for its listener.
+    // The kernel uses this address to find its listener.
     assert_eq!(connection.mapped_local, addr("0.0.0.0:50000"));
 }
 
@@ -677,7 +678,7 @@ fn floods_of_peers_are_answered_and_bounded() {
     let mut rig = Rig::new(4);
     rig.add("10.99.0.1:3260", 0).unwrap();
     let mut notified = 0;
-    // One peer's flood, and one with forged addresses.
+    // A flood from a single peer, and a flood with forged addresses.
     for peer in 0..40_u8 {
         for handle in 0..300 {
             let request = peer_request("10.99.0.1:3260", handle);
@@ -730,8 +731,8 @@ fn without_a_kernel_the_program_has_mappings_and_queries() {
     assert_eq!(mapper.poll_output(), Some(Output::Answer(answer)));
 }
 
-/// Takes actions from bytes: messages of kernel and peers that are right, almost right, or
-/// any, and time.
+/// Decodes actions from bytes: valid, almost valid and arbitrary messages from the kernel and
+/// peers, and the passage of time.
 fn act(rig: &mut Rig, bytes: &mut std::slice::Iter<'_, u8>) -> Option<()> {
     let mut next = || bytes.next().copied();
     let place = |n: u8| {
@@ -818,7 +819,7 @@ fn port_mapper() {
         let mut rig = Rig::new(4);
         let mut bytes = bytes.iter();
         while act(&mut rig, &mut bytes).is_some() {
-            // Any input has few outputs, each of which can be read.
+            // Each input has few outputs, all of them valid.
             let outputs = rig.outputs();
             assert!(outputs.len() <= 64, "{}", outputs.len());
             for output in &outputs {
@@ -828,7 +829,7 @@ fn port_mapper() {
                     Output::Answer(_) => panic!("no query of the program's own"),
                 }
             }
-            // Each reservation is that of a mapping.
+            // Each reservation belongs to a mapping.
             assert!(rig.reserved.borrow().len() <= rig.mapper.mappings().count());
         }
         for _ in 0..=QUERY_TRIES {

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use super::message::{Connection, Invalid, Request, Response};
 use crate::netlink::message::{Message, Messages};
 
-/// Bytes of hexadecimal digits; `~N` stands for N zeros.
+/// Decodes hexadecimal digits; `~N` represents N zeros.
 fn bytes(text: &str) -> Vec<u8> {
     let words = text.split_whitespace();
     let bytes = words.flat_map(|word| match word.strip_prefix('~') {
@@ -20,7 +20,7 @@ fn bytes(text: &str) -> Vec<u8> {
     bytes.collect()
 }
 
-/// The operation and what follows the header.
+/// Splits a message into operation and payload.
 fn split(message: &[u8]) -> (u8, u16, u32, u32, &[u8]) {
     match Messages::new(message).next() {
         Some(Ok(Message::Client { header, payload })) => (
@@ -58,7 +58,7 @@ fn is_response(response: &Response, golden: &str) {
     });
 }
 
-/// Without its first attribute a message is not valid, and none that is cut off is read beyond
+/// A message without its first attribute is invalid, and a truncated message is never read beyond
 /// its end.
 fn lacks_nothing(payload: &[u8], read: impl Fn(&[u8]) -> Result<(), Invalid>) {
     let first = usize::from(u16::from_ne_bytes([payload[0], payload[1]])).next_multiple_of(4);
@@ -265,7 +265,7 @@ fn messages_of_the_other_direction_are_not_valid() {
     for operation in [3, 9, 1023] {
         assert_eq!(Response::read(operation, &[]), Err(Invalid));
     }
-    // An address of another family, and a name that is longer than its field.
+    // An address of another family, and a name longer than its field.
     let unix = bytes("0800 0100 05000000 8400 0200 0100 ~126");
     assert_eq!(Request::read(1, &unix), Err(Invalid));
     let long = bytes("1800 0100 69576172 ~16 0600 0200 0300 ~2");

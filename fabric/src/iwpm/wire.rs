@@ -1,74 +1,73 @@
 //! Datagrams between two port mappers: UDP, port 3935.
 //!
-//! A connecting peer (CP) asks an accepting peer (AP) for the mapping of an address; the answer is
-//! an accept or a reject, and an accept is acknowledged. All numbers are in network byte order. The
-//! layout is that of rdma-core's `iwpmd`:
+//! A connecting peer (CP) queries an accepting peer (AP) for the mapping of an address. The
+//! response is an accept or a reject; an accept is acknowledged. All numbers are in network byte
+//! order. The layout matches rdma-core's `iwpmd`:
 //!
-//! | byte | what |
+//! | byte | contents |
 //! | --- | --- |
-//! | 0 | version, 2 bits; type, 2 bits; version of IP, 4 bits |
+//! | 0 | protocol version, 2 bits; type, 2 bits; IP version, 4 bits |
 //! | 1 | time, zero |
-//! | 2 | of a request: the port that the CP's port is mapped to; else zero |
-//! | 4 | port of the AP; of an accept and its acknowledgement, the one it is mapped to |
+//! | 2 | in a request, the mapped port of the CP; otherwise zero |
+//! | 4 | port of the AP; in an accept and its acknowledgment, the mapped port |
 //! | 6 | port of the CP |
 //! | 8 | association handle, 8 bytes, chosen by the CP |
 //! | 16 | IP address of the CP, 16 bytes |
 //! | 32 | IP address of the AP, 16 bytes |
-//! | 48 | only of a request: the IP address that the CP's is mapped to, 16 bytes |
+//! | 48 | only in a request: mapped IP address of the CP, 16 bytes |
 //!
-//! An IPv4 address is in the first four of its bytes. The others are zero here; `iwpmd` leaves in
-//! them what its memory had.
+//! An IPv4 address occupies the first four bytes. The remaining bytes are zero here; `iwpmd` leaves
+//! them uninitialized.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Version of the protocol.
+/// Protocol version.
 const VERSION: u8 = 0;
 
-/// Bytes of a message that is not a request.
+/// Length of all messages except requests, in bytes.
 pub const SHORT: usize = 48;
 
-/// Bytes of a request.
+/// Length of a request, in bytes.
 pub const LONG: usize = 64;
 
-/// Types of messages.
+/// Message types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MessageType {
-    /// The CP asks for a mapping (`PMReq`). It has the address that the CP's own is mapped to,
-    /// which the AP will see as the source of the connection.
+    /// The CP requests a mapping (`PMReq`), and includes its own mapped address, which the AP will
+    /// see as the source of the connection.
     Request {
-        /// That address.
+        /// Mapped address of the CP.
         mapped_cp: SocketAddr,
     },
     /// The AP has the mapping (`PMAccept`).
     Accept,
-    /// The CP has the accept (`PMAck`).
+    /// The CP received the accept (`PMAck`).
     Ack,
     /// The AP has no mapping of the address (`PMReject`).
     Reject,
 }
 
-/// One datagram.
+/// Message of the port mapper protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WireMessage {
     /// Type of the message.
     pub message_type: MessageType,
     /// Association handle.
     pub assoc_handle: u64,
-    /// Address of the connecting peer, as its program knows it.
+    /// Address of the connecting peer, as known to its program.
     pub cp: SocketAddr,
-    /// Address of the accepting peer: of a request and a reject as the programs know it, else the
-    /// one it is mapped to. Its IP version is that of the CP.
+    /// Address of the accepting peer. It is mapped in an accept and its acknowledgment, and as
+    /// known to the programs in a request and a reject. Both peers have the same IP version.
     pub ap: SocketAddr,
 }
 
-/// The datagram is no message of the protocol: it is too short, or of an unknown version of the
-/// protocol or of IP.
+/// Invalid datagram: truncated, or with an unknown protocol or IP version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("datagram that is no message of a port mapper")]
 pub struct Malformed;
 
 impl WireMessage {
-    /// Reads a datagram. What is behind a message is ignored.
+    /// Parses a datagram. Trailing bytes are ignored.
     ///
     /// # Errors
     /// [`Malformed`].
@@ -109,10 +108,10 @@ impl WireMessage {
         })
     }
 
-    /// The bytes of the message: [`LONG`] of a request, [`SHORT`] of others.
+    /// Encodes the message: [`LONG`] bytes for a request, otherwise [`SHORT`] bytes.
     ///
     /// # Panics
-    /// If its addresses are not of one IP version.
+    /// If the IP versions of its addresses differ.
     #[must_use]
     pub fn write(&self) -> Vec<u8> {
         let (number, mapped_cp) = match self.message_type {
@@ -228,7 +227,7 @@ mod tests {
 
     #[test]
     fn other_datagrams_are_malformed() {
-        // A request without its last field, another version of the protocol and of IP.
+        // A truncated request, and unknown protocol and IP versions.
         assert_eq!(WireMessage::read(&V4[..LONG - 1]), Err(Malformed));
         assert_eq!(WireMessage::read(&[]), Err(Malformed));
         for first in [0x44, 0x84, 0xC4, 0x00, 0x05, 0x0F] {

@@ -1,20 +1,20 @@
 //! Local services of the kernel's InfiniBand stack (`RDMA_NL_LS` of `<rdma/rdma_netlink.h>`).
 //!
-//! Before `ib_sa` asks a subnet administrator for a path, and `ib_core` the network for the GID of an
-//! IP address, they ask a program of this host, if one listens to the multicast group
+//! `ib_sa` requests paths, and `ib_core` the GID of an IP address, from a local program before they
+//! use the network, if a program has joined the multicast group
 //! [`LS_GROUP`](crate::netlink::LS_GROUP):
 //!
 //! ```text
 //! kernel                                      program
 //!   RESOLVE, sequence 7, device, attributes ──▶
-//!   ◀── RESOLVE, sequence 7, path records        or flag F_ERR: the kernel asks the administrator
+//!   ◀── RESOLVE, sequence 7, path records        or flag F_ERR: the kernel queries the administrator
 //!   IP_RESOLVE, sequence 8, address ──────────▶
 //!   ◀── IP_RESOLVE, sequence 8, GID              or flag F_ERR
-//!   ◀── SET_TIMEOUT, milliseconds                time that the kernel waits for the above
+//!   ◀── SET_TIMEOUT, milliseconds                the kernel's timeout for these responses
 //! ```
 //!
-//! Numbers are in the byte order of the host, GIDs and addresses in that of the network. Messages
-//! from the kernel have the flag `NLM_F_REQUEST`, and so has SET_TIMEOUT, which asks the kernel.
+//! Numbers are in host byte order, GIDs and addresses in network byte order. Requests have the flag
+//! `NLM_F_REQUEST`: all messages from the kernel, and SET_TIMEOUT from the program.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -31,25 +31,25 @@ use crate::sa::administrator::Administrator;
 use crate::sa::resolver::Resolver;
 use crate::sa::wire::path::{PathMask, PathRecord, REVERSIBLE};
 
-/// Number of the service among the users of the protocol (`RDMA_NL_LS`).
+/// Number of the local service (`RDMA_NL_LS`).
 const CLIENT: u8 = 4;
 
-/// The request has failed (`RDMA_NL_LS_F_ERR`).
+/// The request failed (`RDMA_NL_LS_F_ERR`).
 const F_ERR: u16 = 0x0100;
 
-/// Lengths of headers before the attributes, with padding: name, port and use of a path; an
-/// interface.
+/// Header lengths before the attributes, including padding: name, port and use of a path; interface
+/// index.
 const DEVICE_NAME: usize = 64;
 const RESOLVE_HEADER: usize = 68;
 const IP_RESOLVE_HEADER: usize = 4;
 
-/// The receiver must know the attribute or refuse the request (`RDMA_NLA_F_MANDATORY`).
+/// The receiver must support the attribute or reject the request (`RDMA_NLA_F_MANDATORY`).
 const MANDATORY: u16 = 1 << 13;
 
-/// Times that the kernel accepts (`sa_query.c`), in milliseconds.
+/// Timeouts accepted by the kernel (`sa_query.c`), in milliseconds.
 pub const TIMEOUTS: std::ops::RangeInclusive<u32> = 100..=200_000;
 
-/// Most path records of an answer: those of a connection, with an alternate path.
+/// Maximum number of path records in a response, for a connection with an alternate path.
 pub const MAX_PATHS: usize = 6;
 
 /// Operations.
@@ -59,7 +59,7 @@ mod op {
     pub(super) const IP_RESOLVE: u16 = 2;
 }
 
-/// Types of attributes (`LS_NLA_TYPE_…`).
+/// Attribute types (`LS_NLA_TYPE_…`).
 mod kind {
     pub(super) const PATH_RECORD: u16 = 1;
     pub(super) const TIMEOUT: u16 = 2;
@@ -73,28 +73,28 @@ mod kind {
     pub(super) const IPV6: u16 = 10;
 }
 
-/// Use of paths that are asked for (`LS_RESOLVE_PATH_USE_…`).
+/// Intended use of the requested paths (`LS_RESOLVE_PATH_USE_…`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum PathUse {
-    /// A connection: up to six records.
+    /// Connection: up to six records.
     All = 0,
     /// Datagrams in one direction: one record.
     Unidirectional = 1,
-    /// Management datagrams: at least one record whose path may be used in both directions.
+    /// Management datagrams: at least one record with a reversible path.
     Gmp = 2,
 }
 
-/// A question for a path.
+/// Path request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolve {
-    /// Name of the device, 63 bytes at most.
+    /// Device name, at most 63 bytes.
     pub device: String,
-    /// Number of its port.
+    /// Port number.
     pub port: u8,
-    /// Use of the path.
+    /// Intended use of the path.
     pub path_use: PathUse,
-    /// Service that the path is for.
+    /// Service that will use the path.
     pub service_id: Option<u64>,
     /// GID of the destination.
     pub dgid: Option<Gid>,
@@ -109,100 +109,100 @@ pub struct Resolve {
 }
 
 bitflags! {
-    /// Kind and direction of a path (`IB_PATH_…` of `<rdma/ib_user_sa.h>`).
+    /// Type and direction of a path (`IB_PATH_…` of `<rdma/ib_user_sa.h>`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct PathFlags: u32 {
         /// For management datagrams.
         const GMP = 1;
-        /// The path that is used first.
+        /// Primary path.
         const PRIMARY = 1 << 1;
-        /// The path for a migration.
+        /// Alternate path for migration.
         const ALTERNATE = 1 << 2;
         /// To the destination.
         const OUTBOUND = 1 << 3;
         /// From the destination.
         const INBOUND = 1 << 4;
-        /// From the destination, the same way back.
+        /// From the destination, via the same path.
         const INBOUND_REVERSE = 1 << 5;
         /// Both directions.
         const BIDIRECTIONAL = Self::OUTBOUND.bits() | Self::INBOUND_REVERSE.bits();
-        /// Bits of later versions.
+        /// Flags of later versions.
         const _ = !0;
     }
 }
 
-/// A path record with its kind (`struct ib_path_rec_data`).
+/// Path record with its type (`struct ib_path_rec_data`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathData {
-    /// Kind and direction.
+    /// Type and direction.
     pub flags: PathFlags,
-    /// The record, as SubnAdm has it.
+    /// Path record, as in subnet administration.
     pub record: PathRecord,
 }
 
-/// The other end could not do what it was asked to.
+/// The peer could not execute the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the request was refused")]
 pub struct Refused;
 
-/// What a message says.
+/// Message body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Body {
-    /// The kernel asks for paths.
+    /// Path request from the kernel.
     Resolve(Resolve),
-    /// The paths.
+    /// Path response.
     Resolved(Result<Vec<PathData>, Refused>),
-    /// The program sets the time that the kernel waits for it ([`TIMEOUTS`]), in whole milliseconds.
+    /// Sets the kernel's response timeout ([`TIMEOUTS`]), in whole milliseconds.
     SetTimeout(Duration),
-    /// The kernel asks for the GID of an address.
+    /// Request from the kernel for the GID of an address.
     IpResolve {
-        /// Index of the interface by which the address is reached.
+        /// Index of the outgoing interface.
         interface: u32,
-        /// The address.
+        /// Address to resolve.
         addr: IpAddr,
     },
-    /// The GID.
+    /// GID response.
     IpResolved(Result<Gid, Refused>),
 }
 
 /// A message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Number of the request; its answer has the same one.
+    /// Sequence number, which matches a response to its request.
     pub sequence: u32,
-    /// Netlink address of the sender; the kernel's is 0.
+    /// Netlink port of the sender; the kernel uses 0.
     pub port: u32,
-    /// Contents.
+    /// Message body.
     pub body: Body,
 }
 
-/// Reason why bytes are not a message.
+/// Parse error.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum LsError {
-    /// Header or attributes are cut off.
+    /// The header or an attribute is truncated.
     #[error("a netlink message that is cut off")]
     Truncated,
-    /// It belongs to another service: the type of the message.
+    /// The message type belongs to another service.
     #[error("a netlink message of type {0:#06x}, of another service")]
     Service(u16),
-    /// An operation that is not known.
+    /// Unknown operation.
     #[error("operation {0} of local services is not known")]
     Operation(u16),
-    /// A use of paths that is not known.
+    /// Unknown path use.
     #[error("use {0} of paths is not known")]
     PathUse(u8),
-    /// An attribute has a length that it cannot have.
+    /// Invalid attribute length.
     #[error("attribute {0} of local services has a wrong length")]
     Length(u16),
-    /// A mandatory attribute that is not known, or is not of this operation.
+    /// Mandatory attribute that is unknown or not valid for this operation.
     #[error("attribute {0} of local services is mandatory and not known")]
     Mandatory(u16),
-    /// An attribute that the operation needs is missing.
+    /// A required attribute is missing.
     #[error("attribute {0} of local services is missing")]
     Missing(u16),
 }
 
-/// The header of a message of this service, and what follows it.
+/// Splits a message of this service into header and payload.
 fn split(bytes: &[u8]) -> Result<(Header, &[u8]), LsError> {
     match Messages::new(bytes).next() {
         Some(Ok(message::Message::Client { header, payload })) => {
@@ -234,7 +234,7 @@ fn attributes(bytes: &[u8]) -> impl Iterator<Item = Result<Attribute<'_>, LsErro
     Attributes::new(bytes).map(|found| found.map_err(|_| LsError::Truncated))
 }
 
-/// Type of an attribute without what says that it is mandatory.
+/// Returns the attribute type without the mandatory flag.
 fn kind_of(attribute: &Attribute<'_>) -> u16 {
     attribute.kind & !MANDATORY
 }
@@ -248,7 +248,7 @@ fn gid_of(attribute: &Attribute<'_>) -> Result<Gid, LsError> {
     bytes_of(attribute).map(Gid)
 }
 
-/// What is not known may be left out of account unless it is mandatory.
+/// Ignores an unknown attribute unless it is mandatory.
 fn pass_over(attribute: &Attribute<'_>) -> Result<(), LsError> {
     if attribute.kind & MANDATORY != 0 {
         return Err(LsError::Mandatory(kind_of(attribute)));
@@ -260,7 +260,7 @@ impl Message {
     /// Parses a message.
     ///
     /// # Errors
-    /// All of [`LsError`].
+    /// Any of [`LsError`].
     pub fn parse(bytes: &[u8]) -> Result<Self, LsError> {
         let (header, rest) = split(bytes)?;
         let body = match (header.kind.operation, is_request(&header)) {
@@ -278,7 +278,7 @@ impl Message {
         })
     }
 
-    /// The message as it lies in a datagram.
+    /// Returns the encoded message.
     #[must_use]
     pub fn emit(&self) -> Vec<u8> {
         self.emit_with(0)
@@ -342,7 +342,7 @@ impl Resolve {
         head
     }
 
-    /// Writes header and attributes, in the order in which the kernel has them.
+    /// Writes header and attributes in the kernel's order.
     fn write(&self, writer: Writer) -> Writer {
         let gid = |gid: Option<Gid>| gid.map(|gid| gid.0.to_vec());
         let word = |word: Option<u16>| word.map(|word| word.to_ne_bytes().to_vec());
@@ -363,7 +363,7 @@ impl Resolve {
             })
     }
 
-    /// The question as subnet administration has it: the record, and which of its fields are given.
+    /// Returns the equivalent subnet-administration query: the record and its specified fields.
     #[must_use]
     pub fn question(&self) -> (PathMask, PathRecord) {
         let reversible = match self.path_use {
@@ -394,7 +394,7 @@ impl Resolve {
         (given.map(|(bit, _)| bit).collect(), record)
     }
 
-    /// Kind and direction of the path that answers the question.
+    /// Returns the type and direction of the path in the response.
     #[must_use]
     pub fn flags(&self) -> PathFlags {
         match self.path_use {
@@ -524,13 +524,13 @@ fn parse_gid(bytes: &[u8]) -> Result<Gid, LsError> {
     found
 }
 
-/// The first message to the kernel, which it acknowledges: a time for answers, or without one an
-/// answer to a question that it has not asked. Its error tells a program that its answers are not
-/// taken.
+/// Builds the first message to the kernel, which the kernel acknowledges. It sets the timeout, or
+/// without one is a response to a nonexistent request. An error indicates that the kernel does not
+/// accept responses from this program.
 #[must_use]
 pub fn hello(timeout: Option<Duration>, port: u32) -> Vec<u8> {
     let message = Message {
-        // The kernel counts its questions from one.
+        // The kernel numbers its requests from 1.
         sequence: 0,
         port,
         body: timeout.map_or(Body::Resolved(Err(Refused)), Body::SetTimeout),
@@ -538,9 +538,9 @@ pub fn hello(timeout: Option<Duration>, port: u32) -> Vec<u8> {
     message.emit_with(ACK)
 }
 
-/// Answer of a program to a message of the kernel, with the program's netlink address; `None` to
-/// what is no request of this service. A request that makes no sense is refused, so that the kernel
-/// does not wait for its time to be over.
+/// Builds the response to a message from the kernel. `port` is the netlink port of the program.
+/// Returns `None` if the message is not a request for this service. A malformed request is
+/// rejected, so that the kernel does not have to wait for a timeout.
 #[must_use]
 pub fn answer(
     bytes: &[u8],

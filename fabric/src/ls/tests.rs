@@ -7,7 +7,7 @@ use crate::sa::administrator::AdministratorConfig;
 
 // Literals of <rdma/rdma_netlink.h>, as a little-endian kernel has them.
 
-/// A question as `ib_sa` of Linux 6.1 builds it (`ib_nl_set_path_rec_attrs`): every attribute.
+/// Builds a request like `ib_sa` of Linux 6.1 (`ib_nl_set_path_rec_attrs`), with every attribute.
 fn golden_resolve() -> Vec<u8> {
     let mut bytes = vec![];
     // struct nlmsghdr: length, RDMA_NL_GET_TYPE(RDMA_NL_LS, RESOLVE), REQUEST, sequence, port.
@@ -59,12 +59,12 @@ fn of_host() -> (Resolver, Administrator) {
 }
 
 #[test]
-fn a_question_is_as_the_kernel_sends_it() {
+fn request_matches_kernel() {
     let golden = golden_resolve();
     let resolve = message(7, Body::Resolve(resolve()));
     assert_eq!(Message::parse(&golden), Ok(resolve.clone()));
     assert_eq!(resolve.emit(), golden);
-    // Cut off before the padding at its end it is none, also where its header says so.
+    // A message truncated before its trailing padding is invalid, even if its length field matches.
     for len in 0..golden.len() - 2 {
         assert!(Message::parse(&golden[..len]).is_err(), "{len}");
         let mut cut = golden[..len].to_vec();
@@ -78,7 +78,7 @@ fn a_question_is_as_the_kernel_sends_it() {
 }
 
 #[test]
-fn an_answer_is_as_ibacm_sends_it() {
+fn response_matches_ibacm() {
     let (resolver, administrator) = of_host();
     let answer = answer(&golden_resolve(), 99, &resolver, &administrator).unwrap();
     let mut expected = vec![92, 0, 0, 0, 0x00, 0x10, 0, 0, 7, 0, 0, 0, 99, 0, 0, 0];
@@ -96,18 +96,18 @@ fn an_answer_is_as_ibacm_sends_it() {
     };
     assert_eq!(paths[0].flags, resolve().flags());
     assert_eq!(parsed.emit(), answer);
-    // It is no question.
+    // A response is not a request.
     assert_eq!(super::answer(&answer, 99, &resolver, &administrator), None);
 }
 
 #[test]
-fn a_path_that_is_not_there_is_refused() {
+fn missing_path_is_rejected() {
     let (resolver, administrator) = of_host();
     let refusal = |resolve: Resolve| {
         let bytes = message(9, Body::Resolve(resolve)).emit();
         answer(&bytes, 99, &resolver, &administrator).unwrap()
     };
-    // RDMA_NL_LS_F_ERR, and nothing after the header.
+    // RDMA_NL_LS_F_ERR, without payload.
     let expected = [16, 0, 0, 0, 0x00, 0x10, 0x00, 0x01, 9, 0, 0, 0, 99, 0, 0, 0];
     let strange = Resolve {
         sgid: Some(IpAddr::from([10, 0, 0, 9]).into()),
@@ -128,7 +128,7 @@ fn a_path_that_is_not_there_is_refused() {
         Message::parse(&expected).unwrap().body,
         Body::Resolved(Err(Refused))
     );
-    // In one direction, and without a source.
+    // Unidirectional and without a source.
     let datagrams = Resolve {
         path_use: PathUse::Unidirectional,
         sgid: None,
@@ -142,7 +142,7 @@ fn a_path_that_is_not_there_is_refused() {
 }
 
 #[test]
-fn an_address_is_resolved_to_its_gid() {
+fn address_resolves_to_gid() {
     // struct rdma_ls_ip_resolve_header: interface 3; LS_NLA_TYPE_IPV4, mandatory.
     let mut golden = vec![28, 0, 0, 0, 0x02, 0x10, 0x01, 0x00, 5, 0, 0, 0, 0, 0, 0, 0];
     golden.extend([3, 0, 0, 0, 8, 0, 0x09, 0x20, 10, 0, 0, 2]);
@@ -159,7 +159,7 @@ fn an_address_is_resolved_to_its_gid() {
     assert_eq!(answer(&golden), expected);
     let parsed = Message::parse(&expected).unwrap();
     assert_eq!(parsed.body, Body::IpResolved(Ok(addr.into())));
-    // IPv6, and a group, which is no host.
+    // IPv6, and a multicast address, which is not a host.
     let v6 = IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 2]);
     let ask = |addr| message(6, Body::IpResolve { interface: 1, addr }).emit();
     assert_eq!(ask(v6).len(), 16 + 4 + 20);
@@ -170,21 +170,21 @@ fn an_address_is_resolved_to_its_gid() {
 }
 
 #[test]
-fn a_time_is_set_as_the_kernel_reads_it() {
+fn timeout_message_matches_kernel() {
     let golden = [
         24, 0, 0, 0, 0x01, 0x10, 0x01, 0x00, 1, 0, 0, 0, 0, 0, 0, 0, 8, 0, 2, 0, 0xd0, 7, 0, 0,
     ];
     let body = Body::SetTimeout(Duration::from_secs(2));
     assert_eq!(message(1, body.clone()).emit(), golden);
     assert_eq!(Message::parse(&golden), Ok(message(1, body)));
-    // Only the kernel's requests are answered.
+    // Only requests from the kernel are served.
     let (resolver, administrator) = of_host();
     assert_eq!(answer(&golden, 99, &resolver, &administrator), None);
 }
 
 #[test]
-fn the_first_message_asks_for_an_acknowledgement() {
-    // NLM_F_ACK with RDMA_NL_LS_F_ERR in an answer, and with NLM_F_REQUEST in a request.
+fn first_message_requests_acknowledgment() {
+    // NLM_F_ACK with RDMA_NL_LS_F_ERR in a response, and with NLM_F_REQUEST in a request.
     let golden = [16, 0, 0, 0, 0x00, 0x10, 0x04, 0x01, 0, 0, 0, 0, 99, 0, 0, 0];
     assert_eq!(hello(None, 99), golden);
     let golden = [
@@ -194,7 +194,7 @@ fn the_first_message_asks_for_an_acknowledgement() {
 }
 
 #[test]
-fn what_is_not_known_is_refused_where_it_is_mandatory() {
+fn unknown_mandatory_attribute_is_rejected() {
     let (resolver, administrator) = of_host();
     let refused = |bytes: &[u8]| {
         let answer = answer(bytes, 99, &resolver, &administrator).unwrap();
@@ -210,7 +210,7 @@ fn what_is_not_known_is_refused_where_it_is_mandatory() {
     assert!(refused(&with(&[8, 0, 60, 0x20, 1, 2, 3, 4])));
     let unknown = Message::parse(&with(&[8, 0, 60, 0x20, 1, 2, 3, 4]));
     assert_eq!(unknown, Err(LsError::Mandatory(60)));
-    // Wrong lengths, an operation and a use that are not known.
+    // Invalid lengths, an unknown operation and an unknown use.
     assert!(refused(&with(&[8, 0, 4, 0x20, 1, 2, 3, 4])));
     assert!(refused(&with(&[3, 0, 4, 0x20, 1, 2, 3, 4])));
     let mut bytes = golden_resolve();
@@ -220,7 +220,7 @@ fn what_is_not_known_is_refused_where_it_is_mandatory() {
     bytes[4] = 9;
     assert_eq!(Message::parse(&bytes), Err(LsError::Operation(9)));
     assert!(refused(&bytes));
-    // The port mapper's messages are another service's.
+    // Port-mapper messages belong to another service.
     bytes[5] = 0x08;
     assert_eq!(Message::parse(&bytes), Err(LsError::Service(0x0809)));
     assert_eq!(answer(&bytes, 99, &resolver, &administrator), None);
@@ -231,7 +231,7 @@ fn local_service() {
     let (resolver, administrator) = of_host();
     bolero::check!(name = "local_service").for_each(|input: &[u8]| {
         if let Ok(message) = Message::parse(input) {
-            // Names may hold what is no UTF-8, which is changed once.
+            // Invalid UTF-8 in a name is replaced on the first pass only.
             let again = Message::parse(&message.emit()).expect("what was emitted can be read");
             assert_eq!(Message::parse(&again.emit()), Ok(again));
         }

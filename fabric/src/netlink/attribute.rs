@@ -1,49 +1,49 @@
-//! Attributes of netlink messages (`struct nlattr`): a length, a type, a value.
+//! Netlink attributes (`struct nlattr`): length, type and value.
 
 use super::{ALIGNMENT, Malformed, split};
 
-/// Bytes of an attribute before its value.
+/// Length of the header, in bytes.
 const HEADER: usize = 4;
 
-/// Bits of the type that are no part of it: `NLA_F_NESTED` and `NLA_F_NET_BYTEORDER`.
+/// Flag bits of the type field: `NLA_F_NESTED` and `NLA_F_NET_BYTEORDER`.
 const FLAGS: u16 = 0xC000;
 
-/// One attribute.
+/// A single attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attribute<'a> {
-    /// Its type, without flags.
+    /// Type, without flags.
     pub kind: u16,
-    /// Its value, without what fills it up to the alignment.
+    /// Value, without padding.
     pub value: &'a [u8],
 }
 
 impl<'a> Attribute<'a> {
-    /// The value as a number of one byte; none if it has another length.
+    /// Returns the value as an 8-bit number, or `None` if the length differs.
     #[must_use]
     pub fn u8(&self) -> Option<u8> {
         self.value.try_into().ok().map(u8::from_ne_bytes)
     }
 
-    /// The value as a number of two bytes in the host's byte order; none if it has another length.
+    /// Returns the value as a 16-bit number in host byte order, or `None` if the length differs.
     #[must_use]
     pub fn u16(&self) -> Option<u16> {
         self.value.try_into().ok().map(u16::from_ne_bytes)
     }
 
-    /// The value as a number of four bytes in the host's byte order; none if it has another length.
+    /// Returns the value as a 32-bit number in host byte order, or `None` if the length differs.
     #[must_use]
     pub fn u32(&self) -> Option<u32> {
         self.value.try_into().ok().map(u32::from_ne_bytes)
     }
 
-    /// The value as a number of eight bytes in the host's byte order; none if it has another length.
+    /// Returns the value as a 64-bit number in host byte order, or `None` if the length differs.
     #[must_use]
     pub fn u64(&self) -> Option<u64> {
         self.value.try_into().ok().map(u64::from_ne_bytes)
     }
 
-    /// The value as text up to its first NUL; none if that is not UTF-8. A field of a fixed size
-    /// need not be filled.
+    /// Returns the text up to the first NUL, or `None` if it is not valid UTF-8. A fixed-size field
+    /// need not contain a NUL.
     #[must_use]
     pub fn text(&self) -> Option<&'a str> {
         let end = self.value.iter().position(|byte| *byte == 0);
@@ -51,14 +51,14 @@ impl<'a> Attribute<'a> {
     }
 }
 
-/// Attributes of a message, in their order. The iterator ends behind the first that is malformed.
+/// Iterator over the attributes of a message. It stops after the first malformed attribute.
 #[derive(Clone, Debug)]
 pub struct Attributes<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Attributes<'a> {
-    /// The attributes in these bytes.
+    /// Creates an iterator over the attributes in these bytes.
     #[must_use]
     pub fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
@@ -75,7 +75,7 @@ impl<'a> Iterator for Attributes<'a> {
         };
         let header = number(0).zip(number(2));
         let Some((len, kind)) = header else {
-            // Fewer bytes than a header are what fills up the message.
+            // Trailing bytes shorter than a header are padding.
             return None;
         };
         let whole = split(&mut self.rest, HEADER, usize::from(len));
@@ -92,7 +92,7 @@ impl<'a> Iterator for Attributes<'a> {
 /// Appends an attribute.
 ///
 /// # Panics
-/// If the value is longer than an attribute can be, 65,531 bytes.
+/// If the value is longer than 65,531 bytes.
 pub fn put(bytes: &mut Vec<u8>, kind: u16, value: &[u8]) {
     let len = u16::try_from(HEADER + value.len()).expect("an attribute's value is shorter");
     bytes.extend_from_slice(&len.to_ne_bytes());
@@ -105,7 +105,7 @@ pub fn put(bytes: &mut Vec<u8>, kind: u16, value: &[u8]) {
 mod tests {
     use super::*;
 
-    // Bytes of a little-endian host.
+    // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
     fn attributes_have_the_layout_of_the_kernel() {
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!((read[0].kind, read[0].u16()), (1, Some(4)));
         assert_eq!((read[1].kind, read[1].text()), (2, Some("siw0")));
         assert_eq!(read[1].u32(), None);
-        // The last is not filled up, and a flag is no part of the type.
+        // The last attribute is not padded, and the flag is not part of the type.
         let read: Vec<_> = Attributes::new(&[5, 0, 3, 0x80, 7]).collect();
         let last = Attribute {
             kind: 3,
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_length_ends_the_attributes() {
+    fn invalid_length_stops_attributes() {
         for len in [0_u16, 3, 9, u16::MAX] {
             let mut bytes = Vec::new();
             put(&mut bytes, 1, &[0; 4]);

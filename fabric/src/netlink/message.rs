@@ -1,39 +1,39 @@
-//! Messages of netlink: `struct nlmsghdr` and what follows it.
+//! Netlink messages: `struct nlmsghdr` and its payload.
 
 use super::{Malformed, attribute, split};
 
-/// Bytes of a header.
+/// Length of the header, in bytes.
 pub const HEADER: usize = 16;
 
-/// Type of a message that says how a request ended (`NLMSG_ERROR`).
+/// Message type of the result of a request (`NLMSG_ERROR`).
 const ERROR: u16 = 2;
 
-/// Type of the message behind the last of several (`NLMSG_DONE`).
+/// Message type that terminates a multipart message (`NLMSG_DONE`).
 const DONE: u16 = 3;
 
-/// Types below this are netlink's own (`NLMSG_MIN_TYPE`).
+/// Smallest message type not reserved for netlink (`NLMSG_MIN_TYPE`).
 const MIN_TYPE: u16 = 16;
 
-/// Flag of a message that asks for something (`NLM_F_REQUEST`).
+/// Flag of a request (`NLM_F_REQUEST`).
 pub const REQUEST: u16 = 1;
 
-/// Flag of one message of several, which `NLMSG_DONE` ends (`NLM_F_MULTI`).
+/// Flag of a part of a multipart message, which `NLMSG_DONE` terminates (`NLM_F_MULTI`).
 pub const MULTI: u16 = 2;
 
-/// Flag of a message whose end the receiver is to tell (`NLM_F_ACK`).
+/// Flag that requests an acknowledgment (`NLM_F_ACK`).
 pub const ACK: u16 = 4;
 
-/// Type of a message of the RDMA subsystem: a client of its, and an operation of that client's.
+/// Message type of the RDMA subsystem: a client and one of its operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
-    /// Number of the client, below 64 (`RDMA_NL_IWCM`, `RDMA_NL_LS`, …).
+    /// Client number, below 64 (`RDMA_NL_IWCM`, `RDMA_NL_LS`, …).
     pub client: u8,
-    /// Number of the operation, below 1024.
+    /// Operation number, below 1024.
     pub operation: u16,
 }
 
 impl Kind {
-    /// The type of a header in its two parts.
+    /// Splits the type field of a header.
     #[must_use]
     pub const fn from_bits(bits: u16) -> Self {
         Self {
@@ -42,28 +42,28 @@ impl Kind {
         }
     }
 
-    /// The type as a header has it.
+    /// Returns the type field of a header.
     #[must_use]
     pub const fn bits(self) -> u16 {
         (self.client as u16) << 10 | self.operation & 0x3FF
     }
 }
 
-/// Header of a message.
+/// Message header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Type of the message.
+    /// Message type.
     pub kind: Kind,
-    /// Flags: [`REQUEST`], [`MULTI`], and those of an operation.
+    /// Flags: [`REQUEST`], [`MULTI`] and operation-specific flags.
     pub flags: u16,
-    /// Number by which an answer is found to its request.
+    /// Sequence number that matches a response to its request.
     pub sequence: u32,
-    /// Port of the socket that sends the message; zero is the kernel's.
+    /// Port of the sending socket; zero is the kernel.
     pub port: u32,
 }
 
 impl Header {
-    /// The header at the beginning of `bytes`, and the length that it gives the message.
+    /// Parses the header at the start of `bytes`; also returns the message length.
     fn read(bytes: &[u8]) -> Result<(Self, usize), Malformed> {
         let (header, _) = bytes.split_first_chunk::<HEADER>().ok_or(Malformed)?;
         let long = |at: usize| {
@@ -80,37 +80,37 @@ impl Header {
     }
 }
 
-/// One message that was received.
+/// A received message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message<'a> {
-    /// A message of a client.
+    /// Message of a client.
     Client {
-        /// Its header.
+        /// Message header.
         header: Header,
-        /// What follows the header.
+        /// Bytes after the header.
         payload: &'a [u8],
     },
-    /// The end of a request: `NLMSG_ERROR`.
+    /// Result of a request: `NLMSG_ERROR`.
     Error {
-        /// Zero, or the number of an error (`errno(3)`).
+        /// Zero on success, or an error number (`errno(3)`).
         errno: i32,
         /// Header of the request.
         request: Header,
     },
-    /// `NLMSG_DONE`, which the kernel also sends behind each request to `RDMA_NL_IWCM`.
+    /// `NLMSG_DONE`, which the kernel also sends after each request to `RDMA_NL_IWCM`.
     Done,
     /// `NLMSG_NOOP` or `NLMSG_OVERRUN`.
     Control,
 }
 
-/// Messages of a datagram, in their order. The iterator ends behind the first that is malformed.
+/// Iterator over the messages of a datagram. It stops after the first malformed message.
 #[derive(Clone, Debug)]
 pub struct Messages<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Messages<'a> {
-    /// The messages in a datagram.
+    /// Creates an iterator over the messages of a datagram.
     #[must_use]
     pub fn new(datagram: &'a [u8]) -> Self {
         Self { rest: datagram }
@@ -123,9 +123,9 @@ impl<'a> Messages<'a> {
             ERROR => {
                 let (errno, request) = payload.split_first_chunk().ok_or(Malformed)?;
                 Ok(Message::Error {
-                    // The kernel has it negated.
+                    // The kernel negates it.
                     errno: i32::from_ne_bytes(*errno).wrapping_neg(),
-                    // Its length is not that of what is repeated of it.
+                    // The length field refers to the original request, which may be truncated here.
                     request: Header::read(request)?.0,
                 })
             }
@@ -151,14 +151,14 @@ impl<'a> Iterator for Messages<'a> {
     }
 }
 
-/// A message that is being written.
+/// Builder of a message.
 #[derive(Debug)]
 pub struct Writer {
     bytes: Vec<u8>,
 }
 
 impl Writer {
-    /// Begins a message.
+    /// Starts a message.
     #[must_use]
     pub fn new(header: Header) -> Self {
         let mut bytes = vec![0; 4];
@@ -169,7 +169,7 @@ impl Writer {
         Self { bytes }
     }
 
-    /// Appends bytes of the operation's own header. They must be aligned, or the last.
+    /// Appends the operation's own header. Its length must be aligned unless it is the last item.
     #[must_use]
     pub fn raw(mut self, bytes: &[u8]) -> Self {
         self.bytes.extend_from_slice(bytes);
@@ -179,27 +179,27 @@ impl Writer {
     /// Appends an attribute.
     ///
     /// # Panics
-    /// If the value is longer than an attribute can be, 65,531 bytes.
+    /// If the value is longer than 65,531 bytes.
     #[must_use]
     pub fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
         attribute::put(&mut self.bytes, kind, value);
         self
     }
 
-    /// Appends an attribute with text, which a NUL ends.
+    /// Appends an attribute with NUL-terminated text.
     ///
     /// # Panics
-    /// If the text is longer than an attribute can be, 65,530 bytes.
+    /// If the text is longer than 65,530 bytes.
     #[must_use]
     pub fn text(self, kind: u16, text: &str) -> Self {
         let value: Vec<u8> = text.bytes().chain([0]).collect();
         self.attribute(kind, &value)
     }
 
-    /// The bytes of the message.
+    /// Returns the bytes of the message.
     ///
     /// # Panics
-    /// If there are 4 GiB of them.
+    /// If the message exceeds 4 GiB.
     #[must_use]
     pub fn finish(mut self) -> Vec<u8> {
         let len = u32::try_from(self.bytes.len()).expect("a message is shorter");
@@ -222,7 +222,7 @@ mod tests {
         port: 77,
     };
 
-    // Bytes of a little-endian host.
+    // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
     fn messages_have_the_layout_of_the_kernel() {
@@ -237,12 +237,12 @@ mod tests {
         assert_eq!(read, [Ok(Message::Client { header, payload })]);
     }
 
-    // Bytes of a little-endian host.
+    // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
     fn ends_of_requests_are_read() {
-        // ENODEV for a HELLO whose length is more than what is repeated of it, and the end of a
-        // dump that an error ended.
+        // ENODEV for a HELLO whose length field exceeds the repeated part, and a dump that ended
+        // with an error.
         let datagram = [
             36, 0, 0, 0, 2, 0, 0, 0, 4, 3, 2, 1, 77, 0, 0, 0, 0xED, 0xFF, 0xFF, 0xFF, 24, 0, 0, 0,
             8, 8, 1, 0, 4, 3, 2, 1, 77, 0, 0, 0, 20, 0, 0, 0, 3, 0, 2, 0, 4, 3, 2, 1, 77, 0, 0, 0,
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_length_ends_the_datagram() {
+    fn invalid_length_stops_messages() {
         let bytes = Writer::new(HELLO).finish();
         for len in [0_u32, 15, 17, u32::MAX] {
             let mut datagram = [bytes.clone(), bytes.clone()].concat();

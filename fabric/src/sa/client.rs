@@ -1,19 +1,20 @@
-//! The end of subnet administration that asks.
+//! Client side of subnet administration.
 //!
 //! ```text
-//!            query                 answer, or its last segment
-//!   (none) ─────────▶ waiting ─────────────────────────────────▶ event: answered
-//!                      │  ▲ │ no answer in time: sent once more
+//!            query                response, or its last segment
+//!   (none) ─────────▶ waiting ─────────────────────────────────▶ event: response
+//!                      │  ▲ │ response timeout: retransmit
 //!                      │  └─┘
-//!                      ├──────▶ event: answered, TimedOut (retries used up)
-//!                      └──────▶ event: answered, Canceled
+//!                      ├──────▶ event: TimedOut (out of retries)
+//!                      └──────▶ event: Canceled
 //! ```
 //!
-//! Every query has one event in the end. Reports of the administrator are answered and handed on,
-//! each once.
+//! Every query eventually produces exactly one event. Reports from the administrator are
+//! acknowledged and delivered once each.
 //!
-//! Bounds: [`MAX_QUERIES`] wait, an answer has [`rmpp::MAX_LEN`] bytes, [`MAX_EVENTS`] reports wait
-//! for the owner; the administrator repeats those that are not taken.
+//! Bounds: [`MAX_QUERIES`] pending queries, [`rmpp::MAX_LEN`] bytes per response, and
+//! [`MAX_EVENTS`] undelivered reports. The administrator retransmits reports that were not
+//! acknowledged.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -31,16 +32,16 @@ use super::wire::path::{PathMask, PathRecord, REVERSIBLE};
 use super::wire::service::{ServiceMask, ServiceRecord};
 use super::wire::{DATA_LEN, Record, SaHeader, SaMethod};
 
-/// Queries that wait at once, at most.
+/// Maximum number of pending queries.
 pub const MAX_QUERIES: usize = 256;
 
-/// Reports that wait for the owner, at most.
+/// Maximum number of undelivered reports.
 pub const MAX_EVENTS: usize = 256;
 
-/// MADs that wait to be sent, at most, beside one for each query.
+/// Maximum number of queued MADs, in addition to one per query.
 const MAX_WAITING: usize = 256;
 
-/// Transactions of reports that are remembered, so that a repeated one is handed on once.
+/// Number of remembered report transactions, used to detect duplicates.
 const REMEMBERED: usize = 64;
 
 /// Configuration of a client.
@@ -48,16 +49,16 @@ const REMEMBERED: usize = 64;
 pub struct ClientConfig {
     /// GID of the administrator.
     pub administrator: Gid,
-    /// Time after which a request is repeated.
+    /// Time before a request is retransmitted.
     pub timeout: Duration,
-    /// Number of times that it is repeated.
+    /// Maximum number of retransmissions.
     pub retries: u8,
-    /// Upper half of transaction identifiers, by which a shared queue pair 1 distinguishes its users.
+    /// Upper half of transaction identifiers. It distinguishes the users of a shared queue pair 1.
     pub transaction_prefix: u32,
 }
 
 impl ClientConfig {
-    /// A client of an administrator, with two seconds for an answer and three repetitions.
+    /// Creates a configuration with a timeout of two seconds and three retries.
     #[must_use]
     pub fn new(administrator: Gid) -> Self {
         Self {
@@ -69,32 +70,32 @@ impl ClientConfig {
     }
 }
 
-/// Name of a query. It is never used again.
+/// Identifier of a query. Identifiers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct QueryId(u32);
 
-/// Reason why there is no answer.
+/// Error of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SaError {
-    /// The owner has canceled the query.
+    /// The owner canceled the query.
     #[error("the query was canceled")]
     Canceled,
-    /// Nothing came, however often it was asked.
+    /// No response arrived, despite retransmissions.
     #[error("subnet administration does not answer")]
     TimedOut,
-    /// The administrator refuses, by a status of [`MadStatus`] or
+    /// The administrator rejected the request with a status of [`MadStatus`] or
     /// [`SaStatus`](super::wire::SaStatus).
     #[error("subnet administration refuses: status {0:#06x}")]
     Status(u16),
-    /// The answer cannot be read, is too long, or was broken off.
+    /// The response is malformed, too long or was aborted.
     #[error("an answer of subnet administration that makes no sense")]
     Malformed,
-    /// [`MAX_QUERIES`] wait already.
+    /// [`MAX_QUERIES`] queries are already pending.
     #[error("too many queries wait for subnet administration")]
     Busy,
 }
 
-/// A request.
+/// Request to the administrator.
 #[derive(Clone, Debug)]
 pub struct Request {
     method: SaMethod,
@@ -104,7 +105,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// A request about records of a kind; `mask` names the fields of `record` that are given.
+    /// Creates a request for records of type `R`. `mask` selects the fields of `record` to match.
     #[must_use]
     pub fn new<R: Record>(method: SaMethod, mask: u64, record: &R) -> Self {
         Self {
@@ -115,8 +116,8 @@ impl Request {
         }
     }
 
-    /// A request for one path that may be used in both directions, from port to port, perhaps within
-    /// a partition and for a service (`ib_sa_path_rec_get`).
+    /// Creates a request for one reversible path between two ports, optionally restricted to a
+    /// partition and a service (`ib_sa_path_rec_get`).
     #[must_use]
     pub fn path(sgid: Gid, dgid: Gid, pkey: Option<u16>, service_id: Option<u64>) -> Self {
         let mut mask = PathMask::SGID | PathMask::DGID | PathMask::REVERSIBLE | PathMask::NUMB_PATH;
@@ -133,41 +134,41 @@ impl Request {
         Self::new(SaMethod::Get, mask.bits(), &record)
     }
 
-    /// A request that sets a service record, with its lease, its name and its data.
+    /// Creates a request that sets a service record, including its lease, name and data.
     #[must_use]
     pub fn set_service(record: &ServiceRecord) -> Self {
         Self::new(SaMethod::Set, ServiceMask::ALL.bits(), record)
     }
 
-    /// A request for service records, or for their removal, by the fields that are named
+    /// Creates a request to query or delete the service records that match the selected fields
     /// (`ib_sa_service_rec_query`).
     #[must_use]
     pub fn service(method: SaMethod, mask: ServiceMask, record: &ServiceRecord) -> Self {
         Self::new(method, mask.bits(), record)
     }
 
-    /// A request to join a group, which is made where the record and `mask` say all that a group
-    /// needs ([`McMemberMask::CREATE`]).
+    /// Creates a request to join a group. The group is created if the record and `mask` contain all
+    /// required parameters ([`McMemberMask::CREATE`]).
     #[must_use]
     pub fn join(mask: McMemberMask, record: &McMemberRecord) -> Self {
         let needed = McMemberMask::PORT_GID | McMemberMask::JOIN_STATE;
         Self::new(SaMethod::Set, (mask | needed).bits(), record)
     }
 
-    /// A request to leave a group.
+    /// Creates a request to leave a group.
     #[must_use]
     pub fn leave(record: &McMemberRecord) -> Self {
         let mask = McMemberMask::MGID | McMemberMask::PORT_GID | McMemberMask::JOIN_STATE;
         Self::new(SaMethod::Delete, mask.bits(), record)
     }
 
-    /// A subscription to notices, or its end.
+    /// Creates a request to subscribe to notices or to unsubscribe.
     #[must_use]
     pub fn inform(info: &InformInfo) -> Self {
         Self::new(SaMethod::Set, 0, info)
     }
 
-    /// The MAD with a transaction identifier.
+    /// Builds the MAD with a transaction identifier.
     #[must_use]
     pub fn emit(&self, transaction: TransactionId) -> Mad {
         let method = self.method.mad_method();
@@ -175,7 +176,7 @@ impl Request {
     }
 }
 
-/// Records that an administrator has answered.
+/// Records of a response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     attribute: u16,
@@ -184,7 +185,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The records, if they are of this kind.
+    /// Returns all records, if they are of type `R`.
     pub fn records<R: Record>(&self) -> impl Iterator<Item = R> {
         let data: &[u8] = if self.attribute == R::ATTRIBUTE {
             &self.data
@@ -194,24 +195,24 @@ impl Answer {
         R::read_all(data, self.words)
     }
 
-    /// The first record.
+    /// Returns the first record.
     #[must_use]
     pub fn record<R: Record>(&self) -> Option<R> {
         self.records().next()
     }
 }
 
-/// What has happened.
+/// Event of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SaEvent {
-    /// A query has ended.
+    /// A query completed.
     Answered {
-        /// Its name.
+        /// Identifier of the query.
         id: QueryId,
-        /// The answer, or why there is none.
+        /// Response or error.
         result: Result<Answer, SaError>,
     },
-    /// Something that the owner has subscribed to.
+    /// Notice that matches a subscription of the owner.
     Notice(Box<Notice>),
 }
 
@@ -220,16 +221,16 @@ struct Query {
     request: Request,
     attempts: u8,
     deadline: Instant,
-    /// The answer, as far as its segments have arrived.
+    /// Partially received response.
     receiver: Option<Receiver>,
 }
 
-/// The client.
+/// Client of a subnet administrator.
 pub struct SaClient {
     config: ClientConfig,
     next: u32,
     queries: Vec<Query>,
-    /// MADs that wait to be sent.
+    /// MADs to be sent.
     waiting: VecDeque<Mad>,
     events: VecDeque<SaEvent>,
     reports: VecDeque<TransactionId>,
@@ -246,8 +247,8 @@ impl std::fmt::Debug for SaClient {
 }
 
 impl SaClient {
-    /// A client. `first` is the lower half of its first transaction identifier: a random number keeps
-    /// answers to an earlier client of the same port from being taken for its own.
+    /// Creates a client. `first` is the lower half of the first transaction identifier. It should
+    /// be random, so that late responses to a previous client of the same port are not accepted.
     #[must_use]
     pub fn new(config: ClientConfig, first: u32) -> Self {
         Self {
@@ -260,7 +261,7 @@ impl SaClient {
         }
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &ClientConfig {
         &self.config
@@ -270,7 +271,7 @@ impl SaClient {
         TransactionId(u64::from(self.config.transaction_prefix) << 32 | u64::from(id.0))
     }
 
-    /// Asks.
+    /// Starts a query.
     ///
     /// # Errors
     /// [`SaError::Busy`].
@@ -291,7 +292,7 @@ impl SaClient {
         Ok(id)
     }
 
-    /// Cancels a query; one that has ended already is left as it is (`ib_sa_cancel_query`).
+    /// Cancels a query. Does nothing if it already completed (`ib_sa_cancel_query`).
     pub fn cancel(&mut self, id: QueryId) {
         if let Some(at) = self.queries.iter().position(|query| query.id == id) {
             self.end(at, Err(SaError::Canceled));
@@ -303,7 +304,7 @@ impl SaClient {
         self.events.push_back(SaEvent::Answered { id, result });
     }
 
-    /// Takes a MAD that has come from a port.
+    /// Handles a MAD received from a port.
     pub fn handle_mad(&mut self, now: Instant, from: Gid, mad: &[u8]) {
         let Ok((header, data)) = SaHeader::parse(mad) else {
             return;
@@ -327,7 +328,7 @@ impl SaClient {
             return;
         }
         if !self.reports.contains(&transaction) {
-            // It comes again.
+            // The administrator will retransmit it.
             if self.events.len() >= MAX_EVENTS {
                 return;
             }
@@ -344,7 +345,7 @@ impl SaClient {
         self.send(answer.emit(data));
     }
 
-    /// Has a MAD sent that the administrator can do without: it repeats what this answers.
+    /// Queues a response. It may be dropped, because the administrator retransmits its request.
     fn send(&mut self, mad: Mad) {
         if self.waiting.len() < MAX_WAITING {
             self.waiting.push_back(mad);
@@ -375,7 +376,7 @@ impl SaClient {
         if header.mad.status() != 0 {
             self.end(at, Err(SaError::Status(header.mad.status())));
         } else if !header.rmpp.is_active() {
-            // One record, and padding after it.
+            // One record with padding.
             let words = (DATA_LEN / 8) as u16;
             self.end(at, Ok(answer(data, words)));
         } else {
@@ -384,7 +385,7 @@ impl SaClient {
             let before = receiver.arrived();
             match receiver.handle(header, data) {
                 Received::Going(reply) => {
-                    // What has arrived before gives no time.
+                    // Only new segments extend the deadline.
                     if receiver.arrived() > before {
                         query.deadline = now + self.config.timeout;
                     }
@@ -407,23 +408,23 @@ impl SaClient {
         }
     }
 
-    /// The next MAD for queue pair 1 of the administrator.
+    /// Returns the next MAD for queue pair 1 of the administrator.
     pub fn poll_transmit(&mut self) -> Option<Mad> {
         self.waiting.pop_front()
     }
 
-    /// What has happened, oldest first.
+    /// Returns the oldest event.
     pub fn poll_event(&mut self) -> Option<SaEvent> {
         self.events.pop_front()
     }
 
-    /// Time at which [`Self::handle_timeout`] has something to do.
+    /// Returns the time at which [`Self::handle_timeout`] should be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.queries.iter().map(|query| query.deadline).min()
     }
 
-    /// Repeats requests, and ends those that were repeated often enough.
+    /// Retransmits requests, and fails requests that are out of retries.
     pub fn handle_timeout(&mut self, now: Instant) {
         let mut at = 0;
         while at < self.queries.len() {
@@ -437,7 +438,7 @@ impl SaClient {
             } else {
                 query.attempts += 1;
                 query.deadline = now + self.config.timeout;
-                // The answer begins again.
+                // The response will restart from its first segment.
                 query.receiver = None;
                 self.waiting.push_back(query.request.emit(transaction));
                 at += 1;
@@ -445,12 +446,12 @@ impl SaClient {
         }
     }
 
-    /// Whether nothing waits, neither an answer nor an event.
+    /// Returns whether no query is pending and no event is undelivered.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.queries.is_empty() && self.waiting.is_empty() && self.events.is_empty()
     }
 }
 
-/// Longest answer, in bytes.
+/// Maximum length of a response, in bytes.
 pub const MAX_ANSWER: usize = rmpp::MAX_LEN;

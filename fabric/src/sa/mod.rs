@@ -1,12 +1,12 @@
-//! Subnet administration (IBTA chapter 15): what a fabric knows of its paths, services and groups.
+//! Subnet administration (IBTA chapter 15): queries for paths, services and multicast groups.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! | --- | --- |
-//! | [`wire`] | the MADs and their records |
-//! | [`rmpp`] | answers of several MADs |
-//! | [`client`] | the end that asks |
-//! | [`administrator`] | the end that answers, for fabrics of RoCE, which have none |
-//! | [`resolver`] | addresses and names of this host, for those who ask it |
+//! | [`wire`] | MADs and their records |
+//! | [`rmpp`] | responses that span several MADs |
+//! | [`client`] | client side |
+//! | [`administrator`] | server side, for RoCE fabrics, which have no subnet manager |
+//! | [`resolver`] | addresses and names of the local host, for local programs and the kernel |
 
 pub mod administrator;
 pub mod client;

@@ -1,7 +1,8 @@
-//! The local end of path resolution: what `ibacm` is for a host.
+//! Local path resolution, the role of `ibacm` on a host.
 //!
-//! The kernel asks over netlink ([`crate::ls`]), programs over a local socket ([`crate::acm`]).
-//! Both name a destination, and perhaps a source, which must be an address of this host.
+//! Requests arrive from the kernel over netlink ([`crate::ls`]) and from programs over a local
+//! socket ([`crate::acm`]). Both name a destination and optionally a source, which must be an
+//! address of this host.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -12,21 +13,22 @@ use thiserror::Error;
 use super::administrator::Administrator;
 use super::wire::path::{PathMask, PathRecord};
 
-/// Reason why there is no path.
+/// Reason for a failed resolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Unresolved {
-    /// The source is no address of this host, or none goes with the destination.
+    /// The source is not an address of this host, or no local address matches the destination's
+    /// family.
     #[error("no source address of this host")]
     Source,
-    /// The destination is no address of a host, or an unknown name.
+    /// The destination is an unknown name or not a host address.
     #[error("no destination address")]
     Destination,
-    /// Subnet administration has no such path.
+    /// Subnet administration knows no such path.
     #[error("no path")]
     NoPath,
 }
 
-/// Addresses and names that a host knows.
+/// Known addresses and names of a host.
 #[derive(Clone, Debug, Default)]
 pub struct Resolver {
     addrs: Vec<IpAddr>,
@@ -34,19 +36,19 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// A resolver of a host with addresses, and names of others.
+    /// Creates a resolver for a host with these addresses and names of remote hosts.
     #[must_use]
     pub fn new(addrs: Vec<IpAddr>, names: BTreeMap<String, IpAddr>) -> Self {
         Self { addrs, names }
     }
 
-    /// Addresses of this host.
+    /// Returns the addresses of this host.
     #[must_use]
     pub fn addrs(&self) -> &[IpAddr] {
         &self.addrs
     }
 
-    /// Address of a name, which may be an address itself.
+    /// Returns the address of a name, or parses it if it is an address.
     ///
     /// # Errors
     /// [`Unresolved::Destination`].
@@ -55,7 +57,8 @@ impl Resolver {
         known.ok_or(Unresolved::Destination)
     }
 
-    /// The source for a destination: the one that is given, or the first address of its family.
+    /// Returns the source for a destination: `given` if present, or else the first local address of
+    /// the same family.
     ///
     /// # Errors
     /// [`Unresolved::Source`].
@@ -71,10 +74,10 @@ impl Resolver {
             .ok_or(Unresolved::Source)
     }
 
-    /// The path that components of a record ask for. Where no source is given it is chosen.
+    /// Returns the path requested by the selected fields of a record. A missing source is chosen.
     ///
     /// # Errors
-    /// All of [`Unresolved`].
+    /// Any of [`Unresolved`].
     pub fn path(
         &self,
         administrator: &Administrator,

@@ -1,4 +1,4 @@
-//! Transfers of several MADs (RMPP, IBTA 13.6): answers with more records than one MAD has room for.
+//! Multi-packet transfers (RMPP, IBTA 13.6), for responses that do not fit into one MAD.
 //!
 //! ```text
 //! sender:    segment 1 ──────────▶ (window of one)
@@ -10,10 +10,10 @@
 //!            ◀──────────── ACK of it
 //! ```
 //!
-//! A receiver acknowledges what has arrived in order, at the end of its window and of the transfer.
-//! A sender that gets no ACK sends what is not acknowledged once more, a few times. Either side may
-//! end a transfer. Only the first segment goes to an address that has never answered, four times in all,
-//! so that a forged request does not bring a row of segments to another host.
+//! A receiver acknowledges segments received in order at the end of its window and at the end of
+//! the transfer. A sender retransmits unacknowledged segments a few times. Either side may abort a
+//! transfer. An address that has not yet acknowledged anything only receives the first segment, at
+//! most four times, so that a forged request cannot be used to amplify traffic to another host.
 
 use std::time::{Duration, Instant};
 
@@ -27,53 +27,53 @@ use super::wire::{
     rmpp_type,
 };
 
-/// Longest data of a transfer, in bytes: more are refused by either side.
+/// Maximum data length of a transfer, in bytes. Both sides reject longer transfers.
 pub const MAX_LEN: usize = 64 << 10;
 
-/// Segments that a receiver takes before it acknowledges them.
+/// Segments received before the receiver must acknowledge them.
 const WINDOW: u32 = 64;
 
-/// Time after which a sender repeats what was not acknowledged, and how often it does.
+/// Time before a sender retransmits, and the maximum number of retransmissions.
 const TIMEOUT: Duration = Duration::from_millis(500);
 const RETRIES: u8 = 3;
 
-/// Reasons to end a transfer (IBTA table 33).
+/// Status codes of aborted transfers (IBTA table 33).
 pub mod status {
     /// Resources are exhausted.
     pub const NO_RESOURCES: u8 = 1;
-    /// The last segment, or the length of all, has a length that cannot be.
+    /// Invalid length of the last segment or of the payload.
     pub const BAD_LENGTH: u8 = 119;
-    /// First segment and number of the segment contradict each other.
+    /// The first-segment flag contradicts the segment number.
     pub const BAD_SEGMENT: u8 = 120;
-    /// Unknown type of packet.
+    /// Unknown RMPP type.
     pub const BAD_TYPE: u8 = 121;
-    /// Version that is not supported.
+    /// Unsupported version.
     pub const BAD_VERSION: u8 = 125;
 }
 
 /// State of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// It goes on.
+    /// Data remains to be acknowledged.
     Going,
-    /// All is acknowledged.
+    /// All data was acknowledged.
     Done,
-    /// The peer has ended it, or does not answer.
+    /// The peer aborted the transfer or does not respond.
     Failed,
 }
 
-/// The sender's end of a transfer.
+/// Sender of a transfer.
 #[derive(Debug)]
 pub struct Sender {
     header: SaHeader,
     data: Vec<u8>,
-    /// Segments that were acknowledged; segments count from 1.
+    /// Number of acknowledged segments. Segment numbers start at 1.
     acked: u32,
-    /// Last segment that may be sent.
+    /// Last segment within the window.
     window: u32,
-    /// Segment that is sent next.
+    /// Next segment to send.
     next: u32,
-    /// Last segment that was ever sent.
+    /// Highest segment sent so far.
     sent: u32,
     retries: u8,
     deadline: Instant,
@@ -81,7 +81,7 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// A transfer of data, [`MAX_LEN`] bytes at most, in MADs with this header.
+    /// Creates a transfer of at most [`MAX_LEN`] bytes, in MADs with this header.
     #[must_use]
     pub fn new(header: SaHeader, data: Vec<u8>, now: Instant) -> Self {
         debug_assert!(data.len() <= MAX_LEN);
@@ -98,36 +98,36 @@ impl Sender {
         }
     }
 
-    /// Number of segments.
+    /// Returns the number of segments.
     fn last(&self) -> u32 {
         self.data.len().div_ceil(DATA_LEN).max(1) as u32
     }
 
-    /// Header that all segments share but for that of RMPP.
+    /// Returns the header shared by all segments, apart from the RMPP fields.
     #[must_use]
     pub fn header(&self) -> &SaHeader {
         &self.header
     }
 
-    /// Returns whether nothing was acknowledged so far.
+    /// Returns whether no segment has been acknowledged yet.
     #[must_use]
     pub fn is_unanswered(&self) -> bool {
         self.acked == 0
     }
 
-    /// Time at which it began.
+    /// Returns the start time.
     #[must_use]
     pub fn begun(&self) -> Instant {
         self.begun
     }
 
-    /// Time at which [`Self::handle_timeout`] has something to do.
+    /// Returns the time at which [`Self::handle_timeout`] should be called.
     #[must_use]
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// The next segment that may be sent.
+    /// Returns the next segment within the window.
     pub fn poll_transmit(&mut self, now: Instant) -> Option<Mad> {
         let last = self.last();
         if self.next > self.window.min(last) {
@@ -169,17 +169,17 @@ impl Sender {
         )
     }
 
-    /// Takes the receiver's packet.
+    /// Handles a packet from the receiver.
     pub fn handle(&mut self, rmpp: &RmppHeader, now: Instant) -> Progress {
         if rmpp.rmpp_type != rmpp_type::ACK {
             return Progress::Failed;
         }
         let (acked, last) = (rmpp.segment.get(), self.last());
-        // An ACK of something that was not sent, and a window that ends before it.
+        // ACK of an unsent segment, or a window that ends before the ACK.
         if acked > self.sent || rmpp.length_or_window.get() < acked {
             return Progress::Failed;
         }
-        // An older one.
+        // Stale ACK.
         if acked < self.acked {
             return Progress::Going;
         }
@@ -199,7 +199,7 @@ impl Sender {
         Progress::Going
     }
 
-    /// Repeats what was not acknowledged when its time is over.
+    /// Retransmits unacknowledged segments once the timer has expired.
     pub fn handle_timeout(&mut self, now: Instant) -> Progress {
         if now < self.deadline {
             return Progress::Going;
@@ -210,35 +210,35 @@ impl Sender {
         self.retries += 1;
         self.deadline = now + TIMEOUT;
         self.next = self.acked + 1;
-        // The receiver may have no window left that it remembers; one segment brings another ACK.
+        // The receiver may have lost its window state; one segment triggers another ACK.
         self.window = self.window.max(self.next);
         Progress::Going
     }
 }
 
-/// What a receiver makes of a segment.
+/// Result of a received segment.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Received {
-    /// The transfer goes on; perhaps with a MAD for the sender.
+    /// More segments are expected, with an optional MAD for the sender.
     Going(Option<Mad>),
-    /// All has arrived; with the last ACK.
+    /// All segments were received, with the final ACK.
     Done(Mad),
-    /// The transfer ends; with a MAD that says so, unless the sender has ended it.
+    /// The transfer failed, with an ABORT for the sender unless the sender aborted it.
     Failed(Option<Mad>),
 }
 
-/// The receiver's end of a transfer.
+/// Receiver of a transfer.
 #[derive(Debug, Default)]
 pub struct Receiver {
     data: Vec<u8>,
-    /// Segments that have arrived in order.
+    /// Number of segments received in order.
     arrived: u32,
-    /// Last segment of the window.
+    /// Last segment within the window.
     window: u32,
 }
 
 impl Receiver {
-    /// Takes a segment with its header.
+    /// Handles a segment with its header.
     pub fn handle(&mut self, header: &SaHeader, data: &[u8; DATA_LEN]) -> Received {
         let rmpp = &header.rmpp;
         let fail = |status| Received::Failed(Some(reply(header, rmpp_type::ABORT, status, 0, 0)));
@@ -260,7 +260,7 @@ impl Receiver {
             return Received::Going(None);
         }
         if segment < expected {
-            // Its ACK was lost.
+            // The previous ACK was lost.
             return Received::Going(Some(self.ack(header)));
         }
         let is_last = rmpp.has(rmpp_flags::LAST);
@@ -289,13 +289,14 @@ impl Receiver {
         reply(header, rmpp_type::ACK, 0, self.arrived, self.window)
     }
 
-    /// Number of segments that have arrived in order. A sender that repeats those makes no progress.
+    /// Returns the number of segments received in order. Retransmitted segments do not count as
+    /// progress.
     #[must_use]
     pub fn arrived(&self) -> u32 {
         self.arrived
     }
 
-    /// The data, once all has arrived.
+    /// Returns the data after the last segment was received.
     #[must_use]
     pub fn into_data(self) -> Vec<u8> {
         self.data
@@ -337,8 +338,8 @@ mod tests {
         SaHeader::parse(mad).unwrap().0.rmpp
     }
 
-    /// Carries a transfer, losing the packets whose numbers are named; the data that arrived, and
-    /// the number of packets of the sender.
+    /// Runs a transfer that loses the packets with the given numbers. Returns the received data and
+    /// the number of packets sent.
     fn carry(len: usize, lost: &[usize]) -> (Vec<u8>, usize) {
         let mut now = Instant::now();
         let data: Vec<u8> = (0..len).map(|i| i as u8).collect();
@@ -391,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_and_the_last_segment_have_the_lengths_of_linux() {
+    fn segment_lengths_match_linux() {
         let now = Instant::now();
         let mut sender = Sender::new(header(), vec![0x5a; 300], now);
         let first = sender.poll_transmit(now).unwrap();
@@ -403,7 +404,7 @@ mod tests {
         let Received::Going(Some(ack)) = receiver.handle(&parsed, data) else {
             panic!("no ACK");
         };
-        // SubnAdmGetTable(), as Linux turns the method round.
+        // SubnAdmGetTable() with the response bit inverted, as Linux does.
         assert_eq!(ack[3], 0x12);
         assert_eq!(ack[24..36], [1, 2, 0xf9, 0, 0, 0, 0, 1, 0, 0, 0, 65]);
         assert_eq!(sender.handle(&rmpp(&ack), now), Progress::Going);
@@ -415,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sender_gives_up_and_believes_no_nonsense() {
+    fn sender_fails_on_timeout_or_invalid_ack() {
         let now = Instant::now();
         let mut sender = Sender::new(header(), vec![0; 1000], now);
         let ack = |segment, window| RmppHeader {
@@ -443,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_refuses_what_cannot_be() {
+    fn receiver_rejects_invalid_segments() {
         let segment = |segment: u32, flags: u8, length: u32| SaHeader {
             rmpp: RmppHeader {
                 version: 1,
@@ -468,7 +469,7 @@ mod tests {
             };
             assert_eq!(mad[25..28], [4, 0xf9, status]);
         }
-        // It does not end.
+        // The transfer must continue.
         let mut receiver = Receiver::default();
         receiver.handle(&segment(1, first, 0), &[0; 200]);
         for number in 2..=MAX_LEN as u32 / 200 {

@@ -1,8 +1,8 @@
-//! The tables by which a port finds the LID of a MAC address.
+//! Tables that map MAC addresses to LIDs.
 //!
-//! A [`MacTable`] is what the manager has set. [`Learned`] addresses are those that frames came from,
-//! as a switch learns them: hosts behind a bridge at another port, which the manager does not know.
-//! They are forgotten when they have been silent for [`AGING`].
+//! A [`MacTable`] is configured by the manager. [`Learned`] addresses are learned from received
+//! frames, as in a switch: they belong to hosts behind a bridge at another port, which the manager
+//! does not know. They expire after [`AGING`] without a frame.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -12,27 +12,27 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::wire::attr::{MAX_MAC_ENTRIES, MAX_SMAC_ENTRIES, MacTableEntry};
 use super::wire::{Lid, Mac};
 
-/// Table that the manager sets.
+/// Table configured by the manager.
 #[derive(Clone, Debug, Default)]
 pub struct MacTable {
-    /// By their index, which only says what a request changes.
+    /// Entries by index. The index only identifies the entry to update.
     entries: BTreeMap<u16, MacTableEntry>,
     dlids: FxHashMap<Mac, Lid>,
-    /// Addresses that the port may send from; all where there are none.
+    /// Source addresses that the port may use; any address if empty.
     sources: FxHashSet<Mac>,
     digest: u32,
 }
 
 impl MacTable {
-    /// Returns whether a range of entries is within a table.
+    /// Returns whether a range of entries fits into a table.
     #[must_use]
     pub fn has_range(offset: u16, count: u16) -> bool {
         u32::from(offset) + u32::from(count) <= u32::from(MAX_MAC_ENTRIES)
     }
 
-    /// Sets the entries from `offset` on, and the digest of the whole table. An entry of zeros
-    /// empties its place. Returns whether it did: nothing changes where the range is not within a
-    /// table, or there would be more source addresses than a table has.
+    /// Updates the entries starting at `offset`, and the digest of the whole table. A zero entry
+    /// clears its slot. Returns `false` and changes nothing if the range does not fit, or if the
+    /// table would contain too many source addresses.
     pub fn set(&mut self, offset: u16, entries: &[MacTableEntry], digest: u32) -> bool {
         let Ok(count) = u16::try_from(entries.len()) else {
             return false;
@@ -53,7 +53,7 @@ impl MacTable {
             return false;
         }
         self.sources = sources.iter().map(|entry| entry.mac_addr).collect();
-        // The lowest index counts where an address has several.
+        // If an address has several entries, the lowest index takes precedence.
         let dests = dests.iter().rev();
         self.dlids = dests.map(|entry| (entry.mac_addr, entry.dlid())).collect();
         self.entries = changed;
@@ -61,13 +61,13 @@ impl MacTable {
         true
     }
 
-    /// The entry of an index; one of zeros where it is empty.
+    /// Returns the entry at an index, which is zero if the slot is empty.
     #[must_use]
     pub fn entry(&self, index: u16) -> MacTableEntry {
         self.entries.get(&index).copied().unwrap_or_default()
     }
 
-    /// LID of an address.
+    /// Returns the LID of an address.
     #[must_use]
     pub fn dlid(&self, mac: Mac) -> Option<Lid> {
         self.dlids
@@ -76,40 +76,40 @@ impl MacTable {
             .filter(|lid| *lid != Lid::NONE)
     }
 
-    /// Returns whether the port may send from an address.
+    /// Returns whether the port may use a source address.
     #[must_use]
     pub fn has_source(&self, mac: Mac) -> bool {
         self.sources.is_empty() || self.sources.contains(&mac)
     }
 
-    /// Digest that came with the last change; 0 at first.
+    /// Returns the digest of the last update; initially 0.
     #[must_use]
     pub fn digest(&self) -> u32 {
         self.digest
     }
 
-    /// Number of entries.
+    /// Returns the number of entries.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Returns whether there are no entries.
+    /// Returns whether the table is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 }
 
-/// Time after which an address that was learned is forgotten, unless a frame has come from it
-/// (IEEE 802.1D, the default).
+/// Time after which a learned address expires unless another frame arrives from it (IEEE 802.1D
+/// default).
 pub const AGING: Duration = Duration::from_secs(300);
-/// Most addresses that are learned.
+/// Maximum number of learned addresses.
 pub const MAX_LEARNED: usize = 1024;
-/// Most addresses that are learned of one port, so that it leaves room for others.
+/// Maximum number of learned addresses per port, so that a port cannot exhaust the table.
 pub const MAX_LEARNED_OF_PORT: usize = 256;
 
-/// Addresses that frames came from.
+/// Addresses learned from received frames.
 #[derive(Clone, Debug, Default)]
 pub struct Learned {
     macs: FxHashMap<Mac, (Lid, Instant)>,
@@ -118,7 +118,7 @@ pub struct Learned {
 }
 
 impl Learned {
-    /// Notes that a frame came from an address at a port. One that was at another port has moved.
+    /// Records the source address and port of a frame. An address known at another port has moved.
     pub fn note(&mut self, mac: Mac, lid: Lid, now: Instant) {
         if mac.is_multicast() || mac.is_zero() {
             return;
@@ -131,7 +131,7 @@ impl Learned {
         }
         let of_port = self.of_port.get(&lid).copied().unwrap_or(0);
         if self.macs.len() >= MAX_LEARNED || of_port >= MAX_LEARNED_OF_PORT {
-            // Looking through all costs time that a flood of addresses must not take for each frame.
+            // Sweeping the whole table is too expensive to do for every frame of an address flood.
             if self
                 .looked
                 .is_some_and(|looked| now < looked + Duration::from_secs(1))
@@ -160,14 +160,14 @@ impl Learned {
         }
     }
 
-    /// LID of an address, if it is not too old.
+    /// Returns the LID of an address that has not expired.
     #[must_use]
     pub fn dlid(&self, mac: Mac, now: Instant) -> Option<Lid> {
         let (lid, seen) = self.macs.get(&mac)?;
         (now < *seen + AGING).then_some(*lid)
     }
 
-    /// Forgets addresses at ports that are not `known`.
+    /// Removes addresses at ports that are not `known`.
     pub fn retain_ports(&mut self, known: impl Fn(Lid) -> bool) {
         self.retain(|lid, _| known(lid));
     }
@@ -180,13 +180,13 @@ impl Learned {
         }
     }
 
-    /// Number of addresses.
+    /// Returns the number of addresses.
     #[must_use]
     pub fn len(&self) -> usize {
         self.macs.len()
     }
 
-    /// Returns whether there are no addresses.
+    /// Returns whether the table is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.macs.is_empty()
@@ -210,12 +210,12 @@ mod tests {
         assert!(table.set(5, &[entry(1, 10), entry(2, 20)], 77));
         assert_eq!(table.dlid(mac(2)), Some(Lid(20)));
         assert_eq!(table.entry(6), entry(2, 20));
-        // The address moves; the entry before it is emptied.
+        // The address moves; its previous entry is cleared.
         assert!(table.set(5, &[MacTableEntry::default(), entry(2, 30)], 78));
         assert_eq!(table.dlid(mac(1)), None);
         assert_eq!(table.dlid(mac(2)), Some(Lid(30)));
         assert_eq!((table.len(), table.digest()), (1, 78));
-        // The lowest index counts.
+        // The lowest index takes precedence.
         assert!(table.set(0, &[entry(2, 40)], 79));
         assert_eq!(table.dlid(mac(2)), Some(Lid(40)));
     }
@@ -280,7 +280,7 @@ mod tests {
             learned.note(mac(20_000 + n), Lid(3 + n % 7), start);
         }
         assert_eq!(learned.len(), MAX_LEARNED);
-        // Old ones make room.
+        // Expired entries are evicted.
         let later = start + AGING;
         learned.note(mac(5), Lid(50), later);
         assert_eq!(

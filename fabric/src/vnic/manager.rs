@@ -1,27 +1,29 @@
-//! The Ethernet manager: it finds the hosts, gives their ports LIDs, configures them, and distributes
-//! paths and MAC tables.
+//! The Ethernet manager: discovers hosts, assigns LIDs to their ports, configures them, and
+//! distributes paths and MAC tables.
 //!
-//! It asks the whole group for class port information once in [`ManagerConfig::interval`]; hosts
-//! that answer are members. A member that has answered nothing for [`ManagerConfig::dead_after`] is
-//! forgotten, and the others are given tables without it. All else is the difference between what a
-//! member has and what it should have, one request at a time for each member:
+//! Once per [`ManagerConfig::interval`] the manager queries the class port information of the whole
+//! multicast group; hosts that respond are members. A member that has not responded for
+//! [`ManagerConfig::dead_after`] is removed, and the remaining members receive tables without it.
+//! Everything else follows from the difference between the current and the desired state of a
+//! member, with one request in flight per member:
 //!
 //! ```text
 //!  found → claimed → read → configured → paths → addresses read → MAC table → polled
 //!                              ↑            ↑          ↑             ↑          │
-//!                              └────────────┴── what has changed ────┴──────────┘
+//!                              └────────────┴── changed state ───────┴──────────┘
 //! ```
 //!
-//! So a member that restarts, a change that is lost, and a manager that restarts need no rules of
-//! their own. A restarted manager leaves members the LIDs that they have, and gives none to others
-//! before all have had time to answer it. A member's LID follows from its address: it gets the same one
-//! after an absence and when all have restarted, and no member takes another's, unless two addresses end
-//! alike.
+//! Therefore a restarted member, a lost change and a restarted manager need no special handling. A
+//! restarted manager preserves the LIDs of members, and assigns no new LIDs until all members have
+//! had time to respond. The LID of a member is derived from its address, so it gets the same LID
+//! after an absence and after a restart of all members. Members can only compete for a LID if their
+//! addresses have the same suffix.
 //!
-//! Members are not trusted with others. Requests to a member are limited to [`MAX_REQUESTS`] for each
-//! of its ports in an interval, so one that never does what it is asked for costs no more. Tables that change
-//! again and again are made less and less often, up to once in an interval, since each goes to all
-//! members. An address is the member's that has it in the table, and one with a LID the LID's.
+//! Members do not trust each other. Requests to a member are limited to [`MAX_REQUESTS`] per port
+//! and interval, which bounds the cost of a member that never complies. Tables that change
+//! repeatedly are distributed at decreasing rates, down to once per interval, because each table is
+//! sent to all members. An address belongs to the member that has it in the table; an address that
+//! encodes a LID belongs to the member with that LID.
 
 mod config;
 mod plan;
@@ -46,59 +48,61 @@ use super::wire::attr::{
 use super::wire::mad::{ClassPortInfo, HEADER, MAX, VemaHeader, method, status};
 use super::wire::{Lid, Mac, fnv1a};
 
-/// Most members.
+/// Maximum number of members.
 pub const MAX_MEMBERS: usize = MAX_PATHS;
-/// Time after which a request is repeated.
+/// Time before a request is retransmitted.
 const RETRY: Duration = Duration::from_millis(300);
-/// Time after which a member that has refused a request is asked again.
+/// Pause after a member rejected a request.
 const REFUSED: Duration = Duration::from_secs(2);
-/// Time after which a member's other manager is not one that is gone: members take orders of another one then,
-/// which are repeated.
+/// Time after which a member's other manager is considered active. A member that lost its manager
+/// accepts another one, whose requests are repeated, within this time.
 const RIVAL: Duration = OWNER_TIMEOUT
     .saturating_add(REFUSED)
     .saturating_add(REFUSED);
-/// Shortest time between two tables, so that many changes at once make one.
+/// Minimum interval between two tables, so that concurrent changes are combined.
 const SETTLE: Duration = Duration::from_millis(50);
-/// Most requests to a member in an interval for each of its ports. A change of all that a port has takes
-/// about 100.
+/// Maximum number of requests to a member per port and interval. Changing the complete
+/// configuration of a port requires about 100.
 pub const MAX_REQUESTS: u32 = 512;
-/// Time in which members answer the first search with the LIDs that they have from another manager.
+/// Time for members to respond to the first discovery with LIDs assigned by a previous manager.
 pub(super) const FIRST_SEARCH: Duration = Duration::from_secs(1);
-/// Part of an address that is the LID, if it is not 0. The highest bit is not: LIDs with it are those of
-/// others and of groups.
+/// Bits of an address that form the LID, unless they are 0. The highest LID bit is excluded: it
+/// marks spare and multicast LIDs.
 const LID_OF_ADDRESS: u32 = 0x7f_ffff;
-/// First LID of members whose addresses end like another member's; from those of groups on there are none.
+/// First spare LID, for members whose address suffix equals that of another member. Spare LIDs end
+/// before the multicast LIDs.
 const FIRST_SPARE: Lid = Lid(LID_OF_ADDRESS + 1);
-/// Number of these, more than there are members.
+/// Number of spare LIDs, which exceeds the maximum number of members.
 const SPARES: u32 = Lid::MULTICAST.0 - FIRST_SPARE.0;
-/// Bit of the transactions that go to the whole group.
+/// Transaction bit of requests to the whole group.
 const DISCOVERY: u64 = 1 << 63;
 
-/// Where a datagram of the manager goes.
+/// Destination of a datagram from the manager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MadDestination {
-    /// To all hosts, by the group of the fabric.
+    /// All hosts, via the multicast group of the fabric.
     Group,
-    /// To one member.
+    /// A single member.
     Member(QpAddress),
 }
 
-/// What is known of a member's port, and what it was given.
+/// State of a member's port, as reported and as configured.
 #[derive(Clone, Debug, Default)]
 struct PortRecord {
     end: Option<EndPoint>,
     info: Option<VeswPortInfo>,
     polled: Option<Instant>,
-    /// Unicast addresses of the interface, and the generation that they are of.
+    /// Unicast addresses of the interface, and their generation.
     macs: Vec<Mac>,
     macs_of: Option<u16>,
     /// Addresses of a list that is being read.
     reading: Vec<Mac>,
-    /// Digest of the paths that the port has.
+    /// Digest of the port's current paths.
     paths: Option<u32>,
-    /// Digest of a table that is being sent, and the number of entries that were.
+    /// Digest of a partially sent table, and the number of entries sent.
     sending: Option<(u32, usize)>,
-    /// Entries of the MAC table beyond this are empty; not known of a port that the manager found.
+    /// Entries of the MAC table beyond this index are empty. `None` until the table has been sent
+    /// once.
     filled: Option<usize>,
 }
 
@@ -107,7 +111,7 @@ struct Outstanding {
     tid: u64,
     attr: u16,
     vport: u8,
-    /// Number of entries that the request has, and digest of the table that they are of.
+    /// Number of entries in the pending request, and the digest of their table.
     sent_entries: (usize, u32),
     mad: Vec<u8>,
     sent: Instant,
@@ -116,24 +120,24 @@ struct Outstanding {
 #[derive(Clone, Debug)]
 struct Member {
     address: QpAddress,
-    /// Transaction of the search by which its queue pair was found.
+    /// Transaction of the discovery that found its queue pair.
     found_by: u64,
     heard: Instant,
     is_claimed: bool,
     lid: Option<Lid>,
     ports: Vec<PortRecord>,
     outstanding: Option<Outstanding>,
-    /// Nothing is asked before, since something was refused, or enough was asked.
+    /// No requests before this time, because a request was rejected or the limit was reached.
     waits: Option<Instant>,
-    /// Number of requests since the beginning of an interval.
+    /// Number of requests in the current interval, and the start of the interval.
     asked: (u32, Instant),
-    /// Another manager, whose orders the member takes, and since when.
+    /// Another manager that controls the member, and since when.
     other_manager: Option<(Gid, Instant)>,
 }
 
-/// LIDs that a member may have, by its address, in the order in which it gets a free one. The first is the
-/// one that its address ends with, which no address has that ends otherwise. Those for addresses that end
-/// alike begin with one that follows from the whole address.
+/// Returns the candidate LIDs of a member in order of preference. The first is the suffix of its
+/// address, which is unique unless suffixes are equal. The spare LIDs for equal suffixes start at a
+/// LID derived from the whole address.
 fn lids_of(gid: Gid) -> impl Iterator<Item = Lid> {
     let [.., a, b, c, d] = gid.0;
     let own = (u32::from_be_bytes([a, b, c, d]) & LID_OF_ADDRESS).max(1);
@@ -158,12 +162,12 @@ impl Member {
         }
     }
 
-    /// Returns whether it has reported that it has no LID, and has got none since.
+    /// Returns whether the member reported that it has no LID and has not been assigned one since.
     fn is_new(&self) -> bool {
         self.lid.is_none() && self.ports.iter().any(|port| port.info.is_some())
     }
 
-    /// Forgets what it has, but not its LID, what was asked of it and whose orders it takes.
+    /// Clears the port state, except its LID, pending request and manager.
     fn restart(&mut self, ports: usize, now: Instant) {
         *self = Self {
             lid: self.lid,
@@ -174,47 +178,47 @@ impl Member {
     }
 }
 
-/// A member as others may see it.
+/// Public status of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemberStatus {
-    /// Where the member's agent is.
+    /// Address of the member's agent.
     pub address: QpAddress,
-    /// LID of its ports, once it has one.
+    /// LID of its ports, once assigned.
     pub lid: Option<Lid>,
-    /// All its ports have everything they should have.
+    /// All ports are completely configured.
     pub is_complete: bool,
-    /// Another manager, whose orders the member takes.
+    /// Another manager that controls the member.
     pub other_manager: Option<Gid>,
 }
 
-/// The Ethernet manager.
+/// Ethernet manager.
 #[derive(Clone, Debug)]
 pub struct EthernetManager {
     config: ManagerConfig,
     members: Vec<Member>,
     tables: Vec<Tables>,
     tid: u64,
-    /// Transaction of the last search.
+    /// Transaction of the last discovery.
     searched: u64,
     search: Option<Instant>,
-    /// When new members get LIDs; none before the first search.
+    /// Time from which new members are assigned LIDs. `None` before the first discovery.
     admits: Option<Instant>,
-    /// Something has changed that the tables follow from; they are made at the time.
+    /// The tables must be rebuilt when they are due.
     is_changed: bool,
     settled: Option<Instant>,
-    /// Time between this table and the next.
+    /// Interval between the current table and the next.
     spacing: Duration,
-    /// A member more than there may be was found since the last search.
+    /// The maximum number of members was exceeded since the last discovery.
     is_full: bool,
-    /// Another manager that was warned of and still has members.
+    /// Another manager that was reported and still controls members.
     warned: Option<Gid>,
 }
 
 impl EthernetManager {
-    /// A manager that knows no members.
+    /// Creates a manager without members.
     ///
     /// # Panics
-    /// If there are no switches or more than 255, or the datagrams are too short.
+    /// If there are no switches or more than 255, or if the maximum datagram length is too short.
     #[must_use]
     pub fn new(config: ManagerConfig) -> Self {
         assert!((1..=255).contains(&config.vesws.len()));
@@ -237,7 +241,7 @@ impl EthernetManager {
         manager
     }
 
-    /// The members, in the order in which they were found.
+    /// Returns the members in order of discovery.
     pub fn members(&self) -> impl Iterator<Item = MemberStatus> {
         self.members.iter().map(|member| MemberStatus {
             address: member.address,
@@ -257,12 +261,12 @@ impl EthernetManager {
                 .is_some_and(|info| info.vport.mac_tbl_digest.get() == tables.digest)
     }
 
-    /// Longest attribute of a request, in bytes.
+    /// Returns the maximum attribute length of a request, in bytes.
     fn room(&self) -> usize {
         self.config.max_mad.min(MAX) - HEADER
     }
 
-    /// The next datagram that is to be sent, and where to. Members that are silent are forgotten.
+    /// Returns the next datagram and its destination. Removes unresponsive members.
     pub fn poll_transmit(&mut self, now: Instant) -> Option<(MadDestination, Vec<u8>)> {
         self.forget_silent(now);
         if self.admits.is_some_and(|from| from <= now) {
@@ -324,7 +328,7 @@ impl EthernetManager {
         Some((to, mad))
     }
 
-    /// Next time at which something is to be sent, or a member to be forgotten, if nothing comes.
+    /// Returns the time of the next datagram or removal, if no datagram arrives before.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let of_member = |member: &Member| {
@@ -350,7 +354,7 @@ impl EthernetManager {
         members.chain(others).min()
     }
 
-    /// Takes a datagram: an answer, or a trap.
+    /// Handles a datagram: a response or a trap.
     pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) {
         let Some((header, data)) = VemaHeader::parse(mad) else {
             return;
@@ -368,8 +372,9 @@ impl EthernetManager {
         }
     }
 
-    /// Takes in the answer of a host to the last search, which says whose orders it takes. A host has one
-    /// queue pair in each search: those of others that answer in its name are left out.
+    /// Handles a discovery response, which also names the manager that controls the host. Each host
+    /// has one queue pair per discovery; responses from any other queue pair of the host are
+    /// ignored.
     fn find(&mut self, from: QpAddress, data: &[u8], now: Instant) {
         let (ports, searched) = (self.tables.len(), self.searched);
         let is_full = self.members.len() >= MAX_MEMBERS;
@@ -396,7 +401,7 @@ impl EthernetManager {
         self.note_manager(from, data, now);
     }
 
-    /// Notes whose orders a member takes.
+    /// Records which manager controls a member.
     fn note_manager(&mut self, from: QpAddress, data: &[u8], now: Instant) {
         let own = self.config.address.gid;
         let Ok((info, _)) = ClassPortInfo::read_from_prefix(data) else {
@@ -416,8 +421,8 @@ impl EthernetManager {
         }
     }
 
-    /// Two managers at one group each have some members, which do not reach the others. Members name one
-    /// that is gone for a while.
+    /// Warns about another manager. Members of two managers in one group cannot reach each other. A
+    /// manager that stopped is still reported by members for a while.
     fn warn_of_managers(&mut self, now: Instant) {
         let other = |member: &Member| {
             let (manager, since) = member.other_manager?;
@@ -449,8 +454,8 @@ impl EthernetManager {
         }
     }
 
-    /// A member reports a change: its ports are looked at next. What has changed is read, not
-    /// believed, and a request at a time, so traps cannot be used to keep the manager busy.
+    /// Handles a trap: the member's ports will be read next. The trap itself is not trusted, and
+    /// there is only one request in flight, so traps cannot be used to overload the manager.
     fn handle_trap(&mut self, from: QpAddress) {
         let member = self.members.iter_mut().find(|m| m.address == from);
         for port in member.into_iter().flat_map(|member| &mut member.ports) {
@@ -478,14 +483,14 @@ impl EthernetManager {
             let (attr, status) = (request.attr, header.status.get());
             tracing::info!(host = %from.gid, attr, status, "a member refuses a request");
             let member = &mut self.members[index];
-            // It may have lost its state, or another manager has it.
+            // The member may have lost its state, or is controlled by another manager.
             member.restart(self.tables.len(), now);
             member.waits = Some(now + REFUSED);
             self.is_changed = true;
         }
     }
 
-    /// Takes in a successful answer; none where it is not one to the request.
+    /// Handles a successful response. Returns `None` if it does not match the request.
     fn take(
         &mut self,
         index: usize,
@@ -499,7 +504,7 @@ impl EthernetManager {
         match request.attr {
             id::CLASS_PORT_INFO => {
                 let info = ClassPortInfo::read_from_prefix(data).ok()?.0;
-                // A member with fewer ports than there are switches has those of the first ones.
+                // A member with fewer ports than switches only joins the first switches.
                 member.ports.truncate(info.vports().max(1).into());
                 member.is_claimed = true;
                 member.other_manager = None;
@@ -518,7 +523,7 @@ impl EthernetManager {
                 if is_first && info.vport.mac_tbl_digest.get() == 0 {
                     port.filled = Some(0);
                 }
-                // A port that was reset by another has lost its tables.
+                // A port that was reset has lost its tables.
                 if info.vport.oper_state != state::FORWARDING {
                     port.paths = None;
                 }
@@ -546,8 +551,8 @@ impl EthernetManager {
                     port.reading.extend_from_slice(macs);
                 }
                 let total = usize::from(header.tot_macs_in_lst.get()).min(MAX_IFACE_MACS);
-                // Nothing came, or all did. What changes meanwhile has another generation, by which
-                // the list is read once more.
+                // The list is complete. Changes during the transfer increment the generation, which
+                // causes another read.
                 if macs.is_empty() || port.reading.len() >= total {
                     let mut macs = std::mem::take(&mut port.reading);
                     macs.truncate(MAX_IFACE_MACS);
@@ -565,7 +570,8 @@ impl EthernetManager {
                 let tables = &self.tables[vport];
                 let next = Self::next_entry(port, digest) + count;
                 let end = Self::table_end(port, tables);
-                // Of a table that has changed meanwhile some entries are in their places.
+                // If the table changed during the transfer, some of the new entries are already in
+                // place.
                 port.filled = Some(end.max(next));
                 port.sending = None;
                 if digest == tables.digest && next < end {
@@ -580,8 +586,8 @@ impl EthernetManager {
         Some(())
     }
 
-    /// Leaves a member the LID that it has from a manager before, unless another one has it. Only the two
-    /// that follow from its address are believed.
+    /// Preserves the LID assigned by a previous manager unless another member has it. Only the two
+    /// LIDs derived from the member's address are accepted.
     fn keep_lid(&mut self, index: usize, vport: usize, info: &VeswPortInfo) {
         let had = Lid(info.vport.encap_slid.get());
         let is_ours = info.vesw.vesw_id.get() == self.config.vesws[vport].vesw_id;
@@ -593,7 +599,7 @@ impl EthernetManager {
         }
     }
 
-    /// Gives each new member the first of its LIDs that is free.
+    /// Assigns the first available candidate LID to each new member.
     fn give_lids(&mut self) {
         if !self.members.iter().any(Member::is_new) {
             return;

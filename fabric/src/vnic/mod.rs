@@ -1,4 +1,4 @@
-//! A virtual Ethernet over the fabric, as Omni-Path's VNIC has it (`opa_vnic` of Linux).
+//! Virtual Ethernet over the fabric, modeled on Omni-Path VNIC (`opa_vnic` of Linux).
 //!
 //! ```text
 //!  interface ⇄ VirtualPort ⇄ datagrams ⇄ VirtualPort ⇄ interface
@@ -6,17 +6,17 @@
 //!                 Vema ⇄ management datagrams ⇄ EthernetManager
 //! ```
 //!
-//! A [`VirtualPort`] is a port of a virtual Ethernet switch (VESW) that exists in no one place: each
-//! port encapsulates its frames and sends them to the port that the destination MAC address belongs
-//! to. One [`EthernetManager`] in the fabric finds the hosts, gives their ports addresses (LIDs), and
-//! distributes what they must know. The agent that carries out its requests on a host is the
-//! [`Vema`]. All three are machines without I/O: they take bytes and the time, and give bytes and the
-//! next deadline.
+//! A [`VirtualPort`] is a port of a distributed virtual Ethernet switch (VESW): each port
+//! encapsulates its frames and sends them directly to the port that owns the destination MAC
+//! address. A single [`EthernetManager`] in the fabric discovers the hosts, assigns addresses
+//! (LIDs) to their ports, and distributes the tables. The [`Vema`] is the agent that executes its
+//! requests on a host. All three are state machines without I/O: their inputs are bytes and the
+//! current time, their outputs bytes and the next deadline.
 //!
-//! Layouts of packets and attributes are those of Linux. Omni-Path routes by LID; RoCE routes by
-//! GID and queue pair number. So there are two attributes more ([`wire::attr::EndPoint`] and
-//! [`wire::attr::PathsHeader`]), by which the manager learns and distributes where LIDs are. Frames that are
-//! longer than the path MTU travel as fragments, by an L4 header of our own ([`wire::packet`]).
+//! Packet and attribute layouts follow Linux. Omni-Path routes by LID, RoCE routes by GID and
+//! queue pair number. Therefore two additional attributes ([`wire::attr::EndPoint`] and
+//! [`wire::attr::PathsHeader`]) let the manager learn and distribute the locations of LIDs. Frames
+//! longer than the path MTU are fragmented with an additional L4 header ([`wire::packet`]).
 
 pub mod mac_table;
 pub mod manager;
@@ -33,24 +33,24 @@ pub use vema::{Vema, VemaConfig};
 
 use riser_transport::verbs::Gid;
 
-/// Where a datagram has come from, or goes: a port of the fabric and a queue pair there.
+/// Source or destination of a datagram: a port of the fabric and one of its queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QpAddress {
     /// Address of the port.
     pub gid: Gid,
-    /// Number of the queue pair, of 24 bits.
+    /// Queue pair number, 24 bits.
     pub qpn: u32,
 }
 
-/// Largest number of a virtual switch, of 12 bits; 0 is none.
+/// Maximum number of a virtual switch, 12 bits; 0 is invalid.
 pub const MAX_VESW_ID: u16 = 0xfff;
-/// Largest Ethernet MTU of a virtual switch, in bytes.
+/// Maximum Ethernet MTU of a virtual switch, in bytes.
 pub const MAX_ETH_MTU: u16 = 9216;
-/// Smallest Ethernet MTU of a virtual switch, in bytes: IPv4's.
+/// Minimum Ethernet MTU of a virtual switch, in bytes, as required by IPv4.
 pub const MIN_ETH_MTU: u16 = 68;
-/// Longest frame, in bytes: the MTU, an Ethernet header and a VLAN tag; without check sequence.
+/// Maximum frame length in bytes: the MTU, an Ethernet header and a VLAN tag, without FCS.
 pub const MAX_FRAME: usize = MAX_ETH_MTU as usize + frame::HEADER + frame::VLAN_TAG;
-/// Smallest path MTU that the management datagrams fit, in bytes.
+/// Minimum path MTU required by management datagrams, in bytes.
 pub const MIN_PATH_MTU: usize = 1024;
 
 /// Queue key of management datagrams.
@@ -59,7 +59,7 @@ pub const MANAGEMENT_QKEY: u32 = 0x5645_4d41;
 pub const DATA_QKEY: u32 = 0x5645_5357;
 
 pub mod frame {
-    //! What is read of Ethernet frames (IEEE 802.3, 802.1Q).
+    //! Parser of Ethernet frames (IEEE 802.3, 802.1Q).
 
     use super::wire::Mac;
 
@@ -67,9 +67,10 @@ pub mod frame {
     pub const HEADER: usize = 14;
     /// Length of a VLAN tag, in bytes.
     pub const VLAN_TAG: usize = 4;
-    /// Shortest frame without its check sequence, in bytes.
+    /// Minimum frame length without FCS, in bytes.
     pub const MIN: usize = 60;
-    /// Length of the frame check sequence, in bytes. It counts in statistics, and is not carried.
+    /// Length of the frame check sequence, in bytes. It is included in statistics but not
+    /// transmitted.
     pub const FCS: usize = 4;
 
     const ETH_P_IP: u16 = 0x0800;
@@ -77,7 +78,7 @@ pub mod frame {
     const ETH_P_8021Q: u16 = 0x8100;
     const ETH_P_8021AD: u16 = 0x88a8;
 
-    /// Protocol of a frame, as far as routing control distinguishes it.
+    /// Protocol of a frame, as distinguished by routing control.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Protocol {
         /// TCP over IPv4.
@@ -92,7 +93,7 @@ pub mod frame {
         Ipv6Udp,
         /// Another protocol over IPv6.
         Ipv6,
-        /// Everything else.
+        /// Any other protocol.
         Other,
     }
 
@@ -101,37 +102,37 @@ pub mod frame {
     pub struct Frame<'a>(&'a [u8]);
 
     impl<'a> Frame<'a> {
-        /// Takes bytes for a frame; none where they are too short for its header.
+        /// Creates a frame, or returns `None` if the bytes are shorter than the header.
         #[must_use]
         pub fn new(bytes: &'a [u8]) -> Option<Self> {
             (bytes.len() >= HEADER).then_some(Self(bytes))
         }
 
-        /// All its bytes.
+        /// Returns the bytes of the frame.
         #[must_use]
         pub fn bytes(&self) -> &'a [u8] {
             self.0
         }
 
-        /// Length in bytes, without check sequence.
+        /// Returns the length in bytes, without FCS.
         #[must_use]
         pub fn len(&self) -> usize {
             self.0.len()
         }
 
-        /// Returns whether it has no bytes, which no frame is.
+        /// Returns `false`, because a frame always has a header.
         #[must_use]
         pub fn is_empty(&self) -> bool {
             self.0.is_empty()
         }
 
-        /// Destination address.
+        /// Returns the destination address.
         #[must_use]
         pub fn dest(&self) -> Mac {
             self.mac(0)
         }
 
-        /// Source address.
+        /// Returns the source address.
         #[must_use]
         pub fn source(&self) -> Mac {
             self.mac(6)
@@ -148,7 +149,7 @@ pub mod frame {
             Some(u16::from_be_bytes([bytes[0], bytes[1]]))
         }
 
-        /// Priority of its VLAN tag (PCP), 0 to 7; none without a tag.
+        /// Returns the priority of the VLAN tag (PCP, 0 to 7), or `None` without a tag.
         #[must_use]
         pub fn priority(&self) -> Option<usize> {
             let is_tag = matches!(self.word(12), Some(ETH_P_8021Q | ETH_P_8021AD));
@@ -156,7 +157,7 @@ pub mod frame {
             Some(usize::from(tci >> 13))
         }
 
-        /// Type behind all VLAN tags, of which there are at most two, and where its payload begins.
+        /// Returns the EtherType after up to two VLAN tags, and the offset of the payload.
         fn ether_type(&self) -> (u16, usize) {
             let mut at = 12;
             for _ in 0..2 {
@@ -168,7 +169,7 @@ pub mod frame {
             (self.word(at).unwrap_or(0), at + 2)
         }
 
-        /// Protocol that it carries.
+        /// Returns the protocol of the payload.
         #[must_use]
         pub fn protocol(&self) -> Protocol {
             let (ether_type, payload) = self.ether_type();
@@ -184,8 +185,8 @@ pub mod frame {
             }
         }
 
-        /// Entropy of the flow, 8 bits: equal for frames whose order matters. Linux folds the hash
-        /// of the flow in the same way.
+        /// Returns 8 bits of flow entropy, which is equal for frames that must not be reordered.
+        /// The hash is folded as in Linux.
         #[must_use]
         pub fn entropy(&self) -> u8 {
             let (_, payload) = self.ether_type();
@@ -193,7 +194,7 @@ pub mod frame {
                 let end = self.0.len();
                 &self.0[(payload + from).min(end)..(payload + to).min(end)]
             };
-            // Addresses and ports. Options move the ports, and then they are not all hashed.
+            // Addresses and ports. IP options move the ports, which are then only partially hashed.
             let flow = match self.protocol() {
                 Protocol::Ipv4Tcp | Protocol::Ipv4Udp => part(12, 24),
                 Protocol::Ipv4 => part(12, 20),

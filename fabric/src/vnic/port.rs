@@ -1,4 +1,4 @@
-//! A virtual port: where frames of an interface become packets, and packets become frames.
+//! Virtual port: encapsulates frames of an interface and decapsulates packets.
 
 mod encapsulated;
 
@@ -21,25 +21,25 @@ use super::wire::packet::Header;
 use super::wire::{Lid, Mac};
 use super::{MAX_ETH_MTU, MAX_VESW_ID, MIN_ETH_MTU, MIN_PATH_MTU, QpAddress};
 
-/// Entries of the table that distributes flows to default ports (`OPA_VNIC_FLOW_TBL_SIZE`).
+/// Size of the table that distributes flows to default ports (`OPA_VNIC_FLOW_TBL_SIZE`).
 const FLOW_TBL: usize = 32;
-/// Most addresses of an interface that are reported, of each kind.
+/// Maximum number of reported interface addresses of each type.
 pub const MAX_IFACE_MACS: usize = 256;
-/// Most paths of a port: as many as the manager has members.
+/// Maximum number of paths of a port, equal to the maximum number of members.
 pub const MAX_PATHS: usize = 254;
 
-/// What an interface should be like, as the manager has configured its port.
+/// Desired configuration of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InterfaceConfig {
-    /// MAC address that the manager gives it; none while it gives none.
+    /// MAC address assigned by the manager, if any.
     pub mac: Option<Mac>,
-    /// MTU in bytes; none while there is none.
+    /// MTU in bytes, if configured.
     pub mtu: Option<u16>,
-    /// Frames pass: the interface has a carrier.
+    /// The interface has a carrier, because the port forwards frames.
     pub carrier: bool,
 }
 
-/// Longest frame of a VLAN priority, in bytes.
+/// Returns the maximum frame length for a VLAN priority, in bytes.
 fn max_frame(vesw: &VeswInfo, priority: Option<usize>) -> usize {
     let of_priority = priority.map(|pcp| vesw.eth_mtu_pcp[pcp]);
     let mtu = of_priority
@@ -55,12 +55,12 @@ struct Way {
     mtu: u16,
 }
 
-/// A virtual port of a virtual Ethernet switch.
+/// Virtual port of a virtual Ethernet switch.
 #[derive(Clone, Debug)]
 pub struct VirtualPort {
-    /// Index of the port at its host.
+    /// Index of the port on its host.
     vport: u8,
-    /// Longest packet of this end, in bytes.
+    /// Maximum packet length of this host, in bytes.
     mtu: usize,
     info: VeswPortInfo,
     flow_tbl: [Option<u8>; FLOW_TBL],
@@ -68,7 +68,7 @@ pub struct VirtualPort {
     learned: Learned,
     paths: Vec<Path>,
     ways: FxHashMap<Lid, Way>,
-    /// Longest packet that every other port takes, in bytes.
+    /// Maximum packet length accepted by all other ports, in bytes.
     group_mtu: usize,
     ident: u32,
     reassembly: Reassembly,
@@ -81,7 +81,7 @@ pub struct VirtualPort {
 }
 
 impl VirtualPort {
-    /// A port that was never configured. `mtu` is the path MTU of this end, in bytes.
+    /// Creates an unconfigured port. `mtu` is the local path MTU in bytes.
     #[must_use]
     pub fn new(vport: u8, mtu: usize) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl VirtualPort {
         }
     }
 
-    /// Configuration and state, as the manager reads them.
+    /// Returns the configuration and state for the manager.
     #[must_use]
     pub fn info(&self) -> VeswPortInfo {
         let mut info = self.info;
@@ -113,9 +113,9 @@ impl VirtualPort {
         info
     }
 
-    /// Sets the configuration. What is the port's own in `info` is ignored; reserved fields are kept
-    /// for the manager. Returns whether it did: nothing changes where an MTU is not an Ethernet's, or
-    /// frames are to pass without a switch or an address of the port.
+    /// Sets the configuration. Read-only fields of `info` are ignored; reserved fields are stored
+    /// for the manager. Returns `false` and changes nothing if an MTU is out of range, or if
+    /// forwarding is enabled without a switch or port address.
     pub fn configure(&mut self, info: &VeswPortInfo) -> bool {
         let mtus = info.vesw.eth_mtu_pcp.iter().chain([&info.vesw.eth_mtu]);
         let is_mtu = |mtu: u16| mtu == 0 || (MIN_ETH_MTU..=MAX_ETH_MTU).contains(&mtu);
@@ -145,8 +145,8 @@ impl VirtualPort {
         true
     }
 
-    /// Resets the port to the values of one that was never configured, and empties its tables.
-    /// Counters and the interface's addresses stay.
+    /// Resets the port to its unconfigured state and clears its tables. Counters and interface
+    /// addresses are preserved.
     pub fn reset(&mut self) {
         self.configure(&VeswPortInfo::power_on());
         self.mac_table = MacTable::default();
@@ -154,7 +154,7 @@ impl VirtualPort {
         self.set_paths(0, 0, &[]);
     }
 
-    /// Gives each place of the flow table one of the default ports, in turn.
+    /// Assigns the default ports to the slots of the flow table, in round-robin order.
     fn distribute_flows(&mut self) {
         let mask = self.info.vesw.def_port_mask.get();
         let ports: Vec<u8> = (0..DEF_PORTS as u8)
@@ -175,31 +175,31 @@ impl VirtualPort {
         });
     }
 
-    /// What the interface should be like, after each configuration.
+    /// Returns the desired interface configuration after each change.
     pub fn poll_interface(&mut self) -> Option<InterfaceConfig> {
         self.interface.take()
     }
 
-    /// Table of the manager.
+    /// Returns the table configured by the manager.
     #[must_use]
     pub fn mac_table(&self) -> &MacTable {
         &self.mac_table
     }
 
-    /// Sets entries of the manager's table, as [`MacTable::set`].
+    /// Returns the table configured by the manager for updates with [`MacTable::set`].
     pub(super) fn mac_table_mut(&mut self) -> &mut MacTable {
         &mut self.mac_table
     }
 
-    /// Paths to other ports.
+    /// Returns the paths to other ports.
     #[must_use]
     pub fn paths(&self) -> &[Path] {
         &self.paths
     }
 
-    /// Sets the paths from `offset` on, of `total`. Those beyond are forgotten, and with them what
-    /// was learned of their ports. Returns whether it did: nothing changes where there would be a
-    /// gap, or too many, or a path is no port's.
+    /// Updates the paths starting at `offset`. Paths beyond `total` are removed, including
+    /// addresses learned from their ports. Returns `false` and changes nothing if there would be a
+    /// gap or too many paths, or if a path is not a unicast path.
     pub fn set_paths(&mut self, offset: u16, total: u16, paths: &[Path]) -> bool {
         let (offset, total) = (usize::from(offset), usize::from(total));
         let is_path = |path: &Path| {
@@ -234,13 +234,13 @@ impl VirtualPort {
         true
     }
 
-    /// Statistics.
+    /// Returns the statistics.
     #[must_use]
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 
-    /// Index of the port at its host.
+    /// Returns the index of the port on its host.
     #[must_use]
     pub fn vport(&self) -> u8 {
         self.vport
@@ -254,8 +254,8 @@ impl VirtualPort {
         Lid(self.info.vport.encap_slid.get())
     }
 
-    /// Decides where a frame of the interface goes. `bytes` may be padded to [`frame::MIN`] after
-    /// that, as the receiver wants at least as many.
+    /// Determines the destination of a frame from the interface. `bytes` may be padded to
+    /// [`frame::MIN`] afterwards, which receivers require.
     ///
     /// # Errors
     /// [`TxDrop`], which is counted.
@@ -284,7 +284,7 @@ impl VirtualPort {
         let (to, mtu) = if dlid.is_multicast() {
             (Destination::Group, self.group_mtu)
         } else {
-            // A table may be here before the paths of its ports.
+            // A MAC table may arrive before the paths of its ports.
             let way = self.ways.get(&dlid).ok_or(TxDrop::DlidZero)?;
             (Destination::Port(way.to), self.mtu.min(way.mtu.into()))
         };
@@ -312,8 +312,9 @@ impl VirtualPort {
         })
     }
 
-    /// LID for an address: of the manager's table; for a group that of the switch's group; what was
-    /// learned; the LID that a locally administered address has, if it is a port's; a default port.
+    /// Returns the LID for an address. In order of precedence: the manager's table; the switch's
+    /// multicast LID for a multicast address; a learned address; the LID encoded in a locally
+    /// administered address, if it belongs to a port; a default port.
     fn dlid(&self, dest: Mac, entropy: u8, now: Instant) -> Result<Lid, TxDrop> {
         let own = self.slid();
         let not_back = |lid: Lid| match lid {
@@ -330,7 +331,8 @@ impl VirtualPort {
         if let Some(lid) = self.learned.dlid(dest, now) {
             return not_back(lid);
         }
-        // Linux takes every such address for one of the manager's; virtual machines have others.
+        // Linux assumes that the manager assigned every such address, but virtual machines use them
+        // too.
         if dest.is_local() && self.ways.contains_key(&dest.lid()) {
             return not_back(dest.lid());
         }
@@ -340,7 +342,7 @@ impl VirtualPort {
         not_back(lid.unwrap_or(Lid::NONE))
     }
 
-    /// Service class and virtual lane of a frame.
+    /// Returns the service class and virtual lane of a frame.
     fn class(&self, is_multicast: bool, priority: Option<usize>) -> (u8, u8) {
         let port = &self.info.vport;
         match (priority, is_multicast) {
@@ -364,9 +366,9 @@ impl VirtualPort {
         (self.info.vesw.rc.get() >> shift & 7) as u8
     }
 
-    /// Takes a packet; returns a frame if it is whole with it. `from` is where the packet has come
-    /// from by the fabric: only packets of members are taken, each from its own queue pair, which
-    /// others do not know unless they see its packets.
+    /// Decapsulates a packet and returns a frame once it is complete. `from` is the source of the
+    /// packet in the fabric: packets are only accepted from the queue pairs of members, whose
+    /// numbers are unknown to any host that cannot capture their packets.
     ///
     /// # Errors
     /// [`RxDrop`], which is counted.
@@ -394,7 +396,7 @@ impl VirtualPort {
             Ok(None) => return Ok(None),
             Ok(Some(bytes)) if bytes.len() < frame::MIN => Err(RxDrop::Runt),
             Ok(Some(bytes)) => {
-                // The shortest frame has a header, so there is one to look at.
+                // The minimum frame length includes a header.
                 Frame::new(bytes).ok_or(RxDrop::Runt)
             }
             Err(drop) => Err(drop),
@@ -421,7 +423,7 @@ impl VirtualPort {
         Err(drop)
     }
 
-    /// Checks the headers of a packet.
+    /// Validates the headers of a packet.
     fn check<'a>(&self, from: QpAddress, packet: &'a [u8]) -> Result<(Header, &'a [u8]), RxDrop> {
         let (header, data) = Header::parse(packet).map_err(|_| RxDrop::Logic)?;
         if header.vesw_id != self.info.vesw.vesw_id.get() {
@@ -433,7 +435,8 @@ impl VirtualPort {
         let is_ours = header.dlid == self.slid()
             || header.dlid.0 == self.info.vesw.u_mcast_dlid.get() && header.dlid != Lid::NONE;
         let is_partition = header.pkey & 0x7fff == self.info.vesw.pkey.get() & 0x7fff;
-        // One without a path, as of a member whose path has not come yet, may be any host's.
+        // Without a path, such as before the path of a new member arrives, any host could be the
+        // sender.
         let way = self.ways.get(&header.slid);
         let is_source = header.slid != self.slid() && way.is_some_and(|way| way.to == from);
         if !is_ours || !is_partition || !is_source {
@@ -442,7 +445,7 @@ impl VirtualPort {
         Ok((header, data))
     }
 
-    /// Notes that the interface was connected or disconnected. A trap reports a change.
+    /// Updates the link state of the interface. A trap reports a change.
     pub fn set_link(&mut self, is_up: bool) {
         let status = if is_up { link::UP } else { link::DOWN };
         if self.info.vport.eth_link_status != status {
@@ -451,7 +454,7 @@ impl VirtualPort {
         }
     }
 
-    /// Notes the addresses of the interface, of which [`MAX_IFACE_MACS`] of each kind count. Traps
+    /// Updates the addresses of the interface, limited to [`MAX_IFACE_MACS`] of each type. Traps
     /// report changes.
     pub fn set_macs(&mut self, unicast: &[Mac], multicast: &[Mac]) {
         let most = |macs: &[Mac]| macs[..macs.len().min(MAX_IFACE_MACS)].to_vec();
@@ -470,7 +473,7 @@ impl VirtualPort {
         }
     }
 
-    /// Unicast addresses of the interface, without the one that the manager gave it.
+    /// Returns the unicast addresses of the interface, except the address assigned by the manager.
     #[must_use]
     pub fn ucast_macs(&self) -> Vec<Mac> {
         let base = self.info.vport.base_mac_addr;
@@ -478,14 +481,13 @@ impl VirtualPort {
         macs.filter(|mac| *mac != base).collect()
     }
 
-    /// Addresses of groups that the interface takes frames of.
+    /// Returns the multicast addresses that the interface receives.
     #[must_use]
     pub fn mcast_macs(&self) -> &[Mac] {
         &self.mcast_macs
     }
 
-    /// Notice of the next event that the manager should hear of, at most as often as traps may be
-    /// sent.
+    /// Returns the notice of the next event for the manager, subject to the trap rate limit.
     pub(super) fn poll_notice(&mut self, now: Instant) -> Option<NoticeAttr> {
         let opcode = self.traps.pop_first()?;
         if !self.limit.admit(now) {
@@ -504,7 +506,7 @@ impl VirtualPort {
         Some(NoticeAttr::new(self.slid().0, &trap))
     }
 
-    /// Counts a packet of a switch that no port of the host belongs to.
+    /// Counts a packet for a switch without a port on this host.
     pub(super) fn count_stranger(&mut self) {
         self.stats.count_rx(Err(RxDrop::BadVeswId));
     }

@@ -1,22 +1,23 @@
-//! Frames of several fragments.
+//! Reassembly of fragmented frames.
 //!
-//! A sender's fragments come in order, so there is one frame under way for each source and kind of
-//! destination (multicast comes by another socket, and may overtake). A fragment that is not the next
-//! one ends the frame: the network has lost or exchanged some, as it may lose whole frames.
+//! A sender transmits fragments in order, so at most one frame is in reassembly per source and type
+//! of destination (multicast uses a separate socket and may overtake unicast). An out-of-order
+//! fragment discards the frame: the network has lost or reordered fragments, as it may lose entire
+//! frames.
 
 use rustc_hash::FxHashMap;
 
 use super::wire::Lid;
 use super::wire::packet::Fragment;
 
-/// Most frames under way: two of each source.
+/// Maximum number of frames in reassembly: two per source.
 const MAX_PARTIAL: usize = 512;
 
-/// Frames under way to a port. Memory is bounded by the sources that the port knows.
+/// Frames in reassembly at a port. Memory is bounded by the number of known sources.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Reassembly {
     partial: FxHashMap<(Lid, bool), Partial>,
-    /// Frame that was complete last.
+    /// Most recently completed frame.
     complete: Vec<u8>,
 }
 
@@ -27,12 +28,12 @@ struct Partial {
     data: Vec<u8>,
 }
 
-/// Reason why a fragment is dropped, and with it what came of its frame.
+/// A fragment and the preceding fragments of its frame were dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct OutOfOrder;
 
 impl Reassembly {
-    /// Takes a fragment; returns the frame if it is complete.
+    /// Adds a fragment; returns the frame if it is complete.
     pub(super) fn take(
         &mut self,
         source: Lid,
@@ -56,7 +57,7 @@ impl Reassembly {
         let end = usize::from(fragment.offset) + data.len();
         let len = usize::from(fragment.frame_len);
         if !is_next || data.is_empty() || end > len || len > super::MAX_FRAME {
-            // Nothing continues a frame of length 0.
+            // No fragment can continue a frame of length 0.
             partial.frame_len = 0;
             partial.data.clear();
             return Err(OutOfOrder);
@@ -71,7 +72,7 @@ impl Reassembly {
         Ok(Some(&self.complete))
     }
 
-    /// Forgets frames of sources that are not `known`.
+    /// Discards frames of sources that are not `known`.
     pub(super) fn retain(&mut self, known: impl Fn(Lid) -> bool) {
         self.partial.retain(|(source, _), _| known(*source));
     }
@@ -97,7 +98,7 @@ mod tests {
             taken.map(|frame| frame.map(<[u8]>::to_vec))
         };
         assert_eq!(take(1, false, fragment(1, 0, 5), b"abc"), Ok(None));
-        // Another source, and a group, are on their own.
+        // Another source and multicast are independent.
         assert_eq!(take(2, false, fragment(1, 0, 4), b"xy"), Ok(None));
         assert_eq!(take(1, true, fragment(2, 0, 4), b"mn"), Ok(None));
         assert_eq!(
@@ -112,7 +113,7 @@ mod tests {
             take(2, false, fragment(1, 2, 4), b"zz"),
             Ok(Some(b"xyzz".to_vec()))
         );
-        // A part that comes twice completes nothing.
+        // A duplicate fragment does not complete the frame.
         assert_eq!(take(1, false, fragment(1, 3, 5), b"de"), Err(OutOfOrder));
     }
 

@@ -1,4 +1,4 @@
-//! Statistics of a port: the groups of both directions, and the error counters.
+//! Port statistics: counter groups for both directions, and error counters.
 
 use super::frame::{FCS, Frame};
 use super::wire::attr::{
@@ -6,30 +6,30 @@ use super::wire::attr::{
 };
 use zerocopy::FromZeros;
 
-/// Reason why a frame of the interface is not sent.
+/// Reason for dropping a frame from the interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TxDrop {
-    /// The port does not forward.
+    /// The port is not forwarding.
     #[error("the port does not forward")]
     DropState,
-    /// The port may not send from the frame's address.
+    /// The port may not use the frame's source address.
     #[error("the port may not send from the frame's address")]
     SmacFilter,
-    /// No table has the frame's address, and there is no default port.
+    /// The destination address is unknown and there is no default port.
     #[error("nothing says where the frame's address is")]
     DlidZero,
-    /// The bytes are no frame, it is too long for its priority, or it would come back.
+    /// The frame is malformed or too long for its priority, or its destination is this port.
     #[error("the frame cannot be sent")]
     Logic,
 }
 
-/// Reason why no frame is taken from a packet.
+/// Reason for dropping a packet from the fabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RxDrop {
-    /// The packet is of another virtual switch.
+    /// The packet belongs to another virtual switch.
     #[error("the packet is of another virtual switch")]
     BadVeswId,
-    /// The frame is too short for Ethernet.
+    /// The frame is shorter than the Ethernet minimum.
     #[error("the frame is too short")]
     Runt,
     /// The frame is longer than the MTU.
@@ -38,15 +38,15 @@ pub enum RxDrop {
     /// The interface is down.
     #[error("the interface is down")]
     EthDown,
-    /// The port does not forward.
+    /// The port is not forwarding.
     #[error("the port does not forward")]
     DropState,
-    /// The headers are wrong, or a part of a frame is missing.
+    /// The headers are invalid, or a fragment is missing.
     #[error("the packet is wrong")]
     Logic,
 }
 
-/// Frames of one direction, by kind and length.
+/// Counters of one direction, by type and length.
 #[derive(Clone, Copy, Debug, Default)]
 struct Group {
     packets: u64,
@@ -105,7 +105,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Counts a frame that is sent, or the reason why it is not.
+    /// Counts a transmitted frame or the reason for dropping it.
     pub(super) fn count_tx(&mut self, frame: Result<Frame<'_>, TxDrop>) {
         match frame {
             Ok(frame) => self.tx.count(frame),
@@ -116,7 +116,7 @@ impl Stats {
         }
     }
 
-    /// Counts a frame that is received, or the reason why none was.
+    /// Counts a received frame or the reason for dropping it.
     pub(super) fn count_rx(&mut self, frame: Result<Frame<'_>, RxDrop>) {
         match frame {
             Ok(frame) => self.rx.count(frame),
@@ -129,25 +129,25 @@ impl Stats {
         }
     }
 
-    /// Frames that were sent.
+    /// Returns the number of transmitted frames.
     #[must_use]
     pub fn tx_packets(&self) -> u64 {
         self.tx.packets
     }
 
-    /// Frames that were received.
+    /// Returns the number of received frames.
     #[must_use]
     pub fn rx_packets(&self) -> u64 {
         self.rx.packets
     }
 
-    /// Frames that were not sent.
+    /// Returns the number of dropped frames from the interface.
     #[must_use]
     pub fn tx_errors(&self) -> u64 {
         self.tx_drop_state + self.tx_smac_filt + self.tx_dlid_zero + self.tx_logic
     }
 
-    /// Packets that no frame was taken from.
+    /// Returns the number of dropped packets from the fabric.
     #[must_use]
     pub fn rx_errors(&self) -> u64 {
         self.rx_bad_veswid
@@ -158,7 +158,7 @@ impl Stats {
             + self.rx_logic
     }
 
-    /// The counters as the manager asks for them.
+    /// Returns the summary counters for the manager.
     #[must_use]
     pub fn summary(&self, vport: u8, info: &VeswPortInfo) -> SummaryCounters {
         let PerVeswPortInfo { port_num, .. } = info.vport;
@@ -178,7 +178,7 @@ impl Stats {
         }
     }
 
-    /// The error counters as the manager asks for them.
+    /// Returns the error counters for the manager.
     #[must_use]
     pub fn errors(&self, vport: u8, info: &VeswPortInfo) -> ErrorCounters {
         ErrorCounters {

@@ -1,16 +1,17 @@
-//! The rate limit of traps.
+//! Rate limit of traps.
 //!
-//! As in Linux: the first trap opens a window of 1.07 s, in which four more may follow. What comes
-//! later is dropped; the manager finds it out when it asks for the port's generation counts.
+//! As in Linux, the first trap opens a window of 1.07 s, in which at most four more traps may be
+//! sent. Further traps are dropped; the manager detects the changes when it polls the generation
+//! counts of the port.
 
 use std::time::{Duration, Instant};
 
-/// Traps that may follow the first one of a window (`OPA_VNIC_TRAP_BURST_LIMIT`).
+/// Maximum number of traps after the first trap of a window (`OPA_VNIC_TRAP_BURST_LIMIT`).
 pub const BURST: u8 = 4;
 /// Length of a window: 4.096 µs × 2^18 (`OPA_VNIC_TRAP_TIMEOUT`).
 pub const WINDOW: Duration = Duration::from_micros(4096 * (1 << 18) / 1000);
 
-/// Rate limit of a port's traps.
+/// Trap rate limit of a port.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TrapLimit {
     ends: Option<Instant>,

@@ -1,10 +1,11 @@
-//! The agent of a host (VEMA), which carries out the manager's requests.
+//! Management agent of a host (VEMA), which executes the manager's requests.
 //!
-//! A host belongs to the manager that has set its class port information first, until that manager
-//! has been silent for [`OWNER_TIMEOUT`]: two managers would otherwise take each other's ports to and
-//! fro. Another one is refused as "busy", except for class port information, which says where the
-//! manager is: paths and tables help to forge frames, and answers that are longer than their questions
-//! could be sent to a third host. When a manager is gone, ports go on with what they have.
+//! A host belongs to the first manager that sets its class port information, until that manager has
+//! been silent for [`OWNER_TIMEOUT`]. Without this rule two managers would keep taking over each
+//! other's ports. Requests from any other manager are rejected as "busy", except for reads of the
+//! class port information, which names the current manager: paths and tables would help to forge
+//! frames, and responses longer than their requests could be used to amplify traffic to a third
+//! host. Ports keep their configuration if their manager fails.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -25,44 +26,45 @@ use super::wire::mad::{
 use super::wire::packet::Header;
 use super::wire::{Lid, Mac};
 
-/// Time after which a host may be taken by another manager.
+/// Time of silence after which another manager may take over a host.
 pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Most answers in a second to hosts that are not the manager, but for one whose orders make it the manager.
-/// Their addresses may be forged, and an answer to one that no host has waits in the socket for seconds, where
-/// frames wait behind it. A manager's search counts as well before its first orders: a flood keeps it from
-/// finding a host that [`VemaConfig::manager`] names no manager of.
+/// Maximum number of responses per second to hosts other than the manager, except for a request
+/// that establishes the manager. The source addresses may be forged, and a response to a
+/// nonexistent address blocks the socket's queue for seconds, which delays frames. Discovery
+/// requests of a manager count towards the limit before its first configuration request: during a
+/// flood, a host without a configured [`VemaConfig::manager`] may not be discovered.
 pub const STRANGER_ANSWERS: u32 = 64;
 
-/// Status of an answer to a manager that is not the host's (IBTA 13.4.7, busy).
+/// Status of a response to another manager (IBTA 13.4.7, busy).
 pub const BUSY: u16 = 1;
 
-/// What an agent is created with.
+/// Configuration of an agent.
 #[derive(Clone, Copy, Debug)]
 pub struct VemaConfig {
-    /// Queue pair for frames, of all virtual ports.
+    /// Queue pair for the frames of all virtual ports.
     pub qpn: u32,
     /// Path MTU, in bytes: at least [`MIN_PATH_MTU`](super::MIN_PATH_MTU).
     pub mtu: u16,
-    /// Most virtual ports, which the manager adds; at least 1.
+    /// Maximum number of virtual ports, which the manager creates; at least 1.
     pub max_vports: u8,
-    /// The only manager that the host listens to; the first one that comes if none is named.
+    /// The only accepted manager; if `None`, the first manager is accepted.
     pub manager: Option<Gid>,
 }
 
-/// Agent of a host, with its virtual ports.
+/// Agent of a host and its virtual ports.
 #[derive(Clone, Debug)]
 pub struct Vema {
     config: VemaConfig,
     class_port_info: ClassPortInfo,
     ports: BTreeMap<u8, VirtualPort>,
     owner: Option<(Gid, Instant)>,
-    /// Number of answers to others since the beginning of a second.
+    /// Number of responses to unknown hosts in the current second, and the start of that second.
     strangers: Option<(u32, Instant)>,
     tid: u64,
 }
 
-/// Answer of an attribute, or the status of a refusal.
+/// Attribute of a response, or the error status.
 type Answer = Result<Vec<u8>, u16>;
 
 const INVALID: u16 = status::INVALID_ATTRIB_VALUE;
@@ -75,7 +77,7 @@ fn read<T: FromBytes + Immutable + KnownLayout + Unaligned>(
 }
 
 impl Vema {
-    /// An agent without ports.
+    /// Creates an agent without ports.
     #[must_use]
     pub fn new(config: VemaConfig) -> Self {
         Self {
@@ -88,18 +90,18 @@ impl Vema {
         }
     }
 
-    /// A virtual port, if the manager has added it.
+    /// Returns a virtual port that the manager has created.
     #[must_use]
     pub fn port(&self, vport: u8) -> Option<&VirtualPort> {
         self.ports.get(&vport)
     }
 
-    /// The same, to send frames and to note changes of its interface.
+    /// Returns a virtual port, to send frames and to report interface changes.
     pub fn port_mut(&mut self, vport: u8) -> Option<&mut VirtualPort> {
         self.ports.get_mut(&vport)
     }
 
-    /// Takes a packet; returns the index of its port, and a frame if it is whole with it.
+    /// Decapsulates a packet; returns the index of its port, and a frame once it is complete.
     ///
     /// # Errors
     /// [`RxDrop`], which is counted at a port.
@@ -123,8 +125,9 @@ impl Vema {
         Ok(frame.map(|frame| (vport, frame)))
     }
 
-    /// Takes a management datagram; returns the answer to it. What is no request of the class has
-    /// none, and of hosts that are not the manager no more than [`STRANGER_ANSWERS`] in a second have.
+    /// Handles a management datagram and returns the response. There is no response to anything but
+    /// a request of this class, nor beyond [`STRANGER_ANSWERS`] per second to hosts other than the
+    /// manager.
     pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) -> Option<Vec<u8>> {
         let (request, data) = VemaHeader::parse(mad)?;
         if self.config.manager.is_some_and(|gid| gid != from.gid) {
@@ -134,7 +137,7 @@ impl Vema {
         let is_request = matches!(request.method, method::GET | method::SET);
         let is_taken = self.is_taken(from.gid, now);
         let is_class = request.attr_id.get() == id::CLASS_PORT_INFO;
-        // Its sender is the manager from now on, so others are strangers.
+        // The sender becomes the manager, so every other host is unknown.
         let is_claim = is_class && request.method == method::SET && !is_taken;
         let is_manager = self.config.manager.is_some() || self.is_owner(from.gid);
         if is_request && !is_manager && !is_claim && !self.admits_stranger(now) {
@@ -186,7 +189,7 @@ impl Vema {
         }
     }
 
-    /// Most bytes of an attribute that an answer has room for.
+    /// Returns the maximum attribute length of a response, in bytes.
     fn room(&self) -> usize {
         MAX_DATA.min(usize::from(self.config.mtu).saturating_sub(HEADER))
     }
@@ -346,8 +349,8 @@ impl Vema {
         Ok([header.as_bytes(), part.as_bytes()].concat())
     }
 
-    /// The next trap and where it goes, at most as often as each port may send some. None is sent
-    /// before a manager has said where to.
+    /// Returns the next trap and its destination, subject to the rate limit of each port. No trap
+    /// is sent before a manager has configured a destination.
     pub fn poll_trap(&mut self, now: Instant) -> Option<(QpAddress, Vec<u8>)> {
         let info = &self.class_port_info;
         if info.trap_lid.get() == 0 {
@@ -363,7 +366,7 @@ impl Vema {
         Some((sink, header.with(notice.as_bytes())))
     }
 
-    /// LID of a virtual port; none before the manager has given it one.
+    /// Returns the LID that the manager assigned to a virtual port.
     #[must_use]
     pub fn lid(&self, vport: u8) -> Option<Lid> {
         let lid = Lid(self.port(vport)?.info().vport.encap_slid.get());
@@ -431,7 +434,7 @@ mod tests {
         let info = ClassPortInfo::read_from_bytes(&data).unwrap();
         assert_eq!((status, info.cap_mask.get()), (0, 0x0201));
         assert_eq!(info.cap_mask2_resp_time.get(), 18);
-        // A port that does not exist has the values of one that was never configured.
+        // A nonexistent port reports the values of an unconfigured port.
         let (status, data) = ask(agent, 1, (GET, id::VESWPORT_INFO, 1), &[], now);
         assert_eq!(
             (status, &data[..]),
@@ -568,7 +571,7 @@ mod tests {
             (SET, id::VESWPORT_INFO),
         ];
         for (method, attr) in invalid {
-            // Without the port, or with too few bytes.
+            // Without the port, or with a truncated attribute.
             let answer = ask(agent, 1, (method, attr, 0), &[], now);
             assert_eq!(answer, (INVALID, vec![]), "{attr:#x}");
         }
@@ -596,7 +599,7 @@ mod tests {
         assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, 0);
         assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, BUSY);
 
-        // What a host knows of others is its manager's to read.
+        // Only its manager may read a host's knowledge of other hosts.
         for attr in [id::VESWPORT_INFO, id::PATHS, id::END_POINT, 0x7777] {
             let get = (GET, attr, 0);
             assert_eq!(
@@ -651,11 +654,12 @@ mod tests {
         assert_eq!(flood(agent), STRANGER_ANSWERS as usize);
         let info = ClassPortInfo::new_zeroed();
         assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, 0);
-        // It is the manager now: another one is a stranger.
+        // Now it is the manager, and any other manager is unknown.
         let other = VemaHeader::new(SET, id::CLASS_PORT_INFO, 0, 1).with(info.as_bytes());
         assert!(agent.handle_mad(address(2), &other, now).is_none());
 
-        // Where the manager is named, none but it is answered, which may ask at once.
+        // If a manager is configured, only that manager gets responses, and it may send requests
+        // immediately.
         let agent = &mut Vema::new(VemaConfig {
             manager: Some(address(1).gid),
             ..agent.config
@@ -766,8 +770,8 @@ mod tests {
             let now = Instant::now();
             let agent = &mut vema();
             let mut rest = bytes;
-            // Pieces of the input as datagrams, and as attributes of correct ones: method,
-            // attribute, port, length, data.
+            // Interprets parts of the input as datagrams, and as attributes of valid datagrams:
+            // method, attribute, port, length, data.
             while let [kind, attr, vport, len, tail @ ..] = rest {
                 let (data, tail) = tail.split_at((usize::from(*len) * 4).min(tail.len()));
                 rest = tail;

@@ -1,13 +1,12 @@
-//! `riser-sa`: subnet administration at an address of RoCE, and path resolution for its host.
+//! `riser-sa`: subnet administration for a RoCE address, and path resolution for its host.
 //!
-//! It takes the place of `ibacm` and, on a fabric of RoCE, that of a subnet administrator:
+//! It replaces `ibacm` and, on a RoCE fabric, provides a subnet administrator:
+//! - hosts send requests to queue pair 1 at its address ([`riser_fabric::sa::administrator`]);
+//! - the kernel sends requests over netlink ([`riser_fabric::ls`]);
+//! - local programs send requests over a Unix socket ([`riser_fabric::acm`]).
 //!
-//! - hosts ask queue pair 1 at its address ([`riser_fabric::sa::administrator`]);
-//! - the kernel asks over netlink ([`riser_fabric::ls`]);
-//! - programs of the host ask over a Unix socket ([`riser_fabric::acm`]).
-//!
-//! One thread waits for all of it. A service manager may give it the sockets for netlink and for
-//! programs, as it does with `ibacm` (`ibacm.socket`).
+//! A single thread serves all of them. A service manager may pass the sockets for netlink and for
+//! programs, as it does for `ibacm` (`ibacm.socket`).
 
 mod programs;
 mod state;
@@ -43,23 +42,23 @@ use tracing::{debug, error, info, warn};
 use programs::Programs;
 use state::State;
 
-/// Longest message of the kernel that is read.
+/// Maximum length of a message from the kernel.
 const MESSAGE: usize = 4096;
 
-/// Messages of the kernel in a row.
+/// Maximum number of consecutive messages from the kernel.
 const IN_A_ROW: usize = 64;
 
-/// Time between two warnings about the kernel, of which each question may cause one.
+/// Minimum interval between warnings about the kernel, since each request may cause a warning.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// Subnet administration at an address of RoCE, and path resolution for its host
+/// Serve subnet administration at a RoCE address, and resolve paths for its host
 ///
-/// Hosts ask it for paths, services, multicast groups and notices at queue pair 1 of its address.
-/// The kernel asks it over netlink, and programs, such as ib_acme and those with librdmacm, over a
-/// Unix socket, as they ask ibacm.
+/// Hosts query paths, services, multicast groups and notices at queue pair 1 of the address. The
+/// kernel sends requests over netlink. Programs such as ib_acme and users of librdmacm send
+/// requests over a Unix socket, as they do with ibacm.
 ///
-/// A service manager may pass it the sockets for netlink and for programs. It then opens no socket for
-/// netlink itself.
+/// A service manager may pass the sockets for netlink and for programs. No netlink socket is opened
+/// then.
 #[derive(Parser)]
 #[command(name = "riser-sa", version, disable_help_subcommand = true)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -75,7 +74,7 @@ enum Verb {
     /// Print the manual page
     #[command(hide = true)]
     Man {
-        /// Write it into this folder instead
+        /// Write it into this directory instead
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
@@ -83,35 +82,33 @@ enum Verb {
 
 #[derive(Args)]
 struct Serve {
-    /// Address of this host at which it answers
+    /// Address of this host at which to serve
     #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     addr: IpAddr,
-    /// Further address of this host, such as one of the kernel's own devices: the kernel and programs
-    /// may ask for paths from it as well
+    /// Additional address of this host, such as the address of a kernel device: the kernel and
+    /// programs may request paths from it as well
     #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     source: Vec<IpAddr>,
-    /// Answer programs at this Unix socket, which all users may ask
+    /// Serve programs of all users at this Unix socket
     ///
-    /// ibacm's is /run/ibacm-unix.sock.
+    /// ibacm uses /run/ibacm-unix.sock.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Take names of hosts from this file, which has lines of an address and its names
+    /// Read host names from this file; each line contains an address and its names
     ///
-    /// Programs may ask for a path to a name. The file is read at the start.
+    /// Programs may request a path to a name. The file is read at startup.
     #[arg(long, value_name = "FILE", default_value = "/etc/hosts")]
     hosts: PathBuf,
-    /// Keep in this file what hosts have registered, for the time after a restart
+    /// Save registrations of hosts to this file, to restore them after a restart
     ///
-    /// Hosts do not notice a restart and do not register again. Those that are still there have their
-    /// services, groups and subscriptions back at once.
-    ///
-    /// Of several the last one counts: a service has one already.
+    /// Hosts do not notice a restart and do not register again. The services, groups and
+    /// subscriptions of hosts that are still present are restored immediately.
     #[arg(long, value_name = "FILE", overrides_with = "state")]
     state: Option<PathBuf>,
-    /// Do not answer the kernel, which takes CAP_NET_ADMIN and a kernel with RDMA
+    /// Do not serve the kernel, which requires CAP_NET_ADMIN and RDMA support in the kernel
     #[arg(long)]
     no_netlink: bool,
-    /// Time in milliseconds that the kernel waits for an answer, from 100 to 200000
+    /// Time that the kernel waits for a response, in milliseconds, from 100 to 200000
     #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u32).range(
         *TIMEOUTS.start() as i64..=*TIMEOUTS.end() as i64
     ))]
@@ -135,7 +132,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
     if let Some(Verb::Man { dir }) = cli.verb {
         return Ok(program::write_manual(Cli::command(), dir.as_deref())?);
     }
-    // One of them is there, or the arguments would have been refused.
+    // The argument parser requires one of them.
     let serve = cli.serve.ok_or("an address is needed (--addr)")?;
     Daemon::open(serve)?.run()
 }
@@ -146,13 +143,13 @@ struct Daemon {
     resolver: Resolver,
     counters: Counters,
     kernel: Option<RdmaNetlink>,
-    /// Time of the last warning about the kernel, and the number of those that were left out since.
+    /// Time of the last warning about the kernel, and the number of warnings suppressed since.
     warned: Option<(Instant, u64)>,
     programs: Option<Programs>,
-    /// A datagram that the device had no room for.
+    /// Datagram that did not fit into the device's send queue.
     unsent: Option<(Gid, Mad)>,
     state: Option<State>,
-    /// Readable when the program is to end.
+    /// Becomes readable on shutdown.
     end: UnixStream,
 }
 
@@ -172,7 +169,7 @@ impl Daemon {
         let mut device =
             Roce::open(&RoceConfig::new(cli.addr)).map_err(|error| explain(cli.addr, &error))?;
         device.register_agent(MadClass::SubnetAdm)?;
-        // Hosts answer with it that they are there.
+        // Hosts respond to probes with this class.
         device.register_agent(MadClass::Performance)?;
         let mtu = device.query_port(1)?.active_mtu;
         let mut secret = [0; 16];
@@ -183,7 +180,7 @@ impl Daemon {
             State::open(path, &mut administrator, Instant::now()).map_err(|error| {
                 let text = format!("the state {name}: {error}");
                 if error.kind() == io::ErrorKind::InvalidData {
-                    // The option names another file: a service manager need not try again.
+                    // The file is not a state file: restarting the service would not help.
                     Cli::command()
                         .error(clap::error::ErrorKind::ValueValidation, text)
                         .exit()
@@ -212,11 +209,11 @@ impl Daemon {
         if let Some(kernel) = &daemon.kernel {
             let timeout = cli.kernel_timeout.map(u64::from).map(Duration::from_millis);
             match kernel.send(&ls::hello(timeout, kernel.port())) {
-                // A socket of another protocol, on which no kernel listens.
+                // A socket of another protocol, without a kernel listener.
                 Err(error) if error.raw_os_error() == Some(libc::ECONNREFUSED) => {}
                 sent => sent.map_err(|error| format!("netlink for RDMA: {error}"))?,
             }
-            // The kernel has answered already, if it is one that will take no answers.
+            // A kernel that does not accept responses has already rejected this one.
             if let Some(refusal) = daemon.answer_kernel(Instant::now()) {
                 return Err(refusal.into());
             }
@@ -257,14 +254,15 @@ impl Daemon {
         }
     }
 
-    /// A turn of everything; returns whether there may be more to do at once.
+    /// Handles all pending work; returns whether more may be pending.
     fn turn(&mut self, now: Instant) -> bool {
         let mut worked = self.device.progress(now) > 0;
-        // What the interface carries may have changed.
+        // The interface MTU may have changed.
         if let Ok(port) = self.device.query_port(1) {
             self.administrator.set_mtu(port.active_mtu);
         }
-        // All that has come, which is bounded: what a flood leaves here keeps others out.
+        // Drain the bounded receive queue completely: packets of a flood left in it would block
+        // other hosts.
         while let Some((from, mad)) = self.device.poll_mad() {
             worked = true;
             self.administrator.handle_mad(now, from.into(), &mad);
@@ -289,7 +287,7 @@ impl Daemon {
         worked
     }
 
-    /// Gives the device what there is to send; returns whether there was something.
+    /// Passes queued datagrams to the device; returns whether there were any.
     fn transmit(&mut self, now: Instant) -> bool {
         let mut worked = false;
         while let Some((to, mad)) = self
@@ -298,7 +296,7 @@ impl Daemon {
             .or_else(|| self.administrator.poll_transmit(now))
         {
             if self.device.send_mad(to.ip(), &mad).is_err() {
-                // It goes first when the device has sent some.
+                // It is retried first when the device has free slots.
                 self.unsent = Some((to, mad));
                 break;
             }
@@ -307,7 +305,7 @@ impl Daemon {
         worked
     }
 
-    /// Answers what the kernel asks; why it takes no answers, if it says so.
+    /// Serves kernel requests; returns the error if the kernel rejects a response.
     fn answer_kernel(&mut self, now: Instant) -> Option<String> {
         let mut buffer = [0; MESSAGE];
         for _ in 0..IN_A_ROW {
@@ -315,7 +313,7 @@ impl Daemon {
             let (len, from) = match kernel.receive_from(&mut buffer) {
                 Ok(received) => received?,
                 Err(error) => {
-                    // ENOBUFS: messages were lost, and the kernel goes on without their answers.
+                    // ENOBUFS: messages were lost, and the kernel will continue after a timeout.
                     self.warn(
                         now,
                         &format_args!("messages of the kernel are lost: {error}"),
@@ -341,7 +339,7 @@ impl Daemon {
         None
     }
 
-    /// Warns about the kernel, but not again and again.
+    /// Logs a rate-limited warning about the kernel.
     fn warn(&mut self, now: Instant, what: &dyn fmt::Display) {
         match &mut self.warned {
             Some((last, left_out)) if now < *last + QUIET => *left_out += 1,
@@ -375,7 +373,7 @@ impl Daemon {
     }
 }
 
-/// An address that a host can have.
+/// Parses a unicast host address.
 fn host_addr(text: &str) -> Result<IpAddr, String> {
     let addr: IpAddr = text.parse().map_err(|_| "no IP address".to_owned())?;
     let is_broadcast = matches!(addr, IpAddr::V4(v4) if v4.is_broadcast());
@@ -385,7 +383,7 @@ fn host_addr(text: &str) -> Result<IpAddr, String> {
     Ok(addr)
 }
 
-/// Why there is no device at an address, and what helps.
+/// Explains why no device can be opened at an address, and suggests a remedy.
 fn explain(addr: IpAddr, error: &io::Error) -> String {
     let hint = match error.kind() {
         io::ErrorKind::AddrNotAvailable => ": no interface of this host has the address",
@@ -399,7 +397,7 @@ fn explain(addr: IpAddr, error: &io::Error) -> String {
     format!("no device at {addr}: {error}{hint}")
 }
 
-/// Sockets that the service manager has opened: for netlink, and for programs.
+/// Returns the sockets passed by the service manager: for netlink and for programs.
 fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
     let mut given = ListenFd::from_env();
     let (mut kernel, mut listener) = (None, None);
@@ -407,7 +405,7 @@ fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
         let Some(fd) = given.take_raw_fd(at)? else {
             continue;
         };
-        // SAFETY: the service manager has opened it for this process, which takes it once.
+        // SAFETY: the service manager opened it for this process, and it is adopted only once.
         #[expect(unsafe_code, reason = "a descriptor is inherited by its number")]
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         match sockopt::socket_domain(&fd)? {
@@ -427,7 +425,7 @@ fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
     Ok((kernel, listener))
 }
 
-/// A socket that gets the kernel's questions.
+/// Opens a socket that receives requests from the kernel.
 fn open_netlink() -> Result<RdmaNetlink, Failure> {
     let opened = RdmaNetlink::open(LS_GROUP);
     opened.map_err(|error| match error.raw_os_error() {
@@ -436,7 +434,7 @@ fn open_netlink() -> Result<RdmaNetlink, Failure> {
     })
 }
 
-/// An error of netlink for RDMA in words.
+/// Describes an error of the RDMA netlink interface.
 fn refusal(errno: i32) -> String {
     match errno {
         libc::EPROTONOSUPPORT => "this kernel has no netlink for RDMA (NETLINK_RDMA): load its \
@@ -452,8 +450,8 @@ fn refusal(errno: i32) -> String {
     }
 }
 
-/// Listens at a path, for all users, as ibacm does. A socket that an earlier process has left there
-/// goes.
+/// Listens at a path that all users may access, as ibacm does. A stale socket of a previous process
+/// is removed.
 fn listen(path: &PathBuf) -> io::Result<UnixListener> {
     use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 
@@ -473,7 +471,7 @@ fn listen(path: &PathBuf) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Names of hosts, each with its first address; none where the file cannot be read.
+/// Reads host names, each with its first address. Returns an empty map if the file cannot be read.
 fn read_names(file: &PathBuf) -> BTreeMap<String, IpAddr> {
     let text = std::fs::read_to_string(file).unwrap_or_else(|error| {
         info!(%error, "no names from {}", file.display());

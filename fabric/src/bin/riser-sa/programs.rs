@@ -1,4 +1,4 @@
-//! Programs of the host that ask over the Unix socket.
+//! Connections of local programs over the Unix socket.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -12,35 +12,36 @@ use riser_fabric::sa::administrator::Administrator;
 use riser_fabric::sa::resolver::Resolver;
 use tracing::{debug, warn};
 
-/// Programs at once. When one more comes, the oldest of the user gives way who has the most: no user keeps
-/// others from being answered.
+/// Maximum number of connections. Beyond it, the oldest connection of the heaviest user is closed,
+/// so that no user starves another.
 const MAX_PROGRAMS: usize = 64;
 
-/// Programs that are taken in a row: others, and hosts, wait no longer.
+/// Maximum number of consecutive accepts, so that existing programs and hosts are served in
+/// between.
 const IN_A_ROW: usize = 16;
 
-/// Time for which none is taken after the system had nothing left for one more.
+/// Pause after an accept failed for lack of resources.
 const REST: Duration = Duration::from_secs(1);
 
-/// Bytes of a message's header, of which two have its length.
+/// Length of a message header, in bytes. Two of them contain the message length.
 const HEADER: usize = 16;
 const OPERATION: usize = 1;
 const LENGTH: usize = 6;
 
-/// The listener and the connections.
+/// Listener and connections.
 pub(super) struct Programs {
     listener: UnixListener,
     connected: Vec<Program>,
-    /// Time until which none is taken.
+    /// End of the pause, if accepting is paused.
     rests: Option<Instant>,
-    /// None was taken since this was reported.
+    /// No connection was accepted since the failure was reported.
     has_failed: bool,
 }
 
 struct Program {
     stream: UnixStream,
     user: u32,
-    /// What has arrived of its next message.
+    /// Partially received message.
     bytes: Vec<u8>,
 }
 
@@ -61,12 +62,13 @@ impl Programs {
         listener.into_iter().chain(streams)
     }
 
-    /// Time at which [`Self::turn`] has something to do, be nothing readable.
+    /// Returns the time at which [`Self::turn`] should be called even if no socket is readable.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.rests
     }
 
-    /// Ends the oldest connection of the user with the most; returns whether there was one.
+    /// Closes the oldest connection of the user with the most connections; returns whether there
+    /// was one.
     fn make_room(&mut self) -> bool {
         let of = |user| self.connected.iter().filter(|p| p.user == user).count();
         let oldest = (0..self.connected.len()).rev();
@@ -74,8 +76,8 @@ impl Programs {
         ended.map(|at| self.connected.remove(at)).is_some()
     }
 
-    /// Takes no connection for a while: the one that waits would be reported again and again. A
-    /// descriptor that is missing to this process alone is that of an old connection.
+    /// Pauses accepting, because the waiting connection would be reported repeatedly. If only this
+    /// process ran out of descriptors, closes an old connection.
     fn rest(&mut self, now: Instant, error: &io::Error) {
         if error.raw_os_error() != Some(libc::EMFILE) || !self.make_room() {
             if !std::mem::replace(&mut self.has_failed, true) {
@@ -85,7 +87,7 @@ impl Programs {
         }
     }
 
-    /// Takes connections, and answers what has come.
+    /// Accepts connections and serves received requests.
     pub(super) fn turn(
         &mut self,
         now: Instant,
@@ -138,10 +140,10 @@ impl Programs {
 }
 
 impl Program {
-    /// Answers the message that has come, if it is whole.
+    /// Responds to the received message once it is complete.
     ///
     /// # Errors
-    /// Those of the connection, which then ends.
+    /// Returns connection errors, which require closing the connection.
     fn turn(&mut self, service: &Service<'_>) -> io::Result<()> {
         let mut buffer = [0; MAX_MESSAGE];
         let room = MAX_MESSAGE - self.bytes.len();
@@ -155,7 +157,7 @@ impl Program {
             return Ok(());
         };
         let length = [header[LENGTH], header[LENGTH + 1]];
-        // Of the operation RESOLVE in the host's byte order, else in that of the network.
+        // The length is in host byte order for RESOLVE, and in network byte order otherwise.
         let length = match header[OPERATION] & 0xf {
             1 => u16::from_ne_bytes(length),
             _ => u16::from_be_bytes(length),
@@ -164,7 +166,7 @@ impl Program {
         if !(HEADER..=MAX_MESSAGE).contains(&length) {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        // A program waits for its answer before it asks again.
+        // A program must wait for its response before the next request.
         if self.bytes.len() > length {
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -174,7 +176,7 @@ impl Program {
         let answer = service.answer(&self.bytes);
         self.bytes.clear();
         let answer = answer.ok_or(io::ErrorKind::InvalidData)?;
-        // A program that takes no answer has asked in vain.
+        // The program does not read its response.
         self.stream.write_all(&answer)
     }
 }

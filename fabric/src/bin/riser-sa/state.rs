@@ -1,8 +1,8 @@
-//! A file with what hosts have registered, for the time after a restart.
+//! State file with the registrations of hosts, used to restore them after a restart.
 //!
-//! It has a line that names its version, and then for each request the GID of its host and the MAD. What
-//! hosts change is written some seconds later, and at the end. It is no database: a record that is a
-//! little too old, or lost with a crash, is set again by its host when its lease is renewed.
+//! The first line identifies the version. It is followed by the GID of the host and the MAD of each
+//! request. Changes are written with a delay of a few seconds, and on shutdown. The file is not a
+//! database: hosts set outdated or lost records again when they renew their leases.
 
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -16,36 +16,36 @@ use tracing::{info, warn};
 
 const VERSION: &[u8] = b"riser-sa 1\n";
 
-/// Bytes of a request with its host.
+/// Length of a request with its host, in bytes.
 const ENTRY: usize = 16 + MAD_LEN;
 
-/// Most requests that are read: more than an administrator keeps.
+/// Maximum number of requests to read, which exceeds the limits of an administrator.
 const MAX_ENTRIES: usize = 4096;
 
-/// Time from a change until it is written, with those that come meanwhile.
+/// Delay between a change and its write, so that subsequent changes are written together.
 const PAUSE: Duration = Duration::from_secs(5);
 
-/// Time after which a file that could not be written is tried again.
+/// Delay before a failed write is retried.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// The file.
+/// State file.
 pub(super) struct State {
     path: PathBuf,
-    /// Changes that it has.
+    /// Change counter of the administrator at the last write.
     written: u64,
-    /// Time at which others are written.
+    /// Time of the next write, if there are unwritten changes.
     due: Option<Instant>,
-    /// It could not be written the last time.
+    /// The last write failed.
     has_failed: bool,
 }
 
 impl State {
-    /// Gives the administrator what the file has; a file that is not there has nothing, and one that a
-    /// power cut has damaged is put aside.
+    /// Restores the registrations from the file into the administrator. A missing file is empty. A
+    /// file damaged by a power failure is renamed.
     ///
     /// # Errors
-    /// Those of reading and of putting aside, and `InvalidData` for a file of another program or version:
-    /// it is left as it is.
+    /// Returns read and rename errors, and `InvalidData` for a file of another program or version,
+    /// which is not modified.
     pub(super) fn open(
         path: PathBuf,
         administrator: &mut Administrator,
@@ -93,12 +93,12 @@ impl State {
         })
     }
 
-    /// Time at which [`Self::turn`] has something to do.
+    /// Returns the time at which [`Self::turn`] should be called.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.due
     }
 
-    /// Writes what has changed when its time has come.
+    /// Writes pending changes when they are due.
     pub(super) fn turn(&mut self, now: Instant, administrator: &Administrator) {
         if administrator.changes() != self.written && self.due.is_none() {
             self.due = Some(now + PAUSE);
@@ -119,7 +119,7 @@ impl State {
         self.due = self.has_failed.then_some(now + RETRY);
     }
 
-    /// Writes all there is, before the program ends.
+    /// Writes all changes on shutdown.
     pub(super) fn finish(mut self, now: Instant, administrator: &Administrator) {
         if let Err(error) = self.write(now, administrator) {
             self.warn(&error);
@@ -146,8 +146,8 @@ impl State {
     }
 }
 
-/// Whether a power cut may have made this of a file that was being replaced: it has its length, and zeros
-/// up to the end of its first request at least, or it has its first bytes.
+/// Returns whether a power failure during replacement may have left these bytes: a valid length
+/// with zeros at least up to the end of the first request, or a prefix of a valid file.
 fn is_damaged(bytes: &[u8]) -> bool {
     let len = bytes.len().checked_sub(VERSION.len());
     let has_length = len.is_some_and(|len| len.is_multiple_of(ENTRY));
@@ -156,17 +156,17 @@ fn is_damaged(bytes: &[u8]) -> bool {
     !bytes.is_empty() && (is_zero || VERSION.starts_with(bytes))
 }
 
-/// Path of a file beside another one.
+/// Appends a suffix to the file name.
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     name.into()
 }
 
-/// Replaces a file as a whole. Only its owner reads it: services may have keys.
+/// Replaces a file atomically. Only the owner may read it, because services may have keys.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let name = with_suffix(path, ".new");
-    // One that is there keeps its mode, and may be another file's name.
+    // An existing file would keep its mode, and might be a link to another file.
     match std::fs::remove_file(&name) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -175,7 +175,7 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     options.write(true).create_new(true).mode(0o600);
     let mut file = options.open(&name)?;
     file.write_all(bytes)?;
-    // Or a power cut may leave the new name and none of the bytes.
+    // Otherwise a power failure could persist the new name without the data.
     file.sync_all()?;
     std::fs::rename(&name, path)
 }
@@ -198,7 +198,7 @@ mod tests {
         Administrator::new(AdministratorConfig::new(ADDR, Mtu::Mtu1024, [1; 16]))
     }
 
-    /// A folder that is not there yet, for the time of a test.
+    /// Path of a temporary directory that is removed after the test.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_could_not_be_written_is_written_later() {
+    fn failed_state_write_is_retried() {
         let folder = Folder::new("later");
         let path = folder.0.join("state");
         let (now, second) = (Instant::now(), Duration::from_secs(1));
@@ -227,7 +227,7 @@ mod tests {
         state.turn(now, &administrator);
         state.turn(now + PAUSE, &administrator);
         assert!(state.has_failed);
-        // It is tried again, but not all the time, without another change.
+        // The write is retried without another change, but not immediately.
         state.turn(now + PAUSE, &administrator);
         let due = state.deadline().unwrap();
         assert_eq!(due, now + PAUSE + second * 60);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_power_cut_leaves_is_another_programs() {
+    fn foreign_file_is_not_treated_as_damaged() {
         let folder = Folder::new("damaged");
         std::fs::create_dir(&folder.0).unwrap();
         let path = folder.0.join("state");
@@ -251,7 +251,8 @@ mod tests {
             let opened = State::open(path.clone(), &mut administrator(), now);
             (opened.map_err(|error| error.kind()).err(), path.exists())
         };
-        // The begin of an image of a disk, one that ends where a state may, and zeros of other lengths.
+        // The start of a disk image, an image with the length of a state file, and zeros of other
+        // lengths.
         let image = [&[0; 32 << 10][..], b"\x01CD001\x01"].concat();
         let mut other = vec![0; one + ENTRY];
         other[one - 1] = 1;
@@ -259,7 +260,7 @@ mod tests {
             let refused = (Some(ErrorKind::InvalidData), true);
             assert_eq!(open(bytes), refused, "{} bytes", bytes.len());
         }
-        // What is behind the first of several may have been written.
+        // Requests after the first one may have been written.
         let mut several = vec![0; one + ENTRY];
         several[one] = 1;
         for bytes in [&vec![0; one][..], &several, &VERSION[..5]] {

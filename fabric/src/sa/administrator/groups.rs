@@ -1,7 +1,7 @@
 //! Multicast groups and their members.
 //!
-//! On RoCE a group is an IP address, and hosts join it by IGMP or MLD as well. Here is what these do
-//! not carry: its queue key, its partition, its MTU, and who sends and receives.
+//! On RoCE a multicast group is an IP address that hosts also join via IGMP or MLD. This module
+//! stores the remaining attributes: queue key, partition, MTU, senders and receivers.
 
 use riser_transport::verbs::{Gid, Mtu};
 use riser_transport::wire::Mad;
@@ -18,7 +18,7 @@ const FIRST_MLID: u16 = 0xc000;
 /// Memberships that keep a group alive.
 const FULL: u8 = join_state::FULL_MEMBER | join_state::SEND_ONLY_FULL_MEMBER;
 
-/// What makes a membership, and a group like the one that it was in.
+/// Fields required to create a membership, and to restore a group with the same attributes.
 const MEMBERSHIP: McMemberMask = McMemberMask::CREATE
     .union(McMemberMask::MGID)
     .union(McMemberMask::PORT_GID)
@@ -44,13 +44,13 @@ impl Member {
 }
 
 struct Group {
-    /// What all members share: GID of the port and JoinState are zero.
+    /// Attributes shared by all members. PortGID and JoinState are zero.
     record: McMemberRecord,
     members: Vec<Member>,
 }
 
 impl Group {
-    /// It ends with the last of its full members (IBTA 15.2.5.17.4).
+    /// Returns whether the group has a full member left (IBTA 15.2.5.17.4).
     fn is_alive(&self) -> bool {
         self.members.iter().any(Member::is_full)
     }
@@ -64,17 +64,17 @@ impl Group {
     }
 }
 
-/// The groups of the fabric.
+/// Groups of the fabric.
 pub(super) struct Groups {
     most: usize,
-    /// Most memberships, and those of one host.
+    /// Maximum number of memberships: total, per host.
     limits: (usize, usize),
     all: Vec<Group>,
-    /// Number of the next group that asks for a GID.
+    /// Number of the next group with an allocated GID.
     next: u16,
 }
 
-/// A group that has come or gone.
+/// Creation or deletion of a group.
 pub(super) type Event = Option<(Trap, Gid)>;
 
 impl Groups {
@@ -100,13 +100,14 @@ impl Groups {
         members.filter(|member| member.gid == gid).count()
     }
 
-    /// Hosts that are members, some of them more than once.
+    /// Returns the hosts of all memberships. A host may occur several times.
     pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
         let members = self.all.iter().flat_map(|group| &group.members);
         members.map(|member| member.gid)
     }
 
-    /// The requests that make the memberships; those of full members first, who make the groups.
+    /// Returns requests that recreate the memberships. Full members come first, because they create
+    /// the groups.
     pub(super) fn requests(&self) -> impl Iterator<Item = (Gid, Mad)> {
         let all = [true, false].into_iter().flat_map(|is_full| {
             let all = self.all.iter();
@@ -119,7 +120,7 @@ impl Groups {
         })
     }
 
-    /// Ends the memberships of a host; returns the groups that have ended.
+    /// Removes all memberships of a host and returns the deleted groups.
     pub(super) fn remove(&mut self, gid: Gid) -> Vec<Gid> {
         let mut ended = Vec::new();
         self.all.retain_mut(|group| {
@@ -134,7 +135,7 @@ impl Groups {
         ended
     }
 
-    /// What all members of a group share.
+    /// Returns the attributes shared by all members of a group.
     pub(super) fn find(&self, mgid: Gid) -> Option<&McMemberRecord> {
         let group = self.all.iter().find(|group| group.record.mgid() == mgid)?;
         Some(&group.record)
@@ -164,7 +165,7 @@ impl Groups {
         }
     }
 
-    /// Groups, and of the members only the one that asks, if it asks for itself.
+    /// Returns matching groups. Membership is only reported to the requester itself.
     fn look(&self, from: Gid, mask: McMemberMask, wanted: &McMemberRecord) -> Records {
         let groups = self
             .all
@@ -273,7 +274,7 @@ impl Groups {
             true => choose(mask.contains(selector), wanted, most),
             false => Some(most),
         });
-        // A rate means nothing to a socket, so any will do.
+        // A UDP socket has no rate limit, so any rate is accepted.
         limits[0] = limits[0].filter(|code| *code <= mtu.code());
         let pkey = wanted.pkey.get() & 0x7fff;
         let (Some(mtu), Some(rate), 0x7fff, true) =
@@ -314,8 +315,8 @@ impl Groups {
         Ok(())
     }
 
-    /// A GID that no group has, of the family of a host's addresses: of site-local scope, or of IPv4
-    /// addresses for an organization (RFC 2365).
+    /// Returns an unused multicast GID of the host's address family, with site-local scope for IPv6
+    /// or organization-local scope for IPv4 (RFC 2365).
     fn free_gid(&mut self, host: Gid) -> Gid {
         loop {
             let [high, low] = self.next.to_be_bytes();
@@ -333,7 +334,8 @@ impl Groups {
         }
     }
 
-    /// A LID that no group has, the one that is wished if it can be. There are fewer groups than LIDs.
+    /// Returns an unused multicast LID, preferably the requested one. There are always fewer groups
+    /// than LIDs.
     fn free_mlid(&self, wished: Option<u16>) -> u16 {
         const MLIDS: std::ops::Range<u16> = FIRST_MLID..0xfffe;
         let is_taken = |lid: u16| self.all.iter().any(|group| group.record.mlid.get() == lid);
@@ -373,7 +375,7 @@ impl Groups {
     }
 }
 
-/// The code that a group takes: what was asked for, as far as there is that much.
+/// Selects the code of a group attribute: the requested value, limited to the maximum.
 fn choose(has_selector: bool, wanted: Limit, most: u8) -> Option<u8> {
     let code = match wanted.selector() {
         Selector::Exactly => wanted.code(),
@@ -389,7 +391,7 @@ fn is_group(mgid: Gid) -> bool {
     mgid.ip().is_multicast()
 }
 
-/// Whether a group has what a request names.
+/// Returns whether a group has the requested attributes.
 fn fits(group: &McMemberRecord, mask: McMemberMask, wanted: &McMemberRecord) -> bool {
     let fields = [
         (McMemberMask::MGID, wanted.mgid == group.mgid),
@@ -440,7 +442,7 @@ fn fits(group: &McMemberRecord, mask: McMemberMask, wanted: &McMemberRecord) -> 
         })
 }
 
-/// A membership that a host may change: its own.
+/// Checks that a host only changes its own membership, and returns that membership.
 fn own(from: Gid, mask: McMemberMask, given: &McMemberRecord) -> Result<McMemberRecord, Refusal> {
     if !mask.contains(McMemberMask::JOIN_STATE) {
         return Err(SaStatus::InsufficientComponents.into());

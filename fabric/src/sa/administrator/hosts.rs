@@ -1,18 +1,18 @@
-//! Hosts that were heard, and those of them that are there.
+//! Known hosts and their reachability.
 //!
 //! ```text
-//!          a request                  its answer to a question
+//!          request                    response to a probe
 //! (none) ─────────────▶ heard ──────────────────────────────────▶ present
-//!    ▲                    │ not heard for FORGETTING, or its place   │ keeps nothing and not heard for
-//!    │                    │ is needed                                │ FORGETTING, or does not answer
-//!    └────────────────────┴──────────────────────────────────────────┘ MAX_UNANSWERED questions
+//!    ▲                    │ silent for FORGETTING, or its slot       │ stores nothing and silent for
+//!    │                    │ is needed                                │ FORGETTING, or did not respond to
+//!    └────────────────────┴──────────────────────────────────────────┘ MAX_UNANSWERED probes
 //! ```
 //!
-//! The source of a datagram can be forged. So a host is asked something, by a number that only its
-//! address receives. What it sets waits for the answer; until then it is in no table, and each of its
-//! requests brings one datagram more, no row of them. A host that keeps something and is silent is asked
-//! again: it may have been switched off, and what it keeps must not stay for ever. So is one that has
-//! registered something at an administrator before a restart.
+//! The source of a datagram can be forged, so each new host is probed with a number that only its
+//! address receives. Requests that change state are deferred until the host has responded, and each
+//! of them triggers at most one datagram. Silent hosts with stored state are probed periodically,
+//! because a host that was switched off must not occupy memory forever. Hosts with state restored
+//! after a restart of the administrator are probed as well.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::{Duration, Instant};
@@ -25,32 +25,34 @@ use zerocopy::IntoBytes as _;
 
 use super::super::wire::Record as _;
 
-/// Time after which a host is forgotten that keeps nothing, and after which one is asked that does.
+/// Idle time after which a host without stored state is forgotten, and a host with stored state is
+/// probed.
 pub(super) const FORGETTING: Duration = Duration::from_secs(600);
 
-/// Time between two looks at all hosts.
+/// Interval between sweeps over all hosts.
 pub(super) const SWEEP: Duration = Duration::from_secs(60);
 
-/// Questions that a host may leave without an answer, one in each [`SWEEP`]: it is away for an hour.
+/// Maximum number of consecutive unanswered probes, one per [`SWEEP`]: about an hour.
 const MAX_UNANSWERED: u32 = 50;
 
-/// Requests of a host that wait for its answer; it repeats those beyond.
+/// Maximum number of deferred requests per host. The host retransmits any further requests.
 const MAX_WAITING: usize = 8;
 
-/// Requests of a host that are taken over from an earlier administrator: more than a host may keep.
+/// Maximum number of restored requests per host, which exceeds the limit of stored records.
 const MAX_RESTORED: usize = 128;
 
 struct Host {
     gid: Gid,
-    /// Time at which anything came from its address.
+    /// Time of the last datagram from this address.
     heard: Instant,
-    /// Time of its last answer; none so far.
+    /// Time of the last probe response, if any.
     answered: Option<Instant>,
-    /// Questions since then.
+    /// Number of probes since the last response.
     unanswered: u32,
-    /// Requests that wait for its first answer.
+    /// Requests deferred until the first probe response.
     waiting: Vec<Mad>,
-    /// Those of an earlier administrator, which it would make again if it knew of the restart.
+    /// Requests received by a previous administrator. The host does not know about the restart and
+    /// will not repeat them.
     restored: Vec<Mad>,
 }
 
@@ -66,47 +68,47 @@ impl Host {
         }
     }
 
-    /// Whether it has had something before a restart, and has not come back.
+    /// Returns whether the host had state before a restart and has not responded since.
     fn is_awaited(&self) -> bool {
         !self.restored.is_empty()
     }
 }
 
-/// Requests of a host that has answered.
+/// Requests to execute after a probe response.
 pub(super) struct Answered {
-    /// It was not known to be there.
+    /// The host was not present before.
     pub(super) is_new: bool,
-    /// Those of an earlier administrator.
+    /// Requests received by a previous administrator.
     pub(super) restored: Vec<Mad>,
-    /// Its own, which have waited.
+    /// Deferred requests.
     pub(super) waiting: Vec<Mad>,
 }
 
-/// A place in the list.
+/// Slot in the host table.
 pub(super) enum Place {
-    /// The host has one. It may have been that of another one, which was present.
+    /// The host has a slot. `left` is a present host that was evicted for it.
     Taken { left: Option<Gid> },
-    /// All are those of hosts that keep something.
+    /// All slots belong to hosts with stored state.
     None,
 }
 
-/// What is to be done about hosts that are silent.
+/// Actions for unresponsive hosts.
 #[derive(Default)]
 pub(super) struct Silent {
-    /// Those that are forgotten, and whether they were present.
+    /// Removed hosts, and whether each was present.
     pub(super) gone: Vec<(Gid, bool)>,
-    /// Those that are asked.
+    /// Hosts to probe.
     pub(super) asked: Vec<Gid>,
 }
 
-/// The hosts of the fabric.
+/// Hosts of the fabric.
 pub(super) struct Hosts {
     most: usize,
-    /// GID of the administrator itself, which is there.
+    /// GID of the administrator, which is always present.
     own: Gid,
     secret: [u8; 16],
     all: Vec<Host>,
-    /// Time of the last look at all of them, or of the first host.
+    /// Time of the last sweep, or of the first host.
     swept: Option<Instant>,
 }
 
@@ -129,21 +131,21 @@ impl Hosts {
         self.all.iter_mut().find(|host| host.gid == gid)
     }
 
-    /// Whether a host is there.
+    /// Returns whether a host is present.
     pub(super) fn is_present(&self, gid: Gid) -> bool {
         let is_it = |host: &Host| host.gid == gid && host.answered.is_some();
         self.all.iter().any(is_it)
     }
 
-    /// Hosts that are there.
+    /// Returns all present hosts.
     pub(super) fn present(&self) -> impl Iterator<Item = Gid> {
         let present = self.all.iter().filter(|host| host.answered.is_some());
         present.map(|host| host.gid)
     }
 
-    /// Notes that something came from a host's address. Where no place is free, one that was only heard
-    /// gives way, else one that keeps nothing, for which `keepers` are asked, and at last one that has not
-    /// come back after a restart, though it had time for an answer.
+    /// Records that a datagram arrived from a host. If the table is full, the slot of a host in
+    /// state *heard* is reused first, then the slot of a host without stored state (not in
+    /// `keepers`), and finally the slot of a host that did not respond in time after a restart.
     pub(super) fn note(
         &mut self,
         now: Instant,
@@ -165,7 +167,7 @@ impl Hosts {
             let free = oldest(&was_heard).or_else(|| {
                 let keepers = keepers();
                 let is_free = |host: &Host| !keepers.contains(&host.gid);
-                // It may have been asked just now, and the first question may be lost.
+                // The first probe may have been lost, or the second may still be in flight.
                 let is_late = |host: &Host| is_free(host) && host.unanswered > 1;
                 oldest(&|host| is_free(host) && !host.is_awaited()).or_else(|| oldest(&is_late))
             });
@@ -183,7 +185,7 @@ impl Hosts {
         Place::Taken { left }
     }
 
-    /// Keeps a request until its host has answered. One that is repeated takes the place of the first.
+    /// Defers a request until its host has responded. A retransmission replaces the original.
     pub(super) fn hold(&mut self, gid: Gid, mad: &Mad) {
         let Some(host) = self.find(gid) else {
             return;
@@ -197,8 +199,8 @@ impl Hosts {
         }
     }
 
-    /// Keeps a request of an earlier administrator until its host has answered. Returns whether it is the
-    /// first one of its host, which is asked.
+    /// Defers a request received by a previous administrator until its host has responded. Returns
+    /// whether it is the first deferred request of the host, which must then be probed.
     pub(super) fn restore(&mut self, now: Instant, gid: Gid, mad: &Mad) -> bool {
         if self.find(gid).is_none() && self.all.len() < self.most {
             self.swept.get_or_insert(now);
@@ -213,7 +215,7 @@ impl Hosts {
         host.restored.len() == 1
     }
 
-    /// Requests of an earlier administrator whose hosts have not answered yet.
+    /// Returns requests of a previous administrator whose hosts have not responded yet.
     pub(super) fn restored(&self) -> impl Iterator<Item = (Gid, Mad)> {
         let hosts = self.all.iter();
         hosts.flat_map(|host| host.restored.iter().map(move |mad| (host.gid, *mad)))
@@ -225,8 +227,8 @@ impl Hosts {
         TransactionId(hasher.finish())
     }
 
-    /// A question to a host: ClassPortInfo of performance management, which Linux and our NIC answer,
-    /// be it that they do not have the class.
+    /// Builds the probe of a host: a ClassPortInfo query of performance management. Linux and our
+    /// NIC respond to it even if they do not support the class.
     pub(super) fn question(&self, gid: Gid) -> Mad {
         let header = MadHeader::new(
             MadClass::Performance,
@@ -240,7 +242,7 @@ impl Hosts {
         mad
     }
 
-    /// Takes the answer to a question.
+    /// Handles the response to a probe.
     pub(super) fn handle_answer(
         &mut self,
         now: Instant,
@@ -260,14 +262,14 @@ impl Hosts {
         })
     }
 
-    /// Time of the next look at all hosts.
+    /// Returns the time of the next sweep.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let swept = self.swept.filter(|_| !self.all.is_empty());
         swept.map(|swept| swept + SWEEP)
     }
 
-    /// Looks at all hosts. Questions are counted and not the time: the administrator may have been
-    /// stopped itself.
+    /// Sweeps all hosts. Probes are counted instead of elapsed time, because the administrator
+    /// itself may have been stopped.
     pub(super) fn sweep(&mut self, now: Instant, keepers: &FxHashSet<Gid>) -> Silent {
         let mut silent = Silent::default();
         let own = self.own;

@@ -1,14 +1,15 @@
-//! A subnet administrator for fabrics of RoCE, which have none.
+//! Subnet administrator for RoCE fabrics, which have no subnet manager.
 //!
-//! On RoCE an address is a GID and every path is known, so paths are computed. What hosts report to the
-//! administrator is kept: services with their leases ([`services`]), multicast groups with their
-//! members ([`groups`]), and subscriptions to notices of that ([`notices`]). A host speaks for its own
-//! GID only, from queue pair 1 to queue pair 1.
+//! On RoCE an address is a GID, so every path can be computed. The administrator stores only the
+//! state that hosts register: services with their leases ([`services`]), multicast groups with
+//! their members ([`groups`]), and subscriptions to notices ([`notices`]). A host may only register
+//! its own GID, from queue pair 1 to queue pair 1.
 //!
-//! A datagram's source can be forged. What a host sets is kept once the host has answered that it is
-//! there ([`hosts`]), and for as long as it does. Who forges the address of such a host can still speak in
-//! its name: this is a directory, and proves nothing. Bounds ([`Limits`]) hold for each host and for all
-//! together; what is beyond is refused by ERR_NO_RESOURCES.
+//! The source of a datagram can be forged. State is therefore stored only after the host has
+//! responded to a probe ([`hosts`]), and only while it keeps responding. An attacker that forges
+//! the address of a present host can still act on its behalf: the administrator is a directory
+//! without authentication. [`Limits`] apply per host and in total; excess requests fail with
+//! ERR_NO_RESOURCES.
 
 mod groups;
 mod hosts;
@@ -42,41 +43,42 @@ use hosts::{Hosts, Place};
 use notices::Notices;
 use services::Services;
 
-/// Answers that wait to be sent, at most; questions beyond are lost like any datagram.
+/// Maximum number of queued responses. Further requests are dropped like lost datagrams.
 const MAX_ANSWERS: usize = 256;
 
-/// Time after which an answer of several MADs gives its place to another one, if none is free.
+/// Time after which a multi-packet response may be evicted by a new one if the table is full.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// CapabilityMask of the class: IsUDMulticastSupported (IBTA table 158).
 const UD_MULTICAST: u16 = 1 << 9;
 
-/// Answers come within 4.096 µs × 2^18, about a second.
+/// Response time: 4.096 µs × 2^18, about a second.
 const RESPONSE_TIME: u8 = 18;
 
-/// Static rate of 2.5 Gbit/s, the least that can be said: a socket has no speed.
+/// Static rate of 2.5 Gbit/s, the lowest encodable value, because a socket has no rate.
 const RATE: u8 = 2;
 
 /// Packet life time: 4.096 µs × 2^18, about a second.
 const LIFE_TIME: u8 = 18;
 
-/// Hop limit of paths. Above 1 it also says that packets have a GRH, which all have on RoCE.
+/// Hop limit of paths. A value above 1 also indicates that packets have a GRH, as all RoCE packets
+/// do.
 const HOP_LIMIT: u8 = 64;
 
-/// Most that is kept.
+/// Limits on stored state.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Hosts that are known.
+    /// Known hosts.
     pub hosts: usize,
-    /// Service records, of all hosts and of each.
+    /// Service records: total, per host.
     pub services: (usize, usize),
     /// Multicast groups.
     pub groups: usize,
-    /// Memberships of groups, of all hosts and of each.
+    /// Group memberships: total, per host.
     pub members: (usize, usize),
-    /// Subscriptions to notices, of all hosts and of each.
+    /// Subscriptions to notices: total, per host.
     pub subscriptions: (usize, usize),
-    /// Answers of several MADs under way, to all hosts and to each.
+    /// Multi-packet responses in flight: total, per host.
     pub transfers: (usize, usize),
 }
 
@@ -84,7 +86,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             hosts: 256,
-            // All of them fit an answer.
+            // A response can hold all of them.
             services: (320, 32),
             groups: 256,
             members: (2048, 64),
@@ -97,18 +99,18 @@ impl Default for Limits {
 /// Configuration of an administrator.
 #[derive(Clone, Copy, Debug)]
 pub struct AdministratorConfig {
-    /// Its own GID.
+    /// GID of the administrator.
     pub gid: Gid,
-    /// Path MTU that it gives.
+    /// Path MTU to report.
     pub mtu: Mtu,
-    /// Bounds of what it keeps.
+    /// Limits on stored state.
     pub limits: Limits,
-    /// Random bytes that no other host knows: what hosts must answer follows from them.
+    /// Random bytes unknown to all hosts. Probe identifiers are derived from them.
     pub secret: [u8; 16],
 }
 
 impl AdministratorConfig {
-    /// An administrator at an address.
+    /// Creates a configuration for an administrator at this address.
     #[must_use]
     pub fn new(addr: IpAddr, mtu: Mtu, secret: [u8; 16]) -> Self {
         Self {
@@ -120,7 +122,7 @@ impl AdministratorConfig {
     }
 }
 
-/// Why a request is refused: a status of the answer.
+/// Rejection of a request, with the status of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Refusal(u16);
 
@@ -136,7 +138,7 @@ impl From<SaStatus> for Refusal {
     }
 }
 
-/// Records of an answer.
+/// Records of a response.
 struct Records {
     words: u16,
     count: usize,
@@ -147,7 +149,7 @@ impl Records {
     fn of<R: Record>(records: impl IntoIterator<Item = R>) -> Self {
         let (mut data, mut count) = (Vec::new(), 0);
         for record in records {
-            // One more than fits says that they do not.
+            // One record beyond the maximum marks the response as too long.
             if data.len() > MAX_LEN {
                 break;
             }
@@ -162,24 +164,24 @@ impl Records {
     }
 }
 
-/// Numbers of what an administrator keeps.
+/// Amount of stored state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Hosts that are known.
+    /// Known hosts.
     pub hosts: usize,
     /// Service records.
     pub services: usize,
     /// Multicast groups.
     pub groups: usize,
-    /// Memberships of groups.
+    /// Group memberships.
     pub members: usize,
     /// Subscriptions to notices.
     pub subscriptions: usize,
-    /// Answers of several MADs under way.
+    /// Multi-packet responses in flight.
     pub transfers: usize,
 }
 
-/// The administrator.
+/// Subnet administrator.
 pub struct Administrator {
     config: AdministratorConfig,
     hosts: Hosts,
@@ -201,7 +203,7 @@ impl std::fmt::Debug for Administrator {
 }
 
 impl Administrator {
-    /// An administrator that knows of no host.
+    /// Creates an administrator without known hosts.
     #[must_use]
     pub fn new(config: AdministratorConfig) -> Self {
         let limits = config.limits;
@@ -217,7 +219,7 @@ impl Administrator {
         }
     }
 
-    /// Numbers of what it keeps.
+    /// Returns the amount of stored state.
     #[must_use]
     pub fn usage(&self) -> Usage {
         Usage {
@@ -230,25 +232,25 @@ impl Administrator {
         }
     }
 
-    /// Has another path MTU in all answers from now on.
+    /// Changes the path MTU of all subsequent responses.
     pub fn set_mtu(&mut self, mtu: Mtu) {
         self.config.mtu = mtu;
     }
 
-    /// Path from one GID to another, as it is computed for every question.
+    /// Computes the path from one GID to another.
     #[must_use]
     pub fn path(&self, sgid: Gid, dgid: Gid) -> Option<PathRecord> {
         paths::compute(self.config.mtu, &self.groups, sgid, dgid)
     }
 
-    /// Path that a question's components ask for: the first one that a Get would bring.
+    /// Returns the first path that matches the selected fields of a query.
     #[must_use]
     pub fn find_path(&self, mask: PathMask, wanted: &PathRecord) -> Option<PathRecord> {
         let path = self.path(wanted.sgid(), wanted.dgid())?;
         paths::fit(path, mask, wanted)
     }
 
-    /// Takes a MAD that came from queue pair 1 of a host.
+    /// Handles a MAD received from queue pair 1 of a host.
     pub fn handle_mad(&mut self, now: Instant, from: Gid, mad: &[u8]) {
         let Ok((header, data)) = SaHeader::parse(mad) else {
             return;
@@ -270,7 +272,7 @@ impl Administrator {
         }
     }
 
-    /// Takes the answer of a host to what it was asked, and then the requests that have waited for it.
+    /// Handles a host's probe response, then the requests deferred until it.
     fn handle_presence(&mut self, now: Instant, from: Gid, header: &SaHeader) {
         if header.mad.method() & RESPONSE == 0 {
             return;
@@ -290,26 +292,28 @@ impl Administrator {
         }
     }
 
-    /// Requests by which hosts have made what is kept, each with its host: what an administrator after a
-    /// restart takes by [`Self::restore`]. Hosts do not notice a restart, and do not ask again.
+    /// Returns requests that recreate the stored state, each with its host. After a restart a new
+    /// administrator passes them to [`Self::restore`], because hosts do not notice a restart and do
+    /// not repeat their requests.
     #[must_use]
     pub fn requests(&self, now: Instant) -> Vec<(Gid, Mad)> {
         let services = self.services.requests(now);
         let (groups, notices) = (self.groups.requests(), self.notices.requests());
         let kept = services.chain(groups).chain(notices);
-        // Those that an earlier administrator has left wait for their hosts, and outlive this one, too.
+        // Restored requests of hosts that have not responded yet must survive this administrator
+        // too.
         kept.chain(self.hosts.restored()).collect()
     }
 
-    /// Number of changes of what is kept, but for those that time has made.
+    /// Returns the number of changes to the stored state, except for changes due to timeouts.
     #[must_use]
     pub fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// Takes a request over from an administrator before a restart. It is carried out when its host has
-    /// answered, and has no answer itself. A member that only sends is left out where no full member of its
-    /// group has answered before: without one there is no group.
+    /// Restores a request received by a previous administrator. It is executed without a response
+    /// once its host has responded to a probe. A send-only member is skipped if no full member of
+    /// its group has been restored before, because the group does not exist then.
     pub fn restore(&mut self, now: Instant, host: Gid, mad: &Mad) {
         if host == self.config.gid {
             self.note(now, host);
@@ -319,7 +323,7 @@ impl Administrator {
         }
     }
 
-    /// Carries a request out that has been answered before.
+    /// Executes a request that a previous administrator already responded to.
     fn register(&mut self, now: Instant, host: Gid, mad: &Mad) {
         if let Ok((header, data)) = SaHeader::parse(mad)
             && SaMethod::of(header.mad.method()) == Some(SaMethod::Set)
@@ -414,12 +418,12 @@ impl Administrator {
         let (all, each) = self.config.limits.transfers;
         let transaction = header.mad.transaction();
         let is_his = |(other, _): &&(Gid, Sender)| *other == to;
-        // The host repeats its question, and has forgotten what it had of the answer.
+        // The host retransmits its query and has discarded the partial response.
         let is_it = |(other, sender): &(Gid, Sender)| {
             *other == to && sender.header().mad.transaction() == transaction
         };
         self.transfers.retain(|transfer| !is_it(transfer));
-        // A host that has acknowledged nothing may never have asked, be it this one.
+        // Without an acknowledgment the requester's address may be forged.
         let is_idle = |sender: &Sender| sender.is_unanswered() || sender.begun() + PATIENCE <= now;
         let is_full_of_his = self.transfers.iter().filter(is_his).count() >= each;
         if is_full_of_his || self.transfers.len() >= all {
@@ -433,7 +437,7 @@ impl Administrator {
         Ok(())
     }
 
-    /// Notes that a host was heard; returns whether there is room for it.
+    /// Records that a host was heard; returns whether it has a slot.
     fn note(&mut self, now: Instant, gid: Gid) -> bool {
         let (services, groups, notices) = (&self.services, &self.groups, &self.notices);
         let keepers = || keepers(services, groups, notices);
@@ -448,7 +452,7 @@ impl Administrator {
         }
     }
 
-    /// Ends everything that a host keeps.
+    /// Removes all state of a host.
     fn remove(&mut self, now: Instant, gid: Gid) {
         self.changes += 1;
         self.services.remove(gid);
@@ -467,7 +471,8 @@ impl Administrator {
                 self.notices.raise(now, Trap::GidOutOfService, gid);
             }
         }
-        // Beside the bound of answers: hosts are few, and one that was not asked would count as silent.
+        // Not subject to the limit on responses: there are few hosts, and a skipped host would be
+        // treated as silent.
         for gid in silent.asked {
             self.answers.push_back((gid, self.hosts.question(gid)));
         }
@@ -526,7 +531,7 @@ impl Administrator {
         }
     }
 
-    /// GIDs of the hosts that are there: its own, that of the one that asks, and others.
+    /// Returns the GIDs of present hosts: the administrator, the requester and all remaining hosts.
     fn gids(&self, from: Gid) -> impl Iterator<Item = Gid> {
         let own = self.config.gid;
         let first = std::iter::once(own).chain((from != own).then_some(from));
@@ -566,7 +571,7 @@ impl Administrator {
         Ok(Records::of(paths.take(most)))
     }
 
-    /// The next MAD to send, and the host whose queue pair 1 gets it.
+    /// Returns the next MAD to send, and the host whose queue pair 1 is the destination.
     pub fn poll_transmit(&mut self, now: Instant) -> Option<(Gid, Mad)> {
         if let Some(answer) = self.answers.pop_front() {
             return Some(answer);
@@ -576,7 +581,7 @@ impl Administrator {
         segment.or_else(|| self.notices.poll_transmit(now))
     }
 
-    /// Time at which [`Self::handle_timeout`] has something to do.
+    /// Returns the time at which [`Self::handle_timeout`] should be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let transfers = self.transfers.iter().map(|(_, sender)| sender.deadline());
@@ -588,7 +593,7 @@ impl Administrator {
         transfers.chain(others.into_iter().flatten()).min()
     }
 
-    /// Ends what is over: leases, answers that are not acknowledged, hosts that are no longer there.
+    /// Removes expired leases, unacknowledged responses and unresponsive hosts.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.services.handle_timeout(now);
         self.transfers
@@ -600,18 +605,19 @@ impl Administrator {
     }
 }
 
-/// Hosts that keep something.
+/// Returns all hosts with stored state.
 fn keepers(services: &Services, groups: &Groups, notices: &Notices) -> FxHashSet<Gid> {
     let hosts = services.hosts().chain(groups.hosts());
     hosts.chain(notices.hosts()).collect()
 }
 
-/// A request that sets a record.
+/// Builds a request that sets a record.
 fn request<R: Record>(mask: u64, record: &R) -> Mad {
     SaHeader::new(MadMethod::Set, R::ATTRIBUTE, TransactionId(0), mask).emit(record.as_bytes())
 }
 
-/// Whether a method asks for an answer: SubnAdmGetTraceTable() and others that are not supported do.
+/// Returns whether a method expects a response. Unsupported methods such as SubnAdmGetTraceTable()
+/// do.
 fn is_answered(method: u8) -> bool {
     const NONE: [u8; 3] = [
         MadMethod::Send as u8,
@@ -621,12 +627,12 @@ fn is_answered(method: u8) -> bool {
     !NONE.contains(&method)
 }
 
-/// The record of a request.
+/// Parses the record of a request.
 fn read<R: Record>(data: &[u8]) -> Result<R, Refusal> {
     R::read(data).ok_or_else(|| MadStatus::InvalidField.into())
 }
 
-/// High and low half of a GID.
+/// Returns the high and low half of a GID.
 fn halves(gid: Gid) -> (u64, u64) {
     let gid = u128::from_be_bytes(gid.0);
     ((gid >> 64) as u64, gid as u64)
@@ -659,7 +665,7 @@ fn node_record(gid: Gid) -> NodeRecord {
 }
 
 fn port_info_record(gid: Gid, mtu: Mtu) -> PortInfoRecord {
-    /// Active and linked; one lane of 2.5 Gbit/s, the least that can be said.
+    /// Active and linked; one lane of 2.5 Gbit/s, the lowest encodable value.
     const ACTIVE: u8 = 4;
     const LINKED: u8 = 5;
     let mut info = PortInfo::default();

@@ -1,7 +1,7 @@
-//! Subscriptions, and the reports that they bring.
+//! Subscriptions and the resulting reports.
 //!
-//! A subscriber has one report under way; the next one goes when that is answered. One that does not
-//! answer, however often it is asked, has its subscriptions ended: so this list empties itself.
+//! Each subscriber has at most one report in flight; the next report is sent after the response.
+//! Subscriptions of an unresponsive subscriber are removed, so the list cannot grow stale.
 
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -17,10 +17,10 @@ use super::super::wire::inform::{InformInfo, InformInfoRecord, InformMask, Notic
 use super::super::wire::{Record, SaHeader, SaStatus};
 use super::{Records, Refusal, request};
 
-/// Notices that wait for a subscriber, at most; later ones are lost.
+/// Maximum number of queued notices per subscriber; later notices are dropped.
 const MAX_NOTICES: usize = 16;
 
-/// Time after which a report is repeated, and how often it is.
+/// Time before a report is retransmitted, and the maximum number of retransmissions.
 const TIMEOUT: Duration = Duration::from_secs(1);
 const RETRIES: u8 = 3;
 
@@ -32,32 +32,32 @@ struct Report {
     notice: Notice,
     attempts: u8,
     deadline: Instant,
-    /// It waits to be sent.
+    /// The report must be sent.
     is_due: bool,
 }
 
 struct Subscription {
     gid: Gid,
-    /// Number among those of its host.
+    /// Subscription number of its host.
     number: u16,
     info: InformInfo,
     waiting: VecDeque<Notice>,
     report: Option<Report>,
 }
 
-/// The subscriptions of all hosts.
+/// Subscriptions of all hosts.
 pub(super) struct Notices {
     /// GID of the administrator.
     own: Gid,
-    /// Most subscriptions, and those of one host.
+    /// Maximum number of subscriptions: total, per host.
     limits: (usize, usize),
     all: Vec<Subscription>,
     next: u32,
 }
 
 impl Notices {
-    /// Without subscriptions. Transactions begin at a number that follows from the secret: hosts that
-    /// remember those of an administrator before a restart would take the same ones for repetitions.
+    /// Creates an empty list. The first transaction number is derived from the secret, because
+    /// hosts would treat transaction numbers of the previous administrator as retransmissions.
     pub(super) fn new(own: Gid, limits: (usize, usize), secret: [u8; 16]) -> Self {
         let mut hasher = DefaultHasher::new();
         secret.hash(&mut hasher);
@@ -73,23 +73,23 @@ impl Notices {
         self.all.len()
     }
 
-    /// Hosts that have subscribed, some of them more than once.
+    /// Returns the hosts of all subscriptions. A host may occur several times.
     pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
         self.all.iter().map(|subscription| subscription.gid)
     }
 
-    /// The requests that make them.
+    /// Returns requests that recreate the subscriptions.
     pub(super) fn requests(&self) -> impl Iterator<Item = (Gid, Mad)> {
         let all = self.all.iter();
         all.map(|subscription| (subscription.gid, request(0, &subscription.info)))
     }
 
-    /// Ends the subscriptions of a host.
+    /// Removes all subscriptions of a host.
     pub(super) fn remove(&mut self, gid: Gid) {
         self.all.retain(|subscription| subscription.gid != gid);
     }
 
-    /// The subscriptions that a question names. Their queue pairs are their owners' business
+    /// Returns the subscriptions that match a query. Queue pairs are only visible to their owner
     /// (C15-0.2-1.16).
     pub(super) fn find(&self, mask: InformMask, wanted: &InformInfoRecord) -> Records {
         let all = self.all.iter().map(|subscription| InformInfoRecord {
@@ -104,9 +104,9 @@ impl Notices {
         Records::of(all.filter(|record| record.matches(mask, wanted)))
     }
 
-    /// Takes a subscription, or its end.
+    /// Handles a subscription or unsubscription.
     pub(super) fn handle(&mut self, from: Gid, info: &InformInfo) -> Result<Records, Refusal> {
-        // Reports go to queue pair 1 and no other; without a number it is meant.
+        // Reports are only sent to queue pair 1, which is also the default.
         if info.subscribe > 1 || info.qpn() > Qpn::GSI.value() || info.is_generic == 0 {
             return Err(SaStatus::ReqInvalid.into());
         }
@@ -137,11 +137,11 @@ impl Notices {
         Ok(Records::of([*info]))
     }
 
-    /// Reports an event to those that have subscribed to it.
+    /// Reports an event to all matching subscribers.
     pub(super) fn raise(&mut self, now: Instant, trap: Trap, about: Gid) {
         let notice = Notice::new(trap, about, self.own);
         for subscription in &mut self.all {
-            // A host knows what it has done itself.
+            // A host need not be notified of its own actions.
             if subscription.info.admits(&notice)
                 && subscription.gid != about
                 && subscription.waiting.len() < MAX_NOTICES
@@ -152,7 +152,7 @@ impl Notices {
         self.begin(now);
     }
 
-    /// Begins the next report of each subscriber that has none under way.
+    /// Starts the next report of each subscriber without a report in flight.
     fn begin(&mut self, now: Instant) {
         for subscription in &mut self.all {
             if subscription.report.is_some() {
@@ -173,7 +173,7 @@ impl Notices {
         }
     }
 
-    /// Takes an answer to a report.
+    /// Handles the response to a report.
     pub(super) fn handle_answer(&mut self, now: Instant, from: Gid, transaction: TransactionId) {
         for subscription in self.all.iter_mut().filter(|s| s.gid == from) {
             let report = &mut subscription.report;

@@ -1,5 +1,5 @@
-//! Paths between addresses. RoCE needs no route from an administrator: the host's own network finds
-//! it. So a path is computed from the two GIDs.
+//! Paths between addresses. On RoCE the IP network routes packets, so a path can be computed from
+//! the two GIDs.
 
 use riser_transport::verbs::{Gid, Mtu, PKey};
 use zerocopy::big_endian::{U16, U32};
@@ -9,8 +9,8 @@ use super::super::wire::{Limit, Selector};
 use super::groups::Groups;
 use super::{HOP_LIMIT, LIFE_TIME, RATE};
 
-/// The path from a port to another one, or to a group; `None` where there is none: between addresses
-/// of two families, and to what is no address of a host.
+/// Computes the path from a port to another port or to a group. Returns `None` if the addresses
+/// have different families or the destination is not a host address.
 pub(super) fn compute(mtu: Mtu, groups: &Groups, sgid: Gid, dgid: Gid) -> Option<PathRecord> {
     let (source, destination) = (sgid.ip(), dgid.ip());
     let is_host = |ip: std::net::IpAddr| {
@@ -40,7 +40,7 @@ pub(super) fn compute(mtu: Mtu, groups: &Groups, sgid: Gid, dgid: Gid) -> Option
         dlid: group.mlid,
         flow_label_and_hop_limit: U32::new(group.flow_label() << 8 | u32::from(group.hop_limit())),
         traffic_class: group.traffic_class,
-        // Nothing can be sent from a group.
+        // Multicast paths are not reversible.
         reversible_and_count: 0,
         pkey: group.pkey,
         qos_class_and_sl: U16::new(u16::from(group.sl())),
@@ -51,8 +51,8 @@ pub(super) fn compute(mtu: Mtu, groups: &Groups, sgid: Gid, dgid: Gid) -> Option
     })
 }
 
-/// The path with what a request may choose on RoCE: its service, flow label, traffic class and
-/// priority; `None` where it does not have what is asked for.
+/// Applies the attributes that a request may choose on RoCE: service, flow label, traffic class and
+/// priority. Returns `None` if a requested attribute is not available.
 pub(super) fn fit(mut path: PathRecord, mask: PathMask, wanted: &PathRecord) -> Option<PathRecord> {
     let is_group = path.dgid().ip().is_multicast();
     let limits = [
@@ -74,7 +74,7 @@ pub(super) fn fit(mut path: PathRecord, mask: PathMask, wanted: &PathRecord) -> 
         !mask.contains(*bit) || wanted.admits(mask.contains(*selector), has.code())
     });
     let fields = [
-        // Programs that want InfiniBand's ports may give LIDs, which mean nothing beside GIDs.
+        // Programs written for InfiniBand may specify LIDs, which are ignored if GIDs are present.
         (
             PathMask::DLID,
             mask.contains(PathMask::DGID) || wanted.dlid == path.dlid,
@@ -83,7 +83,7 @@ pub(super) fn fit(mut path: PathRecord, mask: PathMask, wanted: &PathRecord) -> 
             PathMask::SLID,
             mask.contains(PathMask::SGID) || wanted.slid == path.slid,
         ),
-        // A partition has full and limited members.
+        // A partition key matches with either membership bit.
         (
             PathMask::PKEY,
             (wanted.pkey.get() ^ path.pkey.get()) & 0x7fff == 0,
@@ -92,7 +92,7 @@ pub(super) fn fit(mut path: PathRecord, mask: PathMask, wanted: &PathRecord) -> 
             PathMask::REVERSIBLE,
             !wanted.is_reversible() || path.is_reversible(),
         ),
-        // Bit 31: packets of another transport.
+        // Bit 31 selects packets of another transport.
         (
             PathMask::RAW_TRAFFIC,
             wanted.flow_label_and_hop_limit.get() >> 31 == 0,

@@ -1,4 +1,4 @@
-//! Service records, with their leases.
+//! Service records and their leases.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +12,15 @@ use super::{Records, Refusal, request};
 
 struct Service {
     record: ServiceRecord,
-    /// End of the lease.
+    /// Expiration time of the lease.
     until: Option<Instant>,
 }
 
 impl Service {
-    /// The record as it is answered: its key is a secret, and its lease runs down.
+    /// Returns the record as reported to clients: without its key, and with the remaining lease.
     fn answer(&self, now: Instant) -> ServiceRecord {
         let left = self.until.map(|until| until.saturating_duration_since(now));
-        // Rounded up, so that a lease that is not over is not 0.
+        // Round up, so that a valid lease is never reported as 0.
         let seconds = left.map(|left| left.as_secs() + u64::from(left.subsec_nanos() != 0));
         let seconds = seconds.and_then(|s| u32::try_from(s).ok());
         ServiceRecord {
@@ -30,16 +30,16 @@ impl Service {
         }
     }
 
-    /// Whether it has the name of a record: identifier, GID and partition.
+    /// Returns whether the identifier, GID and partition match a record.
     fn is(&self, record: &ServiceRecord) -> bool {
         let name = ServiceMask::SERVICE_ID | ServiceMask::GID | ServiceMask::PKEY;
         self.record.matches(name, record)
     }
 }
 
-/// The services of all hosts.
+/// Services of all hosts.
 pub(super) struct Services {
-    /// Most of them, and of one host.
+    /// Maximum number of services: total, per host.
     limits: (usize, usize),
     all: Vec<Service>,
 }
@@ -56,17 +56,17 @@ impl Services {
         self.all.len()
     }
 
-    /// Hosts that have one, some of them more than once.
+    /// Returns the hosts of all services. A host may occur several times.
     pub(super) fn hosts(&self) -> impl Iterator<Item = Gid> {
         self.all.iter().map(|service| service.record.gid())
     }
 
-    /// Removes those of a host.
+    /// Removes all services of a host.
     pub(super) fn remove(&mut self, gid: Gid) {
         self.all.retain(|service| service.record.gid() != gid);
     }
 
-    /// The requests that make them, with what is left of their leases.
+    /// Returns requests that recreate the services, with the remaining leases.
     pub(super) fn requests(&self, now: Instant) -> impl Iterator<Item = (Gid, Mad)> {
         self.all.iter().map(move |service| {
             let record = ServiceRecord {
@@ -106,7 +106,7 @@ impl Services {
 
     fn set(&mut self, now: Instant, record: &ServiceRecord) -> Result<ServiceRecord, Refusal> {
         let seconds = record.lease.get();
-        // A lease without an end, and one that ends beyond all times.
+        // Unlimited leases, and leases beyond the representable time, do not expire.
         let until = (seconds != LEASE_FOREVER)
             .then(|| now.checked_add(Duration::from_secs(seconds.into())))
             .flatten();
@@ -129,7 +129,7 @@ impl Services {
         Ok(answer)
     }
 
-    /// A record with a key is changed only by requests that have it.
+    /// Checks that a request has the key of the stored record, if that record has a key.
     fn check_key(&self, at: usize, record: &ServiceRecord) -> Result<(), Refusal> {
         let key = self.all[at].record.key;
         if key == [0; 16] || key == record.key {
@@ -149,7 +149,7 @@ impl Services {
     }
 }
 
-/// A record that a host may change: its own, and with what the request leaves out.
+/// Checks that a host only changes its own record, and fills in omitted fields.
 fn own(from: Gid, mask: ServiceMask, given: &ServiceRecord) -> Result<ServiceRecord, Refusal> {
     if !mask.contains(ServiceMask::SERVICE_ID) {
         return Err(SaStatus::InsufficientComponents.into());

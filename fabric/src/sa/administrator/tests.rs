@@ -11,24 +11,23 @@ fn gid(last: u8) -> Gid {
     IpAddr::from([10, 0, 0, last]).into()
 }
 
-/// The answer of a host to a question of performance management, as Linux gives it: the method is not
-/// supported.
+/// Response of a Linux host to a probe: the method is not supported.
 fn answer_of_nic(mad: &Mad) -> Option<Mad> {
     let mut answer = *mad;
     answer[3..6].copy_from_slice(&[0x81, 0, 0x0c]);
     (mad[1] == 4).then_some(answer)
 }
 
-/// An administrator at 10.0.0.1, clients at the addresses after it, and the network between them.
+/// An administrator at 10.0.0.1, clients at the following addresses, and the network between them.
 struct Fabric {
     now: Instant,
     administrator: Administrator,
     clients: Vec<(Gid, SaClient)>,
-    /// One in as many datagrams is lost, by chance; 0 for none.
+    /// One in `loss` datagrams is dropped at random; 0 disables loss.
     loss: usize,
     chance: fastrand::Rng,
     sent: usize,
-    /// Notices that came while answers were waited for, with the clients that got them.
+    /// Notices received while waiting for responses, each with its client.
     kept: Vec<(usize, SaEvent)>,
 }
 
@@ -54,7 +53,7 @@ impl Fabric {
         }
     }
 
-    /// Has another administrator in the place of the one before.
+    /// Replaces the administrator without preserving state.
     fn restart(&mut self) {
         self.administrator = Administrator::new(AdministratorConfig {
             secret: [2; 16],
@@ -62,7 +61,7 @@ impl Fabric {
         });
     }
 
-    /// The same, with what the one before kept, which this answers.
+    /// Replaces the administrator, restores the stored state and returns it.
     fn restart_with_state(&mut self) -> Vec<(Gid, Mad)> {
         let requests = self.administrator.requests(self.now);
         self.restart();
@@ -77,7 +76,7 @@ impl Fabric {
         self.loss != 0 && self.chance.usize(..self.loss) == 0
     }
 
-    /// Delivers everything that is on its way.
+    /// Delivers all packets in flight.
     fn deliver(&mut self) {
         loop {
             let mut moved = false;
@@ -98,7 +97,7 @@ impl Fabric {
                     continue;
                 };
                 client.handle_mad(self.now, gid(1), &mad);
-                // The NIC of a host answers what the program does not.
+                // The host's NIC responds to requests that the program does not handle.
                 if let Some(answer) = answer_of_nic(&mad)
                     && !self.is_lost()
                 {
@@ -111,7 +110,7 @@ impl Fabric {
         }
     }
 
-    /// Lets time pass, with all timers in between.
+    /// Advances the time and fires all timers in between.
     fn pass(&mut self, time: Duration) {
         let end = self.now + time;
         loop {
@@ -180,7 +179,7 @@ fn paths_are_computed_from_the_gids() {
     assert_eq!((path.pkey.get(), path.service_id.get()), (0x7fff, 0x1234));
     assert_eq!((path.hop_limit(), path.mtu.0), (64, 0x85));
     assert!(path.is_reversible());
-    // A LID is nothing beside a GID, and leads nowhere without one.
+    // A LID is ignored if a GID is present, and is insufficient without one.
     let wanted = PathRecord {
         slid: U16::new(1),
         ..path
@@ -188,7 +187,7 @@ fn paths_are_computed_from_the_gids() {
     let gids = PathMask::SGID | PathMask::DGID;
     let find = |mask| fabric.administrator.find_path(mask, &wanted).is_some();
     assert!(find(gids | PathMask::SLID) && !find(PathMask::DGID | PathMask::SLID));
-    // Another partition, and what is no port.
+    // Another partition, and an address that is not a port.
     let v6 = Gid::from(IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 1]));
     let group = Gid::from(IpAddr::from([239, 1, 1, 1]));
     for (dgid, pkey) in [(gid(9), Some(0x8001)), (v6, None), (group, None)] {
@@ -198,7 +197,7 @@ fn paths_are_computed_from_the_gids() {
 }
 
 #[test]
-fn limits_of_a_path_are_compared_as_their_selectors_say() {
+fn path_limits_follow_their_selectors() {
     use super::super::wire::Selector::{Best, Exactly, Greater, Less};
 
     let fabric = Fabric::new(0);
@@ -217,7 +216,7 @@ fn limits_of_a_path_are_compared_as_their_selectors_say() {
 }
 
 #[test]
-fn a_table_of_paths_leads_to_every_host_that_is_known() {
+fn path_table_contains_all_known_hosts() {
     let mut fabric = Fabric::new(40);
     for client in 0..40 {
         let request = Request::path(gid(2), gid(3), None, None);
@@ -240,7 +239,7 @@ fn a_table_of_paths_leads_to_every_host_that_is_known() {
     dgids.sort_by_key(|gid| gid.0);
     assert_eq!(dgids, (1..42).map(gid).collect::<Vec<_>>());
     assert_eq!(fabric.administrator.usage().transfers, 0);
-    // As many as are wanted, and nodes and ports likewise.
+    // The number of paths is limited by the request; the same applies to nodes and ports.
     let wanted = PathRecord {
         reversible_and_count: 3,
         ..wanted
@@ -268,7 +267,7 @@ fn a_table_of_paths_leads_to_every_host_that_is_known() {
 }
 
 #[test]
-fn tables_arrive_over_a_network_that_loses_datagrams() {
+fn tables_survive_datagram_loss() {
     for loss in [3, 4, 5, 7] {
         let mut fabric = Fabric::new(60);
         for (_, client) in &mut fabric.clients {
@@ -305,7 +304,7 @@ fn services_are_set_found_and_deleted() {
         fabric.ask(1, find(SaMethod::Get)).unwrap().record(),
         Some(record)
     );
-    // Only its host may delete it, or set one for its GID.
+    // Only the owner may delete the record or set a record for its GID.
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &record);
     assert_eq!(status(fabric.ask(1, delete.clone())), 0x0500);
     assert_eq!(status(fabric.ask(1, Request::set_service(&record))), 0x0500);
@@ -315,7 +314,7 @@ fn services_are_set_found_and_deleted() {
 }
 
 #[test]
-fn a_key_keeps_a_service_and_a_lease_ends_it() {
+fn service_key_protects_and_lease_expires() {
     let mut fabric = Fabric::new(2);
     let mut record = ServiceRecord::new(0x1000, gid(2));
     record.key = [7; 16];
@@ -328,7 +327,7 @@ fn a_key_keeps_a_service_and_a_lease_ends_it() {
     let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &record);
     let found: ServiceRecord = fabric.ask(1, find.clone()).unwrap().record().unwrap();
     assert_eq!((found.lease.get(), found.key), (40, [0; 16]));
-    // It is renewed by another Set.
+    // Another Set renews it.
     fabric.ask(0, Request::set_service(&record)).unwrap();
     fabric.pass(Duration::from_secs(59));
     assert_eq!(fabric.administrator.usage().services, 1);
@@ -344,14 +343,14 @@ fn group_request(mgid: Gid, port: Gid) -> (McMemberMask, McMemberRecord) {
 }
 
 #[test]
-fn groups_live_as_long_as_they_have_a_full_member() {
+fn groups_live_until_last_full_member() {
     let mut fabric = Fabric::new(3);
     fabric
         .ask(2, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
     let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
     let (mask, record) = group_request(mgid, gid(2));
-    // To join is not to make one.
+    // A plain join does not create the group.
     let join = McMemberRecord::new(mgid, gid(3), join_state::SEND_ONLY_NON_MEMBER);
     let just_join = Request::join(McMemberMask::MGID, &join);
     assert_eq!(status(fabric.ask(1, just_join.clone())), 0x0200);
@@ -372,14 +371,14 @@ fn groups_live_as_long_as_they_have_a_full_member() {
     other.qkey = U32::new(5);
     other.port_gid = gid(3).0;
     assert_eq!(status(fabric.ask(1, Request::join(mask, &other))), 0x0200);
-    // All see the group, and none its members.
+    // Any host sees the group, but not its members.
     let look = Request::new(SaMethod::GetTable, 0, &McMemberRecord::default());
     let all: Vec<McMemberRecord> = fabric.ask(2, look).unwrap().records().collect();
     assert_eq!(
         (all.len(), all[0].port_gid(), all[0].join_state()),
         (1, Gid([0; 16]), 5)
     );
-    // A path to it has its LID.
+    // The path to the group contains its LID.
     let request = Request::new(
         SaMethod::Get,
         PathMask::DGID.bits(),
@@ -390,7 +389,7 @@ fn groups_live_as_long_as_they_have_a_full_member() {
     );
     let path: PathRecord = fabric.ask(2, request).unwrap().record().unwrap();
     assert_eq!(path.dlid.get(), 0xc000);
-    // None leaves for another one.
+    // A host cannot remove another host's membership.
     let leave = McMemberRecord::new(mgid, gid(2), join_state::FULL_MEMBER);
     assert_eq!(status(fabric.ask(1, Request::leave(&leave))), 0x0500);
     fabric.ask(0, Request::leave(&leave)).unwrap();
@@ -407,7 +406,7 @@ fn groups_live_as_long_as_they_have_a_full_member() {
 }
 
 #[test]
-fn a_group_without_a_gid_gets_one_of_the_hosts_family() {
+fn allocated_group_gid_matches_address_family() {
     let mut fabric = Fabric::new(1);
     let (mask, record) = group_request(Gid([0; 16]), gid(2));
     let mut mgids = Vec::new();
@@ -421,19 +420,19 @@ fn a_group_without_a_gid_gets_one_of_the_hosts_family() {
         mgids.push(made.mgid());
     }
     assert_ne!(mgids[0], mgids[1]);
-    // One of the other family, and one of no group.
+    // A GID of the wrong address family, and a unicast GID.
     for mgid in [Gid([0xff; 16]), gid(5)] {
         let (mask, record) = group_request(mgid, gid(2));
         assert_eq!(status(fabric.ask(0, Request::join(mask, &record))), 0x0200);
     }
-    // Without what a group needs.
+    // Required fields for group creation are missing.
     let (mask, record) = group_request(Gid::from(IpAddr::from([239, 5, 5, 5])), gid(2));
     let request = Request::join(mask - McMemberMask::QKEY, &record);
     assert_eq!(status(fabric.ask(0, request)), 0x0600);
 }
 
 #[test]
-fn a_subscriber_that_is_gone_loses_its_subscription() {
+fn unresponsive_subscriber_loses_its_subscription() {
     let mut fabric = Fabric::new(2);
     let subscribe = |is| Request::inform(&InformInfo::new(Some(Trap::GidInService), is));
     assert_eq!(status(fabric.ask(0, subscribe(false))), 0x0200);
@@ -454,7 +453,7 @@ fn a_subscriber_that_is_gone_loses_its_subscription() {
 }
 
 #[test]
-fn a_report_that_is_repeated_is_handed_on_once() {
+fn retransmitted_report_is_delivered_once() {
     let mut client = SaClient::new(ClientConfig::new(gid(1)), 1);
     let notice = Notice::new(Trap::GidInService, gid(5), gid(1));
     let header = |transaction| {
@@ -473,7 +472,7 @@ fn a_report_that_is_repeated_is_handed_on_once() {
             &header(transaction).emit(zerocopy::IntoBytes::as_bytes(&notice)),
         );
     }
-    // Of another port.
+    // Sent by another port.
     client.handle_mad(now, gid(6), &header(3).emit(&[]));
     let answers: Vec<Mad> = std::iter::from_fn(|| client.poll_transmit()).collect();
     assert_eq!(
@@ -499,9 +498,9 @@ fn queries_end_by_cancellation_and_by_time() {
     fabric.pass(Duration::from_secs(2));
     assert_eq!(fabric.result(0, second), Err(SaError::TimedOut));
     assert!(fabric.clients[0].1.is_idle());
-    // One request for the one that was canceled, and four for the other one.
+    // One request for the canceled query, and four for the second query.
     assert_eq!(fabric.sent, 5);
-    // The answer to a query that was canceled is for no other.
+    // A response to a canceled query must not complete another query.
     fabric.loss = 0;
     let client = &mut fabric.clients[0].1;
     let id = client.query(fabric.now, request.clone()).unwrap();
@@ -521,7 +520,7 @@ fn queries_end_by_cancellation_and_by_time() {
 }
 
 #[test]
-fn each_host_and_all_together_have_their_limits() {
+fn limits_apply_per_host_and_total() {
     let limits = Limits {
         hosts: 4,
         services: (3, 2),
@@ -544,13 +543,14 @@ fn each_host_and_all_together_have_their_limits() {
         let got = result.err().map_or(0, |e| status(Err(e)));
         assert_eq!(got, expected, "service {id}");
     }
-    // Records that are there can be renewed.
+    // Existing records can be renewed.
     fabric.ask(0, service(1, 0)).unwrap();
     let subscribe = |trap| Request::inform(&InformInfo::new(Some(trap), true));
     fabric.ask(2, subscribe(Trap::GroupCreated)).unwrap();
     assert_eq!(status(fabric.ask(2, subscribe(Trap::GroupDeleted))), 0x0100);
     fabric.ask(3, subscribe(Trap::GroupCreated)).unwrap();
-    // All places have hosts that keep something: others get answers that nothing is kept for.
+    // All slots belong to hosts with stored state. Requests from any other host still receive a
+    // response, but cannot store state.
     assert_eq!(status(fabric.ask(4, service(9, 4))), 0x0100);
     fabric
         .ask(4, Request::path(gid(6), gid(2), None, None))
@@ -563,7 +563,7 @@ fn each_host_and_all_together_have_their_limits() {
 }
 
 #[test]
-fn a_host_that_keeps_nothing_is_forgotten() {
+fn host_without_state_is_forgotten() {
     let mut fabric = Fabric::new(2);
     let request = Request::path(gid(2), gid(3), None, None);
     fabric.ask(0, request.clone()).unwrap();
@@ -576,7 +576,7 @@ fn a_host_that_keeps_nothing_is_forgotten() {
 }
 
 #[test]
-fn a_forged_request_brings_few_datagrams() {
+fn forged_request_triggers_few_datagrams() {
     let mut fabric = Fabric::new(0);
     for last in 0..200 {
         let header = SaHeader::new(
@@ -591,13 +591,13 @@ fn a_forged_request_brings_few_datagrams() {
             .handle_mad(fabric.now, from, &header.emit(&[]));
     }
     fabric.pass(Duration::from_secs(60));
-    // The first segment and three repetitions, or a refusal; and a question whether the host is there.
+    // The first segment and three retransmissions, or a rejection, and one probe.
     assert!(fabric.sent <= 200 * 5, "{}", fabric.sent);
     assert_eq!(fabric.administrator.usage().transfers, 0);
 }
 
 #[test]
-fn what_is_not_supported_is_refused_as_the_class_demands() {
+fn unsupported_requests_fail_with_class_status() {
     let mut administrator = Fabric::new(0).administrator;
     let now = Instant::now();
     let mut ask = |change: &dyn Fn(&mut Mad)| {
@@ -609,20 +609,20 @@ fn what_is_not_supported_is_refused_as_the_class_demands() {
         let answer = sent.find(|(_, mad)| mad[1] == 3);
         answer.map(|(_, mad)| u16::from_be_bytes([mad[4], mad[5]]))
     };
-    // A Get without a destination; another version, method and attribute.
+    // A Get without a destination; an unsupported version, method and attribute.
     assert_eq!(ask(&|_| {}), Some(0x0600));
     assert_eq!(ask(&|mad| mad[2] = 1), Some(0x0004));
     assert_eq!(ask(&|mad| mad[3] = 0x13), Some(0x0008));
     assert_eq!(ask(&|mad| mad[17] = 0x36), Some(0x000c));
     // ClassPortInfo.
     assert_eq!(ask(&|mad| mad[16..18].copy_from_slice(&[0, 1])), Some(0));
-    // What asks for no answer, and other classes.
+    // Methods without a response, and unsupported classes.
     assert_eq!(ask(&|mad| mad[3] = 5), None);
     assert_eq!(ask(&|mad| mad[3] = 0x81), None);
     assert_eq!(ask(&|mad| mad[1] = 4), None);
 }
 
-/// Hosts send anything; what is kept and sent stays within its limits.
+/// Stored state and responses must remain within their limits for arbitrary datagrams.
 #[test]
 fn subnet_administrator() {
     bolero::check!(name = "subnet_administrator").for_each(|input: &[u8]| {
@@ -630,7 +630,7 @@ fn subnet_administrator() {
         let most = Limits::default();
         for (at, chunk) in input.chunks(96).enumerate() {
             let mut mad = [0; 256];
-            // A header that is almost right, so that the rest is reached.
+            // An almost valid header, so that the remaining fields are parsed.
             mad[..4].copy_from_slice(&[1, 3, 2, 1]);
             let [choice, rest @ ..] = chunk else {
                 continue;
@@ -648,7 +648,7 @@ fn subnet_administrator() {
             fabric.administrator.handle_mad(fabric.now, from, &mad);
             while let Some((to, mad)) = fabric.administrator.poll_transmit(fabric.now) {
                 assert!(mad[0] == 1 && matches!(mad[1], 3 | 4));
-                // Most hosts are there.
+                // Most hosts respond.
                 if let Some(answer) = answer_of_nic(&mad).filter(|_| to != gid(7)) {
                     fabric.administrator.handle_mad(fabric.now, to, &answer);
                 }
@@ -661,13 +661,13 @@ fn subnet_administrator() {
             assert!(usage.hosts <= most.hosts && usage.services <= most.services.0);
             assert!(usage.members <= most.members.0 && usage.groups <= most.groups);
             assert!(usage.transfers <= most.transfers.0);
-            // A group without members is gone.
+            // Groups without members are deleted.
             assert!(usage.members >= usage.groups);
         }
     });
 }
 
-/// An administrator sends anything; a client's queries end once each.
+/// Each query must complete exactly once for arbitrary datagrams from the administrator.
 #[test]
 fn subnet_administration_client() {
     bolero::check!(name = "subnet_administration_client").for_each(|input: &[u8]| {
@@ -722,7 +722,7 @@ fn subnet_administration_client() {
     });
 }
 
-/// A segment of an answer to the first query of a client.
+/// Builds a segment of the response to a client's first query.
 fn segment_of_answer(number: u32, kind: u8) -> Mad {
     let flags = if number == 1 { 3 } else { 1 };
     let mut header = SaHeader::new(
@@ -740,7 +740,7 @@ fn segment_of_answer(number: u32, kind: u8) -> Mad {
 }
 
 #[test]
-fn an_administrator_that_repeats_segments_keeps_no_query_alive() {
+fn repeated_segments_do_not_extend_query() {
     let mut client = SaClient::new(ClientConfig::new(gid(1)), 0);
     let mut now = Instant::now();
     let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
@@ -758,7 +758,7 @@ fn an_administrator_that_repeats_segments_keeps_no_query_alive() {
 }
 
 #[test]
-fn an_answer_that_is_aborted_ends_the_query_without_a_datagram() {
+fn aborted_response_fails_query_silently() {
     let mut client = SaClient::new(ClientConfig::new(gid(1)), 0);
     let now = Instant::now();
     let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
@@ -771,10 +771,10 @@ fn an_answer_that_is_aborted_ends_the_query_without_a_datagram() {
 }
 
 #[test]
-fn questions_in_a_hosts_name_leave_it_its_tables() {
+fn forged_queries_leave_host_state_intact() {
     let mut fabric = Fabric::new(1);
     let most = Limits::default().transfers;
-    // Of as many others as there are places, and of the host itself.
+    // Requests from the maximum number of other hosts, and from the host itself.
     let others = (0..most.0 as u64).map(|n| (10 + n as u8, n));
     for (from, transaction) in others.chain((0..most.1 as u64).map(|n| (2, n))) {
         let transaction = TransactionId(0xdead_0000 + transaction);
@@ -789,7 +789,7 @@ fn questions_in_a_hosts_name_leave_it_its_tables() {
 }
 
 #[test]
-fn every_table_of_an_administrator_that_is_full_has_an_answer() {
+fn full_administrator_still_returns_tables() {
     let limits = Limits::default();
     let hosts = limits.services.0.div_ceil(limits.services.1);
     let mut fabric = Fabric::new(hosts as u8);
@@ -805,7 +805,7 @@ fn every_table_of_an_administrator_that_is_full_has_an_answer() {
 }
 
 #[test]
-fn notices_of_an_administrator_that_was_restarted_are_no_repetitions() {
+fn notices_after_restart_are_not_duplicates() {
     let mut fabric = Fabric::new(3);
     let path = Request::path(gid(3), gid(2), None, None);
     let subscription = Request::inform(&InformInfo::new(Some(Trap::GidInService), true));
@@ -821,7 +821,7 @@ fn notices_of_an_administrator_that_was_restarted_are_no_repetitions() {
 }
 
 #[test]
-fn ports_are_found_by_what_they_can() {
+fn ports_match_by_capabilities() {
     let mut fabric = Fabric::new(1);
     let mut wanted = port_info_record(gid(2), Mtu::Mtu4096);
     let mut count = |bits: u32, modifier: u32| {
@@ -832,21 +832,21 @@ fn ports_are_found_by_what_they_can() {
         let (_, mad) = std::iter::from_fn(|| fabric.administrator.poll_transmit(fabric.now))
             .find(|(_, mad)| mad[1] == 3)
             .unwrap();
-        // The length of all, without the header, of two ports or none.
+        // The total length without the header is that of two ports or zero.
         (u32::from_be_bytes(mad[32..36].try_into().unwrap()) - 20) / 72
     };
-    // All bits that are named, or exactly these.
+    // At least the selected bits, or exactly these bits.
     assert_eq!(count(1 << 16, 1 << 31), 2);
     assert_eq!(count(1 << 16, 0), 2);
     assert_eq!(count(0, 1 << 31), 2);
     assert_eq!(count(0, 0), 0);
-    // As `saquery -s` asks for subnet managers.
+    // `saquery -s` looks up subnet managers this way.
     assert_eq!(count(1 << 1, 1 << 31), 0);
     assert_eq!(count(1 << 10 | 1 << 16, 1 << 31), 0);
 }
 
 #[test]
-fn what_a_forged_host_sets_is_not_kept() {
+fn state_of_forged_host_is_not_stored() {
     let mut fabric = Fabric::new(1);
     fabric
         .ask(0, Request::inform(&InformInfo::new(None, true)))
@@ -862,7 +862,7 @@ fn what_a_forged_host_sets_is_not_kept() {
         ] {
             let mad = request.emit(TransactionId(7));
             fabric.administrator.handle_mad(fabric.now, gid(last), &mad);
-            // The answer to what it never got: any number but the right one.
+            // Response to a probe that the host never received: any number but the right one.
             let mut answer = [0; 256];
             answer[..4].copy_from_slice(&[1, 4, 1, 0x81]);
             answer[8] = last;
@@ -873,14 +873,14 @@ fn what_a_forged_host_sets_is_not_kept() {
         }
     }
     fabric.pass(Duration::from_secs(20));
-    // Each request has brought one datagram.
+    // Each request triggered one datagram.
     assert_eq!(fabric.sent - before, 600);
     let usage = fabric.administrator.usage();
     assert_eq!(
         (usage.services, usage.groups, usage.subscriptions),
         (0, 0, 1)
     );
-    // Nor is it in a table or a notice.
+    // Nor does it occur in a table or a notice.
     assert_eq!(fabric.notices(0), []);
     let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
     let nodes = fabric.ask(0, nodes).unwrap();
@@ -890,7 +890,7 @@ fn what_a_forged_host_sets_is_not_kept() {
 }
 
 #[test]
-fn forged_hosts_leave_those_that_are_there_their_places() {
+fn forged_hosts_do_not_evict_present_hosts() {
     let limits = Limits {
         hosts: 4,
         ..Limits::default()
@@ -911,7 +911,7 @@ fn forged_hosts_leave_those_that_are_there_their_places() {
 }
 
 #[test]
-fn a_host_that_is_gone_takes_with_it_what_it_kept() {
+fn unresponsive_host_loses_its_state() {
     let mut fabric = Fabric::new(3);
     fabric
         .ask(0, Request::inform(&InformInfo::new(None, true)))
@@ -931,7 +931,7 @@ fn a_host_that_is_gone_takes_with_it_what_it_kept() {
     fabric.ask(2, Request::join(mask, &record)).unwrap();
     fabric.pass(Duration::from_secs(5));
     fabric.notices(0);
-    // One says nothing for weeks but is there, the other one is not.
+    // One client is silent for weeks but responds to probes; the other one was removed.
     let gone = fabric.clients.pop();
     fabric.pass(Duration::from_secs(30 * 60));
     assert_eq!(fabric.administrator.usage().services, 2);
@@ -949,11 +949,11 @@ fn a_host_that_is_gone_takes_with_it_what_it_kept() {
 }
 
 #[test]
-fn a_stop_of_the_administrator_is_no_absence_of_its_hosts() {
+fn paused_administrator_keeps_its_hosts() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(1, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
-    // A debugger, or a machine that is moved: no timer runs for a day.
+    // A debugger or a live migration: no timer fires for a day.
     fabric.now += Duration::from_secs(24 * 3600);
     let now = fabric.now;
     fabric.administrator.handle_timeout(now);
@@ -985,7 +985,7 @@ fn subscriptions_are_found_by_their_hosts() {
     assert_eq!(all.len(), 3);
     let one = find(InformMask::SUBSCRIBER_GID, gid(3), 0);
     assert_eq!(one.len(), 1);
-    // The queue pair that gets the reports is not for others to know (C15-0.2-1.16).
+    // The queue pair that receives the reports is private to its owner (C15-0.2-1.16).
     assert_eq!((one[0].info.qpn(), one[0].info.subscribe), (0, 1));
     let mask = InformMask::SUBSCRIBER_GID | InformMask::SUBSCRIBER_ENUM;
     let second = find(mask, gid(2), 1);
@@ -994,7 +994,7 @@ fn subscriptions_are_found_by_their_hosts() {
 }
 
 #[test]
-fn what_is_registered_outlives_a_restart_of_the_administrator() {
+fn registrations_survive_administrator_restart() {
     let mut fabric = Fabric::new(4);
     let mut service = ServiceRecord::new(0x1000, gid(2)).with_name("riser");
     (service.key, service.lease) = ([7; 16], U32::new(600));
@@ -1013,7 +1013,7 @@ fn what_is_registered_outlives_a_restart_of_the_administrator() {
     fabric
         .ask(2, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
-    // One that is not there any more when the other administrator begins.
+    // A host that was removed before the new administrator starts.
     let gone = ServiceRecord::new(0x2000, gid(5));
     fabric.ask(3, Request::set_service(&gone)).unwrap();
     let look = Request::new(SaMethod::GetTable, 0, &McMemberRecord::default());
@@ -1026,11 +1026,11 @@ fn what_is_registered_outlives_a_restart_of_the_administrator() {
     let requests = fabric.administrator.requests(fabric.now);
     assert_eq!(requests.len(), 7);
     fabric.restart();
-    // The group that was there last has its LID all the same.
+    // The most recent group must still get its previous LID.
     for (host, mad) in requests.iter().rev() {
         fabric.administrator.restore(fabric.now, *host, mad);
     }
-    // Nothing counts before its host has answered, and forged hosts take no place of theirs.
+    // Restored state is inactive until its host responds, and forged hosts cannot occupy its slots.
     assert_eq!(fabric.administrator.usage().services, 0);
     fabric.deliver();
     let usage = fabric.administrator.usage();
@@ -1045,14 +1045,14 @@ fn what_is_registered_outlives_a_restart_of_the_administrator() {
     let sorted = |answer: &Answer| {
         let mut all: Vec<McMemberRecord> = answer.records().collect();
         all.sort_by_key(|record| record.mgid);
-        // Who sends only may have been asked before there was a group.
+        // A send-only member may have been probed before the group existed.
         all.iter_mut()
             .for_each(|record| *record = record.with_state(record.scope(), 1));
         all
     };
     let again = fabric.ask(2, look).unwrap();
     assert_eq!(sorted(&again), sorted(&groups));
-    // The other one is asked for an hour.
+    // The other host is probed for an hour.
     fabric.pass(Duration::from_secs(30 * 60));
     let hosts = fabric.administrator.usage().hosts;
     fabric.pass(Duration::from_secs(3600));
@@ -1060,18 +1060,18 @@ fn what_is_registered_outlives_a_restart_of_the_administrator() {
 }
 
 #[test]
-fn a_host_that_is_asked_about_its_past_may_change_it() {
+fn probed_host_may_change_restored_state() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
     fabric.restart_with_state();
-    // The question is lost, and the host deletes what it had.
+    // The probe is lost, and the host deletes its record.
     while fabric.administrator.poll_transmit(fabric.now).is_some() {}
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &service);
     fabric.ask(0, delete).unwrap();
     fabric.pass(Duration::from_secs(3600));
     assert_eq!(fabric.administrator.usage().services, 0);
-    // A stranger's file says anything.
+    // A file from another program may contain anything.
     for mad in [
         [0; 256],
         [0xff; 256],
@@ -1084,11 +1084,11 @@ fn a_host_that_is_asked_about_its_past_may_change_it() {
 }
 
 #[test]
-fn hosts_that_do_not_come_back_after_a_restart_keep_no_others_out() {
+fn missing_restored_hosts_free_their_slots() {
     let mut fabric = Fabric::new(3);
     fabric.administrator.config.limits.hosts = 3;
     fabric.restart();
-    // Hosts of another place.
+    // Hosts of another network.
     for last in 100..103 {
         let service = ServiceRecord::new(0x1000, gid(last));
         let mad = Request::set_service(&service).emit(TransactionId(1));
@@ -1103,13 +1103,13 @@ fn hosts_that_do_not_come_back_after_a_restart_keep_no_others_out() {
 }
 
 #[test]
-fn a_stranger_takes_no_place_of_a_host_that_is_asked_after_a_restart() {
+fn stranger_does_not_evict_probed_host() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
     fabric.administrator.config.limits.hosts = 1;
     fabric.restart_with_state();
-    // It was in the socket before the first question has left.
+    // The datagram was queued in the socket before the first probe was sent.
     let forged = Request::set_service(&ServiceRecord::new(0x1000, gid(77)));
     let forged = forged.emit(TransactionId(9));
     fabric
@@ -1120,25 +1120,25 @@ fn a_stranger_takes_no_place_of_a_host_that_is_asked_after_a_restart() {
 }
 
 #[test]
-fn what_waits_for_its_host_outlives_a_second_restart() {
+fn deferred_requests_survive_second_restart() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
     let requests = fabric.restart_with_state();
     assert_eq!(requests.len(), 1);
-    // Its host has not answered yet.
+    // The host has not responded yet.
     assert_eq!(fabric.administrator.requests(fabric.now), requests);
 }
 
 #[test]
-fn hosts_that_were_not_asked_are_not_silent() {
+fn unprobed_hosts_are_not_silent() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
     fabric.ask(0, Request::set_service(&service)).unwrap();
     let end = fabric.now + FORGETTING + SWEEP * 60;
     while fabric.now < end {
         fabric.now += SWEEP;
-        // What a flood leaves waiting when the time of the look has come.
+        // Requests left over from a flood when the next sweep is due.
         let header = SaHeader::new(
             MadMethod::Get,
             ClassPortInfo::ATTRIBUTE,

@@ -1,4 +1,4 @@
-//! InformInfo and Notice (IBTA 13.4.8.2, 13.4.8.3): subscriptions to events, and the events.
+//! InformInfo and Notice (IBTA 13.4.8.2, 13.4.8.3): event subscriptions and event notifications.
 
 use bitflags::bitflags;
 use riser_transport::verbs::Gid;
@@ -7,33 +7,33 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Record, all_match, attribute};
 
-/// Events that an administrator itself reports (IBTA 14.2.5.1).
+/// Events reported by the administrator itself (IBTA 14.2.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u16)]
 pub enum Trap {
-    /// A GID is in service.
+    /// A GID came into service.
     GidInService = 64,
-    /// A GID is out of service.
+    /// A GID went out of service.
     GidOutOfService = 65,
-    /// A multicast group was made.
+    /// A multicast group was created.
     GroupCreated = 66,
     /// A multicast group was deleted.
     GroupDeleted = 67,
 }
 
-/// Number that stands for all types, traps, kinds of nodes or LIDs.
+/// Wildcard for types, traps and LIDs.
 pub const ALL: u16 = 0xffff;
 
-/// Kind of node that a subnet manager is.
+/// Node type of a subnet manager.
 pub const CLASS_MANAGER: u32 = 4;
 
-/// Kinds of nodes that stand for all of them: 24 bits.
+/// Wildcard for node types: 24 bits.
 const ALL_NODES: u32 = 0x00ff_ffff;
 
-/// Type of a notice for people to read.
+/// Informational notice type.
 const INFORMATIONAL: u8 = 4;
 
-/// Subscription to notices, or its end.
+/// Request to subscribe to notices or to unsubscribe.
 #[derive(
     Clone,
     Copy,
@@ -49,28 +49,28 @@ const INFORMATIONAL: u8 = 4;
 )]
 #[repr(C)]
 pub struct InformInfo {
-    /// GID of the port that notices are about; 0 for those of the range of LIDs.
+    /// GID of the port that notices must refer to; 0 to select a LID range instead.
     pub gid: [u8; 16],
-    /// First LID of a range; [`ALL`] for all.
+    /// First LID of the range, or [`ALL`].
     pub lid_range_begin: U16,
-    /// Last LID of a range.
+    /// Last LID of the range.
     pub lid_range_end: U16,
     /// Zero on the wire.
     pub reserved: U16,
-    /// 1 for notices that all vendors have.
+    /// 1 for generic notices, which are common to all vendors.
     pub is_generic: u8,
-    /// 1 to subscribe, 0 to end a subscription.
+    /// 1 to subscribe, 0 to unsubscribe.
     pub subscribe: u8,
-    /// Type of notices, or [`ALL`].
+    /// Notice type, or [`ALL`].
     pub notice_type: U16,
-    /// Number of the trap, or [`ALL`].
+    /// Trap number, or [`ALL`].
     pub trap_number: U16,
-    /// Queue pair that gets the reports, and in the low 5 bits the time that the subscriber takes to
-    /// answer one: 4.096 µs × 2^n.
+    /// Queue pair that receives the reports. The low 5 bits contain the response time of the
+    /// subscriber: 4.096 µs × 2^n.
     pub qpn_and_response_time: U32,
     /// Zero on the wire.
     pub reserved2: u8,
-    /// Kind of node that has the event, 24 bits.
+    /// Type of the node that generates the event, 24 bits.
     pub node_type: [u8; 3],
 }
 
@@ -94,7 +94,7 @@ const _: () = assert!(size_of::<InformInfo>() == 36);
 pub struct InformInfoRecord {
     /// GID of the subscriber.
     pub subscriber_gid: [u8; 16],
-    /// Number of the subscription among those of its subscriber.
+    /// Index of the subscription among the subscriptions of its subscriber.
     pub subscriber_enum: U16,
     /// Zero on the wire.
     pub reserved: [u8; 6],
@@ -112,30 +112,30 @@ bitflags! {
         const SUBSCRIBER_GID = 1 << 0;
         /// SubscriberEnum.
         const SUBSCRIBER_ENUM = 1 << 1;
-        /// Number of the trap.
+        /// TrapNumber.
         const TRAP_NUMBER = 1 << 10;
-        /// Bits of other fields.
+        /// Remaining fields.
         const _ = !0;
     }
 }
 
-/// An event.
+/// Event notification.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct Notice {
-    /// IsGeneric in the top bit, and the type.
+    /// IsGeneric in the top bit, followed by the type.
     pub generic_and_type: u8,
-    /// Kind of node that has the event, 24 bits.
+    /// Type of the node that generates the event, 24 bits.
     pub node_type: [u8; 3],
-    /// Number of the trap.
+    /// Trap number.
     pub trap_number: U16,
     /// LID of the node.
     pub issuer_lid: U16,
-    /// NoticeToggle in the top bit, and the number of notices that wait.
+    /// NoticeToggle in the top bit, followed by the number of pending notices.
     pub toggle_and_count: U16,
-    /// What the event is about. For the administrator's own ones a GID is behind six bytes.
+    /// Event data. The administrator's own events have a GID at offset 6.
     pub details: [u8; 54],
     /// GID of the node.
     pub issuer_gid: [u8; 16],
@@ -152,7 +152,7 @@ impl Record for InformInfoRecord {
 }
 
 impl InformInfoRecord {
-    /// Returns whether the components of a request match.
+    /// Returns whether all fields selected by a request match.
     #[must_use]
     pub fn matches(&self, mask: InformMask, wanted: &Self) -> bool {
         let fields = [
@@ -178,7 +178,7 @@ impl Record for Notice {
 }
 
 impl InformInfo {
-    /// A subscription of queue pair 1 to an event of any port, or its end.
+    /// Creates a request that subscribes queue pair 1 to an event on any port, or unsubscribes it.
     #[must_use]
     pub fn new(trap: Option<Trap>, is_subscription: bool) -> Self {
         Self {
@@ -193,13 +193,13 @@ impl InformInfo {
         }
     }
 
-    /// Queue pair that gets the reports.
+    /// Returns the queue pair that receives the reports.
     #[must_use]
     pub fn qpn(&self) -> u32 {
         self.qpn_and_response_time.get() >> 8
     }
 
-    /// Returns whether a notice is wanted.
+    /// Returns whether a notice matches the subscription.
     #[must_use]
     pub fn admits(&self, notice: &Notice) -> bool {
         let is_any = |wanted: U16, value: u16| wanted.get() == ALL || wanted.get() == value;
@@ -213,7 +213,7 @@ impl InformInfo {
             && (wanted == ALL_NODES || wanted == node(notice.node_type))
     }
 
-    /// Returns whether it is about the same notices.
+    /// Returns whether both subscriptions select the same notices.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let without = |info: &Self| Self {
@@ -226,7 +226,7 @@ impl InformInfo {
 }
 
 impl Notice {
-    /// An event of the administrator, which has a GID itself, about a port or a group.
+    /// Creates a notice from the administrator (`issuer`) about a port or group.
     #[must_use]
     pub fn new(trap: Trap, about: Gid, issuer: Gid) -> Self {
         let mut details = [0; 54];
@@ -243,7 +243,8 @@ impl Notice {
         }
     }
 
-    /// The administrator's own event that this is, and the port or group that it is about.
+    /// Returns the administrator's event and the port or group it refers to. Returns `None` for any
+    /// other notice.
     #[must_use]
     pub fn event(&self) -> Option<(Trap, Gid)> {
         let all = [
@@ -265,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_subscription_is_where_opensm_has_it() {
+    fn inform_info_layout_matches_opensm() {
         // ib_inform_info_t of opensm's <iba/ib_types.h>.
         let info = InformInfo {
             gid: std::array::from_fn(|i| 0x10 + i as u8),
@@ -281,8 +282,8 @@ mod tests {
     }
 
     #[test]
-    fn a_subscription_of_a_host_is_where_libibmad_has_it() {
-        // ib_inform_info_record_t of libibmad's iba_types.h, which fills it up to 64 bytes.
+    fn inform_record_layout_matches_libibmad() {
+        // ib_inform_info_record_t of libibmad's iba_types.h, padded to 64 bytes.
         let record = InformInfoRecord {
             subscriber_gid: [0x31; 16],
             subscriber_enum: U16::new(0x0102),
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_notice_is_where_opensm_has_it() {
+    fn notice_layout_matches_opensm() {
         // ib_mad_notice_attr_t, with ntc_64_67.
         let about = Gid(std::array::from_fn(|i| 0x50 + i as u8));
         let issuer = Gid(std::array::from_fn(|i| 0x70 + i as u8));
@@ -321,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subscription_admits_what_it_names() {
+    fn subscription_matches_selected_notices() {
         let issuer = Gid([7; 16]);
         let notice = Notice::new(Trap::GroupDeleted, Gid([0xff; 16]), issuer);
         assert!(InformInfo::new(None, true).admits(&notice));

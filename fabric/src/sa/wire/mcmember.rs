@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Limit, Record, attribute, word};
 
-/// A multicast group, and a member of it.
+/// Multicast group and one of its members.
 #[derive(
     Clone,
     Copy,
@@ -43,9 +43,9 @@ pub struct McMemberRecord {
     pub packet_life_time: Limit,
     /// Service level, flow label and hop limit: 4, 20 and 8 bits.
     pub sl_flow_label_hop_limit: U32,
-    /// Scope and [`join_state`], half a byte each.
+    /// Scope and [`join_state`], 4 bits each.
     pub scope_and_join_state: u8,
-    /// ProxyJoin in the top bit: another port has joined for this one.
+    /// ProxyJoin in the top bit: another port joined on behalf of this port.
     pub proxy_join: u8,
     /// Zero on the wire.
     pub reserved: [u8; 2],
@@ -53,7 +53,7 @@ pub struct McMemberRecord {
 
 const _: () = assert!(size_of::<McMemberRecord>() == 52);
 
-/// Kinds of membership (JoinState).
+/// Membership types (JoinState).
 pub mod join_state {
     /// FullMember: sends and receives, and keeps the group alive.
     pub const FULL_MEMBER: u8 = 1;
@@ -105,10 +105,10 @@ bitflags! {
         const JOIN_STATE = 1 << 16;
         /// ProxyJoin.
         const PROXY_JOIN = 1 << 17;
-        /// What a request must give that makes a group (IBTA 15.2.5.17.2).
+        /// Fields required to create a group (IBTA 15.2.5.17.2).
         const CREATE = Self::QKEY.bits() | Self::TRAFFIC_CLASS.bits() | Self::PKEY.bits()
             | Self::SL.bits() | Self::FLOW_LABEL.bits();
-        /// Bits of later versions.
+        /// Fields of later versions.
         const _ = !0;
     }
 }
@@ -118,7 +118,7 @@ impl Record for McMemberRecord {
 }
 
 impl McMemberRecord {
-    /// A request to join or leave a group.
+    /// Creates a record to join or leave a group.
     #[must_use]
     pub fn new(mgid: Gid, port_gid: Gid, join_state: u8) -> Self {
         Self {
@@ -129,56 +129,56 @@ impl McMemberRecord {
         }
     }
 
-    /// GID of the group.
+    /// Returns the GID of the group.
     #[must_use]
     pub fn mgid(&self) -> Gid {
         Gid(self.mgid)
     }
 
-    /// GID of the member's port.
+    /// Returns the GID of the member's port.
     #[must_use]
     pub fn port_gid(&self) -> Gid {
         Gid(self.port_gid)
     }
 
-    /// Kinds of membership.
+    /// Returns the membership types.
     #[must_use]
     pub fn join_state(&self) -> u8 {
         self.scope_and_join_state & 0xf
     }
 
-    /// Scope of the group.
+    /// Returns the scope of the group.
     #[must_use]
     pub fn scope(&self) -> u8 {
         self.scope_and_join_state >> 4
     }
 
-    /// With scope and kinds of membership, half a byte each.
+    /// Sets the scope and the membership types, 4 bits each.
     #[must_use]
     pub fn with_state(mut self, scope: u8, join_state: u8) -> Self {
         self.scope_and_join_state = scope << 4 | join_state & 0xf;
         self
     }
 
-    /// Service level.
+    /// Returns the service level.
     #[must_use]
     pub fn sl(&self) -> u8 {
         (self.sl_flow_label_hop_limit.get() >> 28) as u8
     }
 
-    /// Flow label, 20 bits.
+    /// Returns the flow label, 20 bits.
     #[must_use]
     pub fn flow_label(&self) -> u32 {
         self.sl_flow_label_hop_limit.get() >> 8 & 0x000f_ffff
     }
 
-    /// Hop limit.
+    /// Returns the hop limit.
     #[must_use]
     pub fn hop_limit(&self) -> u8 {
         self.sl_flow_label_hop_limit.get() as u8
     }
 
-    /// With service level (4 bits), flow label (20) and hop limit.
+    /// Sets the service level (4 bits), flow label (20 bits) and hop limit.
     #[must_use]
     pub fn with_route(mut self, sl: u8, flow_label: u32, hop_limit: u8) -> Self {
         self.sl_flow_label_hop_limit = word(sl & 0xf, flow_label, hop_limit);
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_record_is_where_libibumad_has_it() {
+    fn record_layout_matches_libibumad() {
         // struct umad_sa_mcmember_record of <infiniband/umad_sa_mcm.h>, without its padding.
         let mut record = McMemberRecord {
             qkey: U32::new(0x8001_0000),
@@ -221,7 +221,7 @@ mod tests {
             (5, 0xabcde, 64)
         );
         assert_eq!((record.scope(), record.join_state()), (5, 1));
-        // In an answer it has four bytes of padding.
+        // A response pads the record with four bytes.
         let mut data = Vec::new();
         record.append(&mut data);
         record.append(&mut data);

@@ -1,11 +1,11 @@
-//! MADs of subnet administration (IBTA 15.2), and their records.
+//! MADs of subnet administration (IBTA 15.2) and their records.
 //!
-//! A MAD is 256 bytes: the common header (24 bytes), the RMPP header (12), the SM_Key, the length of
-//! a record and the component mask (20), and 200 bytes of data. An answer with more data has several
-//! MADs ([`super::rmpp`]). A bit of the component mask names a field of the record that the request
-//! gives; all fields of a record that are not named match anything.
+//! A MAD has 256 bytes: the common header (24 bytes), the RMPP header (12), the SM_Key, record
+//! length and component mask (20), and 200 bytes of data. Longer responses consist of several MADs
+//! ([`super::rmpp`]). Each bit of the component mask selects one field of the record in a request.
+//! Any value matches a field that is not selected.
 //!
-//! | module | what it names |
+//! | module | attributes |
 //! | --- | --- |
 //! | [`path`] | PathRecord |
 //! | [`service`] | ServiceRecord |
@@ -25,7 +25,7 @@ use riser_transport::wire::{MAD_LEN, Mad, MadHeader, TransactionId};
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Version of the class.
+/// Class version.
 pub const CLASS_VERSION: u8 = 2;
 
 /// Offset of the RMPP header, in bytes.
@@ -37,7 +37,7 @@ pub const DATA: usize = 56;
 /// Bytes of data in one MAD.
 pub const DATA_LEN: usize = MAD_LEN - DATA;
 
-/// Bytes of a MAD between RMPP header and data: the RMPP counts them with the data.
+/// Number of bytes between the RMPP header and the data. RMPP includes them in the payload length.
 pub const SA_HEADER_LEN: usize = 20;
 
 /// Identifiers of attributes (IBTA table 155).
@@ -46,15 +46,15 @@ pub mod attribute {
     pub const CLASS_PORT_INFO: u16 = 0x0001;
     /// Notice: an event.
     pub const NOTICE: u16 = 0x0002;
-    /// InformInfo: a subscription to notices.
+    /// InformInfo: an event subscription.
     pub const INFORM_INFO: u16 = 0x0003;
     /// NodeRecord: a node and its name.
     pub const NODE_RECORD: u16 = 0x0011;
     /// PortInfoRecord: a port.
     pub const PORT_INFO_RECORD: u16 = 0x0012;
-    /// ServiceRecord: a service and where it is.
+    /// ServiceRecord: a service and its location.
     pub const SERVICE_RECORD: u16 = 0x0031;
-    /// PathRecord: a way from one port to another.
+    /// PathRecord: a path between two ports.
     pub const PATH_RECORD: u16 = 0x0035;
     /// MCMemberRecord: a multicast group and its members.
     pub const MC_MEMBER_RECORD: u16 = 0x0038;
@@ -80,40 +80,40 @@ pub mod attribute {
 pub struct RmppHeader {
     /// Version: 1, or 0 in MADs without RMPP.
     pub version: u8,
-    /// Type of the packet ([`rmpp_type`]).
+    /// Packet type ([`rmpp_type`]).
     pub rmpp_type: u8,
-    /// RRespTime in the high 5 bits, 31 for none given, and [`rmpp_flags`].
+    /// RRespTime in the high 5 bits (31 if unspecified), followed by [`rmpp_flags`].
     pub time_and_flags: u8,
-    /// Why a transfer was stopped.
+    /// Reason for an aborted transfer.
     pub status: u8,
-    /// Number of the segment, from 1; in an ACK that of the last one that came in order.
+    /// Segment number, starting at 1. In an ACK, the last segment received in order.
     pub segment: U32,
-    /// Bytes after this header in the last segment, and in all of them in the first one; in an ACK
-    /// the last segment that may be sent.
+    /// Payload length. In the first segment, the total number of bytes after this header; in the
+    /// last segment, its own. In an ACK, the last segment of the window.
     pub length_or_window: U32,
 }
 
-/// Returns whether all components match that a request's mask names.
+/// Returns whether all components selected by the mask match.
 pub(super) fn all_match<M: Flags + Copy>(mask: M, components: &[(M, bool)]) -> bool {
     let mut components = components.iter();
     components.all(|(bit, same)| *same || !mask.contains(*bit))
 }
 
-/// Types of RMPP packets (IBTA table 29).
+/// RMPP packet types (IBTA table 29).
 pub mod rmpp_type {
     /// DATA: a segment.
     pub const DATA: u8 = 1;
-    /// ACK: segments have arrived.
+    /// ACK: acknowledges received segments.
     pub const ACK: u8 = 2;
-    /// STOP: the receiver ends the transfer.
+    /// STOP: the receiver terminates the transfer.
     pub const STOP: u8 = 3;
-    /// ABORT: either side ends the transfer.
+    /// ABORT: either side terminates the transfer.
     pub const ABORT: u8 = 4;
 }
 
-/// Flags of RMPP packets (IBTA 13.6.2.1).
+/// RMPP packet flags (IBTA 13.6.2.1).
 pub mod rmpp_flags {
-    /// The MAD belongs to a transfer.
+    /// The MAD is part of a transfer.
     pub const ACTIVE: u8 = 1;
     /// First segment.
     pub const FIRST: u8 = 2;
@@ -121,14 +121,14 @@ pub mod rmpp_flags {
     pub const LAST: u8 = 4;
 }
 
-/// Version of the RMPP.
+/// RMPP version.
 pub const RMPP_VERSION: u8 = 1;
 
-/// RRespTime that gives no time.
+/// Unspecified RRespTime.
 pub const NO_RESPONSE_TIME: u8 = 31 << 3;
 
 impl RmppHeader {
-    /// Returns whether the MAD belongs to a transfer.
+    /// Returns whether the MAD is part of a transfer.
     #[must_use]
     pub fn is_active(&self) -> bool {
         self.has(rmpp_flags::ACTIVE)
@@ -141,7 +141,7 @@ impl RmppHeader {
     }
 }
 
-/// Everything before the data of a MAD of subnet administration (IBTA 15.2.1.1).
+/// All headers of a subnet-administration MAD (IBTA 15.2.1.1).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -151,55 +151,54 @@ pub struct SaHeader {
     pub mad: MadHeader,
     /// RMPP header.
     pub rmpp: RmppHeader,
-    /// Key of the subnet manager, by which it trusts a request; 0 for none.
+    /// Key that authenticates a request to the subnet manager; 0 if unused.
     pub sm_key: U64,
-    /// Length of a record of an answer, padding included, in words of eight bytes.
+    /// Length of each record in a response, including padding, in units of 8 bytes.
     pub attribute_offset: U16,
     /// Zero on the wire.
     pub reserved: U16,
-    /// Fields that the request gives.
+    /// Fields selected by the request.
     pub component_mask: U64,
 }
 
 const _: () = assert!(size_of::<SaHeader>() == DATA);
 
-/// Status of an answer that only this class has (IBTA table 154), in the upper byte of the common
-/// status.
+/// Class-specific status of a response (IBTA table 154), in the upper byte of the common status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum SaStatus {
-    /// ERR_NO_RESOURCES: the administrator has no room.
+    /// ERR_NO_RESOURCES: a limit of the administrator is exceeded.
     NoResources = 0x0100,
-    /// ERR_REQ_INVALID: the request makes no sense.
+    /// ERR_REQ_INVALID: the request is invalid.
     ReqInvalid = 0x0200,
     /// ERR_NO_RECORDS: no record matches.
     NoRecords = 0x0300,
     /// ERR_TOO_MANY_RECORDS: more than one record matches a Get.
     TooManyRecords = 0x0400,
-    /// ERR_REQ_INVALID_GID: the request is not the port's that it names.
+    /// ERR_REQ_INVALID_GID: the requester does not own the GID.
     InvalidGid = 0x0500,
-    /// ERR_REQ_INSUFFICIENT_COMPONENTS: a field that the request must give is missing.
+    /// ERR_REQ_INSUFFICIENT_COMPONENTS: a required field is missing.
     InsufficientComponents = 0x0600,
-    /// ERR_REQ_DENIED: the requester has no right to that.
+    /// ERR_REQ_DENIED: the requester is not authorized.
     Denied = 0x0700,
 }
 
-/// Methods of subnet administration that have an answer.
+/// Subnet-administration methods that have a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum SaMethod {
-    /// SubnAdmGet(): the one record that matches.
+    /// SubnAdmGet(): returns the only matching record.
     Get = MadMethod::Get as u8,
-    /// SubnAdmSet(): makes or changes a record.
+    /// SubnAdmSet(): creates or updates a record.
     Set = MadMethod::Set as u8,
-    /// SubnAdmGetTable(): all records that match.
+    /// SubnAdmGetTable(): returns all matching records.
     GetTable = MadMethod::GetTable as u8,
     /// SubnAdmDelete(): removes a record.
     Delete = MadMethod::Delete as u8,
 }
 
 impl SaMethod {
-    /// The common method.
+    /// Returns the common method.
     #[must_use]
     pub fn mad_method(self) -> MadMethod {
         match self {
@@ -210,7 +209,7 @@ impl SaMethod {
         }
     }
 
-    /// The method of a number; `None` for others.
+    /// Converts a method number. Returns `None` for any other method.
     #[must_use]
     pub fn of(method: u8) -> Option<Self> {
         let all = [Self::Get, Self::Set, Self::GetTable, Self::Delete];
@@ -219,7 +218,7 @@ impl SaMethod {
 }
 
 impl SaHeader {
-    /// A request, or another MAD without RMPP.
+    /// Creates the header of a request or of another MAD without RMPP.
     #[must_use]
     pub fn new(
         method: MadMethod,
@@ -246,7 +245,7 @@ impl SaHeader {
     /// Splits a MAD into header and data.
     ///
     /// # Errors
-    /// Those of [`MadHeader::parse`].
+    /// Returns the errors of [`MadHeader::parse`].
     pub fn parse(mad: &[u8]) -> Result<(Self, &[u8; DATA_LEN]), MadError> {
         MadHeader::parse(mad)?;
         let error = MadError::Length { len: mad.len() };
@@ -254,7 +253,7 @@ impl SaHeader {
         Ok((header, data.try_into().map_err(|_| error)?))
     }
 
-    /// The MAD with data, of which 200 bytes are taken.
+    /// Builds a MAD with the first 200 bytes of `data`.
     #[must_use]
     pub fn emit(&self, data: &[u8]) -> Mad {
         let mut mad = [0; MAD_LEN];
@@ -265,22 +264,22 @@ impl SaHeader {
     }
 }
 
-/// A record of subnet administration.
+/// Record of subnet administration.
 pub trait Record: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned + Copy {
-    /// Identifier of the attribute.
+    /// Attribute identifier.
     const ATTRIBUTE: u16;
 
-    /// Length in words of eight bytes, padding included.
+    /// Length in units of 8 bytes, including padding.
     const WORDS: u16 = size_of::<Self>().div_ceil(8) as u16;
 
-    /// The record at the beginning of data; `None` where it is cut off.
+    /// Parses the record at the start of `data`. Returns `None` if it is truncated.
     #[must_use]
     fn read(data: &[u8]) -> Option<Self> {
         Self::read_from_prefix(data).ok().map(|(record, _)| record)
     }
 
-    /// The records of an answer, each `words` words of eight bytes after the one before. Records that
-    /// are cut off, and all where a record would be longer than that, are left out.
+    /// Parses the records of a response, at intervals of `words` × 8 bytes. Truncated records are
+    /// skipped; nothing is returned if the interval is shorter than a record.
     fn read_all(data: &[u8], words: u16) -> impl Iterator<Item = Self> {
         let stride = usize::from(words) * 8;
         let stride = if stride < size_of::<Self>() {
@@ -294,7 +293,7 @@ pub trait Record: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned + 
         all.filter_map(Self::read)
     }
 
-    /// Appends the record to data, with its padding.
+    /// Appends the padded record to `data`.
     fn append(&self, data: &mut Vec<u8>) {
         let end = data.len() + usize::from(Self::WORDS) * 8;
         data.extend(self.as_bytes());
@@ -302,21 +301,21 @@ pub trait Record: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned + 
     }
 }
 
-/// A comparison that fields for limits have in their top two bits (IBTA 15.2.5.16).
+/// Comparison operator of a limit, in its top two bits (IBTA 15.2.5.16).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Selector {
-    /// More than the value.
+    /// Greater than the value.
     Greater = 0,
     /// Less than the value.
     Less = 1,
-    /// The value itself.
+    /// Equal to the value.
     Exactly = 2,
-    /// The best that there is: the largest MTU or rate, the smallest life time.
+    /// Best available value: the largest MTU or rate, or the smallest life time.
     Best = 3,
 }
 
-/// A limit: a code of 6 bits, with its selector.
+/// Limit: a 6-bit code with its selector.
 #[derive(
     Clone,
     Copy,
@@ -334,19 +333,19 @@ pub enum Selector {
 pub struct Limit(pub u8);
 
 impl Limit {
-    /// A code with its selector.
+    /// Creates a limit.
     #[must_use]
     pub fn new(selector: Selector, code: u8) -> Self {
         Self((selector as u8) << 6 | code & 0x3f)
     }
 
-    /// The code.
+    /// Returns the code.
     #[must_use]
     pub fn code(self) -> u8 {
         self.0 & 0x3f
     }
 
-    /// The comparison.
+    /// Returns the comparison operator.
     #[must_use]
     pub fn selector(self) -> Selector {
         match self.0 >> 6 {
@@ -357,8 +356,8 @@ impl Limit {
         }
     }
 
-    /// Returns whether something that has `code` is what was asked for. A field without a selector
-    /// asks for exactly its value.
+    /// Returns whether `code` satisfies the limit. A limit without a selector requires an exact
+    /// match.
     #[must_use]
     pub fn admits(self, has_selector: bool, code: u8) -> bool {
         match self.selector() {
@@ -371,8 +370,7 @@ impl Limit {
     }
 }
 
-/// Service level, flow label and hop limit of a MCMemberRecord, or their like: a word of 4, 20 and 8
-/// bits.
+/// Builds a word of 4, 20 and 8 bits, such as service level, flow label and hop limit.
 pub(crate) fn word(high: u8, middle: u32, low: u8) -> U32 {
     U32::new(u32::from(high) << 28 | (middle & 0x000f_ffff) << 8 | u32::from(low))
 }
@@ -382,7 +380,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_as_ibacm_sends_it() {
+    fn request_matches_ibacm() {
         // struct ib_sa_mad of ibacm's acm_mad.h: SubnAdmGet(PathRecord) by DGID and SGID.
         let transaction = TransactionId(0x0041_0000_0002);
         let header = SaHeader::new(MadMethod::Get, 0x35, transaction, 0x0c);
@@ -399,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_before_the_data_are_where_opensm_has_them() {
+    fn header_layout_matches_opensm() {
         // ib_sa_mad_t of opensm's <iba/ib_types.h>.
         let header = SaHeader {
             rmpp: RmppHeader {
@@ -425,7 +423,7 @@ mod tests {
 
     #[test]
     fn limits_are_compared_as_their_selectors_say() {
-        // The selector is in the top two bits.
+        // The top two bits contain the selector.
         assert_eq!(Limit::new(Selector::Exactly, 5).0, 0x85);
         assert_eq!(Limit(0xc3).selector(), Selector::Best);
         for (limit, admitted) in [
@@ -436,7 +434,7 @@ mod tests {
         ] {
             let got = [2, 3, 4].map(|code| limit.admits(true, code));
             assert_eq!(got, admitted, "{limit:?}");
-            // Without the component of the selector the value itself is meant.
+            // An unselected selector means an exact match.
             let got = [2, 3, 4].map(|code| limit.admits(false, code));
             assert_eq!(got, [false, true, false], "{limit:?}");
         }

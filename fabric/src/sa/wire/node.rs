@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Record, all_match, attribute};
 
-/// A node, by one of its ports.
+/// Node, identified by one of its ports.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -18,15 +18,15 @@ pub struct NodeRecord {
     pub lid: U16,
     /// Zero on the wire.
     pub reserved: U16,
-    /// GUIDs, kind and number of ports.
+    /// GUIDs, type and number of ports.
     pub info: NodeInfo,
-    /// Name for people, and zeros after it.
+    /// Human-readable name, padded with zeros.
     pub description: [u8; 64],
 }
 
 const _: () = assert!(size_of::<NodeRecord>() == 108);
 
-/// A port.
+/// Port of a node.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -34,9 +34,9 @@ const _: () = assert!(size_of::<NodeRecord>() == 108);
 pub struct PortInfoRecord {
     /// LID of the port; 0 on RoCE.
     pub lid: U16,
-    /// Number of the port.
+    /// Port number.
     pub port: u8,
-    /// Options of the question.
+    /// Options of the query.
     pub options: u8,
     /// State and limits.
     pub info: PortInfo,
@@ -60,7 +60,7 @@ bitflags! {
         const PORT_GUID = 1 << 8;
         /// NodeDescription.
         const DESCRIPTION = 1 << 14;
-        /// Bits of other fields.
+        /// Remaining fields.
         const _ = !0;
     }
 
@@ -73,7 +73,7 @@ bitflags! {
         const PORT = 1 << 1;
         /// CapabilityMask.
         const CAPABILITIES = 1 << 7;
-        /// Bits of other fields.
+        /// Remaining fields.
         const _ = !0;
     }
 }
@@ -91,7 +91,7 @@ impl Record for ClassPortInfo {
 }
 
 impl NodeRecord {
-    /// Returns whether the components of a request match.
+    /// Returns whether all fields selected by a request match.
     #[must_use]
     pub fn matches(&self, mask: NodeMask, wanted: &Self) -> bool {
         let (ours, theirs) = (&self.info, &wanted.info);
@@ -113,12 +113,12 @@ impl NodeRecord {
     }
 }
 
-/// Bit of the attribute modifier of a question about PortInfoRecords: ports match that have all the
-/// capabilities that it names, and perhaps others (IBTA 15.2.5.3).
+/// Bit of the attribute modifier of a PortInfoRecord query: a port matches if it has at least all
+/// requested capabilities (IBTA 15.2.5.3).
 pub const MATCH_CAPABILITIES: u32 = 1 << 31;
 
 impl PortInfoRecord {
-    /// Returns whether the components of a request match, which has an attribute modifier.
+    /// Returns whether all fields selected by a request with this attribute modifier match.
     #[must_use]
     pub fn matches(&self, mask: PortInfoMask, wanted: &Self, modifier: u32) -> bool {
         let [has, asked] = [self, wanted].map(|port| port.info.capabilities.get());
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_are_where_opensm_has_them() {
+    fn record_layouts_match_opensm() {
         // ib_node_record_t and ib_portinfo_record_t of opensm's <iba/ib_types.h>.
         let mut node = NodeRecord::new_zeroed();
         node.lid = U16::new(0x0102);

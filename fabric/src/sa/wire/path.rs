@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Limit, Record, attribute};
 
-/// A way from one port to another.
+/// Path between two ports.
 #[derive(
     Clone,
     Copy,
@@ -23,7 +23,7 @@ use super::{Limit, Record, attribute};
 )]
 #[repr(C)]
 pub struct PathRecord {
-    /// Service that the path is for; 0 for any.
+    /// Service that will use the path; 0 for any service.
     pub service_id: U64,
     /// GID of the destination.
     pub dgid: [u8; 16],
@@ -33,16 +33,16 @@ pub struct PathRecord {
     pub dlid: U16,
     /// LID of the source.
     pub slid: U16,
-    /// RawTraffic, 20 bits of flow label and 8 bits of hop limit. Without a hop limit above 1 a path
-    /// has no GRH on InfiniBand.
+    /// RawTraffic, flow label (20 bits) and hop limit (8 bits). On InfiniBand a hop limit of at
+    /// most 1 indicates a path without GRH.
     pub flow_label_and_hop_limit: U32,
     /// Traffic class.
     pub traffic_class: u8,
-    /// Reversible in the top bit; the number of paths that are wanted in the other ones.
+    /// Reversible in the top bit, followed by the requested number of paths.
     pub reversible_and_count: u8,
     /// Partition.
     pub pkey: U16,
-    /// QoS class of 12 bits, and the service level.
+    /// QoS class (12 bits) and service level.
     pub qos_class_and_sl: U16,
     /// Path MTU: codes from 1 (256 bytes) to 5 (4096).
     pub mtu: Limit,
@@ -50,7 +50,7 @@ pub struct PathRecord {
     pub rate: Limit,
     /// Packet life time: 4.096 µs × 2^n.
     pub packet_life_time: Limit,
-    /// Preference among paths of one answer, 0 first.
+    /// Preference among the paths of a response, 0 is preferred.
     pub preference: u8,
     /// Zero on the wire.
     pub reserved: [u8; 6],
@@ -58,14 +58,14 @@ pub struct PathRecord {
 
 const _: () = assert!(size_of::<PathRecord>() == 64);
 
-/// Reversible: the answer may come the same way.
+/// Reversible: responses may use the same path.
 pub const REVERSIBLE: u8 = 0x80;
 
 bitflags! {
     /// Components of a PathRecord.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
     pub struct PathMask: u64 {
-        /// ServiceID: both halves, which older versions of the class have as reserved fields.
+        /// ServiceID: both halves, which were reserved in earlier class versions.
         const SERVICE_ID = 0b11;
         /// DGID.
         const DGID = 1 << 2;
@@ -107,7 +107,7 @@ bitflags! {
         const PACKET_LIFE_TIME = 1 << 21;
         /// Preference.
         const PREFERENCE = 1 << 22;
-        /// Bits of later versions.
+        /// Fields of later versions.
         const _ = !0;
     }
 }
@@ -117,49 +117,49 @@ impl Record for PathRecord {
 }
 
 impl PathRecord {
-    /// GID of the destination.
+    /// Returns the GID of the destination.
     #[must_use]
     pub fn dgid(&self) -> Gid {
         Gid(self.dgid)
     }
 
-    /// GID of the source.
+    /// Returns the GID of the source.
     #[must_use]
     pub fn sgid(&self) -> Gid {
         Gid(self.sgid)
     }
 
-    /// Hop limit.
+    /// Returns the hop limit.
     #[must_use]
     pub fn hop_limit(&self) -> u8 {
         self.flow_label_and_hop_limit.get() as u8
     }
 
-    /// Flow label, 20 bits.
+    /// Returns the flow label, 20 bits.
     #[must_use]
     pub fn flow_label(&self) -> u32 {
         self.flow_label_and_hop_limit.get() >> 8 & 0x000f_ffff
     }
 
-    /// Service level, 4 bits.
+    /// Returns the service level, 4 bits.
     #[must_use]
     pub fn sl(&self) -> u8 {
         (self.qos_class_and_sl.get() & 0xf) as u8
     }
 
-    /// QoS class, 12 bits.
+    /// Returns the QoS class, 12 bits.
     #[must_use]
     pub fn qos_class(&self) -> u16 {
         self.qos_class_and_sl.get() >> 4
     }
 
-    /// Number of paths that are wanted, 7 bits.
+    /// Returns the requested number of paths, 7 bits.
     #[must_use]
     pub fn count(&self) -> u8 {
         self.reversible_and_count & !REVERSIBLE
     }
 
-    /// The address vector of the path, which leaves from an entry of the GID table
+    /// Returns the address vector of the path, using this source entry of the GID table
     /// (`ib_init_ah_attr_from_path`).
     #[must_use]
     pub fn ah_attr(&self, sgid_index: u16) -> AhAttr {
@@ -172,7 +172,7 @@ impl PathRecord {
         }
     }
 
-    /// Returns whether the answer may come the same way.
+    /// Returns whether responses may use the same path.
     #[must_use]
     pub fn is_reversible(&self) -> bool {
         self.reversible_and_count & REVERSIBLE != 0
@@ -184,8 +184,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_record_is_where_rdma_core_has_it() {
-        // struct ibv_path_record of <infiniband/sa.h>, filled by name.
+    fn record_layout_matches_rdma_core() {
+        // struct ibv_path_record of <infiniband/sa.h>, initialized by field name.
         let record = PathRecord {
             service_id: U64::new(0x0102_0304_0506_0708),
             dgid: std::array::from_fn(|i| 0x10 + i as u8),
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_an_address_vector() {
+    fn path_converts_to_address_vector() {
         let record = PathRecord {
             dgid: [7; 16],
             flow_label_and_hop_limit: U32::new(0x0abc_de40),

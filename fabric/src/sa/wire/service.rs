@@ -7,36 +7,36 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Record, all_match, attribute};
 
-/// Lease without an end.
+/// Lease that never expires.
 pub const LEASE_FOREVER: u32 = u32::MAX;
 
-/// A service, and the port that offers it. Identifier, GID and P_Key name a record.
+/// Service and the port that provides it. The identifier, GID and P_Key form the key of a record.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct ServiceRecord {
-    /// Identifier of the service.
+    /// Service identifier.
     pub service_id: U64,
-    /// GID of the port that offers it.
+    /// GID of the port that provides the service.
     pub gid: [u8; 16],
     /// Partition of the service.
     pub pkey: U16,
     /// Zero on the wire.
     pub reserved: U16,
-    /// Seconds for which the record is kept, or [`LEASE_FOREVER`].
+    /// Lease in seconds, or [`LEASE_FOREVER`].
     pub lease: U32,
-    /// Key that later changes must give; 0 for none.
+    /// Key required to update the record; 0 if none.
     pub key: [u8; 16],
-    /// Name in UTF-8, and zeros after it.
+    /// Name in UTF-8, padded with zeros.
     pub name: [u8; 64],
-    /// Data of the service, as are the following ones.
+    /// Service-specific data: bytes.
     pub data8: [u8; 16],
-    /// Words of two bytes.
+    /// Service-specific data: 16-bit words.
     pub data16: [U16; 8],
-    /// Words of four bytes.
+    /// Service-specific data: 32-bit words.
     pub data32: [U32; 4],
-    /// Words of eight bytes.
+    /// Service-specific data: 64-bit words.
     pub data64: [U64; 2],
 }
 
@@ -58,17 +58,17 @@ bitflags! {
         const KEY = 1 << 5;
         /// ServiceName.
         const NAME = 1 << 6;
-        /// First byte of ServiceData8; its other ones, and the other words of data, have the bits
-        /// that follow.
+        /// First byte of ServiceData8. The following bits select its remaining bytes and the words
+        /// of the other data fields.
         const DATA = 1 << 7;
-        /// Everything that a record says.
+        /// All fields.
         const ALL = ((1 << 37) - 1) & !(1 << 3);
-        /// Bits of data, and of later versions.
+        /// Fields of data, and of later versions.
         const _ = !0;
     }
 }
 
-/// First bits of the four kinds of data, with their number of words, their size and their offset.
+/// Data fields: first mask bit, number of words, word size and offset.
 const DATA_FIELDS: [(u32, usize, usize, usize); 4] = [
     (7, 16, 1, 112),
     (23, 8, 2, 128),
@@ -81,7 +81,7 @@ impl Record for ServiceRecord {
 }
 
 impl ServiceRecord {
-    /// A record without a key, a name and data, for the default partition and for ever.
+    /// Creates a record for the default partition without key, name, data or expiration.
     #[must_use]
     pub fn new(service_id: u64, gid: Gid) -> Self {
         let mut record = Self::read_from_bytes(&[0; 176]).expect("as many bytes");
@@ -92,7 +92,7 @@ impl ServiceRecord {
         record
     }
 
-    /// With a name, of which 63 bytes are taken.
+    /// Sets the name, truncated to 63 bytes.
     #[must_use]
     pub fn with_name(mut self, name: &str) -> Self {
         self.name = [0; 64];
@@ -101,14 +101,14 @@ impl ServiceRecord {
         self
     }
 
-    /// GID of the port that offers the service.
+    /// Returns the GID of the port that provides the service.
     #[must_use]
     pub fn gid(&self) -> Gid {
         Gid(self.gid)
     }
 
-    /// Returns whether the components of a request that name the service, where it is and what it
-    /// says match. A lease runs down, so it is not compared, and neither is the key.
+    /// Returns whether all fields selected by a request match. The lease is ignored because its
+    /// remaining time decreases, and the key because it is secret.
     #[must_use]
     pub fn matches(&self, mask: ServiceMask, wanted: &Self) -> bool {
         let fields = [
@@ -117,7 +117,7 @@ impl ServiceRecord {
                 self.service_id == wanted.service_id,
             ),
             (ServiceMask::GID, self.gid == wanted.gid),
-            // A partition has full and limited members.
+            // A partition key matches with either membership bit.
             (
                 ServiceMask::PKEY,
                 (self.pkey.get() ^ wanted.pkey.get()) & 0x7fff == 0,
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_record_is_where_opensm_has_it() {
+    fn record_layout_matches_opensm() {
         // ib_service_record_t of opensm's <iba/ib_types.h>.
         let mut expected = [0; 176];
         expected[..8].copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn only_components_that_are_given_are_compared() {
+    fn unselected_components_are_ignored() {
         let one = ServiceRecord::new(1, Gid([1; 16])).with_name("a");
         let mut other = ServiceRecord::new(1, Gid([2; 16])).with_name("b");
         other.data16[7] = U16::new(5);

@@ -1,4 +1,4 @@
-//! What a manager is created with.
+//! Configuration of a manager.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::vnic::QpAddress;
 use crate::vnic::wire::attr::{PCPS, VeswPortInfo, state};
 use crate::vnic::wire::{Lid, Mac};
 
-/// A virtual Ethernet switch, as it is to be.
+/// Configuration of a virtual Ethernet switch.
 #[derive(Clone, Copy, Debug)]
 pub struct VeswConfig {
     /// Number of the switch, 12 bits, not 0.
@@ -18,16 +18,16 @@ pub struct VeswConfig {
     /// MTU in bytes, [`MIN_ETH_MTU`](crate::vnic::MIN_ETH_MTU) to
     /// [`MAX_ETH_MTU`](crate::vnic::MAX_ETH_MTU).
     pub eth_mtu: u16,
-    /// MTU of VLAN priorities; 0 is the same.
+    /// MTU by VLAN priority; 0 selects `eth_mtu`.
     pub eth_mtu_pcp: [u16; PCPS],
-    /// Service class by VLAN priority; that of priority 0 is also for frames without a tag.
+    /// Service class by VLAN priority. Untagged frames use priority 0.
     pub pcp_to_sc: [u8; PCPS],
-    /// Virtual lane by VLAN priority; that of priority 0 is also for frames without a tag.
+    /// Virtual lane by VLAN priority. Untagged frames use priority 0.
     pub pcp_to_vl: [u8; PCPS],
 }
 
 impl VeswConfig {
-    /// A switch in the default partition, with a class and a lane for each priority.
+    /// Creates a switch in the default partition, with a separate class and lane for each priority.
     #[must_use]
     pub fn new(vesw_id: u16, eth_mtu: u16) -> Self {
         Self {
@@ -40,20 +40,20 @@ impl VeswConfig {
         }
     }
 
-    /// LID of all its ports.
+    /// Returns the multicast LID of the switch.
     #[must_use]
     pub fn group(&self) -> Lid {
         Lid(Lid::MULTICAST.0 | u32::from(self.vesw_id))
     }
 
-    /// Configuration of the port with a LID.
+    /// Returns the configuration of the port with this LID.
     pub(super) fn port(&self, lid: Lid) -> VeswPortInfo {
         let mut info = VeswPortInfo::new_zeroed();
         let vesw = &mut info.vesw;
         vesw.vesw_id = self.vesw_id.into();
         vesw.pkey = self.pkey.into();
         vesw.u_mcast_dlid = self.group().0.into();
-        // Frames to addresses that nothing knows go to all, as a switch floods them.
+        // Frames to unknown addresses are flooded, as in a switch.
         vesw.def_port_mask = 1.into();
         vesw.u_ucast_dlid[0] = self.group().0.into();
         vesw.eth_mtu = self.eth_mtu.into();
@@ -75,19 +75,20 @@ impl VeswConfig {
     }
 }
 
-/// What a manager is created with.
+/// Configuration of a manager.
 #[derive(Clone, Debug)]
 pub struct ManagerConfig {
-    /// Where traps and answers come to.
+    /// Destination of traps and responses.
     pub address: QpAddress,
-    /// Longest datagram, in bytes: the path MTU, at least [`MIN_PATH_MTU`](crate::vnic::MIN_PATH_MTU).
+    /// Maximum datagram length, in bytes: the path MTU, at least
+    /// [`MIN_PATH_MTU`](crate::vnic::MIN_PATH_MTU).
     pub max_mad: usize,
-    /// The switches; each member gets a port of each, in this order.
+    /// Switches. Each member gets one port of each switch, in this order.
     pub vesws: Vec<VeswConfig>,
-    /// Time between two searches for members, and between two looks at a port.
+    /// Interval between discoveries, and between polls of a port.
     pub interval: Duration,
-    /// Time of silence after which a member is forgotten.
+    /// Time of silence after which a member is removed.
     pub dead_after: Duration,
-    /// First transaction, by chance, so that answers cannot be guessed.
+    /// First transaction identifier, which should be random to make responses unpredictable.
     pub first_tid: u64,
 }

@@ -1,4 +1,4 @@
-//! What is asked of a member next.
+//! Selection of the next request to a member.
 
 use std::time::Instant;
 
@@ -12,13 +12,13 @@ use crate::vnic::wire::attr::{
 };
 use crate::vnic::wire::mad::{ClassPortInfo, method};
 
-/// A request that is to be sent.
+/// Request to be sent.
 pub(super) struct Request {
     pub(super) method: u8,
     pub(super) attr: u16,
     pub(super) vport: u8,
     pub(super) data: Vec<u8>,
-    /// Number of entries in it, and digest of the table that they are of.
+    /// Number of table entries in the request, and the digest of their table.
     pub(super) sent_entries: (usize, u32),
 }
 
@@ -42,14 +42,14 @@ impl Request {
 }
 
 impl EthernetManager {
-    /// The request that brings a member nearer to what it should be.
+    /// Returns the next request that brings a member closer to its desired state.
     pub(super) fn plan(&self, index: usize, now: Instant) -> Option<Request> {
         let member = &self.members[index];
         if !member.is_claimed {
             let address = self.config.address;
             let info = ClassPortInfo {
                 trap_gid: address.gid.0,
-                // Any LID: where traps go is the GID and the queue pair.
+                // Any LID: traps are routed by GID and queue pair.
                 trap_lid: 1.into(),
                 trap_hl_qp: address.qpn.into(),
                 trap_qkey: MANAGEMENT_QKEY.into(),
@@ -97,7 +97,7 @@ impl EthernetManager {
         None
     }
 
-    /// Returns whether a port has the configuration that it should have.
+    /// Returns whether a port has the desired configuration.
     pub(super) fn is_configured(&self, member: &Member, vport: usize) -> bool {
         let (Some(info), Some(lid)) = (member.ports[vport].info, member.lid) else {
             return false;
@@ -114,7 +114,7 @@ impl EthernetManager {
         wanted == info
     }
 
-    /// Where the sending of a table goes on: at its beginning, if it is another one now.
+    /// Returns the next entry to send, which is the first one if the table has changed.
     pub(super) fn next_entry(port: &PortRecord, digest: u32) -> usize {
         port.sending
             .filter(|(of, _)| *of == digest)
@@ -145,7 +145,8 @@ impl EthernetManager {
         let last = end.min(first + most);
         let entry = |n| tables.entries.get(n).copied().unwrap_or_default();
         let part: Vec<_> = (first..last).map(entry).collect();
-        // The digest comes with the last part, so that a port with a part of the table says so.
+        // Only the last part contains the digest, so that a port reports a partially received
+        // table.
         let digest = if last == end { tables.digest } else { 0 };
         let header = MacTableHeader {
             offset: (first as u16).into(),
@@ -159,7 +160,8 @@ impl EthernetManager {
         }
     }
 
-    /// Number of entries that are sent, with empty ones in the place of those that the port may have.
+    /// Returns the number of entries to send, including empty entries that clear obsolete entries
+    /// of the port.
     pub(super) fn table_end(port: &PortRecord, tables: &Tables) -> usize {
         let filled = port.filled.unwrap_or(MAX_MAC_ENTRIES.into());
         tables.entries.len().max(filled)

@@ -1,4 +1,4 @@
-//! The tables that all ports of a switch have, and how often they are made.
+//! Tables shared by all ports of a switch, and the rate at which they are rebuilt.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use super::{EthernetManager, SETTLE};
 use crate::vnic::wire::attr::{MAX_MAC_ENTRIES, MacTableEntry, Path, digest};
 use crate::vnic::wire::{Lid, Mac};
 
-/// Tables that all ports of a switch have.
+/// Tables shared by all ports of a switch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tables {
     pub(super) entries: Vec<MacTableEntry>,
@@ -19,7 +19,7 @@ pub(super) struct Tables {
 }
 
 impl EthernetManager {
-    /// Makes tables of what has changed. Each that follows another one at once takes twice as long.
+    /// Rebuilds the tables after changes. The interval doubles with each consecutive rebuild.
     pub(super) fn settle(&mut self, now: Instant) {
         let interval = self.config.interval;
         let is_calm = self.settled.is_none_or(|settled| settled + interval <= now);
@@ -39,7 +39,7 @@ impl EthernetManager {
         self.tables.iter().map(of).collect()
     }
 
-    /// Makes the tables of all switches, in the order of LIDs.
+    /// Rebuilds the tables of all switches, in LID order.
     pub(super) fn make_tables(&mut self) {
         self.tables = (0..self.tables.len()).map(|n| self.make_table(n)).collect();
     }
@@ -50,7 +50,7 @@ impl EthernetManager {
         let before = self.tables[vport].entries.iter();
         let before: BTreeSet<_> = before.map(|e| (e.mac_addr, e.dlid())).collect();
         let mut tables = Tables::default();
-        // Claims: their rank, their place in the table, the address.
+        // Claims: rank, position in the table, address.
         let mut claims = Vec::new();
         for member in members {
             let lid = member.lid.unwrap_or(Lid::NONE);
@@ -71,8 +71,8 @@ impl EthernetManager {
                 claims.push((rank, (lid, place), *mac));
             }
         }
-        // An address that two members want is that of the LID in it, or else stays with the one that
-        // has it, or is the first one's. In this order there is room as well.
+        // A contested address belongs to the member whose LID it encodes, or else to its current
+        // owner, or else to the first member. This order also decides if the table is full.
         claims.sort_by_key(|(rank, place, _)| (*rank, *place));
         let mut seen = BTreeSet::new();
         claims.retain(|(_, (lid, _), mac)| {

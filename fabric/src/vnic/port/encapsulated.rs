@@ -1,34 +1,34 @@
-//! A frame on its way out, as the packets that it takes.
+//! Outgoing frame, divided into packets.
 
 use crate::vnic::QpAddress;
 use crate::vnic::wire::packet::{FRAGMENT_HEADER, Fragment, HEADER, Header};
 
-/// Where a packet goes.
+/// Destination of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Destination {
-    /// To one port.
+    /// A single port.
     Port(QpAddress),
-    /// To all ports, by the group of the fabric.
+    /// All ports, via the multicast group of the fabric.
     Group,
 }
 
-/// A frame on its way out.
+/// Outgoing frame.
 #[derive(Clone, Copy, Debug)]
 pub struct Encapsulated {
-    /// Headers of the packet, or of all its fragments.
+    /// Headers of the packet, or of all fragments.
     pub header: Header,
-    /// Where it goes.
+    /// Destination.
     pub to: Destination,
-    /// Virtual lane: Omni-Path's hardware has a queue for each, the software NIC one for all.
+    /// Virtual lane: Omni-Path hardware has a queue per lane, the software NIC has a single queue.
     pub vl: u8,
-    /// Longest packet that all its receivers take, in bytes.
+    /// Maximum packet length accepted by all receivers, in bytes.
     pub mtu: usize,
-    /// Number of the frame among the sender's.
+    /// Frame number of this sender.
     pub(super) ident: u32,
 }
 
 impl Encapsulated {
-    /// Number of packets that a frame of `frame_len` bytes takes.
+    /// Returns the number of packets required for a frame of `frame_len` bytes.
     #[must_use]
     pub fn packets(&self, frame_len: usize) -> usize {
         if frame_len + HEADER <= self.mtu {
@@ -37,10 +37,10 @@ impl Encapsulated {
         frame_len.div_ceil(self.mtu - FRAGMENT_HEADER)
     }
 
-    /// Writes packet `index` of those that the frame takes to `out`; returns its length.
+    /// Writes packet `index` of the frame to `out`; returns its length.
     ///
     /// # Panics
-    /// If `out` is shorter than [`Encapsulated::mtu`], or the frame has no such packet.
+    /// If `out` is shorter than [`Encapsulated::mtu`], or if there is no such packet.
     pub fn emit(&self, frame: &[u8], index: usize, out: &mut [u8]) -> usize {
         let (header, part) = if self.packets(frame.len()) == 1 {
             (self.header, frame)

@@ -36,7 +36,7 @@ fn config(n: u8, mtu: u16) -> VeswPortInfo {
     info
 }
 
-/// Port `n` of a switch with ports 1 to 3.
+/// Creates port `n` of a switch with ports 1 to 3.
 fn port(n: u8, eth_mtu: u16) -> VirtualPort {
     let mut port = VirtualPort::new(0, 1024);
     assert!(port.configure(&config(n, eth_mtu)));
@@ -67,7 +67,7 @@ fn packets(out: &Encapsulated, frame: &[u8]) -> Vec<Vec<u8>> {
     (0..out.packets(frame.len())).map(packet).collect()
 }
 
-/// Where port `n` sends from and receives.
+/// Returns the address of port `n`.
 fn end(n: u8) -> QpAddress {
     QpAddress {
         gid: gid(n),
@@ -116,7 +116,7 @@ fn the_table_counts_before_what_was_learned_and_before_addresses() {
     let group = (Destination::Group, GROUP);
     assert_eq!(dest(&mut a, strange), Ok(group), "no port of the switch");
     assert_eq!(dest(&mut a, Mac([0xff; 6])), Ok(group));
-    // A frame of it comes from port 2.
+    // A frame from this address arrives from port 2.
     let mut b = port(2, 1500);
     let hello = frame(Mac([0xff; 6]), strange, 60);
     let out = b.encapsulate(&hello, now).unwrap();
@@ -130,7 +130,7 @@ fn the_table_counts_before_what_was_learned_and_before_addresses() {
     );
     assert_eq!(dest(&mut a, strange), Ok((to(3), Lid(3))));
     assert_eq!(dest(&mut a, local), Ok((to(2), Lid(2))));
-    // Entries of ports that are gone, of the port itself, and of no port.
+    // Entries of removed ports, of the port itself, and of a nonexistent port.
     let entries = [entry(strange, 9), entry(local, 1)];
     assert!(a.mac_table_mut().set(0, &entries, 1));
     assert_eq!(dest(&mut a, strange), Err(TxDrop::DlidZero));
@@ -203,7 +203,7 @@ fn routing_control_is_of_the_protocol() {
     let now = Instant::now();
     let mut a = port(1, 1500);
     let mut info = config(1, 1500);
-    // 1 for others, 2 for IPv4, 3 UDP, 4 TCP, 5 for IPv6, 6 TCP, 7 UDP.
+    // 1 is the default, 2 IPv4, 3 UDP, 4 TCP, 5 IPv6, 6 TCP, 7 UDP.
     info.vesw.rc = 0x0765_4321.into();
     info.vesw.rc = (info.vesw.rc.get() & 0x0fff_ffff).into();
     a.configure(&info);
@@ -341,7 +341,7 @@ fn what_is_the_ports_own_cannot_be_configured_and_the_rest_is_kept() {
         info.vport.config_state = state;
         assert!(!a.configure(&info), "{eth_mtu} {state}");
     }
-    // A port that forwards has a switch and an address.
+    // A forwarding port requires a switch and an address.
     let valid = config(1, 1500);
     for (vesw_id, lid) in [
         (0, 1),
@@ -433,7 +433,7 @@ fn vnic_packets() {
     bolero::check!().for_each(|bytes: &[u8]| {
         let now = Instant::now();
         let mut a = port(1, 9000);
-        // Pieces of the input, each behind its length, as packets of port 2 and as frames.
+        // Interprets length-prefixed parts of the input as packets from port 2 and as frames.
         let mut rest = bytes;
         while let [len, tail @ ..] = rest {
             let (packet, tail) = tail.split_at(usize::from(*len).min(tail.len()));

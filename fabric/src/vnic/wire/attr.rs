@@ -7,9 +7,9 @@ use super::{Lid, Mac, fnv1a};
 
 /// Attribute identifiers (`OPA_EM_ATTR_*`).
 pub mod id {
-    /// [`ClassPortInfo`](super::super::mad::ClassPortInfo), of the whole agent.
+    /// [`ClassPortInfo`](super::super::mad::ClassPortInfo) of the agent.
     pub const CLASS_PORT_INFO: u16 = 0x0001;
-    /// [`NoticeAttr`](super::super::mad::NoticeAttr), of a trap.
+    /// [`NoticeAttr`](super::super::mad::NoticeAttr) of a trap.
     pub const NOTICE: u16 = 0x0002;
     /// [`VeswPortInfo`](super::VeswPortInfo).
     pub const VESWPORT_INFO: u16 = 0x0011;
@@ -19,15 +19,16 @@ pub mod id {
     pub const IFACE_UCAST_MACS: u16 = 0x0013;
     /// [`IfaceMacsHeader`](super::IfaceMacsHeader) and addresses: multicast.
     pub const IFACE_MCAST_MACS: u16 = 0x0014;
-    /// Resets a port to what it was before it was configured.
+    /// Resets a port to its unconfigured state.
     pub const DELETE_VESW: u16 = 0x0015;
     /// [`SummaryCounters`](super::SummaryCounters).
     pub const VESWPORT_SUMMARY_COUNTERS: u16 = 0x0020;
     /// [`ErrorCounters`](super::ErrorCounters).
     pub const VESWPORT_ERROR_COUNTERS: u16 = 0x0022;
-    /// [`EndPoint`](super::EndPoint). Ours, not Omni-Path's.
+    /// [`EndPoint`](super::EndPoint). Extension, not defined by Omni-Path.
     pub const END_POINT: u16 = 0xff11;
-    /// [`PathsHeader`](super::PathsHeader) and [`Path`](super::Path)s. Ours, not Omni-Path's.
+    /// [`PathsHeader`](super::PathsHeader) and [`Path`](super::Path)s. Extension, not defined by
+    /// Omni-Path.
     pub const PATHS: u16 = 0xff12;
 }
 
@@ -36,15 +37,15 @@ pub const DEF_PORTS: usize = 16;
 /// Number of VLAN priorities (`OPA_VNIC_MAX_NUM_PCP`).
 pub const PCPS: usize = 8;
 
-/// State of a port, configured or operational (`OPA_VNIC_STATE_*`).
+/// Configured or operational state of a port (`OPA_VNIC_STATE_*`).
 pub mod state {
-    /// Nothing passes.
+    /// All frames are dropped.
     pub const DROP_ALL: u8 = 1;
-    /// Frames pass.
+    /// Frames are forwarded.
     pub const FORWARDING: u8 = 3;
 }
 
-/// State of an interface (`OPA_VNIC_ETH_LINK_*`).
+/// Link state of an interface (`OPA_VNIC_ETH_LINK_*`).
 pub mod link {
     /// The interface is up.
     pub const UP: u8 = 1;
@@ -52,17 +53,18 @@ pub mod link {
     pub const DOWN: u8 = 2;
 }
 
-/// Positions of routing control in [`VeswInfo::rc`] (`OPA_VNIC_ENCAP_RC_*`); each has 3 bits.
+/// Bit positions of routing control in [`VeswInfo::rc`] (`OPA_VNIC_ENCAP_RC_*`); each field has 3
+/// bits.
 pub mod rc {
-    /// Frames that are not IP.
+    /// Non-IP frames.
     pub const DEFAULT: u32 = 0;
-    /// IPv4 with another protocol than TCP and UDP.
+    /// IPv4 except TCP and UDP.
     pub const IPV4: u32 = 4;
     /// IPv4 with UDP.
     pub const IPV4_UDP: u32 = 8;
     /// IPv4 with TCP.
     pub const IPV4_TCP: u32 = 12;
-    /// IPv6 with another protocol than TCP and UDP.
+    /// IPv6 except TCP and UDP.
     pub const IPV6: u32 = 16;
     /// IPv6 with TCP.
     pub const IPV6_TCP: u32 = 20;
@@ -70,11 +72,11 @@ pub mod rc {
     pub const IPV6_UDP: u32 = 24;
 }
 
-/// What all ports of a virtual switch have in common (`struct opa_vesw_info`).
+/// Configuration shared by all ports of a virtual switch (`struct opa_vesw_info`).
 ///
-/// Linux has had two layouts: with an MTU for each VLAN priority, and with routing control and one
-/// MTU. The fields of one are reserved in the other, so this has both; an MTU of 0 for a priority is
-/// that of frames without a tag.
+/// There have been two layouts in Linux: one with an MTU per VLAN priority, and one with routing
+/// control and a single MTU. The fields of each are reserved in the other, so this structure
+/// contains both. A priority with an MTU of 0 uses the MTU of untagged frames.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -86,7 +88,7 @@ pub struct VeswInfo {
     pub vesw_id: U16,
     /// Reserved.
     pub rsvd0: [u8; 6],
-    /// Default ports: bit *n* is for [`VeswInfo::u_ucast_dlid`]`[n]`.
+    /// Default ports: bit *n* enables [`VeswInfo::u_ucast_dlid`]`[n]`.
     pub def_port_mask: U16,
     /// Reserved.
     pub rsvd1: [u8; 2],
@@ -94,45 +96,45 @@ pub struct VeswInfo {
     pub pkey: U16,
     /// Reserved.
     pub rsvd2: [u8; 4],
-    /// LID for frames to groups.
+    /// LID for multicast frames.
     pub u_mcast_dlid: U32,
-    /// LIDs for unicast frames to addresses that no table has.
+    /// LIDs for unicast frames to unknown addresses.
     pub u_ucast_dlid: [U32; DEF_PORTS],
-    /// Routing control, for the protocols of [`rc`].
+    /// Routing control, indexed by [`rc`].
     pub rc: U32,
     /// Reserved.
     pub rsvd3: [u8; 40],
-    /// MTU of frames with a VLAN tag, by their priority, in bytes; 0 is [`VeswInfo::eth_mtu`].
+    /// MTU of tagged frames by VLAN priority, in bytes; 0 selects [`VeswInfo::eth_mtu`].
     pub eth_mtu_pcp: [U16; PCPS],
-    /// MTU of the interface, in bytes, without Ethernet header and VLAN tag.
+    /// MTU of the interface in bytes, without Ethernet header and VLAN tag.
     pub eth_mtu: U16,
     /// Reserved.
     pub rsvd4: [u8; 2],
 }
 
-/// What is a port's own (`struct opa_per_veswport_info`).
+/// Configuration of a single port (`struct opa_per_veswport_info`).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct PerVeswPortInfo {
-    /// Number of the port at its switch.
+    /// Port number within its switch.
     pub port_num: U32,
-    /// One of [`link`]; the port's own.
+    /// One of [`link`]; read-only.
     pub eth_link_status: u8,
     /// Reserved.
     pub rsvd0: [u8; 3],
-    /// MAC address that the manager gives the interface.
+    /// MAC address assigned to the interface.
     pub base_mac_addr: Mac,
-    /// State that the manager wants, one of [`state`].
+    /// Desired state, one of [`state`].
     pub config_state: u8,
-    /// State that the port is in; the port's own.
+    /// Operational state; read-only.
     pub oper_state: u8,
-    /// Most entries of the MAC table; the port's own.
+    /// Maximum number of MAC table entries; read-only.
     pub max_mac_tbl_ent: U16,
-    /// Most entries of it for source addresses; the port's own.
+    /// Maximum number of source address entries; read-only.
     pub max_smac_ent: U16,
-    /// Digest of the MAC table as it was set, 0 at first; the port's own.
+    /// Digest of the current MAC table, initially 0; read-only.
     pub mac_tbl_digest: U32,
     /// Reserved.
     pub rsvd1: [u8; 4],
@@ -146,19 +148,19 @@ pub struct PerVeswPortInfo {
     pub pcp_to_sc_mc: [u8; PCPS],
     /// Virtual lane of multicast frames, by priority.
     pub pcp_to_vl_mc: [u8; PCPS],
-    /// Service class of unicast frames without a tag.
+    /// Service class of untagged unicast frames.
     pub non_vlan_sc_uc: u8,
-    /// Virtual lane of unicast frames without a tag.
+    /// Virtual lane of untagged unicast frames.
     pub non_vlan_vl_uc: u8,
-    /// Service class of multicast frames without a tag.
+    /// Service class of untagged multicast frames.
     pub non_vlan_sc_mc: u8,
-    /// Virtual lane of multicast frames without a tag.
+    /// Virtual lane of untagged multicast frames.
     pub non_vlan_vl_mc: u8,
     /// Reserved.
     pub rsvd2: [u8; 48],
-    /// Counts changes of the interface's unicast addresses; the port's own.
+    /// Generation of the interface's unicast addresses; read-only.
     pub uc_macs_gen_count: U16,
-    /// Counts changes of the interface's multicast addresses; the port's own.
+    /// Generation of the interface's multicast addresses; read-only.
     pub mc_macs_gen_count: U16,
     /// Reserved.
     pub rsvd3: [u8; 8],
@@ -170,14 +172,14 @@ pub struct PerVeswPortInfo {
 )]
 #[repr(C)]
 pub struct VeswPortInfo {
-    /// Of its switch.
+    /// Configuration of the switch.
     pub vesw: VeswInfo,
-    /// Of its own.
+    /// Configuration of the port.
     pub vport: PerVeswPortInfo,
 }
 
 impl VeswPortInfo {
-    /// Values of a port that was never configured.
+    /// Returns the values of an unconfigured port.
     #[must_use]
     pub fn power_on() -> Self {
         let mut info = Self::new_zeroed();
@@ -189,12 +191,12 @@ impl VeswPortInfo {
     }
 }
 
-/// Most entries of a MAC table (`OPA_VNIC_MAC_TBL_MAX_ENTRIES`).
+/// Maximum number of MAC table entries (`OPA_VNIC_MAC_TBL_MAX_ENTRIES`).
 pub const MAX_MAC_ENTRIES: u16 = 2048;
-/// Most entries of it for source addresses (`OPA_VNIC_MAX_SMAC_LIMIT`).
+/// Maximum number of source address entries (`OPA_VNIC_MAX_SMAC_LIMIT`).
 pub const MAX_SMAC_ENTRIES: u16 = 256;
 
-/// In front of entries of a MAC table (`struct opa_veswport_mactable`).
+/// Header of MAC table entries (`struct opa_veswport_mactable`).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -202,13 +204,13 @@ pub const MAX_SMAC_ENTRIES: u16 = 256;
 pub struct MacTableHeader {
     /// Index of the first entry.
     pub offset: U16,
-    /// Number of entries, in the message or to be read.
+    /// Number of entries in the message, or to read.
     pub num_entries: U16,
     /// Digest of the whole table.
     pub mac_tbl_digest: U32,
 }
 
-/// An entry of a MAC table (`struct opa_veswport_mactable_entry`).
+/// MAC table entry (`struct opa_veswport_mactable_entry`).
 #[derive(
     Clone,
     Copy,
@@ -224,19 +226,20 @@ pub struct MacTableHeader {
 )]
 #[repr(C)]
 pub struct MacTableEntry {
-    /// Address; an entry of zeros is empty.
+    /// MAC address; a zero entry is empty.
     pub mac_addr: Mac,
-    /// Bits of the address that count. Kept and returned: like Linux, ports compare all bits.
+    /// Significant bits of the address. Stored and returned only: like Linux, ports compare all
+    /// bits.
     pub mac_addr_mask: Mac,
     /// LID in the high 24 bits, side data in the low byte.
     pub dlid_sd: U32,
 }
 
 impl MacTableEntry {
-    /// Side data: the address is one that the port may send from.
+    /// Side data: the port may use this source address.
     pub const SOURCE_MAC: u32 = 0x20;
 
-    /// An entry by which frames to `mac` go to `lid`.
+    /// Creates an entry that forwards frames for `mac` to `lid`.
     #[must_use]
     pub fn new(mac: Mac, lid: Lid) -> Self {
         Self {
@@ -246,27 +249,27 @@ impl MacTableEntry {
         }
     }
 
-    /// LID for the address.
+    /// Returns the LID for the address.
     #[must_use]
     pub fn dlid(&self) -> Lid {
         Lid(self.dlid_sd.get() >> 8)
     }
 
-    /// Returns whether the address is one of the port's own.
+    /// Returns whether this is a source address of the port.
     #[must_use]
     pub fn is_source(&self) -> bool {
         self.dlid_sd.get() & Self::SOURCE_MAC != 0
     }
 }
 
-/// Digest of a table: never 0, which is the digest of a port that has none. Only the manager
-/// computes it; ports keep what they are given.
+/// Computes the digest of a table. It is never 0, the digest of an empty port. Only the manager
+/// computes digests; ports store the received value.
 #[must_use]
 pub fn digest(table: &[u8]) -> u32 {
     fnv1a(table).max(1)
 }
 
-/// In front of an interface's addresses (`struct opa_veswport_iface_macs`).
+/// Header of interface addresses (`struct opa_veswport_iface_macs`).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -274,15 +277,15 @@ pub fn digest(table: &[u8]) -> u32 {
 pub struct IfaceMacsHeader {
     /// Index of the first address.
     pub start_idx: U16,
-    /// Number of addresses in the message, or the most that are wanted; 0 is as many as fit.
+    /// Number of addresses in the message, or the maximum to return; 0 means as many as fit.
     pub num_macs_in_msg: U16,
-    /// Number of addresses that there are.
+    /// Total number of addresses.
     pub tot_macs_in_lst: U16,
-    /// Counts changes of the list.
+    /// Generation of the list.
     pub gen_count: U16,
 }
 
-/// A direction's part of the summary counters, or group of statistics (`struct opa_vnic_grp_stats`).
+/// Counters of one direction in the summary counters or statistics (`struct opa_vnic_grp_stats`).
 #[derive(
     Clone,
     Copy,
@@ -298,16 +301,16 @@ pub struct IfaceMacsHeader {
 )]
 #[repr(C)]
 pub struct GroupCounters {
-    /// Frames to one host.
+    /// Unicast frames.
     pub unicast: U64,
-    /// Frames to groups.
+    /// Multicast and broadcast frames.
     pub mcastbcast: U64,
-    /// Frames without a VLAN tag.
+    /// Untagged frames.
     pub untagged: U64,
-    /// Frames with one.
+    /// Tagged frames.
     pub vlan: U64,
-    /// Frames by their length with check sequence: 64 bytes, 65 to 127, 128 to 255, 256 to 511,
-    /// 512 to 1023, 1024 to 1518, more.
+    /// Frames by length including FCS: 64 bytes, 65 to 127, 128 to 255, 256 to 511, 512 to 1023,
+    /// 1024 to 1518, longer.
     pub sizes: [U64; 7],
 }
 
@@ -321,7 +324,7 @@ pub struct SummaryCounters {
     pub vp_instance: U16,
     /// Virtual switch.
     pub vesw_id: U16,
-    /// Number of the port at its switch.
+    /// Port number within the switch.
     pub vesw_port_num: U32,
     /// Frames of the interface that were not sent.
     pub tx_errors: U64,

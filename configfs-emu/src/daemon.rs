@@ -1,4 +1,4 @@
-//! A running `riserd`, at its admin socket.
+//! Connects to a running `riserd` via its admin socket.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,17 +15,17 @@ use crate::engine::{ApplyError, Daemon};
 use crate::host::LiveSource;
 use crate::world::Session;
 
-/// A daemon at its admin socket. Its configuration is read and replaced there; where it is kept is
-/// the daemon's affair.
+/// A daemon connected via its admin socket. We use this socket to read and replace the
+/// configuration, but it's up to the daemon where to store it.
 #[derive(Debug)]
 pub struct Riserd {
     socket: PathBuf,
-    /// Of the configuration that was read last.
+    /// Revision of the configuration we last read.
     revision: Option<String>,
 }
 
 impl Riserd {
-    /// The daemon at a socket.
+    /// Creates a client for the daemon at this socket.
     #[must_use]
     pub fn new(socket: PathBuf) -> Self {
         Self {
@@ -58,16 +58,16 @@ impl Daemon for Riserd {
         let said = client::fetch(&self.socket, question)?;
         let document = serde_json::from_slice(&said.body);
         let document = document.map_err(|e| ApplyError::Unreachable(e.to_string()))?;
-        // Only with a document that could be read: the next change replaces what this revision
-        // stands for.
+        // This should only be set if the document was valid, because the next change will replace
+        // this revision.
         self.revision = said.revision;
         Ok(document)
     }
 
     fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
         let question = Question {
-            // The daemon refuses if it has another revision by now, so that no change of others is
-            // overwritten unseen.
+            // The daemon will reject the request if its revision is different, so that we never
+            // overwrite a change by another user without seeing it.
             replaces: self.revision.clone(),
             ..Question::new(Method::PUT, "/v1/config").with(document.to_string())
         };
@@ -76,8 +76,8 @@ impl Daemon for Riserd {
     }
 }
 
-/// A daemon at its admin socket, asked for what changes by itself. Without an answer there is
-/// nothing.
+/// Used to query the daemon's current state via its admin socket. If there is no response, an empty
+/// state is returned.
 #[derive(Debug)]
 pub struct AdminSocket(pub PathBuf);
 
@@ -100,11 +100,11 @@ impl LiveSource for AdminSocket {
     }
 }
 
-/// Connections, gathered into their sessions.
+/// Groups connections by session.
 fn gather(views: Vec<SessionView>) -> Vec<Session> {
     let mut sessions: BTreeMap<(String, String, u64), Session> = BTreeMap::new();
     for view in views {
-        // A connection that has not logged in belongs to no session yet.
+        // A connection doesn't belong to a session before it has logged in.
         let Some(nexus) = view.nexus else {
             continue;
         };
@@ -122,7 +122,7 @@ fn gather(views: Vec<SessionView>) -> Vec<Session> {
             ..Session::default()
         });
         session.addresses.push(view.peer);
-        // A session is live as long as one of its connections is.
+        // A session is live if any of its connections is live.
         session.is_live |= view.state == "live";
     }
     sessions.into_values().collect()

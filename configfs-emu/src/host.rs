@@ -1,4 +1,5 @@
-//! [`World`] as it is: the host's files, devices and addresses, and the daemon's sessions.
+//! Implements [`World`] using the files, devices and addresses of this host, and the sessions of
+//! the daemon.
 
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
@@ -13,16 +14,16 @@ use riser_config::mounts;
 use crate::rules::port_guid;
 use crate::world::{BlockDevice, Medium, Session, World};
 
-/// State of a daemon that changes by itself.
+/// Provides daemon state that can change at any time.
 pub trait LiveSource: Send {
-    /// Sessions of the daemon's initiators.
+    /// Returns the current initiator sessions.
     fn sessions(&self) -> Vec<Session>;
 
-    /// Counters of the daemon, since its start.
+    /// Returns the counters since the daemon was started.
     fn live(&self) -> Live;
 }
 
-/// Of a host without a daemon.
+/// Used if there is no daemon.
 impl LiveSource for () {
     fn sessions(&self) -> Vec<Session> {
         Vec::new()
@@ -33,7 +34,7 @@ impl LiveSource for () {
     }
 }
 
-/// This host, and the daemon on it.
+/// This host and its daemon.
 pub struct Host {
     daemon: Box<dyn LiveSource>,
 }
@@ -45,7 +46,7 @@ impl std::fmt::Debug for Host {
 }
 
 impl Host {
-    /// This host, with the daemon that is asked for sessions and counters.
+    /// Creates a host that uses this daemon for sessions and counters.
     #[must_use]
     pub fn new(daemon: impl LiveSource + 'static) -> Self {
         Self {
@@ -58,7 +59,7 @@ impl World for Host {
     fn medium(&self, path: &str) -> Medium {
         let path = Path::new(path);
         if let Some(mount) = mounts::find(path) {
-            // It may be the tree's own mount, for whose answers this thread would wait.
+            // This might be our own mount, and then this thread would wait for itself to respond.
             tracing::warn!("refused: {}", mounts::why(path, &mount));
             return Medium::None;
         }
@@ -90,7 +91,8 @@ impl World for Host {
         if interfaces.iter().any(|(_, own)| *own == address) {
             return vec![address];
         }
-        // A link-local GID is that of an interface, whose other addresses are served.
+        // A link-local GID belongs to an interface, and we serve the other addresses of this
+        // interface.
         let name = interface_of(gid);
         let of_it = interfaces
             .into_iter()
@@ -117,8 +119,9 @@ impl World for Host {
     }
 }
 
-/// As [`Host`], for a configuration that may be another host's: what is not here is taken for what
-/// its path says, and an SRP port for the address that its name says.
+/// Same as [`Host`], but for a configuration that may be for a different host. If a device doesn't
+/// exist here, we use its path to guess the type, and SRP ports use the address contained in the
+/// name.
 #[derive(Debug)]
 pub struct OtherHost(Host);
 
@@ -148,8 +151,11 @@ impl World for OtherHost {
         if !here.is_empty() {
             return here;
         }
-        let gid = gid(port).filter(|gid| !gid.is_unicast_link_local());
-        let address = gid.map(|gid| gid.to_ipv4_mapped().map_or(IpAddr::V6(gid), IpAddr::V4));
+        let address = gid(port).map(|gid| match gid.is_unicast_link_local() {
+            // If the GID is link-local, the IP address of the port is only known on its own host.
+            true => placeholder(gid),
+            false => gid.to_ipv4_mapped().map_or(IpAddr::V6(gid), IpAddr::V4),
+        });
         address.into_iter().collect()
     }
 
@@ -170,12 +176,28 @@ impl World for OtherHost {
     }
 }
 
-/// Returns true if a path is one of devices; files in memory are there as well.
+/// Network to use for example addresses (RFC 5737), which is never used by a real host.
+const EXAMPLES: [u8; 3] = [192, 0, 2];
+
+/// Returns a placeholder address for an unknown port. Ports of the same adapter will get different
+/// addresses.
+fn placeholder(gid: Ipv6Addr) -> IpAddr {
+    let [a, b, c] = EXAMPLES;
+    let host = 1 + (gid.to_bits() % 254) as u8;
+    IpAddr::from([a, b, c, host])
+}
+
+/// Returns true if this is a placeholder address.
+pub(crate) fn is_placeholder(address: &IpAddr) -> bool {
+    matches!(address, IpAddr::V4(ip) if ip.octets().starts_with(&EXAMPLES))
+}
+
+/// Returns true if this path should be a device. Note that this also matches some in-memory files.
 fn is_device(path: &str) -> bool {
     path.starts_with("/dev/") && !path.starts_with("/dev/shm/")
 }
 
-/// The interfaces of this host with their addresses, one entry for each address.
+/// Returns the interfaces of this host, with one entry for each address.
 fn own_interfaces() -> Vec<(String, IpAddr)> {
     let addresses = match getifaddrs() {
         Ok(addresses) => addresses,
@@ -193,7 +215,8 @@ fn own_interfaces() -> Vec<(String, IpAddr)> {
     named.collect()
 }
 
-/// The GID of an SRP target port: `0x` and 32 digits, or the GUID of a link-local one.
+/// Returns the GID of an SRP target port: either `0x` and 32 digits, or the GUID of a link-local
+/// GID.
 fn gid(port: &str) -> Option<Ipv6Addr> {
     if let Some(guid) = port_guid(port) {
         let prefix = 0xfe80_u128 << 112;
@@ -205,7 +228,7 @@ fn gid(port: &str) -> Option<Ipv6Addr> {
         .map(Ipv6Addr::from_bits)
 }
 
-/// The interface that has an address of IPv6.
+/// Returns the interface with this IPv6 address.
 fn interface_of(address: Ipv6Addr) -> Option<String> {
     let digits = format!("{:032x}", address.to_bits());
     let list = fs::read_to_string("/proc/net/if_inet6").ok()?;
@@ -220,7 +243,7 @@ fn block_device(number: u64) -> Option<BlockDevice> {
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
     let dir = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
     let read = |path: &Path| -> Option<u64> { fs::read_to_string(path).ok()?.trim().parse().ok() };
-    // A partition has its disk's queue.
+    // A partition uses the queue of its disk.
     let queue = [dir.join("queue"), dir.parent()?.join("queue")];
     let block_size = queue
         .iter()
@@ -239,7 +262,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_what_they_are() {
+    fn host_paths_have_their_type() {
         let host = Host::new(());
         assert_eq!(host.medium("/"), Medium::Directory);
         assert_eq!(host.medium("/nonexistent-file"), Medium::Vacant);
@@ -253,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn another_host_has_what_its_configuration_says() {
+    fn other_host_trusts_configuration() {
         let there = OtherHost::default();
         assert_eq!(there.medium("/nonexistent/file"), Medium::Vacant);
         assert!(matches!(
@@ -263,11 +286,12 @@ mod tests {
         let port = "0x00000000000000000000ffffc0000201";
         let address: IpAddr = "192.0.2.1".parse().unwrap();
         assert_eq!(there.port_addresses(port), [address]);
-        assert!(there.port_addresses("0002:c903:00a1:b2c3").is_empty());
+        let unknown = there.port_addresses("0002:c903:00a1:b2c3");
+        assert!(matches!(unknown.as_slice(), [address] if is_placeholder(address)));
     }
 
     #[test]
-    fn a_gid_names_its_address() {
+    fn gid_resolves_to_address() {
         let host = Host::new(());
         let loopback: IpAddr = "127.0.0.1".parse().unwrap();
         let gid = "0x00000000000000000000ffff7f000001";

@@ -1,44 +1,48 @@
-//! LIO's configfs tree, emulated, so that `targetcli`, `rtslib` and scripts drive `riserd`.
+//! Emulates LIO's configfs tree, so that `targetcli`, `rtslib` and scripts can be used to configure
+//! `riserd`.
 //!
-//! They configure the kernel's SCSI target through a file system: directories are backstores,
-//! targets and initiators, files are their attributes, and links say what is served where. This
-//! crate has the same tree over `riserd`. The program is `riserd-configfs`.
+//! These tools use a file system to configure the SCSI target in the kernel: a directory is a
+//! backstore, target or initiator, its files are attributes, and links define which backstore is
+//! exported by a target. This crate provides the same tree for `riserd`. The program is
+//! `riserd-configfs`.
 //!
 //! # Modules
-//! - [`tree`]: directories, files and links, with configfs's rules. [`rules`]: LIO's rules: what
-//!   can be made where, what a write means, what a file says, and with which error number something
-//!   is refused.
-//! - [`world`]: what the tree must know of the host and of sessions, as a trait. [`host`]: it as it
-//!   is.
-//! - [`convert`]: from a tree to a configuration of `riserd`, and back.
-//! - [`engine`]: a change of the tree takes effect in a daemon, or does not happen; what others
-//!   change is shown. [`daemon`]: a running `riserd`, at its admin socket. [`fuse`]: the tree,
-//!   mounted.
-//! - [`saved`]: `saveconfig.json`, from a tree and to one. It is here and not in `riserd`, since
-//!   only LIO's rules say what such a file means.
-//! - [`number`]: numbers as the kernel reads them.
+//! - [`tree`]: directories, files and links, using the rules of configfs. [`rules`]: the rules of
+//!   LIO, which define the allowed directories, the contents of files, the effect of writes, and the
+//!   error number if an operation is rejected.
+//! - [`world`]: a trait with the information about the host and its sessions that is required by
+//!   the tree. [`host`]: implements this for a real host.
+//! - [`convert`]: converts a tree to a `riserd` configuration, and back.
+//! - [`engine`]: applies changes of the tree to a daemon, and updates the tree when the
+//!   configuration is changed by other users. [`daemon`]: connects to a running `riserd` via its
+//!   admin socket. [`fuse`]: mounts the tree.
+//! - [`saved`]: converts between a tree and `saveconfig.json`. This is not part of `riserd`,
+//!   because the meaning of this file depends on the rules of LIO.
+//! - [`number`]: parses numbers using the same rules as the kernel.
 //!
 //! # I/O model
-//! `tree`, `rules`, `convert` and `engine` do none: what they need is behind the traits
-//! [`world::World`] and [`engine::Daemon`].
+//! `tree`, `rules`, `convert` and `engine` don't do any I/O: they use the traits [`world::World`]
+//! and [`engine::Daemon`] instead.
 //!
 //! # Invariants
-//! - An operation that fails changes nothing, neither in the tree nor in the daemon.
-//! - A configuration comes back from the tree as it went in, but for what was changed there.
-//! - No initiator sees more than with LIO: what cannot be expressed is refused.
-//! - A change is made in place of the configuration that the tree shows: it never undoes what
-//!   others did.
-//! - Nothing is kept here: the daemon keeps its configuration, and a tree that is mounted again
-//!   shows that. What it has no words for (portal groups that are not enabled, settings without
-//!   effect) is then gone, as it is in the kernel after a reboot.
+//! - If an operation fails, it must not change the tree or the daemon.
+//! - Converting a configuration to a tree and back must return the same configuration, except for
+//!   any changes made in the tree.
+//! - Access must never be wider than in LIO: if something can't be expressed, it must be rejected.
+//! - A change always replaces the configuration shown by the tree, so it never reverts changes made
+//!   by other users.
+//! - We don't store anything here: the daemon keeps its configuration, and when a tree is mounted
+//!   again, it will show this configuration. Anything not supported by the daemon (portal groups
+//!   that are not enabled, settings without an effect) is lost, same as in the kernel after a
+//!   reboot.
 //!
 //! # Not implemented
 //! - SCSI pass-through and user-space backstores.
-//! - The states of port groups: they are kept and have no effect.
-//! - Sequence numbers in an initiator's `info`, which are zero.
-//! - Persistent reservations in `pr`, and registrations that `res_aptpl_metadata` would restore:
+//! - Port group states: the values are kept, but they have no effect.
+//! - Sequence numbers in the `info` file of an initiator, which are always zero.
+//! - Persistent reservations in `pr` and restoring registrations from `res_aptpl_metadata`:
 //!   `riserd` keeps its own.
-//! - The tag of a portal group other than 1, after the tree was mounted again.
+//! - Portal group tags other than 1 after the tree was mounted again.
 
 pub mod convert;
 pub mod daemon;

@@ -1,5 +1,7 @@
-//! `riserd-configfs`: a running `riserd` as LIO's configfs tree, and its configuration as LIO's
-//! file.
+//! `riserd-configfs`: mounts a running `riserd` as a LIO configfs tree, and converts its
+//! configuration from and to the format used by LIO.
+
+mod manual;
 
 use std::fs;
 use std::io::{self, IsTerminal, Write};
@@ -7,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 use riser_admin_api::socket;
 use riser_config::Config;
 use riser_configfs_emu::convert;
@@ -20,20 +23,42 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing_subscriber::EnvFilter;
 
-/// The exit code where something has no words on the other side.
+/// Exit code if some of the served parts are missing.
 const INCOMPLETE: u8 = 3;
 
-/// Shows a running riserd as LIO's configfs tree, for targetcli, rtslib and scripts, until it is
-/// unmounted; SIGTERM and SIGINT unmount it. Says on standard error what is not shown, refused, or
-/// without effect.
+/// Exit code if all served parts are included, but some settings have no effect.
+const NOTED: u8 = 4;
+
+/// Result of a command. Used to print messages and set the exit code.
+#[derive(Debug, Default)]
+struct Summary {
+    /// Parts that are not supported by the other side.
+    lost: Vec<String>,
+    /// Notes about parts that are not served or have no effect.
+    notes: Vec<String>,
+}
+
+impl Summary {
+    fn exit_code(&self) -> ExitCode {
+        match (self.lost.is_empty(), self.notes.is_empty()) {
+            (false, _) => ExitCode::from(INCOMPLETE),
+            (true, false) => ExitCode::from(NOTED),
+            (true, true) => ExitCode::SUCCESS,
+        }
+    }
+}
+
+/// Show a running riserd as a LIO configfs tree for targetcli, rtslib and scripts until it is
+/// unmounted. SIGTERM and SIGINT unmount the tree. Settings that cannot be shown, are rejected or
+/// have no effect are reported on standard error.
 #[derive(Debug, Parser)]
-#[command(name = "riserd-configfs", version)]
+#[command(name = "riserd-configfs", version, after_help = manual::MOUNT)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 struct Cli {
-    /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
+    /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
     socket: Option<PathBuf>,
-    /// A directory, such as /sys/kernel/config.
+    /// Mount point, such as /sys/kernel/config.
     #[arg(required = true)]
     mountpoint: Option<PathBuf>,
     #[command(subcommand)]
@@ -42,20 +67,39 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Print what a file of targetcli's saveconfig says as a configuration of riserd. What cannot
-    /// be said is left out and named on standard error; the exit code is 3 then.
+    /// Convert a targetcli saveconfig file to a riserd configuration and print it. Parts that
+    /// riserd cannot serve are left out and reported on standard error with the reason. The exit
+    /// code is 0 if nothing is reported, 4 if there are only notes (settings without an effect, and
+    /// parts that are also not served by LIO, such as disabled targets), and 3 if something served
+    /// by LIO is left out.
+    #[command(after_help = manual::IMPORT)]
     Import {
-        /// The file, such as /etc/target/saveconfig.json.
+        /// File to convert, such as /etc/target/saveconfig.json.
         file: PathBuf,
     },
-    /// Print a configuration of riserd as targetcli's saveconfig writes it, for targetctl restore.
-    /// What cannot be said is left out and named on standard error; the exit code is 3 then.
+    /// Print a riserd configuration as a targetcli saveconfig file for use with targetctl restore.
+    /// Parts not supported by LIO are left out and reported on standard error; the exit code is
+    /// then 3.
+    #[command(after_help = manual::EXPORT)]
     Export {
-        /// A configuration file; by default what the running riserd serves.
+        /// Configuration file; by default, use the configuration of the running riserd.
         file: Option<PathBuf>,
-        /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
+        /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
         #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
         socket: Option<PathBuf>,
+    },
+    /// Print the completion script for a shell.
+    #[command(hide = true)]
+    Completions {
+        /// Shell to use.
+        shell: Shell,
+    },
+    /// Print the manual page, or write all manual pages to a directory.
+    #[command(hide = true)]
+    Man {
+        /// Output directory.
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
     },
 }
 
@@ -67,20 +111,34 @@ fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
+        // The subscriber prints its own errors to standard error and will panic if this also fails.
+        .log_internal_errors(false)
         .init();
     let cli = Cli::parse();
     let done = match cli.verb {
-        None => mount(cli.socket, cli.mountpoint).map(|()| Vec::new()),
+        None => mount(cli.socket, cli.mountpoint).map(|()| Summary::default()),
         Some(Verb::Import { file }) => import(&file),
         Some(Verb::Export { file, socket }) => export(file, socket),
+        Some(Verb::Completions { shell }) => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "riserd-configfs", &mut script);
+            let written = io::stdout().write_all(&script);
+            written.map(|()| Summary::default()).map_err(Into::into)
+        }
+        Some(Verb::Man { dir }) => {
+            let written = manual::write(Cli::command(), dir.as_deref());
+            written.map(|()| Summary::default()).map_err(Into::into)
+        }
     };
     match done {
-        Ok(lost) if lost.is_empty() => ExitCode::SUCCESS,
-        Ok(lost) => {
-            for what in lost {
+        Ok(summary) => {
+            for note in &summary.notes {
+                tracing::info!("note: {note}");
+            }
+            for what in &summary.lost {
                 tracing::warn!("not converted: {what}");
             }
-            ExitCode::from(INCOMPLETE)
+            summary.exit_code()
         }
         Err(error) => {
             tracing::error!("{error}");
@@ -95,7 +153,7 @@ fn riserd(socket: Option<PathBuf>) -> Result<(PathBuf, Riserd), Failure> {
     Ok((socket.clone(), Riserd::new(socket)))
 }
 
-/// A random secret.
+/// Returns a random secret.
 fn secret() -> Result<String, Failure> {
     let mut secret = [0; 16];
     getrandom::fill(&mut secret)?;
@@ -107,9 +165,11 @@ fn mount(socket: Option<PathBuf>, mountpoint: Option<PathBuf>) -> Result<(), Fai
     let (socket, riserd) = riserd(socket)?;
     let host = Host::new(AdminSocket(socket));
     let engine = Engine::new(secret()?, Box::new(host), Box::new(riserd))?;
-    // Before it is mounted: a signal must not leave a mount without a server.
+    // Set up the handlers before we mount the tree, because a signal must never leave a mount
+    // without a server.
     let mut signals = Signals::new([SIGTERM, SIGINT])?;
-    let mount = Mount::new(Arc::new(Mutex::new(engine)), &mountpoint)?;
+    let mount = Mount::new(Arc::new(Mutex::new(engine)), &mountpoint);
+    let mount = mount.map_err(|e| format!("cannot mount at {}: {e}", mountpoint.display()))?;
     tracing::info!(mountpoint = %mountpoint.display(), "mounted");
     mount.serve(move || {
         signals.forever().next();
@@ -126,17 +186,20 @@ fn read(file: &Path) -> Result<String, Failure> {
     Ok(fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?)
 }
 
-fn import(file: &Path) -> Result<Vec<String>, Failure> {
+fn import(file: &Path) -> Result<Summary, Failure> {
     let document = serde_json::from_str(&read(file)?);
     let document = document.map_err(|e| format!("{}: {e}", file.display()))?;
     let world = OtherHost::default();
     let restored = saved::restore(&document, &world);
-    let (config, lost) = saved::configuration(restored, &secret()?, &world);
-    print(&config.to_yaml())?;
-    Ok(lost)
+    let imported = saved::configuration(restored, &secret()?, &world);
+    print(&imported.config.to_yaml())?;
+    Ok(Summary {
+        lost: imported.lost,
+        notes: imported.notes,
+    })
 }
 
-fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Vec<String>, Failure> {
+fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Summary, Failure> {
     let document = match file {
         Some(file) => {
             let config = Config::parse(&read(&file)?, &file.display().to_string())?;
@@ -147,10 +210,13 @@ fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Vec<String>,
     let world = OtherHost::default();
     let imported = convert::import(&document, secret()?, &world);
     let mut saved = saved::save(&imported.tree, &world);
-    // rtslib sorts the keys, too.
+    // rtslib also sorts the keys.
     saved.document.sort_all_objects();
     print(&serde_json::to_string_pretty(&saved.document)?)?;
-    Ok(imported.hidden.into_iter().chain(saved.omitted).collect())
+    Ok(Summary {
+        lost: imported.hidden.into_iter().chain(saved.omitted).collect(),
+        notes: Vec::new(),
+    })
 }
 
 #[cfg(test)]

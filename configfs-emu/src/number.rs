@@ -1,13 +1,13 @@
-//! Numbers as the kernel reads them from a file of configfs.
+//! Parses numbers in configfs files using the same rules as the kernel.
 
 use std::ops::RangeInclusive;
 
 use rustix::io::Errno;
 
-/// A truth value: its first letter decides, so `1`, `yes`, `true` and `on` are true.
+/// Parses a boolean. Only the first letter is used, so `1`, `yes`, `true` and `on` are true.
 ///
 /// # Errors
-/// `EINVAL`.
+/// Returns `EINVAL` if the value is not valid.
 pub fn boolean(text: &str) -> Result<bool, Errno> {
     let mut letters = text.chars().map(|c| c.to_ascii_lowercase());
     match (letters.next(), letters.next()) {
@@ -17,11 +17,11 @@ pub fn boolean(text: &str) -> Result<bool, Errno> {
     }
 }
 
-/// A number without a sign, in decimal, hexadecimal (`0x`) or octal (`0`), with one line end at
-/// most.
+/// Parses an unsigned number in decimal, hexadecimal (`0x`) or octal (`0`) with an optional
+/// newline.
 ///
 /// # Errors
-/// `EINVAL` for something else, `ERANGE` for more than `max`.
+/// Returns `EINVAL` if the value is not valid, and `ERANGE` if it exceeds `max`.
 pub fn unsigned(text: &str, max: u64) -> Result<u64, Errno> {
     let text = text.strip_suffix('\n').unwrap_or(text);
     let text = text.strip_prefix('+').unwrap_or(text);
@@ -40,10 +40,10 @@ pub fn unsigned(text: &str, max: u64) -> Result<u64, Errno> {
     }
 }
 
-/// A number that may be negative.
+/// Parses a signed number.
 ///
 /// # Errors
-/// `EINVAL` for something else, `ERANGE` for more than 32 bits.
+/// Returns `EINVAL` if the value is not valid, and `ERANGE` if it exceeds 32 bits.
 pub fn signed(text: &str) -> Result<i32, Errno> {
     match text.strip_prefix('-') {
         Some(positive) => unsigned(positive, 1 << 31).map(|n| (-(n as i64)) as i32),
@@ -51,7 +51,8 @@ pub fn signed(text: &str) -> Result<i32, Errno> {
     }
 }
 
-/// The number that a text begins with, or 0, in the lower 32 bits that the kernel keeps.
+/// Returns the number at the start of the text, or 0. As in the kernel, only the lower 32 bits are
+/// used.
 #[must_use]
 pub fn leading(text: &str) -> u32 {
     let hex = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
@@ -64,10 +65,10 @@ pub fn leading(text: &str) -> u32 {
     digits.fold(0, |n: u32, digit| n.wrapping_mul(radix).wrapping_add(digit))
 }
 
-/// A number of 32 bits within a range.
+/// Parses a 32-bit number and checks its range.
 ///
 /// # Errors
-/// `EINVAL`, or `ERANGE` for more than 32 bits.
+/// Returns `EINVAL` if the value is not valid, and `ERANGE` if it exceeds 32 bits.
 pub fn within(text: &str, range: &RangeInclusive<u32>) -> Result<u32, Errno> {
     let value = unsigned(text, u64::from(u32::MAX))? as u32;
     range.contains(&value).then_some(value).ok_or(Errno::INVAL)
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_three_bases_and_one_line_end() {
+    fn numbers_accept_three_bases_and_newline() {
         let max = u64::from(u32::MAX);
         for (text, value) in [
             ("0", Ok(0)),

@@ -1,4 +1,4 @@
-//! A world in memory, and trees in it, for tests.
+//! An in-memory world, and trees to be used in tests.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use crate::rules::{Shell, Tree};
 use crate::world::{BlockDevice, Medium, Session, World};
 
-/// A host with a file, a disk, a folder and the ports of SRP targets.
+/// A host with a file, a disk, a directory and SRP target ports.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fake {
     pub(crate) sessions: Vec<Session>,
@@ -58,8 +58,8 @@ impl World for Fake {
     }
 }
 
-/// Runs a line of a shell: `mkdir PATH`, `rmdir PATH`, `rm PATH`, `ln PATH TARGET`,
-/// `echo PATH TEXT`.
+/// Runs a shell command: `mkdir PATH`, `rmdir PATH`, `rm PATH`, `ln PATH TARGET` or `echo PATH
+/// TEXT`.
 pub(crate) fn run_line(tree: &mut Tree, world: &dyn World, line: &str) -> Result<(), Errno> {
     let mut words = line.splitn(3, ' ');
     let (verb, path) = (words.next().unwrap(), words.next().unwrap());
@@ -71,20 +71,20 @@ pub(crate) fn run_line(tree: &mut Tree, world: &dyn World, line: &str) -> Result
         "rm" => shell.rm(path),
         "ln" => shell.link(path, &text),
         "echo" => shell.write(path, &format!("{text}\n")),
-        // Without a line end, as programs write.
+        // Write this without a newline, as programs do.
         "put" => shell.write(path, &text),
         _ => panic!("{verb}"),
     }
 }
 
-/// A tree with its world.
+/// A tree and its world.
 #[derive(Debug, Default)]
 pub(crate) struct Fixture {
     pub(crate) tree: Tree,
     pub(crate) world: Fake,
 }
 
-/// The target of [`Fixture::served`].
+/// The target in [`Fixture::served`].
 pub(crate) const TPG: &str = "iscsi/iqn.2026-01.example:disk/tpgt_1";
 
 impl Fixture {
@@ -95,7 +95,7 @@ impl Fixture {
         }
     }
 
-    /// Runs lines of a shell.
+    /// Runs shell commands, one per line.
     pub(crate) fn run(&mut self, script: &str) {
         for line in script.lines().map(str::trim).filter(|l| !l.is_empty()) {
             assert_eq!(self.try_line(line), Ok(()), "{line}");
@@ -110,7 +110,7 @@ impl Fixture {
         self.shell().read(path)
     }
 
-    /// A file as LUN 0 of a target that is served to one initiator.
+    /// Creates a tree with a file that is exported as LUN 0 to a single initiator.
     pub(crate) fn served() -> Self {
         let mut fixture = Self::default();
         fixture.run(&served());
@@ -118,7 +118,7 @@ impl Fixture {
     }
 }
 
-/// The lines that make [`Fixture::served`].
+/// Returns the commands used by [`Fixture::served`].
 pub(crate) fn served() -> String {
     format!(
         "mkdir core/fileio_0

@@ -1,81 +1,81 @@
-//! The world around the tree, as far as the tree must know it, behind a trait, so that the tree
-//! does no I/O.
+//! Trait for the information required by the tree, so that the tree itself doesn't do any I/O.
 
 use std::net::IpAddr;
 use std::time::Duration;
 
 use riser_admin_api::live::Live;
 
-/// The file at a path, by its kind.
+/// Type of the file at a given path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Medium {
-    /// Nothing, in a directory that exists: a file could be made there.
+    /// The file doesn't exist, but the directory does, so the file can be created.
     Vacant,
-    /// A regular file, with its size.
+    /// A regular file.
     File {
-        /// Its size in bytes.
+        /// Size in bytes.
         size: u64,
     },
-    /// A block device, with what the kernel says about it.
+    /// A block device and its properties in the kernel.
     Device(BlockDevice),
-    /// A directory, which cannot back a device.
+    /// A directory, which can't be used for a device.
     Directory,
-    /// Something else, or nothing in a directory that does not exist either.
+    /// Any other type, or the directory doesn't exist either.
     None,
 }
 
-/// Properties of a block device.
+/// Block device properties.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockDevice {
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Its logical block size in bytes.
+    /// Logical block size in bytes.
     pub block_size: u32,
-    /// The kernel's name for it.
+    /// Device name used by the kernel.
     pub name: String,
-    /// Device number, major part.
+    /// Major device number.
     pub major: u32,
-    /// Device number, minor part.
+    /// Minor device number.
     pub minor: u32,
 }
 
-/// A session of an initiator, as the daemon reports it.
+/// An initiator session reported by the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Session {
-    /// The target's name in the daemon's configuration.
+    /// Target name in the daemon's configuration.
     pub target: String,
-    /// The initiator's name without its ISID.
+    /// Initiator name, not including the ISID.
     pub initiator: String,
-    /// Its ISID, 12 hexadecimal digits, where it has one.
+    /// ISID (12 hexadecimal digits), or empty if there is no ISID.
     pub isid: String,
-    /// A number that no other session has.
+    /// Unique session number.
     pub id: u64,
-    /// Addresses of the initiator, one for each of its connections.
+    /// Initiator addresses, with one entry for each connection.
     pub addresses: Vec<String>,
-    /// True if it has logged in.
+    /// Set after the login has completed.
     pub is_live: bool,
-    /// Values that the login agreed on, by key.
+    /// Negotiated values by key.
     pub terms: std::collections::BTreeMap<String, String>,
 }
 
-/// The world around the tree.
+/// Provides information about the host and the daemon.
 pub trait World {
-    /// Looks at a path of the host.
+    /// Checks the type of a file on this host.
     fn medium(&self, path: &str) -> Medium;
 
-    /// The addresses at which an SRP target port can be reached, by its GUID
-    /// (`0002:c903:00a1:b2c3`) or GID (`0x` and 32 digits). None if the host has no such port.
+    /// Returns the addresses that can be used to connect to an SRP target port, based on its GUID
+    /// (`0002:c903:00a1:b2c3`) or GID (`0x` and 32 digits). If the host doesn't have this port,
+    /// this is empty.
     fn port_addresses(&self, port: &str) -> Vec<IpAddr>;
 
-    /// The sessions at present.
+    /// Returns the current sessions.
     fn sessions(&self) -> Vec<Session>;
 
-    /// Counters of the daemon so far.
+    /// Returns the current counters of the daemon.
     fn live(&self) -> Live;
 
-    /// Time for which the host has run.
+    /// Returns the uptime of this host.
     fn uptime(&self) -> Duration;
 
-    /// Number of CPUs of the host.
+    /// Returns the number of CPUs on this host.
     fn cpus(&self) -> u32;
 }

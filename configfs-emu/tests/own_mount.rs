@@ -1,4 +1,4 @@
-//! Backends whose files would lie in the tree itself.
+//! Tests backends that use a file in the mounted tree itself.
 
 mod rig;
 
@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rig::Rig;
 use riser_target::backend::{Direct, OpenError, Source, Spec, Store};
 
-/// Whether a shell command succeeds. One that waits for the mount that it is about fails the test,
-/// after the mount was aborted.
+/// Returns true if a shell command was successful. If it blocks because it's waiting for this
+/// mount, the test will fail after the mount was aborted.
 fn succeeds(rig: &Rig, command: &str) -> bool {
     let mut shell = Command::new("sh").args(["-ec", command]).spawn().unwrap();
     let until = Instant::now() + Duration::from_secs(30);
@@ -30,7 +30,7 @@ fn succeeds(rig: &Rig, command: &str) -> bool {
 }
 
 #[test]
-fn a_backend_below_the_tree_itself_is_refused() {
+fn backend_inside_own_mount_is_rejected() {
     let Some(rig) = Rig::mount("configfs_own_mount") else {
         return;
     };
@@ -48,12 +48,13 @@ fn a_backend_below_the_tree_itself_is_refused() {
         assert!(succeeds(&rig, &setup));
         assert!(!succeeds(&rig, &format!("echo 1 > {at}/enable")), "{path}");
     }
-    // The tree still answers, and the daemon was given nothing.
+    // The tree still responds, and the daemon did not receive a configuration.
     assert!(fs::read_dir(config.join("target/core")).unwrap().count() > 0);
     assert_eq!(rig.given.lock().unwrap().len(), 0);
-    // Nor does the daemon open what it is given by others.
+    // The daemon must also reject these files if they are configured by other users.
     for path in [config.join("target/disk"), link.join("disk")] {
         let spec = Spec {
+            name: "disk".into(),
             source: Source::File {
                 path: path.clone(),
                 size: Some(1 << 20),

@@ -1,4 +1,4 @@
-//! The end of a mount: by another process, and by a signal.
+//! Tests unmounting by another process and by a signal.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,8 +10,8 @@ use std::time::Duration;
 use riser_testkit::eventually;
 use riser_testkit::skip::skip;
 
-/// A shell script in a mount namespace of its own, with `riserd-configfs` mounted over a tmpfs at
-/// `config`.
+/// Shell script to be run in a separate mount namespace, where `riserd-configfs` is mounted over a
+/// tmpfs at `config`.
 const SCRIPT: &str = r#"
 cd "$1"
 mount -t tmpfs below config
@@ -22,10 +22,10 @@ until test -d config/target || ! kill -0 $pid; do sleep 0.02; done
 test -d config/target
 "#;
 
-/// Longest time of a script.
+/// Maximum time for a script.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A directory with the admin socket of a daemon that serves nothing.
+/// A directory with the admin socket of a daemon without any targets.
 struct Daemon(PathBuf);
 
 impl Daemon {
@@ -56,7 +56,7 @@ impl Daemon {
         Some(Self(dir))
     }
 
-    /// Runs a script once the tree is mounted; all that it mounts is gone afterwards.
+    /// Runs a script after the tree was mounted. All of its mounts are removed when it exits.
     fn run(&self, script: &str) -> Output {
         let mut shell = Command::new("unshare");
         shell.args([
@@ -100,7 +100,7 @@ impl Drop for Daemon {
     }
 }
 
-/// A process that ends with its value.
+/// A process that is killed on drop.
 struct Ending(Child);
 
 impl Drop for Ending {
@@ -111,7 +111,7 @@ impl Drop for Ending {
 }
 
 #[test]
-fn what_was_mounted_below_stays_when_another_process_unmounts_the_tree() {
+fn lower_mount_survives_foreign_unmount() {
     let Some(daemon) = Daemon::new("configfs-unmounted") else {
         return;
     };
@@ -119,7 +119,7 @@ fn what_was_mounted_below_stays_when_another_process_unmounts_the_tree() {
 }
 
 #[test]
-fn a_signal_unmounts_the_tree_and_nothing_else() {
+fn signal_unmounts_only_tree() {
     for signal in ["TERM", "INT"] {
         let Some(daemon) = Daemon::new(&format!("configfs-{signal}")) else {
             return;
@@ -131,7 +131,7 @@ fn a_signal_unmounts_the_tree_and_nothing_else() {
 }
 
 #[test]
-fn a_signal_unmounts_a_tree_that_is_in_use() {
+fn signal_unmounts_busy_tree() {
     let Some(daemon) = Daemon::new("configfs-busy") else {
         return;
     };
@@ -139,7 +139,7 @@ fn a_signal_unmounts_a_tree_that_is_in_use() {
 }
 
 #[test]
-fn a_signal_leaves_what_was_mounted_over_the_tree() {
+fn signal_keeps_upper_mount() {
     let Some(daemon) = Daemon::new("configfs-over") else {
         return;
     };

@@ -1,54 +1,51 @@
-//! Access to a target: LIO's entries for initiators as access rules.
+//! Converts the initiator ACLs of LIO to access rules.
 //!
-//! A portal group's LUNs are the target's. A rule names the numbers that an initiator sees, where
-//! these lead to the LUNs of the same numbers, and otherwise what each of them leads to.
+//! The LUNs of a portal group are used as the LUNs of the target. If the LUN numbers seen by an
+//! initiator are the same as in the target, the rule is a list of numbers. Otherwise, it maps each
+//! number to a LUN.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use serde_json::{Map, Value, json};
 
+use super::Omission;
+use super::credentials::{CheckedLogin, Login, chap, login};
 use crate::rules::{Fabric, Initiator, Kind, Tree, backend_name, lun_number};
 use crate::tree::NodeId;
 
-/// The highest number that a unit can have.
+/// Maximum LUN number.
 const MAX_LUN: u64 = 16_383;
 
-/// The networks of all initiators.
+/// Networks that match all initiators.
 pub(super) const ANY: [&str; 2] = ["0.0.0.0/0", "::/0"];
 
-/// LUN of the portal group that a number of an initiator leads to.
+/// A LUN in the portal group that is mapped to a number for an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MappedLun {
-    /// The number of the portal group's LUN.
+    /// Number of the LUN in the portal group.
     number: u64,
     read_only: bool,
 }
 
-/// A LUN of a portal group.
+/// A LUN in a portal group.
 #[derive(Debug)]
 struct Unit {
     backend: String,
-    /// True if it is read-only for all initiators.
+    /// Set if this LUN is read-only for all initiators.
     read_only: bool,
 }
 
-/// Credentials of an initiator, and of the target.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Login {
-    pub(super) user: (String, String),
-    pub(super) mutual: Option<(String, String)>,
-}
-
-/// Initiators with equal rights, and their LUNs.
+/// Initiators with the same access, and the LUNs they can see.
 #[derive(Debug)]
 struct View {
-    /// Rules that match them.
+    /// Rules used to match these initiators.
     who: Vec<Map<String, Value>>,
     seen: BTreeMap<u64, MappedLun>,
     login: Option<Login>,
 }
 
-/// The parts of a portal group's document that are about access.
+/// The access settings in the document for a portal group.
 #[derive(Debug)]
 pub(super) struct AccessDoc {
     pub(super) luns: Map<String, Value>,
@@ -56,60 +53,49 @@ pub(super) struct AccessDoc {
     pub(super) chap: Option<Value>,
 }
 
-/// Names and secrets in a directory `auth` or `discovery_auth`.
-pub(super) fn login(tree: &Tree, auth: NodeId) -> Option<Login> {
-    let pair = |name, secret| {
-        let value = |key| Some(tree.value(auth, key)).filter(|v| !v.is_empty() && *v != "NULL");
-        Some((value(name)?.to_owned(), value(secret)?.to_owned()))
-    };
-    Some(Login {
-        user: pair("userid", "password")?,
-        mutual: pair("userid_mutual", "password_mutual"),
-    })
+/// A portal group to be converted to a target.
+pub(super) struct Group<'a> {
+    pub(super) tree: &'a Tree,
+    pub(super) tpg: NodeId,
+    pub(super) fabric: Fabric,
+    /// Checks if the document contains this backend.
+    pub(super) has_backend: &'a dyn Fn(&str) -> bool,
 }
 
-/// A login as `chap` of the document.
-pub(super) fn chap(login: &Login) -> Value {
-    let user = |(name, secret): &(String, String)| json!({ "name": name, "secret": secret });
-    let mut doc = json!({ "users": [user(&login.user)] });
-    if let Some(mutual) = &login.mutual {
-        doc["mutual"] = user(mutual);
-    }
-    doc
+/// Result of reading the credentials for an initiator.
+enum Admission {
+    /// The initiator can log in using these credentials, if set.
+    Admitted(Option<Login>),
+    /// Login is not possible.
+    Refused,
 }
 
-/// The access to a portal group.
-pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessDoc, String> {
-    let group = |name| tree.child(tpg, name).expect("it comes with it");
-    let backends = backends(tree, group("lun"))?;
+/// Converts the access settings of a portal group. If something is not supported, it's added to
+/// `omitted`.
+pub(super) fn access(group: &Group<'_>, omitted: &mut Vec<Omission>) -> AccessDoc {
+    let Group { tree, .. } = group;
+    let backends = group.backends(omitted);
+    let acls = group.dir("acls");
+    let is_open = group.fabric == Fabric::Iscsi && group.attrib("generate_node_acls");
     let mut views = Vec::new();
-    for (name, acl) in tree.subdirs(group("acls")) {
-        views.extend(view(tree, tpg, fabric, name, acl)?);
-    }
-    let attrib = |name| tree.value(group("attrib"), name) == "1";
-    let is_open = fabric == Fabric::Iscsi && attrib("generate_node_acls");
-    let is_for_all = is_open && tree.subdirs(group("acls")).next().is_none();
-    if is_open {
-        let any = ANY.map(|net| rule("address", net));
-        let login = login(tree, group("auth"));
-        let read_only = attrib("demo_mode_write_protect");
-        let seen = backends.keys().map(|number| {
-            let seen = MappedLun {
-                number: *number,
-                read_only,
-            };
-            (*number, seen)
-        });
-        // An initiator without the credentials that it needs is not admitted.
-        if login.is_some() || !attrib("authentication") {
-            views.push(View {
-                who: any.into(),
-                seen: seen.collect(),
-                login: login.filter(|_| attrib("authentication")),
-            });
+    for (name, acl) in tree.subdirs(acls) {
+        match group.view(name, acl, &backends, omitted) {
+            Some(view) => views.push(view),
+            // The rule for all initiators must not allow access for an initiator that would be
+            // rejected by LIO.
+            None if is_open => views.push(View {
+                who: vec![group.subject(name)],
+                seen: BTreeMap::new(),
+                login: None,
+            }),
+            None => {}
         }
     }
-    // What all have in common is the target's, else each rule has its own.
+    let is_for_all = is_open && tree.subdirs(acls).next().is_none();
+    if is_open && let Some(view) = group.open_view(&backends, omitted) {
+        views.push(view);
+    }
+    // If all initiators use the same credentials, set them for the target instead of for each rule.
     let mut logins = views.iter().map(|v| &v.login);
     let first = logins.next().cloned().flatten();
     let common = first.filter(|first| logins.all(|login| login.as_ref() == Some(first)));
@@ -126,14 +112,14 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
         };
         shown(&luns, *number, seen)
     };
-    Ok(AccessDoc {
+    AccessDoc {
         luns: luns.iter().map(line).collect(),
         access,
         chap: common.as_ref().map(chap),
-    })
+    }
 }
 
-/// A number and what it leads to, as the document has them.
+/// Returns the number and the LUN it's mapped to, using the format of the document.
 fn shown(luns: &BTreeMap<u64, Unit>, number: u64, seen: MappedLun) -> (String, Value) {
     let backend = &luns[&seen.number].backend;
     let value = match seen.read_only {
@@ -147,93 +133,185 @@ fn rule(key: &str, value: &str) -> Map<String, Value> {
     Map::from_iter([(key.to_owned(), json!(value))])
 }
 
-/// The units that an initiator with an entry of its own sees; `None` if it is not let in.
-fn view(
-    tree: &Tree,
-    tpg: NodeId,
-    fabric: Fabric,
-    name: &str,
-    acl: NodeId,
-) -> Result<Option<View>, String> {
-    let who = match fabric {
-        Fabric::Iscsi => rule("iqn", name),
-        Fabric::Srpt => match Initiator::parse(name).expect("checked by mkdir") {
-            Initiator::Port(id) => rule("initiator", &format!("{id:032x}")),
-            Initiator::Guid(guid) => rule("initiator", &format!("{guid:016x}")),
-            Initiator::Address(address) => rule("address", &address.to_string()),
-        },
-    };
-    let mut login_of = None;
-    if fabric == Fabric::Iscsi {
-        let group = |dir, name| tree.child(dir, name).expect("it comes with it");
-        let own = tree.value(group(acl, "attrib"), "authentication");
-        let wanted = match own {
-            "-1" => tree.value(group(tpg, "attrib"), "authentication"),
-            own => own,
+impl Group<'_> {
+    fn dir(&self, name: &str) -> NodeId {
+        self.tree.child(self.tpg, name).expect("it comes with it")
+    }
+
+    fn attrib(&self, name: &'static str) -> bool {
+        self.tree.value(self.dir("attrib"), name) == "1"
+    }
+
+    /// Returns the rule that matches this initiator.
+    fn subject(&self, name: &str) -> Map<String, Value> {
+        match self.fabric {
+            Fabric::Iscsi => rule("iqn", name),
+            Fabric::Srpt => match Initiator::parse(name).expect("checked by mkdir") {
+                Initiator::Port(id) => rule("initiator", &format!("{id:032x}")),
+                Initiator::Guid(guid) => rule("initiator", &format!("{guid:016x}")),
+                Initiator::Address(address) => rule("address", &address.to_string()),
+            },
+        }
+    }
+
+    /// Returns the backend name for each LUN in this group.
+    fn backends(&self, omitted: &mut Vec<Omission>) -> BTreeMap<u64, String> {
+        let mut backends = BTreeMap::new();
+        for (_, lun) in self.tree.subdirs(self.dir("lun")) {
+            let Some((_, device)) = self.tree.links(lun).next() else {
+                continue;
+            };
+            let name = backend_name(self.tree, device);
+            let added = match (self.has_backend)(&name) {
+                true => self.put(&mut backends, lun, name),
+                false => Err(format!("backend {name} is left out")),
+            };
+            if let Err(reason) = added {
+                omitted.push(Omission::new(self.tree, lun, reason));
+            }
+        }
+        backends
+    }
+
+    /// Returns the LUNs of an initiator with an ACL, or `None` if it can't log in.
+    fn view(
+        &self,
+        name: &str,
+        acl: NodeId,
+        backends: &BTreeMap<u64, String>,
+        omitted: &mut Vec<Omission>,
+    ) -> Option<View> {
+        let Admission::Admitted(login) = self.admission(acl, omitted) else {
+            return None;
         };
-        login_of = login(tree, group(acl, "auth"));
-        match (wanted, &login_of) {
-            // Without credentials no login can succeed, so the initiator gets no rule at all.
-            ("1", None) => return Ok(None),
-            ("1", _) => {}
-            _ => login_of = None,
+        let mut seen = BTreeMap::new();
+        for (_, mapped) in self.tree.subdirs(acl) {
+            if self.tree.dir(mapped).kind != Kind::MappedLun {
+                continue;
+            }
+            let Some((_, lun)) = self.tree.links(mapped).next() else {
+                continue;
+            };
+            // If the device has been unlinked from this LUN, the mapping still exists but doesn't
+            // serve anything. If the LUN was omitted, we already reported it, and another LUN may
+            // use the same number.
+            let number = lun_number(&self.tree.dir(lun).name).expect("checked by mkdir");
+            let device = self.tree.links(lun).next();
+            let backend = device.map(|(_, device)| backend_name(self.tree, device));
+            if backend.is_none() || backends.get(&number) != backend.as_ref() {
+                continue;
+            }
+            let leads_to = MappedLun {
+                number,
+                read_only: self.tree.value(mapped, "write_protect") == "1",
+            };
+            if let Err(reason) = self.put(&mut seen, mapped, leads_to) {
+                omitted.push(Omission::new(self.tree, mapped, reason));
+            }
         }
+        Some(View {
+            who: vec![self.subject(name)],
+            seen,
+            login,
+        })
     }
-    let mut seen = BTreeMap::new();
-    for (name, mapped) in tree.subdirs(acl) {
-        if tree.dir(mapped).kind != Kind::MappedLun {
-            continue;
+
+    /// Reads the credentials that are required for an initiator with an ACL.
+    fn admission(&self, acl: NodeId, omitted: &mut Vec<Omission>) -> Admission {
+        if self.fabric != Fabric::Iscsi {
+            return Admission::Admitted(None);
         }
-        let Some((_, lun)) = tree.links(mapped).next() else {
-            continue;
+        let group = |name| self.tree.child(acl, name).expect("it comes with it");
+        let is_required = match self.tree.value(group("attrib"), "authentication") {
+            "-1" => self.attrib("authentication"),
+            own => own == "1",
         };
-        // A LUN whose device was unlinked serves nothing, though its mapping is still there.
-        if tree.links(lun).next().is_none() {
-            continue;
+        match is_required {
+            true => self.credentials(group("auth"), "this initiator is left out", omitted),
+            false => Admission::Admitted(None),
         }
-        let leads_to = MappedLun {
-            number: number(&tree.dir(lun).name)?,
-            read_only: tree.value(mapped, "write_protect") == "1",
+    }
+
+    /// Reads the credentials that are required for login.
+    fn credentials(
+        &self,
+        auth: NodeId,
+        consequence: &str,
+        omitted: &mut Vec<Omission>,
+    ) -> Admission {
+        let mut omit = |text: String| omitted.push(Omission::new(self.tree, auth, text));
+        match login(self.tree, auth) {
+            CheckedLogin::None => Admission::Refused,
+            CheckedLogin::Unusable(reason) => {
+                omit(format!(
+                    "{reason}: {consequence} until a valid secret is set at both sides"
+                ));
+                Admission::Refused
+            }
+            CheckedLogin::Usable(login, None) => Admission::Admitted(Some(login)),
+            CheckedLogin::Usable(login, Some(reason)) => {
+                omit(format!(
+                    "{reason}: mutual authentication is left out, and initiators that require it cannot \
+                     log in until a valid mutual secret is set at both sides"
+                ));
+                Admission::Admitted(Some(login))
+            }
+        }
+    }
+
+    /// Returns the LUNs that all other initiators can see, or `None` if they can't log in.
+    fn open_view(
+        &self,
+        backends: &BTreeMap<u64, String>,
+        omitted: &mut Vec<Omission>,
+    ) -> Option<View> {
+        let login = match self.attrib("authentication") {
+            true => {
+                let consequence = "initiators without an ACL are left out";
+                match self.credentials(self.dir("auth"), consequence, omitted) {
+                    Admission::Admitted(login) => login,
+                    Admission::Refused => return None,
+                }
+            }
+            false => None,
         };
-        put(&mut seen, name, leads_to)?;
+        let read_only = self.attrib("demo_mode_write_protect");
+        let seen = backends.keys().map(|number| {
+            let seen = MappedLun {
+                number: *number,
+                read_only,
+            };
+            (*number, seen)
+        });
+        Some(View {
+            who: ANY.map(|net| rule("address", net)).into(),
+            seen: seen.collect(),
+            login,
+        })
     }
-    Ok(Some(View {
-        who: vec![who],
-        seen,
-        login: login_of,
-    }))
-}
 
-/// The number of a LUN's directory.
-fn number(name: &str) -> Result<u64, String> {
-    let number = lun_number(name).expect("checked by mkdir");
-    match number {
-        0..=MAX_LUN => Ok(number),
-        _ => Err(format!("LUN {number}; the highest is {MAX_LUN}")),
-    }
-}
-
-fn put<T>(all: &mut BTreeMap<u64, T>, name: &str, one: T) -> Result<(), String> {
-    let number = number(name)?;
-    match all.insert(number, one) {
-        None => Ok(()),
-        Some(_) => Err(format!("LUN {number} is there twice")),
-    }
-}
-
-/// Names of the backends of a portal group's LUNs, by their numbers.
-fn backends(tree: &Tree, luns: NodeId) -> Result<BTreeMap<u64, String>, String> {
-    let mut backends = BTreeMap::new();
-    for (name, lun) in tree.subdirs(luns) {
-        if let Some((_, device)) = tree.links(lun).next() {
-            put(&mut backends, name, backend_name(tree, device))?;
+    /// Adds a LUN directory by number.
+    fn put<T>(&self, all: &mut BTreeMap<u64, T>, lun: NodeId, value: T) -> Result<(), String> {
+        let number = lun_number(&self.tree.dir(lun).name).expect("checked by mkdir");
+        if number > MAX_LUN {
+            return Err(format!(
+                "LUN {number} is left out; the highest is {MAX_LUN}"
+            ));
+        }
+        // Several names can be the same number because of leading zeros.
+        match all.entry(number) {
+            Entry::Vacant(entry) => {
+                entry.insert(value);
+                Ok(())
+            }
+            Entry::Occupied(_) => Err(format!("LUN {number} exists twice")),
         }
     }
-    Ok(backends)
 }
 
-/// The target's units. LIO protects what initiators see, not a portal group's LUN: one is read-only
-/// if it is for all who see it.
+/// Returns the LUNs of the target. In LIO, write protection is set for the initiator and not for
+/// the LUN of a portal group, so a LUN is read-only if this is set for all initiators that can see
+/// it.
 fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit> {
     let unit = |(number, backend)| {
         let seen = views.iter().flat_map(|view| view.seen.values());
@@ -244,7 +322,7 @@ fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit>
     backends.into_iter().map(unit).collect()
 }
 
-/// The `luns` of a rule; nothing if it shows what the target has.
+/// Returns the value to use for `luns` in a rule, or `None` if it's the same as for the target.
 fn rule_luns(seen: &BTreeMap<u64, MappedLun>, luns: &BTreeMap<u64, Unit>) -> Option<Value> {
     let mut all = seen.iter();
     let is_own = all

@@ -1,45 +1,46 @@
-//! Conversion of the core's devices to backends of a configuration.
+//! Converts the devices in `core` to backends.
 
 use serde_json::{Map, Value, json};
 
-use super::{ConversionError, merge, naa, origin};
+use super::{Omission, merge, naa, origin};
 use crate::rules::device::{PAGE, option};
 use crate::rules::{Plugin, Tree};
 use crate::tree::NodeId;
 use crate::world::{Medium, World};
 
-/// A device as a backend of the document.
+/// Maximum length of a unit serial number in bytes.
+const MAX_SERIAL: usize = 64;
+
+/// Converts a device to a backend in the document. Returns `None` if the device is omitted.
 pub(super) fn backend(
     tree: &Tree,
     device: NodeId,
     plugin: Plugin,
     world: &dyn World,
-) -> Result<Map<String, Value>, ConversionError> {
-    let now = plain(tree, device, plugin, world)?;
-    Ok(merge(
+    omitted: &mut Vec<Omission>,
+) -> Option<Map<String, Value>> {
+    let now = plain(tree, device, plugin, world, omitted)?;
+    Some(merge(
         tree.hidden(device, origin::ORIGINAL),
         tree.hidden(device, origin::SEEN),
         now,
     ))
 }
 
-/// A device as its directory says it.
+/// Converts a device using only its directory. Returns `None` if the device is omitted.
 pub(super) fn plain(
     tree: &Tree,
     device: NodeId,
     plugin: Plugin,
     world: &dyn World,
-) -> Result<Map<String, Value>, ConversionError> {
-    let error = |reason: String| ConversionError {
-        path: tree.path(device),
-        reason,
-    };
+    omitted: &mut Vec<Omission>,
+) -> Option<Map<String, Value>> {
     let attrib = tree.child(device, "attrib").expect("it comes with it");
     let hidden = |name| tree.hidden(device, name);
     let mut doc = Map::new();
     let mut put = |key: &str, value: Value| doc.insert(key.to_owned(), value);
     let size = |text: Option<&str>| text.and_then(|t| t.parse::<u64>().ok()).unwrap_or(0);
-    // A block device has a cache or has none.
+    // For a block device, the cache mode can't be changed.
     if plugin != Plugin::Iblock {
         let cached = tree.value(attrib, "emulate_write_cache") == "1";
         put("write_cache", json!(if cached { "on" } else { "off" }));
@@ -75,17 +76,24 @@ pub(super) fn plain(
         "4096" => {
             put("block_size", json!(4096));
         }
-        other => return Err(error(format!("blocks of {other} bytes"))),
+        other => {
+            let reason = format!(
+                "a block size of {other} bytes, and riserd has 512 and 4096: this disk is left out"
+            );
+            omitted.push(Omission::new(tree, device, reason));
+            return None;
+        }
     }
     if tree.value(attrib, "emulate_tpu") != "1" && tree.value(attrib, "emulate_tpws") != "1" {
         put("thin", json!(false));
     }
     put("rotational", json!(tree.value(attrib, "is_nonrot") == "0"));
-    names(tree, device, &mut doc).map_err(error)?;
-    Ok(doc)
+    names(tree, device, &mut doc, omitted);
+    Some(doc)
 }
 
-fn names(tree: &Tree, device: NodeId, doc: &mut Map<String, Value>) -> Result<(), String> {
+/// Adds the names used in INQUIRY data and the disk identifiers.
+fn names(tree: &Tree, device: NodeId, doc: &mut Map<String, Value>, omitted: &mut Vec<Omission>) {
     let wwn = tree.child(device, "wwn").expect("it comes with it");
     for (key, name) in [
         ("vendor", "vendor_id"),
@@ -98,13 +106,19 @@ fn names(tree: &Tree, device: NodeId, doc: &mut Map<String, Value>) -> Result<()
         }
     }
     let serial = tree.value(wwn, "vpd_unit_serial").trim();
-    if serial.len() > 64 {
-        return Err("a unit serial number of more than 64 bytes".to_owned());
+    if serial.is_empty() {
+        return;
     }
-    if !serial.is_empty() {
-        let naa = naa::naa(tree.value(wwn, "company_id"), serial);
+    let naa = naa::naa(tree.value(wwn, "company_id"), serial);
+    doc.insert("naa".to_owned(), json!(naa));
+    if serial.len() <= MAX_SERIAL && serial.bytes().all(|b| (0x20..0x7f).contains(&b)) {
         doc.insert("serial".to_owned(), json!(serial));
-        doc.insert("naa".to_owned(), json!(naa));
+    } else {
+        let reason = format!(
+            "the unit serial number of {} bytes is left out, as riserd has 1 to {MAX_SERIAL} printable \
+             characters; the NAA identifier that LIO derives from it, {naa}, is kept",
+            serial.len()
+        );
+        omitted.push(Omission::new(tree, wwn, reason));
     }
-    Ok(())
 }

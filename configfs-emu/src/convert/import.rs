@@ -1,7 +1,7 @@
-//! From a document to a tree.
+//! Converts a document to a tree.
 //!
-//! Each backend and target is put into a copy of the tree. It stays there if the tree then means
-//! the same; otherwise it is kept aside as it is.
+//! We add each backend and target to a copy of the tree. If exporting this copy returns the same
+//! meaning, it's used as the new tree. Otherwise, we keep the original part of the document.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,6 +9,7 @@ use riser_config::{Access, Chap, ChapUser, Config, HostId, Rule, SeenLun};
 use rustix::io::Errno;
 use serde_json::{Map, Value};
 
+use super::access::Group;
 use super::show::{Show, show_discovery, show_target};
 use super::{Rest, backend, export, origin};
 use crate::rules::device::{self, PAGE, option};
@@ -16,19 +17,19 @@ use crate::rules::{Fabric, Kind, Plugin, Shell, Tree, backend_name, fabrics, tar
 use crate::tree::NodeId;
 use crate::world::{Medium, World};
 
-/// A configuration as a tree.
+/// Result of converting a configuration to a tree.
 #[derive(Clone, Debug)]
 pub struct Import {
-    /// The tree that shows the configuration.
+    /// Tree that shows this configuration.
     pub tree: Tree,
-    /// The part of the configuration that the tree does not show.
+    /// Parts of the configuration that are not shown in the tree.
     pub rest: Rest,
-    /// Backends and targets that are not shown, and why.
+    /// Backends and targets that can't be shown, and the reason.
     pub hidden: Vec<String>,
 }
 
-/// Shows a configuration as a tree, as far as LIO can say it. `lock_secret` is that of
-/// [`Rest`].
+/// Creates a tree for a configuration, showing all parts that are supported by LIO. `lock_secret`
+/// is used for [`Rest`].
 #[must_use]
 pub fn import(document: &Value, lock_secret: String, world: &dyn World) -> Import {
     let rest = Rest {
@@ -38,16 +39,16 @@ pub fn import(document: &Value, lock_secret: String, world: &dyn World) -> Impor
     update(Tree::new(), rest, [&Value::Null, document], world)
 }
 
-/// Brings a tree up to date that showed the first configuration and is to show the second; both are
-/// in the daemon's own words. What is the same in both, or in neither, stays as it is.
+/// Updates a tree from the first configuration to the second. Both must use the daemon's own
+/// format. Anything that is equal in both configurations, or in neither of them, is not changed.
 #[must_use]
 pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn World) -> Import {
     let change = Change::between(old, new);
     let mut hidden = Vec::new();
     let config = Config::parse(&new.to_string(), "running");
     let config = config.map_err(|mistake| hidden.push(mistake.to_string()));
-    // What did not change stays as the tree and the rest have it: both know more than the
-    // configuration says, such as devices that serve nothing.
+    // If a part did not change, we should keep it, because the tree and the rest contain data that
+    // is not in the configuration, such as devices that are not used.
     rest.base = new.as_object().cloned().unwrap_or_default();
     for part in ["backends", "targets", "discovery_chap"] {
         rest.base.shift_remove(part);
@@ -68,7 +69,7 @@ pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn W
         world,
     };
     importer.clear(&change);
-    // Backends first: the LUNs of targets link to their devices.
+    // Create backends first, because they are needed to link the LUNs of targets.
     for (name, doc) in new["backends"].as_object().into_iter().flatten() {
         if change.backends.contains(name) {
             importer.backend(name, doc);
@@ -93,8 +94,8 @@ fn name_of(target: &Value) -> &str {
     target["name"].as_str().unwrap_or_default()
 }
 
-/// Differences between two configurations: names of those that are there in one of them only, or
-/// differently.
+/// Differences between two configurations: the names of all parts that were added, removed or
+/// changed.
 #[derive(Debug)]
 struct Change {
     backends: BTreeSet<String>,
@@ -115,7 +116,7 @@ impl Change {
         };
         let backends = differing(&backends(old), &backends(new));
         let mut changed = differing(&targets(old), &targets(new));
-        // What a target says of a backend that is another one now is not what it said before.
+        // If a backend was replaced, all targets that are using it must be treated as changed.
         for doc in new["targets"].as_array().into_iter().flatten() {
             let luns = doc["luns"].as_object().into_iter().flatten();
             let mut used = luns.filter_map(|(_, lun)| lun.as_str().or(lun["backend"].as_str()));
@@ -147,7 +148,7 @@ struct Importer<'a> {
     world: &'a dyn World,
 }
 
-/// The directory of a backend's device, and whether its name says it.
+/// Returns the directory to use for a device, and if this is already set in its name.
 fn place(tree: &Tree, name: &str, plugin: Plugin) -> (String, String, bool) {
     if let Some((host, device)) = name.split_once(':')
         && Plugin::of_host(host) == Some(plugin)
@@ -165,7 +166,7 @@ fn place(tree: &Tree, name: &str, plugin: Plugin) -> (String, String, bool) {
 }
 
 impl Importer<'_> {
-    /// Takes out of the tree what has changed.
+    /// Removes everything that has changed from the tree.
     fn clear(&mut self, change: &Change) {
         let tree = &mut self.tree;
         for (_, fabric) in fabrics(tree) {
@@ -184,8 +185,9 @@ impl Importer<'_> {
                 tree.prune_if_empty(wwn);
             }
         }
-        // Portal groups went first, since a device that is linked takes its LUNs along. What is not
-        // enabled never came from the daemon, and stays.
+        // Remove portal groups first, because removing a linked device would also remove its LUNs.
+        // If a device is not enabled, it was never part of the daemon's configuration, so we need
+        // to keep it.
         for (device, _) in device::devices(tree) {
             let is_shown = device::is_configured(tree, device);
             if is_shown && change.backends.contains(&backend_name(tree, device)) {
@@ -247,7 +249,7 @@ impl Importer<'_> {
                 (Plugin::RamDisk, control)
             }
         };
-        // `control` separates its options by commas and has no way to quote one.
+        // `control` uses commas between options, and they can't be quoted.
         if control.matches(',').count() != 1 {
             return Err("its path has a comma".to_owned());
         }
@@ -274,13 +276,18 @@ impl Importer<'_> {
             tree.set(id, origin::NAME, name);
         }
         self.fill(&mut tree, id, known);
-        let seen = backend::plain(&tree, id, plugin, self.world).map_err(|u| u.reason)?;
+        let mut omitted = Vec::new();
+        let seen = backend::plain(&tree, id, plugin, self.world, &mut omitted);
+        if let Some(omission) = omitted.into_iter().next() {
+            return Err(omission.reason);
+        }
+        let seen = seen.expect("nothing was omitted");
         tree.set(id, origin::SEEN, Value::Object(seen).to_string());
         tree.set(id, origin::ORIGINAL, Value::Object(doc.clone()).to_string());
         Ok(tree)
     }
 
-    /// Sets a device's attributes and names to what the daemon makes of them.
+    /// Sets the attributes and names of a device to the values used by the daemon.
     fn fill(&self, tree: &mut Tree, device: NodeId, known: &riser_config::Backend) {
         let bit = |on: bool| if on { "1" } else { "0" };
         let attrib = tree.child(device, "attrib").expect("it comes with it");
@@ -331,7 +338,8 @@ impl Importer<'_> {
         }
     }
 
-    /// Checks that the tree says of a target what the document says, and keeps both.
+    /// Checks that exporting the target from this tree returns the same meaning as the document,
+    /// and stores both.
     fn seal(
         &self,
         tree: &mut Tree,
@@ -343,9 +351,19 @@ impl Importer<'_> {
         if target_name(tree, tpg) != name {
             tree.set(tpg, origin::NAME, name);
         }
-        // Exported again at once: only a target that comes back with the same meaning can be
-        // shown, since the first change would give the daemon what the tree says of it.
-        let seen = super::target::plain(tree, tpg, fabric, self.world).map_err(|u| u.reason)?;
+        // We need to export this now: a target can only be shown if its meaning doesn't change,
+        // because the next change will send the exported target to the daemon.
+        let mut omitted = Vec::new();
+        let group = Group {
+            tree,
+            tpg,
+            fabric,
+            has_backend: &|_| true,
+        };
+        let seen = super::target::plain(&group, self.world, &mut omitted);
+        if let Some(omission) = omitted.into_iter().next() {
+            return Err(omission.reason);
+        }
         let seen = Value::Object(seen.ok_or("the tree does not serve it")?);
         if self.meaning(doc) != self.meaning(&seen) {
             return Err("LIO cannot say who sees what of it, or where it is".to_owned());
@@ -355,7 +373,8 @@ impl Importer<'_> {
         Ok(())
     }
 
-    /// The document of a target with only what matters to initiators; `None` if it is nothing.
+    /// Returns a target with only the settings that are visible to initiators, or `None` if it's
+    /// not valid.
     fn meaning(&self, target: &Value) -> Option<String> {
         let named = self.config.iter().flat_map(|c| &c.backends);
         let named = named.map(|b| {
@@ -375,7 +394,7 @@ impl Importer<'_> {
             .iter()
             .map(|p| format!("{} {}", p.protocol, p.listen))
             .collect();
-        // Directories have no order, so orders must not count as differences.
+        // Directories have no order, so we must ignore the order when we compare them.
         portals.sort();
         let seen = |rule: Option<&Rule>| {
             let seen = target.seen_by(rule.and_then(|rule| rule.luns.as_ref()));
@@ -391,8 +410,8 @@ impl Importer<'_> {
                     .map(|rule| {
                         let seen = seen(Some(rule));
                         let mut rule = rule.clone();
-                        // What it shows is compared as initiators see it, not by the numbers that
-                        // it is written with.
+                        // We compare the LUNs seen by the initiator, instead of the format used for
+                        // them.
                         rule.luns = None;
                         let chap = rule.chap.take().or_else(|| target.chap.clone());
                         format!("{rule:?} {seen:?} {:?}", secrets(chap.as_ref()))
@@ -402,7 +421,7 @@ impl Importer<'_> {
                 rules.join("\n")
             }
         };
-        // Rights are what initiators have.
+        // Write protection is compared for each initiator.
         let luns = target.luns.iter();
         let luns: Vec<_> = luns.map(|(number, lun)| (number, lun.backend)).collect();
         let what = (&luns, &target.iqn);
@@ -413,10 +432,12 @@ impl Importer<'_> {
         let Some(doc) = doc else {
             return;
         };
-        // A copy, so that nothing of what cannot be shown stays in the tree.
+        // Use a copy, so that if the target can't be shown, no part of it is left in the tree.
         let mut tree = self.tree.clone();
         let shown = show_discovery(&mut tree, self.world, &doc);
-        if shown.is_ok() && export::discovery(&tree, &self.rest).as_ref() == Some(&doc) {
+        let mut omitted = Vec::new();
+        let seen = export::discovery(&tree, &self.rest, &mut omitted);
+        if shown.is_ok() && seen.as_ref() == Some(&doc) {
             self.tree = tree;
         } else {
             self.hidden
@@ -426,8 +447,8 @@ impl Importer<'_> {
     }
 }
 
-/// Names with secrets: of initiators, and our own. Secrets are compared as they are written; both
-/// documents have them inline.
+/// Returns the names and secrets for initiators, and our own. We can compare the secrets as text
+/// because both documents contain them inline.
 fn secrets(chap: Option<&Chap>) -> Option<Vec<String>> {
     let chap = chap?;
     let user = |u: &ChapUser| format!("{} {:?}", u.name, u.credentials().map(|c| c.secret).ok());

@@ -1,7 +1,7 @@
-//! The identifier that LIO makes of a unit's serial number.
+//! Creates the same identifier as LIO from the serial number of a unit.
 
-/// 32 digits: a registered identifier (6) of a company, and of the serial number its first 25
-/// hexadecimal digits, any other characters between them.
+/// Returns 32 digits: an NAA registered extended identifier (6), the company ID, and the first 25
+/// hexadecimal digits in the serial number. Other characters in the serial number are skipped.
 pub(super) fn naa(company: &str, serial: &str) -> String {
     let company = company.trim_start_matches("0x");
     let digits = serial.chars().filter(char::is_ascii_hexdigit);
@@ -14,7 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_serial_number_gives_its_hexadecimal_digits() {
+    fn naa_uses_hexadecimal_serial_digits() {
         for (serial, expected) in [
             (
                 "6e756c6c62300000000000000",

@@ -1,4 +1,4 @@
-//! Putting a target into a tree, with the operations that a user would use.
+//! Adds a target to a tree, using the same operations that a user would use.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -16,14 +16,14 @@ use crate::rules::{Fabric, Shell, Tree, backend_name, device};
 use crate::tree::NodeId;
 use crate::world::World;
 
-/// A target of a configuration that is to be shown.
+/// A target in the configuration that should be shown.
 pub(super) struct Show<'a> {
     pub(super) world: &'a dyn World,
     pub(super) config: &'a Config,
     pub(super) target: &'a Target,
 }
 
-/// A copy of a tree with a target in it, and its portal group there.
+/// Returns a copy of the tree that contains the target, and its portal group.
 pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric, NodeId), String> {
     let mut tree = tree.clone();
     let portals = &show.target.portals;
@@ -33,7 +33,8 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
         (false, [portal], _) => {
             let at = portal.listen.at();
             let at = at.ok_or("an SRP port of LIO is at one address")?;
-            // LIO names a port by its GUID or by its GID, and an address gives the latter.
+            // In LIO, the name of a port is its GUID or GID. From an address, we can only get the
+            // GID.
             let gid = match at.ip() {
                 IpAddr::V4(ip) => ip.to_ipv6_mapped(),
                 IpAddr::V6(ip) => ip,
@@ -50,15 +51,18 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
         },
         path,
     };
-    let errno = |errno: Errno| format!("{errno} in the tree");
-    hand.fill(fabric, show).map_err(errno)?;
+    hand.fill(fabric, show)?;
     let tpg = format!("target/{}", hand.path);
     let tpg = tree.find(&tpg).expect("it was made");
     Ok((tree, fabric, tpg))
 }
 
-/// Shows the CHAP of discovery.
-pub(super) fn show_discovery(tree: &mut Tree, world: &dyn World, doc: &Value) -> Result<(), Errno> {
+/// Adds the CHAP settings for discovery.
+pub(super) fn show_discovery(
+    tree: &mut Tree,
+    world: &dyn World,
+    doc: &Value,
+) -> Result<(), String> {
     let mut hand = GroupShell {
         shell: Shell { tree, world },
         path: "iscsi/discovery_auth".to_owned(),
@@ -77,48 +81,60 @@ pub(super) fn show_discovery(tree: &mut Tree, world: &dyn World, doc: &Value) ->
     hand.write("enforce_discovery_auth", "1")
 }
 
-/// A shell in a portal group.
+/// A shell that uses a portal group as its directory.
 struct GroupShell<'a> {
     shell: Shell<'a>,
     path: String,
 }
 
+/// Returns a function that adds the path to an error.
+fn refused(path: &str) -> impl Fn(Errno) -> String {
+    move |errno| format!("LIO has nothing like it: {errno} at {path}")
+}
+
 impl GroupShell<'_> {
-    fn ensure(&mut self, path: &str) -> Result<(), Errno> {
+    fn ensure(&mut self, path: &str) -> Result<(), String> {
         match self.shell.mkdir(path) {
             Ok(_) | Err(Errno::EXIST) => Ok(()),
-            Err(errno) => Err(errno),
+            Err(errno) => Err(refused(path)(errno)),
         }
     }
 
-    fn mkdir(&mut self, path: &str) -> Result<NodeId, Errno> {
+    fn mkdir(&mut self, path: &str) -> Result<NodeId, String> {
         let path = format!("{}/{path}", self.path);
-        self.shell.mkdir(&path)
+        self.shell.mkdir(&path).map_err(refused(&path))
     }
 
-    fn write(&mut self, path: &str, text: &str) -> Result<(), Errno> {
+    fn write(&mut self, path: &str, text: &str) -> Result<(), String> {
         let path = format!("{}/{path}", self.path);
-        self.shell.write(&path, text)
+        self.shell.write(&path, text).map_err(refused(&path))
     }
 
-    fn link(&mut self, path: &str, target: NodeId) -> Result<(), Errno> {
+    fn link(&mut self, path: &str, target: NodeId) -> Result<(), String> {
         let target = format!("/{}", self.shell.tree.path(target));
         let path = format!("{}/{path}/shown", self.path);
-        self.shell.link(&path, &target)
+        self.shell.link(&path, &target).map_err(refused(&path))
     }
 
-    fn fill(&mut self, fabric: Fabric, show: &Show<'_>) -> Result<(), Errno> {
+    fn fill(&mut self, fabric: Fabric, show: &Show<'_>) -> Result<(), String> {
         let target = show.target;
         self.ensure(fabric.name())?;
         let (wwn, _) = self.path.rsplit_once('/').expect("it ends in a group");
-        self.shell.mkdir(wwn)?;
-        self.shell.mkdir(&self.path)?;
+        let (_, name) = wwn.rsplit_once('/').expect("it begins with a fabric");
+        let is_served = fabric == Fabric::Iscsi || !show.world.port_addresses(name).is_empty();
+        if !is_served {
+            return Err(
+                "its portal is at no address of this host, and LIO has its own ports".into(),
+            );
+        }
+        self.shell.mkdir(wwn).map_err(refused(wwn))?;
+        self.shell.mkdir(&self.path).map_err(refused(&self.path))?;
         match fabric {
             Fabric::Iscsi => self.portals(target)?,
             Fabric::Srpt => {
                 let port = target.portals[0].listen.port().to_string();
-                self.shell
-                    .write("srpt/discovery_auth/rdma_cm_port", &port)?;
+                let file = "srpt/discovery_auth/rdma_cm_port";
+                self.shell.write(file, &port).map_err(refused(file))?;
             }
         }
         let mut luns = BTreeMap::new();
@@ -126,18 +142,22 @@ impl GroupShell<'_> {
             let name = &show.config.backend(lun).name;
             let mut devices = device::devices(self.shell.tree).into_iter();
             let device = devices.find(|(id, _)| backend_name(self.shell.tree, *id) == *name);
-            let (device, _) = device.ok_or(Errno::NODEV)?;
+            let (device, _) =
+                device.ok_or_else(|| format!("backend {name} of LUN {number} is not shown"))?;
             let id = self.mkdir(&format!("lun/lun_{number}"))?;
             self.link(&format!("lun/lun_{number}"), device)?;
             luns.insert(*number, id);
         }
-        // An entry without a value of its own inherits this one, so only exceptions are written
-        // below.
+        // This value is used as the default for entries that don't set it, so we only need to write
+        // exceptions later.
         if fabric == Fabric::Iscsi {
             let wanted = u8::from(all_authenticate(target)).to_string();
             self.write("attrib/authentication", &wanted)?;
         }
         match &target.access {
+            Access::Open if fabric == Fabric::Srpt => {
+                return Err("LIO has no open access for SRP".to_owned());
+            }
             Access::Open => self.open(target, None)?,
             Access::Rules(rules) => {
                 let (known, others) = split_rest(rules);
@@ -149,14 +169,15 @@ impl GroupShell<'_> {
                 }
             }
         }
-        // Last: a group counts as served once it is enabled.
+        // This must be the last step, because an enabled group is treated as served.
         self.write("enable", "1")
     }
 
-    fn portals(&mut self, target: &Target) -> Result<(), Errno> {
+    fn portals(&mut self, target: &Target) -> Result<(), String> {
         let listens: BTreeSet<Listen> = target.portals.iter().map(|p| p.listen).collect();
         for listen in listens {
-            let np = np_of(&listen).ok_or(Errno::INVAL)?;
+            let np = np_of(&listen);
+            let np = np.ok_or_else(|| format!("a portal of LIO is not at {listen}"))?;
             let id = self.mkdir(&format!("np/{np}"))?;
             let speaks = |protocol| {
                 let mut all = target.portals.iter();
@@ -172,8 +193,9 @@ impl GroupShell<'_> {
         Ok(())
     }
 
-    /// Access for all other initiators, which see all that there is; by a rule, or without rules.
-    fn open(&mut self, target: &Target, rule: Option<&Rule>) -> Result<(), Errno> {
+    /// Allows access to all LUNs for all other initiators, either with a rule or if there are no
+    /// rules.
+    fn open(&mut self, target: &Target, rule: Option<&Rule>) -> Result<(), String> {
         self.write("attrib/generate_node_acls", "1")?;
         let seen = target.seen_by(rule.and_then(|rule| rule.luns.as_ref()));
         let read_only = seen.values().any(|seen| seen.read_only);
@@ -190,7 +212,7 @@ impl GroupShell<'_> {
         rule: &Rule,
         target: &Target,
         luns: &BTreeMap<u16, NodeId>,
-    ) -> Result<(), Errno> {
+    ) -> Result<(), String> {
         let name = match (&rule.iqn, &rule.initiator, &rule.address) {
             (Some(iqn), None, None) => iqn.to_string(),
             (None, Some(InitiatorId::Port(id)), None) => {
@@ -201,9 +223,14 @@ impl GroupShell<'_> {
                 let parts = [0, 4, 8, 12].map(|at| &digits[at..at + 4]);
                 parts.join(":")
             }
-            (None, None, Some(net)) => single(net).ok_or(Errno::INVAL)?.to_string(),
-            // An entry of LIO has one name, and a rule that demands two would admit more as either.
-            _ => return Err(Errno::INVAL),
+            (None, None, Some(net)) => {
+                let address = single(net);
+                let address = address.ok_or_else(|| format!("LIO has no ACL for network {net}"))?;
+                address.to_string()
+            }
+            // An entry in LIO only has a single name. If we used just one of the conditions, more
+            // initiators would get access.
+            _ => return Err("LIO has no ACL for a rule with two conditions".to_owned()),
         };
         let acl = format!("acls/{name}");
         self.mkdir(&acl)?;
@@ -224,12 +251,12 @@ impl GroupShell<'_> {
         Ok(())
     }
 
-    fn login(&mut self, auth: &str, chap: Option<&Chap>) -> Result<(), Errno> {
+    fn login(&mut self, auth: &str, chap: Option<&Chap>) -> Result<(), String> {
         let Some(chap) = chap else {
             return Ok(());
         };
         let [user] = chap.users.as_slice() else {
-            return Err(Errno::INVAL);
+            return Err("LIO has one user for each initiator".to_owned());
         };
         self.user(auth, user, ["userid", "password"])?;
         match &chap.mutual {
@@ -238,18 +265,19 @@ impl GroupShell<'_> {
         }
     }
 
-    /// A name and a secret, which must not be in a file: the tree would show it.
-    fn user(&mut self, auth: &str, user: &ChapUser, files: [&str; 2]) -> Result<(), Errno> {
+    /// Writes a name and secret. The secret must not be read from a file, because the tree would
+    /// show it.
+    fn user(&mut self, auth: &str, user: &ChapUser, files: [&str; 2]) -> Result<(), String> {
         let Secret::Inline(secret) = &user.secret else {
-            return Err(Errno::INVAL);
+            return Err("its CHAP secret is not in the configuration itself".to_owned());
         };
         self.write(&format!("{auth}/{}", files[0]), &user.name)?;
         self.write(&format!("{auth}/{}", files[1]), secret)
     }
 }
 
-/// The name of a portal. LIO's unspecified address of IPv6 is that of IPv4 as well, and it knows no
-/// interfaces.
+/// Returns the name of a portal. In LIO, the unspecified IPv6 address also includes IPv4, and there
+/// is no support for interfaces.
 fn np_of(listen: &Listen) -> Option<String> {
     match listen {
         Listen::At(_) | Listen::Wildcard(Wildcard::V4, _) => Some(listen.to_string()),
@@ -258,8 +286,8 @@ fn np_of(listen: &Listen) -> Option<String> {
     }
 }
 
-/// Rules about some, and the rule about all others if they end with one: LIO's own are two, for all
-/// addresses of either kind.
+/// Splits off the last rules if they are for all other initiators: LIO uses two rules for this, for
+/// all IPv4 and all IPv6 addresses.
 fn split_rest(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
     let net = |rule: &Rule| match (&rule.iqn, &rule.initiator, &rule.address) {
         (None, None, Some(net)) => net.to_string(),
@@ -278,7 +306,7 @@ fn split_rest(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
     }
 }
 
-/// Returns true if all initiators need credentials.
+/// Returns true if all initiators must authenticate.
 fn all_authenticate(target: &Target) -> bool {
     let by_rule = match &target.access {
         Access::Open => false,
@@ -287,7 +315,7 @@ fn all_authenticate(target: &Target) -> bool {
     target.chap.is_some() || by_rule
 }
 
-/// The address that a network of one has.
+/// Returns the address if this network contains just one.
 fn single(net: &Net) -> Option<IpAddr> {
     net.single()
 }

@@ -1,58 +1,50 @@
-//! Portal groups as targets.
+//! Converts portal groups to targets.
 
 use std::net::{IpAddr, SocketAddr};
 
 use serde_json::{Map, Value, json};
 
-use super::access::access;
-use super::{ConversionError, merge, origin};
+use super::access::{Group, access};
+use super::{Omission, merge, origin};
 use crate::rules::{Fabric, Kind, Tree, portal_address, target_name};
 use crate::tree::NodeId;
 use crate::world::World;
 
-/// The port at which SRP is served if the tree does not say.
+/// Default port for SRP if not set in the tree.
 pub(super) const SRP_PORT: u16 = 5555;
 
-/// A portal group as a target of the document; `None` if it is not served.
+/// Converts a portal group to a target in the document. Returns `None` if it should not be served.
 pub(super) fn target(
-    tree: &Tree,
-    tpg: NodeId,
-    fabric: Fabric,
+    group: &Group<'_>,
     world: &dyn World,
-) -> Result<Option<Map<String, Value>>, ConversionError> {
-    let Some(now) = plain(tree, tpg, fabric, world)? else {
-        return Ok(None);
-    };
-    let hidden = |name| tree.hidden(tpg, name);
-    Ok(Some(merge(
-        hidden(origin::ORIGINAL),
-        hidden(origin::SEEN),
-        now,
-    )))
+    omitted: &mut Vec<Omission>,
+) -> Option<Map<String, Value>> {
+    let now = plain(group, world, omitted)?;
+    let hidden = |name| group.tree.hidden(group.tpg, name);
+    Some(merge(hidden(origin::ORIGINAL), hidden(origin::SEEN), now))
 }
 
-/// A portal group as its directory says it.
+/// Converts a portal group using only its directory.
 pub(super) fn plain(
-    tree: &Tree,
-    tpg: NodeId,
-    fabric: Fabric,
+    group: &Group<'_>,
     world: &dyn World,
-) -> Result<Option<Map<String, Value>>, ConversionError> {
+    omitted: &mut Vec<Omission>,
+) -> Option<Map<String, Value>> {
+    let Group {
+        tree, tpg, fabric, ..
+    } = *group;
     if tree.value(tpg, "enable") != "1" {
-        return Ok(None);
+        return None;
     }
     let portals = match fabric {
         Fabric::Iscsi => iscsi_portals(tree, tpg),
         Fabric::Srpt => srp_portals(tree, tpg, world),
     };
-    // LIO enables a group without portals, too; for the daemon such a target is a mistake.
+    // LIO can enable a group without portals, but for the daemon such a target is an error.
     if portals.is_empty() {
-        return Ok(None);
+        return None;
     }
-    let access = access(tree, tpg, fabric).map_err(|reason| ConversionError {
-        path: tree.path(tpg),
-        reason,
-    })?;
+    let access = access(group, omitted);
     let mut doc = Map::new();
     doc.insert("name".to_owned(), json!(target_name(tree, tpg)));
     if fabric == Fabric::Iscsi {
@@ -65,14 +57,14 @@ pub(super) fn plain(
     if let Some(chap) = access.chap {
         doc.insert("chap".to_owned(), chap);
     }
-    Ok(Some(doc))
+    Some(doc)
 }
 
 fn portal(protocol: &str, listen: &str) -> Value {
     json!({ "protocol": protocol, "listen": listen })
 }
 
-/// The portals in `np`.
+/// Returns the portals in `np`.
 fn iscsi_portals(tree: &Tree, tpg: NodeId) -> Vec<Value> {
     let np = tree.child(tpg, "np").expect("it comes with it");
     let mut portals = Vec::new();
@@ -90,7 +82,7 @@ fn iscsi_portals(tree: &Tree, tpg: NodeId) -> Vec<Value> {
     portals
 }
 
-/// An address as `riserd` has it. The unspecified address of IPv6 is that of IPv4 as well.
+/// Formats an address for `riserd`. The unspecified IPv6 address also includes IPv4.
 fn listen(address: SocketAddr) -> String {
     match address.ip() {
         IpAddr::V6(ip) if ip.is_unspecified() => format!(":{}", address.port()),

@@ -11,14 +11,30 @@ fn rest() -> Rest {
     }
 }
 
+fn check(document: &Value) -> Result<(), String> {
+    if document["targets"].as_array().unwrap().is_empty() {
+        return Ok(());
+    }
+    let config = Config::parse(&document.to_string(), "exported");
+    config.map(|_| ()).map_err(|e| e.to_string())
+}
+
 impl Fixture {
     fn export(&self) -> Result<Value, String> {
-        let exported = export(&self.tree, &rest(), &self.world).map_err(|u| u.to_string())?;
-        if !exported.document["targets"].as_array().unwrap().is_empty() {
-            let text = exported.document.to_string();
-            Config::parse(&text, "exported").map_err(|e| e.to_string())?;
+        let exported = export(&self.tree, &rest(), &self.world);
+        if let Some(omission) = exported.omitted.first() {
+            return Err(omission.to_string());
         }
+        check(&exported.document)?;
         Ok(exported.document)
+    }
+
+    /// Returns the first target, and the parts of the tree that are missing from the document.
+    fn incomplete(&self) -> (Value, Vec<String>) {
+        let exported = export(&self.tree, &rest(), &self.world);
+        check(&exported.document).unwrap();
+        let omitted = exported.omitted.iter().map(ToString::to_string);
+        (exported.document["targets"][0].clone(), omitted.collect())
     }
 
     fn target(&self) -> Value {
@@ -29,7 +45,7 @@ impl Fixture {
 const ACL: &str = "iscsi/iqn.2026-01.example:disk/tpgt_1/acls/iqn.2026-01.example:client";
 
 #[test]
-fn a_served_file_is_a_backend_and_a_target() {
+fn served_file_becomes_backend_and_target() {
     assert_eq!(
         Fixture::served().export().unwrap(),
         json!({
@@ -61,7 +77,7 @@ fn a_served_file_is_a_backend_and_a_target() {
 }
 
 #[test]
-fn what_is_not_enabled_is_not_there() {
+fn disabled_parts_are_not_exported() {
     let empty = json!({ "backends": {}, "targets": [] });
     let mut fixture = Fixture::default();
     assert_eq!(fixture.export().unwrap(), empty);
@@ -78,7 +94,7 @@ fn what_is_not_enabled_is_not_there() {
 }
 
 #[test]
-fn the_unspecified_address_stays_what_it_is() {
+fn unspecified_address_is_preserved() {
     let mut fixture = Fixture::served();
     fixture.run(&format!(
         "rmdir {TPG}/np/127.0.0.1:3260
@@ -101,19 +117,19 @@ fn the_unspecified_address_stays_what_it_is() {
         let np = format!("target/{TPG}/np/{np}");
         assert!(imported.tree.find(&np).is_some(), "{np}");
     }
-    // What LIO does not have is not shown, and stays.
+    // If this is not supported by LIO, it can't be shown and must be kept.
     for listen in ["[::]:3260", "eth0:3260"] {
         let mut document = document.clone();
         document["targets"][0]["portals"] = json!([{ "protocol": "iscsi", "listen": listen }]);
         let imported = import(&document, "a secret".to_owned(), &fixture.world);
         assert_eq!(imported.hidden.len(), 1, "{listen}");
-        let exported = export(&imported.tree, &imported.rest, &fixture.world).unwrap();
+        let exported = export(&imported.tree, &imported.rest, &fixture.world);
         assert_eq!(exported.document["targets"], document["targets"]);
     }
 }
 
 #[test]
-fn initiators_see_what_is_mapped_for_them_under_their_numbers() {
+fn initiators_see_their_mapped_luns() {
     let mut fixture = Fixture::served();
     fixture.run(&format!(
         "mkdir core/rd_mcp_1
@@ -145,7 +161,7 @@ fn initiators_see_what_is_mapped_for_them_under_their_numbers() {
             { "iqn": "iqn.2026-01.example:third", "luns": [] },
         ])
     );
-    // One number, two things; and one thing with different rights.
+    // The same number is used for two LUNs, and the same LUN has different access.
     fixture.run(&format!(
         "mkdir {TPG}/acls/iqn.2026-01.example:third/lun_0
          ln {TPG}/acls/iqn.2026-01.example:third/lun_0/a ../../../lun/lun_1"
@@ -162,7 +178,7 @@ fn initiators_see_what_is_mapped_for_them_under_their_numbers() {
     assert_eq!(target["access"][2]["luns"], json!({ "0": "rd_mcp_1:r" }));
 }
 
-/// What a configuration says by a rule's own numbers is shown, and stays what it is.
+/// If a rule uses its own LUN numbers, this must be shown and must not change when exported.
 #[test]
 fn numbers_of_rules_are_mapped_luns() {
     let target = |rules: Value| {
@@ -193,7 +209,7 @@ fn numbers_of_rules_are_mapped_luns() {
             ]),
             true,
         ),
-        // All other initiators see what the portal group has, or nothing.
+        // All other initiators can see all LUNs of the portal group, or no LUNs.
         (json!(any), false),
     ] {
         let document = running(rules);
@@ -205,7 +221,7 @@ fn numbers_of_rules_are_mapped_luns() {
             "{:?}",
             imported.hidden
         );
-        let exported = export(&imported.tree, &imported.rest, &world).unwrap();
+        let exported = export(&imported.tree, &imported.rest, &world);
         assert_eq!(exported.document, document);
         if is_shown {
             let acls = "target/iscsi/iqn.2026-01.example:t/tpgt_1/acls";
@@ -224,10 +240,10 @@ fn numbers_of_rules_are_mapped_luns() {
 }
 
 #[test]
-fn a_demonstration_is_open_to_all() {
+fn demo_mode_admits_all_initiators() {
     let mut fixture = Fixture::served();
     fixture.run(&format!("echo {TPG}/attrib/generate_node_acls 1"));
-    // Other initiators cannot write, and the client can.
+    // This client can write, but other initiators can't.
     let read_only = json!({ "0": { "backend": "fileio_0:disk", "read_only": true } });
     assert_eq!(
         fixture.target()["access"],
@@ -256,7 +272,7 @@ fn a_demonstration_is_open_to_all() {
 fn secrets_are_the_targets() {
     let mut fixture = Fixture::served();
     fixture.run(&format!("echo {TPG}/attrib/authentication 1"));
-    // An initiator without the credentials that it needs is not admitted.
+    // If an initiator has no credentials but they are required, it must not get access.
     assert_eq!(fixture.target()["access"], json!([]));
     assert!(fixture.target().get("chap").is_none());
     fixture.run(&format!(
@@ -277,13 +293,13 @@ fn secrets_are_the_targets() {
         fixture
             .export()
             .unwrap_err()
-            .contains("a secret has 12 to 255 bytes")
+            .contains("has 5 bytes, and riserd requires 12 to 255")
     );
     fixture.run(&format!("put {ACL}/auth/password a-secret-of-some-length"));
     let second = format!("{TPG}/acls/iqn.2026-01.example:second");
     fixture.run(&format!("mkdir {second}\nput {second}/auth/userid other"));
     fixture.run(&format!("put {second}/auth/password other-secret-of-his"));
-    // Then each has his own.
+    // In this case, each rule must have its own credentials.
     let each = json!([
         {
             "iqn": "iqn.2026-01.example:client",
@@ -300,7 +316,7 @@ fn secrets_are_the_targets() {
     ]);
     assert_eq!(fixture.target()["access"], each);
     assert!(fixture.target().get("chap").is_none());
-    // Who need not prove who he is is different, too.
+    // If authentication is not required, this is also a difference.
     fixture.run(&format!("echo {second}/attrib/authentication 0"));
     let access = fixture.target()["access"].clone();
     assert_eq!(access[0], each[0]);
@@ -311,7 +327,185 @@ fn secrets_are_the_targets() {
 }
 
 #[test]
-fn discovery_without_a_user_is_for_no_initiator() {
+fn short_secret_leaves_out_its_initiator_alone() {
+    let mut fixture = Fixture::served();
+    let second = format!("{TPG}/acls/iqn.2026-01.example:second");
+    fixture.run(&format!(
+        "echo {TPG}/attrib/authentication 1
+         put {ACL}/auth/userid client
+         put {ACL}/auth/password short
+         mkdir {second}
+         put {second}/auth/userid other
+         put {second}/auth/password other-secret-of-his
+         put {second}/auth/userid_mutual me
+         put {second}/auth/password_mutual brief"
+    ));
+    let (target, omitted) = fixture.incomplete();
+    assert_eq!(
+        target["access"],
+        json!([{ "iqn": "iqn.2026-01.example:second", "luns": [] }])
+    );
+    assert_eq!(
+        target["chap"],
+        json!({ "users": [{ "name": "other", "secret": "other-secret-of-his" }] })
+    );
+    assert_eq!(target["luns"]["0"], "fileio_0:disk");
+    assert_eq!(
+        omitted,
+        [
+            format!(
+                "target/{ACL}/auth: the CHAP secret of user `client` has 5 bytes, and riserd requires 12 \
+                 to 255: this initiator is left out until a valid secret is set at both sides"
+            ),
+            format!(
+                "target/{second}/auth: the CHAP secret of user `me` has 5 bytes, and riserd requires 12 to \
+                 255: mutual authentication is left out, and initiators that require it cannot log in \
+                 until a valid mutual secret is set at both sides"
+            ),
+        ]
+    );
+    fixture.run(&format!(
+        "put {second}/auth/password_mutual other-secret-of-his"
+    ));
+    let (_, omitted) = fixture.incomplete();
+    assert!(
+        omitted[1].contains("is the same as that of the initiator"),
+        "{omitted:?}"
+    );
+}
+
+/// The rule for all initiators must not allow access for an initiator with an entry that rejects
+/// it.
+#[test]
+fn open_access_does_not_admit_refused_initiator() {
+    let mut fixture = Fixture::served();
+    fixture.run(&format!(
+        "echo {TPG}/attrib/generate_node_acls 1
+         echo {ACL}/attrib/authentication 1"
+    ));
+    let refused = json!({ "iqn": "iqn.2026-01.example:client", "luns": [] });
+    assert_eq!(fixture.target()["access"][0], refused);
+    fixture.run(&format!(
+        "put {ACL}/auth/userid client\nput {ACL}/auth/password short"
+    ));
+    let (target, omitted) = fixture.incomplete();
+    assert_eq!(target["access"][0], refused);
+    assert_eq!(
+        (target["access"].as_array().unwrap().len(), omitted.len()),
+        (3, 1)
+    );
+}
+
+#[test]
+fn short_secret_of_discovery_locks_discovery() {
+    let mut fixture = Fixture::served();
+    fixture.run(
+        "echo iscsi/discovery_auth/enforce_discovery_auth 1
+         put iscsi/discovery_auth/userid u
+         put iscsi/discovery_auth/password short",
+    );
+    let exported = export(&fixture.tree, &rest(), &fixture.world);
+    assert_eq!(
+        exported.document["discovery_chap"]["users"][0]["name"],
+        "locked"
+    );
+    assert!(
+        exported.omitted[0]
+            .reason
+            .contains("no initiator can discover")
+    );
+    assert_eq!(exported.document["targets"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn unsupported_part_leaves_out_nothing_else() {
+    let mut fixture = Fixture::served();
+    let serial = "5a0e1b2c-0000-4000-8000-0123456789".to_owned() + &"x".repeat(46);
+    fixture.run(&format!(
+        "mkdir core/fileio_1
+         mkdir core/fileio_1/long,name
+         put core/fileio_1/long,name/control fd_dev_name=/srv/b,fd_dev_size=1048576
+         put core/fileio_1/long,name/wwn/vpd_unit_serial {serial}
+         echo core/fileio_1/long,name/enable 1
+         mkdir core/fileio_2
+         mkdir core/fileio_2/odd
+         put core/fileio_2/odd/control fd_dev_name=/srv/c,fd_dev_size=1048576
+         echo core/fileio_2/odd/enable 1
+         echo core/fileio_2/odd/attrib/block_size 2048
+         mkdir {TPG}/lun/lun_1
+         ln {TPG}/lun/lun_1/a ../../../../../core/fileio_1/long,name
+         mkdir {TPG}/lun/lun_2
+         ln {TPG}/lun/lun_2/a ../../../../../core/fileio_2/odd
+         mkdir {TPG}/lun/lun_16384
+         ln {TPG}/lun/lun_16384/a ../../../../../core/fileio_1/long,name
+         mkdir {ACL}/lun_2
+         ln {ACL}/lun_2/b ../../../lun/lun_2
+         mkdir {TPG}/np/127.0.0.1:3261
+         mkdir iscsi/iqn.2026-01.example:disk/tpgt_2
+         mkdir iscsi/iqn.2026-01.example:disk/tpgt_2/np/127.0.0.1:3262
+         echo iscsi/iqn.2026-01.example:disk/tpgt_2/enable 1"
+    ));
+    let exported = export(&fixture.tree, &rest(), &fixture.world);
+    check(&exported.document).unwrap();
+    let document = &exported.document;
+    let names: Vec<&String> = document["backends"].as_object().unwrap().keys().collect();
+    assert_eq!(names[0], "fileio_0:disk");
+    assert!(names[1].starts_with("fileio_1:longname-"), "{names:?}");
+    let second = &document["backends"][names[1]];
+    // The first 25 digits are the same as the serial number of the first disk, which already uses
+    // this identifier.
+    assert_eq!((second.get("naa"), second.get("serial")), (None, None));
+    let luns = document["targets"][0]["luns"].as_object().unwrap();
+    assert_eq!(luns.keys().collect::<Vec<_>>(), ["0", "1"]);
+    assert_eq!(
+        document["targets"][0]["access"],
+        json!([{ "iqn": "iqn.2026-01.example:client", "luns": [0] }])
+    );
+    let omitted: Vec<String> = exported.omitted.iter().map(ToString::to_string).collect();
+    for (line, part) in omitted.iter().zip([
+        "core/fileio_1/long,name/wwn: the unit serial number of 80 bytes is left out",
+        "core/fileio_1/long,name: the NAA identifier 60014055a0e1b2c00004000800001234 is that of backend \
+         fileio_0:disk as well",
+        "core/fileio_2/odd: a block size of 2048 bytes",
+        "lun/lun_16384: LUN 16384 is left out; the highest is 16383",
+        "lun/lun_2: backend fileio_2:odd is left out",
+        "tpgt_2: a second enabled portal group of one target, and riserd has one for each: its 1 portals, \
+         0 LUNs and 0 initiators are left out",
+    ]) {
+        assert!(line.contains(part), "{line}\n{part}");
+    }
+    assert_eq!(omitted.len(), 6, "{omitted:?}");
+}
+
+#[test]
+fn mapping_of_duplicate_lun_shows_no_disk() {
+    let mut fixture = Fixture::served();
+    // The kernel accepts octal numbers, so both names are the same as 0.
+    fixture.run(&format!(
+        "mkdir core/rd_mcp_1
+         mkdir core/rd_mcp_1/r
+         put core/rd_mcp_1/r/control rd_pages=256
+         echo core/rd_mcp_1/r/enable 1
+         mkdir {TPG}/lun/lun_00
+         ln {TPG}/lun/lun_00/a ../../../../../core/rd_mcp_1/r
+         mkdir {TPG}/acls/iqn.2026-01.example:other
+         mkdir {TPG}/acls/iqn.2026-01.example:other/lun_0
+         ln {TPG}/acls/iqn.2026-01.example:other/lun_0/a ../../../lun/lun_00"
+    ));
+    let (target, omitted) = fixture.incomplete();
+    assert_eq!(target["luns"], json!({ "0": "fileio_0:disk" }));
+    assert_eq!(
+        target["access"],
+        json!([
+            { "iqn": "iqn.2026-01.example:client" },
+            { "iqn": "iqn.2026-01.example:other", "luns": [] },
+        ])
+    );
+    assert!(omitted[0].contains("LUN 0 exists twice"), "{omitted:?}");
+}
+
+#[test]
+fn discovery_without_user_rejects_all() {
     let mut fixture = Fixture::served();
     assert!(fixture.export().unwrap().get("discovery_chap").is_none());
     fixture.run("echo iscsi/discovery_auth/enforce_discovery_auth 1");
@@ -329,7 +523,7 @@ fn discovery_without_a_user_is_for_no_initiator() {
 }
 
 #[test]
-fn an_srp_port_is_served_at_its_addresses() {
+fn srp_port_is_served_at_its_addresses() {
     let mut fixture = Fixture::served();
     let port = "srpt/0002:c903:00a1:b2c3";
     fixture.run(&format!(
@@ -363,9 +557,9 @@ fn an_srp_port_is_served_at_its_addresses() {
 }
 
 #[test]
-fn what_has_no_effect_is_said() {
+fn ineffective_settings_are_noted() {
     let mut fixture = Fixture::served();
-    let notes = |f: &Fixture| export(&f.tree, &rest(), &f.world).unwrap().notes;
+    let notes = |f: &Fixture| export(&f.tree, &rest(), &f.world).notes;
     assert_eq!(notes(&fixture), Vec::<String>::new());
     fixture.run(&format!(
         "echo {TPG}/param/MaxBurstLength 1048576
@@ -405,7 +599,7 @@ fn long_names_are_shortened_and_stay_distinct() {
         fixture
             .export()
             .unwrap_err()
-            .contains("a second portal group")
+            .contains("a second enabled portal group")
     );
 }
 
@@ -498,7 +692,7 @@ fn shown() -> (Fixture, Rest, Vec<String>) {
     (fixture, imported.rest, imported.hidden)
 }
 
-/// The targets by their names, since their order is the tree's.
+/// Returns the targets by name, because the tree uses a different order.
 fn by_name(document: &Value) -> Value {
     let mut document = document.clone();
     let targets = document["targets"].as_array_mut().unwrap();
@@ -507,22 +701,22 @@ fn by_name(document: &Value) -> Value {
 }
 
 #[test]
-fn a_configuration_comes_back_as_it_was() {
+fn configuration_round_trips() {
     let (fixture, rest, hidden) = shown();
     assert_eq!(
         hidden,
         [
             "backend odd: its size is not one in pages",
-            "target srp-open: Invalid argument (os error 22) in the tree",
-            "target net: No such device (os error 19) in the tree",
+            "target srp-open: its portal is at no address of this host, and LIO has its own ports",
+            "target net: backend odd of LUN 0 is not shown",
         ]
     );
-    let exported = export(&fixture.tree, &rest, &fixture.world).unwrap();
+    let exported = export(&fixture.tree, &rest, &fixture.world);
     assert_eq!(by_name(&exported.document), by_name(&running()));
 }
 
 #[test]
-fn a_configuration_is_shown_as_it_is() {
+fn configuration_is_shown_in_tree() {
     let (mut fixture, ..) = shown();
     let tpg = "iscsi/iqn.2026-01.example:first/tpgt_1";
     let mut says = |path: &str| fixture.read(path).unwrap().trim_end().to_owned();
@@ -556,7 +750,7 @@ fn a_configuration_is_shown_as_it_is() {
 }
 
 #[test]
-fn only_what_changes_changes() {
+fn update_keeps_unchanged_parts() {
     let (mut fixture, rest, _) = shown();
     let tpg = "iscsi/iqn.2026-01.example:first/tpgt_1";
     fixture.run(&format!(
@@ -564,16 +758,12 @@ fn only_what_changes_changes() {
          rmdir {tpg}/acls/iqn.2026-01.example:b/lun_0
          echo core/fileio_0/disk0/attrib/emulate_write_cache 0"
     ));
-    let exported = by_name(
-        &export(&fixture.tree, &rest, &fixture.world)
-            .unwrap()
-            .document,
-    );
+    let exported = by_name(&export(&fixture.tree, &rest, &fixture.world).document);
     let mut expected = by_name(&running());
     expected["backends"]["disk0"]["write_cache"] = json!("off");
     let first = expected["targets"].as_array_mut().unwrap();
     let first = first.iter_mut().find(|t| t["name"] == "first").unwrap();
-    // LUN 0 is still there, but no initiator sees it.
+    // LUN 0 still exists, but it's not visible to any initiator.
     first["access"] = json!([
         { "iqn": "iqn.2026-01.example:a", "luns": [3] },
         { "iqn": "iqn.2026-01.example:b", "luns": [3] },
@@ -584,10 +774,10 @@ fn only_what_changes_changes() {
     assert_eq!(portals["portals"][1]["redirect"]["to"], "192.0.2.1:3260");
 }
 
-/// What Debian's `targetcli` did to the tree: it made backstores and a target, cleared all,
-/// restored it from its file, and deleted the target and a backstore.
+/// Repeats all operations that Debian's `targetcli` used to create backstores and a target, clear
+/// everything, restore it from a file, and then delete the target and a backstore.
 #[test]
-fn what_targetcli_did_can_be_done_again() {
+fn targetcli_operations_can_be_replayed() {
     let mut fixture = Fixture::default();
     let mut served = Vec::new();
     for line in include_str!("../../tests/data/targetcli.txt").lines() {
@@ -599,8 +789,8 @@ fn what_targetcli_did_can_be_done_again() {
     }
     let portals = |doc: &Value| doc[0]["portals"].as_array().map_or(0, Vec::len);
     let access = |doc: &Value| doc[0]["access"].as_array().map_or(0, Vec::len);
-    // The portal, the LUN's initiator, CHAP and iSER one after the other; all of it at once when it
-    // is restored, since the portal group is enabled last.
+    // The portal, the ACL, CHAP and iSER are added one at a time when created, but in a single step
+    // when restored, because the portal group is enabled last.
     let steps: Vec<(usize, usize)> = served.iter().map(|d| (portals(d), access(d))).collect();
     assert_eq!(
         steps.iter().filter(|s| **s == (2, 1)).count(),

@@ -1,4 +1,4 @@
-//! FUSE's requests, as operations of the tree.
+//! Maps FUSE requests to tree operations.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -17,20 +17,20 @@ use rustix::io::Errno as Number;
 use crate::engine::Engine;
 use crate::tree::{EntryKind, Ino, MAX_WRITE, NodeId};
 
-/// The kernel asks again each time: much of what is read changes by itself.
+/// The kernel must not cache attributes, because many of the files can change at any time.
 const TTL: Duration = Duration::ZERO;
 
-/// Age up to which the tree is read without asking the daemon for changes of others.
+/// If the last refresh is not older than this, we don't need to check the daemon for changes.
 const FRESH: Duration = Duration::from_millis(100);
 
-/// The tree as a FUSE file system.
+/// A FUSE file system for the tree.
 pub(super) struct TreeFs {
     engine: Arc<Mutex<Engine>>,
-    /// Contents of open files, once they were read. A file says the same until it is closed or
-    /// written.
+    /// Contents of open files after the first read. The contents must not change until the file is
+    /// closed or written.
     open: Mutex<Open>,
     started: SystemTime,
-    /// Time of the last question to the daemon for changes of others.
+    /// Time when we last checked the daemon for changes made by other users.
     asked: Mutex<Option<Instant>>,
 }
 
@@ -51,15 +51,15 @@ impl TreeFs {
     }
 
     fn engine(&self) -> MutexGuard<'_, Engine> {
-        // An operation changes a copy, so a panic leaves the tree whole.
+        // We always change a copy, so the tree is still valid after a panic.
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The tree as the daemon has it, for those who begin to read.
+    /// Returns the tree after an update from the daemon, for use at the start of a read.
     fn fresh(&self) -> MutexGuard<'_, Engine> {
         let mut engine = self.engine();
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        // A tool reads hundreds of files in a row, and the daemon answers each question with its
+        // A tool can read hundreds of files in sequence, but each request to the daemon returns the
         // whole configuration.
         if asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
             engine.refresh();
@@ -93,7 +93,7 @@ impl TreeFs {
         })
     }
 
-    /// Answers with an inode.
+    /// Replies with the given inode.
     fn entry(&self, engine: &Engine, ino: Result<Ino, Number>, reply: ReplyEntry) {
         match ino.and_then(|ino| self.attr(engine, ino)) {
             Ok(attr) => reply.entry(&TTL, &attr, Generation(0)),
@@ -106,7 +106,7 @@ fn error(errno: Number) -> Errno {
     Errno::from_i32(errno.raw_os_error())
 }
 
-/// FUSE's root is 1, which is no inode of the tree.
+/// In FUSE, the root inode is 1, which is not a valid inode in the tree.
 fn inode(number: INodeNo) -> Ino {
     match number {
         INodeNo::ROOT => NodeId::ROOT.ino(),
@@ -143,7 +143,7 @@ fn done(result: Result<(), Number>, reply: ReplyEmpty) {
 impl Filesystem for TreeFs {
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let engine = self.fresh();
-        // No name in the tree is anything but UTF-8.
+        // All names in the tree are valid UTF-8.
         let found = name.to_str().ok_or(Number::NOENT);
         let found = found.and_then(|name| engine.tree().lookup(inode(parent), name));
         self.entry(&engine, found, reply);
@@ -174,7 +174,8 @@ impl Filesystem for TreeFs {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        // What a shell's `>` truncates has no content that could go. Owners and modes stay.
+        // A shell uses `>` to truncate a file, but there is no content to remove. Owner and mode
+        // can't be changed.
         self.getattr(_req, ino, fh, reply);
     }
 
@@ -208,7 +209,7 @@ impl Filesystem for TreeFs {
         _flags: i32,
         reply: ReplyCreate,
     ) {
-        // Files come with their directories.
+        // Files can only be created with their directory.
         reply.error(Errno::EACCES);
     }
 
@@ -282,14 +283,14 @@ impl Filesystem for TreeFs {
         if let Err(errno) = self.engine().tree().open(inode(ino), reads, writes) {
             return reply.error(error(errno));
         }
-        // After the tree has allowed it, so that a refused opening leaves no entry behind: none is
-        // released.
+        // Add this after the tree has allowed it: if we return an error, there will be no release
+        // request to remove the entry.
         let mut open = self.open_files();
         let handle = open.next;
         open.next += 1;
         open.content.insert(handle, None);
-        // Without the page cache: sizes are those of configfs, a page for each file, and the
-        // kernel would cut or pad what is read by them.
+        // We need to disable the page cache. As in configfs, the file size is always a page, and
+        // the kernel would use this size to truncate or pad the data.
         reply.opened(FileHandle(handle), FopenFlags::FOPEN_DIRECT_IO);
     }
 
@@ -304,8 +305,8 @@ impl Filesystem for TreeFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        // As in configfs, a file is made once for each opening, so that reads of its pieces fit
-        // together.
+        // As in configfs, the content is created once per open, so that several reads return
+        // consistent data.
         let known = self.open_files().content.get(&fh.0).cloned().flatten();
         let content = match known {
             Some(content) => Ok(content),
@@ -339,8 +340,8 @@ impl Filesystem for TreeFs {
         reply: ReplyWrite,
     ) {
         let mut engine = self.engine();
-        // As a short write, after which a program writes the rest as another value, as in
-        // configfs.
+        // Return a short write if the data is too long. As in configfs, the program will then write
+        // the rest as a separate value.
         let data = &data[..data.len().min(MAX_WRITE)];
         match engine.change(|tree, world| tree.write(inode(ino), data, world)) {
             Ok(written) => {
@@ -359,7 +360,7 @@ impl Filesystem for TreeFs {
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        // A write has had its effect when it returns.
+        // The change was already applied when the write returned.
         reply.ok();
     }
 
@@ -403,8 +404,8 @@ impl Filesystem for TreeFs {
             (Ok(entries), Ok(parent)) => (entries, parent),
             (Err(errno), _) | (_, Err(errno)) => return reply.error(error(errno)),
         };
-        // Their order and numbers are the offsets at which the kernel goes on, so they come first
-        // in each call.
+        // The kernel uses their position and number as an offset to continue, so we always need to
+        // return them first.
         let dots = [(".", ino), ("..", parent)].map(|(n, i)| (n, i, EntryKind::Dir));
         let named = entries.iter().map(|e| (e.name.as_str(), e.ino, e.kind));
         let all = dots.into_iter().chain(named).enumerate();
@@ -427,7 +428,7 @@ impl Filesystem for TreeFs {
         _out_size: u32,
         reply: ReplyIoctl,
     ) {
-        // Libraries ask whether a file is a terminal.
+        // This is used by libraries to check if a file is a terminal.
         reply.error(Errno::ENOTTY);
     }
 
@@ -443,7 +444,7 @@ impl Filesystem for TreeFs {
         _size: u32,
         reply: ReplyXattr,
     ) {
-        // The kernel does not ask again.
+        // With this error, the kernel will not send this request again.
         reply.error(Errno::ENOSYS);
     }
 

@@ -1,4 +1,4 @@
-//! The tree as a file system of FUSE.
+//! Mounts the tree using FUSE.
 
 mod fs;
 mod mount;

@@ -1,4 +1,4 @@
-//! Mounting the tree at a directory, and taking it away again.
+//! Mounts and unmounts the tree.
 
 use std::fs;
 use std::io;
@@ -18,24 +18,24 @@ use riser_config::mounts;
 use super::fs::TreeFs;
 use crate::engine::Engine;
 
-/// A mounted tree. Dropping it unmounts it.
+/// A mounted tree, which will be unmounted on drop.
 #[derive(Debug)]
 pub struct Mount {
     session: BackgroundSession,
     path: PathBuf,
-    /// Device number of the tree's files, by which it is known at its path.
+    /// Device number for files in the tree, used to check if the tree is mounted at its path.
     device: u64,
 }
 
 impl Mount {
-    /// Mounts a tree at a directory, which then has `target` in it, as `/sys/kernel/config` has.
+    /// Mounts a tree. The directory will then contain `target`, same as in `/sys/kernel/config`.
     ///
     /// # Errors
-    /// The directory does not exist; FUSE is missing or not permitted.
+    /// Returns an error if the directory doesn't exist, or if FUSE is missing or not allowed.
     pub fn new(engine: Arc<Mutex<Engine>>, path: &Path) -> io::Result<Self> {
         let mut config = Config::default();
         config.mount_options = vec![
-            // By this the daemon knows that it must not use the files here.
+            // The daemon checks this source name, because it must not use files in this mount.
             MountOption::FSName(mounts::SOURCE.into()),
             MountOption::Subtype("configfs".into()),
             MountOption::DefaultPermissions,
@@ -44,7 +44,8 @@ impl Mount {
         ];
         let session = Session::new(TreeFs::new(engine), path, &config)?.spawn()?;
         let path = path.to_owned();
-        // After the mount: this is the number of the tree, not that of the directory below.
+        // We need to read this after the mount, to get the device number of the tree and not of the
+        // directory below.
         let device = fs::metadata(&path)?.dev();
         Ok(Self {
             session,
@@ -53,16 +54,19 @@ impl Mount {
         })
     }
 
-    /// Waits until another process unmounts it, or until `asked` returns, and unmounts it then.
+    /// Waits until the tree is unmounted by another process. If `asked` returns first, we unmount
+    /// it.
     ///
     /// # Errors
-    /// The session ended with an error, or it cannot be unmounted.
+    /// Returns an error if the session failed or can't be unmounted.
     pub fn serve(mut self, asked: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let (events, event) = channel();
-        // The session must stay whole for an unmount later, and joining takes its thread away.
+        // We have to keep the session to unmount it later, but joining needs to take its thread, so
+        // we replace the thread.
         let guard = mem::replace(&mut self.session.guard, thread::spawn(|| Ok(())));
         let ended = events.clone();
-        // The process does not wait for these threads: one of them waits for what never comes.
+        // We don't wait for these threads to exit, because one of them is waiting for something
+        // that will never happen.
         thread::spawn(move || ended.send(Some(join(guard))));
         thread::spawn(move || {
             asked();
@@ -78,22 +82,22 @@ impl Mount {
         }
     }
 
-    /// Unmounts it, and waits until it is gone; files that are open there are cut off. What is
-    /// mounted at its path in its place stays.
+    /// Unmounts the tree and waits until this is done. Any open files are disconnected. If a
+    /// different file system is now mounted at this path, it's not changed.
     ///
     /// # Errors
-    /// It cannot be unmounted.
+    /// Returns an error if the tree can't be unmounted.
     pub fn unmount(self) -> io::Result<()> {
-        // Another process has unmounted it, and perhaps mounted something else there, which is not
-        // ours to take away.
+        // If another process has already unmounted the tree, it may have mounted a different file
+        // system, and we must not unmount it.
         if !self.is_at_its_path() {
             self.forget();
             return Ok(());
         }
         let Self { session, path, .. } = self;
         match session.umount_and_join() {
-            // A shell whose directory is in the tree would keep it mounted without a daemon to
-            // answer.
+            // If a shell uses a directory in the tree as its working directory, the mount would
+            // stay active without a daemon to handle its requests.
             Err(error) if Errno::from_io_error(&error) == Some(Errno::BUSY) => {
                 Ok(rustix::mount::unmount(&path, UnmountFlags::DETACH)?)
             }
@@ -101,17 +105,18 @@ impl Mount {
         }
     }
 
-    /// Returns true if the tree is the one that its path leads to.
+    /// Returns true if the tree is still mounted at its path.
     fn is_at_its_path(&self) -> bool {
         match fs::metadata(&self.path) {
             Ok(found) => found.dev() == self.device,
-            // Its session has ended, and it is still mounted.
+            // The session has been closed, but the tree is still mounted.
             Err(error) => Errno::from_io_error(&error) == Some(Errno::NOTCONN),
         }
     }
 
-    /// Leaves the path alone. Dropping the session would unmount it once more, and so take away
-    /// what was mounted below: `fuser` 0.18 takes every mount for one that is still there.
+    /// Drops the mount without using the path. If we dropped the session, this would unmount the
+    /// path again and could remove the file system below: `fuser` 0.18 assumes that all of its
+    /// mounts still exist.
     fn forget(self) {
         mem::forget(self.session);
     }

@@ -1,4 +1,5 @@
-//! Asymmetric access: groups of logical units, groups of target ports, and which a LUN is in.
+//! Asymmetric logical unit access: logical unit groups, target port groups, and the groups of a
+//! LUN.
 
 use rustix::io::Errno;
 
@@ -53,7 +54,7 @@ pub(super) const PORT_GROUP: &[Attr] = &[
     Attr::ro("members", Show::With(show_port_members)),
 ];
 
-/// Files of `lun/lun_N/` that are about ALUA.
+/// ALUA files in `lun/lun_N/`.
 pub(super) const LUN: &[Attr] = &[
     Attr::rw("alua_tg_pt_gp", "", Store::With(store_group_of)).shown(Show::With(show_group_of)),
     Attr::rw("alua_tg_pt_offline", "0", Store::With(store_lun_bit)).shown(Show::With(show_lun)),
@@ -61,13 +62,13 @@ pub(super) const LUN: &[Attr] = &[
     Attr::rw("alua_tg_pt_write_md", "0", Store::With(store_lun_bit)).shown(Show::With(show_lun)),
 ];
 
-/// The longest name of a group, in bytes.
+/// Maximum length of a group name in bytes.
 const MAX_NAME: usize = 256;
 
-/// The group that every LUN is in until it is moved.
+/// Initial group of every LUN.
 const DEFAULT_PORT_GROUP: &str = "default_tg_pt_gp";
 
-/// A group's number: the default groups have one from the start.
+/// Returns the ID of a group. The default groups already have an ID when they are created.
 fn id_of(tree: &Tree, group: NodeId) -> Option<u32> {
     let dir = tree.dir(group);
     match (dir.is_default, dir.kind) {
@@ -82,7 +83,7 @@ fn show_id(read: &Read<'_>) -> Result<String, Errno> {
     Ok(id.map_or_else(String::new, |id| format!("{id}\n")))
 }
 
-/// A number is given once. 0 asks for a free one.
+/// An ID can only be set once. 0 is used to allocate a free ID.
 fn store_id(write: &mut Write<'_>) -> Result<(), Errno> {
     let wanted = number::unsigned(write.text, u64::MAX)?;
     let wanted = u16::try_from(wanted).map_err(|_| Errno::INVAL)?;
@@ -141,7 +142,7 @@ pub(super) fn store_lu_group_of(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// A map of blocks to groups: its first line has a segment's size and multiplier.
+/// A map from blocks to groups, where the first line contains the segment size and multiplier.
 pub(super) fn store_lba_map(write: &mut Write<'_>) -> Result<(), Errno> {
     let lines = write.text.lines().filter(|l| !l.is_empty());
     for (i, line) in lines.enumerate() {
@@ -179,7 +180,7 @@ fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
     if !device::is_configured(write.tree, device::device_of(write.tree, write.dir)) {
         return Err(Errno::NODEV);
     }
-    // The kernel keeps the lower half of a longer number.
+    // As in the kernel, a number that is too long is truncated to the lower half.
     let state = number::unsigned(write.text, u64::MAX)? as u32;
     let access = write.tree.value(write.dir, "alua_access_type");
     let supported = match state {
@@ -189,7 +190,7 @@ fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
         3 => "alua_support_unavailable",
         4 => "alua_support_lba_dependent",
         14 => "alua_support_offline",
-        // A group passes through this state; it cannot be put into it.
+        // This is a transition state, which can't be set by the user.
         _ => return Err(Errno::INVAL),
     };
     let is_implicit = access.starts_with("Implicit");
@@ -201,12 +202,13 @@ fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
         return Err(Errno::INVAL);
     }
     write.keep(state.to_string());
-    // LIO notes a change by the administrator, not by an initiator.
+    // In LIO, the status is set to indicate a change by the administrator and not by an initiator.
     write.tree.set(write.dir, "alua_access_status", STATUSES[2]);
     Ok(())
 }
 
-/// Numbers stand for these words where such a file is written; for those of other files, for none.
+/// Returns the words that can also be written as a number in this file. For other files, this is
+/// empty.
 pub(crate) fn alua_words(file: &str) -> &'static [&'static str] {
     match file {
         "alua_access_status" => &STATUSES,
@@ -243,7 +245,7 @@ fn store_support(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// The group of a LUN, while it is there.
+/// Returns the group of a LUN, if this group exists.
 fn group_of(tree: &Tree, lun: NodeId) -> Option<NodeId> {
     let (_, device) = tree.links(lun).next()?;
     let groups = tree.child(device, "alua")?;
@@ -252,7 +254,7 @@ fn group_of(tree: &Tree, lun: NodeId) -> Option<NodeId> {
     group.or_else(|| tree.child(groups, DEFAULT_PORT_GROUP))
 }
 
-/// Puts a LUN that has got a device into the default group.
+/// Adds a LUN to the default group when its device is linked.
 pub(super) fn on_lun_linked(tree: &mut Tree, lun: NodeId) {
     tree.set(lun, "alua_tg_pt_gp", DEFAULT_PORT_GROUP);
 }
@@ -283,7 +285,7 @@ fn show_port_members(read: &Read<'_>) -> Result<String, Errno> {
     Ok(text)
 }
 
-/// The portal groups of a fabric, with the names of their targets and their own.
+/// Returns the portal groups of a fabric. Each entry has the target name and the group name.
 pub(crate) fn tpgs(tree: &Tree, fabric: NodeId) -> Vec<(&str, &str, NodeId)> {
     let wwns = tree.subdirs(fabric);
     let wwns = wwns.filter(|(_, id)| matches!(tree.dir(*id).kind, Kind::Wwpn(_)));
@@ -294,7 +296,7 @@ pub(crate) fn tpgs(tree: &Tree, fabric: NodeId) -> Vec<(&str, &str, NodeId)> {
 
 fn show_group_of(read: &Read<'_>) -> Result<String, Errno> {
     let group = group_of(read.tree, read.dir).ok_or(Errno::NODEV)?;
-    // The words of the kernel's `core_alua_dump_state`.
+    // Uses the same words as `core_alua_dump_state` in the kernel.
     let state = match read.tree.value(group, "alua_access_state") {
         "0" => "Active/Optimized",
         "1" => "Active/NonOptimized",

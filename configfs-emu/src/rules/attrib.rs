@@ -1,4 +1,4 @@
-//! A device's attributes and names.
+//! Attributes and names of a device.
 
 use rustix::io::Errno;
 
@@ -8,7 +8,7 @@ use crate::tree::NodeId;
 
 const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
 
-/// The company that LIO's identifiers are of.
+/// Company ID used for identifiers in LIO.
 pub(crate) const COMPANY: &str = "0x001405";
 
 /// `attrib/` of a device.
@@ -30,7 +30,7 @@ pub(super) const ATTRIB: &[Attr] = &[
     Attr::rw("pi_prot_type", "0", Store::With(store_protection)),
     Attr::fixed("hw_pi_prot_type", "0"),
     Attr::rw("pi_prot_format", "0", Store::With(store_format)),
-    // Without a type of protection, wishing for its check changes nothing.
+    // If no protection type is set, enabling this check has no effect.
     Attr::rw("pi_prot_verify", "0", Store::With(check_truth)),
     Attr::rw("enforce_pr_isids", "1", Store::Bool),
     Attr::rw("is_nonrot", "0", Store::Bool),
@@ -66,7 +66,7 @@ pub(super) const WWN: &[Attr] = &[
     Attr::ro("vpd_assoc_scsi_target_device", Show::LineIfAny),
 ];
 
-/// Gives a new device its product name and what its plugin has always.
+/// Sets the product name of a new device and the fixed values of its plugin.
 pub(super) fn on_device_made(tree: &mut Tree, device: NodeId) {
     let Kind::Device(plugin) = tree.dir(device).kind else {
         return;
@@ -82,7 +82,8 @@ fn store_model_alias(write: &mut Write<'_>) -> Result<(), Errno> {
         return Err(Errno::INVAL);
     };
     let name: String = if is_alias {
-        // One character less than INQUIRY data hold, as LIO has always done.
+        // This is a character less than the INQUIRY field can hold, but we need to do the same as
+        // LIO.
         write.tree.dir(device).name.chars().take(15).collect()
     } else {
         plugin.product().to_owned()
@@ -102,7 +103,7 @@ fn plugin_of(write: &Write<'_>) -> Option<Plugin> {
 
 fn store_write_cache(write: &mut Write<'_>) -> Result<(), Errno> {
     let on = number::boolean(write.text)?;
-    // A block device has a cache or has none.
+    // For a block device, the cache mode can't be changed.
     if on && plugin_of(write) == Some(Plugin::Iblock) {
         return Err(Errno::INVAL);
     }
@@ -123,7 +124,7 @@ fn store_unmap(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Accepts only 0, for what is not implemented.
+/// Only accepts 0, because this is not implemented.
 fn store_zero(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::boolean(write.text)? {
         false => Ok(()),
@@ -135,7 +136,7 @@ fn check_truth(write: &mut Write<'_>) -> Result<(), Errno> {
     number::boolean(write.text).map(|_| ())
 }
 
-/// Accepts only 1, for what backstores of the target core have always.
+/// Only accepts 1, because this can't be disabled for backstores in the target core.
 fn store_fixed_one(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::boolean(write.text)? {
         true => Ok(()),
@@ -152,7 +153,7 @@ fn store_protection(write: &mut Write<'_>) -> Result<(), Errno> {
     }
 }
 
-/// Only a file could be formatted, and not while it is exported.
+/// Only a file can be formatted, but not when it's exported.
 fn store_format(write: &mut Write<'_>) -> Result<(), Errno> {
     let is_file = plugin_of(write) == Some(Plugin::Fileio);
     match number::boolean(write.text)? {
@@ -171,8 +172,8 @@ fn store_submit_type(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Refuses a change while the device is exported: after the value has been read, unlike
-/// [`Attr::locked`].
+/// Rejects a change if the device is currently exported. This is checked after the value was
+/// parsed, unlike in [`Attr::locked`].
 fn check_unlocked(write: &Write<'_>) -> Result<(), Errno> {
     match device::is_exported(write.tree, write.dir) {
         true => Err(Errno::INVAL),
@@ -223,7 +224,8 @@ fn store_inquiry(write: &mut Write<'_>) -> Result<(), Errno> {
         "product_id" => 16,
         _ => 4,
     };
-    // LIO copies one byte more than fits, for a line end, before it looks at the text.
+    // LIO first copies up to one byte more than the maximum length, to allow for a newline, and
+    // then checks the text.
     if write.text.len() > most + 1 || write.text.trim().len() > most {
         return Err(Errno::OVERFLOW);
     }

@@ -1,4 +1,4 @@
-//! Backstores: hosts and the devices on them.
+//! Backstores: hosts and their devices.
 
 use rustix::io::Errno;
 
@@ -8,26 +8,26 @@ use crate::number;
 use crate::tree::{Access, NodeId, line};
 use crate::world::{BlockDevice, Medium, World};
 
-/// The version of the target core that we say we are.
+/// Target core version to report.
 const VERSION: &str = "v5.0";
 
-/// Pages that one of LIO's tables names.
+/// Number of pages in each table used by LIO.
 const PAGES_PER_TABLE: u64 = 2048;
 
-/// Files of `target/` itself.
+/// Files in `target/`.
 pub(super) const TARGET: &[Attr] = &[
     Attr::ro("version", Show::With(show_version)),
     Attr::rw("dbroot", "/var/target", Store::With(store_dbroot)),
 ];
 
-/// Files of `core/PLUGIN_N/`, a host.
+/// Files of a host, `core/PLUGIN_N/`.
 pub(super) const HOST: &[Attr] = &[
     Attr::ro("hba_info", Show::With(show_host)),
-    // Only SCSI pass-through has modes.
+    // Modes are only supported for SCSI pass-through.
     Attr::rw("hba_mode", "0", Store::With(|_| Err(Errno::INVAL))),
 ];
 
-/// Files of `core/PLUGIN_N/NAME/`, a device.
+/// Files of a device, `core/PLUGIN_N/NAME/`.
 pub(super) const DEVICE: &[Attr] = &[
     Attr::ro("info", Show::With(show_info)),
     Attr {
@@ -94,7 +94,7 @@ fn store_path(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// `key=value`, separated by commas or line ends. What is not known is passed over.
+/// Parses `key=value` options, separated by commas or newlines. Unknown options are ignored.
 fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
     let Kind::Device(plugin) = write.tree.dir(write.dir).kind else {
         return Err(Errno::INVAL);
@@ -131,7 +131,7 @@ fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
             }
             (Plugin::RamDisk, "rd_nullio") if value == "1" => (option::NULL, "1".to_owned()),
             (Plugin::RamDisk, "rd_dummy") if value == "1" => (option::DUMMY, "1".to_owned()),
-            // Each plugin of LIO passes over the options of others and those that it does not know.
+            // In LIO, a plugin ignores unknown options, including options of other plugins.
             _ => continue,
         };
         write.tree.set(write.dir, name, value);
@@ -139,7 +139,7 @@ fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Attributes of a device, as its medium gives them when it is enabled.
+/// Attributes of a device that are set based on its medium when it's enabled.
 struct DeviceLimits {
     block_size: u32,
     max_sectors: u32,
@@ -148,10 +148,10 @@ struct DeviceLimits {
     write_same: u32,
 }
 
-/// The most that a command on a file transfers, in bytes.
+/// Maximum transfer size of a command for a file, in bytes.
 const FILE_MAX: u32 = 8 << 20;
 
-/// Commands at once on a device.
+/// Maximum number of concurrent commands for a device.
 const QUEUE_DEPTH: u32 = 128;
 
 fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
@@ -169,8 +169,8 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
         Plugin::Iblock => find_block(write)?,
         Plugin::RamDisk => find_ram(write)?,
     };
-    // LIO opens the medium only when the device is enabled; nothing is set before that has
-    // succeeded.
+    // LIO opens the medium when the device is enabled, and no attributes are set before this was
+    // successful.
     let (tree, id) = (&mut *write.tree, write.dir);
     let attrib = tree.child(id, "attrib").expect("it comes with a device");
     let mut set = |name: &'static str, value: u32| tree.set(attrib, name, value.to_string());
@@ -197,7 +197,7 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Error for a path that leads to something else than it should.
+/// Returns the error if the path has a different file type than expected.
 fn not_found(medium: &Medium) -> Errno {
     match medium {
         Medium::Directory => Errno::ISDIR,
@@ -250,7 +250,7 @@ fn find_ram(write: &Write<'_>) -> Result<DeviceLimits, Errno> {
         None | Some("0") => Err(Errno::INVAL),
         Some(_) => Ok(DeviceLimits {
             block_size: 512,
-            // As many as there are, in whole pages.
+            // Use the maximum value, rounded to full pages.
             max_sectors: !7,
             is_nonrot: true,
             unmap: None,
@@ -270,7 +270,7 @@ fn show_info(read: &Read<'_>) -> Result<String, Errno> {
     } else {
         "DEACTIVATED"
     };
-    // LIO shows a depth that it does not keep any more.
+    // LIO still shows a queue depth here, but doesn't store it any more.
     let state = format!(
         "Status: {status}  Max Queue Depth: 0  SectorSize: {}  HwMaxSectors: {}\n",
         tree.value(attrib, "block_size"),

@@ -1,50 +1,50 @@
-//! Devices: what `control` sets, and their states, which all rules ask for.
+//! Device options set via `control`, and the device state used by other rules.
 
 use super::kind::{Kind, Plugin, Tree};
 use crate::tree::NodeId;
 
-/// A page of a RAM disk, in bytes.
+/// Page size of a RAM disk in bytes.
 pub const PAGE: u64 = 4096;
 
-/// Names of hidden values that come through `control`, as they are written there.
+/// Names of hidden values that are set via `control`, using the same names.
 pub mod option {
-    /// A file, or a device as a file.
+    /// A file, or a device used as a file.
     pub const FILE: &str = "fd_dev_name";
-    /// Its size in bytes.
+    /// Size in bytes.
     pub const SIZE: &str = "fd_dev_size";
-    /// Set where its writes are cached.
+    /// Set if writes should be cached.
     pub const BUFFERED: &str = "fd_buffered_io";
-    /// Set where it is used asynchronously.
+    /// Set if I/O should be asynchronous.
     pub const ASYNC: &str = "fd_async_io";
-    /// Path of a block device; the sign belongs to the name.
+    /// Path of a block device. The name includes the `=`.
     pub const DEVICE: &str = "udev_path=";
-    /// Set where the device is only read.
+    /// Set if the device is read-only.
     pub const READ_ONLY: &str = "readonly";
-    /// The size of a RAM disk, in pages.
+    /// Size of a RAM disk in pages.
     pub const PAGES: &str = "rd_pages";
-    /// Set where a RAM disk keeps nothing.
+    /// Set if a RAM disk should discard all data.
     pub const NULL: &str = "rd_nullio";
-    /// Set where a RAM disk is no disk.
+    /// Set if a RAM disk is just a dummy device.
     pub const DUMMY: &str = "rd_dummy";
 }
 
-/// The device that a directory below it belongs to.
+/// Returns the device for a directory below it.
 pub fn device_of(tree: &Tree, id: NodeId) -> NodeId {
     let device = tree.above(id, |dir| matches!(dir.kind, Kind::Device(_)));
     device.expect("only directories of devices ask")
 }
 
-/// Returns true if a device is a LUN of something.
+/// Returns true if a device is currently used by a LUN.
 pub fn is_exported(tree: &Tree, id: NodeId) -> bool {
     tree.dir(device_of(tree, id)).is_linked()
 }
 
-/// Returns true if a device was enabled.
+/// Returns true if a device is enabled.
 pub fn is_configured(tree: &Tree, device: NodeId) -> bool {
     tree.value(device, "enable") == "1"
 }
 
-/// All devices, with their plugins.
+/// Returns all devices and their plugins.
 pub fn devices(tree: &Tree) -> Vec<(NodeId, Plugin)> {
     let core = tree.find("target/core").expect("it is always there");
     let hosts = tree.subdirs(core);

@@ -1,4 +1,4 @@
-//! The directories of LIO: what is in them, what can be made in them, what they link to.
+//! LIO directories: their contents, the directories and links that can be created in them.
 
 use rustix::io::Errno;
 
@@ -11,10 +11,10 @@ use crate::tree::NodeId;
 use crate::world::World;
 use crate::{number, tree};
 
-/// The longest iSCSI name that LIO takes, in bytes.
+/// Maximum length of an iSCSI name in LIO, in bytes.
 const MAX_NAME: usize = 223;
 
-/// Directories of a device. A table is made at compile time, one for each plugin.
+/// Directories of a device. The table for each plugin must be created at compile time.
 macro_rules! device {
     ($plugin:expr) => {
         &[
@@ -42,7 +42,7 @@ macro_rules! tpg {
     };
 }
 
-/// Directories of an entry for an initiator.
+/// Directories of an initiator entry.
 macro_rules! acl {
     ($fabric:expr, $statistics:expr) => {
         &[
@@ -100,7 +100,7 @@ impl tree::Kind for Kind {
             Self::IscsiLoginStats => iscsi_statistics::LOGIN_STATS,
             Self::IscsiLogoutStats => iscsi_statistics::LOGOUT_STATS,
             Self::IscsiSessStats => iscsi_statistics::SESS_STATS,
-            // All others only hold directories.
+            // All other directories only contain directories.
             _ => &[],
         }
     }
@@ -114,7 +114,8 @@ impl tree::Kind for Kind {
             Self::Core => &[("alua", Self::Alua)],
             Self::Alua => &[("lu_gps", Self::LuGroups)],
             Self::LuGroups => &[("default_lu_gp", Self::LuGroup)],
-            // Written out by plugin and fabric: a static table cannot be made from a parameter.
+            // We need a line for each plugin and fabric, because a static table can't depend on a
+            // parameter.
             Self::Device(Fileio) => device!(Fileio),
             Self::Device(Iblock) => device!(Iblock),
             Self::Device(RamDisk) => device!(RamDisk),
@@ -169,7 +170,7 @@ impl tree::Kind for Kind {
                 "srpt" => Ok(Self::Fabric(Fabric::Srpt)),
                 _ => Err(Errno::INVAL),
             },
-            // Refusals have the error numbers of the kernel's handlers, since tools report them.
+            // Errors must have the same numbers as in the kernel, because tools will report them.
             Self::Core => Plugin::of_host(name).map(Self::Host).ok_or(Errno::INVAL),
             Self::Host(plugin) => Ok(Self::Device(plugin)),
             Self::LuGroups => Ok(Self::LuGroup),

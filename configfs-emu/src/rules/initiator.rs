@@ -1,20 +1,20 @@
-//! Names of SRP initiators.
+//! SRP initiator names.
 
 use std::net::IpAddr;
 
 /// Name of an initiator in `acls`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
-    /// All of its port identifier: 32 digits, with or without `0x`.
+    /// The full port identifier: 32 digits, with or without `0x`.
     Port(u128),
-    /// The second half: four groups of four digits.
+    /// The second half of the port identifier: four groups of four digits.
     Guid(u64),
-    /// IP address from which it comes.
+    /// Source IP address.
     Address(IpAddr),
 }
 
 impl Initiator {
-    /// Reads the name of a directory in `acls`.
+    /// Parses a directory name in `acls`.
     #[must_use]
     pub(crate) fn parse(name: &str) -> Option<Self> {
         if let Ok(address) = name.parse::<IpAddr>() {
@@ -30,7 +30,7 @@ impl Initiator {
     }
 }
 
-/// A GUID in four groups of four digits.
+/// Parses a GUID that is written as four groups of four digits.
 pub(crate) fn guid(name: &str) -> Option<u64> {
     let groups: Vec<&str> = name.split(':').collect();
     let is_guid = groups.len() == 4

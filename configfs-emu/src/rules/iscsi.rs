@@ -1,4 +1,4 @@
-//! Targets, portals and initiators of iSCSI, and what SRP has in common with them.
+//! iSCSI targets, portals and initiators, including the files that are also used for SRP.
 
 use rustix::io::Errno;
 
@@ -8,13 +8,13 @@ use crate::tree::{NodeId, line};
 
 const BIT: std::ops::RangeInclusive<u32> = 0..=1;
 
-/// Files of `iscsi/`, the fabric.
+/// Files of the fabric, `iscsi/`.
 pub(super) const FABRIC: &[Attr] = &[
     Attr::fixed("lio_version", "Datera Inc. iSCSI Target v4.1.0"),
     Attr::rw("cpus_allowed_list", "", Store::With(store_cpus)).shown(Show::With(show_cpus)),
 ];
 
-/// Files of `iscsi/discovery_auth/`, with the credentials of discovery.
+/// Files in `iscsi/discovery_auth/`, which contain the credentials for discovery.
 pub(super) const DISCOVERY: &[Attr] = &[
     auth("userid"),
     auth("password"),
@@ -24,7 +24,7 @@ pub(super) const DISCOVERY: &[Attr] = &[
     Attr::rw("enforce_discovery_auth", "0", Store::With(store_enforce)),
 ];
 
-/// `auth/` of a portal group, where what is too long is cut.
+/// `auth/` of a portal group. If a value is too long, it's truncated.
 pub(super) const TPG_AUTH: &[Attr] = &[
     Attr::rw("userid", "", Store::With(store_cut)),
     Attr::rw("password", "", Store::With(store_cut)),
@@ -49,10 +49,10 @@ pub(super) const WWPN_PARAM: &[Attr] = &[
     Attr::fixed("direct_submit_supported", "1"),
 ];
 
-/// 1 while a portal group is served.
+/// Set to 1 if the portal group is served.
 pub(super) const ENABLE: Attr = Attr::rw("enable", "0", Store::With(store_enable));
 
-/// A portal group's relative target port identifier.
+/// Relative target port identifier of a portal group.
 pub(super) const RTPI: Attr =
     Attr::rw("rtpi", "0", Store::With(store_rtpi)).shown(Show::With(show_rtpi));
 
@@ -63,7 +63,7 @@ pub(super) const TPG: &[Attr] = &[
     RTPI,
 ];
 
-/// Parameters of a portal group, `iscsi/IQN/tpgt_N/attrib/`.
+/// Portal group parameters, `iscsi/IQN/tpgt_N/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("authentication", "1", Store::With(store_authentication)),
     Attr::rw("login_timeout", "15", Store::Number(5..=30)),
@@ -93,7 +93,7 @@ pub(super) const ACL: &[Attr] = &[
     Attr::rw("tag", "", Store::With(store_tag)).shown(Show::With(show_tag)),
 ];
 
-/// Parameters of an initiator, `acls/IQN/attrib/`.
+/// Initiator parameters, `acls/IQN/attrib/`.
 pub(super) const NODE_ATTRIB: &[Attr] = &[
     Attr::rw("dataout_timeout", "3", Store::Number(2..=60)),
     Attr::rw("dataout_timeout_retries", "5", Store::Number(1..=15)),
@@ -110,15 +110,15 @@ pub(super) const NODE_ATTRIB: &[Attr] = &[
 pub(super) const MAPPED_LUN: &[Attr] =
     &[Attr::rw("write_protect", "", Store::With(store_protect)).shown(Show::LineIfAny)];
 
-/// The longest name or secret, in bytes.
+/// Maximum length of a name or secret in bytes.
 const MAX_AUTH: usize = 255;
 
-/// A name or secret; `NULL` is none.
+/// A name or secret. `NULL` is used to clear the value.
 const fn auth(name: &'static str) -> Attr {
     Attr::rw(name, "", Store::Text(MAX_AUTH + 1, Errno::INVAL))
 }
 
-/// Shows 1 if the target has credentials to prove itself with.
+/// Returns 1 if the target has credentials for mutual authentication.
 fn show_mutual(read: &Read<'_>) -> Result<String, Errno> {
     let is_set = |name| {
         let value = read.tree.value(read.dir, name);
@@ -128,7 +128,7 @@ fn show_mutual(read: &Read<'_>) -> Result<String, Errno> {
     Ok(format!("{}\n", u8::from(mutual)))
 }
 
-/// A name or secret of a portal group.
+/// Stores a name or secret of a portal group.
 fn store_cut(write: &mut Write<'_>) -> Result<(), Errno> {
     let text = line(write.text);
     let end = text.floor_char_boundary(MAX_AUTH);
@@ -136,7 +136,7 @@ fn store_cut(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// All CPUs, until a user chooses.
+/// Returns all CPUs if not set by the user.
 fn show_cpus(read: &Read<'_>) -> Result<String, Errno> {
     let chosen = read.tree.value(read.dir, "cpus_allowed_list");
     Ok(match (chosen, read.world.cpus()) {
@@ -167,7 +167,7 @@ fn store_enforce(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_affinity(write: &mut Write<'_>) -> Result<(), Errno> {
     let value = number::signed(write.text).map_err(|_| Errno::INVAL)?;
-    // -1 is the CPU that the command came by, -2 whichever runs.
+    // -1 is the CPU that received the command, and -2 is the current CPU.
     if value < -2 || i64::from(value) >= i64::from(write.world.cpus()) {
         return Err(Errno::INVAL);
     }
@@ -175,7 +175,8 @@ fn store_affinity(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Enables a portal group, which gives it a port identifier if it has none, or disables it.
+/// Enables or disables a portal group. If it has no port identifier, this is set when the group is
+/// enabled.
 fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
     let on = number::boolean(write.text)?;
     if on && write.tree.value(write.dir, "rtpi") == "0" {
@@ -217,7 +218,7 @@ fn store_rtpi(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// While initiators must authenticate, `None` is no method to choose.
+/// If authentication is required, `None` must not be offered as a method.
 fn demand_chap(tree: &mut Tree, tpg: NodeId) {
     let attrib = tree.child(tpg, "attrib").expect("it comes with it");
     let param = tree.child(tpg, "param").expect("it comes with it");
@@ -248,7 +249,7 @@ fn store_generate(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Generated entries are always kept.
+/// Generated entries are always cached.
 fn store_cache(write: &mut Write<'_>) -> Result<(), Errno> {
     let value = number::within(write.text, &BIT)?;
     let is_needed = write.tree.value(write.dir, "generate_node_acls") == "1";
@@ -268,7 +269,7 @@ fn store_prot_type(write: &mut Write<'_>) -> Result<(), Errno> {
     }
 }
 
-/// There is no adapter that could take a portal over.
+/// There is no offload hardware for a portal.
 fn store_offload(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::within(write.text, &BIT)? {
         0 => Ok(()),
@@ -278,7 +279,7 @@ fn store_offload(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_depth(write: &mut Write<'_>) -> Result<(), Errno> {
     let depth = number::within(write.text, &(0..=512))?;
-    // None is asked for as one.
+    // 0 is handled as 1.
     write.keep(depth.max(1).to_string());
     Ok(())
 }
@@ -288,7 +289,7 @@ fn show_tag(read: &Read<'_>) -> Result<String, Errno> {
 }
 
 fn store_tag(write: &mut Write<'_>) -> Result<(), Errno> {
-    // A line's end is kept, and none is added.
+    // Keep the newline if there is one, but don't add it.
     let tag = write.text;
     if tag.len() >= 64 {
         return Err(Errno::INVAL);
@@ -317,7 +318,7 @@ fn store_node_auth(write: &mut Write<'_>) -> Result<(), Errno> {
     }
 }
 
-/// Without a LUN there is nothing to protect, and the value is forgotten.
+/// Without a LUN there is nothing to protect, so the value is not stored.
 fn store_protect(write: &mut Write<'_>) -> Result<(), Errno> {
     let value = number::unsigned(write.text, u64::MAX)?;
     if value > 1 {
@@ -329,7 +330,7 @@ fn store_protect(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Gives a new initiator its portal group's command window.
+/// Sets the command window of a new initiator to the value of its portal group.
 pub(super) fn on_acl_made(tree: &mut Tree, acl: NodeId) {
     let tpg = tree.parent(tree.parent(acl));
     let attrib = tree.child(tpg, "attrib").expect("it comes with it");
@@ -337,7 +338,7 @@ pub(super) fn on_acl_made(tree: &mut Tree, acl: NodeId) {
     tree.set(acl, "cmdsn_depth", depth);
 }
 
-/// Gives a mapped LUN the protection that its portal group wants for new ones.
+/// Sets the write protection of a mapped LUN to the portal group's default.
 pub(super) fn on_lun_mapped(tree: &mut Tree, mapped: NodeId, lun: NodeId) {
     let tpg = tree.parent(tree.parent(lun));
     let attrib = tree.child(tpg, "attrib").expect("it comes with it");

@@ -1,5 +1,5 @@
-//! Counters of iSCSI's targets and sessions, below `fabric_statistics`, as iSCSI's MIB (RFC 4544)
-//! has it.
+//! Counters for iSCSI targets and sessions in `fabric_statistics`, based on the iSCSI MIB (RFC
+//! 4544).
 
 use std::collections::BTreeSet;
 
@@ -10,35 +10,35 @@ use super::statistics::{files, hundredths, index, line};
 use super::{Attr, Kind, Read, Show, Tree, session};
 use crate::tree::NodeId;
 
-/// Counters in `iscsi/IQN/fabric_statistics/iscsi_instance/`, of sessions.
+/// Session counters, `iscsi/IQN/fabric_statistics/iscsi_instance/`.
 pub(super) const INSTANCE: &[Attr] = files!(show_instance;
     "inst" "min_ver" "max_ver" "portals" "nodes" "sessions" "fail_sess" "fail_type" "fail_rem_name"
     "disc_time" "description" "vendor" "version");
 
-/// Counters in `iscsi/IQN/fabric_statistics/iscsi_sess_err/`, of errors.
+/// Error counters, `iscsi/IQN/fabric_statistics/iscsi_sess_err/`.
 pub(super) const SESS_ERR: &[Attr] =
     files!(show_errors; "inst" "digest_errors" "cxn_errors" "format_errors");
 
-/// Counters in `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`, of logins that failed.
+/// Counters for failed logins, `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`.
 pub(super) const TGT_ATTR: &[Attr] = files!(show_target;
     "inst" "indx" "login_fails" "last_fail_time" "last_fail_type" "fail_intr_name"
     "fail_intr_addr_type" "fail_intr_addr");
 
-/// Counters in `iscsi/IQN/fabric_statistics/iscsi_login_stats/`, of logins.
+/// Login counters, `iscsi/IQN/fabric_statistics/iscsi_login_stats/`.
 pub(super) const LOGIN_STATS: &[Attr] = files!(show_logins;
     "inst" "indx" "accepts" "other_fails" "redirects" "authorize_fails" "authenticate_fails"
     "negotiate_fails");
 
-/// Counters in `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`, of logouts.
+/// Logout counters, `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`.
 pub(super) const LOGOUT_STATS: &[Attr] =
     files!(show_logouts; "inst" "indx" "normal_logouts" "abnormal_logouts");
 
-/// Counters in `acls/IQN/fabric_statistics/iscsi_sess_stats/`, of a session.
+/// Counters of a single session, `acls/IQN/fabric_statistics/iscsi_sess_stats/`.
 pub(super) const SESS_STATS: &[Attr] = files!(show_session;
     "inst" "node" "indx" "cmd_pdus" "rsp_pdus" "txdata_octs" "rxdata_octs" "conn_digest_errors"
     "conn_timeout_errors");
 
-/// Reasons of failed logins, as far as they are distinguished.
+/// Reason for a login failure, if it has a separate counter.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Failure {
     Other = 2,
@@ -49,7 +49,7 @@ enum Failure {
 }
 
 impl Failure {
-    /// Of a login with this answer.
+    /// Returns the reason for a login response.
     fn of(answer: &str) -> Self {
         match answer {
             "moved_temporarily" | "moved_permanently" => Self::Redirect,
@@ -61,7 +61,7 @@ impl Failure {
     }
 }
 
-/// The target that a directory of statistics is about.
+/// Returns the target for a statistics directory.
 fn target(read: &Read<'_>) -> Result<NodeId, Errno> {
     let is_it = |kind| matches!(kind, Kind::Wwpn(_));
     let target = read.tree.above(read.dir, |dir| is_it(dir.kind));
@@ -73,14 +73,14 @@ fn tpgs(tree: &Tree, target: NodeId) -> impl Iterator<Item = NodeId> + '_ {
     all.filter(move |id| matches!(tree.dir(*id).kind, Kind::Tpg(_)))
 }
 
-/// The names that a target has in the daemon's configuration.
+/// Returns the names used for a target in the daemon's configuration.
 fn names(tree: &Tree, target: NodeId) -> BTreeSet<String> {
     tpgs(tree, target)
         .map(|tpg| super::target_name(tree, tpg))
         .collect()
 }
 
-/// The daemon's counters of a target.
+/// Returns the daemon's counters for a target.
 fn counted(read: &Read<'_>, target: NodeId) -> LiveTarget {
     let names = names(read.tree, target);
     let mut all = read.world.live().targets.into_iter();
@@ -107,7 +107,7 @@ fn show_instance(read: &Read<'_>) -> Result<String, Errno> {
         "portals" => {
             let portals = tpgs(tree, target).filter_map(|tpg| tree.child(tpg, "np"));
             let portals = portals.flat_map(|np| tree.subdirs(np).map(|(_, portal)| portal));
-            // On RDMA it is one more.
+            // With RDMA, there is an additional portal.
             line(
                 portals
                     .map(|id| 1 + u32::from(tree.value(id, "iser") == "1"))
@@ -140,7 +140,7 @@ fn show_instance(read: &Read<'_>) -> Result<String, Errno> {
         "description" => line("Storage Engine Target"),
         "vendor" => line("Datera, Inc. iSCSI-Target"),
         "version" => line("v4.1.0"),
-        // Versions of the protocol, and when counting was interrupted.
+        // Protocol versions, and the time of the last counter discontinuity.
         _ => line(0),
     }
 }
@@ -179,7 +179,7 @@ fn show_target(read: &Read<'_>) -> Result<String, Errno> {
             Some(last) if last.address.contains(':') => "ipv6",
             _ => "ipv4",
         }),
-        // So the kernel prints an address that is none.
+        // The kernel prints this for an invalid address.
         _ => line(last.map_or_else(|| "(einval)".to_owned(), |last| last.address)),
     }
 }
@@ -237,7 +237,7 @@ fn show_session(read: &Read<'_>) -> Result<String, Errno> {
         "txdata_octs" => connections.map(|c| c.read).sum(),
         "rxdata_octs" => connections.map(|c| c.written).sum(),
         "conn_digest_errors" => connections.map(|c| c.digest_errors).sum(),
-        // A connection whose time is over leaves its session.
+        // If a connection times out, it's removed from its session.
         _ => 0u64,
     })
 }

@@ -1,4 +1,4 @@
-//! The kinds of LIO's directories, and the tree that is made of them.
+//! Directory types used in LIO, and the tree type based on them.
 
 use std::net::SocketAddr;
 
@@ -6,10 +6,10 @@ use rustix::io::Errno;
 
 use crate::{number, tree};
 
-/// The tree with LIO's kinds of directories.
+/// A tree that uses LIO's directory types.
 pub type Tree = tree::Tree<Kind>;
 
-/// A file of a directory.
+/// A file in a directory.
 pub type Attr = tree::Attr<Kind>;
 
 pub(crate) type Show = tree::Show<Kind>;
@@ -18,22 +18,22 @@ pub(crate) type Read<'a> = tree::Read<'a, Kind>;
 pub(crate) type Write<'a> = tree::Write<'a, Kind>;
 pub(crate) type Shell<'a> = tree::Shell<'a, Kind>;
 
-/// The plugin of LIO's core that backs a device.
+/// LIO core plugin used for a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Plugin {
-    /// A file, or a block device as a file.
+    /// A file, or a block device used as a file.
     Fileio,
-    /// A block device, in a host of `iblock`.
+    /// A block device on an `iblock` host.
     Iblock,
-    /// Memory, or nothing at all, in a host of `rd_mcp`.
+    /// Memory on an `rd_mcp` host; data may also be discarded.
     RamDisk,
 }
 
 impl Plugin {
-    /// All that there are.
+    /// All plugins.
     pub const ALL: [Self; 3] = [Self::Fileio, Self::Iblock, Self::RamDisk];
 
-    /// Its name in the names of hosts.
+    /// Returns the plugin name, which is used in host names.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -43,7 +43,7 @@ impl Plugin {
         }
     }
 
-    /// Its product name in INQUIRY data.
+    /// Returns the product name used in INQUIRY data.
     #[must_use]
     pub fn product(self) -> &'static str {
         match self {
@@ -53,7 +53,7 @@ impl Plugin {
         }
     }
 
-    /// A host's plugin, by its name: `fileio_0`.
+    /// Returns the plugin for a host name such as `fileio_0`.
     #[must_use]
     pub fn of_host(name: &str) -> Option<Self> {
         let (plugin, index) = name.rsplit_once('_')?;
@@ -62,17 +62,17 @@ impl Plugin {
     }
 }
 
-/// The protocol of a target port.
+/// Target port protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Fabric {
-    /// iSCSI, on TCP or RDMA.
+    /// iSCSI over TCP or RDMA.
     Iscsi,
-    /// SRP, in the directory `srpt`.
+    /// SRP, using the directory `srpt`.
     Srpt,
 }
 
 impl Fabric {
-    /// The name of its directory.
+    /// Returns the directory name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -82,7 +82,7 @@ impl Fabric {
     }
 }
 
-/// What a directory is.
+/// Directory type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
     missing_docs,
@@ -113,7 +113,7 @@ pub enum Kind {
     MappedStatistics,
     ScsiAuthIntr,
     ScsiAttIntrPort,
-    /// A directory with nothing in it, in which nothing can be made.
+    /// An empty directory that doesn't allow creating anything.
     Empty,
     Fabric(Fabric),
     Discovery(Fabric),
@@ -144,14 +144,15 @@ pub enum Kind {
     MappedLun,
 }
 
-/// The number in `lun_N`.
+/// Returns the number in `lun_N`.
 pub(crate) fn lun_number(name: &str) -> Result<u64, Errno> {
     let digits = name.strip_prefix("lun_").ok_or(Errno::INVAL)?;
     number::unsigned(digits, u64::MAX)
 }
 
-/// The address in a portal's name: `192.0.2.1:3260`, `[2001:db8::1]:3260`.
+/// Parses a portal name, for example `192.0.2.1:3260` or `[2001:db8::1]:3260`.
 pub(crate) fn portal_address(name: &str) -> Option<SocketAddr> {
-    // LIO takes the unspecified address of IPv6 as `[::0]`, which the standard library reads too.
+    // LIO uses `[::0]` for the unspecified IPv6 address, which is supported by the standard
+    // library.
     name.parse().ok()
 }

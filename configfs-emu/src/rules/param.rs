@@ -1,21 +1,22 @@
-//! The keys that a portal group negotiates (RFC 7143 chapter 13), with their legal values.
+//! Keys that are negotiated for a portal group (RFC 7143 chapter 13) and their valid values.
 
 use rustix::io::Errno;
 
 use super::{Attr, Store, Write};
 use crate::number;
 
-/// A value is shorter than this, in bytes.
+/// Values must be shorter than this number of bytes.
 const MAX_TEXT: usize = 256;
 
-/// Legal values of a key.
+/// Valid values of a key.
 #[derive(Clone, Copy)]
 enum Legal {
-    /// A truth value: `Yes` or `No`.
+    /// Boolean: `Yes` or `No`.
     Boolean,
-    /// A number from and to. What it begins with counts, as in the kernel: text is 0.
+    /// Number with a minimum and maximum. As in the kernel, we only use the number at the start of
+    /// the text, and any other text is 0.
     Number(u32, u32),
-    /// Several of these words, separated by commas.
+    /// One or more of these words, separated by commas.
     Words(&'static [&'static str]),
     /// Text of up to 255 bytes.
     Text,
@@ -54,7 +55,7 @@ fn legal(name: &str) -> Legal {
     match name {
         "AuthMethod" => Legal::Words(&["CHAP", "None"]),
         "HeaderDigest" | "DataDigest" => Legal::Words(&["CRC32C", "None"]),
-        // No initiator negotiates markers, so their intervals are not looked at.
+        // Initiators never negotiate markers, so we don't need to check their intervals.
         "TargetAlias" | "IFMarkInt" | "OFMarkInt" => Legal::Text,
         "MaxConnections" | "MaxOutstandingR2T" => Legal::Number(1, 65_535),
         "MaxRecvDataSegmentLength"

@@ -1,6 +1,7 @@
 //! Reservations and registrations of a device: `core/HOST/NAME/pr/`.
 //!
-//! All of it is the daemon's, of now. A device that is not served has neither.
+//! We always show the current state of the daemon. If a device is not served, it has no
+//! reservations.
 
 use std::fmt::Write as _;
 
@@ -25,10 +26,10 @@ pub(super) const PR: &[Attr] = &[
         .shown(Show::With(show_aptpl_ready)),
 ];
 
-/// Text of the files where no initiator holds a persistent reservation.
+/// Content of the files if there is no persistent reservation holder.
 const NO_HOLDER: &str = "No SPC-3 Reservation holder\n";
 
-/// Returns true if initiators may reserve the device.
+/// Returns true if initiators can reserve this device.
 fn is_reservable(read: &Read<'_>) -> bool {
     let device = device::device_of(read.tree, read.dir);
     let attrib = read.tree.child(device, "attrib");
@@ -37,16 +38,16 @@ fn is_reservable(read: &Read<'_>) -> bool {
         == "1"
 }
 
-/// The reservations of the device, and the LUNs that it is.
+/// Returns the reservations of this device, and its LUNs.
 fn reservations(read: &Read<'_>) -> (LiveReservations, Vec<NodeId>) {
     let luns = luns_of(read.tree, device::device_of(read.tree, read.dir));
-    // A unit has its reservations, whichever LUN it is seen as.
+    // Reservations belong to the unit, no matter which of its LUNs is used.
     let units = counted(read, &luns).into_iter();
     let known = units.map(|unit| unit.reservations).next();
     (known.unwrap_or_default(), luns)
 }
 
-/// The registrant that the kernel would call the holder.
+/// Returns the registrant that the kernel would report as the holder.
 fn holder(all: &LiveReservations) -> Option<&LiveRegistrant> {
     all.kind?;
     let mut registrants = all.registrants.iter();
@@ -55,7 +56,7 @@ fn holder(all: &LiveReservations) -> Option<&LiveRegistrant> {
         .or(all.registrants.first())
 }
 
-/// The port by which a registrant has come in, of the LUNs that the device is.
+/// Returns the port that was used by a registrant, if it's for a LUN of this device.
 fn entered(read: &Read<'_>, luns: &[NodeId], registrant: &LiveRegistrant) -> Option<PortLun> {
     let tree = read.tree;
     let mut places = luns.iter().filter_map(|lun| {
@@ -77,7 +78,7 @@ struct PortLun {
     lun: u64,
 }
 
-/// The fabric of a registrant's target port.
+/// Returns the fabric of the target port used by a registrant.
 fn fabric_of(registrant: &LiveRegistrant) -> &'static str {
     match registrant.target.contains(",t,") {
         true => "iSCSI",
@@ -85,7 +86,8 @@ fn fabric_of(registrant: &LiveRegistrant) -> &'static str {
     }
 }
 
-/// An initiator port as the kernel names it: of SRP, as its entry is written if it has one.
+/// Returns the name of an initiator port, using the same format as the kernel. For SRP, this is the
+/// name of the ACL entry if it exists.
 fn named(read: &Read<'_>, entered: Option<&PortLun>, initiator: &str) -> String {
     if initiator.contains(",i,") {
         return initiator.to_owned();
@@ -126,7 +128,7 @@ fn show_holder(read: &Read<'_>) -> Result<String, Errno> {
     })
 }
 
-/// A registration is always for the port by which it came.
+/// A registration is always for the port that received it.
 fn show_ports(read: &Read<'_>) -> Result<String, Errno> {
     Ok(match holder(&reservations(read).0) {
         None => NO_HOLDER,
@@ -216,7 +218,7 @@ fn show_aptpl_ready(read: &Read<'_>) -> Result<String, Errno> {
     .to_owned())
 }
 
-/// Registrations that outlived a restart are kept by the daemon itself, so none is taken here.
+/// The daemon keeps registrations across a restart itself, so we don't accept any here.
 fn store_aptpl(_write: &mut Write<'_>) -> Result<(), Errno> {
     Err(Errno::OPNOTSUPP)
 }
@@ -285,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_persistent_reservation_has_a_holder_and_registrants() {
+    fn persistent_reservation_shows_holder_and_registrants() {
         let mut fixture = Fixture::served();
         let mut all = LiveReservations {
             generation: 4,
@@ -330,7 +332,8 @@ mod tests {
                 ("res_aptpl_active", "APTPL Bit Status: Activated\n"),
             ],
         );
-        // All registrants hold it: where the one that made it has gone, the first is named.
+        // The reservation is held by all registrants. If the registrant that created it has been
+        // removed, we report the first.
         all.kind = Some(8);
         all.registrants.truncate(1);
         reserved(&mut fixture, all);
@@ -351,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_of_old_has_a_holder_only() {
+    fn spc2_reservation_shows_only_holder() {
         let mut fixture = Fixture::served();
         let all = LiveReservations {
             reserved: Some("iqn.2026-01.example:client,i,0x00023d000001".to_owned()),
@@ -373,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn a_registrant_of_srp_is_named_as_its_entry() {
+    fn srp_registrant_uses_acl_name() {
         let mut fixture = Fixture::served();
         let port = "srpt/0002:c903:00a1:b2c3";
         let tpg = format!("{port}/0002:c903:00a1:b2c3");

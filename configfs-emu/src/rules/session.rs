@@ -1,4 +1,4 @@
-//! Content of an initiator's files while it is logged in.
+//! Contents of an initiator's files while it's logged in.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use super::{Attr, Initiator, Kind, Read, Show, Tree};
 use crate::tree::NodeId;
 use crate::world::Session;
 
-/// `acls/IQN/param/`: what the login agreed on.
+/// Negotiated values, `acls/IQN/param/`.
 pub(super) const NODE_PARAM: &[Attr] = &[
     Attr::ro("MaxConnections", Show::With(show_term)),
     Attr::ro("InitialR2T", Show::With(show_term)),
@@ -24,7 +24,7 @@ pub(super) const NODE_PARAM: &[Attr] = &[
     Attr::ro("ErrorRecoveryLevel", Show::With(show_term)),
 ];
 
-/// The sessions of a portal group.
+/// Returns the sessions of a portal group.
 fn sessions(read: &Read<'_>) -> (NodeId, Vec<Session>) {
     let tpg = read
         .tree
@@ -36,7 +36,7 @@ fn sessions(read: &Read<'_>) -> (NodeId, Vec<Session>) {
     (tpg, sessions)
 }
 
-/// The session of the initiator that a directory is about.
+/// Returns the session for an initiator directory.
 pub(super) fn session_of(read: &Read<'_>) -> Option<Session> {
     let acl = read
         .tree
@@ -47,8 +47,8 @@ pub(super) fn session_of(read: &Read<'_>) -> Option<Session> {
     sessions.into_iter().find(is_it)
 }
 
-/// Returns true if an entry means an initiator, as the daemon calls it. Of what is named by its
-/// address, sessions show.
+/// Returns true if an entry is for this initiator, using the daemon's name for it. If the entry is
+/// an address, we need to check the sessions.
 pub(super) fn is_named(entry: &str, initiator: &str, sessions: &[Session]) -> bool {
     let port = || {
         let (extension, guid) = initiator.split_once(':')?;
@@ -71,12 +71,12 @@ pub(super) fn is_named(entry: &str, initiator: &str, sessions: &[Session]) -> bo
         }
 }
 
-/// Initiators that are logged in without an entry of their own, a line each.
+/// Returns all initiators that are logged in without an entry, one per line.
 pub(super) fn show_dynamic(read: &Read<'_>) -> Result<String, Errno> {
     let (tpg, sessions) = sessions(read);
     let known = names(read.tree, tpg);
     let unknown = sessions.into_iter().map(|s| s.initiator);
-    // A set: an initiator with several sessions is one line, as for LIO.
+    // Use a set, because in LIO an initiator with several sessions is only shown once.
     let unknown: BTreeSet<String> = unknown.filter(|name| !known.contains(name)).collect();
     Ok(unknown.into_iter().map(|name| name + "\n").collect())
 }
@@ -92,7 +92,7 @@ fn show_term(read: &Read<'_>) -> Result<String, Errno> {
     let Some(session) = session_of(read) else {
         return Ok("No Active iSCSI Session\n".to_owned());
     };
-    // Truth values are numbers here.
+    // Boolean values are shown as numbers.
     let value = session.terms.get(read.attr.name).map(String::as_str);
     Ok(match value {
         Some("Yes") => "1\n".to_owned(),
@@ -102,7 +102,8 @@ fn show_term(read: &Read<'_>) -> Result<String, Errno> {
     })
 }
 
-/// An initiator's session and its connections. Sequence numbers are not known here and are zero.
+/// Shows the session of an initiator and its connections. We don't know the sequence numbers, so
+/// they are set to zero.
 pub(super) fn show_info(read: &Read<'_>) -> Result<String, Errno> {
     let name = &read.tree.dir(read.dir).name;
     let Some(session) = session_of(read) else {
@@ -115,7 +116,7 @@ pub(super) fn show_info(read: &Read<'_>) -> Result<String, Errno> {
     } else {
         ("ACTIVE", "IN_LOGIN")
     };
-    // The daemon does not report sequence numbers.
+    // The daemon doesn't report sequence numbers.
     let zero = "0x00000000";
     let mut text = format!(
         "InitiatorName: {}\nInitiatorAlias: \nLIO Session ID: {}   ISID: 0x{}  TSIH: {}  SessionType: \

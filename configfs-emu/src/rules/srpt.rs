@@ -1,20 +1,20 @@
-//! Target ports of SRP.
+//! SRP target ports.
 
 use rustix::io::Errno;
 
 use super::{Attr, Show, Store, Write, iscsi};
 use crate::number;
 
-/// Files of `srpt/`, the fabric.
+/// Files of the fabric, `srpt/`.
 pub(super) const FABRIC: &[Attr] = &[Attr::ro("version", Show::Line)];
 
-/// Files of `srpt/discovery_auth/`: the port of the RDMA CM.
+/// Files in `srpt/discovery_auth/`, which contain the RDMA CM port.
 pub(super) const DISCOVERY: &[Attr] = &[Attr::rw("rdma_cm_port", "0", Store::With(store_port))];
 
 /// Files of a target port, `srpt/PORT/NAME/`.
 pub(super) const TPG: &[Attr] = &[iscsi::ENABLE, iscsi::RTPI];
 
-/// Parameters of a target port, `srpt/PORT/NAME/attrib/`.
+/// Target port parameters, `srpt/PORT/NAME/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("srp_max_rdma_size", "65536", Store::Long(65_536..=1 << 24)),
     Attr::rw("srp_max_rsp_size", "256", Store::Long(112..=1024)),

@@ -1,7 +1,8 @@
-//! Counters of units and ports, below `statistics`, as SCSI's MIB (RFC 4455) has it.
+//! Counters for units and ports in `statistics`, based on the SCSI MIB (RFC 4455).
 //!
-//! Numbers are the daemon's, of now. Commands and data of an initiator include its sessions that
-//! are over. What the kernel's target never counts either is 0 here as there.
+//! We always show the current values of the daemon. The command and data counters of an initiator
+//! also include its closed sessions. If a counter is not supported in the kernel, it's 0 here as
+//! well.
 
 use std::fmt::Display;
 
@@ -12,55 +13,54 @@ use super::{Attr, Fabric, Initiator, Kind, Read, Show, Tree, device, lun_number,
 use crate::tree::NodeId;
 use crate::world::World;
 
-/// Files to read that one function shows.
+/// Creates read-only files that use the same function to show their values.
 macro_rules! files {
     ($show:expr; $($name:literal)*) => { &[$(Attr::ro($name, Show::With($show))),*] };
 }
 pub(super) use files;
 
-/// Counters of a device, in `core/HOST/NAME/statistics/scsi_dev/`.
+/// Device counters, `core/HOST/NAME/statistics/scsi_dev/`.
 pub(super) const SCSI_DEV: &[Attr] = files!(show_device; "inst" "indx" "role" "ports");
 
-/// Counters of a device, in `core/HOST/NAME/statistics/scsi_tgt_dev/`.
+/// Device counters, `core/HOST/NAME/statistics/scsi_tgt_dev/`.
 pub(super) const SCSI_TGT_DEV: &[Attr] = files!(show_target_device;
     "inst" "indx" "num_lus" "status" "non_access_lus" "resets" "aborts_complete" "aborts_no_task");
 
-/// Counters of a device, in `core/HOST/NAME/statistics/scsi_lu/`.
+/// Device counters, `core/HOST/NAME/statistics/scsi_lu/`.
 pub(super) const SCSI_LU: &[Attr] = files!(show_unit;
     "inst" "dev" "indx" "lun" "lu_name" "vend" "prod" "rev" "dev_type" "status" "state_bit"
     "num_cmds" "read_mbytes" "write_mbytes" "resets" "full_stat" "hs_num_cmds" "creation_time");
 
-/// Counters of a LUN, in `lun/lun_N/statistics/scsi_port/`.
+/// LUN counters, `lun/lun_N/statistics/scsi_port/`.
 pub(super) const SCSI_PORT: &[Attr] = files!(show_port; "inst" "dev" "indx" "role" "busy_count");
 
-/// Counters of a LUN, in `lun/lun_N/statistics/scsi_tgt_port/`.
+/// LUN counters, `lun/lun_N/statistics/scsi_tgt_port/`.
 pub(super) const SCSI_TGT_PORT: &[Attr] = files!(show_target_port;
     "inst" "dev" "indx" "name" "port_index" "in_cmds" "write_mbytes" "read_mbytes" "hs_in_cmds");
 
-/// Counters of a LUN, in `lun/lun_N/statistics/scsi_transport/`.
+/// LUN counters, `lun/lun_N/statistics/scsi_transport/`.
 pub(super) const SCSI_TRANSPORT: &[Attr] =
     files!(show_transport; "inst" "device" "indx" "dev_name" "proto_id");
 
-/// Counters of a mapped LUN, in `acls/INITIATOR/lun_N/statistics/scsi_auth_intr/`.
+/// Mapped LUN counters, `acls/INITIATOR/lun_N/statistics/scsi_auth_intr/`.
 pub(super) const SCSI_AUTH_INTR: &[Attr] = files!(show_authorized;
     "inst" "dev" "port" "indx" "dev_or_port" "intr_name" "map_indx" "att_count" "num_cmds"
     "read_mbytes" "write_mbytes" "hs_num_cmds" "creation_time" "row_status");
 
-/// Counters of a mapped LUN, in `acls/INITIATOR/lun_N/statistics/scsi_att_intr_port/`.
+/// Mapped LUN counters, `acls/INITIATOR/lun_N/statistics/scsi_att_intr_port/`.
 pub(super) const SCSI_ATT_INTR_PORT: &[Attr] =
     files!(show_attached; "inst" "dev" "port" "indx" "port_auth_indx" "port_ident");
 
-/// The number that a directory got when it was made.
+/// Hidden value: number of the directory, which is set when it's created.
 const INDEX: &str = ".index";
 
-/// Hidden value: the time at which it came to be, in hundredths of a second since the host began
-/// to run.
+/// Hidden value: creation time, in hundredths of a second since the host was booted.
 const MADE: &str = ".made";
 
-/// Gives a number to a directory that is counted, as LIO does.
+/// Sets the number of a directory that has counters, same as in LIO.
 pub(super) fn on_made(tree: &mut Tree, id: NodeId) {
     let (like_it, first): (Vec<NodeId>, u32) = match tree.dir(id).kind {
-        // The kernel has a host and a device of its own before.
+        // In the kernel, there already is an internal host and device.
         Kind::Host(_) => (siblings(tree, id), 1),
         Kind::Device(_) => (devices(tree), 1),
         Kind::Wwpn(Fabric::Iscsi) => (siblings(tree, id), 0),
@@ -97,28 +97,28 @@ fn acls(tree: &Tree) -> Vec<NodeId> {
         .collect()
 }
 
-/// The number of a directory.
+/// Returns the number of a directory.
 pub(super) fn index(tree: &Tree, id: NodeId) -> u32 {
     let number = tree.hidden(id, INDEX);
     number.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
-/// Notes that something begins now.
+/// Sets the start time to the current time.
 pub(super) fn note_time(tree: &mut Tree, id: NodeId, world: &dyn World) {
     tree.set(id, MADE, hundredths(world.uptime().as_secs_f64()));
 }
 
-/// A time as the kernel writes it.
+/// Formats a time in the same way as the kernel.
 pub(super) fn hundredths(seconds: f64) -> String {
     format!("{:.0}", (seconds * 100.0).max(0.0))
 }
 
-/// A line of a file.
+/// Adds a newline.
 pub(super) fn line(text: impl Display) -> Result<String, Errno> {
     Ok(format!("{text}\n"))
 }
 
-/// The device that a directory of statistics is about.
+/// Returns the device for a statistics directory.
 fn device(tree: &Tree, dir: NodeId) -> Result<NodeId, Errno> {
     let is_it = |kind| matches!(kind, Kind::Device(_) | Kind::Lun | Kind::MappedLun);
     let owner = tree.above(dir, |dir| is_it(dir.kind)).ok_or(Errno::NODEV)?;
@@ -134,13 +134,13 @@ fn linked(tree: &Tree, id: NodeId) -> Result<NodeId, Errno> {
     links.next().map(|(_, to)| to).ok_or(Errno::NODEV)
 }
 
-/// The directory from here up that is of some kind.
+/// Returns the first parent directory with this type, starting at the directory itself.
 fn owner(tree: &Tree, dir: NodeId, is_it: fn(Kind) -> bool) -> Result<NodeId, Errno> {
     let owner = tree.above(dir, |dir| is_it(dir.kind));
     owner.ok_or(Errno::NODEV)
 }
 
-/// The number of a device's host.
+/// Returns the number of a device's host.
 fn instance(tree: &Tree, device: NodeId) -> u32 {
     index(tree, tree.parent(device)) + 1
 }
@@ -158,7 +158,7 @@ fn show_device(read: &Read<'_>) -> Result<String, Errno> {
 fn show_target_device(read: &Read<'_>) -> Result<String, Errno> {
     let device = device(read.tree, read.dir)?;
     let is_used = read.tree.dir(device).is_linked();
-    // A unit has one count, whichever LUNs it is.
+    // The counter is for the unit, so it's the same for all of its LUNs.
     let most = |count: fn(&LiveLun) -> u64| {
         let luns = counted(read, &luns_of(read.tree, device));
         line(luns.iter().map(count).max().unwrap_or(0))
@@ -167,7 +167,7 @@ fn show_target_device(read: &Read<'_>) -> Result<String, Errno> {
         "inst" => line(instance(read.tree, device)),
         "indx" => line(index(read.tree, device)),
         "num_lus" => line(1),
-        // Without a line's end, as in the kernel.
+        // As in the kernel, there is no newline.
         "status" if is_used => Ok("activated".to_owned()),
         "status" => Ok("deactivated".to_owned()),
         "non_access_lus" => line(u8::from(!is_used)),
@@ -200,7 +200,7 @@ fn show_unit(read: &Read<'_>) -> Result<String, Errno> {
             show_share(read, total(&counted(read, &luns_of(tree, device))))
         }
         "creation_time" => line(tree.hidden(device, MADE).unwrap_or("0")),
-        // Its number and kind, and what the kernel does not count.
+        // Number and type, and values that are not counted in the kernel.
         _ => line(0),
     }
 }
@@ -253,7 +253,7 @@ fn show_transport(read: &Read<'_>) -> Result<String, Errno> {
             };
             line(format_args!("{}+{name}", tree.dir(tree.parent(tpg)).name))
         }
-        // The protocols' numbers of SPC.
+        // Protocol identifiers from SPC.
         _ => line(match tree.dir(tpg).kind {
             Kind::Tpg(Fabric::Iscsi) => 5,
             _ => 4,
@@ -288,7 +288,7 @@ fn show_attached(read: &Read<'_>) -> Result<String, Errno> {
         "port_auth_indx" => line(index(read.tree, acl)),
         "indx" => line(match read.tree.dir(acl).kind {
             Kind::Acl(Fabric::Iscsi) => session()?.id,
-            // The kernel does not distinguish sessions of SRP.
+            // The kernel doesn't have separate counters for SRP sessions.
             _ => session().map(|_| 0)?,
         }),
         "port_ident" => line(format_args!(
@@ -300,7 +300,7 @@ fn show_attached(read: &Read<'_>) -> Result<String, Errno> {
     }
 }
 
-/// Shows where a mapped LUN is: its portal group and device.
+/// Shows the portal group and device of a mapped LUN.
 fn show_place(read: &Read<'_>, device: NodeId) -> Result<String, Errno> {
     let tpg = group(read.tree, read.dir)?;
     match read.attr.name {
@@ -327,7 +327,7 @@ pub(super) fn fabric(tree: &Tree, tpg: NodeId) -> &'static str {
     }
 }
 
-/// Number of the fabric's target that a portal group is of.
+/// Returns the number of the target for a portal group.
 fn port_instance(tree: &Tree, tpg: NodeId) -> u32 {
     match tree.dir(tpg).kind {
         Kind::Tpg(Fabric::Iscsi) => index(tree, tree.parent(tpg)),
@@ -335,7 +335,7 @@ fn port_instance(tree: &Tree, tpg: NodeId) -> u32 {
     }
 }
 
-/// The LUNs that a device is.
+/// Returns the LUNs that use this device.
 pub(super) fn luns_of(tree: &Tree, device: NodeId) -> Vec<NodeId> {
     let luns = tpgs(tree).filter_map(|tpg| tree.child(tpg, "lun"));
     let luns = luns.flat_map(|luns| tree.subdirs(luns).map(|(_, lun)| lun));
@@ -343,7 +343,7 @@ pub(super) fn luns_of(tree: &Tree, device: NodeId) -> Vec<NodeId> {
         .collect()
 }
 
-/// The daemon's counters of LUNs of portal groups.
+/// Returns the daemon's counters for these LUNs.
 pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
     let tree = read.tree;
     let wanted = luns.iter().filter_map(|lun| {
@@ -362,7 +362,7 @@ pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
     all
 }
 
-/// All commands of some LUNs.
+/// Returns the total of all commands for these LUNs.
 fn total(luns: &[LiveLun]) -> LiveShare {
     let mut sum = LiveShare::default();
     for (kind, op) in luns.iter().flat_map(|lun| &lun.ops) {
@@ -375,7 +375,7 @@ fn total(luns: &[LiveLun]) -> LiveShare {
     sum
 }
 
-/// The daemon's counters of an initiator at a LUN that is mapped for it.
+/// Returns the daemon's counters for an initiator and a mapped LUN.
 fn part_of(read: &Read<'_>, acl: NodeId, mapped: NodeId) -> Result<LiveShare, Errno> {
     let tree = read.tree;
     let entry = &tree.dir(acl).name;

@@ -13,7 +13,7 @@ use crate::world::Session;
 const OK: Result<(), Errno> = Ok(());
 const INVAL: Result<(), Errno> = Err(Errno::INVAL);
 
-/// Lines for a fresh tree each, after the lines that every one of them takes.
+/// Runs each line with a new tree, after the common setup.
 fn check(setup: &dyn Fn() -> Fixture, lines: &[(&str, Result<(), Errno>)]) {
     for (line, result) in lines {
         let line = line.replace("TPG", TPG);
@@ -22,7 +22,7 @@ fn check(setup: &dyn Fn() -> Fixture, lines: &[(&str, Result<(), Errno>)]) {
 }
 
 #[test]
-fn names_decide_what_can_be_made() {
+fn directory_names_are_checked() {
     let setup = || {
         let mut fixture = Fixture::served();
         fixture.run("mkdir srpt\nmkdir srpt/0002:c903:00a1:b2c3\nmkdir srpt/0002:c903:00a1:b2c3/p");
@@ -53,7 +53,7 @@ fn names_decide_what_can_be_made() {
             ("mkdir TPG/lun/lun_1", OK),
             ("mkdir TPG/acls/iqn.2026-01.example:client/x", INVAL),
             ("mkdir TPG/acls/iqn.2026-01.example:client/lun_1", OK),
-            // A port that this host does not have.
+            // This port doesn't exist on this host.
             ("mkdir srpt/0002:c903:00a1:b2c4", INVAL),
             ("mkdir srpt/0x00000000000000000000ffff7f000001", OK),
         ],
@@ -73,10 +73,10 @@ fn names_decide_what_can_be_made() {
     }
 }
 
-/// CVE-2025-39998: names of devices and of groups have a greatest length, and what lists them is as
-/// long as they are.
+/// CVE-2025-39998: device and group names must have a maximum length, and the buffer used to list
+/// them must be large enough.
 #[test]
-fn cve_2025_39998_names_have_a_greatest_length() {
+fn cve_2025_39998_name_length_is_limited() {
     let long = |len: usize| "n".repeat(len);
     for (parent, most) in [
         ("core/fileio_0/", 255),
@@ -98,7 +98,7 @@ fn cve_2025_39998_names_have_a_greatest_length() {
     }
     let link = format!("ln {TPG}/lun/lun_0/{} core/fileio_0/disk", long(256));
     assert_eq!(Fixture::served().try_line(&link), Err(Errno::NAMETOOLONG));
-    // The longest names there are, in the one file that shows two of them in a line.
+    // Use the maximum length for both names in the only file with two names per line.
     let mut fixture = Fixture::served();
     let (group, device) = (long(255), "d".repeat(255));
     fixture.run(&format!(
@@ -111,7 +111,7 @@ fn cve_2025_39998_names_have_a_greatest_length() {
 }
 
 #[test]
-fn a_portal_is_one_portal_groups() {
+fn portal_belongs_to_single_group() {
     let mut fixture = Fixture::served();
     fixture.run("mkdir iscsi/iqn.2026-01.example:disk/tpgt_2");
     let line = "mkdir iscsi/iqn.2026-01.example:disk/tpgt_2/np/127.0.0.1:3260";
@@ -119,7 +119,7 @@ fn a_portal_is_one_portal_groups() {
 }
 
 #[test]
-fn a_device_is_enabled_when_it_is_known() {
+fn device_is_enabled_with_known_medium() {
     for (host, control, result) in [
         ("fileio_1", "fd_dev_size=4096", INVAL),
         ("fileio_1", "fd_dev_name=/srv/new", INVAL),
@@ -252,7 +252,7 @@ fn attributes_of_a_device_have_their_limits() {
 }
 
 #[test]
-fn what_initiators_rely_on_stays_while_a_device_is_exported() {
+fn exported_device_attributes_are_locked() {
     check(
         &Fixture::served,
         &[
@@ -275,7 +275,7 @@ fn what_initiators_rely_on_stays_while_a_device_is_exported() {
 }
 
 #[test]
-fn files_say_what_rtslib_looks_for() {
+fn files_contain_rtslib_values() {
     let mut fixture = Fixture::served();
     let mut says = |path: &str| fixture.read(path).unwrap();
     assert_eq!(
@@ -340,7 +340,7 @@ fn files_say_what_rtslib_looks_for() {
 }
 
 #[test]
-fn links_go_where_lio_lets_them() {
+fn links_follow_lio_rules() {
     let setup = || {
         let mut fixture = Fixture::served();
         fixture.run(&format!(
@@ -455,7 +455,7 @@ fn portal_groups_have_their_limits() {
 }
 
 #[test]
-fn one_setting_brings_another_with_it() {
+fn settings_update_related_settings() {
     let mut fixture = Fixture::served();
     let attrib = format!("{TPG}/attrib");
     fixture.run(&format!(
@@ -545,7 +545,7 @@ fn groups_of_ports_have_numbers_and_states() {
         ("alua_access_status", "3", INVAL),
         ("alua_access_type", "4", INVAL),
         ("alua_access_type", "2", OK),
-        // Only the target's administrator may do this where access is implicit.
+        // If access is implicit, only the target's administrator is allowed to do this.
         ("alua_access_state", "1", INVAL),
         ("alua_support_offline", "2", INVAL),
         ("nonop_delay_msecs", "10001", INVAL),
@@ -568,7 +568,7 @@ fn groups_of_ports_have_numbers_and_states() {
         members.starts_with("TG Port Alias: ap1\nTG Port Group ID: 1\n"),
         "{members}"
     );
-    // A group that goes leaves its LUNs to the default one.
+    // If a group is removed, its LUNs must be moved to the default group.
     fixture.run(&format!("rmdir {group}"));
     let members = fixture
         .read(&format!("{TPG}/lun/lun_0/alua_tg_pt_gp"))
@@ -660,8 +660,8 @@ fn files_of_an_initiator_describe_its_session() {
     );
 }
 
-/// Every directory that there is has files with different names, fewer than an inode number can
-/// distinguish.
+/// Files in a directory must have unique names, and there must not be more files than supported by
+/// the inode format.
 #[test]
 fn tables_are_sound() {
     let mut fixture = Fixture::served();
@@ -694,7 +694,7 @@ fn tables_are_sound() {
     }
 }
 
-/// A unit of a target that was used by the initiator of [`Fixture::served`].
+/// Creates the counters of a unit that was used by the initiator in [`Fixture::served`].
 fn used(target: &str, lun: u16) -> LiveLun {
     let op = |commands, bytes| LiveOp {
         commands,
@@ -724,7 +724,7 @@ fn used(target: &str, lun: u16) -> LiveLun {
 }
 
 #[test]
-fn statistics_of_units_and_ports_are_the_daemons() {
+fn unit_and_port_statistics_match_daemon() {
     let mut fixture = Fixture::served();
     let lu = "core/fileio_0/disk/statistics/scsi_lu";
     assert_eq!(fixture.read(&format!("{lu}/num_cmds")), Ok("0\n".into()));
@@ -786,8 +786,8 @@ fn statistics_of_units_and_ports_are_the_daemons() {
     }];
     let ident_text = "iqn.2026-01.example:client+i+00023d000001\n";
     assert_eq!(fixture.read(&ident), Ok(ident_text.into()));
-    // A LUN that an initiator sees under another number is the same LUN, and the number is another
-    // one's.
+    // If an initiator uses a different number for a LUN, it's still the same LUN, even if this
+    // number is also used by another LUN.
     fixture.run(&format!(
         "mkdir {TPG}/acls/iqn.2026-01.example:second
          mkdir {TPG}/acls/iqn.2026-01.example:second/lun_1
@@ -795,7 +795,7 @@ fn statistics_of_units_and_ports_are_the_daemons() {
     ));
     let commands = format!("{port}/scsi_tgt_port/in_cmds");
     assert_eq!(fixture.read(&commands), Ok("7\n".into()));
-    // Without a LUN there is nothing to count.
+    // Without a LUN, there are no counters.
     fixture.run(&format!("rm {TPG}/acls/iqn.2026-01.example:second/lun_1/x"));
     let other =
         format!("{TPG}/acls/iqn.2026-01.example:second/lun_1/statistics/scsi_auth_intr/num_cmds");
@@ -803,7 +803,7 @@ fn statistics_of_units_and_ports_are_the_daemons() {
 }
 
 #[test]
-fn statistics_of_targets_and_sessions_are_the_daemons() {
+fn target_and_session_statistics_match_daemon() {
     let mut fixture = Fixture::served();
     let target = "iscsi/iqn.2026-01.example:disk/fabric_statistics";
     let session =
@@ -891,7 +891,7 @@ fn statistics_of_targets_and_sessions_are_the_daemons() {
 }
 
 #[test]
-fn initiators_of_srp_are_found_by_each_of_their_names() {
+fn srp_initiators_match_all_name_formats() {
     let initiator = "0000000000000001:0002c90300a1b2c3";
     let session = Session {
         initiator: initiator.to_owned(),

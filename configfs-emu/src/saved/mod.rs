@@ -1,22 +1,24 @@
-//! `saveconfig.json`: what `targetcli saveconfig` writes and `targetctl restore` reads.
+//! `saveconfig.json`, which is written by `targetcli saveconfig` and read by `targetctl restore`.
 //!
-//! It says what rtslib reads from LIO's tree, so both ways lead over a tree: [`restore`] does to an
-//! empty tree what rtslib would do, [`save`] reads from a tree what rtslib would read.
+//! The file contains the values that rtslib reads from LIO's tree, so both directions use a tree:
+//! [`restore`] does the same as rtslib for an empty tree, and [`save`] reads the same values from a
+//! tree as rtslib.
 //!
-//! # What it cannot say
-//! Names of vendors and products, identifiers that are not made of serial numbers, and what the
-//! tree does not show of a configuration. What a file says and the tree cannot (pass-through,
-//! user-space backstores, other fabrics) is named.
+//! # Unsupported settings
+//! The file can't contain vendor and product names, identifiers that are not based on the serial
+//! number, and any configuration not shown in the tree. If the file contains something not
+//! supported by the tree (pass-through, user-space backstores, other fabrics), it's reported.
 
+mod remove;
 mod restore;
 mod save;
 
-pub use self::restore::{Restoration, configuration, restore};
+pub use self::restore::{Imported, Restoration, configuration, restore};
 pub use self::save::{SaveFile, save};
 
 use crate::rules::{Fabric, Plugin};
 
-/// Names and secrets: by what the file calls them, and the attribute.
+/// Keys used in the file for names and secrets, and the attributes.
 const AUTH: [(&str, &str); 4] = [
     ("userid", "userid"),
     ("password", "password"),
@@ -24,7 +26,7 @@ const AUTH: [(&str, &str); 4] = [
     ("mutual_password", "password_mutual"),
 ];
 
-/// Attributes of a group of target ports, beside its name and number.
+/// Target port group attributes, in addition to name and ID.
 const PORT_GROUP: [&str; 14] = [
     "alua_access_state",
     "alua_access_status",
@@ -42,7 +44,7 @@ const PORT_GROUP: [&str; 14] = [
     "trans_delay_msecs",
 ];
 
-/// The name of a plugin in the file.
+/// Returns the plugin name used in the file.
 fn plugin_name(plugin: Plugin) -> &'static str {
     match plugin {
         Plugin::Fileio => "fileio",
@@ -51,7 +53,8 @@ fn plugin_name(plugin: Plugin) -> &'static str {
     }
 }
 
-/// A name of the tree as the file writes it; `None` where it has no way to.
+/// Converts a name in the tree to the format used in the file. Returns `None` if this is not
+/// possible.
 fn wwn_of(fabric: Fabric, name: &str) -> Option<String> {
     match fabric {
         Fabric::Iscsi => Some(name.to_owned()),
@@ -63,7 +66,7 @@ fn wwn_of(fabric: Fabric, name: &str) -> Option<String> {
     }
 }
 
-/// A name of the file as the tree has it.
+/// Converts a name in the file to the format used in the tree.
 fn name_of(fabric: Fabric, wwn: &str) -> String {
     match (fabric, wwn.strip_prefix("ib.")) {
         (Fabric::Srpt, Some(digits)) => format!("0x{digits}"),

@@ -1,4 +1,4 @@
-//! From the file to a tree, and to a configuration.
+//! Converts the file to a tree, and to a configuration.
 
 use riser_config::Config;
 use rustix::io::Errno;
@@ -6,19 +6,36 @@ use serde_json::Value;
 
 use super::{AUTH, PORT_GROUP, name_of};
 use crate::convert::{self, Rest};
+use crate::host;
+use crate::rules::device::option;
 use crate::rules::{Fabric, Plugin, Shell, Tree};
 use crate::world::World;
 
-/// The tree of a saved file, and the losses.
+use super::remove::remove;
+
+/// Tree created from a saved file, and a list of missing parts.
 #[derive(Clone, Debug)]
 pub struct Restoration {
-    /// The tree that the file describes.
+    /// Tree that is described by the file.
     pub tree: Tree,
-    /// Parts of the file that could not be done, and why.
+    /// Parts of the file that would be served by LIO but are left out here, and the reason.
     pub lost: Vec<String>,
+    /// Parts of the file that are also not served by LIO, and settings that have no effect.
+    pub notes: Vec<String>,
 }
 
-/// Does to an empty tree what a file says.
+/// Configuration created from a saved file, and a list of missing parts.
+#[derive(Clone, Debug)]
+pub struct Imported {
+    /// The configuration.
+    pub config: Config,
+    /// See [`Restoration::lost`].
+    pub lost: Vec<String>,
+    /// See [`Restoration::notes`].
+    pub notes: Vec<String>,
+}
+
+/// Creates a tree from a file.
 #[must_use]
 pub fn restore(file: &Value, world: &dyn World) -> Restoration {
     let mut tree = Tree::new();
@@ -28,6 +45,7 @@ pub fn restore(file: &Value, world: &dyn World) -> Restoration {
             world,
         },
         lost: Vec::new(),
+        notes: Vec::new(),
     };
     for (n, object) in items(file, "storage_objects").enumerate() {
         restorer.storage_object(n, object);
@@ -38,64 +56,41 @@ pub fn restore(file: &Value, world: &dyn World) -> Restoration {
     for target in items(file, "targets") {
         restorer.target(target);
     }
-    let lost = restorer.lost;
-    Restoration { tree, lost }
+    let Restorer { lost, notes, .. } = restorer;
+    Restoration { tree, lost, notes }
 }
 
-/// The configuration that a restored tree says; what it cannot is left out, and named in `lost`.
+/// Converts a restored tree to a configuration, without the parts that are not supported.
 #[must_use]
-pub fn configuration(
-    mut restored: Restoration,
-    lock_secret: &str,
-    world: &dyn World,
-) -> (Config, Vec<String>) {
+pub fn configuration(restored: Restoration, lock_secret: &str, world: &dyn World) -> Imported {
     let rest = Rest {
         lock_secret: lock_secret.to_owned(),
         ..Rest::default()
     };
-    // Each round takes away what cannot be done and notes it, so a file with mistakes still gives
-    // all the rest. A tree and a document only shrink, so both loops end.
-    let mut document = loop {
-        match convert::export(&restored.tree, &rest, world) {
-            Ok(exported) => {
-                restored.lost.extend(exported.notes);
-                break exported.document;
-            }
-            Err(error) => {
-                let id = restored.tree.find(&error.path);
-                restored.lost.push(error.to_string());
-                restored.tree.prune(id.expect("a directory of this tree"));
-            }
-        }
-    };
+    let Restoration {
+        tree,
+        mut lost,
+        mut notes,
+    } = restored;
+    let exported = convert::export(&tree, &rest, world);
+    lost.extend(exported.omitted.iter().map(ToString::to_string));
+    notes.extend(exported.notes);
+    let mut document = exported.document;
+    // We remove one error per iteration. Because this always makes the document smaller, the loop
+    // will terminate.
     loop {
         let mistake = match Config::parse(&document.to_string(), "saveconfig") {
-            Ok(config) => return (config, restored.lost),
+            Ok(config) => {
+                return Imported {
+                    config,
+                    lost,
+                    notes,
+                };
+            }
             Err(mistake) => mistake,
         };
-        let what = remove(&mut document, &mistake.path);
-        restored.lost.push(format!("{what}: {}", mistake.message));
-    }
-}
-
-/// Takes out of a document the target that a place belongs to, else all that is served. Gives the
-/// place with the target's name.
-fn remove(document: &mut Value, place: &str) -> String {
-    let index = place
-        .strip_prefix("targets[")
-        .and_then(|rest| rest.split_once(']'));
-    let index = index.and_then(|(index, rest)| Some((index.parse::<usize>().ok()?, rest)));
-    let targets = document["targets"].as_array_mut();
-    match (index, targets) {
-        (Some((index, rest)), Some(targets)) if index < targets.len() => {
-            let target = targets.remove(index);
-            format!("target {}{rest}", text(&target, "name"))
-        }
-        // Who would have to prove himself to find targets must not do without.
-        _ => {
-            *document = serde_json::json!({ "targets": [] });
-            place.to_owned()
-        }
+        let removed = remove(&mut document, &mistake.path, lock_secret);
+        lost.push(format!("{removed}: {}", mistake.message));
     }
 }
 
@@ -107,7 +102,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 
-/// A value as it is written to a file.
+/// Returns a value as it should be written to a file in the tree.
 fn written(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -116,9 +111,37 @@ fn written(value: &Value) -> String {
     }
 }
 
+/// Parses a flag, which can be a number or text if the file was edited. Returns `None` if it's
+/// missing.
+fn flag(value: &Value) -> Option<bool> {
+    match value {
+        Value::Null => None,
+        value => Some(written(value) != "0"),
+    }
+}
+
+/// Returns the reason why the tree has rejected an operation, to be shown to the user. `invalid` is
+/// used for `EINVAL`.
+fn reason(errno: Errno, invalid: &str) -> String {
+    match errno {
+        Errno::INVAL => invalid,
+        Errno::NOENT => "does not exist",
+        Errno::NOSYS | Errno::PERM | Errno::ACCESS => "unsupported by riserd",
+        Errno::RANGE | Errno::OVERFLOW => "value out of range",
+        Errno::NAMETOOLONG => "name too long",
+        Errno::EXIST => "exists already",
+        Errno::NOTBLK => "not a block device",
+        Errno::ISDIR => "a directory, not a file or block device",
+        Errno::NODEV => "unsupported by its disk",
+        other => return format!("refused: {other}"),
+    }
+    .to_owned()
+}
+
 struct Restorer<'a> {
     shell: Shell<'a>,
     lost: Vec<String>,
+    notes: Vec<String>,
 }
 
 impl Restorer<'_> {
@@ -126,64 +149,85 @@ impl Restorer<'_> {
         self.lost.push(format!("{what}: {why}"));
     }
 
-    /// Returns true if something was done that may not be.
-    fn done(&mut self, what: &str, result: Result<(), Errno>) -> bool {
+    fn note(&mut self, what: &str, why: impl std::fmt::Display) {
+        self.notes.push(format!("{what}: {why}"));
+    }
+
+    /// Returns true if a required operation was successful.
+    fn done(&mut self, what: &str, result: Result<(), Errno>, invalid: &str) -> bool {
         if let Err(errno) = result {
-            self.lose(what, errno);
+            self.lose(what, reason(errno, invalid));
         }
         result.is_ok()
     }
 
-    fn mkdir(&mut self, path: &str) -> bool {
+    /// Creates a directory if it doesn't exist.
+    fn mkdir(&mut self, what: &str, path: &str, invalid: &str) -> bool {
         let result = match self.shell.mkdir(path) {
             Ok(_) | Err(Errno::EXIST) => Ok(()),
             Err(errno) => Err(errno),
         };
-        self.done(path, result)
+        self.done(what, result, invalid)
     }
 
-    /// Writes a value that is not there yet.
-    fn write(&mut self, path: &str, value: &str) -> bool {
-        let there = self.shell.read(path);
-        if there.is_ok_and(|there| there.strip_suffix('\n').unwrap_or(&there) == value) {
-            return true;
+    /// Writes a value, unless the file already contains it.
+    fn write(&mut self, path: &str, value: &str) -> Result<(), Errno> {
+        let current = self.shell.read(path);
+        if current.is_ok_and(|text| text.strip_suffix('\n').unwrap_or(&text) == value) {
+            return Ok(());
         }
-        let result = self.shell.write(path, value);
-        self.done(&format!("{path} = {value}"), result)
+        self.shell.write(path, value)
+    }
+
+    /// Writes a setting that doesn't affect access.
+    fn set(&mut self, path: &str, value: &str) {
+        let Err(errno) = self.write(path, value) else {
+            return;
+        };
+        let (_, name) = path.rsplit_once('/').unwrap_or(("", path));
+        if !convert::is_meaningless(name) {
+            let reason = match errno {
+                Errno::NOENT => "unknown setting".to_owned(),
+                errno => reason(errno, "invalid value"),
+            };
+            self.note(&format!("{path} = {value}"), format!("{reason}; ignored"));
+        }
     }
 
     fn link(&mut self, path: &str, target: &str) -> bool {
         let result = self.shell.link(path, &format!("/target/{target}"));
-        self.done(path, result)
+        self.done(path, result, "invalid link")
     }
 
-    /// Writes a mapping of files and values.
-    fn write_all(&mut self, dir: &str, values: &Value) {
+    /// Writes all settings in a map.
+    fn set_all(&mut self, dir: &str, values: &Value) {
         for (name, value) in values.as_object().into_iter().flatten() {
-            self.write(&format!("{dir}/{name}"), &written(value));
+            self.set(&format!("{dir}/{name}"), &written(value));
         }
     }
 
     fn login(&mut self, dir: &str, prefix: &str, from: &Value) {
         for (key, attr) in AUTH {
             if let Some(value) = from[format!("{prefix}{key}")].as_str() {
-                self.write(&format!("{dir}/{attr}"), value);
+                let result = self.write(&format!("{dir}/{attr}"), value);
+                self.done(&format!("{dir}/{attr}"), result, "invalid name or secret");
             }
         }
     }
 
     fn storage_object(&mut self, n: usize, object: &Value) {
         let name = text(object, "name");
+        let what = format!("storage object {name}");
         let (plugin, dev) = (text(object, "plugin"), text(object, "dev"));
         let size = object["size"].as_u64().unwrap_or(0);
-        let is_set = |key: &str| object[key].as_bool().unwrap_or(false);
+        let is_set = |key: &str| flag(&object[key]).unwrap_or(false);
         let mut control = match plugin {
             "fileio" => format!("fd_dev_name={dev},fd_dev_size={size}"),
             "block" => format!("udev_path={dev}"),
             "ramdisk" => format!("rd_pages={}", size / crate::rules::device::PAGE),
             other => {
-                let why = format!("riserd has no backstore `{other}`");
-                return self.lose(&format!("storage object {name}"), why);
+                let why = format!("riserd has no backstore `{other}`: this disk is left out");
+                return self.lose(&what, why);
             }
         };
         for (wanted, option) in [
@@ -199,42 +243,70 @@ impl Restorer<'_> {
                 control = format!("{control},{option}");
             }
         }
-        let host = match plugin {
-            "fileio" => Plugin::Fileio,
-            "block" => Plugin::Iblock,
-            _ => Plugin::RamDisk,
+        let (host, path_option) = match plugin {
+            "fileio" => (Plugin::Fileio, Some(option::FILE)),
+            "block" => (Plugin::Iblock, Some(option::DEVICE)),
+            _ => (Plugin::RamDisk, None),
         };
         let host = format!("core/{}_{n}", host.name());
         let path = format!("{host}/{name}");
         let serial = text(object, "wwn");
-        let is_made = self.mkdir(&host)
-            && self.mkdir(&path)
-            && self.write_control(&path, &control)
-            && (dev.is_empty() || self.write(&format!("{path}/udev_path"), dev))
-            && (serial.is_empty() || self.write(&format!("{path}/wwn/vpd_unit_serial"), serial))
-            && self.write(&format!("{path}/enable"), "1");
-        // Enabling sets attributes from the medium, so those of the file come after it.
-        if !is_made {
+        if !self.mkdir(&what, &host, "invalid number") || !self.mkdir(&what, &path, "invalid name")
+        {
             return;
         }
-        self.write_all(&format!("{path}/attrib"), &object["attributes"]);
+        let control = self.shell.write(&format!("{path}/control"), &control);
+        if !self.done(&what, control, "invalid path or size") {
+            return;
+        }
+        // `control` uses commas between options, and they can't be quoted in a path.
+        if let Some(option) = path_option.filter(|_| dev.contains([',', '\n'])) {
+            let device = self.shell.tree.find(&format!("target/{path}"));
+            let device = device.expect("it was made");
+            self.shell.tree.set(device, option, dev);
+        }
+        if !dev.is_empty() {
+            self.set(&format!("{path}/udev_path"), dev);
+        }
+        if !serial.is_empty() {
+            let result = self.write(&format!("{path}/wwn/vpd_unit_serial"), serial);
+            self.done(
+                &format!("{what}, its unit serial number"),
+                result,
+                "invalid",
+            );
+        }
+        let enabled = self.write(&format!("{path}/enable"), "1");
+        let (label, invalid) = match dev {
+            "" => (what, "its size is missing"),
+            dev => (format!("{what}: {dev}"), "its path or size is missing"),
+        };
+        if !self.done(&label, enabled, invalid) {
+            return;
+        }
+        // The attributes must be written at the end, because some are set based on the medium when
+        // the device is enabled.
+        let mut attributes = object["attributes"].clone();
+        if let Some(attributes) = attributes.as_object_mut().filter(|_| plugin == "block") {
+            // For a block device, the cache mode is set by the device. Old kernels save 1 for all
+            // devices.
+            attributes.shift_remove("emulate_write_cache");
+        }
+        self.set_all(&format!("{path}/attrib"), &attributes);
         for group in items(object, "alua_tpgs") {
             self.port_group(&format!("{path}/alua/{}", text(group, "name")), group);
         }
     }
 
-    fn write_control(&mut self, path: &str, control: &str) -> bool {
-        let path = format!("{path}/control");
-        let result = self.shell.write(&path, control);
-        self.done(&path, result)
-    }
-
+    /// Creates a target port group. Note that its state has no effect.
     fn port_group(&mut self, path: &str, group: &Value) {
-        if !self.mkdir(path) {
-            return;
+        if let Err(errno) = self.shell.mkdir(path)
+            && errno != Errno::EXIST
+        {
+            return self.note(path, reason(errno, "invalid name"));
         }
         let number = written(&group["tg_pt_gp_id"]);
-        self.write(&format!("{path}/tg_pt_gp_id"), &number);
+        self.set(&format!("{path}/tg_pt_gp_id"), &number);
         for name in PORT_GROUP {
             let Some(value) = group.get(name).filter(|value| !value.is_null()) else {
                 continue;
@@ -244,92 +316,132 @@ impl Restorer<'_> {
             let file = format!("{path}/{name}");
             let there = self.shell.read(&file).unwrap_or_default();
             if shown.is_none_or(|shown| there.trim_end() != *shown) {
-                self.write(&file, &written(value));
+                self.set(&file, &written(value));
             }
         }
     }
 
     fn fabric_module(&mut self, module: &Value) {
         let name = text(module, "name");
+        let is_enforced = flag(&module["discovery_enable_auth"]).unwrap_or(false);
         if name != "iscsi" {
-            return self.lose(name, "only iSCSI has discovery with authentication");
+            if is_enforced {
+                self.lose(name, "only iSCSI has discovery with authentication");
+            }
+            return;
         }
         let auth = "iscsi/discovery_auth";
-        if self.mkdir("iscsi") {
+        if self.mkdir("iscsi", "iscsi", "invalid name") {
             self.login(auth, "discovery_", module);
-            let wanted = module["discovery_enable_auth"].as_bool().unwrap_or(false);
-            self.write(
-                &format!("{auth}/enforce_discovery_auth"),
-                &u8::from(wanted).to_string(),
-            );
+            let file = format!("{auth}/enforce_discovery_auth");
+            let result = self.write(&file, &u8::from(is_enforced).to_string());
+            self.done(&file, result, "invalid value");
         }
     }
 
     fn target(&mut self, target: &Value) {
         let wwn = text(target, "wwn");
+        let what = format!("target {wwn}");
         let fabric = match text(target, "fabric") {
             "iscsi" => Fabric::Iscsi,
             "srpt" => Fabric::Srpt,
             other => {
-                let why = format!("riserd has no fabric `{other}`");
-                return self.lose(&format!("target {wwn}"), why);
+                let why = format!("riserd has no fabric `{other}`: this target is left out");
+                return self.lose(&what, why);
             }
         };
-        let path = format!("{}/{}", fabric.name(), name_of(fabric, wwn));
-        if !self.mkdir(fabric.name()) || !self.mkdir(&path) {
+        let name = name_of(fabric, wwn);
+        let path = format!("{}/{name}", fabric.name());
+        let invalid = match fabric {
+            Fabric::Iscsi => "invalid name of an iSCSI target: this target is left out",
+            Fabric::Srpt => "invalid name of an SRP port: this target is left out",
+        };
+        if !self.mkdir(&what, fabric.name(), invalid) || !self.mkdir(&what, &path, invalid) {
             return;
         }
-        self.write_all(&format!("{path}/param"), &target["parameters"]);
+        if fabric == Fabric::Srpt {
+            self.name_placeholders(&what, &name);
+        }
+        self.set_all(&format!("{path}/param"), &target["parameters"]);
         for group in items(target, "tpgs") {
             let tag = group["tag"].as_u64().unwrap_or(1);
             self.group(fabric, &format!("{path}/tpgt_{tag}"), group);
         }
     }
 
+    /// Reports the placeholder addresses of an unknown SRP port.
+    fn name_placeholders(&mut self, what: &str, port: &str) {
+        let addresses = self.shell.world.port_addresses(port);
+        for address in addresses.into_iter().filter(host::is_placeholder) {
+            let why = format!(
+                "riserd serves SRP at an IP address, and LIO's file has the GID of an InfiniBand port: \
+                 replace {address} in its `portals` by the IP address of that port"
+            );
+            self.lose(what, why);
+        }
+    }
+
     fn group(&mut self, fabric: Fabric, path: &str, group: &Value) {
-        if !self.mkdir(path) {
+        if !self.mkdir(path, path, "invalid number of a portal group") {
             return;
         }
-        self.write_all(&format!("{path}/attrib"), &group["attributes"]);
-        self.write_all(&format!("{path}/param"), &group["parameters"]);
+        self.set_all(&format!("{path}/attrib"), &group["attributes"]);
+        self.set_all(&format!("{path}/param"), &group["parameters"]);
         for lun in items(group, "luns") {
             self.lun(path, lun);
         }
         for portal in items(group, "portals") {
-            let address = text(portal, "ip_address");
-            let np = format!("{path}/np/{address}:{}", written(&portal["port"]));
-            if self.mkdir(&np) {
-                for (key, file) in [("iser", "iser"), ("offload", "cxgbit")] {
-                    let is_on = portal[key].as_bool().unwrap_or(false);
-                    self.write(&format!("{np}/{file}"), &u8::from(is_on).to_string());
-                }
-            }
+            self.portal(path, portal);
         }
         for acl in items(group, "node_acls") {
-            self.acl(fabric, path, acl);
+            self.acl(fabric, path, group, acl);
         }
         self.login(&format!("{path}/auth"), "chap_", group);
-        if group["enable"].as_bool().unwrap_or(true) {
-            self.write(&format!("{path}/enable"), "1");
+        self.name_refused(path);
+        let counts = format!(
+            "its {} LUNs and {} ACLs are left out",
+            items(group, "luns").count(),
+            items(group, "node_acls").count()
+        );
+        if !flag(&group["enable"]).unwrap_or(true) {
+            return self.note(path, format!("disabled in the file; {counts}"));
+        }
+        if fabric == Fabric::Iscsi && items(group, "portals").next().is_none() {
+            self.note(path, format!("no portal; {counts}"));
+        }
+        let result = self.write(&format!("{path}/enable"), "1");
+        self.done(path, result, "cannot be enabled");
+    }
+
+    fn portal(&mut self, tpg: &str, portal: &Value) {
+        let address = text(portal, "ip_address");
+        let np = format!("{tpg}/np/{address}:{}", written(&portal["port"]));
+        if !self.mkdir(&np, &np, "not an IP address and port that no portal has") {
+            return;
+        }
+        for (key, file) in [("iser", "iser"), ("offload", "cxgbit")] {
+            let is_on = flag(&portal[key]).unwrap_or(false);
+            self.set(&format!("{np}/{file}"), &u8::from(is_on).to_string());
         }
     }
 
     fn lun(&mut self, tpg: &str, lun: &Value) {
         let path = format!("{tpg}/lun/lun_{}", written(&lun["index"]));
         let object = text(lun, "storage_object");
-        let found = self.device(object);
-        let Some(device) = found else {
-            return self.lose(&path, format!("{object} is not there"));
+        let Some(device) = self.device(object) else {
+            return self.lose(&path, format!("{object} is left out or missing"));
         };
-        if self.mkdir(&path) && self.link(&format!("{path}/{}", alias(lun)), &device) {
+        if self.mkdir(&path, &path, "invalid number of a LUN")
+            && self.link(&format!("{path}/{}", alias(lun)), &device)
+        {
             let group = text(lun, "alua_tg_pt_gp_name");
             if !matches!(group, "" | "default_tg_pt_gp") {
-                self.write(&format!("{path}/alua_tg_pt_gp"), group);
+                self.set(&format!("{path}/alua_tg_pt_gp"), group);
             }
         }
     }
 
-    /// The path of a storage object that is written as `/backstores/PLUGIN/NAME`.
+    /// Returns the path of a storage object in the format `/backstores/PLUGIN/NAME`.
     fn device(&self, object: &str) -> Option<String> {
         let (plugin, name) = object.strip_prefix("/backstores/")?.split_once('/')?;
         let tree = &*self.shell.tree;
@@ -340,32 +452,75 @@ impl Restorer<'_> {
         path.strip_prefix("target/").map(str::to_owned)
     }
 
-    fn acl(&mut self, fabric: Fabric, tpg: &str, acl: &Value) {
+    fn acl(&mut self, fabric: Fabric, tpg: &str, group: &Value, acl: &Value) {
         let name = name_of(fabric, text(acl, "node_wwn"));
         let path = format!("{tpg}/acls/{name}");
-        if !self.mkdir(&path) {
+        if !self.mkdir(&path, &path, "invalid name of an initiator") {
             return;
         }
-        self.write_all(&format!("{path}/attrib"), &acl["attributes"]);
+        self.set_all(&format!("{path}/attrib"), &acl["attributes"]);
         for mapped in items(acl, "mapped_luns") {
             let dir = format!("{path}/lun_{}", written(&mapped["index"]));
-            let lun = format!("{tpg}/lun/lun_{}", written(&mapped["tpg_lun"]));
-            if self.mkdir(&dir) && self.link(&format!("{dir}/{}", alias(mapped)), &lun) {
-                let protect = mapped["write_protect"].as_bool().unwrap_or(false);
-                self.write(
-                    &format!("{dir}/write_protect"),
-                    &u8::from(protect).to_string(),
-                );
+            let number = written(&mapped["tpg_lun"]);
+            let lun = format!("{tpg}/lun/lun_{number}");
+            let Ok(lun_dir) = self.shell.at(&lun) else {
+                // If a LUN was left out, it has already been reported.
+                if items(group, "luns").all(|lun| written(&lun["index"]) != number) {
+                    let why = format!("the portal group has no LUN {number}: this LUN is left out");
+                    self.note(&dir, why);
+                }
+                continue;
+            };
+            let is_linked = self.shell.tree.links(lun_dir.node()).next().is_some();
+            if is_linked
+                && self.mkdir(&dir, &dir, "invalid number of a LUN")
+                && self.link(&format!("{dir}/{}", alias(mapped)), &lun)
+            {
+                let protect = flag(&mapped["write_protect"]).unwrap_or(false);
+                let file = format!("{dir}/write_protect");
+                let result = self.write(&file, &u8::from(protect).to_string());
+                self.done(&file, result, "invalid value");
             }
         }
         if let Some(tag) = acl["tag"].as_str() {
-            self.write(&format!("{path}/tag"), tag);
+            self.set(&format!("{path}/tag"), tag);
         }
         self.login(&format!("{path}/auth"), "chap_", acl);
     }
+
+    /// Reports all initiators in a portal group that must authenticate but have no credentials.
+    /// These initiators can't log in to LIO either.
+    fn name_refused(&mut self, tpg: &str) {
+        let value = |shell: &Shell<'_>, path: &str| {
+            let text = shell.read(path).unwrap_or_default();
+            text.trim_end().to_owned()
+        };
+        let has_login = |shell: &Shell<'_>, dir: &str| {
+            let files = ["userid", "password"].map(|file| format!("{dir}/auth/{file}"));
+            files.iter().all(|file| !value(shell, file).is_empty())
+        };
+        let is_required = value(&self.shell, &format!("{tpg}/attrib/authentication")) == "1";
+        let acls = self.shell.tree.find(&format!("target/{tpg}/acls"));
+        let acls = acls
+            .into_iter()
+            .flat_map(|acls| self.shell.tree.subdirs(acls));
+        let names: Vec<String> = acls.map(|(name, _)| format!("{tpg}/acls/{name}")).collect();
+        let why = "authentication is required and no credentials are set: no login can succeed";
+        for acl in names {
+            let own = value(&self.shell, &format!("{acl}/attrib/authentication"));
+            let is_required = own == "1" || own == "-1" && is_required;
+            if is_required && !has_login(&self.shell, &acl) {
+                self.note(&acl, why);
+            }
+        }
+        let is_open = value(&self.shell, &format!("{tpg}/attrib/generate_node_acls")) == "1";
+        if is_open && is_required && !has_login(&self.shell, tpg) {
+            self.note(&format!("{tpg}/attrib/generate_node_acls = 1"), why);
+        }
+    }
 }
 
-/// The name of a link.
+/// Returns the name of a link.
 fn alias(of: &Value) -> &str {
     match text(of, "alias") {
         "" => "restored",

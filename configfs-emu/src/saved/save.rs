@@ -1,4 +1,4 @@
-//! From a tree to the file.
+//! Converts a tree to the file.
 
 use serde_json::{Map, Value, json};
 
@@ -8,16 +8,16 @@ use crate::rules::{Fabric, Kind, Plugin, Tree, fabrics, lun_number, tpgs};
 use crate::tree::{Access, Kind as _, NodeId};
 use crate::world::{Medium, World};
 
-/// A tree as the file.
+/// Result of converting a tree to the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveFile {
-    /// The content of the file.
+    /// Content of the file.
     pub document: Value,
-    /// Parts of the tree that the file cannot have.
+    /// Parts of the tree that are not supported in the file.
     pub omitted: Vec<String>,
 }
 
-/// Makes the file of a tree.
+/// Creates the file for a tree.
 #[must_use]
 pub fn save(tree: &Tree, world: &dyn World) -> SaveFile {
     let mut saver = Saver {
@@ -54,7 +54,7 @@ struct Saver<'a> {
     omitted: Vec<String>,
 }
 
-/// A number where it is one.
+/// Returns a JSON number if the text is a number.
 fn number(text: &str) -> Value {
     text.parse::<i64>()
         .map_or_else(|_| json!(text), Value::from)
@@ -65,7 +65,7 @@ impl Saver<'_> {
         self.tree.child(id, name).expect("it comes with it")
     }
 
-    /// The attributes that can be read and written.
+    /// Returns all attributes that are both readable and writable.
     fn attributes(&self, id: NodeId, value: impl Fn(&str) -> Value) -> Map<String, Value> {
         let attrs = self.tree.dir(id).kind.attrs().iter();
         let attrs = attrs.filter(|attr| attr.access == Access::ReadWrite);
@@ -89,7 +89,7 @@ impl Saver<'_> {
         });
         let is_cached = tree.value(attrib, "emulate_write_cache") == "1";
         match plugin {
-            // A block device has its own size, whichever `control` gave.
+            // The size of a block device can't be changed via `control`.
             Plugin::Fileio => {
                 let path = hidden(option::FILE).unwrap_or_default();
                 let size = match self.world.medium(path) {
@@ -117,7 +117,7 @@ impl Saver<'_> {
         object
     }
 
-    /// A unit's own name decides what it calls itself, and nothing else does.
+    /// The device identifier is only based on the serial number of the unit.
     fn check_names(&mut self, device: NodeId, wwn: NodeId, plugin: Plugin) {
         let attrib = self.child(device, "attrib");
         let product = match self.tree.value(attrib, "emulate_model_alias") {
@@ -281,7 +281,7 @@ impl Saver<'_> {
             "mapped_luns": dirs.filter_map(mapped).collect::<Vec<_>>(),
         });
         let attributes = self.attributes(self.child(acl, "attrib"), number);
-        // A key that would be empty is left out.
+        // Don't add a key without any values.
         if !attributes.is_empty() {
             entry["attributes"] = Value::Object(attributes);
         }

@@ -1,11 +1,14 @@
-use riser_config::Config;
+use std::path::Path;
+
+use riser_config::{Access, Config, Target};
 use serde_json::{Value, json};
 
 use super::*;
 use crate::convert;
+use crate::host::OtherHost;
 use crate::testing::{Fake, Fixture, TPG};
 
-/// What rtslib wrote after `targetcli` had made two backstores and an iSCSI target.
+/// File written by rtslib after `targetcli` was used to create two backstores and an iSCSI target.
 const SAVED: &str = include_str!("../../tests/data/saveconfig.json");
 
 fn saved() -> Value {
@@ -13,22 +16,24 @@ fn saved() -> Value {
 }
 
 #[test]
-fn a_file_comes_back_as_it_was() {
+fn saved_file_round_trips() {
     let world = Fake::default();
     let restored = restore(&saved(), &world);
     assert_eq!(restored.lost, [] as [String; 0]);
+    assert_eq!(restored.notes, [] as [String; 0]);
     let again = save(&restored.tree, &world);
     assert_eq!(again.omitted, [] as [String; 0]);
     assert_eq!(again.document, saved());
 }
 
-/// By way of a configuration of riserd, which does not keep what links are called.
+/// Converts the file to a riserd configuration, which doesn't keep the names of links.
 #[test]
-fn a_file_comes_back_from_a_configuration() {
+fn saved_file_round_trips_via_configuration() {
     let world = Fake::default();
-    let (config, lost) = configuration(restore(&saved(), &world), "a secret", &world);
-    assert_eq!(lost, [] as [String; 0]);
-    let document = config.to_value();
+    let imported = configuration(restore(&saved(), &world), "a secret", &world);
+    assert_eq!(imported.lost, [] as [String; 0]);
+    assert_eq!(imported.notes, [] as [String; 0]);
+    let document = imported.config.to_value();
     let imported = convert::import(&document, "a secret".into(), &world);
     assert_eq!(imported.hidden, [] as [String; 0]);
     let again = save(&imported.tree, &world);
@@ -49,7 +54,7 @@ fn a_file_comes_back_from_a_configuration() {
 }
 
 #[test]
-fn what_cannot_be_done_is_named_and_the_rest_is_done() {
+fn unsupported_parts_are_reported() {
     let world = Fake::default();
     let mut file = saved();
     let objects = file["storage_objects"].as_array_mut().unwrap();
@@ -57,6 +62,8 @@ fn what_cannot_be_done_is_named_and_the_rest_is_done() {
     objects[0]["attributes"]["pi_prot_type"] = json!(1);
     let group = &mut file["targets"][0]["tpgs"][0];
     group["node_acls"][0]["chap_password"] = json!("short");
+    let luns = group["luns"].as_array_mut().unwrap();
+    luns.push(json!({ "index": 9, "storage_object": "/backstores/user/rbd" }));
     let targets = file["targets"].as_array_mut().unwrap();
     targets.push(json!({ "fabric": "loopback", "wwn": "naa.5001405000000001", "tpgs": [] }));
     let mut second = targets[0].clone();
@@ -64,23 +71,97 @@ fn what_cannot_be_done_is_named_and_the_rest_is_done() {
     second["tpgs"][0]["portals"][0]["port"] = json!(3261);
     second["tpgs"][0]["node_acls"][0]["chap_password"] = json!("long enough to be taken");
     targets.push(second);
-    let (config, lost) = configuration(restore(&file, &world), "a secret", &world);
+    let mut off = targets[0].clone();
+    off["wwn"] = json!("iqn.2026-01.com.example:off");
+    off["tpgs"][0]["portals"][0]["port"] = json!(3262);
+    off["tpgs"][0]["enable"] = json!(false);
+    targets.push(off);
+    let imported = configuration(restore(&file, &world), "a secret", &world);
+    let Imported {
+        config,
+        lost,
+        notes,
+    } = imported;
+    let first = "iscsi/iqn.2026-01.com.example:t/tpgt_1";
+    let left_out = |name: &str| {
+        format!(
+            "iscsi/iqn.2026-01.com.example:{name}/tpgt_1/lun/lun_9: /backstores/user/rbd is left out or \
+             missing"
+        )
+    };
     assert_eq!(
         lost,
         [
-            "core/fileio_0/img/attrib/pi_prot_type = 1: Function not implemented (os error 38)",
-            "storage object rbd: riserd has no backstore `user`",
-            "target naa.5001405000000001: riserd has no fabric `loopback`",
-            "target iqn.2026-01.com.example:t.chap.users[0]: a secret has 12 to 255 bytes",
+            "storage object rbd: riserd has no backstore `user`: this disk is left out".to_owned(),
+            left_out("t"),
+            "target naa.5001405000000001: riserd has no fabric `loopback`: this target is left out"
+                .to_owned(),
+            left_out("second"),
+            left_out("off"),
+            format!(
+                "target/{first}/acls/iqn.2026-01.com.example:host/auth: the CHAP secret of user `host` has 5 \
+                 bytes, and riserd requires 12 to 255: this initiator is left out until a valid secret is \
+                 set at both sides"
+            ),
         ]
     );
-    assert_eq!(config.targets.len(), 1);
-    assert_eq!(config.targets[0].name, "iqn.2026-01.com.example:second");
+    assert_eq!(
+        notes,
+        [
+            "core/fileio_0/img/attrib/pi_prot_type = 1: unsupported by riserd; ignored",
+            "iscsi/iqn.2026-01.com.example:off/tpgt_1: disabled in the file; its 3 LUNs and 1 ACLs are left \
+             out",
+        ]
+    );
+    let names: Vec<&str> = config.targets.iter().map(|t| t.name.as_str()).collect();
+    assert_eq!(
+        names,
+        [
+            "iqn.2026-01.com.example:second",
+            "iqn.2026-01.com.example:t"
+        ]
+    );
+    assert!(config.targets.iter().all(|target| target.luns.len() == 2));
     assert_eq!(config.backends.len(), 2);
 }
 
+/// LIO can't restore this either.
 #[test]
-fn a_tree_says_what_the_file_has_no_words_for() {
+fn mapped_lun_of_missing_lun_is_noted() {
+    let world = Fake::default();
+    let mut file = saved();
+    let group = &mut file["targets"][0]["tpgs"][0];
+    let mapped = &mut group["node_acls"][0]["mapped_luns"];
+    let mapped = mapped.as_array_mut().unwrap();
+    mapped.push(json!({ "index": 8, "tpg_lun": 77 }));
+    let imported = configuration(restore(&file, &world), "a secret", &world);
+    assert_eq!(imported.lost, [] as [String; 0]);
+    let acl = "iscsi/iqn.2026-01.com.example:t/tpgt_1/acls/iqn.2026-01.com.example:host";
+    let note = format!("{acl}/lun_8: the portal group has no LUN 77: this LUN is left out");
+    assert_eq!(imported.notes, [note]);
+}
+
+/// This is the same as in rtslib, which writes true and false but accepts any number when reading.
+#[test]
+fn numbers_are_accepted_as_flags() {
+    let world = Fake::default();
+    for (on, off) in [(json!(1), json!(0)), (json!("1"), json!("0"))] {
+        let mut file = saved();
+        file["fabric_modules"] = json!([{ "name": "iscsi", "discovery_enable_auth": on }]);
+        let group = &mut file["targets"][0]["tpgs"][0];
+        group["node_acls"][0]["mapped_luns"][0]["write_protect"] = on.clone();
+        let imported = configuration(restore(&file, &world), "a secret that is not kept", &world);
+        assert!(imported.config.discovery_chap.is_some(), "{on}");
+        let luns = &imported.config.targets[0].luns;
+        assert!(luns[&0].read_only && !luns[&1].read_only, "{on}");
+        file["targets"][0]["tpgs"][0]["enable"] = off.clone();
+        let imported = configuration(restore(&file, &world), "a secret that is not kept", &world);
+        assert!(imported.config.targets.is_empty(), "{off}");
+    }
+}
+
+#[test]
+fn unsaved_settings_are_reported() {
     let mut fixture = Fixture::served();
     fixture.run(&format!(
         "mkdir srpt
@@ -120,7 +201,64 @@ fn a_tree_says_what_the_file_has_no_words_for() {
     );
 }
 
-/// Values that take the place of others.
+/// Files using published formats, with the expected number of targets, LUNs, rules, lost parts and
+/// notes after an import.
+#[test]
+fn published_shapes_keep_all_they_can() {
+    // See tests/data/lio/README.md for a description of each file.
+    let rows = [
+        ("fcoe", [1, 1, 1, 1, 4]),
+        ("gluster", [1, 0, 0, 4, 5]),
+        ("groups", [2, 1, 1, 1, 1]),
+        ("identities", [1, 4, 0, 0, 0]),
+        ("installer", [1, 1, 0, 0, 0]),
+        ("iser", [1, 1, 3, 0, 0]),
+        ("minimal", [1, 1, 2, 0, 0]),
+        ("names", [1, 3, 0, 1, 0]),
+        ("old-kernel", [1, 1, 3, 0, 0]),
+        ("plugins", [1, 3, 2, 4, 1]),
+        ("read-only-demo", [1, 1, 4, 0, 0]),
+        ("short-secrets", [2, 3, 3, 2, 0]),
+        ("srp", [1, 1, 1, 1, 0]),
+        ("twins", [1, 3, 1, 1, 0]),
+        ("windows", [1, 3, 1, 0, 0]),
+    ];
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/lio");
+    let files = std::fs::read_dir(&directory).unwrap();
+    let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+    assert_eq!(
+        names.filter(|name| name.ends_with(".json")).count(),
+        rows.len()
+    );
+    for (name, expected) in rows {
+        let text = std::fs::read_to_string(directory.join(format!("{name}.json"))).unwrap();
+        let world = OtherHost::default();
+        let restored = restore(&serde_json::from_str(&text).unwrap(), &world);
+        let Imported {
+            config,
+            lost,
+            notes,
+        } = configuration(restored, "a secret that is not kept", &world);
+        let rules = |target: &Target| match &target.access {
+            Access::Open => 0,
+            Access::Rules(rules) => rules.len(),
+        };
+        let luns = config.targets.iter().map(|target| target.luns.len());
+        let found = [
+            config.targets.len(),
+            luns.sum(),
+            config.targets.iter().map(rules).sum(),
+            lost.len(),
+            notes.len(),
+        ];
+        assert_eq!(found, expected, "{name}: {lost:#?} {notes:#?}");
+        for line in lost.iter().chain(&notes) {
+            assert!(!line.contains("os error"), "{name}: {line}");
+        }
+    }
+}
+
+/// Values used to replace other values.
 fn other(kind: u8, document: &Value, number: usize) -> Value {
     match kind % 10 {
         0 => Value::Null,
@@ -136,7 +274,7 @@ fn other(kind: u8, document: &Value, number: usize) -> Value {
     }
 }
 
-/// The value of a number, counted from above.
+/// Returns the value with this number, counting from the top.
 fn nth(document: &mut Value, mut number: usize) -> Option<&mut Value> {
     fn find<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
         if *left == 0 {
@@ -152,7 +290,8 @@ fn nth(document: &mut Value, mut number: usize) -> Option<&mut Value> {
     find(document, &mut number)
 }
 
-/// A file from bytes: as JSON, or else a file of rtslib with changes of four bytes each.
+/// Creates a file from bytes: either parse them as JSON, or apply changes (four bytes each) to a
+/// file created by rtslib.
 fn file_of(bytes: &[u8]) -> Value {
     if let Ok(file) = serde_json::from_slice(bytes) {
         return file;
@@ -170,8 +309,8 @@ fn file_of(bytes: &[u8]) -> Value {
     file
 }
 
-/// Whatever a file says, it gives a tree and a configuration that is one, and what is saved of the
-/// tree comes back as it was.
+/// Checks that any file can be converted to a tree and a valid configuration, and that saving this
+/// tree and reading it again returns the same values.
 fn check_file(bytes: &[u8]) {
     let world = Fake::default();
     let file = file_of(bytes);
@@ -179,7 +318,7 @@ fn check_file(bytes: &[u8]) {
     let once = save(&restored.tree, &world);
     let again = save(&restore(&once.document, &world).tree, &world);
     assert_eq!(again.document, once.document, "{file}");
-    let (config, _) = configuration(restored, "a secret", &world);
+    let config = configuration(restored, "a secret", &world).config;
     let text = config.to_yaml();
     let parsed = Config::parse(&text, "saveconfig").map_err(|e| e.to_string());
     assert_eq!(parsed, Ok(config), "{text}");

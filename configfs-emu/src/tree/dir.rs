@@ -1,43 +1,43 @@
-//! Nodes of a tree: directories, attributes, links and their inodes.
+//! Tree nodes (directories, attributes and links) and their inodes.
 
 use std::collections::BTreeMap;
 
-/// A directory or a link.
+/// A directory or link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(super) u64);
 
 impl NodeId {
-    /// The directory in which `target` is.
+    /// Directory that contains `target`.
     pub const ROOT: Self = Self(1);
 
-    /// The inode of the directory or link itself.
+    /// Returns the inode of the directory or link itself.
     #[must_use]
     pub fn ino(self) -> Ino {
         Ino(self.0 << 8)
     }
 }
 
-/// An inode number: a node's, or that of an attribute of a directory.
+/// An inode number, for a node or for an attribute of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ino(pub u64);
 
 impl Ino {
-    /// The node that it belongs to.
+    /// Returns the node for this inode.
     #[must_use]
     pub fn node(self) -> NodeId {
         NodeId(self.0 >> 8)
     }
 
-    /// Number of the attribute in its directory; `None` is the node itself.
+    /// Returns the index of an attribute in its directory, or `None` for the node itself.
     #[must_use]
     pub fn attr(self) -> Option<usize> {
         ((self.0 & 0xff) as usize).checked_sub(1)
     }
 
-    /// An attribute of a directory by its place in the table.
+    /// Returns the inode for an attribute, based on the index in the table.
     #[must_use]
     pub fn of_attr(dir: NodeId, index: usize) -> Self {
-        // A table is much shorter than 255.
+        // A table always has fewer than 255 entries.
         Self(dir.ino().0 | (index as u64 + 1))
     }
 }
@@ -51,19 +51,19 @@ pub(super) enum Node<K> {
 /// A directory with its values and children.
 #[derive(Clone, Debug)]
 pub struct Dir<K> {
-    /// The directory above; the root is above itself.
+    /// Parent directory. For the root, this is the root itself.
     pub parent: NodeId,
-    /// Name in the directory above; empty for the root.
+    /// Name in the parent directory, or empty for the root.
     pub name: String,
-    /// The kind, which gives its attributes and rules.
+    /// Type of this directory, which defines its attributes and rules.
     pub kind: K,
-    /// It came with the directory above and goes with it.
+    /// Set if this directory is created and removed together with its parent.
     pub is_default: bool,
-    /// Directories and links in it.
+    /// Directories and links in this directory.
     pub(super) children: BTreeMap<String, NodeId>,
-    /// Values that differ from the table's.
+    /// Values that are different from the table.
     pub(super) values: BTreeMap<&'static str, String>,
-    /// Number of links that lead here.
+    /// Number of links to this directory.
     pub(super) links: usize,
 }
 
@@ -80,35 +80,36 @@ impl<K> Dir<K> {
         }
     }
 
-    /// Puts every file back to what it began with.
+    /// Resets all files to their initial values.
     pub(crate) fn clear_values(&mut self) {
         self.values.clear();
     }
 
-    /// Returns the number of links that lead here.
+    /// Returns the number of links to this directory.
     #[must_use]
     pub fn link_count(&self) -> usize {
         self.links
     }
 
-    /// Returns true if a link leads here: a device that a LUN serves, a LUN that is mapped.
+    /// Returns true if there is a link to this directory: for example, if a device is used by a
+    /// LUN, or if a LUN is mapped.
     #[must_use]
     pub fn is_linked(&self) -> bool {
         self.links > 0
     }
 }
 
-/// A symbolic link to a directory of the tree.
+/// A symbolic link to a directory in the tree.
 #[derive(Clone, Debug)]
 pub(super) struct Symlink {
     pub(super) parent: NodeId,
     pub(super) target: NodeId,
 }
 
-/// The file type of an inode.
+/// File type of an inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryKind {
-    /// A directory, made by a user or with another one.
+    /// A directory, created either by a user or together with its parent.
     Dir,
     /// An attribute, which is a regular file.
     File,
@@ -116,25 +117,25 @@ pub enum EntryKind {
     Symlink,
 }
 
-/// The answer to `stat`.
+/// Result of `stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Meta {
     /// Directory, regular file or link.
     pub kind: EntryKind,
-    /// Permission bits, without the file type.
+    /// Permission bits, not including the file type.
     pub mode: u16,
-    /// Size in bytes, as configfs states it.
+    /// Size in bytes as reported by configfs.
     pub size: u64,
-    /// Links: for a directory two and its subdirectories.
+    /// Number of links, which for a directory is two plus the number of subdirectories.
     pub nlink: u32,
 }
 
-/// A line of a directory listing.
+/// An entry in a directory listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Name in its directory.
+    /// Name in the directory.
     pub name: String,
-    /// Number of its inode.
+    /// Inode number.
     pub ino: Ino,
     /// Directory, regular file or link.
     pub kind: EntryKind,

@@ -1,4 +1,4 @@
-//! Kinds of directories: what the owner of a directory answers for it, and its attribute files.
+//! Directory types, which must be implemented by the owner of a directory, and attribute files.
 
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
@@ -9,23 +9,23 @@ use super::{NodeId, Tree};
 use crate::number;
 use crate::world::World;
 
-/// A kind of directory, with the rules of its owner.
+/// A directory type, including the rules of its owner.
 pub trait Kind: Copy + Debug + 'static {
-    /// The directory above `target`.
+    /// Parent directory of `target`.
     const ROOT: Self;
 
-    /// The files in it.
+    /// Returns the files in this directory.
     #[must_use]
     fn attrs(self) -> &'static [Attr<Self>];
 
-    /// The directories that come with it, by their names.
+    /// Returns the names and types of subdirectories that are created with this directory.
     #[must_use]
     fn groups(self) -> &'static [(&'static str, Self)];
 
-    /// The kind of a directory that is made in it.
+    /// Returns the type to use for a new subdirectory.
     ///
     /// # Errors
-    /// No directory of this name can be made there.
+    /// Returns an error if a directory with this name can't be created here.
     fn make(
         self,
         tree: &Tree<Self>,
@@ -34,44 +34,44 @@ pub trait Kind: Copy + Debug + 'static {
         world: &dyn World,
     ) -> Result<Self, Errno>;
 
-    /// Sets what a new directory begins with beside its table.
+    /// Sets initial values for a new directory, in addition to the table.
     fn on_made(self, tree: &mut Tree<Self>, id: NodeId);
 
-    /// Returns true if links can be made in it.
+    /// Returns true if this directory can contain links.
     #[must_use]
     fn takes_links(self) -> bool;
 
-    /// Checks a link from it to another directory.
+    /// Checks if a link from this directory to another directory is allowed.
     ///
     /// # Errors
-    /// It takes no link to this directory.
+    /// Returns an error if a link to the target is not allowed.
     fn allow_link(self, tree: &Tree<Self>, id: NodeId, target: NodeId) -> Result<(), Errno>;
 
-    /// Sets what a link brings with it.
+    /// Updates values after a link was created.
     fn on_linked(self, tree: &mut Tree<Self>, id: NodeId, target: NodeId, world: &dyn World);
 
-    /// Forgets what a link brought with it.
+    /// Resets values after a link was removed.
     fn on_unlinked(self, tree: &mut Tree<Self>, id: NodeId);
 
-    /// Returns true if the device that a directory belongs to is served, so that files which are
-    /// [`Attr::is_locked`] cannot change.
+    /// Returns true if the device for this directory is currently exported. In this case, files
+    /// with [`Attr::is_locked`] can't be changed.
     #[must_use]
     fn is_exported(tree: &Tree<Self>, id: NodeId) -> bool;
 }
 
-/// Permissions of a file.
+/// File permissions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Mode 0644: all read, root writes.
+    /// Mode 0644: readable for all users, writable for root.
     ReadWrite,
-    /// 0444; no user can open it for writing.
+    /// Mode 0444: can't be opened for writing by any user.
     ReadOnly,
-    /// 0200; no user can open it for reading.
+    /// Mode 0200: can't be opened for reading by any user.
     WriteOnly,
 }
 
 impl Access {
-    /// Permission bits of the file's mode.
+    /// Returns the permission bits of the file mode.
     #[must_use]
     pub fn mode(self) -> u16 {
         match self {
@@ -82,47 +82,48 @@ impl Access {
     }
 }
 
-/// Content of a file.
+/// How to create the content of a file.
 #[derive(Clone, Copy)]
 pub(crate) enum Show<K: 'static> {
-    /// Its value and a line end.
+    /// Value followed by a newline.
     Line,
-    /// Its value and a line end, or nothing at all while there is no value.
+    /// Value followed by a newline, or an empty file if there is no value.
     LineIfAny,
-    /// Made of the tree and the world by this.
+    /// Call this function, which can use the tree and the world.
     With(fn(&Read<'_, K>) -> Result<String, Errno>),
 }
 
-/// Effect of a write to a file.
+/// How to handle a write to a file.
 #[derive(Clone)]
 pub(crate) enum Store<K: 'static> {
-    /// It cannot be written.
+    /// The file is not writable.
     Never,
-    /// It is taken and forgotten.
+    /// Accept and ignore the value.
     Ignored,
-    /// A truth value, kept as `1` or `0`.
+    /// Boolean, stored as `1` or `0`.
     Bool,
-    /// A number in a range, kept in decimal.
+    /// Number in this range, stored in decimal.
     Number(RangeInclusive<u32>),
-    /// Likewise, where LIO reads 64 bits: what is longer than 32 is only out of range.
+    /// Same, but LIO parses 64 bits: a value larger than 32 bits is out of range instead of
+    /// invalid.
     Long(RangeInclusive<u32>),
-    /// Text of fewer bytes than this, without its line end; else this error.
+    /// Text shorter than this number of bytes, without the newline. Otherwise, return this error.
     Text(usize, Errno),
-    /// Taken by this, which may change the tree.
+    /// Call this function, which can change the tree.
     With(fn(&mut Write<'_, K>) -> Result<(), Errno>),
 }
 
-/// A file of a directory.
+/// A file in a directory.
 pub struct Attr<K: 'static> {
-    /// Name of the file.
+    /// File name.
     pub name: &'static str,
-    /// Access to the file, for all users.
+    /// Access for all users.
     pub access: Access,
     /// Value before the first write.
     pub initial: &'static str,
     pub(crate) show: Show<K>,
     pub(crate) store: Store<K>,
-    /// It cannot change while the device is exported.
+    /// Set if this file can't be changed while the device is exported.
     pub(crate) is_locked: bool,
 }
 
@@ -132,7 +133,7 @@ impl<K> std::fmt::Debug for Attr<K> {
     }
 }
 
-/// A file being read.
+/// A read request for a file.
 #[derive(Clone, Copy)]
 pub(crate) struct Read<'a, K: 'static> {
     pub(crate) tree: &'a Tree<K>,
@@ -141,7 +142,7 @@ pub(crate) struct Read<'a, K: 'static> {
     pub(crate) world: &'a dyn World,
 }
 
-/// A file being written.
+/// A write request for a file.
 pub(crate) struct Write<'a, K: 'static> {
     pub(crate) tree: &'a mut Tree<K>,
     pub(crate) dir: NodeId,
@@ -151,14 +152,14 @@ pub(crate) struct Write<'a, K: 'static> {
 }
 
 impl<K: Kind> Write<'_, K> {
-    /// Keeps a value in the file that is written.
+    /// Stores the value of this file.
     pub(crate) fn keep(&mut self, value: impl Into<String>) {
         self.tree.set(self.dir, self.attr.name, value);
     }
 }
 
 impl<K: 'static> Attr<K> {
-    /// A file to read and write.
+    /// Creates a file that can be read and written.
     pub(crate) const fn rw(name: &'static str, initial: &'static str, store: Store<K>) -> Self {
         Self {
             name,
@@ -170,7 +171,7 @@ impl<K: 'static> Attr<K> {
         }
     }
 
-    /// A file to read.
+    /// Creates a file that can only be read.
     pub(crate) const fn ro(name: &'static str, show: Show<K>) -> Self {
         Self {
             name,
@@ -182,16 +183,16 @@ impl<K: 'static> Attr<K> {
         }
     }
 
-    /// A file to read that always says the same.
+    /// Creates a file that can only be read and always has the same value.
     pub(crate) const fn fixed(name: &'static str, value: &'static str) -> Self {
         let mut attr = Self::ro(name, Show::Line);
         attr.initial = value;
         attr
     }
 
-    /// The same, shown so.
+    /// Sets how to show the content.
     pub(crate) const fn shown(self, show: Show<K>) -> Self {
-        // Written out, since a table is made at compile time.
+        // We need to set all fields because this is used at compile time.
         Self {
             name: self.name,
             access: self.access,
@@ -210,7 +211,7 @@ impl<K: 'static> Attr<K> {
         }
     }
 
-    /// The same, which cannot change while the device is exported.
+    /// Same as `rw`, but the file can't be changed while the device is exported.
     pub(crate) const fn locked(name: &'static str, initial: &'static str, store: Store<K>) -> Self {
         let mut attr = Self::rw(name, initial, store);
         attr.is_locked = true;
@@ -231,8 +232,8 @@ impl<K: Kind> Attr<K> {
 
     pub(crate) fn write(&self, write: &mut Write<'_, K>) -> Result<(), Errno> {
         let is_exported = self.is_locked && K::is_exported(write.tree, write.dir);
-        // The text is judged before the state, as the kernel does: a wrong value is EINVAL or
-        // ERANGE even while the device is exported.
+        // As in the kernel, the text is checked before the state: an invalid value must return
+        // EINVAL or ERANGE even if the device is exported.
         let check = || {
             if is_exported {
                 Err(Errno::INVAL)
@@ -276,7 +277,7 @@ impl<K: Kind> Attr<K> {
     }
 }
 
-/// Text without its line end.
+/// Removes the newline.
 pub(crate) fn line(text: &str) -> &str {
     text.strip_suffix('\n').unwrap_or(text)
 }

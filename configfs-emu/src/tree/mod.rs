@@ -1,13 +1,14 @@
-//! The tree: directories with their attribute files and links, and configfs's rules for them.
+//! A tree of directories with attribute files and links, using the rules of configfs.
 //!
-//! Configfs decides what every file system decides (what exists, what is empty), and asks the owner
-//! of a directory the rest: which names can be made in it, which links it takes, what a write
-//! means. The owner answers through [`Kind`]; this module knows none of its directories.
+//! configfs itself handles the same checks as any file system (does it exist, is it empty). For
+//! anything else, it calls the owner of a directory: which names can be created, which links are
+//! allowed, and how to handle a write. The owner has to implement [`Kind`], so this module doesn't
+//! need to know about any specific directory.
 //!
-//! Attribute files have no storage of their own: a directory's [`Kind`] has a table of them, and
-//! the directory keeps the values that differ from the table's. A whole tree is cheap to clone,
-//! since clones share directories until one of them changes; this is how a change is tried and
-//! taken back.
+//! Attribute files don't have separate storage: the [`Kind`] of a directory has a table of them,
+//! and the directory only stores values that are different from the table. Cloning a whole tree is
+//! cheap because directories are shared until they are changed. We use this to try a change and
+//! then revert it.
 
 mod dir;
 mod kind;
@@ -25,10 +26,10 @@ pub use self::kind::{Access, Attr, Kind};
 pub(crate) use self::kind::{Read, Show, Store, Write, line};
 pub(crate) use self::shell::Shell;
 
-/// The most bytes that a write hands to an attribute: a page without its last byte.
+/// Maximum number of bytes that a write can pass to an attribute: a page minus the last byte.
 pub const MAX_WRITE: usize = 4095;
 
-/// Directories, attributes and links, as configfs has them.
+/// A tree of directories, attributes and links, same as in configfs.
 #[derive(Clone, Debug)]
 pub struct Tree<K> {
     nodes: BTreeMap<NodeId, Arc<Node<K>>>,
@@ -42,7 +43,7 @@ impl<K: Kind> Default for Tree<K> {
 }
 
 impl<K: Kind> Tree<K> {
-    /// The tree of a kernel that has just loaded `target_core_mod`.
+    /// Creates the same tree as a kernel that has just loaded `target_core_mod`.
     #[must_use]
     pub fn new() -> Self {
         let mut tree = Self {
@@ -55,10 +56,11 @@ impl<K: Kind> Tree<K> {
         tree
     }
 
-    /// A directory that exists.
+    /// Returns an existing directory.
     ///
     /// # Panics
-    /// It does not exist: ids are given out by the tree and are used while it does not change.
+    /// Panics if the directory doesn't exist. The ID must be from this tree and is only valid until
+    /// the tree is changed.
     #[must_use]
     pub fn dir(&self, id: NodeId) -> &Dir<K> {
         self.try_dir(id).expect("a directory of this tree")
@@ -78,13 +80,13 @@ impl<K: Kind> Tree<K> {
         }
     }
 
-    /// The directory above; the root's is itself.
+    /// Returns the parent directory. For the root, this is the root itself.
     #[must_use]
     pub fn parent(&self, id: NodeId) -> NodeId {
         self.dir(id).parent
     }
 
-    /// The directories in a directory, with their names.
+    /// Returns the names and IDs of all subdirectories.
     pub fn subdirs(&self, id: NodeId) -> impl Iterator<Item = (&str, NodeId)> {
         let children = self.dir(id).children.iter();
         children
@@ -92,7 +94,7 @@ impl<K: Kind> Tree<K> {
             .map(|(name, child)| (name.as_str(), *child))
     }
 
-    /// The directories that the links in a directory lead to, with the links' names.
+    /// Returns the names of all links in a directory, and their target directories.
     pub fn links(&self, id: NodeId) -> impl Iterator<Item = (&str, NodeId)> {
         let children = self.dir(id).children.iter();
         children.filter_map(|(name, child)| match self.nodes[child].as_ref() {
@@ -101,21 +103,21 @@ impl<K: Kind> Tree<K> {
         })
     }
 
-    /// The directory of this name in a directory.
+    /// Returns the subdirectory with this name.
     #[must_use]
     pub fn child(&self, id: NodeId, name: &str) -> Option<NodeId> {
         let child = *self.dir(id).children.get(name)?;
         self.try_dir(child).map(|_| child)
     }
 
-    /// The directory at a path below the root, without a leading slash.
+    /// Returns the directory for a path relative to the root, without a leading slash.
     #[must_use]
     pub fn find(&self, path: &str) -> Option<NodeId> {
         let mut names = path.split('/').filter(|name| !name.is_empty());
         names.try_fold(NodeId::ROOT, |at, name| self.child(at, name))
     }
 
-    /// The nearest directory from here up of which this is true.
+    /// Returns the first parent directory that matches, starting at this directory.
     #[must_use]
     pub fn above(&self, id: NodeId, is_it: impl Fn(&Dir<K>) -> bool) -> Option<NodeId> {
         let mut at = id;
@@ -130,7 +132,7 @@ impl<K: Kind> Tree<K> {
         }
     }
 
-    /// The path of a directory, from the root on, without a leading slash.
+    /// Returns the path of a directory relative to the root, without a leading slash.
     #[must_use]
     pub fn path(&self, id: NodeId) -> String {
         let mut names = Vec::new();
@@ -143,10 +145,11 @@ impl<K: Kind> Tree<K> {
         names.join("/")
     }
 
-    /// An attribute's value as it is stored: what was written last, or what it began with.
+    /// Returns the stored value of an attribute: this is either the last value written or the
+    /// initial value.
     ///
     /// # Panics
-    /// The directory has no such attribute.
+    /// Panics if the directory doesn't have this attribute.
     #[must_use]
     pub fn value(&self, id: NodeId, name: &'static str) -> &str {
         let dir = self.dir(id);
@@ -159,13 +162,13 @@ impl<K: Kind> Tree<K> {
         )
     }
 
-    /// A value that is no file of its own, such as one that came through `control`.
+    /// Returns a value that has no file, for example if it was set via `control`.
     #[must_use]
     pub fn hidden(&self, id: NodeId, name: &'static str) -> Option<&str> {
         self.dir(id).values.get(name).map(String::as_str)
     }
 
-    /// Keeps a value, also one that is no file of its own.
+    /// Stores a value, which may also be a value without a file.
     pub(crate) fn set(&mut self, id: NodeId, name: &'static str, value: impl Into<String>) {
         self.dir_mut(id).values.insert(name, value.into());
     }
@@ -177,7 +180,7 @@ impl<K: Kind> Tree<K> {
         id
     }
 
-    /// Makes a directory with the groups that come with it.
+    /// Creates a directory and its default groups.
     fn add_dir(&mut self, parent: NodeId, name: &str, kind: K, is_default: bool) -> NodeId {
         let dir = Dir::new(parent, name.to_owned(), kind, is_default);
         let id = self.insert(Node::Dir(dir));
@@ -195,12 +198,13 @@ impl<K: Kind> Tree<K> {
     fn add_link(&mut self, parent: NodeId, name: &str, target: NodeId) -> NodeId {
         let id = self.insert(Node::Symlink(Symlink { parent, target }));
         self.dir_mut(parent).children.insert(name.to_owned(), id);
-        // Counted, so that a removal need not search the whole tree for links to what it removes.
+        // We need to count links, so that removing a directory doesn't have to search the whole
+        // tree for links to it.
         self.dir_mut(target).links += 1;
         id
     }
 
-    /// Removes a directory with everything in it.
+    /// Removes a directory and everything in it.
     fn drop_dir(&mut self, id: NodeId) {
         let children: Vec<NodeId> = self.dir(id).children.values().copied().collect();
         for child in children {
@@ -211,7 +215,7 @@ impl<K: Kind> Tree<K> {
         self.nodes.remove(&id);
     }
 
-    /// Removes a directory with everything in it, and what links to it.
+    /// Removes a directory and everything in it, including all links to it.
     pub(crate) fn prune(&mut self, id: NodeId) {
         let is_below = |tree: &Self, node: NodeId| {
             let mut at = node;
@@ -229,7 +233,7 @@ impl<K: Kind> Tree<K> {
             });
         let links: Vec<_> = links.collect();
         for (link, parent, target) in links {
-            // One that was pruned may have taken others along.
+            // This link may have already been removed with another directory.
             if !self.nodes.contains_key(&link) {
                 continue;
             }
@@ -242,7 +246,7 @@ impl<K: Kind> Tree<K> {
         self.drop_dir(id);
     }
 
-    /// Removes a directory in which there is nothing but what came with it.
+    /// Removes a directory if it's empty, ignoring its default groups.
     pub(crate) fn prune_if_empty(&mut self, id: NodeId) {
         if self.check_empty(id).is_ok() {
             self.drop_dir(id);
@@ -261,10 +265,11 @@ impl<K: Kind> Tree<K> {
         self.dir_mut(target).links -= 1;
     }
 
-    /// Checks what a directory's removal would hit: itself and, below its default groups, all that
-    /// is there.
+    /// Checks if a directory can be removed: this includes the directory and everything below its
+    /// default groups.
     fn check_empty(&self, id: NodeId) -> Result<(), Errno> {
-        // As configfs: a directory that a link leads to cannot be removed, not even an empty one.
+        // As in configfs, a directory can't be removed if there is a link to it, even if it's
+        // empty.
         if self.dir(id).links > 0 {
             return Err(Errno::BUSY);
         }

@@ -1,4 +1,4 @@
-//! The operations of a file system on the tree.
+//! File system operations for the tree.
 
 use rustix::io::Errno;
 
@@ -7,11 +7,11 @@ use super::kind::{Access, Attr, Kind, Read, Write};
 use super::{MAX_WRITE, Tree};
 use crate::world::World;
 
-/// The size that configfs gives each attribute: a page.
+/// File size of all attributes in configfs, which is a page.
 const FILE_SIZE: u64 = 4096;
 
-/// The longest name of a directory or a link, in bytes: `NAME_MAX`, which the kernel holds configfs
-/// to, but for FUSE allows 1024.
+/// Maximum length of a directory or link name in bytes. This is `NAME_MAX`, which the kernel uses
+/// for configfs, but for FUSE it would allow 1024.
 const MAX_NAME: usize = 255;
 
 fn check_name(name: &str) -> Result<(), Errno> {
@@ -36,7 +36,7 @@ impl<K: Kind> Tree<K> {
         index.map(|i| Ino::of_attr(id, i)).ok_or(Errno::NOENT)
     }
 
-    /// File type, mode and size of an inode.
+    /// Returns the file type, mode and size of an inode.
     ///
     /// # Errors
     /// `ENOENT`.
@@ -66,7 +66,7 @@ impl<K: Kind> Tree<K> {
         })
     }
 
-    /// Lists a directory, without `.` and `..`.
+    /// Returns the entries of a directory, not including `.` and `..`.
     ///
     /// # Errors
     /// `ENOENT`, `ENOTDIR`.
@@ -89,7 +89,7 @@ impl<K: Kind> Tree<K> {
         Ok(files.chain(children).collect())
     }
 
-    /// The directory in which a directory or link is.
+    /// Returns the parent directory of a directory or link.
     ///
     /// # Errors
     /// `ENOENT`.
@@ -100,11 +100,11 @@ impl<K: Kind> Tree<K> {
         })
     }
 
-    /// Makes a directory.
+    /// Creates a directory.
     ///
     /// # Errors
-    /// `ENAMETOOLONG`; `EEXIST`; `EPERM` where no directory can be made; what the directory's owner
-    /// says.
+    /// `ENAMETOOLONG`; `EEXIST`; `EPERM` if directories can't be created here; any error returned
+    /// by the owner of the directory.
     pub fn make_dir(&mut self, parent: Ino, name: &str, world: &dyn World) -> Result<Ino, Errno> {
         let id = self.as_dir(parent)?;
         check_name(name)?;
@@ -120,7 +120,8 @@ impl<K: Kind> Tree<K> {
     /// Removes a directory.
     ///
     /// # Errors
-    /// `EPERM` for one that came with another; `EBUSY` where a link leads to it; `ENOTEMPTY`.
+    /// `EPERM` if it was created together with its parent; `EBUSY` if there is a link to it;
+    /// `ENOTEMPTY`.
     pub fn remove_dir(&mut self, parent: Ino, name: &str) -> Result<(), Errno> {
         let ino = self.lookup(parent, name)?;
         let id = self.as_dir(ino)?;
@@ -132,11 +133,12 @@ impl<K: Kind> Tree<K> {
         Ok(())
     }
 
-    /// Makes a symbolic link. Its target must exist.
+    /// Creates a symbolic link. The target must exist.
     ///
     /// # Errors
-    /// `ENAMETOOLONG`; `EEXIST`; `ENOENT` for a target that does not exist; `EPERM` for one outside of
-    /// the tree, and where no link can be made; what the directory's owner says.
+    /// `ENAMETOOLONG`; `EEXIST`; `ENOENT` if the target doesn't exist; `EPERM` if the target is not
+    /// in this tree or if links can't be created here; any error returned by the owner of the
+    /// directory.
     pub fn link(
         &mut self,
         parent: Ino,
@@ -178,8 +180,8 @@ impl<K: Kind> Tree<K> {
         Ok(())
     }
 
-    /// The text of a link: up from where it is to the root, and down from there, as configfs says
-    /// it.
+    /// Returns the text of a link. As in configfs, this path goes up to the root and then down to
+    /// the target.
     ///
     /// # Errors
     /// `ENOENT`, `EINVAL`.
@@ -191,7 +193,7 @@ impl<K: Kind> Tree<K> {
         Ok("../".repeat(depth) + &self.path(link.target))
     }
 
-    /// Checks that a file can be opened for this.
+    /// Checks if a file can be opened with these permissions.
     ///
     /// # Errors
     /// `EACCES`, also for root; `EISDIR`.
@@ -200,7 +202,8 @@ impl<K: Kind> Tree<K> {
             return Err(Errno::ISDIR);
         }
         let (_, attr) = self.as_attr(ino)?;
-        // Checked here and not by the mode, which root may ignore: configfs refuses root as well.
+        // We need to check this here because root ignores the mode, but configfs also rejects this
+        // for root.
         let refused = match attr.access {
             Access::ReadWrite => false,
             Access::ReadOnly => writes,
@@ -209,10 +212,10 @@ impl<K: Kind> Tree<K> {
         if refused { Err(Errno::ACCESS) } else { Ok(()) }
     }
 
-    /// The whole content of a file.
+    /// Returns the full content of a file.
     ///
     /// # Errors
-    /// What the attribute's owner says.
+    /// Any error returned by the owner of the attribute.
     pub fn read(&self, ino: Ino, world: &dyn World) -> Result<String, Errno> {
         let (dir, attr) = self.as_attr(ino)?;
         let mut text = attr.read(&Read {
@@ -221,9 +224,9 @@ impl<K: Kind> Tree<K> {
             attr,
             world,
         })?;
-        // A page is all that there is.
+        // The content is limited to a page.
         let mut end = text.len().min(FILE_SIZE as usize);
-        // A cut inside of a character would panic below.
+        // Don't split a character, because this would panic when we truncate the text.
         while !text.is_char_boundary(end) {
             end -= 1;
         }
@@ -231,15 +234,15 @@ impl<K: Kind> Tree<K> {
         Ok(text)
     }
 
-    /// Writes to a file: all of the data is one value, wherever in the file it is written. Gives
-    /// the number of bytes taken.
+    /// Writes to a file. All of the data is used as a single value, and the offset is ignored.
+    /// Returns the number of bytes used.
     ///
     /// # Errors
-    /// What the attribute's owner says; everything is as it was then.
+    /// Any error returned by the owner of the attribute. In this case, nothing has changed.
     pub fn write(&mut self, ino: Ino, data: &[u8], world: &dyn World) -> Result<usize, Errno> {
         let (dir, attr) = self.as_attr(ino)?;
         let data = &data[..data.len().min(MAX_WRITE)];
-        // The kernel's attributes take strings of C, which end with a zero byte.
+        // The kernel uses C strings for attributes, so they stop at the first null byte.
         let end = data.iter().position(|b| *b == 0).unwrap_or(data.len());
         let text = std::str::from_utf8(&data[..end]).map_err(|_| Errno::INVAL)?;
         attr.write(&mut Write {
@@ -271,14 +274,15 @@ impl<K: Kind> Tree<K> {
         Ok((ino.node(), attr))
     }
 
-    /// The directory that a link's text names. Relative text begins where the link is. Of an
-    /// absolute path the part from some `target` on counts, since the tree can be mounted anywhere.
+    /// Returns the target directory for the text of a link. A relative path starts at the link. For
+    /// an absolute path, we only use the part after `target`, because the tree could be mounted at
+    /// any path.
     fn resolve(&self, from: NodeId, text: &str) -> Result<NodeId, Errno> {
         if !text.starts_with('/') {
             return self.walk(from, text.split('/'));
         }
         let names: Vec<&str> = text.split('/').filter(|n| !n.is_empty()).collect();
-        // The mount point may have a directory of this name as well, so each of them is tried.
+        // The path of the mount point might also contain this name, so we have to try all of them.
         let starts = (0..names.len()).filter(|i| names[*i] == "target");
         let mut found = Err(Errno::PERM);
         for start in starts {
@@ -298,7 +302,7 @@ impl<K: Kind> Tree<K> {
         let mut at = from;
         for name in names.filter(|n| !matches!(*n, "" | ".")) {
             at = match (name, at) {
-                // Out of the tree, where there is nothing that could be linked.
+                // This path leads out of the tree, so there is nothing to link to.
                 ("..", NodeId::ROOT) => return Err(Errno::PERM),
                 ("..", at) => self.parent(at),
                 (name, at) => match self.node(self.lookup(at.ino(), name)?.node())? {

@@ -5,7 +5,7 @@ use crate::rules::Tree;
 use crate::testing::{Fixture, TPG};
 
 #[test]
-fn a_new_tree_is_what_the_kernel_shows() {
+fn new_tree_matches_kernel() {
     let mut fixture = Fixture::default();
     let shell = fixture.shell();
     assert_eq!(shell.ls(""), ["version", "dbroot", "core"]);
@@ -27,22 +27,22 @@ fn a_new_tree_is_what_the_kernel_shows() {
     );
 }
 
-/// What configfs refuses by itself, on a served tree.
+/// Operations that configfs itself must reject, using a served tree.
 #[test]
 fn configfs_refuses_with_its_error_numbers() {
     let client = format!("{TPG}/acls/iqn.2026-01.example:client");
     for (line, errno) in [
-        // What is there already, as a directory or a file.
+        // A file or directory with this name already exists.
         ("mkdir iscsi".to_owned(), Errno::EXIST),
         ("mkdir version".to_owned(), Errno::EXIST),
         (
             format!("ln {TPG}/lun/lun_0/a ../../../../../core"),
             Errno::EXIST,
         ),
-        // What is not there.
+        // The file doesn't exist.
         ("rmdir srpt".to_owned(), Errno::NOENT),
         ("echo core/fileio_9/x/enable 1".to_owned(), Errno::NOENT),
-        // Where nothing can be made.
+        // Directories can't be created here.
         ("mkdir core/alua/x".to_owned(), Errno::PERM),
         (format!("mkdir {TPG}/x"), Errno::PERM),
         ("mkdir core/fileio_0/disk/attrib/x".to_owned(), Errno::PERM),
@@ -51,21 +51,21 @@ fn configfs_refuses_with_its_error_numbers() {
             "mkdir core/fileio_0/disk/statistics/x".to_owned(),
             Errno::NOSYS,
         ),
-        // What came with something else.
+        // These were created together with another directory.
         ("rmdir core".to_owned(), Errno::PERM),
         (
             "rmdir core/alua/lu_gps/default_lu_gp".to_owned(),
             Errno::PERM,
         ),
         (format!("rmdir {TPG}/np"), Errno::PERM),
-        // What is not empty, or is linked to.
+        // The directory is not empty, or there is a link to it.
         ("rmdir core/fileio_0".to_owned(), Errno::NOTEMPTY),
         ("rmdir core/fileio_0/disk".to_owned(), Errno::BUSY),
         (format!("rmdir {TPG}"), Errno::NOTEMPTY),
         (format!("rmdir {TPG}/lun/lun_0"), Errno::BUSY),
         (format!("rmdir {client}"), Errno::NOTEMPTY),
         (format!("rmdir {client}/lun_0"), Errno::NOTEMPTY),
-        // What is no directory, no link, or not what it should be.
+        // This is not a directory, not a link, or has the wrong type.
         ("rmdir version".to_owned(), Errno::NOTDIR),
         ("rm version".to_owned(), Errno::PERM),
         ("rm core".to_owned(), Errno::ISDIR),
@@ -80,7 +80,7 @@ fn configfs_refuses_with_its_error_numbers() {
             format!("ln {TPG}/lun/lun_0/c ../../../../../../../.."),
             Errno::PERM,
         ),
-        // Files that are for reading or for writing.
+        // Files that are read-only or write-only.
         ("echo version x".to_owned(), Errno::ACCESS),
         ("echo core/fileio_0/hba_info x".to_owned(), Errno::ACCESS),
     ] {
@@ -96,7 +96,7 @@ fn configfs_refuses_with_its_error_numbers() {
 }
 
 #[test]
-fn a_link_leads_up_to_the_root_and_down_from_there() {
+fn link_text_is_relative_to_root() {
     let mut fixture = Fixture::served();
     let shell = fixture.shell();
     assert_eq!(
@@ -111,7 +111,7 @@ fn a_link_leads_up_to_the_root_and_down_from_there() {
 }
 
 #[test]
-fn everything_goes_in_the_order_in_which_it_came_back() {
+fn served_tree_can_be_removed() {
     let mut fixture = Fixture::served();
     let client = format!("{TPG}/acls/iqn.2026-01.example:client");
     fixture.run(&format!(
@@ -134,7 +134,7 @@ fn everything_goes_in_the_order_in_which_it_came_back() {
 }
 
 #[test]
-fn a_write_is_one_value_of_a_page_at_most() {
+fn write_is_single_value_within_page() {
     let mut fixture = Fixture::served();
     let file = fixture.shell().at("core/fileio_0/disk/alias").unwrap();
     let mut write = |data: &[u8]| fixture.tree.write(file, data, &fixture.world);
@@ -154,7 +154,7 @@ fn a_write_is_one_value_of_a_page_at_most() {
 }
 
 #[test]
-fn a_clone_does_not_see_later_changes() {
+fn clone_does_not_see_changes() {
     let mut fixture = Fixture::served();
     let before = fixture.tree.clone();
     fixture.run(&format!("echo {TPG}/enable 0\nmkdir {TPG}/lun/lun_1"));
@@ -164,7 +164,7 @@ fn a_clone_does_not_see_later_changes() {
 }
 
 #[test]
-fn an_inode_that_is_gone_is_gone() {
+fn removed_inode_is_not_reused() {
     let mut fixture = Fixture::default();
     fixture.run("mkdir core/rd_mcp_0\nmkdir core/rd_mcp_0/r");
     let dir = fixture.shell().at("core/rd_mcp_0/r").unwrap();

@@ -1,4 +1,5 @@
-//! A tree mounted over a daemon in memory, and a mount namespace in which it is the kernel's.
+//! A tree mounted with an in-memory daemon, and a mount namespace in which it replaces the kernel's
+//! tree.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -14,10 +15,10 @@ use serde_json::{Value, json};
 
 pub(crate) use riser_testkit::skip::skip;
 
-/// Configurations that a daemon was given, in order.
+/// Configurations sent to a daemon, in order.
 pub(crate) type LiveSource = Arc<Mutex<Vec<Value>>>;
 
-/// A daemon that takes everything and remembers it.
+/// A daemon that accepts and stores every configuration.
 struct Memory(LiveSource);
 
 impl Daemon for Memory {
@@ -31,14 +32,14 @@ impl Daemon for Memory {
     }
 }
 
-/// The configuration that was given last; an empty one before that.
+/// Returns the last configuration, or an empty configuration if nothing was sent yet.
 fn last(given: &LiveSource) -> Value {
     let given = given.lock().unwrap();
     let empty = || json!({ "backends": {}, "targets": [] });
     given.last().cloned().unwrap_or_else(empty)
 }
 
-/// A mounted tree with a folder of its own.
+/// A mounted tree and its directory.
 pub(crate) struct Rig {
     pub(crate) given: LiveSource,
     pub(crate) folder: PathBuf,
@@ -46,7 +47,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// Mounts an empty tree; `None`, and a line for people, where that is not possible.
+    /// Mounts an empty tree. If this is not possible, prints a message and returns `None`.
     pub(crate) fn new(test: &str) -> Option<Self> {
         let rtslib = Command::new("/usr/bin/python3")
             .args(["-c", "import rtslib_fb"])
@@ -67,7 +68,7 @@ impl Rig {
         Self::mount(test)
     }
 
-    /// As [`Rig::new`], without the programs of others.
+    /// Same as [`Rig::new`], but doesn't require external programs.
     pub(crate) fn mount(test: &str) -> Option<Self> {
         if !rustix::process::geteuid().is_root() || fs::File::open("/dev/fuse").is_err() {
             skip(test, "it takes root and FUSE");
@@ -93,8 +94,8 @@ impl Rig {
         })
     }
 
-    /// Runs a shell command where the tree is at `/sys/kernel/config`, `modprobe` does nothing, and
-    /// what would be saved on this host is saved in the folder.
+    /// Runs a shell command with the tree mounted at `/sys/kernel/config`. `modprobe` does nothing,
+    /// and files that should be saved on this host are written to the test directory.
     pub(crate) fn run(&self, command: &str) -> Output {
         Command::new("unshare")
             .args(["-m", "--propagation", "private", "dbus-run-session", "--"])
@@ -107,7 +108,7 @@ impl Rig {
             .unwrap()
     }
 
-    /// As [`Rig::run`], of a command that must succeed; gives what it printed.
+    /// Same as [`Rig::run`], but the command must be successful. Returns its output.
     pub(crate) fn must(&self, command: &str) -> String {
         let output = self.run(command);
         let out = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -116,7 +117,7 @@ impl Rig {
         out
     }
 
-    /// The configuration that the daemon was given last.
+    /// Returns the last configuration sent to the daemon.
     pub(crate) fn last(&self) -> Value {
         last(&self.given)
     }
@@ -131,12 +132,12 @@ impl Drop for Rig {
     }
 }
 
-/// What a configuration means, or why it means nothing.
+/// Parses a configuration. Returns the error if it's not valid.
 pub(crate) fn parse(document: &Value) -> Result<riser_config::Config, String> {
     riser_config::Config::parse(&document.to_string(), "given").map_err(|e| e.to_string())
 }
 
-/// The path of a script beside this file.
+/// Returns the path of a script in this directory.
 pub(crate) fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/rig")
